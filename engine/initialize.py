@@ -20,7 +20,7 @@ from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
 from ..ops.mesh import Mesh
 from ..tensor.partition import PartitionedInputs
-from ..utils.errors import ConfigError, UsageError
+from ..utils.errors import UsageError
 from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
 from ..zero.construction.construction import Construction, materialise
 from ..zero.construction.slices import SliceStore
@@ -48,7 +48,7 @@ from .model.offloading import build_homes, build_host, reserve
 from .model.pipelining import Cut, Runs, build_pipeline, check_whole, is_cut, is_part, with_model
 from .model.policies import DTYPES, policy_of
 from .model.recomputing import checkpoint_blocks
-from .model.same_model import check_same_model
+from .model.same_model import check_same_model, resolve_together
 from .model.sequences import SequenceCutter, check_sequences, cut_sequences, of_stages
 from .model.tiling import tile_layers
 from .optim.gradient_factor import GradientFactor
@@ -75,11 +75,6 @@ from .telemetry.screen import log_start, show_messages
 _LOAD_LATER = (
     "to ignore missing and extra names, leave out weights= and call xds.zero.load_weights(engine.module, "
     "weights, strict=False) afterwards"
-)
-
-_NO_OPTIMIZER = (
-    'optimizer is missing: write e.g. {"type": "AdamW", "params": {"lr": 3e-4}}, or pass optimizer= to '
-    "xds.initialize; a model that only infers is frozen first, by model.requires_grad_(False)"
 )
 
 
@@ -116,7 +111,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             reads its own part. A model on the meta device gets its memory only then.
     Raises:
         ConfigError: every complaint about the config at once, before anything is allocated.
-        UsageError: the model or the optimizer cannot be trained as asked.
+        UsageError: the model or the optimizer cannot be trained as asked, or ranks have different configs.
     """
     check_arguments(model, lr_scheduler=lr_scheduler, collate_fn=collate_fn, group=group)
     check_whole(model)
@@ -157,11 +152,12 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     device = pick_device()
     group = _group(device, given)
     show_messages(config.log_level)
-    config = _resolved(config, group.size(), trains and given.optimizer is None)
+    needs_optimizer = trains and given.optimizer is None
+    config = resolve_together(config, given.optimizer, group, device, needs_section=needs_optimizer)
     log_notes(config, group.rank())
     collectives, mesh = _open_groups(config, group, device)
     if not is_part(model):
-        check_same_model(model, config.zero_optimization, collectives)
+        check_same_model(model, collectives)
     check_sequences(model, config)
     host = build_host(config, device, given.optimizer)
     groups = None if is_part(model) else _groups(model, config, given)
@@ -326,22 +322,6 @@ def _config_source(config: Any, args: Any) -> Any:
     return source
 
 
-def _resolved(config: Config, world_size: int, needs_section: bool) -> Config:
-    """`config` for so many ranks. A frozen model (a reference, a teacher) needs no section `optimizer`.
-
-    Raises:
-        ConfigError: the section is missing, or these ranks cannot share the batch; both at once.
-    """
-    missing = [_NO_OPTIMIZER] if needs_section and config.optimizer is None else []
-    try:
-        resolved = config.resolve(world_size)
-    except ConfigError as error:
-        raise ConfigError([*missing, *error.complaints], config.source) from None
-    if missing:
-        raise ConfigError(missing, config.source)
-    return resolved
-
-
 def _groups(model: nn.Module, config: Config, given: _Given) -> Groups:
     """The hyperparameter groups of the parameters that the optimizer is to update."""
     optimizer, model_parameters = given.optimizer, given.model_parameters
@@ -371,7 +351,7 @@ def _optimizer(
             given, updater, groups, allow_untested=config.zero_allow_untested_optimizer
         )
     else:
-        assert config.optimizer is not None  # `_resolved` came first
+        assert config.optimizer is not None  # `resolve_together` came first
         more = {}
         if config.optimizer.type in ONE_BIT_OPTIMIZERS:
             more["warmup_steps"] = warmup_steps(config.scheduler)

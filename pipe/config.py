@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
+from ..utils.patterns import check_expression
 from ..utils.schema.keys import Entry, NoEffect, Report
 from ..utils.schema.rules import FLAG, NULL, TEXT, Rule, either, list_of, one_of, shown, whole
 from ..utils.schema.section import Section
@@ -75,9 +75,9 @@ def _read_partition(value: object) -> str | tuple[int, ...]:
     if not value.casefold().startswith(BY_TYPE):
         raise ValueError(f"must be {PARTITION.need}")
     try:
-        re.compile(value[len(BY_TYPE) :])
-    except re.error as error:
-        raise ValueError(f"what follows {BY_TYPE} must be a regular expression: {error}") from None
+        check_expression(value[len(BY_TYPE) :])
+    except ValueError as error:
+        raise ValueError(f"what follows {BY_TYPE} {error}") from None
     if len(value) == len(BY_TYPE):
         raise ValueError(f'a regular expression must follow {BY_TYPE}, as in "type:Block"')
     return BY_TYPE + value[len(BY_TYPE) :]

@@ -6,14 +6,16 @@ least one layer.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
+from re import IGNORECASE
 from typing import final
 
 from ..utils.errors import UsageError
+from ..utils.patterns import check_expression, matching
+from ..utils.quoting import quoted
 
 METHODS = ("uniform", "parameters", "best", "type:REGEX")
 
@@ -143,15 +145,19 @@ def stage_of_layer(bounds: Sequence[int]) -> tuple[int, ...]:
 def _matches(partition: str, layers: Sequence[LayerSize]) -> list[int]:
     """1 for each layer whose class name contains a match of the pattern after "type:", else 0."""
     pattern = partition.split(":", 1)[1]
+    kinds = sorted({layer.class_name for layer in layers})
     try:
-        regex = re.compile(pattern, re.IGNORECASE)
-    except re.error as error:
+        check_expression(pattern)
+        hits = dict(
+            zip(kinds, matching(pattern, kinds, anywhere=True, flags=IGNORECASE), strict=True)
+        )
+    except ValueError as error:
         raise UsageError(
-            f'pipeline.partition = "{partition}": not a regular expression ({error})'
-        ) from error
-    found = [int(regex.search(layer.class_name) is not None) for layer in layers]
+            f"pipeline.partition = {quoted(partition)}: what follows type: {error}"
+        ) from None
+    found = [int(hits[layer.class_name]) for layer in layers]
     if not any(found):
-        names = ", ".join(sorted({layer.class_name for layer in layers}))
+        names = ", ".join(kinds)
         raise UsageError(
             f'pipeline.partition = "{partition}" matches no layer; the layers\' classes are {names}'
         )

@@ -9,13 +9,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..utils.errors import UsageError
+from ..utils.patterns import check_expression, matching
+from ..utils.quoting import quoted
 from .plan import Ways, check_module
 from .words import Way, Word, length_of
 
@@ -28,12 +29,21 @@ class _Spec(NamedTuple):
     """One entry of layer_specs. path: its place in the config."""
 
     path: str
-    patterns: tuple[re.Pattern[str], ...]
+    patterns: tuple[str, ...]
     word: Word
     shape: Any
 
-    def matches(self, name: str) -> bool:
-        return any(pattern.match(name) for pattern in self.patterns)
+    def matched(self, names: Sequence[str]) -> set[str]:
+        """Those that one of the patterns matches, with or without ".weight" at their end."""
+        found: set[str] = set()
+        ends = [end for name in names for end in (f"{name}.weight", name)]
+        for pattern in self.patterns:
+            try:
+                hits = matching(pattern, ends)
+            except ValueError as error:
+                raise UsageError(f"{self.path}.patterns: {quoted(pattern)} {error}") from None
+            found.update(names[at // 2] for at, is_hit in enumerate(hits) if is_hit)
+        return found
 
 
 def has_specs(config: Mapping[str, Any] | None) -> bool:
@@ -68,23 +78,22 @@ def read_specs(
     ]
     asked = [spec for spec in specs if spec is not None]
     found: Ways = dict(own)
-    unused = set(range(len(asked)))
-    for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is None:
-            continue
-        hits = [
-            i
-            for i, spec in enumerate(asked)
-            if spec.matches(f"{name}.weight") or spec.matches(name)
-        ]
-        unused.difference_update(hits)
-        if hits:
-            found[name] = _way(asked[hits[0]], name, module)
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if module._parameters.get("weight") is not None
+    }
+    matched = [spec.matched(list(modules)) for spec in asked]
+    for name, module in modules.items():
+        first = next(
+            (spec for spec, hits in zip(asked, matched, strict=True) if name in hits), None
+        )
+        if first is not None:
+            found[name] = _way(first, name, module)
+    unused = [spec for spec, hits in zip(asked, matched, strict=True) if not hits]
     if unused and not is_part:
-        spec = asked[min(unused)]
         raise UsageError(
-            f"{spec.path}.patterns = {[pattern.pattern for pattern in spec.patterns]}: they match no weight of "
+            f"{unused[0].path}.patterns = {list(unused[0].patterns)}: they match no weight of "
             f"{type(model).__name__}; correct them, or remove the entry"
         )
     return {name: way for name, way in found.items() if way.word is not Word.WHOLE}
@@ -118,11 +127,12 @@ def _spec(entry: Any, path: str, kind: str | None) -> _Spec | None:
     return _Spec(path, tuple(_pattern(one, path) for one in patterns), word, entry.get("shape"))
 
 
-def _pattern(text: Any, path: str) -> re.Pattern[str]:
+def _pattern(text: Any, path: str) -> str:
     try:
-        return re.compile(str(text))
-    except re.error as error:
-        raise UsageError(f"{path}.patterns: {text!r} is no regular expression: {error}") from None
+        check_expression(str(text))
+    except ValueError as error:
+        raise UsageError(f"{path}.patterns: {quoted(text)} {error}") from None
+    return str(text)
 
 
 def _way(spec: _Spec, name: str, module: nn.Module) -> Way:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,8 +126,25 @@ def _word(pattern: str, text: Any) -> Word:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    parts = [re.escape(part).replace(r"\*", "[^.]+") for part in pattern.split(".")]
-    return re.fullmatch(r"\.".join(parts), name) is not None
+    """Whether the dotted name matches. `*` stands for one or more characters of a part."""
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) == len(parts) and all(map(_matches_part, wanted, parts))
+
+
+def _matches_part(pattern: str, part: str) -> bool:
+    first, *others = pattern.split("*")
+    if not others:
+        return pattern == part
+    if not part.startswith(first):
+        return False
+    *middle, last = others
+    at = len(first)
+    for piece in middle:  # the first place is the best: it leaves most to the pieces after it
+        at = part.find(piece, at + 1)
+        if at < 0:
+            return False
+        at += len(piece)
+    return part.endswith(last) and at < len(part) - len(last)
 
 
 def _example(modules: Mapping[str, Any]) -> str:

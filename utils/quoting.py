@@ -7,6 +7,8 @@ control the reader's terminal. Long text is cut, so that the sentence around it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 MOST_CHARS = 200
 
 
@@ -34,3 +36,17 @@ def escaped(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """For example "rank 3", "ranks 0, 2, 8-15"; ascending."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
+    return f"ranks {', '.join(parts)}"

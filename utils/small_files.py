@@ -1,4 +1,4 @@
-"""Reads short files that a user names: a config, a list of hosts, a list of variables.
+"""Reads short files that a user names, and JSON in them: a config, a list of hosts, a manifest, an index.
 
 A device, a folder, a pipe without a writer and a file of gigabytes are refused at once or within seconds.
 A pipe with a writer is read, as in `xds check <(make-config)`.
@@ -7,11 +7,16 @@ A pipe with a writer is read, as in `xds check <(make-config)`.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import select
 import stat
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any, NoReturn
+
+from .quoting import quoted
 
 MOST_BYTES = 1 << 20
 PIPE_SECONDS = 3.0
@@ -25,25 +30,81 @@ def read_small_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
     Raises:
         OSError: the file cannot be read, is too long or is not a regular file or pipe. See its `strerror`.
     """
-    # without O_NONBLOCK opening a pipe waits for a writer
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
+        # without O_NONBLOCK opening a pipe waits for a writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except ValueError:  # a null character, or half of a surrogate pair
+        raise OSError(errno.EINVAL, "its name is no name of a file") from None
+    try:
+        found = os.fstat(descriptor)
+        is_pipe = stat.S_ISFIFO(found.st_mode)
+        if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        if not (stat.S_ISREG(found.st_mode) or is_pipe):
             raise OSError(errno.EINVAL, "a device, not a file")
+        if found.st_size > most_bytes:
+            _too_long(most_bytes)
         parts: list[bytes] = []
         left = most_bytes
-        while data := _read(descriptor, left + 1, waits=stat.S_ISFIFO(mode) and not parts):
+        while data := _read(descriptor, left + 1, waits=is_pipe and not parts):
             left -= len(data)
             if left < 0:
-                reason = f"longer than {most_bytes >> 20} MiB; is it the right file?"
-                raise OSError(errno.EFBIG, reason)
+                _too_long(most_bytes)
             parts.append(data)
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
     finally:
         os.close(descriptor)
+
+
+def read_small_text(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a file in UTF-8, without a byte order mark.
+
+    Raises:
+        OSError: as `read_small_file`, or the file is not UTF-8. See its `strerror`.
+    """
+    data = read_small_file(path, most_bytes)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start} is not UTF-8 text: save the file as UTF-8"
+        raise OSError(errno.EILSEQ, reason) from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The JSON value in `text`, which has no key twice in an object, and no NaN or Infinity.
+
+    Raises:
+        ValueError: it is not such JSON. The message completes "it ...".
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+    except _RefusedError:
+        raise
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except ValueError:  # also bytes that are no text, and numbers of thousands of digits
+        raise ValueError("is not JSON") from None
+
+
+class _RefusedError(ValueError):
+    """Python reads it, and no writer of JSON wrote it."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise _RefusedError(f"has the key {quoted(twice)} twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise _RefusedError(f"has the number {name}, which JSON does not have")
+
+
+def _too_long(most_bytes: int) -> NoReturn:
+    reason = f"longer than {most_bytes >> 20} MiB; is it the right file?"
+    raise OSError(errno.EFBIG, reason)
 
 
 def _read(descriptor: int, most_bytes: int, *, waits: bool) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...engine.checkpoint.imports.deepspeed import is_deepspeed
-from ...engine.checkpoint.io.folders import LATEST, MANIFEST
+from ...engine.checkpoint.io.folders import LATEST, MANIFEST, named_in
 from ...utils.errors import UsageError
 
 
@@ -16,8 +16,10 @@ def refuse_theirs(folder: Path, tag: str | None) -> None:
         UsageError: it names the command that imports such a checkpoint.
     """
     if tag is None:
-        latest = folder / LATEST
-        tag = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+        try:
+            tag = named_in(folder / LATEST) or ""
+        except UsageError:
+            return  # the load reports it
     if "\0" in tag:
         return  # a damaged `latest`, which the load reports
     here = folder / tag

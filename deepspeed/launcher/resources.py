@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...utils.errors import UsageError
+from ...utils.small_files import read_small_text
 from ..errors import raises_theirs
 from ..utils.logging import logger
 
@@ -29,8 +30,7 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
     if not os.path.isfile(hostfile_path):
         logger.warning("hostfile = %s: no such file; ranks run on this machine only", hostfile_path)
         return None
-    with open(hostfile_path) as file:
-        return parse_hostfile(file.readlines())
+    return parse_hostfile(read_small_text(hostfile_path).splitlines())
 
 
 @raises_theirs

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...engine.checkpoint.io.folders import named_in
 from ...engine.checkpoint.io.reader import CheckpointReader
 from ...engine.checkpoint.random_state import read_random_state, set_random_state
 from ...engine.engine import Engine
@@ -151,10 +152,8 @@ class Checkpoints(ABC):
 
     def _tag_of(self, load_dir: Path) -> str | None:
         """The tag in `latest_universal`, where the config asks for it and it is there."""
-        path = load_dir / LATEST_UNIVERSAL
-        if not self._engine.config.checkpoint.load_universal or not path.is_file():
-            return None
-        return path.read_text().strip()
+        is_asked = self._engine.config.checkpoint.load_universal
+        return named_in(load_dir / LATEST_UNIVERSAL) if is_asked else None
 
     def _load_by(self, custom_load_fn: CustomLoad, src: Mapping[str, Any]) -> None:
         module = self._engine.module

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ...engine.config.text import read_source
 from ...utils.errors import ConfigError
+from ...utils.small_files import read_small_text
 from ..comm.config import DeepSpeedCommsConfig
 from ..errors import methods_raise_theirs
 from ..missing import placeholder
@@ -239,8 +240,8 @@ class DeepSpeedConfigWriter:
         self.data[key] = value
 
     def load_config(self, filename: str) -> None:
-        with open(filename, encoding="utf-8") as file:
-            self.data = json.load(file, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        text = read_small_text(filename)
+        self.data = json.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
 
     def write_config(self, filename: str) -> None:
         with open(filename, "w", encoding="utf-8") as file:

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ...ops.mesh import Mesh
 from ...utils.errors import DamagedError, UsageError
+from ...utils.small_files import parse_json
 from ...zero.checkpoint.ranges import Catalogue, ConstantRange, SavedFlat
 from ...zero.core.layout import Slot
 from .io.tensor_table import shown
@@ -108,7 +109,7 @@ def parse(text: bytes, source: str) -> Manifest:
 def _typed(text: bytes, source: str) -> Manifest:
     """The manifest in `text`, with each value of its declared type."""
     try:
-        raw = json.loads(text, parse_constant=_no_constant)
+        raw = parse_json(text)
         version = raw.get("version")
         if raw.get("format") != FORMAT or version not in READ_VERSIONS:
             raise UsageError(
@@ -119,8 +120,10 @@ def _typed(text: bytes, source: str) -> Manifest:
         return _upgraded(found) if version == 1 else found
     except ValidationError as error:
         raise DamagedError(f"{source} contradicts itself: {complaint(error)}") from None
-    except (ValueError, RecursionError):
-        raise DamagedError(f"{source} is damaged: it is not JSON that xds writes") from None
+    except RecursionError:
+        raise DamagedError(f"{source} is damaged: it is nested too deeply") from None
+    except ValueError as error:
+        raise DamagedError(f"{source} is damaged: it {error}") from None
 
 
 def _upgraded(manifest: Manifest) -> Manifest:
@@ -131,12 +134,13 @@ def _upgraded(manifest: Manifest) -> Manifest:
     return replace(manifest, flats=flats, mesh=mesh, holders=(tuple(range(num_ranks)),))
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(name)  # NaN and Infinity are not JSON, although Python reads them
-
-
 def _check_values(manifest: Manifest) -> None:
-    counters = state_of(manifest.state).counters
+    state = state_of(manifest.state)
+    counters = state.counters
+    if state.optimizer is None and any(
+        one.key.startswith("state/") for r in manifest.files for one in r.ranges
+    ):
+        raise ValueError("it has states of an optimizer, and no optimizer")
     for number, record in enumerate(manifest.files):
         own = OwnValues.of(record.own)
         check_own_names(f"files[{number}]", own, manifest.flats)

@@ -45,6 +45,7 @@ from .packing import unpack
 from .random_state import check_random_state
 from .saved_values import OwnValues
 from .training import Training
+from .whole import lacking
 
 log = logging.getLogger("xds")
 
@@ -102,7 +103,7 @@ def _load(
             "all of them share; or set checkpoint.use_node_local_storage to true, and save with it as well"
         )
     plan, reports = together(
-        collectives, DOING, partial(_begin, training, folder, manifest), share=report
+        collectives, DOING, partial(_begin, training, folder, manifest, options), share=report
     )
     with ExitStack() as stack, ExitStack() as undo:
         together(
@@ -131,15 +132,15 @@ def _load(
 # -- before anything changes --------------------------------------------------------------------------------
 
 
-def _begin(training: Training, folder: Path, manifest: Manifest) -> Plan:
+def _begin(training: Training, folder: Path, manifest: Manifest, options: LoadOptions) -> Plan:
     """What this rank holds, and where the checkpoint has it."""
     training.sharded.settle_reductions()
     snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)
     present = present_files(folder, manifest)
     catalogue = catalogue_of(manifest, str(folder / MANIFEST), present)
-    if uncovered := catalogue.uncovered():
+    if names := lacking(manifest, catalogue, with_optimizer=options.with_optimizer):
         raise DamagedError(
-            f"{folder / MANIFEST} contradicts itself: elements of {some_of(uncovered)} are in no file"
+            f"{folder / MANIFEST} contradicts itself: elements of {some_of(names)} are in no file"
         )
     restore = Restore(snapshot, catalogue)
     return Plan(folder, manifest, snapshot, catalogue, restore, present)

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...ops.optim.shard_optimizer import kind_of
-from ...utils.errors import UsageError
+from ...utils.errors import DamagedError, UsageError
 from ...utils.views import holds
 from ...zero.checkpoint.ranges import Catalogue, Differences
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
 from ...zero.checkpoint.targets import Target
 from ..steps.counters import Counters
+from .hyperparameters import RATES, check_state_values
+from .io.folders import MANIFEST
 from .io.tensor_table import shown
 from .load_plan import LoadOptions, Plan, some_of
 from .training import Training
@@ -78,6 +81,15 @@ def check_state(
     training: Training, counters: Counters, plan: Plan, options: LoadOptions, folder: Path
 ) -> None:
     saved = plan.state
+    try:
+        check_state_values(
+            saved, with_optimizer=options.with_optimizer, with_scheduler=options.with_scheduler
+        )
+    except ValueError as error:
+        raise DamagedError(
+            f"{folder / MANIFEST} contradicts itself: {error}; load the rest with load_optimizer_states=False "
+            "and load_lr_scheduler_states=False"
+        ) from None
     if options.with_optimizer:
         _check_optimizer(training, saved["optimizer"], folder)
         _check_accumulation(counters, plan, folder)
@@ -89,6 +101,7 @@ def check_state(
                 f"{folder} holds the state of the scheduler {scheduler['type']}, this engine has "
                 f"{here}: use the same one, or load with load_lr_scheduler_states=False"
             )
+        _check_scheduler(training.scheduler, scheduler["state"], folder)
 
 
 def _check_optimizer(training: Training, saved: dict[str, Any] | None, folder: Path) -> None:
@@ -121,17 +134,35 @@ def _check_optimizer(training: Training, saved: dict[str, Any] | None, folder: P
                 )
 
 
+def _check_scheduler(scheduler: Any, saved: Any, folder: Path) -> None:
+    """Check the state of a schedule of torch, which sets its attributes to whatever the state says."""
+    if not isinstance(scheduler, LRScheduler) or not isinstance(saved, dict):
+        return
+    own, is_torchs = scheduler.state_dict(), type(scheduler).__module__ == LRScheduler.__module__
+    for key, value in saved.items():
+        here = own.get(key)
+        is_number = (is_torchs and _is_number(here)) or key in RATES
+        is_method = key not in own and callable(getattr(scheduler, str(key), None))
+        if is_method or key == "optimizer" or (is_number and not _are_alike(here, value)):
+            raise UsageError(
+                f"{folder} has {shown(key)} = {shown(value)} in the state of lr_scheduler, and this engine has "
+                f"{shown(here)}: use the same one, or load with load_lr_scheduler_states=False"
+            )
+
+
 def _are_alike(here: Any, there: Any) -> bool:
-    """Whether both are numbers, texts, or sequences of equal length of these. None matches anything."""
-    if here is None or there is None:
+    """Whether both are numbers, texts, or sequences of equal length of these. None here matches anything."""
+    if here is None:
         return True
+    if there is None:  # switches that torch sets itself, such as foreach
+        return isinstance(here, bool)
     if isinstance(here, list | tuple) and isinstance(there, list | tuple):
         return len(here) == len(there) and all(map(_are_alike, here, there))
-    if isinstance(here, Tensor) and isinstance(there, Tensor):
-        return here.numel() == there.numel()
     if _is_number(here) or _is_number(there):
         return _is_number(here) and _is_number(there)
-    return isinstance(here, str) == isinstance(there, str)
+    if isinstance(here, Tensor) and isinstance(there, Tensor):
+        return here.numel() == there.numel()
+    return type(here) is type(there)
 
 
 def _is_number(value: Any) -> bool:

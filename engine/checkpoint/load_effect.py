@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops.optim.shard_optimizer import kind_of
 from ...utils.errors import UsageError, XdsError
 from ...utils.views import write
 from ..data.loaders import keeps_position, resume_loader
 from ..steps.counters import Counters
+from .hyperparameters import check_groups
 from .load_plan import LoadOptions, Plan
 from .random_state import set_random_state
 from .training import Training
@@ -48,6 +50,8 @@ def set_engine(
     if options.with_scheduler and saved["lr_scheduler"] is not None and load is not None:
         undo.callback(load, training.scheduler.state_dict())  # type: ignore[union-attr]
         _taking(plan, "lr_scheduler", partial(load, saved["lr_scheduler"]["state"]))
+        groups = training.optimizer.param_groups  # to which it may have written
+        _taking(plan, "lr_scheduler", partial(check_groups, kind_of(training.optimizer), groups))
     undo.callback(training.loss_scale.load_state_dict, training.loss_scale.state_dict())
     training.loss_scale.load_state_dict(saved["loss_scale"])
     _set_counters(counters, saved["counters"], options, undo)

@@ -19,7 +19,7 @@ from .manifest import Manifest
 from .nodes import node_of, nodes_text, state_files
 
 DOING = "load_checkpoint"
-MAX_NAMES = 50  # in one message
+MAX_NAMES = 20  # in one message
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -65,6 +66,7 @@ class Manifest:
     saved_seconds: when it was saved, in Unix time; 0 if the writer did not record it.
     nodes: where each node saved into a folder of its own, the nodes by their first rank. Then several files may
         have the same elements, see nodes.py.
+    totals: the elements of each key in all files; older checkpoints do not contain it.
     """
 
     format: Text
@@ -80,6 +82,7 @@ class Manifest:
     mesh: dict[Axis, Positive] = field(default_factory=dict)
     holders: tuple[tuple[Size, ...], ...] = ()
     nodes: tuple[SavedNode, ...] = ()
+    totals: dict[Text, Size] = field(default_factory=dict)
 
     @property
     def grid(self) -> Mesh:
@@ -101,6 +104,16 @@ class Manifest:
         return int(self.state["counters"]["micro_steps"])
 
 
+def totals_of(files: Iterable[FileRecord]) -> dict[str, int]:
+    """The `totals` of a manifest."""
+    found: dict[str, int] = {}
+    for record in files:
+        parts: tuple[Range | ConstantRange, ...] = (*record.ranges, *record.constants)
+        for one in parts:
+            found[one.key] = found.get(one.key, 0) + one.stop - one.start
+    return found
+
+
 def lengths_of(mesh: Mesh) -> dict[Axis, int]:
     """The `mesh` of a manifest."""
     return dict(zip(AXES, mesh.shape, strict=True))
@@ -115,4 +128,5 @@ __all__ = [
     "RankPart",
     "SavedNode",
     "lengths_of",
+    "totals_of",
 ]

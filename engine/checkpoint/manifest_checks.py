@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +32,7 @@ from ...zero.checkpoint.ranges import (
 from ...zero.core.layout import Box, Slot
 from .io.tensor_table import BY_NAME, MAX_DIMS, MAX_NUMEL, Located, is_possible, shown
 from .io.writer import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
-from .manifest import FileRecord, Manifest
+from .manifest import FileRecord, Manifest, totals_of
 from .nodes import state_files
 from .packing import unpack
 from .saved_values import Named, OwnValues, names_in
@@ -63,6 +63,7 @@ def check_numbers(manifest: Manifest) -> None:
         for flat in {one.flat for one in record.ranges} | {one.flat for one in record.constants}:
             if number not in holders[manifest.flats[flat].held_by]:
                 _refuse_holder(number, flat, manifest)
+    _check_totals(manifest)
 
 
 def _require(is_right: bool, where: str, value: Any) -> None:
@@ -78,6 +79,17 @@ def _refuse_dtype(where: str, name: str) -> NoReturn:
     raise ValueError(
         f"{where} is the dtype {shown(name)}, which this torch does not have, or no checkpoint holds"
     )
+
+
+def _check_totals(manifest: Manifest) -> None:
+    """Check that no range is missing which was there at the save."""
+    found = totals_of(manifest.files)
+    for key in sorted({*found, *manifest.totals}) if manifest.totals else ():
+        here, saved = found.get(key, 0), manifest.totals.get(key, 0)
+        if here != saved:
+            raise ValueError(
+                f"its files have {here} elements of {shown(key)}, and {saved} were saved"
+            )
 
 
 # -- ranks --------------------------------------------------------------------------------------------------
@@ -253,7 +265,8 @@ def _check_constant(place: str, one: ConstantRange, flats: tuple[SavedFlat, ...]
     _require(len(one.shape) <= MAX_ONES and numel_of(one.shape) == 1, f"{place}.shape", one.shape)
     value = unpack(one.value, Named)
     is_plain = value is None or isinstance(value, bool | int | float | str)
-    _require(is_plain, f"{place}.value", value)
+    is_count = one.key == "state/step" and isinstance(value, int | float)
+    _require(is_plain and (not is_count or 0 <= value < inf), f"{place}.value", value)
     if one.dtype is None:
         return
     if one.dtype not in BY_NAME:

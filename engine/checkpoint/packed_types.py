@@ -43,11 +43,11 @@ def pack_plain(value: Any, where: str, pack: Inner) -> dict[str, Any] | None:
     Raises:
         UsageError: an array of more than MAX_ARRAY_BYTES, or of objects.
     """
-    if isinstance(value, Namespace):
+    if type(value) is Namespace:
         items = [[name, pack(item, f"{where}.{name}")] for name, item in vars(value).items()]
         return {"$namespace": items}
-    if isinstance(value, set | frozenset):
-        tag = "$set" if isinstance(value, set) else "$frozenset"
+    if type(value) in (set, frozenset):
+        tag = "$set" if type(value) is set else "$frozenset"
         return {tag: [pack(item, f"{where}: an item") for item in sorted(value, key=repr)]}
     if isinstance(value, PurePath):
         return {"$path": str(value)}
@@ -87,7 +87,9 @@ def unpack_plain(tag: str, content: Any, unpack: Callable[[Any], Any]) -> Any:
 def _namespace(content: Any, unpack: Callable[[Any], Any]) -> Namespace:
     made = Namespace()
     for name, item in content:
-        vars(made)[_text(name)] = unpack(item)
+        if _text(name) in vars(made):
+            raise ValueError(name)
+        vars(made)[name] = unpack(item)
     return made
 
 

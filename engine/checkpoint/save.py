@@ -29,11 +29,12 @@ from ..data.loaders import keeps_position, loader_position
 from ..steps.counters import Counters
 from .agreement import together
 from .format import constants_to_json
+from .hyperparameters import check_state_values
 from .io.folders import Claim, check_folder, check_tag, discard, make_folder
 from .io.tensor_file import Entry, Sums, bytes_of, dense
 from .io.tensor_table import check_storable
 from .joining import check_joined, join_parts
-from .manifest import FORMAT, VERSION, FileRecord, Manifest, RankPart, lengths_of
+from .manifest import FORMAT, VERSION, FileRecord, Manifest, RankPart, lengths_of, totals_of
 from .nodes import Nodes
 from .packing import pack
 from .random_state import read_random_state
@@ -233,6 +234,7 @@ def _prepare(
         content.add(block)
     is_accumulating = bool(totals or snapshot.grad_locals()) or snapshot.has_kept_grads
     state = _engine_state(training, counters, is_accumulating)
+    _warn_of_values(state, is_first=snapshot.rank == 0)
     state |= snapshot.owed_meaning()
     put = partial(content.put, "engine")
     packed = {key: pack(value, key, put) for key, value in state.items()}
@@ -268,6 +270,19 @@ def _engine_state(training: Training, counters: Counters, is_accumulating: bool)
         else None,
         "data": loader_position(training.loader),
     }
+
+
+def _warn_of_values(state: dict[str, Any], *, is_first: bool) -> None:
+    """Say now what a load will refuse. The values are saved: the weights can be loaded."""
+    try:
+        check_state_values(state)
+    except ValueError as error:
+        if is_first:
+            log.warning(
+                "save_checkpoint: %s; a load will need load_optimizer_states=False and "
+                "load_lr_scheduler_states=False",
+                error,
+            )
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
@@ -360,6 +375,7 @@ def _manifest(
         mesh=lengths_of(description.mesh),
         holders=joined.holders,
         nodes=() if nodes is None else nodes.nodes,
+        totals=totals_of(files),
     )
     if description.mesh.pipe * description.mesh.tensor > 1 or nodes is not None:
         check_joined(manifest)

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 from pydantic import Field, InstanceOf, TypeAdapter, ValidationError
 
 from ...utils.schema.checked_types import Flag, Positive, Size, Text
+from ..config.sections import SCALES
+from ..optim.loss_scale import MAX_SCALE
 from .io.tensor_table import shown
 from .packing import unpack
 
@@ -53,7 +55,7 @@ class Counters:
 class ScaleState:
     """See `DynamicScale` in engine/optim/loss_scale.py."""
 
-    value: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+    value: Annotated[float, Field(strict=True, ge=SCALES[0], le=MAX_SCALE, allow_inf_nan=False)]
     left: Size
     step: Size
     last_overflow: Annotated[int, Field(strict=True, ge=-1)]

@@ -21,7 +21,7 @@ from ...utils.schema.rules import (
 )
 from ...utils.schema.section import Section
 from . import torch_classes
-from .params import ClassTable, Param, read_params
+from .params import RATE, ClassTable, Param, read_params
 
 
 @final
@@ -43,7 +43,7 @@ class OptimizerConfig(Section):
 
 TORCH_DECAY = 0.01  # the default of torch.optim.AdamW
 FUSED = "there is one implementation, and it is fused"
-_LR = number(0)
+_LR = RATE
 _DECAY = number(0)
 _EPS = number(0)
 # an element without gradients would be 0 / 0, and others share its norm or its message

@@ -18,9 +18,10 @@ from ...utils.schema.keys import (
     unknown_key,
 )
 from ...utils.schema.nearest import nearest
-from ...utils.schema.rules import Rule, shown
+from ...utils.schema.rules import Rule, number, shown
 
 Param = Rule | NoEffect | Refused
+RATE = number(0, 1e10)  # of learning; in a checkpoint as well
 
 
 @final

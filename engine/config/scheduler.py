@@ -22,7 +22,7 @@ from ...utils.schema.rules import (
 )
 from ...utils.schema.section import Section
 from . import torch_classes
-from .params import ClassTable, Param, read_params, require
+from .params import RATE, ClassTable, Param, read_params, require
 
 
 @final
@@ -37,7 +37,7 @@ class SchedulerConfig(Section):
     )
 
 
-_RATE = either(number(0), list_of(number(0), 1))  # one for all parameter groups, or one for each
+_RATE = either(RATE, list_of(RATE, 1))  # one for all parameter groups, or one for each
 _STEPS = whole(1)
 _WARMUP_STEPS = whole(0)
 _START: dict[str, Param] = {"last_batch_iteration": whole(-1)}
@@ -68,8 +68,8 @@ _BUILT_IN: dict[str, dict[str, Param]] = {
         "cycle_second_stair_count": either(whole(0), NULL),
         "decay_step_size": whole(0),
         "cycle_momentum": FLAG,
-        "cycle_min_mom": number(0, 1),
-        "cycle_max_mom": number(0, 1),
+        "cycle_min_mom": number(0, below=1),
+        "cycle_max_mom": number(0, below=1),
         "decay_mom_rate": number(0),
     },
     "WarmupLR": _WARMUP,

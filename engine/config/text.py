@@ -22,7 +22,7 @@ from ...utils.errors import ConfigError
 from ...utils.quoting import printable
 from ...utils.schema.keys import joined
 from ...utils.schema.rules import shown
-from ...utils.small_files import MOST_BYTES, read_small_file
+from ...utils.small_files import MOST_BYTES, read_small_text
 from .hjson import Malformed, read_hjson
 
 _EXCERPT_CHARS = 1000  # 100 characters of the file, each escaped
@@ -101,11 +101,7 @@ def _is_file(name: str) -> bool:
 
 def _read_file(name: str) -> str:
     try:
-        return read_small_file(name).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            [f"byte {error.start} is not UTF-8: save the file as UTF-8"], name
-        ) from None
+        return read_small_text(name)
     except OSError as error:
         raise ConfigError([f"cannot be read: {error.strerror}"], name) from None
 

@@ -14,14 +14,13 @@ from ...utils.schema.rules import (
     one_of,
     whole,
 )
-from .params import Param
+from .params import RATE, Param
 
 # The names are those of torch's constructors, and the bounds are where torch, or arithmetic, fails.
-_RATE = number(0)
 _EPS = number(0)
 _BETAS = list_of(number(0, below=1), 2, 2)
 _COMMON: dict[str, Param] = {
-    "lr": _RATE,
+    "lr": RATE,
     "weight_decay": number(0),
     "max_grad_norm": Refused(
         NUMBER, "set the top-level key gradient_clipping instead", harmless=(0, 0.0)
@@ -89,7 +88,7 @@ OPTIMIZERS: dict[str, dict[str, Param]] = {
     },
 }
 
-_RATES = either(_RATE, list_of(_RATE, 1))
+_RATES = either(RATE, list_of(RATE, 1))
 _SHARES = either(number(0, 1), list_of(number(0, 1), 1))
 _STEPS = whole(1)
 _MAYBE_STEPS = either(_STEPS, NULL)
@@ -107,12 +106,12 @@ SCHEDULERS: dict[str, dict[str, Param]] = {
     },
     "ExponentialLR": {**_START, "gamma": number(0)},
     "PolynomialLR": {**_START, "total_iters": whole(0), "power": NUMBER},
-    "CosineAnnealingLR": {**_START, "T_max": _STEPS, "eta_min": _RATE},
+    "CosineAnnealingLR": {**_START, "T_max": _STEPS, "eta_min": RATE},
     "CosineAnnealingWarmRestarts": {
         **_START,
         "T_0": _STEPS,
         "T_mult": _STEPS,
-        "eta_min": _RATE,
+        "eta_min": RATE,
     },
     "CyclicLR": {
         **_START,

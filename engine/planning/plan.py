@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from ...compression.config import ONE_BIT_OPTIMIZERS
@@ -273,8 +273,9 @@ class _Planner:
         holds_all = sum(numel.values()) <= zero.max_live_parameters
         if not holds_all:
             self._note_gathers(share)
-        table = with_states(line.table, gathers_each=not holds_all, reduces_each=each)
-        gathered = Counter(a.stage for a in table.rows[share.pipe] if a.op is Op.GATHER)
+        own = replace(line.table, rows=(line.table.rows[share.pipe],))
+        table = with_states(own, gathers_each=not holds_all, reduces_each=each)
+        gathered = Counter(a.stage for a in table.rows[0] if a.op is Op.GATHER)
         found = {name: Repeats(times, 1, gathered[stage_of[name]]) for name in names}
         return found | {"": Repeats(times, 1, 1)}
 

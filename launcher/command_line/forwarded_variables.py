@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
-from ...utils.small_files import read_small_file
+from ...utils.small_files import read_small_text
 from ...utils.trust import is_found
 
 # DeepSpeed's list, and variables that affect speed or results of torch, its networks and its kernels
@@ -53,7 +53,6 @@ _NEVER_FORWARDED = re.compile(
 )
 _FILES = ((".deepspeed_env", "DS_ENV_FILE"), (".xds_env", "XDS_ENV_FILE"))
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
-_MAX_FILE_BYTES = 1 << 20
 
 
 def forwarded_variables(
@@ -107,11 +106,10 @@ def _same(one: Path, other: Path) -> bool:
 
 def _read(path: Path) -> dict[str, str]:
     try:
-        text = read_small_file(path, _MAX_FILE_BYTES).decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        what = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        text = read_small_text(path)
+    except OSError as error:
         raise UsageError(
-            f"environment file = {quoted(path)}: {what}; give a text file of lines KEY=value"
+            f"environment file = {quoted(path)}: {error.strerror}; give a text file of lines KEY=value"
         ) from None
     pairs: dict[str, str] = {}
     for number, line in enumerate(re.split("\r\n|\n|\r", text), 1):

@@ -15,7 +15,7 @@ from typing import final
 
 from ...utils.errors import UsageError
 from ...utils.quoting import printable, quoted
-from ...utils.small_files import read_small_file
+from ...utils.small_files import read_small_text
 from ..job import Host
 
 _MAX_SLOTS = 4096
@@ -31,11 +31,10 @@ def read_hostfile(path: str | Path) -> list[Host]:
         UsageError: the file cannot be read, or lines are wrong. Lists all of them with their numbers.
     """
     try:
-        text = read_small_file(path).decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        what = error.strerror if isinstance(error, OSError) else f"not UTF-8 text ({error})"
+        text = read_small_text(path)
+    except OSError as error:
         raise UsageError(
-            f"hostfile = {quoted(path)}: {what}; give a text file of lines such as `worker-1 slots=8`"
+            f"hostfile = {quoted(path)}: {error.strerror}; give a text file of lines such as `worker-1 slots=8`"
         ) from None
     reader = _Reader()
     for number, line in enumerate(re.split("\r\n|\n|\r", text), 1):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...utils.quoting import escaped
+from ...utils.quoting import escaped, ranks_text
 
 OUTSIDE = "it is in the script's own code (a data loader, a collective of its own), or slower than the timeout"
 GONE = "it closed its connection: its process ended, or failed in a collective of the script's own"
@@ -105,7 +105,7 @@ def _place_texts(reports: Sequence[Report]) -> list[str]:
             continue
         texts.setdefault(text, []).append(r.rank)
     return [
-        text.format(_ranks(ranks), s="waits" if len(ranks) == 1 else "wait")
+        text.format(ranks_text(ranks), s="waits" if len(ranks) == 1 else "wait")
         for text, ranks in texts.items()
     ]
 
@@ -124,7 +124,7 @@ def _silent_texts(
             why = LEFT if seconds is None else no_heartbeat(seconds)
         reasons.setdefault(why, []).append(rank)
     order = sorted(reasons.items(), key=lambda item: item[0] != GONE)
-    return [f"{_ranks(ranks)} did not report: {why}" for why, ranks in order]
+    return [f"{ranks_text(ranks)} did not report: {why}" for why, ranks in order]
 
 
 def no_heartbeat(seconds: float) -> str:
@@ -183,14 +183,14 @@ def _wait_text(group: Sequence[Report], reports: Sequence[Report]) -> str:
     first = group[0]
     engine = f" of engine {first.engine}" if len({r.engine for r in reports}) > 1 else ""
     verb = "waits" if len(group) == 1 else "wait"
-    text = f"{_ranks([r.rank for r in group])} {verb} in {first.waits_in}{engine}"
+    text = f"{ranks_text([r.rank for r in group])} {verb} in {first.waits_in}{engine}"
     counts: dict[int, list[int]] = {}
     for report in _behind(group, reports):
         counts.setdefault(report.has_started(first.waits_in), []).append(report.rank)
     if not counts:
         return f"{text}, for the {_ordinal(first.number)} time"
     missing = [
-        f"{_ranks(ranks)} {f'started only {_times(count)}' if count else 'never started'}"
+        f"{ranks_text(ranks)} {f'started only {_times(count)}' if count else 'never started'}"
         for count, ranks in sorted(counts.items())
     ]
     return f"{text}, for the {_ordinal(first.number)} time, which {' and '.join(missing)}"
@@ -231,13 +231,13 @@ def _remedy(
 ) -> str:
     raised = [r.rank for r in reports if r.raised]
     if raised:
-        return f"Look at the traceback of {_ranks(raised)}"
+        return f"Look at the traceback of {ranks_text(raised)}"
     outside = [r.rank for r in reports if r.is_outside]
     if outside:
         lines = "this line" if len(outside) == 1 else "these lines"
         return (
-            f"Look at {lines} of {_ranks(outside)}: every rank must run the same number of steps, and reach "
-            "each one within the timeout (XDS_TIMEOUT_SECONDS)"
+            f"Look at {lines} of {ranks_text(outside)}: every rank must run the same number of steps, and "
+            "reach each one within the timeout (XDS_TIMEOUT_SECONDS)"
         )
     if any(r.call for r in reports):
         return (
@@ -260,26 +260,13 @@ def _remedy(
         return "Every rank must make the same calls of forward, backward and step, equally often"
     if silent:
         return (
-            f"Look at the log of {_ranks(silent)}: every rank must run the same number of steps, and reach "
+            f"Look at the log of {ranks_text(silent)}: every rank must run the same number of steps, and reach "
             "each one within the timeout (XDS_TIMEOUT_SECONDS)"
         )
     return (
         "All ranks started the same collectives: one started later than another's timeout, or the network "
         "failed; raise XDS_TIMEOUT_SECONDS if a step may take so long"
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
-    return f"ranks {', '.join(parts)}"
 
 
 def _ordinal(number: int) -> str:

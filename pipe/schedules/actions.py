@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import final
+from typing import NamedTuple, final
 
 from ...utils.errors import UsageError
 
@@ -53,6 +53,8 @@ class Op(Enum):
     REDUCE = "REDUCE_GRAD"
     """Adds up the gradients of the stage over the data ranks."""
 
+    __hash__ = object.__hash__  # Enum's hashes the name, and tables look up many actions
+
 
 COMPUTE = frozenset({Op.FORWARD, Op.INPUT, Op.WEIGHT, Op.BACKWARD})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
@@ -63,9 +65,7 @@ MAKES_GRADIENTS = frozenset({Op.WEIGHT, Op.BACKWARD})
 """Actions that add to the gradients of the weights."""
 
 
-@final
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One action of a rank: what, on which virtual stage, for which micro-batch (or `WHOLE_STEP`)."""
 
     op: Op

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...utils.quoting import printable, quoted
+from ...utils.small_files import read_small_text
 from .actions import COMPUTE, Action, DeadlockError, Op, Order, Placement, ScheduleError, Table
 from .checks import check_complete
 from .lowering import with_messages
 from .simulation import Costs, simulate
 
+MOST_TABLE_BYTES = 16 << 20  # 1,000 ranks with 1,000 micro-batches: 13 MB
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{0,9})")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _COMPUTE = {op.value: op for op in Op if op in COMPUTE}
@@ -36,11 +38,11 @@ def load_table(path: str | Path, num_ranks: int, num_micro_batches: int) -> Tabl
     """
     source = f"pipeline.schedule: {printable(str(path))}"
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
+        text = read_small_text(path, MOST_TABLE_BYTES)
+    except OSError as error:
         raise ScheduleError(
-            f"{source} cannot be read ({error}); name a CSV file of text"
-        ) from error
+            f"{source} cannot be read ({error.strerror}); name a CSV file of text"
+        ) from None
     table = read_table(text, source)
     if table.placement.num_ranks != num_ranks:
         raise ScheduleError(

@@ -37,6 +37,7 @@ class SchedulePlan:
         """
         self._stages = stages
         self._chunks = chunks
+        self._tables: dict[int, Table] = {}  # by the number of micro-batches
         if schedule == AUTO:
             schedule = choose(EQUAL_COSTS, stages, num_micro_batches, num_layers, chunks)
         self._schedule = schedule
@@ -45,14 +46,19 @@ class SchedulePlan:
         self.splits_backward = any(a.op is Op.WEIGHT for row in table.rows for a in row)
 
     def table(self, num_micro_batches: int) -> Table:
-        """The table of a training step, with its messages.
+        """The table of a training step, with its messages. A file is read once.
 
         Raises:
             ScheduleError: the schedule cannot run so many micro-batches.
         """
-        if self._schedule in SCHEDULES:
-            return build_table(self._schedule, self._stages, num_micro_batches, self._chunks)
-        return load_table(self._schedule, self._stages, num_micro_batches)
+        found = self._tables.get(num_micro_batches)
+        if found is None:
+            if self._schedule in SCHEDULES:
+                found = build_table(self._schedule, self._stages, num_micro_batches, self._chunks)
+            else:
+                found = load_table(self._schedule, self._stages, num_micro_batches)
+            self._tables[num_micro_batches] = found
+        return found
 
 
 __all__ = ["SchedulePlan"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 from .actions import (
@@ -64,7 +65,7 @@ class Simulation:
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
 
-    @property
+    @cached_property
     def makespan_seconds(self) -> float:
         """The seconds from the start of the step to the end of its last action."""
         return max((end for row in self.ends for end in row), default=0.0)
@@ -126,6 +127,7 @@ def simulate(table: Table, costs: Costs | Sequence[Costs]) -> Simulation:
 class _Run:
     def __init__(self, table: Table, costs: tuple[Costs, ...]) -> None:
         self._table, self._costs = table, costs
+        self._seconds = [{op: cost.of(op) for op in Op} for cost in costs]
         num_ranks = len(table.rows)
         self._starts: list[list[float]] = [[] for _ in range(num_ranks)]
         self._ends: list[list[float]] = [[] for _ in range(num_ranks)]
@@ -156,7 +158,7 @@ class _Run:
                     self._waiting[value].append(rank)
                     return woken
                 start = max(start, self._arrival(value))
-            end = start + self._costs[action.stage].of(action.op)
+            end = start + self._seconds[action.stage][action.op]
             self._starts[rank].append(start)
             self._ends[rank].append(end)
             self._clocks[rank] = self._done[action] = end

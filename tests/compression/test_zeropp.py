@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from manifest_damages import manifest_text
 from placed_ranks import placed
 from torch import Tensor, nn
 from warm_ranks import warm
 from zeropp_reference import Adam, Sums
 
 import xds
+from xds.launcher import checkpoint as command
 from xds.zero import GatheredParameters, get_full_param, set_full_param
 
 SLOW = pytest.mark.slow
@@ -335,6 +339,34 @@ def test_a_resumed_run_has_the_same_bits(
     for num_ranks in (2, 3):
         for seen, *_ in warm(num_ranks).run(train, plain, 3, 5, folder):
             assert all(loss < 40 and norm < 40 for loss, norm in seen)
+
+
+def load_without(folder: str) -> str:
+    engine = xds.initialize(Blocks(), config_of(2, {**GRADS, **LOCO}))
+    with pytest.raises(xds.UsageError) as caught:
+        engine.load_checkpoint(folder)
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("knows_totals", [True, False])
+def test_an_error_that_is_gone_is_refused_by_verify_and_load(
+    knows_totals: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warm(2).run(train, Run({**GRADS, **LOCO}, 2), 2, 0, "", str(tmp_path))
+    path = next(tmp_path.glob("*/manifest.json"))
+    raw = json.loads(path.read_text())
+    for record in raw["files"]:
+        record["ranges"] = [
+            one for one in record["ranges"] if (one["key"], one["flat"]) != ("error/1", 0)
+        ]
+    if not knows_totals:
+        del raw["totals"]
+    path.write_bytes(manifest_text(raw))
+    assert command.main(["verify", str(tmp_path)]) == 1
+    assert "error/1" in capsys.readouterr().err
+    for said in warm(2).run(load_without, str(tmp_path)):
+        assert "contradicts itself" in said and "error/1" in said
 
 
 def errors(kind: str) -> Any:

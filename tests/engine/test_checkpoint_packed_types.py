@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 from argparse import Namespace
+from collections import Counter, OrderedDict, UserDict, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -14,6 +15,23 @@ import torch
 
 import xds
 from xds.engine.checkpoint.packing import pack, unpack
+
+
+class Node(dict[str, Any]):
+    """As the nodes of a config: its items are attributes."""
+
+
+class Pair(NamedTuple):
+    one: int
+    two: int
+
+
+class Items(list[int]):
+    pass
+
+
+class Options(Namespace):
+    pass
 
 
 def back(value: Any) -> Any:
@@ -46,11 +64,35 @@ def back(value: Any) -> Any:
         {},
         {"$array": 1, "other": 2},
         {"$namespace": "a user's key"},
+        OrderedDict(b=1, a=OrderedDict()),
+        OrderedDict({"$ordered": 1}),
+        defaultdict(list, a=[1]),
+        defaultdict(None, {2: 3.5}),
+        Counter("abca"),
+        torch.Size((2, 3)),
     ],
 )
 def test_a_value_comes_back_with_its_type(value: Any) -> None:
     found = back({"kept": value})["kept"]
     assert type(found) is type(value) and found == value
+
+
+def test_a_defaultdict_still_has_its_default() -> None:
+    found = back({"best": defaultdict(int, a=1), "lists": defaultdict(list)})
+    assert found["best"]["new"] == 0 and found["lists"]["new"] == []
+
+
+def test_a_class_that_would_be_lost_is_refused_at_the_save() -> None:
+    values: list[Any] = [Node(lr=0.1), Pair(1, 2), Items([1]), UserDict(a=1), Options(lr=0.1)]
+    for value in values:
+        with pytest.raises(
+            xds.UsageError, match=rf"client_state\['kept'\] is a .*{type(value).__name__}: "
+        ):
+            back({"kept": value})
+    with pytest.raises(
+        xds.UsageError, match=r"is a defaultdict of <function .*; convert it with dict"
+    ):
+        back(defaultdict(lambda: 3))
 
 
 def test_arrays_come_back_as_they_were() -> None:
@@ -97,6 +139,15 @@ def test_other_values_are_named(value: Any, words: str) -> None:
         {"$dtype": []},
         {"$device": "nowhere"},
         {"$path": 3},
+        {"$namespace": [["a", 1], ["a", 2]]},
+        {"$items": [["a", 1], ["a", 2]]},
+        {"$ordered": [[1, 1], [True, 2]]},
+        {"$ordered": {"a": 1}},
+        {"$default": ["eval", []]},
+        {"$default": [["int"], []]},
+        {"$default": ["int", {}]},
+        {"$default": []},
+        {"$size": ["a"]},
     ],
 )
 def test_what_was_not_packed_is_a_value_error(packed: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from manifest_trials import digest, engine_of
 from torch import Tensor, nn
 
 import xds
+from xds.engine.checkpoint.hyperparameters import check_groups
+from xds.engine.config.optimizer import OPTIMIZERS
 from xds.launcher import checkpoint as command
+from xds.ops.optim.shard_optimizer import kind_of
 
 BASE = "fp16, stage 2, half a step"
 
@@ -71,6 +74,21 @@ CONTRADICTIONS: list[tuple[list[Any], Any]] = [
     (["files", 0, "own", "grads", "1", "filled"], [True]),
     (["files", 0, "own", "random", "python"], 5),
     (["files", 0, "own", "random", "torch"], {"$tensor": "nope"}),
+    (["files", 0, "constants", 0, "value"], {"$float": "nan"}),
+    (["state", "loss_scale", "value"], 1e300),
+    (["state", "lr_scheduler", "state", "last_batch_iteration"], -5),
+    (["state", "optimizer"], None),
+    *(
+        (["state", "optimizer", "groups", 0, key], value)
+        for key, value in (
+            *(("lr", {"$float": "nan"}), ("lr", {"$float": "inf"}), ("lr", -1), ("lr", 1e30)),
+            *(("lr", None), ("lr", KeyError), ("lr", "fast"), ("lr", {"$tensor": "value/0/0"})),
+            *(("betas", {}), ("betas", None), ("betas", 5), ("betas", {"$tuple": [0.5]})),
+            *(("betas", {"$tuple": [0.9, 1.0]}), ("betas", {"$tensor": "value/0/0"})),
+            *(("eps", None), ("eps", [1]), ("weight_decay", {"$float": "inf"})),
+            *(("bias_correction", 2), ("unknown", {"$float": "nan"})),
+        )
+    ),
 ]
 
 
@@ -146,21 +164,129 @@ def test_a_scheduler_that_refuses_on_one_rank_changes_nothing_on_any(tmp_path: P
     run_ranks(refuse_on_one_rank, 2, str(tmp_path))
 
 
-GROUP = ["state", "optimizer", "groups", 0]
+# -- optimizer states that are gone --------------------------------------------------------------------------
 
 
-def test_a_hyperparameter_of_another_kind_is_refused(tmp_path: Path) -> None:
-    engine = engine_of("fp32, stage 0")
-    engine.save_checkpoint(tmp_path, "tag")
-    before = digest(engine)
-    for key, value in (("lr", "fast"), ("betas", 5), ("betas", {"$tuple": [0.5]}), ("eps", [1])):
-        rewrite(tmp_path / "tag", partial(set_at, keys=[*GROUP, key], value=value))
-        with pytest.raises(
-            xds.UsageError, match=f"has '{key}' = .* in parameter group 0, and this engine"
-        ):
-            engine.load_checkpoint(tmp_path)
+def without(raw: Any, *keys: str, flat: int | None = None, totals: bool = True) -> None:
+    """Remove what a manifest says of these keys, of one flat or of all."""
+    for record in raw["files"]:
+        for what in ("ranges", "constants"):
+            record[what] = [
+                one
+                for one in record[what]
+                if one["key"] not in keys or flat not in (None, one["flat"])
+            ]
+    if not totals:
+        del raw["totals"]
+
+
+MOMENTS = ("state/exp_avg", "state/exp_avg_sq")
+GONE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "all states": ((*MOMENTS, "state/step"), {}),
+    "all moments": (MOMENTS, {}),
+    "one moment": (MOMENTS[:1], {}),
+    "one moment, before totals": (MOMENTS[:1], {"totals": False}),
+    "one moment of a buffer, before totals": (MOMENTS[1:], {"flat": 0, "totals": False}),
+    "the steps, before totals": (("state/step",), {"totals": False}),
+}
+
+
+@pytest.mark.parametrize("what", GONE)
+def test_optimizer_states_that_are_gone_are_refused_by_verify_and_load(
+    saved: tuple[Any, Path], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine, folder = saved
+    path = folder / "tag" / "manifest.json"
+    whole, before = path.read_bytes(), digest(engine)
+    keys, more = GONE[what]
+    try:
+        rewrite(folder / "tag", lambda raw: without(raw, *keys, **more))
+        assert command.main(["verify", str(folder)]) == 1
+        assert "contradicts itself" in capsys.readouterr().err
+        with pytest.raises(xds.UsageError, match=r"contradicts itself: .*state/"):
+            engine.load_checkpoint(folder)
         assert digest(engine) == before
-        engine.save_checkpoint(tmp_path, "tag")
+    finally:
+        path.write_bytes(whole)
+
+
+# -- rates ---------------------------------------------------------------------------------------------------
+
+
+def small_engine(schedule: Any = None) -> Any:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    engine = xds.initialize(nn.Linear(4, 4), config, lr_scheduler=schedule)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    return engine
+
+
+def test_weights_beside_a_wrong_rate_can_be_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = small_engine()
+    weight = engine.module.weight.detach().clone()
+    engine.optimizer.param_groups[0]["lr"] = float("nan")
+    with caplog.at_level(logging.WARNING, "xds"):
+        engine.save_checkpoint(tmp_path)
+    assert "lr is nan; it must be a number" in caplog.text
+    other = small_engine()
+    with torch.no_grad():
+        other.module.weight.zero_()
+    with pytest.raises(
+        xds.UsageError, match=r"lr is nan; it must be .*load_optimizer_states=False"
+    ):
+        other.load_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert torch.equal(other.module.weight, weight) and other.get_lr() == [1e-3]
+    assert torch.equal(xds.get_fp32_state_dict(tmp_path)["weight"], weight)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("gamma", {"$float": "nan"}, "gamma is nan; it must be finite"),
+        ("gamma", None, "'gamma' = None"),
+        ("base_lrs", [-1.0], r"base_lrs\[0\] is -1.0"),
+        ("base_lrs", [1.0, 2.0], "'base_lrs' = "),
+        ("last_epoch", -7, "last_epoch is -7"),
+        ("step", 5, "'step' = 5"),
+        ("optimizer", 5, "'optimizer' = 5"),
+    ],
+)
+def test_a_schedule_of_torch_gets_no_attributes_but_its_own(
+    key: str, value: Any, says: str, tmp_path: Path
+) -> None:
+    engine = small_engine(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    engine.save_checkpoint(tmp_path, "tag")
+    rewrite(
+        tmp_path / "tag",
+        lambda raw: set_at(raw, ["state", "lr_scheduler", "state", key], value),
+    )
+    with pytest.raises(xds.UsageError, match=says):
+        engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+
+
+def test_every_optimizer_of_the_config_keeps_to_the_rules() -> None:
+    for kind in (*OPTIMIZERS.built_in, *OPTIMIZERS.from_torch):
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": kind, "params": {"lr": 1e-3}},
+            "zero_allow_untested_optimizer": True,
+        }
+        engine = xds.initialize(nn.Linear(4, 4), config)
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        check_groups(kind_of(engine.optimizer), engine.optimizer.param_groups)
+        engine.destroy()
+    check_groups("Their", [{"lr": None, "eps": (None, 1e-3), "clip": float("inf")}])
 
 
 # -- optimizer states of one element ------------------------------------------------------------------------

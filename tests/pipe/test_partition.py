@@ -78,7 +78,7 @@ def test_methods(partition, bounds):
     [
         ("best", 7, "7 stages .* for 6 layers; each stage needs at least one layer"),
         ("profile", 2, '"profile": must be one of uniform, parameters'),
-        ("type:(", 2, "not a regular expression"),
+        ("type:(", 2, "what follows type: must be a regular expression"),
         ("type:conv", 2, "matches no layer; the layers' classes are Block, Embed, Head"),
         ([0, 3, 3, 6], 3, "needs 4 rising bounds from 0 to 6"),
         ([0, 6], 2, "needs 3 rising bounds"),

@@ -28,6 +28,7 @@ from xds.pipe.schedules import (
 from xds.pipe.schedules.actions import COMPUTE, RECEIVES, SENDS, computed
 from xds.pipe.schedules.checks import check_complete
 from xds.pipe.schedules.lowering import received
+from xds.pipe.schedules.plan import SchedulePlan
 
 EQUAL = Costs(1, 1, 1)
 
@@ -377,8 +378,15 @@ def test_a_table_of_torchs_format_is_read(tmp_path):
     for numbers, message in (((3, 2), "has 2 lines"), ((2, 4), "has 2 micro-batches")):
         with pytest.raises(ScheduleError, match=message):
             load_table(file, *numbers)
-    with pytest.raises(ScheduleError, match="cannot be read"):
-        load_table(tmp_path / "none.csv", 2, 2)
+    (tmp_path / "zero.csv").symlink_to("/dev/zero")
+    (tmp_path / "latin.csv").write_bytes(b"0F0,0B0\xff")
+    for name, reason in {
+        "none.csv": "No such file",
+        "zero.csv": "a device",
+        "latin.csv": "is not UTF-8",
+    }.items():
+        with pytest.raises(ScheduleError, match=rf"cannot be read \(.*{reason}"):
+            load_table(tmp_path / name, 2, 2)
 
 
 def test_a_pair_of_torch_is_split():
@@ -422,10 +430,16 @@ def test_schedules_do_not_import_torch():
 
 
 def test_auto_takes_no_more_stages_than_layers():
-    from xds.pipe.schedules.plan import SchedulePlan
-
     assert SchedulePlan("auto", 2, 0, 8, num_layers=8).placement.num_stages == 4
     assert SchedulePlan("auto", 2, 0, 8, num_layers=3).placement.num_stages == 2
     assert (
         SchedulePlan("auto", 4, 0, 8, num_layers=3).placement.num_stages == 4
     )  # the cut refuses it
+
+
+def test_a_file_is_read_once(tmp_path):
+    file = tmp_path / "table.csv"
+    file.write_text(GOOD)
+    plan = SchedulePlan(str(file), 2, 0, 2, 2)
+    file.unlink()
+    assert plan.table(2) is plan.table(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 import xds
 from xds.tensor.layer_specs import read_specs
-from xds.tensor.plan import read_plan
+from xds.tensor.plan import _matches, read_plan
 from xds.tensor.words import Way, Word
 
 
@@ -53,7 +54,8 @@ def test_layer_specs_are_read(entry: dict[str, Any], name: str, way: Way | None)
         ({"patterns": ["q_proj"]}, "match no weight"),
         ({"patterns": ["fused"], "partition_type": "columns"}, 'one of "column", "row", "skip"'),
         ({"patterns": ["fused"], "shape": [5, -1]}, "fused has 24 columns or rows"),
-        ({"patterns": ["("]}, "no regular expression"),
+        ({"patterns": ["("]}, "'(' must be a regular expression"),
+        ({"patterns": ["a" * 1001]}, "has 1001 characters; write at most 1000"),
         ({"patterns": ["fused"], "partition_dim": 1}, "leave it out"),
         ({"patterns": ["fused"], "kind": 1}, "unknown key"),
         ({"partition_type": "row"}, "must be an object with patterns"),
@@ -88,3 +90,35 @@ def test_words_of_older_plans_are_read() -> None:
     )
     words = {"out": Word.ROWWISE_SPLIT, "gate": Word.COLWISE_GATHER, "fused": Word.TOKENS}
     assert found == {name: Way(word) for name, word in words.items()}
+
+
+NAMES = [
+    "",
+    "a",
+    "b",
+    "aa",
+    "ab",
+    "ba",
+    "aba",
+    "abab",
+    "a.b",
+    "a.a.b",
+    ".a",
+    "a.",
+    "a+",
+    "[a]",
+    "a\nb",
+]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["", "*", "**", "a*", "*a", "*b*", "a*a*b", "*.b", "a.*.*", "a+", "[a]"]
+)
+def test_a_star_is_one_or_more_characters_of_a_part(pattern: str) -> None:
+    parts = [re.escape(part).replace(r"\*", "[^.]+") for part in pattern.split(".")]
+    for name in NAMES:
+        assert _matches(pattern, name) == bool(re.fullmatch(r"\.".join(parts), name)), name
+
+
+def test_many_stars_take_no_longer() -> None:
+    assert not _matches("*a" * 40 + "*b", "a" * 2000)

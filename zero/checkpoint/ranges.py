@@ -265,6 +265,20 @@ class Catalogue:
                     found[key] = one.dtype
         return found
 
+    def numels_of(self, piece: Piece) -> dict[str, int]:
+        """Key -> elements of `piece` that the checkpoint has of it, in ranges or as constants."""
+        found: dict[str, int] = {}
+        for number, slot, runs in self._parts(piece):
+            low, high = slot.offset + runs.there, slot.offset + runs.there_stop
+            for index in (self._ranges, self._constants):
+                for key in index.keys(number):
+                    for one in index.between(number, key, low, high):
+                        inside = (one.start - slot.offset, one.stop - slot.offset)
+                        parts = clipped(runs.turned(), *inside)
+                        numel = sum(part.count * part.numel for part in parts)
+                        found[key] = found.get(key, 0) + numel
+        return found
+
     def constants_of(self, piece: Piece) -> list[ConstantRange]:
         """Every constant that applies to an element of `piece`."""
         return [

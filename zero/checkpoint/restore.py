@@ -12,13 +12,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ...ops.optim.shard_optimizer import PartNumbers
+from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
 from ...ops.optim.state_places import scalars_are_beside
 from ..core.flat_grads import FlatGrads
 from ..core.local_sum import GradSums
 from .owed import OwedRestore
 from .ranges import Catalogue, ConstantRange, Copy, Piece, pieces
-from .snapshot import Block, Held, Snapshot
+from .snapshot import STEP, Block, Held, Snapshot
 from .targets import Target, target_for
 
 
@@ -145,11 +145,15 @@ class Restore:
         return constants | numbers
 
     def _constant(self, one: ConstantRange, tensor: Tensor) -> Any:
-        if one.dtype is None:
+        dtype = one.dtype
+        is_count = one.key == f"state/{STEP}" and isinstance(one.value, int | float)
+        if dtype is None and is_count and _counts_in_tensors(self._snapshot):
+            dtype = "float32"
+        if dtype is None:
             return one.value
         beside = one.on_device or scalars_are_beside(self._snapshot.optimizer, tensor)
         where = tensor.device if beside else torch.device("cpu")
-        return torch.full(one.shape, one.value, dtype=getattr(torch, one.dtype), device=where)
+        return torch.full(one.shape, one.value, dtype=getattr(torch, dtype), device=where)
 
     def _tensor_for(
         self, held: Held, key: str, shape: tuple[int, ...], dtype: str, *, keeps: bool = True
@@ -282,6 +286,13 @@ class Restore:
                 if policy.shards_optimizer or policy.shards_params:
                     flat.start_publish()
         sharded.wait_published()
+
+
+def _counts_in_tensors(snapshot: Snapshot) -> bool:
+    """The optimizer needs its number of steps as a tensor."""
+    optimizer = snapshot.optimizer
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    return is_torchs or isinstance(optimizer, ShardOptimizer)
 
 
 def _same(one: Any, two: Any) -> bool:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -22,7 +21,8 @@ from ...ops.comm.json_values import exchange
 from ...ops.flat import numel_of
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
-from ...utils.quoting import printable
+from ...utils.quoting import printable, quoted
+from ...utils.small_files import parse_json, read_small_file
 from ...utils.views import holds, may_overlap, write
 from ..access.owners import find_owner
 from ..access.stages import all_names, groups_of, spans_stages
@@ -34,6 +34,7 @@ from .slices import SliceStore
 
 _WHOLE: Mapping[int, Slices] = {}
 INDEX = "model.safetensors.index.json"
+MOST_INDEX_BYTES = 64 << 20  # of the largest models: less than 20 MB
 _NOT_STRICT = "strict=False ignores missing and extra names"
 SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
 
@@ -159,14 +160,30 @@ def _path(source: object) -> Path:
     return Path(source)
 
 
-def _open_index(path: Path) -> Weights:
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, as an index of weights names them.
+
+    Raises:
+        UsageError: it is no index, or names a file outside of its folder.
+    """
     try:
-        table = json.loads(path.read_text())["weight_map"]
-        files = {str(name): path.parent / str(file) for name, file in table.items()}
-    except (ValueError, KeyError, AttributeError) as error:
+        content = parse_json(read_small_file(path, MOST_INDEX_BYTES))
+    except (OSError, ValueError) as error:
+        reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{path} {reason}; it should be an index of weights") from None
+    table = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(table, dict):
         raise UsageError(
-            f'weights: {path} is not an index of weights: it must have the key "weight_map"'
-        ) from error
+            f'{path} is not an index of weights: it must have an object "weight_map" of names and files'
+        )
+    for file in table.values():
+        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+            raise UsageError(f"{path} names {quoted(file)}, which is no file in its folder")
+    return table
+
+
+def _open_index(path: Path) -> Weights:
+    files = {name: path.parent / file for name, file in read_index(path).items()}
     missing = sorted({file.name for file in files.values() if not file.is_file()})
     if missing:
         raise UsageError(

@@ -22,6 +22,7 @@ from ....ops.flat import numel_of
 from ....utils.errors import UsageError
 from ....zero.checkpoint.ranges import ConstantRange
 from ....zero.checkpoint.snapshot import name_of
+from ..hyperparameters import check_groups
 from ..io.folders import MANIFEST
 from .deepspeed_shards import STEP, Held, Training, read_shards
 from .deepspeed_values import (
@@ -292,6 +293,10 @@ def _set_values(
             found.storable(group_values(group), "hyperparameter") for group in training.groups
         ]
         found.set_state("optimizer", {"type": kind, "groups": groups})
+        try:
+            check_groups(kind, groups)
+        except ValueError as error:
+            found.note(f"{error}: a load will need load_optimizer_states=False")
     scheduler = scheduler_state(found, state.get("lr_scheduler"), config)
     found.set_state("lr_scheduler", scheduler)
     found.set_state("client_state", client_values(found, state))

@@ -24,7 +24,7 @@ from ..format import constants_to_json
 from ..io.folders import MANIFEST, check_tag, commit, discard, file_name, make_folder, write_latest
 from ..io.tensor_file import Entry, write_tensors
 from ..io.tensor_table import check_storable
-from ..manifest import FORMAT, VERSION, FileRecord, Manifest, lengths_of
+from ..manifest import FORMAT, VERSION, FileRecord, Manifest, lengths_of, totals_of
 from ..packing import pack
 from .safe_pickle import StandIn
 
@@ -185,6 +185,7 @@ class Imported:
             saved_seconds=time.time(),
             mesh=lengths_of(Mesh(1, 1)),
             holders=((0,),),
+            totals=totals_of((record,)),
         )
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....utils.errors import UsageError
-from ..io.folders import LATEST, MANIFEST
+from ....utils.quoting import quoted
+from ..io.folders import LATEST, MANIFEST, named_in
 from .deepspeed import is_deepspeed, read_deepspeed
 from .imported import Imported
 from .weights import find_weights, read_weights
@@ -88,7 +89,14 @@ def _tag_folder(source: Path, tag: str | None) -> Path:
             raise UsageError(f"{source} has no checkpoint {tag!r}; there is {', '.join(tags)}")
         return source / tag
     latest = source / LATEST
-    return source / latest.read_text().strip() if latest.is_file() else source
+    named = None if latest.is_dir() else named_in(latest)
+    if named is None:
+        return source
+    if not (source / named).is_dir():
+        raise UsageError(
+            f"{latest} names {quoted(named)}, and {source} has no such folder; give the folder to import"
+        )
+    return source / named
 
 
 def _what_is(source: Path) -> str:

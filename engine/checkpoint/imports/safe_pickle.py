@@ -61,7 +61,7 @@ def read_pickle(path: Path) -> Any:
         UsageError: the file is of another kind or damaged, or names something that can be executed.
     """
     try:
-        if not zipfile.is_zipfile(path):
+        if not path.is_file() or not zipfile.is_zipfile(path):  # opening a pipe waits for a writer
             raise UsageError(
                 f"{path} is not a file that torch.save wrote (or is cut off, or has the form of torch 1.5 and "
                 "before): load it where it was made, and save it again"

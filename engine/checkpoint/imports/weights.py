@@ -6,7 +6,6 @@ which name of a tied parameter the model uses. Both are determined when the chec
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....utils.errors import UsageError
+from ....zero.construction.weights import read_index
 from ..io.tensor_table import Located, check_storable, read_header
 from .imported import EITHER, Imported
 from .safe_pickle import StandIn, read_pickle
@@ -66,15 +66,9 @@ def read_weights(path: Path, tag: str) -> Imported:
 
 
 def _read_index(path: Path, found: Imported) -> dict[str, Tensor]:
-    try:
-        table = json.loads(path.read_bytes())["weight_map"]
-        wanted = {str(name): str(file) for name, file in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UsageError(f"{path} is not an index: it has no 'weight_map' of names") from None
+    wanted = read_index(path)
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(wanted.values())):
-        if "/" in file or "\\" in file:
-            raise UsageError(f"{path} names a file outside of its folder: {file!r}")
         content = _read_file(path.parent / file, found)
         names = [name for name, there in wanted.items() if there == file]
         missing = [name for name in names if name not in content]

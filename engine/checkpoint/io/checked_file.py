@@ -100,7 +100,8 @@ class CheckedFile:
 
     def _open(self) -> None:
         try:
-            self._fd = os.open(self.path, os.O_RDONLY)
+            # without O_NONBLOCK opening a pipe waits for a writer; its length is 0
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             raise DamagedError(f"{self.path} is missing: the checkpoint is damaged") from None
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from ....utils.errors import DamagedError, UsageError
 from ....utils.file_lock import try_lock
 from ....utils.quoting import printable, quoted
+from ....utils.small_files import read_small_file
 from ..format import dump, parse
 from ..manifest import Manifest
 from ..manifest_checks import OWN_FILE
@@ -41,6 +42,7 @@ MANIFEST, LATEST = "manifest.json", "latest"
 TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 STEP = re.compile(r"global_step([0-9]+)")
 UNWRITTEN = ("Cc", "Cs", "Zl", "Zp")  # control characters, surrogates, line separators
+MOST_MANIFEST_BYTES = 1 << 30  # of the largest checkpoints: tens of MB
 MAX_TAG_BYTES = 255 - len("..tmp-01234567")  # the temporary name is longer than the tag
 
 
@@ -216,19 +218,36 @@ def read_latest(load_dir: Path) -> str | None:
 
     Raises DamagedError: the content is not a tag, or there is no folder of that name.
     """
-    path = load_dir / LATEST
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
+    tag = named_in(load_dir / LATEST)
+    if tag is None:
         return None
-    tag = text.decode("utf-8", "replace").strip()
     with suppress(UsageError, ValueError):
         check_tag(tag)
         if (load_dir / tag).is_dir():
             return tag
     raise DamagedError(
-        f"{path} is damaged, or the checkpoint is missing: it names {quoted(tag)}, and {_there(load_dir)}"
+        f"{load_dir / LATEST} is damaged, or the checkpoint is missing: it names {quoted(tag)}, and "
+        f"{_there(load_dir)}"
     )
+
+
+def named_in(path: Path) -> str | None:
+    """What `latest`, or a file of its kind, names, without a check; None without this file.
+
+    Raises: see `_unreadable`.
+    """
+    try:
+        return read_small_file(path).decode("utf-8", "replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> UsageError:
+    """DamagedError, so that a load may fall back; UsageError where the user may not read the file."""
+    kind = UsageError if isinstance(error, PermissionError) else DamagedError
+    return kind(f"{path} cannot be read: {error.strerror}")
 
 
 def read_manifest(load_dir: Path, tag: str) -> Manifest:
@@ -239,13 +258,19 @@ def read_manifest(load_dir: Path, tag: str) -> Manifest:
     """
     path = load_dir / tag / MANIFEST
     try:
-        text = path.read_bytes()
+        return parse_file(path)
     except (FileNotFoundError, NotADirectoryError):
         kind = DamagedError if path.parent.is_dir() else UsageError
         raise kind(
             f"{path.parent} is not a committed checkpoint: it has no {MANIFEST}; {_there(load_dir)}"
         ) from None
-    return parse(text, str(path))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def parse_file(path: Path) -> Manifest:
+    """The manifest in a file. Raises OSError, or as `parse`."""
+    return parse(read_small_file(path, MOST_MANIFEST_BYTES), str(path))
 
 
 def _there(load_dir: Path) -> str:

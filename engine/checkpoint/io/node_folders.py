@@ -23,10 +23,16 @@ from pathlib import Path
 from typing import final
 
 from ....utils.errors import UsageError
-from ..format import parse
 from ..manifest import Manifest
 from ..nodes import present_files
-from .folders import MANIFEST, discard, discard_others, sync_folder, write_durably
+from .folders import (
+    MANIFEST,
+    discard,
+    discard_others,
+    parse_file,
+    sync_folder,
+    write_durably,
+)
 
 log = logging.getLogger("xds")
 _EITHER = re.compile(r"manifest(-[0-9a-f]{8})?\.json")
@@ -114,7 +120,7 @@ def _candidates(load_dir: Path, tag: str) -> Iterator[Candidate]:
             continue
         for path in paths:
             try:
-                manifest = replace(parse(path.read_bytes(), str(path)), tag=folder.name)
+                manifest = replace(parse_file(path), tag=folder.name)
             except (UsageError, OSError) as error:
                 log.warning("%s is left out: %s", path, error)
                 continue

@@ -29,6 +29,7 @@ from ..manifest import Manifest
 from ..manifest_checks import check_tensors
 from ..nodes import missing_nodes, nodes_text, present_files, state_files
 from ..packing import unpack
+from ..whole import lacking
 from .checked_file import CheckedFile
 from .folders import MANIFEST, check_folder, check_tag, committed, read_latest, read_manifest
 from .tensor_table import BY_NAME
@@ -189,9 +190,9 @@ class CheckpointReader:
         slots = [slot for flat in flats for slot in flat.slots]
         return {slot.name: slot.group for slot in slots if slot.name not in self.tied}
 
-    def uncovered(self) -> list[str]:
-        """Names whose elements are missing in all files."""
-        return self._catalogue.uncovered()
+    def lacking(self) -> list[str]:
+        """See `whole.lacking`."""
+        return lacking(self.manifest, self._catalogue)
 
     # -- tensors ----------------------------------------------------------------------------------------
 

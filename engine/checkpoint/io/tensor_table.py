@@ -12,6 +12,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from ....ops.flat import numel_of
 from ....utils.errors import UsageError
 from ....utils.quoting import printable
+from ....utils.small_files import parse_json
 
 HEADER_ALIGN = 64
 LENGTH_BYTES = 8  # before the header: its length
@@ -135,14 +137,24 @@ def read_table(text: bytes, data_bytes: int) -> dict[str, Located]:
     Raises ValueError: it is not a valid header; the message gives the reason.
     """
     try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError("its header is not JSON") from None
+        raw = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"its header {error}") from None
     if not isinstance(raw, dict):
         raise ValueError("its header is not a table of tensors")
     metadata = raw.pop(METADATA, None)
     pairs = metadata if isinstance(metadata, dict) else {}
-    return {name: _located(name, entry, pairs, data_bytes) for name, entry in raw.items()}
+    table = {name: _located(name, entry, pairs, data_bytes) for name, entry in raw.items()}
+    _check_apart(table)
+    return table
+
+
+def _check_apart(table: Mapping[str, Located]) -> None:
+    """Check that no byte belongs to two tensors."""
+    full = sorted((one.start, one.stop, name) for name, one in table.items() if one.numel)
+    for (_, stop, before), (start, _, after) in pairwise(full):
+        if start < stop:
+            raise ValueError(f"{shown(before)} and {shown(after)} have bytes in common")
 
 
 def _located(name: str, entry: Any, pairs: Mapping[str, Any], data_bytes: int) -> Located:

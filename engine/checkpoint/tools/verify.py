@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ....utils.errors import DamagedError, UsageError
+from ..hyperparameters import check_state_values
 from ..io.folders import MANIFEST
 from ..io.reader import CheckpointReader
+from ..load_plan import some_of
 from ..manifest import FileRecord
 from ..packing import unpack
 from ..random_state import check_random_state
-
-MAX_NAMES = 20  # in one message
 
 
 def size_bytes(reader: CheckpointReader) -> int:
@@ -55,13 +55,15 @@ def damage(reader: CheckpointReader, on_read: Callable[[int], None]) -> Iterator
                 check_random_state(unpack(random, file.tensor), str(path))
         except (UsageError, OSError) as error:
             yield str(error)
-    names = reader.uncovered()
-    if names:
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        yield (
-            f"{reader.folder / MANIFEST} contradicts itself: elements of {', '.join(names[:MAX_NAMES])}{more} "
-            "are in no file"
-        )
+    manifest = reader.folder / MANIFEST
+    if names := reader.lacking():
+        yield f"{manifest} contradicts itself: elements of {some_of(names)} are in no file"
+    try:
+        check_state_values(reader.state())
+    except ValueError as error:
+        yield f"{manifest} contradicts itself: {error}"
+    except (UsageError, OSError):
+        pass  # its file was named above
 
 
 def _check_sums(path: Path, record: FileRecord, on_read: Callable[[int], None]) -> None:
