@@ -47,7 +47,7 @@ from .model.dividing import divide
 from .model.offloading import build_homes, build_host, reserve
 from .model.pipelining import Cut, Runs, build_pipeline, check_whole, is_cut, is_part, with_model
 from .model.policies import DTYPES, policy_of
-from .model.recomputing import checkpoint_blocks
+from .model.recomputing import Recomputing
 from .model.same_model import check_same_model
 from .model.sequences import SequenceCutter, check_sequences, cut_sequences, of_stages
 from .model.tiling import tile_layers
@@ -159,13 +159,15 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     model, runs, found, flat_groups = divided.model, divided.runs, divided.found, divided.groups
     groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
-    compiler = Compiler(model, blocks, config)
+    recomputing, undo_storing = _recomputing(config, blocks, device, mesh)
+    compiler = Compiler(model, blocks, config, recomputing)
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
     divided.start_proof(mesh, sharded.holding)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
     undo_tiles = tile_layers(divided, config.sequence)
-    undo = _both(_recompute(config, blocks, device, mesh), _both(undo_tiles, divided.undo))
+    recomputing.begin()
+    undo = _both(_both(recomputing.end, undo_storing), _both(undo_tiles, divided.undo))
     cutter = cut_sequences(model, config, mesh, is_stage=found is not None)
     undo = undo if cutter is None else _both(cutter.undo, undo)
     if config.compile.enabled:
@@ -384,30 +386,25 @@ def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractCont
     return partial(torch.autocast, device.type, dtype=DTYPES[section.dtype])
 
 
-def _recompute(
+def _recomputing(
     config: Config, blocks: list[nn.Module], device: torch.device, mesh: MeshGroups
-) -> Callable[[], None]:
-    """Activation checkpointing of `blocks` as the config says; the result undoes it."""
+) -> tuple[Recomputing, Callable[[], None]]:
+    """Activation checkpointing of `blocks` as the config says, and what frees where inputs are stored."""
     section = config.activation_checkpointing
     if not section.enabled:
-        return _nothing
+        return Recomputing([]), _nothing
     group = None
     if section.partition_activations and mesh.mesh.tensor > 1:
         group = mesh.along("tensor")
     if not section.cpu_checkpointing:
-        own = [] if group is None else [PartitionedInputs(group).cutting]
-        return checkpoint_blocks(blocks, *own)
+        return Recomputing(
+            blocks, None if group is None else PartitionedInputs(group).cutting
+        ), _nothing
     activations = Activations(device, pin=True)
     storing = activations.moving
     if group is not None:
         storing = PartitionedInputs(group, activations.move, activations.bring).cutting
-    restore = checkpoint_blocks(blocks, storing)
-
-    def undo() -> None:
-        restore()
-        activations.close()
-
-    return undo
+    return Recomputing(blocks, storing), activations.close
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:

@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ops.comm.collectives import Collectives, counting_as
 from ..utils.errors import UsageError
+from ..utils.module_buffers import untouched_buffers
 from .kinds import kind_of
 from .plan import Ways
-from .quiet_runs import Holding, alone, unchanged_buffers
+from .quiet_runs import Holding, alone
 from .regions import layers_in, regions
 from .rounding import computed_in, round_otherwise, rounded_otherwise
 from .shares import ranks_with_copies
@@ -167,7 +168,7 @@ class _Case:
         self.block.eval()  # no dropout: it draws other numbers where activations are cut
         whole.eval()
         try:
-            with unchanged_buffers(self.block):
+            with untouched_buffers(self.block.modules()):
                 mine = self._run_sliced(whole, args, kwargs)
             if self.tokens is not None:
                 args, kwargs = with_activations(self.name, args, kwargs, self._all_tokens)
