@@ -1,12 +1,13 @@
 """Proves that sliced layers compute what the whole ones compute, with the inputs of the first forward.
 
-    first forward of the first block of each kind
+    first forward of the first block of each kind, with copies of parameters and inputs in fp32, enlarged
+        whole    a copy with gathered weights
         sliced   block(inputs)          outputs, gradients of inputs and parameters
-        whole    a copy with gathered weights, the same inputs
     noise    the copy with values that are rounded otherwise: differences that rounding explains
     they differ by more -> UsageError that names the first module with another output
 
 A plan that is wrong for a model trains without an error, with wrong numbers. So every plan is proven once.
+Where a block cannot run in fp32, as with attention that is made for 16 bits, it is proven in its own dtype.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ops.comm.collectives import Collectives, counting_as
 from ..utils.errors import UsageError
-from ..utils.module_buffers import untouched_buffers
 from .kinds import kind_of
 from .plan import Ways
+from .proof_values import (
+    as_proven,
+    computed_in,
+    enlarged,
+    enlarged_input,
+    exactly,
+    rounded_otherwise,
+    standing_in,
+)
 from .quiet_runs import Holding, alone
 from .regions import layers_in, regions
-from .rounding import computed_in, round_otherwise, rounded_otherwise
 from .shares import ranks_with_copies
 from .slicing import Slice, Sliced
 from .tokens import Tokens, with_activations
@@ -163,23 +171,62 @@ class _Case:
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        whole = self._filled()
         modes = {module: module.training for module in self.block.modules()}
         self.block.eval()  # no dropout: it draws other numbers where activations are cut
-        whole.eval()
+        self._whole.eval()
         try:
-            with untouched_buffers(self.block.modules()):
-                mine = self._run_sliced(whole, args, kwargs)
-            if self.tokens is not None:
-                args, kwargs = with_activations(self.name, args, kwargs, self._all_tokens)
-            theirs = self._of_own_tokens(_run(whole, args, kwargs))
-            round_otherwise(whole)
-            # on each rank: attention in it may send
-            again = self._of_own_tokens(_run(whole, args, kwargs, rounds=True))
-            noise = _noise(theirs, again)
+            with exactly(self._group.device):
+                done = self._compared(args, kwargs, as_proven)
+            if done is None:
+                done = self._compared(args, kwargs, lambda value: value)
+            assert done is not None
+            return done
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+    def _compared(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]
+    ) -> bool | None:
+        """As `run`, with what `change` makes of the model's values; None: the block cannot run with that."""
+        inputs = tree_map(change, (args, dict(kwargs)))
+        if self.tokens is not None:
+            inputs = with_activations(self.name, *inputs, self._all_tokens)
+        inputs = tree_map(enlarged_input, inputs)
+        params = {
+            name: nn.Parameter(enlarged(change(self._gathered(param))), param.requires_grad)
+            for name, param in self.block.named_parameters()
+        }
+        buffers = {name: change(buffer) for name, buffer in self.block.named_buffers()}
+        with standing_in(self._whole, params, buffers):
+            theirs = self._run_whole(inputs, can_fail=change is as_proven)
+        if theirs is None:
+            return None
+        # on each rank: attention in it may send
+        with standing_in(self._whole, params, buffers, rounded_otherwise):
+            again = self._of_own_tokens(_run(self._whole, *inputs, rounds=True))
+        with standing_in(self.block, self._own_parts(params), buffers):
+            mine = self._run_sliced(*self._with_own_tokens(*inputs))
+        return self._judge(mine, theirs, again)
+
+    def _run_whole(
+        self, inputs: tuple[tuple[Any, ...], dict[str, Any]], *, can_fail: bool
+    ) -> _Run | None:
+        """can_fail: None on all ranks where it raises on one."""
+        found = None
+        try:
+            found = self._of_own_tokens(_run(self._whole, *inputs))
+        except Exception:  # any: it is raised again in the block's own dtype
+            if not can_fail:
+                raise
+        if can_fail:
+            said = torch.tensor([found is None], device=self._group.device).long()
+            if self._group.gather_small(said, what="the proof of slices").any():
+                return None
+        return found
+
+    def _judge(self, mine: _Run, theirs: _Run, again: _Run) -> bool:
+        noise = _noise(theirs, again)
         found = self._difference(mine, theirs, noise)
         is_finite = all(bool(out.isfinite().all()) for out in theirs.outputs[""])
         shows = all(grad is not None and bool(grad.any()) for grad in theirs.params.values())
@@ -216,34 +263,46 @@ class _Case:
         inputs = [one if one is None or one.dim() != 3 else own(one) for one in run.inputs]
         return _Run(outputs, inputs, run.params)
 
-    def _run_sliced(self, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
+    def _with_own_tokens(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with all tokens -> those of this rank."""
+        if self.tokens is None:
+            return args, kwargs
+        return with_activations(self.name, args, kwargs, self._own_tokens)
+
+    def _own_tokens(self, whole: Tensor) -> Tensor:
+        assert self.tokens is not None
+        return self.tokens.of_own(whole.detach()).requires_grad_(whole.requires_grad)
+
+    def _run_sliced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
         try:
             return _run(self.block, args, kwargs, self.tokens)
         except (RuntimeError, ValueError) as error:
             if type(error) not in (RuntimeError, ValueError):
                 raise  # no shapes that do not fit
-            if self.tokens is None:
-                _run(whole, args, kwargs)  # raises where the inputs are at fault
             line = str(error).partition("\n")[0]
             raise UsageError(
                 f"tensor_parallel: {self._called} cannot run in {self._group.world_size} slices: {line}; "
                 "correct tensor_parallel.plan, or write one where the plan is the model's own"
             ) from error
 
-    # -- the whole copy ---------------------------------------------------------------------------------
+    # -- parameters of the whole copy -------------------------------------------------------------------
 
     @torch.no_grad()
-    def _filled(self) -> nn.Module:
-        whole = self._whole.to_empty(device=self._group.device)
-        own = dict(self.block.named_parameters())
-        for name, param in whole.named_parameters():
-            mine = own[name]
-            piece = self._sliced.slices.get(id(mine))
-            param.data = mine.data.clone() if piece is None else self._assembled(mine.data, piece)
-        buffers = dict(self.block.named_buffers())
-        for name, buffer in whole.named_buffers():
-            buffer.data = buffers[name].data.clone()
-        return whole
+    def _gathered(self, param: nn.Parameter) -> Tensor:
+        piece = self._sliced.slices.get(id(param))
+        return param.data if piece is None else self._assembled(param.data, piece)
+
+    def _own_parts(self, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """The slices of this rank, of whole parameters."""
+        found = dict(params)
+        for name, param in self.block.named_parameters():
+            piece = self._sliced.slices.get(id(param))
+            if piece is not None:
+                parts = _parts(params[name].data, piece, self._group.rank)
+                found[name] = nn.Parameter(torch.cat(parts, piece.dim), param.requires_grad)
+        return found
 
     def _assembled(self, mine: Tensor, piece: Slice) -> Tensor:
         """The whole tensor, from the slices of all ranks."""
