@@ -102,9 +102,9 @@ def _tile_loss(model: nn.Module, tokens: int, sliced: Sliced) -> Callable[[], No
 
 
 def _with_own_loss(model: nn.Module) -> nn.Module:
-    """The module that computes the loss: inside of a wrapper, such as peft's, the one whose settings it shows.
+    """The module that computes the loss: of a wrapper, such as peft's, the model in it.
 
-    A wrapper's `loss_function` is an attribute of the model in it: one that is set on the wrapper has no effect.
+    The wrapper shows the `loss_function` of that model. One that is set on the wrapper has no effect.
     """
     if hasattr(type(model), "loss_function") or not hasattr(model, "loss_function"):
         return model
