@@ -15,6 +15,7 @@ from torch import nn
 from ..compression.config import ONE_BIT_OPTIMIZERS
 from ..offload.activations import Activations
 from ..offload.homes import HostHome
+from ..ops.comm.agreeing import agreeing
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
@@ -157,15 +158,17 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     messages = Messages(config, collectives)
     divided = divide(model, config, mesh, collectives, partial(policy_of, config), messages.legs)
     model, runs, found, flat_groups = divided.model, divided.runs, divided.found, divided.groups
-    groups = groups or _groups(model, config, given)
+    with agreeing(collectives, "xds.initialize"):
+        groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
     recomputing, undo_storing = _recomputing(config, blocks, device, mesh)
     compiler = Compiler(model, blocks, config, recomputing)
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
     divided.start_proof(mesh, sharded.holding)
     updater = Updater(sharded)
-    optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-    undo_tiles = tile_layers(divided, config.sequence)
+    with agreeing(collectives, "xds.initialize"):
+        optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
+        undo_tiles = tile_layers(divided, config.sequence)
     recomputing.begin()
     undo = _both(_both(recomputing.end, undo_storing), _both(undo_tiles, divided.undo))
     cutter = cut_sequences(model, config, mesh, is_stage=found is not None)
@@ -255,9 +258,10 @@ def _sharded(
     policy, names = flat_groups.data.policy, flat_groups.names
     _give_values(model, given.weights, flat_groups, policy)
     must_train = not names and any(param.requires_grad for param in model.parameters())
-    check_model(model, groups.index, must_train=must_train)
-    trained_numel = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
-    homes = build_homes(config, host, trained_numel)
+    with agreeing(flat_groups.world, "xds.initialize"):
+        check_model(model, groups.index, must_train=must_train)
+        trained_numel = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
+        homes = build_homes(config, host, trained_numel)
     move_model(model, flat_groups.world.device)
     following = buffers_that_follow(model)  # before the parameters change their dtype
     zero = config.zero_optimization

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ...offload.homes import Homes
+from ...ops.comm.agreeing import agree, agreeing
 from ...ops.comm.pool import BufferPool
 from ...ops.flat import numel_of
 from ...utils.errors import UsageError
 from .discover import UnitPlan, plan_units
-from .disk_failures import agree
 from .flat_grads import FlatGrads
 from .flat_memory import FlatMemory, check_not_written, own_memory, shared_memory
 from .flat_params import FlatParams
@@ -86,9 +86,10 @@ class Builder:
         self, model: nn.Module, runs: Sequence[Sequence[tuple[str, nn.Module]]], min_numel: int
     ) -> list[Unit]:
         """The units of `model`, the root last. `runs`, `min_numel`: see `plan_units`."""
-        if self._shares_params:
-            check_not_written(model)
-        blocks, root = self._plan(model, runs, min_numel)
+        with agreeing(self._flat_groups.world, "xds.initialize"):
+            if self._shares_params:
+                check_not_written(model)
+            blocks, root = self._plan(model, runs, min_numel)
         for buffer in model.buffers():
             buffer.data = broadcast_whole(self._flat_groups.data.everyone, buffer.data)
         self._cast_empty(model)
@@ -164,7 +165,7 @@ class Builder:
             shards.open()
         except UsageError as error:
             failure = str(error)
-        agree(self._flat_groups.world, failure, UsageError)
+        agree(self._flat_groups.world, failure, UsageError, "offload to NVMe")
 
     def _kinds(self, plan: UnitPlan) -> list[tuple[_Kind, _Entries]]:
         """The parameters of a unit by kind, those that are trained first."""

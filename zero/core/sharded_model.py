@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...offload.homes import Homes
+from ...ops.comm.agreeing import agree
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.json_values import exchange
 from ...ops.comm.pool import BufferPool
@@ -20,7 +21,7 @@ from .agreement import Agreement
 from .backwards import Backwards
 from .building import Builder
 from .discover import found_blocks
-from .disk_failures import agree, agree_on_disks
+from .disk_failures import agree_on_disks
 from .flat_grads import FlatGrads
 from .gather import Gatherer
 from .groups import FlatGroups
