@@ -47,6 +47,8 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, tor
 SMALL = 1e-2  # of the largest gradient of a block
 NOISE = 8.0  # times what one rounding of all values changes
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 class _Run(NamedTuple):
     """What a run of a block gave. outputs: of its modules, by name, in the order in which they ended."""
@@ -189,9 +191,9 @@ class _Case:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]
     ) -> bool | None:
         """As `run`, with what `change` makes of the model's values; None: the block cannot run with that."""
-        inputs = tree_map(change, (args, dict(kwargs)))
+        inputs: Inputs = tree_map(change, (args, dict(kwargs)))
         if self.tokens is not None:
-            inputs = with_activations(self.name, *inputs, self._all_tokens)
+            inputs = with_activations(self.name, inputs[0], inputs[1], self._all_tokens)
         inputs = tree_map(enlarged_input, inputs)
         params = {
             name: nn.Parameter(enlarged(change(self._gathered(param))), param.requires_grad)
@@ -209,9 +211,7 @@ class _Case:
             mine = self._run_sliced(*self._with_own_tokens(*inputs))
         return self._judge(mine, theirs, again)
 
-    def _run_whole(
-        self, inputs: tuple[tuple[Any, ...], dict[str, Any]], *, can_fail: bool
-    ) -> _Run | None:
+    def _run_whole(self, inputs: Inputs, *, can_fail: bool) -> _Run | None:
         """can_fail: None on all ranks where it raises on one."""
         found = None
         try:
@@ -263,9 +263,7 @@ class _Case:
         inputs = [one if one is None or one.dim() != 3 else own(one) for one in run.inputs]
         return _Run(outputs, inputs, run.params)
 
-    def _with_own_tokens(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _with_own_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Arguments with all tokens -> those of this rank."""
         if self.tokens is None:
             return args, kwargs

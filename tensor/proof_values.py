@@ -9,6 +9,7 @@ In 16 bits a wrong plan may differ by less than rounding. Models with fp64 compu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -84,7 +85,8 @@ def enlarged(value: Tensor) -> Tensor:
 def _size(value: Tensor) -> float:
     """The root mean square."""
     numel = max(value.numel(), 1)
-    return float(torch.linalg.vector_norm(value.detach(), dtype=torch.float32)) / numel**0.5
+    norm = float(torch.linalg.vector_norm(value.detach(), dtype=torch.float32))
+    return norm / math.sqrt(numel)
 
 
 def rounded_otherwise(values: Tensor) -> Tensor:
@@ -113,7 +115,10 @@ def standing_in(
         instead[id(param)] = nn.Parameter(values, params[name].requires_grad)
     for name, buffer in module.named_buffers():
         instead[id(buffer)] = buffers[name].clone()
-    kept = [(own, dict(own)) for one in module.modules() for own in (one._parameters, one._buffers)]
+    owned: list[dict[str, Any]] = []
+    for one in module.modules():
+        owned += [one._parameters, one._buffers]
+    kept = [(own, dict(own)) for own in owned]
     try:
         for own, before in kept:
             own.update({n: instead[id(t)] for n, t in before.items() if t is not None})
