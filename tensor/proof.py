@@ -336,21 +336,7 @@ class _Case:
 
     def _difference(self, mine: _Run, theirs: _Run, noise: _Noise) -> str:
         """What differs, in words; "": nothing. Gradients are compared in any case: for all ranks."""
-        params = dict(self.block.named_parameters())
-        # a gradient may be zero but for rounding, as that of a bias of keys: the others say what is small
-        grads = [
-            float(b.abs().max()) for b in theirs.params.values() if b is not None and b.numel()
-        ]
-        small = SMALL * max(grads, default=0.0)
-        others = ""
-        for name, b in theirs.params.items():
-            a = mine.params[name]
-            if (
-                a is not None
-                and b is not None
-                and not self._has_close_grad(params[name], a, b, _Scale(small, noise.params[name]))
-            ):
-                others = others or f"the gradient of {name} differs"
+        others = self._differing_grad(mine, theirs, noise)
         for name, outputs in theirs.outputs.items():
             for a, b in zip(mine.outputs.get(name, ()), outputs, strict=False):
                 if a.shape == b.shape and not _is_close(a, b):
@@ -363,6 +349,25 @@ class _Case:
             if a is not None and b is not None and not _is_close(a, b, scale):
                 return f"the gradient of its input {at} differs"
         return others
+
+    def _differing_grad(self, mine: _Run, theirs: _Run, noise: _Noise) -> str:
+        """The first parameter whose gradient differs, in words; "": none."""
+        params = dict(self.block.named_parameters())
+        # a gradient may be zero but for rounding, as that of a bias of keys: the others say what is small
+        grads = [
+            float(b.abs().max()) for b in theirs.params.values() if b is not None and b.numel()
+        ]
+        small = SMALL * max(grads, default=0.0)
+        found = ""
+        for name, b in theirs.params.items():
+            if b is None:  # on all ranks
+                continue
+            own = mine.params[name]
+            a = b.new_zeros(params[name].shape) if own is None else own
+            scale = _Scale(small, noise.params[name])
+            if not self._has_close_grad(params[name], a, b, scale):
+                found = found or f"the gradient of {name} differs"
+        return found
 
     def _has_close_grad(
         self, param: nn.Parameter, mine: Tensor, theirs: Tensor, scale: _Scale

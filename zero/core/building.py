@@ -111,7 +111,11 @@ class Builder:
                 for kind, group, entries in kinds
                 if kind.trains or group.policy.shards_params
             ]
-            numel = sum(layout.numel for _, _, layout in kept)
+            numel = sum(
+                self._most_numel(entries, group)
+                for kind, group, entries in kinds
+                if kind.trains or group.policy.shards_params
+            )
             found += [
                 PlannedFlat(
                     plan.name, numel, kind.trains, kind.is_single, kind.dtype, group, layout
