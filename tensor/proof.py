@@ -351,7 +351,7 @@ class _Case:
         return others
 
     def _differing_grad(self, mine: _Run, theirs: _Run, noise: _Noise) -> str:
-        """The first parameter whose gradient differs, in words; "": none."""
+        """The first parameter whose gradient differs, in words; "": none. For all ranks."""
         params = dict(self.block.named_parameters())
         # a gradient may be zero but for rounding, as that of a bias of keys: the others say what is small
         grads = [
@@ -359,13 +359,13 @@ class _Case:
         ]
         small = SMALL * max(grads, default=0.0)
         found = ""
-        for name, b in theirs.params.items():
-            if b is None:  # on all ranks
+        for name, wanted in theirs.params.items():
+            if wanted is None:  # on all ranks
                 continue
             own = mine.params[name]
-            a = b.new_zeros(params[name].shape) if own is None else own
+            grad = wanted.new_zeros(params[name].shape) if own is None else own
             scale = _Scale(small, noise.params[name])
-            if not self._has_close_grad(params[name], a, b, scale):
+            if not self._has_close_grad(params[name], grad, wanted, scale):
                 found = found or f"the gradient of {name} differs"
         return found
 
