@@ -344,9 +344,9 @@ class _Case:
         for a, b in zip(mine.outputs[""], theirs.outputs[""], strict=False):
             if a.shape != b.shape:
                 return f"its output is {list(a.shape)} and not {list(b.shape)}"
-        for at, (a, b) in enumerate(zip(mine.inputs, theirs.inputs, strict=True)):
+        for at, (own, wanted) in enumerate(zip(mine.inputs, theirs.inputs, strict=True)):
             scale = _Scale(noise=noise.inputs[at])
-            if a is not None and b is not None and not _is_close(a, b, scale):
+            if own is not None and wanted is not None and not _is_close(own, wanted, scale):
                 return f"the gradient of its input {at} differs"
         return others
 
