@@ -15,6 +15,7 @@ from torch import nn
 from ..compression.config import ONE_BIT_OPTIMIZERS
 from ..offload.activations import Activations
 from ..offload.homes import HostHome
+from ..ops.comm.agreeing import agreeing
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
@@ -47,7 +48,7 @@ from .model.dividing import divide
 from .model.offloading import build_homes, build_host, reserve
 from .model.pipelining import Cut, Runs, build_pipeline, check_whole, is_cut, is_part, with_model
 from .model.policies import DTYPES, policy_of
-from .model.recomputing import checkpoint_blocks
+from .model.recomputing import Recomputing
 from .model.same_model import check_same_model, resolve_together
 from .model.sequences import SequenceCutter, check_sequences, cut_sequences, of_stages
 from .model.tiling import tile_layers
@@ -167,15 +168,19 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     messages = Messages(config, collectives)
     divided = divide(model, config, mesh, collectives, partial(policy_of, config), messages.legs)
     model, runs, found, flat_groups = divided.model, divided.runs, divided.found, divided.groups
-    groups = groups or _groups(model, config, given)
+    with agreeing(collectives, "xds.initialize"):
+        groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
-    compiler = Compiler(model, blocks, config)
+    recomputing, undo_storing = _recomputing(config, blocks, device, mesh)
+    compiler = Compiler(model, blocks, config, recomputing)
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
     divided.start_proof(mesh, sharded.holding)
     updater = Updater(sharded)
-    optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-    undo_tiles = tile_layers(divided, config.sequence)
-    undo = _both(_recompute(config, blocks, device, mesh), _both(undo_tiles, divided.undo))
+    with agreeing(collectives, "xds.initialize"):
+        optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
+        undo_tiles = tile_layers(divided, config.sequence)
+    recomputing.begin()
+    undo = _both(_both(recomputing.end, undo_storing), _both(undo_tiles, divided.undo))
     cutter = cut_sequences(model, config, mesh, is_stage=found is not None)
     undo = undo if cutter is None else _both(cutter.undo, undo)
     if config.compile.enabled:
@@ -263,9 +268,10 @@ def _sharded(
     policy, names = flat_groups.data.policy, flat_groups.names
     _give_values(model, given.weights, flat_groups, policy)
     must_train = not names and any(param.requires_grad for param in model.parameters())
-    check_model(model, groups.index, must_train=must_train)
-    trained_numel = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
-    homes = build_homes(config, host, trained_numel)
+    with agreeing(flat_groups.world, "xds.initialize"):
+        check_model(model, groups.index, must_train=must_train)
+        trained_numel = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
+        homes = build_homes(config, host, trained_numel)
     move_model(model, flat_groups.world.device)
     following = buffers_that_follow(model)  # before the parameters change their dtype
     zero = config.zero_optimization
@@ -381,30 +387,25 @@ def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractCont
     return partial(torch.autocast, device.type, dtype=DTYPES[section.dtype])
 
 
-def _recompute(
+def _recomputing(
     config: Config, blocks: list[nn.Module], device: torch.device, mesh: MeshGroups
-) -> Callable[[], None]:
-    """Activation checkpointing of `blocks` as the config says; the result undoes it."""
+) -> tuple[Recomputing, Callable[[], None]]:
+    """Activation checkpointing of `blocks` as the config says, and what frees where inputs are stored."""
     section = config.activation_checkpointing
     if not section.enabled:
-        return _nothing
+        return Recomputing([]), _nothing
     group = None
     if section.partition_activations and mesh.mesh.tensor > 1:
         group = mesh.along("tensor")
     if not section.cpu_checkpointing:
-        own = [] if group is None else [PartitionedInputs(group).cutting]
-        return checkpoint_blocks(blocks, *own)
+        return Recomputing(
+            blocks, None if group is None else PartitionedInputs(group).cutting
+        ), _nothing
     activations = Activations(device, pin=True)
     storing = activations.moving
     if group is not None:
         storing = PartitionedInputs(group, activations.move, activations.bring).cutting
-    restore = checkpoint_blocks(blocks, storing)
-
-    def undo() -> None:
-        restore()
-        activations.close()
-
-    return undo
+    return Recomputing(blocks, storing), activations.close
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:

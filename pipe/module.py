@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ..utils.errors import UsageError
+from ..utils.module_buffers import Buffers
 from .cut.costs import size_of
 from .cut.meta_copies import meta_copy
 from .layer_specs import LayerSpec, TiedLayerSpec, check_ties, parameter_of, share_weights
@@ -83,6 +84,7 @@ class PipelineModule(nn.Module):
         self._seed = seed_fn or torch.manual_seed
         self._topology = topology
         self._outline: tuple[nn.Module, ...] = ()  # a tuple: torch does not register it
+        self._recomputed: dict[tuple[int, int], Buffers] = {}  # by range of layers
         self._runs: dict[int, int] = {}  # first layer of a stage -> number of its forwards
         if self.num_stages == 1:
             self.build(range(len(self.layers)))
@@ -260,7 +262,8 @@ class PipelineModule(nn.Module):
                 # tensors as arguments; new containers for each run, as a layer may change what it gets
                 leaves, structure = tree_flatten(value)
                 function = partial(self._run_leaves, (first, end, run), structure)
-                value = self.activation_checkpoint_func(function, *leaves)
+                once = self._buffers_of(first, end).once(function)
+                value = self.activation_checkpoint_func(once, *leaves)
             else:
                 value = self._run_range(first, end, run, value)
         return value
@@ -284,9 +287,18 @@ class PipelineModule(nn.Module):
             return layer.forward_fn(module, value)
         return module(value)
 
-    def _is_recomputed(self, start: int, stop: int) -> bool:
+    def _buffers_of(self, start: int, stop: int) -> Buffers:
+        if (start, stop) not in self._recomputed:
+            modules = self._modules_of(start, stop)
+            self._recomputed[start, stop] = Buffers(m for top in modules for m in top.modules())
+        return self._recomputed[start, stop]
+
+    def _modules_of(self, start: int, stop: int) -> list[nn.Module]:
         names = [self.name_of(index) for index in range(start, stop)]
-        modules = [self.get_submodule(name) for name in names if name is not None]
+        return [self.get_submodule(name) for name in names if name is not None]
+
+    def _is_recomputed(self, start: int, stop: int) -> bool:
+        modules = self._modules_of(start, stop)
         if self.checkpointable_layers is not None:
             kinds = {type(module).__name__ for module in modules}
             return len(modules) == stop - start and kinds <= set(self.checkpointable_layers)

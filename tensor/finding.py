@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..utils.module_buffers import untouched_buffers
 from .plan import Ways
 from .words import Way, Word, is_linear
 
@@ -44,7 +45,11 @@ def _plan_of_block(model: nn.Module, block: nn.Module) -> Ways:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.random.fork_rng(enabled=True), torch.enable_grad():
+        with (
+            torch.random.fork_rng(enabled=True),
+            untouched_buffers(model.modules()),
+            torch.enable_grad(),
+        ):
             real = _with_values(block)
             for inputs in _inputs(model, block):
                 run = _run(real, tree_map(_valued, inputs))

@@ -1,12 +1,13 @@
 """Proves that sliced layers compute what the whole ones compute, with the inputs of the first forward.
 
-    first forward of the first block of each kind
+    first forward of the first block of each kind, with copies of parameters and inputs in fp32, enlarged
+        whole    a copy with gathered weights
         sliced   block(inputs)          outputs, gradients of inputs and parameters
-        whole    a copy with gathered weights, the same inputs
     noise    the copy with values that are rounded otherwise: differences that rounding explains
     they differ by more -> UsageError that names the first module with another output
 
 A plan that is wrong for a model trains without an error, with wrong numbers. So every plan is proven once.
+Where a block cannot run in fp32, as with attention that is made for 16 bits, it is proven in its own dtype.
 """
 
 from __future__ import annotations
@@ -25,9 +26,17 @@ from ..ops.comm.collectives import Collectives, counting_as
 from ..utils.errors import UsageError
 from .kinds import kind_of
 from .plan import Ways
-from .quiet_runs import Holding, alone, unchanged_buffers
+from .proof_values import (
+    as_proven,
+    computed_in,
+    enlarged,
+    enlarged_input,
+    exactly,
+    rounded_otherwise,
+    standing_in,
+)
+from .quiet_runs import Holding, alone
 from .regions import layers_in, regions
-from .rounding import computed_in, round_otherwise, rounded_otherwise
 from .shares import ranks_with_copies
 from .slicing import Slice, Sliced
 from .tokens import Tokens, with_activations
@@ -37,6 +46,8 @@ ATTEMPTS = (1, 2, 8, 32)  # forwards in training
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 SMALL = 1e-2  # of the largest gradient of a block
 NOISE = 8.0  # times what one rounding of all values changes
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Run(NamedTuple):
@@ -162,23 +173,60 @@ class _Case:
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        whole = self._filled()
         modes = {module: module.training for module in self.block.modules()}
         self.block.eval()  # no dropout: it draws other numbers where activations are cut
-        whole.eval()
+        self._whole.eval()
         try:
-            with unchanged_buffers(self.block):
-                mine = self._run_sliced(whole, args, kwargs)
-            if self.tokens is not None:
-                args, kwargs = with_activations(self.name, args, kwargs, self._all_tokens)
-            theirs = self._of_own_tokens(_run(whole, args, kwargs))
-            round_otherwise(whole)
-            # on each rank: attention in it may send
-            again = self._of_own_tokens(_run(whole, args, kwargs, rounds=True))
-            noise = _noise(theirs, again)
+            with exactly(self._group.device):
+                done = self._compared(args, kwargs, as_proven)
+            if done is None:
+                done = self._compared(args, kwargs, lambda value: value)
+            assert done is not None
+            return done
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+    def _compared(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]
+    ) -> bool | None:
+        """As `run`, with what `change` makes of the model's values; None: the block cannot run with that."""
+        inputs: Inputs = tree_map(change, (args, dict(kwargs)))
+        if self.tokens is not None:
+            inputs = with_activations(self.name, inputs[0], inputs[1], self._all_tokens)
+        inputs = tree_map(enlarged_input, inputs)
+        params = {
+            name: nn.Parameter(enlarged(change(self._gathered(param))), param.requires_grad)
+            for name, param in self.block.named_parameters()
+        }
+        buffers = {name: change(buffer) for name, buffer in self.block.named_buffers()}
+        with standing_in(self._whole, params, buffers):
+            theirs = self._run_whole(inputs, can_fail=change is as_proven)
+        if theirs is None:
+            return None
+        # on each rank: attention in it may send
+        with standing_in(self._whole, params, buffers, rounded_otherwise):
+            again = self._of_own_tokens(_run(self._whole, *inputs, rounds=True))
+        with standing_in(self.block, self._own_parts(params), buffers):
+            mine = self._run_sliced(*self._with_own_tokens(*inputs))
+        return self._judge(mine, theirs, again)
+
+    def _run_whole(self, inputs: Inputs, *, can_fail: bool) -> _Run | None:
+        """can_fail: None on all ranks where it raises on one."""
+        found = None
+        try:
+            found = self._of_own_tokens(_run(self._whole, *inputs))
+        except Exception:  # any: it is raised again in the block's own dtype
+            if not can_fail:
+                raise
+        if can_fail:
+            said = torch.tensor([found is None], device=self._group.device).long()
+            if self._group.gather_small(said, what="the proof of slices").any():
+                return None
+        return found
+
+    def _judge(self, mine: _Run, theirs: _Run, again: _Run) -> bool:
+        noise = _noise(theirs, again)
         found = self._difference(mine, theirs, noise)
         is_finite = all(bool(out.isfinite().all()) for out in theirs.outputs[""])
         shows = all(grad is not None and bool(grad.any()) for grad in theirs.params.values())
@@ -215,34 +263,44 @@ class _Case:
         inputs = [one if one is None or one.dim() != 3 else own(one) for one in run.inputs]
         return _Run(outputs, inputs, run.params)
 
-    def _run_sliced(self, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
+    def _with_own_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        """Arguments with all tokens -> those of this rank."""
+        if self.tokens is None:
+            return args, kwargs
+        return with_activations(self.name, args, kwargs, self._own_tokens)
+
+    def _own_tokens(self, whole: Tensor) -> Tensor:
+        assert self.tokens is not None
+        return self.tokens.of_own(whole.detach()).requires_grad_(whole.requires_grad)
+
+    def _run_sliced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
         try:
             return _run(self.block, args, kwargs, self.tokens)
         except (RuntimeError, ValueError) as error:
             if type(error) not in (RuntimeError, ValueError):
                 raise  # no shapes that do not fit
-            if self.tokens is None:
-                _run(whole, args, kwargs)  # raises where the inputs are at fault
             line = str(error).partition("\n")[0]
             raise UsageError(
                 f"tensor_parallel: {self._called} cannot run in {self._group.world_size} slices: {line}; "
                 "correct tensor_parallel.plan, or write one where the plan is the model's own"
             ) from error
 
-    # -- the whole copy ---------------------------------------------------------------------------------
+    # -- parameters of the whole copy -------------------------------------------------------------------
 
     @torch.no_grad()
-    def _filled(self) -> nn.Module:
-        whole = self._whole.to_empty(device=self._group.device)
-        own = dict(self.block.named_parameters())
-        for name, param in whole.named_parameters():
-            mine = own[name]
-            piece = self._sliced.slices.get(id(mine))
-            param.data = mine.data.clone() if piece is None else self._assembled(mine.data, piece)
-        buffers = dict(self.block.named_buffers())
-        for name, buffer in whole.named_buffers():
-            buffer.data = buffers[name].data.clone()
-        return whole
+    def _gathered(self, param: nn.Parameter) -> Tensor:
+        piece = self._sliced.slices.get(id(param))
+        return param.data if piece is None else self._assembled(param.data, piece)
+
+    def _own_parts(self, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """The slices of this rank, of whole parameters."""
+        found = dict(params)
+        for name, param in self.block.named_parameters():
+            piece = self._sliced.slices.get(id(param))
+            if piece is not None:
+                parts = _parts(params[name].data, piece, self._group.rank)
+                found[name] = nn.Parameter(torch.cat(parts, piece.dim), param.requires_grad)
+        return found
 
     def _assembled(self, mine: Tensor, piece: Slice) -> Tensor:
         """The whole tensor, from the slices of all ranks."""
@@ -278,21 +336,7 @@ class _Case:
 
     def _difference(self, mine: _Run, theirs: _Run, noise: _Noise) -> str:
         """What differs, in words; "": nothing. Gradients are compared in any case: for all ranks."""
-        params = dict(self.block.named_parameters())
-        # a gradient may be zero but for rounding, as that of a bias of keys: the others say what is small
-        grads = [
-            float(b.abs().max()) for b in theirs.params.values() if b is not None and b.numel()
-        ]
-        small = SMALL * max(grads, default=0.0)
-        others = ""
-        for name, b in theirs.params.items():
-            a = mine.params[name]
-            if (
-                a is not None
-                and b is not None
-                and not self._has_close_grad(params[name], a, b, _Scale(small, noise.params[name]))
-            ):
-                others = others or f"the gradient of {name} differs"
+        others = self._differing_grad(mine, theirs, noise)
         for name, outputs in theirs.outputs.items():
             for a, b in zip(mine.outputs.get(name, ()), outputs, strict=False):
                 if a.shape == b.shape and not _is_close(a, b):
@@ -300,11 +344,30 @@ class _Case:
         for a, b in zip(mine.outputs[""], theirs.outputs[""], strict=False):
             if a.shape != b.shape:
                 return f"its output is {list(a.shape)} and not {list(b.shape)}"
-        for at, (a, b) in enumerate(zip(mine.inputs, theirs.inputs, strict=True)):
+        for at, (own, wanted) in enumerate(zip(mine.inputs, theirs.inputs, strict=True)):
             scale = _Scale(noise=noise.inputs[at])
-            if a is not None and b is not None and not _is_close(a, b, scale):
+            if own is not None and wanted is not None and not _is_close(own, wanted, scale):
                 return f"the gradient of its input {at} differs"
         return others
+
+    def _differing_grad(self, mine: _Run, theirs: _Run, noise: _Noise) -> str:
+        """The first parameter whose gradient differs, in words; "": none. For all ranks."""
+        params = dict(self.block.named_parameters())
+        # a gradient may be zero but for rounding, as that of a bias of keys: the others say what is small
+        grads = [
+            float(b.abs().max()) for b in theirs.params.values() if b is not None and b.numel()
+        ]
+        small = SMALL * max(grads, default=0.0)
+        found = ""
+        for name, wanted in theirs.params.items():
+            if wanted is None:  # on all ranks
+                continue
+            own = mine.params[name]
+            grad = wanted.new_zeros(params[name].shape) if own is None else own
+            scale = _Scale(small, noise.params[name])
+            if not self._has_close_grad(params[name], grad, wanted, scale):
+                found = found or f"the gradient of {name} differs"
+        return found
 
     def _has_close_grad(
         self, param: nn.Parameter, mine: Tensor, theirs: Tensor, scale: _Scale

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-import torch
 from torch import nn
 
 Holding = Callable[[nn.Module], AbstractContextManager[None]]
@@ -28,19 +27,4 @@ def alone(region: nn.Module, holding: Holding) -> Iterator[None]:
                 module._forward_pre_hooks, module._forward_hooks = before, after
 
 
-@contextmanager
-def unchanged_buffers(block: nn.Module) -> Iterator[None]:
-    """Afterwards the buffers of `block` have the values of before."""
-    kept = [
-        (module, name, buffer, buffer.clone())
-        for module in block.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    yield
-    with torch.no_grad():
-        for module, name, buffer, values in kept:
-            module._buffers[name] = buffer.copy_(values)
-
-
-__all__ = ["Holding", "alone", "unchanged_buffers"]
+__all__ = ["Holding", "alone"]

@@ -83,7 +83,7 @@ def _weigh_one(case: Case, width: int, layers: int) -> dict[str, Any]:
     _before_last_backward(engine, read)
     _train(engine)
     read()
-    own = sum(unit.full_numel for unit in engine._sharded.units)
+    own = sum(unit.most_numel for unit in engine._sharded.units)
     engine.destroy()
     (inside, inside_plan), (after, plan) = readings
     return {
@@ -197,7 +197,7 @@ def build(_: int, stages: int, way: str, folder: str, width: int, layers: int) -
         return xds.initialize(model, make(), weights=weights)
 
     engine, peak = peak_of(construct)
-    own = sum(unit.full_numel for unit in engine._sharded.units)
+    own = sum(unit.most_numel for unit in engine._sharded.units)
     return {"own": own, "peak": peak - before, "held": sum(engine.memory_plan().values())}
 
 

@@ -66,16 +66,19 @@ class ZeroppLegs(Legs):
         self._unit = unit
         self._collectives = collectives
         self._num_copies = num_copies
-        own = [hosts[rank] for rank in collectives.members]
         self._levels = _one_level(collectives)
         self._inside: Collectives | None = None
         if split is None or collectives.world_size == 1:
             return
-        length = block_length(own)
-        if 1 < length < collectives.world_size:
-            self._levels = split(length)
+        own = block_length([hosts[rank] for rank in collectives.members])
+        like = [[hosts[rank] for rank in ranks] for ranks in split.groups]
+        # the blocks of one group are opened by all ranks, also where theirs have another length, or none
+        for length in sorted({block_length(numbers) for numbers in like}):
+            levels = split(length) if 1 < length < collectives.world_size else self._levels
+            self._levels = levels if length == own else self._levels
         if choice.partition_size > 1:
-            check_partition(choice.partition_size, own)
+            for numbers in like:
+                check_partition(choice.partition_size, numbers)
             if choice.partition_size < collectives.world_size:
                 self._inside = split(choice.partition_size).inside
 

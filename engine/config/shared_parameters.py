@@ -21,6 +21,11 @@ def check_shared_parameters(
         needs.append("at stage 0 every rank updates all parameters: set stage to 1 or 2")
     if zero.stage == 3:
         needs.append("at stage 3 no rank keeps all parameters: set stage to 1 or 2")
+    if zero.stage and zero.mics_shard_size == 1:
+        needs.append(
+            "with mics_shard_size = 1 every rank updates all parameters: set mics_shard_size to 2 or more, "
+            "or to -1 for one shard group of all ranks"
+        )
     if zero.offload_optimizer.device != "none":
         needs.append(
             "with offload_optimizer a rank may write new values while other ranks still read the old ones: set "

@@ -4,7 +4,8 @@
 
 The forward is compiled, not `__call__`: hooks stay outside, so a graph contains only arithmetic at every
 ZeRO stage. Modules outside of blocks stay eager; a model without blocks is compiled as a whole. Activation
-checkpointing is inside of the graph, where the compiler decides what is recomputed.
+checkpointing is inside of the graph, where the compiler decides what is recomputed. It is outside where it
+stores inputs elsewhere, and with backends that run graphs as they are.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ...utils.schema.section import read_section
 from ..config.compile import Compile, check_compile
 from ..config.config import Config
 from .forwards import replace_forwards
+from .recomputing import Recomputing
 
 log = logging.getLogger("xds")
 
@@ -42,8 +44,14 @@ VARIANTS_A_BLOCK = 4
 class Compiler:
     """Compiles the blocks of one model on demand; `undo` restores the eager forwards."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], config: Config) -> None:
-        """Nothing is compiled yet.
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        config: Config,
+        recomputing: Recomputing,
+    ) -> None:
+        """Nothing is compiled yet. recomputing: of `blocks`.
 
         Raises:
             ConfigError: the section is enabled and names an unknown backend or option.
@@ -51,6 +59,7 @@ class Compiler:
         self._model = model
         self._blocks = list(blocks)
         self._config = config
+        self._recomputing = recomputing
         self._settings: tuple[Backend, dict[str, Any]] | None = None
         self._undo: Callable[[], None] | None = None
         self._hooks: list[RemovableHandle] = []
@@ -102,7 +111,8 @@ class Compiler:
         chosen, arguments = settings
         change = partial(torch.compile, backend=chosen, **arguments, **self._limit())
         targets = self._targets()
-        self._undo = replace_forwards(targets, change)
+        with self._recomputing.around_graphs(plans=self._plans):
+            self._undo = replace_forwards(targets, change)
         self._hooks = [
             target.register_forward_pre_hook(_prepare, with_kwargs=True)
             for target in targets
@@ -112,11 +122,17 @@ class Compiler:
     def undo(self) -> None:
         """Restore the forwards of before `compile`."""
         if self._undo is not None:
-            self._undo()
+            with self._recomputing.around_graphs(plans=self._plans):
+                self._undo()
         for hook in self._hooks:
             hook.remove()
         self._undo, self._hooks = None, []
         self._settings = None
+
+    @property
+    def _plans(self) -> bool:
+        """The backend decides what is recomputed; "eager" and its kind run a checkpoint as torch does."""
+        return self._settings is not None and not str(self._settings[0]).startswith("eager")
 
     def _read(
         self, backend: Backend | None, given: Mapping[str, Any]

@@ -9,6 +9,7 @@ from typing import final
 from torch import nn
 
 from ...compression.legs import BuildLegs
+from ...ops.comm.agreeing import agreeing
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
 from ...tensor.proof import Proof
@@ -72,12 +73,14 @@ def divide(
     """
     hosts = partial(hosts_of, world)
     shard_groups = build_shard_groups(config, mesh.mesh, hosts, is_first=world.rank == 0)
-    runs: Runs = [[] if is_part(model) else found_blocks(model, config.zero_optimization.units)]
-    plan = plan_slices(model, runs[0], config)
-    found = cut(model, runs[0], config, mesh) if is_cut(model, config) else None
-    if found is not None:
-        model, runs = found.part.module, found.runs
-    sliced, proof = slice_layers(model, runs, plan, config, mesh, found)
+    tensor = mesh.along("tensor") if config.tensor_parallel.size > 1 else None
+    with agreeing(world, "xds.initialize"):
+        runs: Runs = [[] if is_part(model) else found_blocks(model, config.zero_optimization.units)]
+        plan = plan_slices(model, runs[0], config)
+        found = cut(model, runs[0], config, mesh) if is_cut(model, config) else None
+        if found is not None:
+            model, runs = found.part.module, found.runs
+        sliced, proof = slice_layers(model, runs, plan, config, tensor, found)
     stage = config.zero_optimization.stage
     groups = open_flat_groups(mesh, world, policy, stage, found, sliced, legs, shard_groups)
     return Divided(model, runs, found, sliced, proof, groups)

@@ -21,6 +21,7 @@ from ...ops.comm.mesh_groups import MeshGroups
 from ...tensor.same_batches import SameBatches
 from ...tensor.sequence.exchange import sum_of_parts
 from ...utils.errors import UsageError
+from ...utils.module_buffers import untouched_buffers
 from ..config.config import Config
 from ..data.batches import loss_of
 from .forwards import Forward, replace_forwards
@@ -186,7 +187,7 @@ class SequenceCutter:
             if self._short is None:
                 return forward(model, *args, **kwargs)
             short, self._short = self._short, None
-            with _without_dropout(model), torch.no_grad():
+            with _without_dropout(model), untouched_buffers(model.modules()), torch.no_grad():
                 self._prove(functools.partial(forward, model), short)
             return forward(model, **self._tokens.cut(kwargs))
 

@@ -10,7 +10,6 @@ import logging
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple, final
 
 from ...compression.legs import BuildLegs, Legs
@@ -20,7 +19,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.hosts import host_numbers
 from ...ops.comm.json_values import exchange
 from ...ops.comm.levels import block_length
-from ...ops.comm.mesh_groups import AxisGroups, blocks_of
+from ...ops.comm.mesh_groups import AxisGroups, BlocksOf, blocks_of
 from ...ops.mesh import Axis, Mesh
 from ...utils.errors import UsageError
 from ...zero.core.groups import FlatGroup
@@ -73,7 +72,7 @@ class OneGroup(ShardGroups):
         stage: int,
         legs: BuildLegs,
     ) -> FlatGroup:
-        own = legs(whole, split=partial(mesh.blocks, DATA_AXES, whole))
+        own = legs(whole, split=BlocksOf(mesh, DATA_AXES, whole))
         return FlatGroup(whole, own, policy(stage, whole.world_size))
 
 
@@ -103,7 +102,7 @@ class Replicas(ShardGroups):
 
     def _legs(self, mesh: AxisGroups, inside: Collectives, legs: BuildLegs) -> Legs:
         """Of a block, without its replicas."""
-        own = legs(inside, split=partial(mesh.blocks, DATA_AXES, inside))
+        own = legs(inside, split=BlocksOf(mesh, DATA_AXES, inside))
         if self._ranks_of_host == self._size:
             return own
         return TwoLevelLegs(own, mesh.blocks(DATA_AXES, inside, self._ranks_of_host))

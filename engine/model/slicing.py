@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ...ops.comm.mesh_groups import AxisGroups
+from ...ops.comm.collectives import Collectives
 from ...tensor.finding import find_plan
 from ...tensor.layer_specs import has_specs, keeps_own_plan, read_specs
 from ...tensor.plan import Ways, own_plan, read_plan
@@ -65,13 +65,14 @@ def slice_layers(
     runs: Runs,
     plan: Ways | None,
     config: Config,
-    mesh: AxisGroups,
+    group: Collectives | None,
     found: Cut | None,
 ) -> tuple[Sliced, Proof | None]:
-    """Keep this rank's slices of the layers that this pipeline stage has. For all ranks.
+    """Keep this rank's slices of the layers that this pipeline stage has. Sends nothing.
 
     Args:
         plan: from `plan_slices`, of the whole model.
+        group: the tensor ranks; None: there is one.
         found: the pipeline stage.
 
     Returns:
@@ -80,13 +81,13 @@ def slice_layers(
     Raises:
         UsageError: the layers cannot be cut over so many ranks.
     """
-    if config.tensor_parallel.size == 1:
+    if group is None:
         return Sliced(), None
     own = ways_here(model, runs, plan, config, found)
     blocks = [block for run in runs for block in run]
     proof = Proof(model, blocks, own)
     overlaps = config.tensor_parallel.tp_overlap_comm
-    sliced = slice_model(model, own, mesh.along("tensor"), overlaps=overlaps, blocks=runs)
+    sliced = slice_model(model, own, group, overlaps=overlaps, blocks=runs)
     if sliced.tokens.names:
         _check_tokens(config)
     if plan is not None and found is not None:

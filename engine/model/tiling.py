@@ -72,6 +72,7 @@ def _mlps(runs: Runs, given: list[str] | None) -> list[nn.Module]:
 
 
 def _tile_loss(model: nn.Module, tokens: int, sliced: Sliced) -> Callable[[], None]:
+    model = _with_own_loss(model)
     head = _head(model)
     if head is None:
         return lambda: None
@@ -98,6 +99,16 @@ def _tile_loss(model: nn.Module, tokens: int, sliced: Sliced) -> Callable[[], No
             model.loss_function = own
 
     return undo
+
+
+def _with_own_loss(model: nn.Module) -> nn.Module:
+    """The module that computes the loss: of a wrapper, such as peft's, the model in it.
+
+    The wrapper shows the `loss_function` of that model. One that is set on the wrapper has no effect.
+    """
+    if hasattr(type(model), "loss_function") or not hasattr(model, "loss_function"):
+        return model
+    return next((m for m in model.modules() if hasattr(type(m), "loss_function")), model)
 
 
 def _head(model: nn.Module) -> nn.Linear | None:

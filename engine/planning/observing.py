@@ -18,7 +18,7 @@ from ..config.config import Config
 from ..data.batches import call_with, loss_of
 from ..model.forwards import Forward, replace_forwards
 from ..model.pipelining import is_part
-from ..model.recomputing import checkpoint_blocks
+from ..model.recomputing import Recomputing
 from ..model.sequences import by_name, check_sequences, token_cuts
 from .activations import Activations, observe
 from .models import ModelSource
@@ -74,9 +74,10 @@ class Observations:
                 found = run()
                 if self._config.activation_checkpointing.enabled:  # a recomputed block sends again
                     undo_inner = replace_forwards(blocks, partial(_on_meta, quick))
-                    undo = checkpoint_blocks(blocks)
+                    recomputing = Recomputing(blocks)
+                    recomputing.begin()
                     found.sent = run().sent
-                    undo()
+                    recomputing.end()
                     undo_inner()
             return found
 

@@ -27,6 +27,7 @@ from ...pipe.schedules.lowering import with_states
 from ...pipe.weight_grads import WeightGrads
 from ...utils.arguments import whole
 from ...utils.errors import UsageError
+from ...utils.module_buffers import untouched_buffers
 from ...zero.core.stage_units import StageUnits
 from ..data.batches import loss_of, move
 from ..data.sharing import share_batches
@@ -179,7 +180,10 @@ class PipelineLoop(Loop):
             return
         module.eval()
         shapes = signature(short)
-        with self._parts.sharded.collectives.publishing_errors("the proof of sequences"):
+        with (
+            self._parts.sharded.collectives.publishing_errors("the proof of sequences"),
+            untouched_buffers(module.modules()),
+        ):
             with sequences.whole():
                 self._pipeline.channel.begin([("proof, whole", shapes)])
                 wanted = self._mean(self._forward([short]), 1)

@@ -53,7 +53,11 @@ class Collectives(ABC):
     `buffer` is the number of the flat buffer that a message belongs to: concurrent messages of different
     buffers are never mixed. `sent_bytes` counts the bytes that this rank sent since construction, by kind;
     `sent_across_bytes` those of them to ranks on other hosts, if `set_hosts` was called.
+
+    has_tags: ranks may start messages of different buffers in different orders.
     """
+
+    has_tags = True
 
     def __init__(
         self,

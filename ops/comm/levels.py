@@ -27,6 +27,10 @@ class Levels:
 class Split(Protocol):
     """Opens the levels of a group, with blocks of `length` ranks. For all ranks of the mesh."""
 
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        """The ranks of this group and of all like it, among all ranks: what they decide, all decide alike."""
+
     def __call__(self, length: int) -> Levels: ...
 
 

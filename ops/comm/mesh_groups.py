@@ -83,6 +83,21 @@ class AxisGroups(ABC):
 
 
 @final
+class BlocksOf:
+    """Opens blocks of `whole`, the group along `axes` or one of its equal blocks: a `Split`."""
+
+    def __init__(self, mesh: AxisGroups, axes: Axis | tuple[Axis, ...], whole: Collectives) -> None:
+        self._mesh, self._axes, self._whole = mesh, axes, whole
+
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        return blocks_of(self._mesh.mesh, self._axes, self._whole.world_size)
+
+    def __call__(self, length: int) -> Levels:
+        return self._mesh.blocks(self._axes, self._whole, length)
+
+
+@final
 class MeshGroups(AxisGroups):
     """Opens the collectives of one engine. Every method is for all ranks of the mesh, in one order.
 
@@ -213,4 +228,4 @@ class MeshGroups(AxisGroups):
             return made[0]
 
 
-__all__ = ["AxisGroups", "MeshGroups", "blocks_of"]
+__all__ = ["AxisGroups", "BlocksOf", "MeshGroups", "blocks_of"]

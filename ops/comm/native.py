@@ -32,6 +32,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Native(Collectives):
     """Collectives that call the backend's own: NCCL, MPI, and torch's threaded group in tests."""
 
+    has_tags = False
+
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, part_of: PartOf | None = None
     ) -> None:

@@ -9,8 +9,8 @@ block 1 ends       block 1 gets what arrived   block 2 gets what arrived
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...utils.errors import UsageError
+from ...utils.module_buffers import Buffers, Copies
 from .crossing import Crossing, StageEnd
 from .likeness import Likeness
 from .part import Flow
@@ -52,6 +53,40 @@ class OwnModule:
 
 
 @final
+class Outside:
+    """The buffers outside of the blocks. What a forward does before the blocks has one effect on them.
+
+    Each stage runs that part of the forward. Where a rank has several stages, its first one counts. Later ones
+    find the values that the first one found.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], stages: Sequence[int]) -> None:
+        """stages: those of this rank, ascending."""
+        self._buffers = Buffers(modules)
+        self._stages = stages
+        self._copies: dict[int, Copies] = {}  # by micro-batch
+
+    @contextmanager
+    def once(self, stage: int, micro_batch: int) -> Iterator[None]:
+        """Around the forward of a stage."""
+        if len(self._stages) == 1:
+            yield
+        elif stage == self._stages[0]:
+            before = self._buffers.before()
+            try:
+                yield
+            finally:
+                self._copies[micro_batch] = self._buffers.after(before)
+        else:
+            is_last = stage == self._stages[-1]
+            copies = (self._copies.pop if is_last else self._copies.get)(micro_batch, {})
+            with self._buffers.again(
+                copies or {}
+            ):  # what is written after the blocks alone, counts
+                yield
+
+
+@final
 class Conductor:
     """Runs the stages of one rank, one at a time."""
 
@@ -59,6 +94,7 @@ class Conductor:
         self.num_stages = num_stages
         self.likeness = likeness
         self.own_blocks: list[OwnModule] = []
+        self.outside = Outside((), (0,))
         self._current: Crossing | None = None
         self._kept: dict[tuple[int, int], Crossing] = {}
         self._senders: dict[tuple[int, Hashable], dict[str, tuple[int, ...]]] = {}
@@ -86,11 +122,11 @@ class Conductor:
         result: Any = None
         has_ended = False
         try:
-            if trace is None:
+            with (
+                self.outside.once(stage, micro_batch),
+                nullcontext() if trace is None else trace.following(),
+            ):
                 result = forward()
-            else:
-                with trace.following():
-                    result = forward()
         except StageEnd as end:
             result, has_ended = end.flow, True
         finally:
@@ -223,4 +259,4 @@ class Conductor:
             )
 
 
-__all__ = ["Conductor", "OwnModule", "Role"]
+__all__ = ["Conductor", "Outside", "OwnModule", "Role"]

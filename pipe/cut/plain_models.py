@@ -16,7 +16,7 @@ from torch import nn
 from ...utils.errors import UsageError
 from ..inputs import kind
 from ..partition import partition_layers, stage_of_layer
-from .conductor import Conductor, OwnModule, Role
+from .conductor import Conductor, Outside, OwnModule, Role
 from .costs import size_of, sum_of
 from .likeness import Likeness, ZeroParameter
 from .meta_copies import meta_copy
@@ -71,6 +71,9 @@ class PlainModelPart(Part):
             for (name, module), stage in zip(blocks, stage_of, strict=True)
             if stage in placement.stages_of(rank)
         )
+        inside = {module for block in own for module in block.module.modules()}
+        outside = [module for module in model.modules() if module not in inside]
+        self._conductor.outside = Outside(outside, placement.stages_of(rank))
         super().__init__(model, own, names_of_part(found.whole, model, found.holders))
 
     def run(self, stage: int, batch: Any, arrived: Flow | None, micro_batch: int) -> Any:

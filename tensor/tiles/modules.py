@@ -36,7 +36,7 @@ class TiledForward:
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Tensors with the tokens of `x` [..., tokens, width] are cut too; the rest is not."""
-        given = [*args, *kwargs.values()]
+        given, module_forward = [*args, *kwargs.values()], self._forward
         is_cut = [
             isinstance(v, Tensor) and v.dim() > 1 and v.shape[:-1] == x.shape[:-1] for v in given
         ]
@@ -45,7 +45,7 @@ class TiledForward:
             cut, rest = iter(values), iter(values[sum(is_cut) :])
             in_order = [next(cut) if one else next(rest) for one in is_cut]
             named = dict(zip(kwargs, in_order[len(args) :], strict=True))
-            return self._forward(x, *in_order[: len(args)], **named)
+            return module_forward(x, *in_order[: len(args)], **named)
 
         return run_in_tiles(
             forward,

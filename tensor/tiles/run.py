@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...utils.errors import UsageError
+from ...utils.module_buffers import Buffers, modules_of, untouched_buffers
 from ...utils.replaying import replaying
 from .ranges import tile_ranges
 from .replay import Surroundings
@@ -99,6 +100,7 @@ class _Call:
         self.ranges, self.num_sequences = ranges, len(sequences)
         self.weights: list[Tensor] = []
         self.output: TreeSpec | None = None  # the form of the function's output
+        self.buffers = Buffers(modules_of(function), copies=False)
         self._function, self._spec = function, spec
         self._dim, self.output_dim = dims
 
@@ -117,7 +119,7 @@ class _Call:
         """The leaf tensors that the first tile brings gradients to. Random numbers are as before."""
         around = Surroundings([*sequences, *others])
         tile = [_alone(self.tile_of(value, *self.ranges[0])) for value in sequences]
-        with around.again():
+        with around.again(), untouched_buffers(modules_of(self._function)):
             return leaves_of(self.run(tile, [_alone(value) for value in others]))
 
 
@@ -142,6 +144,7 @@ class _Tiled(torch.autograd.Function):
         sequences, others = given[: call.num_sequences], given[call.num_sequences :]
         joined: list[Joined] = []
         first: list[Any] = []
+        before = call.buffers.before()
         with ctx.around.autocast():
             for start, size in call.ranges:
                 leaves = call.run([call.tile_of(v, start, size) for v in sequences], others)
@@ -152,6 +155,7 @@ class _Tiled(torch.autograd.Function):
                     if isinstance(leaf, Tensor):
                         into.add(leaf)
                 del leaves  # before the next tile is computed
+        call.buffers.after(before)
         pairs = zip(joined, first, strict=True)
         outputs = tuple(value if into.whole is None else into.whole for into, value in pairs)
         integers = [o for o in outputs if isinstance(o, Tensor) and not _has_gradient(o)]
@@ -166,7 +170,13 @@ class _Tiled(torch.autograd.Function):
         flags = zip(ctx.held, ctx.is_saved, strict=True)
         given = [next(saved) if is_saved else value for value, is_saved in flags]
         replay = _Replay(call, given, ctx.needs_input_grad[1:])
-        with ctx.around.again(), without_hooks(call.weights), replaying(), torch.enable_grad():
+        with (
+            ctx.around.again(),
+            call.buffers.again({}),
+            without_hooks(call.weights),
+            replaying(),
+            torch.enable_grad(),
+        ):
             for start, size in call.ranges:
                 replay.tile(start, size, grads)
         return (None, *replay.gradients())

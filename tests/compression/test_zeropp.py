@@ -19,7 +19,11 @@ from warm_ranks import warm
 from zeropp_reference import Adam, Sums
 
 import xds
+from xds.compression.unit import GradientUnit
+from xds.compression.zeropp.legs import ZeroppChoice, ZeroppLegs
 from xds.launcher import checkpoint as command
+from xds.ops.comm.levels import Levels
+from xds.ops.comm.on_paper import PaperCollectives
 from xds.zero import GatheredParameters, get_full_param, set_full_param
 
 SLOW = pytest.mark.slow
@@ -497,3 +501,29 @@ def after_nan(stage: int) -> Any:
 def test_a_nan_in_one_step_does_not_stay_in_the_gaps_of_a_buffer(stage: int) -> None:
     for refused, loss in warm(2).run(after_nan, stage):
         assert refused == 1 and loss == loss
+
+
+@dataclass
+class Split:
+    """Opens blocks of a group of 4 ranks, and notes which."""
+
+    own: PaperCollectives
+    groups: tuple[tuple[int, ...], ...]
+    opened: list[int] = field(default_factory=list)
+
+    def __call__(self, length: int) -> Levels:
+        self.opened.append(length)
+        return Levels(self.own, self.own, self.own)
+
+
+@pytest.mark.parametrize("hosts", [[0] * 6 + [1] * 2, [0, 1, 1, 2, 3, 3, 4, 4]])
+def test_pipeline_stages_on_unlike_hosts_open_the_same_groups(hosts: list[int]) -> None:
+    opened = []
+    for first in (0, 4):
+        own = PaperCollectives(0, 4, ("data",))
+        own._ranks = tuple(range(first, first + 4))
+        split = Split(own, ((0, 1, 2, 3), (4, 5, 6, 7)))
+        choice = ZeroppChoice(True, True, True, 1, None)
+        ZeroppLegs(choice, GradientUnit(), hosts, own, split=split)
+        opened.append(split.opened)
+    assert opened[0] == opened[1] == [2]

@@ -120,6 +120,29 @@ def test_every_stage_has_eager_numbers_one_graph_and_no_break(world_size, recomp
         assert compiled["breaks"] == [0] * STEPS
 
 
+def shapes_with_inputs_on_the_host(more: dict[str, Any]) -> Any:
+    """Batches of several lengths, eager and compiled: losses, and graphs of the compiled run."""
+    found, counters = [], fresh_counters()
+    section = {"activation_checkpointing": {"enabled": True, "cpu_checkpointing": True}}
+    for compiled in ({}, more):
+        engine = xds.initialize(build("plain"), {**config_of(1), **section, **compiled})
+        losses = []
+        for samples in (4, 3, 4, 5):
+            loss = engine(micro_batch(0, 0, 6)[:samples], 0)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+        found.append(losses)
+    return *found, counters["stats"]["unique_graphs"], breaks_of(counters)
+
+
+def test_blocks_are_compiled_inside_of_a_recomputation_that_stores_inputs_on_the_host():
+    eager, compiled, graphs, breaks = run_ranks(shapes_with_inputs_on_the_host, 1, COMPILED)[0]
+    assert compiled == pytest.approx(eager, rel=1e-6)
+    assert graphs and not breaks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "torch_autocast"])
 def test_16_bits_have_eager_numbers_and_no_break(precision):

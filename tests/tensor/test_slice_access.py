@@ -126,3 +126,69 @@ def test_slices_are_built_from_meta(stage: int) -> None:
             assert found.keys() == wanted.keys()
             for name, value in wanted.items():
                 assert torch.equal(found[name], value), name
+
+
+class Tied(nn.Module):
+    """Blocks between an embedding and a head with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in range(2)
+        )
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def frozen_accesses(stage: int, name: str, section: dict[str, Any]) -> list[bool]:
+    """Accesses of the frozen parameter `name`, and whether each finds what it should."""
+    torch.manual_seed(0)
+    model = Tied()
+    param: Any = model.get_parameter(name)
+    param.requires_grad_(False)
+    want = param.detach().clone()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        **section,
+    }
+    engine = xds.initialize(model, config)
+    named = dict(engine.module.named_parameters(remove_duplicate=False))
+    param = named[name] if name in named else named["head.weight"]
+    found = [zero.get_full_param(param).equal(want)]
+    with zero.GatheredParameters(param):
+        found.append(param.equal(want))
+    with zero.GatheredParameters(param, modifier_rank=1), torch.no_grad():
+        if engine.global_rank == 1:
+            param.mul_(2)
+    found.append(zero.get_full_param(param).equal(2 * want))
+    with zero.GatheredParameters(param):
+        zero.set_full_param(param, 4 * want)
+        found.append(param.equal(4 * want))
+    found.append(zero.get_full_param(param).equal(4 * want))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_frozen_slice_is_whole_inside_gathered_parameters(stage: int) -> None:
+    plan = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
+    section = {"tensor_parallel": {"tp_size": 2, "plan": plan}}
+    found = warm(2).run(frozen_accesses, stage, "blocks.1.0.weight", section)
+    assert found == [[True] * 5] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_frozen_weight_of_two_stages_is_read_and_written(stage: int) -> None:
+    section = {"pipeline": {"stages": 2}}
+    found = warm(2).run(frozen_accesses, stage, "embed.weight", section)
+    assert found == [[True] * 5] * 2

@@ -133,3 +133,26 @@ def test_what_cannot_run_in_tiles_is_refused(
 ) -> None:
     case = replace(Case("llama", 1, 1, 1, 1, 0), tensor=tensor)
     assert all(text in said for said in warm(tensor).run(refused, case, tiles, kind))
+
+
+def with_adapters(tiles: dict[str, Any], stages: int) -> list[float]:
+    """Losses of a model in peft's wrapper."""
+    import peft
+
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(r=2, target_modules="all-linear")
+    model = peft.get_peft_model(build("llama"), lora)
+    config = Case("llama", stages, 1, 1, 1, 1).config()
+    engine = xds.initialize(model, config | ({"sequence": tiles} if tiles else {}))
+    losses = [engine.train_batch(batches("llama", step, 0)).item() for step in range(2)]
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_loss_of_a_model_with_adapters_runs_in_tiles(stages: int) -> None:
+    pytest.importorskip("peft", reason="pip install peft")
+    wanted = warm(stages).run(with_adapters, {}, stages)
+    found = warm(stages).run(with_adapters, {"tiled_loss": 5}, stages)
+    for losses, expected in zip(found, wanted, strict=True):
+        assert losses == pytest.approx(expected, rel=SAME)

@@ -36,7 +36,7 @@ def sent(stage: int, accumulation: int, reuse: int) -> dict[str, Any]:
             engine.step()
     after = engine.bytes_sent()
     units = engine._sharded.units
-    sizes = {unit.name: unit.full_numel for unit in units}
+    sizes = {unit.name: unit.most_numel for unit in units}
     engine.destroy()
     names = [name for name in sizes if name]
     kept = sizes[""] + (sum(sizes[name] for name in names) if reuse else sizes[names[-1]])

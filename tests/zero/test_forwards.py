@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import xds
 from xds import zero
+from xds.zero.core.flat_params import FlatParams
 
 
 def config(stage: int = 3, **more: Any) -> dict[str, Any]:
@@ -272,3 +273,42 @@ def test_generation_stops_at_different_lengths() -> None:
         results = run_ranks(generated, 2, stage)
         assert all(mine == plain for mine, plain in results)
         assert [len(mine) for mine, _ in results] == [7, 16]
+
+
+class Skips(nn.Module):
+    """Blocks, of which some steps leave out one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.left_out = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, block in enumerate(self.blocks):
+            if at != self.left_out:
+                x = torch.relu(block(x))
+        return x.square().mean()
+
+
+def gathers_started_on_some_ranks(offload: bool) -> list[float]:
+    torch.manual_seed(0)
+    more = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    engine = xds.initialize(Skips(), config(3, **more))
+    waits = pytest.MonkeyPatch()
+    if offload and dist.get_rank():  # its update on the host is never done in time
+        waits.setattr(FlatParams, "may_start", property(lambda _: False))
+    losses = []
+    for step in range(5):
+        engine.module.left_out = 2 if step % 2 else -1
+        loss = engine(torch.ones(2, 16))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    waits.undo()
+    engine.destroy()
+    return losses
+
+
+def test_a_unit_that_some_ranks_gather_early_and_none_uses_is_gathered_by_all() -> None:
+    wanted = run_ranks(gathers_started_on_some_ranks, 2, False)
+    assert run_ranks(gathers_started_on_some_ranks, 2, True) == wanted

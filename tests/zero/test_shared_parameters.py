@@ -441,6 +441,7 @@ def test_ranks_without_common_memory_keep_their_own_copies() -> None:
     [
         ({"zero_optimization": {"stage": 0}}, "set stage to 1 or 2"),
         ({"zero_optimization": {"stage": 3}}, "set stage to 1 or 2"),
+        ({"zero_optimization": {"stage": 1, "mics_shard_size": 1}}, "set mics_shard_size to 2"),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
             'offload_optimizer.device to "none"',
@@ -460,3 +461,43 @@ def test_what_it_needs_is_said_before_work_starts(changes: dict[str, Any], text:
         xds.initialize(Net(), config)
     assert "zero_optimization.shared_parameters" in str(caught.value)
     assert text in str(caught.value)
+
+
+def stages_of(how: str, shares: bool) -> list[float]:
+    """Losses where some stages have no shared buffer: frozen ones, or those that a tied weight skips."""
+    torch.manual_seed(0)
+    net = Stages()
+    if how == "tied":
+        net.head.weight = net.embed.weight
+    else:
+        net.requires_grad_(False)
+        net.head.requires_grad_(True)
+    stages = 3 if how == "tied" else 2
+    more = {"gradient_accumulation_steps": 3, "pipeline": {"stages": stages}}
+    engine = xds.initialize(net, config_of(1, shares=shares, **more))
+    losses = []
+    for step in range(2):
+        losses.append(float(engine.train_batch(iter([{"ids": ids_of(step, 0)}] * 3))))
+    engine.destroy()
+    return losses
+
+
+class Stages(nn.Module):
+    """Blocks for a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 24)
+        self.blocks = nn.ModuleList([nn.Linear(24, 24) for _ in range(3)])
+        self.head = nn.Linear(24, 40, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize(("how", "size"), [("tied", 3), ("frozen", 4)])
+def test_ranks_that_share_nothing_train_beside_those_that_do(how: str, size: int) -> None:
+    assert run_ranks(stages_of, size, how, True) == run_ranks(stages_of, size, how, False)

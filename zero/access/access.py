@@ -88,6 +88,7 @@ class Access(Owner):
                     set_owner(param, self)
         # frozen parameters of stages 0 to 2 are in no flat buffer: every rank holds them in full
         self._loose: dict[int, tuple[int, str]] = {}
+        self._slices: dict[int, Tensor] = {}  # of those of them that `override` made whole
         for name, param in model.units[-1].modules[0].named_parameters():
             if id(param) not in self._places:
                 name = model.flat_groups.name_of(param, name)
@@ -100,7 +101,7 @@ class Access(Owner):
         for param in self._params:
             clear_owner(param)
         self._params = []
-        self._places, self._loose = {}, {}
+        self._places, self._loose, self._slices = {}, {}, {}
 
     # -- values -----------------------------------------------------------------------------------------
 
@@ -110,10 +111,10 @@ class Access(Owner):
         return self._places[id(param)].slot.name
 
     def number_of(self, param: nn.Parameter) -> int:
-        if id(param) in self._loose:
-            return self._loose[id(param)][0]
         if self.together(param) is not self._data:  # other stages and slices count in another order
             return zlib.crc32(self.name_of(param).encode())
+        if id(param) in self._loose:
+            return self._loose[id(param)][0]
         return self._places[id(param)].number
 
     def group_of(self, param: nn.Parameter) -> Collectives:
@@ -174,8 +175,8 @@ class Access(Owner):
         self._settle()
         place = self._places.get(id(param))
         if place is None:
-            values, slices = param.data.reshape(-1), self._slices_of(param)
-            return Stored(tuple(param.shape), values, (), is_whole=True, slices=slices)
+            held, slices = self._slices.get(id(param), param.data), self._slices_of(param)
+            return Stored(tuple(held.shape), held.reshape(-1), (), is_whole=True, slices=slices)
         flat = place.flat
         flat.take_edits(place.position)
         is_whole = not flat.is_sharded
@@ -201,8 +202,10 @@ class Access(Owner):
     def write(self, param: nn.Parameter, reader: Reader) -> None:
         place = self._places.get(id(param))
         if place is None:
-            own = self.compute(param).own(reader)
-            write(param.data, own(0, param.numel()).view(param.shape))
+            own, held = self.compute(param).own(reader), self._slices.get(id(param), param.data)
+            write(held, own(0, held.numel()).view(held.shape))
+            if held is not param.data:
+                write(param.data, reader(0, param.numel()).view(param.shape))
             return
         flat = place.flat
         flat.wait()  # a forward that failed has left a gather of the old values
@@ -256,7 +259,9 @@ class Access(Owner):
 
     def is_overridden(self, param: nn.Parameter) -> bool:
         place = self._places.get(id(param))
-        return place is not None and place.flat.is_overridden(place.position)
+        if place is None:
+            return id(param) in self._slices
+        return place.flat.is_overridden(place.position)
 
     def holds_full(self, param: nn.Parameter) -> bool:
         place = self._places.get(id(param))
@@ -274,13 +279,19 @@ class Access(Owner):
         return place is not None and place.master is not None
 
     def override(self, param: nn.Parameter, full: Tensor) -> None:
-        place = self._places[id(param)]
-        place.flat.override(place.position, full)
+        place = self._places.get(id(param))
+        if place is None:
+            self._slices[id(param)] = param.data
+            param.data = full
+        else:
+            place.flat.override(place.position, full)
 
     def clear_override(self, param: nn.Parameter) -> None:
         place = self._places.get(id(param))
-        if place is not None:  # else the engine has ended inside of the context
+        if place is not None:
             place.flat.clear_override(place.position)
+        elif id(param) in self._slices:  # else the engine has ended inside of the context
+            param.data = self._slices.pop(id(param))
 
     def move_into(self, param: nn.Parameter, target: Tensor) -> None:
         raise UsageError(

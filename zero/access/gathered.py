@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ...ops.comm.collectives import ACCESS_BUFFER
+from ...ops.comm.collectives import ACCESS_BUFFER, Collectives
 from ...utils.arguments import whole, wrong
 from ...utils.errors import UsageError
 from .owners import Owner, reader_of, resolve_owner
@@ -120,15 +120,18 @@ def _place(held: tuple[nn.Parameter, Owner]) -> tuple[int, str]:
 
 def _edited(overridden: Sequence[tuple[nn.Parameter, Owner]]) -> list[str]:
     """Names of parameters that any rank changed. Each rank checks its own part; sends one byte for each."""
-    if not overridden:
-        return []
-    collectives = overridden[0][1].together(overridden[0][0])
-    flags = [_differs(param, owner) for param, owner in overridden]
-    local = torch.tensor(flags, dtype=torch.uint8, device=collectives.device)
-    table = collectives.gather_small(local, buffer=ACCESS_BUFFER).amax(0).tolist()
-    return [
-        owner.name_of(param) for (param, owner), hit in zip(overridden, table, strict=True) if hit
-    ]
+    by_ranks: dict[Collectives, list[tuple[nn.Parameter, Owner]]] = {}
+    for param, owner in overridden:  # of a tied weight more ranks know than of a block
+        by_ranks.setdefault(owner.together(param), []).append((param, owner))
+    found = []
+    for collectives, held in by_ranks.items():
+        flags = [_differs(param, owner) for param, owner in held]
+        local = torch.tensor(flags, dtype=torch.uint8, device=collectives.device)
+        table = collectives.gather_small(local, buffer=ACCESS_BUFFER).amax(0).tolist()
+        found += [
+            owner.name_of(param) for (param, owner), hit in zip(held, table, strict=True) if hit
+        ]
+    return found
 
 
 def _differs(param: nn.Parameter, owner: Owner) -> bool:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from ...offload.homes import Homes
+from ...ops.comm.agreeing import agree, agreeing
 from ...ops.comm.pool import BufferPool
+from ...ops.flat import numel_of
 from ...utils.errors import UsageError
 from .discover import UnitPlan, plan_units
-from .disk_failures import agree
 from .flat_grads import FlatGrads
 from .flat_memory import FlatMemory, check_not_written, own_memory, shared_memory
 from .flat_params import FlatParams
@@ -32,9 +33,9 @@ _Entries = Sequence[tuple[str, nn.Parameter]]
 class _Kind(NamedTuple):
     """The properties that all parameters of one flat buffer of a unit share.
 
-    is_single: the parameter has one element. torch allows writes to a placeholder of one element, so stage 3
-    never drops such parameters, and writes between steps count. They have their own buffer at every stage,
-    so that all stages sum the norm in the same order.
+    is_single: the parameter has one element, or its slice on some rank. torch allows writes to a placeholder of
+    one element, so stage 3 never drops such parameters, and writes between steps count. They have their own
+    buffer at every stage, so that all stages sum the norm in the same order.
     group: the number of its group of ranks.
     """
 
@@ -85,9 +86,10 @@ class Builder:
         self, model: nn.Module, runs: Sequence[Sequence[tuple[str, nn.Module]]], min_numel: int
     ) -> list[Unit]:
         """The units of `model`, the root last. `runs`, `min_numel`: see `plan_units`."""
-        if self._shares_params:
-            check_not_written(model)
-        blocks, root = plan_units(model, runs, min_numel, self._flat_groups.in_several_stages)
+        with agreeing(self._flat_groups.world, "xds.initialize"):
+            if self._shares_params:
+                check_not_written(model)
+            blocks, root = self._plan(model, runs, min_numel)
         for buffer in model.buffers():
             buffer.data = broadcast_whole(self._flat_groups.data.everyone, buffer.data)
         self._cast_empty(model)
@@ -100,7 +102,7 @@ class Builder:
         self, model: nn.Module, runs: Sequence[Sequence[tuple[str, nn.Module]]], min_numel: int
     ) -> list[PlannedFlat]:
         """The flat buffers that `build` would make, in the same order. Shapes alone count: nothing changes."""
-        blocks, root = plan_units(model, runs, min_numel, self._flat_groups.in_several_stages)
+        blocks, root = self._plan(model, runs, min_numel)
         found: list[PlannedFlat] = []
         for plan in [*blocks, root]:
             kinds = [(kind, self._flat_groups.of(e[0][1]), e) for kind, e in self._kinds(plan)]
@@ -109,7 +111,11 @@ class Builder:
                 for kind, group, entries in kinds
                 if kind.trains or group.policy.shards_params
             ]
-            numel = sum(layout.numel for _, _, layout in kept)
+            numel = sum(
+                self._most_numel(entries, group)
+                for kind, group, entries in kinds
+                if kind.trains or group.policy.shards_params
+            )
             found += [
                 PlannedFlat(
                     plan.name, numel, kind.trains, kind.is_single, kind.dtype, group, layout
@@ -117,6 +123,16 @@ class Builder:
                 for kind, group, layout in kept
             ]
         return found
+
+    def _plan(
+        self, model: nn.Module, runs: Sequence[Sequence[tuple[str, nn.Module]]], min_numel: int
+    ) -> tuple[list[UnitPlan], UnitPlan]:
+        groups = self._flat_groups
+
+        def most(param: nn.Parameter) -> int:
+            return numel_of(groups.shapes_of(param)[1])
+
+        return plan_units(model, runs, min_numel, groups.in_several_stages, most)
 
     def _cast_empty(self, model: nn.Module) -> None:
         """Cast parameters without elements, which are in no buffer, to the dtype of the others."""
@@ -153,7 +169,7 @@ class Builder:
             shards.open()
         except UsageError as error:
             failure = str(error)
-        agree(self._flat_groups.world, failure, UsageError)
+        agree(self._flat_groups.world, failure, UsageError, "offload to NVMe")
 
     def _kinds(self, plan: UnitPlan) -> list[tuple[_Kind, _Entries]]:
         """The parameters of a unit by kind, those that are trained first."""
@@ -161,7 +177,8 @@ class Builder:
         for name, param in plan.params:
             dtype = self._policy.param_dtype(param.dtype)
             group = self._flat_groups.of(param)
-            kind = _Kind(id(param) in self._groups, param.numel() == 1, dtype, group.number)
+            is_single = numel_of(self._flat_groups.shapes_of(param)[0]) == 1
+            kind = _Kind(id(param) in self._groups, is_single, dtype, group.number)
             kinds.setdefault(kind, []).append((self._flat_groups.name_of(param, name), param))
         return sorted(kinds.items(), key=lambda found: (not found[0].trains, found[0].group))
 
@@ -174,6 +191,12 @@ class Builder:
             ],
             group.collectives.world_size,
         )
+
+    def _most_numel(self, entries: _Entries, group: FlatGroup) -> int:
+        """The elements of the buffer with `entries` on the tensor rank that has the most."""
+        shapes = {name: self._flat_groups.shapes_of(param)[1] for name, param in entries}
+        largest = [Entry(name, shapes[name], self._groups.get(id(p), 0)) for name, p in entries]
+        return plan_flat(largest, group.collectives.world_size).numel
 
     def _number(self, group: FlatGroup) -> int:
         """The number of a new buffer: the same on all ranks of its group, and used once on each."""
@@ -210,6 +233,7 @@ class Builder:
             params.keep_gathered()
             params.unshard()
         unit.params.append(params)
+        unit.most_numel += self._most_numel(entries, group)
         if kind.trains:
             home = self._homes.next(layout.numel)
             sums = home.sums(self._policy.sum_dtype(kind.dtype))

@@ -3,14 +3,14 @@
 A block is a child of the outermost nn.ModuleList or nn.Sequential in which at least two children share a
 class (the layers of a transformer, the stages of a network), or a module that the config names. Blocks
 smaller than `unit_min_numel` are merged with their neighbours. Parameters outside of all blocks, or in more
-than one unit (tied weights), belong to the root unit. Units depend only on the module tree, so every rank
-finds the same units in the same order.
+than one unit (tied weights), belong to the root unit. Units depend only on the module tree and on
+sizes that all ranks know, so every rank finds the same units in the same order.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -54,14 +54,16 @@ def plan_units(
     runs: Sequence[Sequence[tuple[str, nn.Module]]],
     min_numel: int,
     in_root: Collection[int] = (),
+    numel_of: Callable[[nn.Parameter], int] = nn.Parameter.numel,
 ) -> tuple[list[UnitPlan], UnitPlan]:
     """The same for blocks that are known: `found_blocks`, possibly of a model that was cut since.
 
     Args:
         runs: blocks by name; those of different runs are never merged.
         in_root: id of parameters that belong to the root unit in any case.
+        numel_of: the elements of a parameter; the same on all ranks.
     """
-    merged = [group for blocks in runs for group in _merge_small(blocks, min_numel)]
+    merged = [group for blocks in runs for group in _merge_small(blocks, min_numel, numel_of)]
     names = {id(param): name for name, param in model.named_parameters()}
     owners: Counter[int] = Counter()
     for group in merged:
@@ -131,14 +133,16 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, 
 
 
 def _merge_small(
-    blocks: Sequence[tuple[str, nn.Module]], min_numel: int
+    blocks: Sequence[tuple[str, nn.Module]],
+    min_numel: int,
+    numel_of: Callable[[nn.Parameter], int],
 ) -> list[list[tuple[str, nn.Module]]]:
     """Consecutive blocks of one container, joined until each group has `min_numel` elements."""
     groups: list[list[tuple[str, nn.Module]]] = []
     size, container = 0, ""
     for name, module in blocks:
         parent = name.rpartition(".")[0]
-        numel = sum(param.numel() for param in module.parameters())
+        numel = sum(map(numel_of, module.parameters()))
         if groups and parent == container and size < min_numel and numel < min_numel:
             groups[-1].append((name, module))
             size += numel

@@ -203,10 +203,16 @@ class FlatParams:
 
     @property
     def may_start(self) -> bool:
-        """`start_unshard` would not wait for an update on the host."""
-        if self._arrival is None or self._arrival.is_done:
+        """`start_unshard` would not wait for an update on the host.
+
+        Ranks may differ, as the updates of one may end earlier. Without tags all gathers must start in one
+        order on all ranks, so there it is False until the update was waited for.
+        """
+        if self._arrival is None:
             return True
-        return self.is_on_host and self.collectives.world_size == 1
+        if self.collectives.world_size == 1:
+            return self._arrival.is_done or self.is_on_host
+        return self.collectives.has_tags and self._arrival.is_done
 
     @property
     def is_on_host(self) -> bool:

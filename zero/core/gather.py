@@ -70,6 +70,9 @@ class Gatherer:
         self._order: list[Unit] = []  # units in the order of first use, this pass
         self._previous: list[Unit] = []  # the same of the previous pass
         self._pending_drop: Unit | None = None  # one of its modules returned, others may follow
+        self._put_off: set[Unit] = (
+            set()
+        )  # not started here, while other ranks may have started them
         self._keeps_all = False  # nothing is dropped: a graph of create_graph needs full parameters
         self._handles: list[RemovableHandle] = []
         self._leaf_handles: list[RemovableHandle] = []  # on tensors that outlive their step
@@ -166,6 +169,10 @@ class Gatherer:
     def drop_all(self) -> None:
         """End the gathers in flight and drop every unit that may be dropped."""
         self.clear_calls()
+        for unit in self._units:  # one that was not used after all: those that have started it wait
+            if unit in self._put_off:
+                unit.start_unshard()
+        self._put_off.clear()
         for unit in self._units:
             self._drop(unit)
 
@@ -264,6 +271,7 @@ class Gatherer:
             self._rounds.gather(unit)
         else:
             unit.unshard()
+        self._put_off.discard(unit)
 
     def _enter(self, unit: Unit) -> None:
         unit.begin_call()
@@ -326,14 +334,16 @@ class Gatherer:
             if candidate is unit:
                 following = order[at + 1]
                 live = sum(
-                    u.full_numel for u in self._units if any(f.is_unsharded for f in u.params)
+                    u.most_numel for u in self._units if any(f.is_unsharded for f in u.params)
                 )
                 if (
-                    following.may_start
-                    and following.full_numel <= self._prefetch_numel
-                    and live + following.full_numel <= self._max_live_numel
+                    following.most_numel <= self._prefetch_numel
+                    and live + following.most_numel <= self._max_live_numel
                 ):
-                    following.start_unshard()
+                    if following.may_start:
+                        following.start_unshard()
+                    else:
+                        self._put_off.add(following)
                 return
 
     # -- backward ---------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch import nn
 from ...compression.legs import Buffer, Legs
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.levels import Levels
+from ...ops.flat import numel_of
 from ...ops.mesh import Mesh
 from .layout import Box, FlatLayout
 from .policy import Policy
@@ -97,6 +98,17 @@ class FlatGroups:
         """The slice of `param` that this rank has; None: it is whole."""
         found = self.slices.get(id(param))
         return None if found is None else found.box
+
+    def shapes_of(self, param: nn.Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The smallest and the largest slice that a tensor rank has of `param`: equal on all tensor ranks.
+
+        What decides the structure that ranks share is taken from these, as slices may be uneven.
+        """
+        found = self.slices.get(id(param))
+        if found is None:
+            return tuple(param.shape), tuple(param.shape)
+        shapes = sorted((box.shape for box in found.boxes), key=numel_of)
+        return shapes[0], shapes[-1]
 
     def of(self, param: nn.Parameter) -> FlatGroup:
         """The group of the buffer that holds `param`."""

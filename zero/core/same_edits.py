@@ -12,10 +12,10 @@ from typing import final
 
 import torch
 
+from ...ops.comm.agreeing import agree
 from ...ops.comm.collectives import Collectives
 from ...ops.fingerprint import fingerprint
 from ...utils.errors import UsageError
-from .disk_failures import agree
 from .flat_params import FlatParams
 from .groups import FlatGroups
 

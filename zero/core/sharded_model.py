@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...offload.homes import Homes
+from ...ops.comm.agreeing import agree
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.json_values import exchange
 from ...ops.comm.pool import BufferPool
 from ...utils.errors import UsageError, XdsError
 from ..config import ZeroConfig
@@ -18,7 +21,7 @@ from .agreement import Agreement
 from .backwards import Backwards
 from .building import Builder
 from .discover import found_blocks
-from .disk_failures import agree, agree_on_disks
+from .disk_failures import agree_on_disks
 from .flat_grads import FlatGrads
 from .gather import Gatherer
 from .groups import FlatGroups
@@ -85,6 +88,10 @@ class ShardedModel:
         )
         flats = [flat for unit in self.units for flat in unit.params]
         self._shared = [flat for flat in flats if flat.memory.is_shared]
+        # some ranks may have no buffer that is shared: a pipeline stage that is frozen, a slice without copies
+        self._any_shares = shares_params and any(
+            exchange(self.collectives, bool(self._shared), "which ranks share parameters")
+        )
         self._unchanged = Unchanged(model, flats, groups.keys(), self.backwards)
         self._num_checked = {True: 0, False: 0}  # forwards, of training and of evaluation
         self._unit_of = {
@@ -98,7 +105,7 @@ class ShardedModel:
 
     def _build_gatherer(self, config: ZeroConfig) -> Gatherer:
         for unit in self.units:
-            if unit.full_numel <= config.param_persistence_threshold:
+            if unit.most_numel <= config.param_persistence_threshold:
                 for flat in unit.params:
                     flat.keep_gathered()
                     flat.unshard()
@@ -106,7 +113,7 @@ class ShardedModel:
         reuse_distance = config.max_reuse_distance
         if self.homes.shards.is_on_host and "max_reuse_distance" not in config.model_fields_set:
             reuse_distance = 0  # who stores parameters on the host wants the memory
-        numels = [unit.full_numel for unit in blocks]
+        numels = [unit.most_numel for unit in blocks]
         kept = num_kept(numels, reuse_distance, config.max_live_parameters)
         for unit in blocks[len(blocks) - kept :]:
             unit.keep_until_backward()
@@ -114,13 +121,23 @@ class ShardedModel:
             self.units,
             prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
             max_live_numel=config.max_live_parameters,
-            collectives=self.flat_groups.data.collectives,
+            collectives=self._gathering,
             on_backward=self.backwards.on_output_grad,
             on_call_done=self.backwards.on_call_done,
             gathers_all=self._publishes,
         )
         self.backwards.attach(gatherer)
         return gatherer
+
+    @property
+    def _gathering(self) -> Collectives:
+        """The ranks that gather some buffer together: with tensor ranks those of what they hold whole.
+
+        What several stages hold stays whole, so no other stage takes part.
+        """
+        flats = [flat for unit in self.units for flat in unit.params if flat.may_be_resharded]
+        groups = [self.flat_groups.data.collectives, *(flat.collectives for flat in flats)]
+        return max(groups, key=lambda group: group.world_size)
 
     # -- forward ----------------------------------------------------------------------------------------
 
@@ -280,7 +297,7 @@ class ShardedModel:
         self.publish()
         if self._gatherer is not None:
             self._gatherer.begin_update()
-        if not self._shared:
+        if not self._any_shares:
             self._check_writes()
             return
         failure = ""

@@ -36,10 +36,10 @@ class StageUnits:
         self._units: dict[int, list[Unit]] = {stage: [] for stage in stage_of.values()}
         for unit in sharded.units[:-1]:
             self._units[stage_of[unit.modules[0]]].append(unit)
-        numel = {stage: sum(u.full_numel for u in units) for stage, units in self._units.items()}
+        numel = {stage: sum(u.most_numel for u in units) for stage, units in self._units.items()}
         self._may_hold = sharded.policy.shards_params
-        self.holds_all = self._root.full_numel + sum(numel.values()) <= max_live_numel
-        self.holds_one = self._root.full_numel + max(numel.values(), default=0) <= max_live_numel
+        self.holds_all = self._root.most_numel + sum(numel.values()) <= max_live_numel
+        self.holds_one = self._root.most_numel + max(numel.values(), default=0) <= max_live_numel
 
     # -- parameters -------------------------------------------------------------------------------------
 

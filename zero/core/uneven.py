@@ -26,6 +26,7 @@ class Rounds:
     """The requests of one rank, and its part in those of others. All ranks have one at the same time."""
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
+        """collectives: of all ranks that hold a part of some unit, among them those of each flat buffer."""
         self._units = list(units)
         self._numbers = {id(unit): number for number, unit in enumerate(units)}
         self._collectives = collectives
@@ -52,10 +53,12 @@ class Rounds:
         if not requests:
             return NOTHING
         chosen: int = min(requests)
-        receivers = [rank for rank, number in enumerate(table) if number == chosen]
+        members = self._collectives.members
+        wanted = {members[rank] for rank, number in enumerate(table) if number == chosen}
         for flat in self._units[chosen].params:
-            if flat.may_be_resharded:
-                flat.serve(receivers)
+            if flat.may_be_resharded:  # ranks of slices are some of those that ask
+                ranks = enumerate(flat.collectives.members)
+                flat.serve([rank for rank, member in ranks if member in wanted])
         return chosen
 
 

@@ -24,6 +24,8 @@ class Unit:
         grads: the flat gradient buffers of the trainable ones.
         homes: where the masters of the trainable ones are stored at first.
         is_root: holds the parameters outside of every block; its modules are called throughout a pass.
+        most_numel: elements of its buffers on the tensor rank that has the most. The same on all tensor ranks,
+            which share some of the buffers: it decides what is gathered when.
         stays_until_backward: stays gathered from its forward to its backward, which uses it first.
         is_running: one of its modules is being called; the unit stays gathered until that call ends.
         entry: the inner module that the script called directly and whose call is running.
@@ -42,6 +44,7 @@ class Unit:
     params: list[FlatParams] = field(default_factory=list)
     grads: list[FlatGrads] = field(default_factory=list)
     homes: list[Home] = field(default_factory=list)
+    most_numel: int = 0
     stays_until_backward: bool = False
     is_running: bool = False
     entry: nn.Module | None = None
@@ -77,10 +80,6 @@ class Unit:
         return len(self.params) > len(self.grads) or any(
             grads.arrivals.has_frozen for grads in self.grads
         )
-
-    @property
-    def full_numel(self) -> int:
-        return sum(flat.layout.numel for flat in self.params)
 
     @property
     def is_complete(self) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
+import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ....engine.config.text import read_source
 from ....utils.errors import UsageError
+from ....utils.module_buffers import Buffers, modules_of
 from ...errors import raises_theirs
 from ...missing import placeholder
 from .arguments import detach_variable as detach_variable
@@ -54,7 +56,12 @@ _settings = _Settings()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, with its activations recomputed in backward."""
+    """`function(*args, **kwargs)`, with its activations recomputed in backward.
+
+    Buffers of modules that the function calls, such as running statistics, are as after one call.
+    """
+    if not torch.compiler.is_compiling():  # a graph writes each buffer once
+        function = Buffers(modules_of(function), copies=False).once(function)
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 

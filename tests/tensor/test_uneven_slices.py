@@ -1,0 +1,105 @@
+"""Tests of what all ranks decide alike where their slices have different sizes, or they run different numbers
+of forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipeline_runs import SAME
+from torch import nn
+from warm_ranks import warm
+
+import xds
+
+pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+
+HEADS = 3  # two tensor ranks have 2 and 1
+
+
+def build() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    sizes = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=32))
+
+
+def config_of(stage: int, **zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+        "tensor_parallel": {"tp_size": 2},
+    }
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def train(config: dict[str, Any]) -> tuple[list[float], list[str]]:
+    engine = xds.initialize(build(), config)
+    losses = []
+    for step in range(3):
+        loss = engine(**batch_of(step)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    names = [unit.name for unit in engine._sharded.units]
+    engine.destroy()
+    return losses, names
+
+
+def alone() -> list[float]:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses = []
+    for step in range(3):
+        loss = model(**batch_of(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# a block has 2,736 and 1,392 elements on the two ranks
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        (0, {"unit_min_numel": 2200}),
+        (3, {"unit_min_numel": 2200}),
+        (3, {"unit_min_numel": 0, "stage3_param_persistence_threshold": 2200}),
+        (3, {"unit_min_numel": 0, "stage3_prefetch_bucket_size": 2200}),
+        (3, {"unit_min_numel": 0, "stage3_max_live_parameters": 6000}),
+        (3, {"unit_min_numel": 0, "stage3_max_reuse_distance": 4000}),
+    ],
+    ids=["units0", "units3", "persistence", "prefetch", "live", "reuse"],
+)
+def test_a_threshold_between_the_sizes_of_slices_decides_alike(
+    stage: int, zero: dict[str, int]
+) -> None:
+    (first, units), (second, others) = warm(2).run(train, config_of(stage, **zero))
+    assert first == second and units == others
+    assert first == pytest.approx(alone(), rel=SAME)
+
+
+def forwards_of_slices(config: dict[str, Any]) -> list[float]:
+    engine = xds.initialize(build(), config)
+    losses = []
+    with torch.no_grad(), engine.uneven_forwards():
+        for _ in range(2 * engine.dp_rank + 1):
+            losses.append(engine(**batch_of(0)).loss.item())
+    engine.destroy()
+    return losses
+
+
+def test_data_ranks_run_unequal_numbers_of_forwards_of_slices() -> None:
+    found = warm(4).run(forwards_of_slices, config_of(3, unit_min_numel=0))
+    wanted = pytest.approx(alone()[0], rel=SAME)
+    assert [len(losses) for losses in found] == [1, 1, 3, 3]
+    assert all(loss == wanted for losses in found for loss in losses)
