@@ -133,6 +133,7 @@ class Checkpoints(ABC):
         """
         name = self._tag_of(Path(load_dir)) if tag is None else str(tag)
         refuse_theirs(Path(load_dir), name)
+        self._engine._guards.forget()
         device = self._engine.device
         random_state = read_random_state(device)
         found = self._engine.load_checkpoint(
@@ -193,6 +194,7 @@ class Checkpoints(ABC):
             param = params.get(name)
             if param is None or param.requires_grad or not exclude_frozen_parameters:
                 kept[name] = value if param is None else value.to(param.dtype)
+        self._engine._guards.remember(kept, self._engine.module)
         return kept
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -204,16 +206,7 @@ class Checkpoints(ABC):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's own state_dict. At stage 3 a rank does not have whole values: use full_state_dict().
-
-        Raises:
-            UsageError: stage 3.
-        """
-        if self.zero_optimization_partition_weights():
-            raise UsageError(
-                "engine.module_state_dict() at stage 3: a rank holds only slices; call "
-                "engine.full_state_dict() or save_16bit_model on every rank"
-            )
+        """The module's own state_dict. At stage 3 it has placeholders of shape [0]: use full_state_dict()."""
         module = self._engine.module
         weights: dict[str, Any] = module.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars

@@ -160,6 +160,7 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
         self._shown_grads.bring_own()
         self._shown_grads.take_back()
         self._unused.before_step()
+        self._engine._guards.forget()
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True

@@ -24,13 +24,19 @@ from . import torch_classes
 from .params import ClassTable, Param, read_params
 
 
+BESIDE_PARAMS = "DeepSpeed too reads it in optimizer.params alone"
+
+
 @final
 class OptimizerConfig(Section):
     """The optimizer that the engine builds if the script passes none."""
 
     others: ClassVar[Mapping[str, Entry]] = {
         "legacy_fusion": NoEffect(FLAG, "the update is always one fused pass", same=(False,)),
-        "torch_adam": NoEffect(FLAG, "DeepSpeed too reads it in optimizer.params alone"),
+        **dict.fromkeys(
+            ("adam_w_mode", "amsgrad", "bias_correction", "torch_adam"),
+            NoEffect(FLAG, BESIDE_PARAMS),
+        ),
     }
 
     type: Annotated[str, TEXT] = Field(
