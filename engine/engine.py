@@ -133,8 +133,8 @@ class Engine(Readings):
     def step(self) -> None:
         """Count a micro-batch; on an accumulation boundary update the parameters. A collective there.
 
-        `optimizer.step()` does the same, but `lr_scheduler` stays as it is, as in torch. If both are called, the
-        second one updates nothing.
+        `optimizer.step()` does the same, but `lr_scheduler` stays as it is, as in torch. If both are called,
+        the second one updates nothing.
 
         Raises:
             UsageError: no backward has run since the last step().

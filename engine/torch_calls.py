@@ -1,7 +1,7 @@
 """Sends to the engine what a script calls on its optimizer and modules, as it does with plain torch.
 
-    optimizer.zero_grad(), module.zero_grad()     drop the gradients of the step, which the engine has
-    optimizer.step()                              ends a micro-batch; on the boundary updates, without the schedule
+    optimizer.zero_grad(), module.zero_grad()  drop the gradients of the step, which the engine has
+    optimizer.step()                           ends a micro-batch; on the boundary updates, without the schedule
 
 Torch has no hooks for these calls, so the methods are replaced on the objects, from `initialize` to `destroy`.
 Copies and pickles of the objects have torch's own methods.

@@ -72,8 +72,8 @@ class SameBatches:
         if self._kind != "tensor":
             return ""
         return (
-            "; a stock transformers Trainer and accelerate give them the same where the config names the number "
-            "tensor_parallel.autotp_size"
+            "; a stock transformers Trainer and accelerate give them the same where the config names the "
+            "number tensor_parallel.autotp_size"
         )
 
     def _state(self) -> int:

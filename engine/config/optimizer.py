@@ -23,7 +23,6 @@ from ...utils.schema.section import Section
 from . import torch_classes
 from .params import ClassTable, Param, read_params
 
-
 BESIDE_PARAMS = "DeepSpeed too reads it in optimizer.params alone"
 
 

@@ -215,8 +215,8 @@ class TrainingStep:
             )
         self._by_optimizer = False
         self._warn_once(
-            "engine.step() after optimizer.step() updates nothing: optimizer.step() has used the gradients. Call "
-            "one of them"
+            "engine.step() after optimizer.step() updates nothing: optimizer.step() has used the gradients. "
+            "Call one of them"
         )
         if self.was_applied and scheduler is not None:  # which optimizer.step() leaves as it is
             self._step_schedule(scheduler)
@@ -232,8 +232,8 @@ class TrainingStep:
         is_number = isinstance(before, int) and isinstance(place, int)
         if is_number and 0 < place - before <= self._accumulation.steps_now:  # else a load
             self._warn_once(
-                "lr_scheduler.step() was called, and engine.step() steps the schedule as well: it advances twice "
-                "in a step. Remove the call, or give the schedule not to the engine"
+                "lr_scheduler.step() was called, and engine.step() steps the schedule as well: it advances "
+                "twice in a step. Remove the call, or give the schedule not to the engine"
             )
         scheduler.step()
         self._schedule_place = _place_of(scheduler)
@@ -264,8 +264,8 @@ class TrainingStep:
         """Forget all gradients since the last update."""
         if self._accumulation.is_managed and self._accumulation.done:
             self._warn_once(
-                "zero_grad() after %d of %d micro-batches of a step: their gradients are dropped, and the step has "
-                "those of the others alone",
+                "zero_grad() after %d of %d micro-batches of a step: their gradients are dropped, and the step "
+                "has those of the others alone",
                 self._accumulation.done,
                 self._accumulation.steps_now,
             )

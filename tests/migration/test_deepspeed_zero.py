@@ -14,7 +14,6 @@ from helpers import run_ranks
 from safetensors.torch import load_file, save_model
 from torch import nn
 
-import xds
 import xds.deepspeed as deepspeed
 from xds.deepspeed import utils, zero
 from xds.deepspeed.runtime.zero import partition_parameters
@@ -194,7 +193,8 @@ def answers() -> None:
 
 def read_slice(weight: Any) -> None:
     own = weight.ds_tensor
-    assert own.shape == (8,) and own.ds_numel == 8 and "8 elements" in repr(own)
+    assert own.shape == (8,) and own.ds_numel == weight.partition_numel() == 8
+    assert "8 elements" in repr(own)
     whole = utils.safe_get_full_fp32_param(weight).flatten()
     padded = torch.cat([whole, whole.new_zeros(1)])
     rank = dist.get_rank()

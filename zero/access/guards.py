@@ -208,9 +208,9 @@ def _placeholder(leniency: Leniency, value: Tensor, name: str, why: str) -> Tens
     if sentence is None:
         return value.new_empty(0)
     sentence.text = sentence.text or (
-        f"state_dict() of a module whose parameters are {why}: {name} and others have the shape [0] there, and in "
-        "files made of it. The whole weights: engine.save_16bit_model(folder) or engine.full_state_dict() on every "
-        "rank; engine.save_checkpoint is complete"
+        f"state_dict() of a module whose parameters are {why}: {name} and others have the shape [0] there, and "
+        "in files made of it. The whole weights: engine.save_16bit_model(folder) or engine.full_state_dict() "
+        "on every rank; engine.save_checkpoint is complete"
     )
     return InParts.of(value, sentence)
 

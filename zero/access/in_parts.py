@@ -1,4 +1,4 @@
-"""A value of a state dict that this rank does not have whole: a tensor of shape [0] that says so when it is used."""
+"""A value of a state dict that this rank does not have whole: a tensor of shape [0] that warns when used."""
 
 from __future__ import annotations
 
