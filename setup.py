@@ -1,10 +1,13 @@
 """Build script. The repository root is the package: the folder zero/ is xds.zero."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
+
+ROOT = Path(__file__).resolve().parent
 
 # Read at the start of every Python of the environment: where the variable XDS_AS_DEEPSPEED is set,
 # `import deepspeed` finds xds.deepspeed (see deepspeed/stand_in/). Elsewhere it reads one variable.
@@ -16,10 +19,20 @@ AS_DEEPSPEED_LINE = (
 
 
 class EditableWheel(editable_wheel):
-    """Add the file for XDS_AS_DEEPSPEED to an editable installation."""
+    """Add the file for XDS_AS_DEEPSPEED to an editable installation, and a path that type checkers read.
+
+    setuptools maps xds to the root by an import hook, which mypy, pyright and editors do not run. They read a
+    line of a .pth file: here a folder whose entry `xds` is a link to the root.
+    """
 
     def _run_build_commands(self, dist_name, unpacked_wheel, build_lib, tmp_dir):
         Path(unpacked_wheel, AS_DEEPSPEED).write_text(AS_DEEPSPEED_LINE)
+        link = ROOT / ".editable" / "xds"
+        with suppress(OSError):  # a file system without links: only the hook
+            link.parent.mkdir(exist_ok=True)
+            if not link.is_symlink():
+                link.symlink_to("..", target_is_directory=True)
+            Path(unpacked_wheel, "xds_editable.pth").write_text(f"{link.parent}\n")
         return super()._run_build_commands(dist_name, unpacked_wheel, build_lib, tmp_dir)
 
 
@@ -46,8 +59,23 @@ NOT_SHIPPED = ["tests*", "examples*", "benchmarks*", "docs*", "build*"]
 folders = find_packages(exclude=NOT_SHIPPED)
 setup(
     name="xds-engine",
-    version="0.1.0",
+    version="0.2.0",
     description="Train PyTorch models that do not fit one device: ZeRO 0-3 from a JSON config",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["deep learning", "distributed training", "PyTorch", "ZeRO", "DeepSpeed"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "pydantic>=2.5", "ninja", "numpy", "py-cpuinfo", "tqdm"],
     extras_require={

@@ -5,6 +5,7 @@ python benchmarks/fuzz/main.py --minutes 30
 python benchmarks/fuzz/main.py --only 17                                   one case, reported in full
 python benchmarks/fuzz/main.py --only 17 --drop Reentrant --set stage=2    a part of it
 python benchmarks/fuzz/main.py --only 17 --shrink                          the smallest case that still fails
+python benchmarks/fuzz/main.py --products --cases 500                      products of features
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ def main() -> int:
     parser.add_argument(
         "--keep", help="these features and kinds of blocks, in every case; no others"
     )
+    parser.add_argument(
+        "--products", action="store_true", help="of features, on every axis of ranks"
+    )
     options = parser.parse_args()
+    if options.products:
+        return _products(options)
     with Runner() as runner:
         if options.only is not None:
             return _one(runner, _job(options), shrinks=options.shrink)
@@ -88,6 +94,35 @@ def _many(runner: Runner, options: argparse.Namespace) -> int:
             _tell(verdict, 1500)
     _sum_up(summary, time.monotonic() - start)
     return 1 if any(verdict.is_failure for verdict in summary.failures) else 0
+
+
+def _products(options: argparse.Namespace) -> int:
+    """Random products of features against one process; 1 if one failed."""
+    import os
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from fuzz.products import Summary as Products
+    from fuzz.products import draw
+
+    found, start = Products(), time.monotonic()
+    seeds = (
+        range(options.seed, options.seed + options.cases)
+        if options.only is None
+        else [options.only]
+    )
+    for seed in seeds:
+        if time.monotonic() - start > 60 * options.minutes:
+            break
+        product = draw(seed)
+        if found.add(product) in ("wrong", "failed"):
+            outcome, name, said = found.failures[-1]
+            print(f"{outcome.upper()} {name}\n    {said}", flush=True)
+    print(
+        f"\n{sum(found.outcomes.values())} products in {time.monotonic() - start:.0f} s: {dict(found.outcomes)}"
+    )
+    for said, number in found.refusals.most_common():
+        print(f"  refused {number} times: {said}")
+    return int(bool(found.failures))
 
 
 def _tell(verdict: Verdict, length: int) -> None:

@@ -120,7 +120,8 @@ def environment(options: argparse.Namespace, folder: Path) -> dict[str, str]:
             raise SystemExit(f"--carry {options.carry}: {done.stderr.strip()[-1000:]}")
     (folder / "path").mkdir()
     (folder / "path" / "xds").symlink_to(ROOT)
-    places = [str(folder / "path"), str(site), os.environ.get("PYTHONPATH", "")]
+    # HERE: with PYTHONSAFEPATH a script's folder is not searched
+    places = [str(folder / "path"), str(HERE), str(site), os.environ.get("PYTHONPATH", "")]
     found = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     found |= {"PYTHONPATH": os.pathsep.join(filter(None, places)), "TMPDIR": str(folder)}
     found |= {"XDS_BENCH_DEVICE": "cpu" if options.dry_run else "cuda"}

@@ -67,3 +67,25 @@ def test_destroy_frees_all_but_the_parameters(name: str, precision: str) -> None
     for size in (1, 2) if name != "ZeRO++" else (2,):
         for after, own in warm(size).run(kept, CASES[name], precision):
             assert own <= after <= 1.05 * own + 4096, (name, precision, size)  # gaps, scalars
+
+
+def values_after_an_old_graph(zero: dict[str, Any]) -> bool:
+    """Whether the parameters are as `destroy` left them after backward of a graph from before."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"unit_min_numel": 0, **zero},
+    }
+    engine = xds.initialize(model, config)
+    loss = engine(torch.ones(2, WIDTH)).square().mean()
+    engine.destroy()
+    left = [param.detach().clone() for param in model.parameters()]
+    loss.backward()
+    return all(map(torch.equal, model.parameters(), left))
+
+
+@pytest.mark.parametrize("name", ["stage 2", "stage 3", "all on the host"])
+def test_backward_of_a_graph_from_before_leaves_the_parameters(name: str) -> None:
+    for size in (1, 2):
+        assert all(warm(size).run(values_after_an_old_graph, CASES[name]))

@@ -280,7 +280,8 @@ class FlatParams:
         self._point_to(self._views)
 
     def release(self) -> None:
-        """The engine has ended: keep the gathered buffer alone."""
+        """The engine has ended: keep the gathered buffer alone, also in backward of a graph from before."""
+        self.keep_gathered()
         if self.is_unsharded:
             self.place = ShardInMemory(self.collectives.shard_of(self.raw))
         self.sender = ExactSender(self.collectives, self.index)
@@ -337,7 +338,7 @@ class FlatParams:
             if only is None or not _is_same(self.params[only], self._views[only]):
                 is_written = self._take_assigned() or is_written
         self.is_written |= is_written
-        if self.is_sharded and self.is_on_host and is_written:
+        if self.is_sharded and is_written:  # the counters do not say which slot
             self._write_back(None)
         elif self.is_sharded and not self.is_on_host:
             self._write_back(only)

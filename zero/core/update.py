@@ -222,6 +222,8 @@ class Updater:
                 master.take_far_edits()
         for master in self.masters:
             by_update = master.casts and not (also_near or master.sends_differences)
+            if master.params.is_written and self._frozen_ranges(master):
+                by_update = False  # an update keeps the masters of frozen parameters as they are
             if not (master.is_near or (by_update and not master.is_far)):
                 master.take_edits()
 

@@ -1,0 +1,130 @@
+"""Tests: what user code writes to parameters counts with offload as it does without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from offload_runs import CPU, GUESS, ON_CPU, PARAMS, config_of
+from torch import nn
+from warm_ranks import warm
+
+import xds
+
+WIDTH, STEPS = 12, 4
+ALL = {**CPU, **PARAMS}
+ALL_EARLY = {**GUESS, **PARAMS}
+Write = Callable[[nn.Module, int], None]
+
+
+def clip_and_read_one(model: nn.Module, step: int) -> None:
+    """All weights are clipped in place, then one of them is read by name."""
+    params = list(model.parameters())
+    if step == 1:
+        with torch.no_grad():
+            for param in params:
+                param.clamp_(-0.05, 0.05)
+        xds.zero.get_full_param(params[-1])
+
+
+def clip_and_set_one(model: nn.Module, step: int) -> None:
+    """All weights are clipped in place, then one of them is set by name."""
+    clip_and_read_one(model, step)
+    if step == 1:
+        param = next(model.parameters())
+        xds.zero.set_full_param(param, torch.full_like(param, 0.25))
+
+
+def assign_and_read_one(model: nn.Module, step: int) -> None:
+    """New tensors are assigned to `.data`, then one of them is read by name."""
+    params = list(model.parameters())
+    if step == 1:
+        for param in params:
+            param.data = torch.full_like(param, 0.01)
+        xds.zero.get_full_param(params[-1])
+
+
+def write_while_frozen(model: nn.Module, step: int) -> None:
+    """A weight is frozen for a step, and written in the meantime."""
+    first = model[0].weight  # type: ignore[index]
+    first.requires_grad_(step not in (1, 2))
+    if step == 1:
+        with xds.zero.GatheredParameters([first], modifier_rank=0), torch.no_grad():
+            first.mul_(0.5)
+
+
+def write_in_forward_while_frozen(model: nn.Module, step: int) -> None:
+    """The same inside of forward."""
+    first = model[0]  # type: ignore[index]
+    first.weight.requires_grad_(step not in (1, 2))
+    if step == 0:
+        done: list[int] = []
+
+        def halve(*_: Any) -> None:
+            if not first.weight.requires_grad and not done:
+                done.append(1)
+                with torch.no_grad():
+                    first.weight.mul_(0.5)
+
+        first.register_forward_pre_hook(halve)
+
+
+def values_of(
+    stage: int, precision: str, offload: dict[str, Any] | None, write: Write, persistence: int
+) -> list[torch.Tensor]:
+    """The masters after each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    config = config_of(stage, precision, 1, offload, "AdamW")
+    config["zero_optimization"] |= {
+        "unit_min_numel": 10**6,
+        "stage3_param_persistence_threshold": persistence,
+    }
+    engine = xds.initialize(model, config)
+    x = torch.full((2, WIDTH), 0.3 + dist.get_rank()).to(next(model.parameters()).dtype)
+    found: list[torch.Tensor] = []
+    for step in range(STEPS):
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+        write(model, step)
+        if step != 1:  # the values that are read would hide what is lost
+            found += [xds.zero.get_full_param(p).clone() for p in model.parameters()]
+    engine.destroy()
+    return found
+
+
+BETWEEN = (clip_and_read_one, clip_and_set_one, assign_and_read_one)
+FROZEN = (write_while_frozen, write_in_forward_while_frozen)
+KEPT = 10**6  # parameters stay gathered between steps
+CASES = [
+    *((stage, offload, KEPT, BETWEEN) for stage, offload in ((2, CPU), (3, CPU), (3, GUESS))),
+    *((3, offload, 0, FROZEN) for offload in (PARAMS, ALL, ALL_EARLY)),
+]
+
+
+def differing(stage: int, offload: dict[str, Any], persistence: int, writes: Any) -> list[str]:
+    found = []
+    for precision in ("fp32", "bf16"):
+        for write in writes:
+            want = values_of(stage, precision, None, write, persistence)
+            got = values_of(stage, precision, offload, write, persistence)
+            if not all(map(torch.equal, got, want)):
+                found.append(f"{write.__name__}, {precision}")
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_writes_count_as_without_offload(case: Any, size: int) -> None:
+    assert warm(size).run(differing, *case) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_writes_count_with_states_on_a_disk(tmp_path: Any, size: int) -> None:
+    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    for offload in (disk, {**disk, "offload_param": ON_CPU}):
+        assert warm(size).run(differing, 3, offload, 0, FROZEN) == [[]] * size
+    assert warm(size).run(differing, 3, disk, KEPT, BETWEEN) == [[]] * size
