@@ -91,9 +91,10 @@ def train_once(engine: Any) -> None:
 
 
 def heard() -> list[str]:
-    """The warnings from now on."""
+    """The warnings of state_dict() from now on. A busy machine has others: a rank is slow."""
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
+    handler.addFilter(lambda record: record.getMessage().startswith("state_dict()"))
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("xds").addHandler(handler)
     return found
@@ -126,7 +127,7 @@ def save_on_rank_0(folder: str) -> None:
         save_model(engine.module, f"{folder}/a.safetensors")
         copies = [value.clone().cpu() for value in copy.deepcopy(found).values()]
         assert {type(value) for value in copies} == {torch.Tensor}
-        assert len(said) == 1 and "engine.save_16bit_model(folder)" in said[0]
+        assert ["engine.save_16bit_model(folder)" in text for text in said] == [True], said
         loaded = torch.load(f"{folder}/a.bin", weights_only=True)
         assert {tuple(value.shape) for value in loaded.values()} == {(0,)}
         assert {
