@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..engine.config.config import Config, parse_config
+from ..engine.config.config import Config, log_idle_keys, parse_config
 from ..engine.config.optimizer import BESIDE_PARAMS
 from ..engine.data.loaders import InOrder, keeps_position
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as xds_initialize
-from ..engine.telemetry.start_line import run_in_words
+from ..engine.telemetry.screen import run_in_words
 from ..pipe.module import PipelineModule
 from ..tensor.sequence.distributed import DistributedAttention
 from ..utils.arguments import whole
@@ -230,8 +230,11 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
 def _with_defaults(source: Any) -> Config:
     """The checked config, with DeepSpeed's default where that of xds differs. A `Config` is not changed."""
     dotted = [key for key in source if "." in str(key)] if isinstance(source, dict) else []
-    if dotted:  # TRL writes them for its reference models; DeepSpeed reads none of them
-        logger.warning("config keys without effect, because keys are nested: %s", ", ".join(dotted))
+    if dotted:
+        logger.warning_once(  # type: ignore[attr-defined]
+            f"config: keys with dots have no effect, as in DeepSpeed ({', '.join(dotted)}); TRL writes "
+            "them for its reference models, in another script nest them as sections"
+        )
         source = {key: value for key, value in source.items() if key not in dotted}
     config = parse_config(source)
     if isinstance(source, Config):
@@ -239,15 +242,14 @@ def _with_defaults(source: Any) -> Config:
     beside = [path for path, why in config.without_effect if why == BESIDE_PARAMS]
     if beside and os.environ.get("RANK", "0") == "0":
         logger.warning("%s without effect: only optimizer.params is read", ", ".join(beside))
-    # DeepSpeed's configs have the others as a rule, so they are no warning, as `Config.load` makes them
-    unused = [f"{path} has no effect: {why}" for path, why in config.without_effect]
+    log_idle_keys(config, "INFO")  # no warning: DeepSpeed's configs have such keys as a rule
     if "gradient_clipping" in config.model_fields_set:
-        return config.model_copy(update={"notes": (*config.notes, *unused)})
+        return config
     notes = [note for note in config.notes if not note.startswith("gradient_clipping ")]
     notes.append(
         f"gradient_clipping is not given: gradients are clipped at {GRADIENT_CLIPPING}, as DeepSpeed 0.19 does"
     )
-    update = {"gradient_clipping": GRADIENT_CLIPPING, "notes": (*notes, *unused)}
+    update = {"gradient_clipping": GRADIENT_CLIPPING, "notes": tuple(notes)}
     return config.model_copy(update=update)
 
 

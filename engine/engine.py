@@ -90,6 +90,12 @@ class Engine(Readings):
 
     # -- forward, backward, step ------------------------------------------------------------------------
 
+    def __iter__(self) -> Iterator[Any]:
+        raise UsageError(
+            "xds.initialize returns one engine, which has optimizer, training_dataloader and lr_scheduler: "
+            "write engine = xds.initialize(...), or take the tuple of xds.deepspeed.initialize"
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 

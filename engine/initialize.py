@@ -63,16 +63,23 @@ from .optim.optimizers import (
     split_for_muon,
 )
 from .optim.schedules import build_scheduler
+from .optim.state_count import count_states
 from .parts import LoopFactory, Parts
 from .preemption.policy import NoPreemptionSave, Preemption, SaveOnPreemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.comms import start_logging
 from .telemetry.instruments import build_instruments, log_notes
+from .telemetry.screen import log_start, show_messages
 
 _LOAD_LATER = (
     "to ignore missing and extra names, leave out weights= and call xds.zero.load_weights(engine.module, "
     "weights, strict=False) afterwards"
+)
+
+_NO_OPTIMIZER = (
+    'optimizer is missing: write e.g. {"type": "AdamW", "params": {"lr": 3e-4}}, or pass optimizer= to '
+    "xds.initialize; a model that only infers is frozen first, by model.requires_grad_(False)"
 )
 
 
@@ -118,12 +125,18 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
         optimizer, model_parameters, lr_scheduler, training_data, collate_fn, weights, group
     )
     trains = is_part(model) or any(param.requires_grad for param in model.parameters())
-    _check_optimizer(config, optimizer, trains)
     parts = _assemble(model, config, given, trains=trains)
     engine = Engine(parts)
     parts.report.profiler.follow(engine)
     parts.preemption.begin(engine)
+    _show_start(parts, optimizer)
     return engine
+
+
+def _show_start(parts: Parts, given: ClientOptimizer | None) -> None:
+    trains = parts.optimizer is not None
+    num_states = count_states(parts.config.optimizer, given) if trains else 0
+    log_start(parts.config, parts.sharded, num_states, parts.device, dist.get_backend())
 
 
 @dataclass(frozen=True)
@@ -143,7 +156,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     """Choose an object for each feature. The order counts: values, then flat buffers, then hooks."""
     device = pick_device()
     group = _group(device, given)
-    config = config.resolve(group.size())
+    show_messages(config.log_level)
+    config = _resolved(config, group.size(), trains and given.optimizer is None)
     log_notes(config, group.rank())
     collectives, mesh = _open_groups(config, group, device)
     if not is_part(model):
@@ -312,17 +326,20 @@ def _config_source(config: Any, args: Any) -> Any:
     return source
 
 
-def _check_optimizer(config: Config, given: ClientOptimizer | None, trains: bool) -> None:
-    """Before anything is allocated or hooked. A frozen model (a reference, a teacher) needs none."""
-    if trains and given is None and config.optimizer is None:
-        raise ConfigError(
-            [
-                'optimizer is missing: write e.g. {"type": "AdamW", "params": {"lr": 3e-4}}, or pass '
-                "optimizer= to xds.initialize; a model that only infers is frozen first, by "
-                "model.requires_grad_(False)"
-            ],
-            config.source,
-        )
+def _resolved(config: Config, world_size: int, needs_section: bool) -> Config:
+    """`config` for so many ranks. A frozen model (a reference, a teacher) needs no section `optimizer`.
+
+    Raises:
+        ConfigError: the section is missing, or these ranks cannot share the batch; both at once.
+    """
+    missing = [_NO_OPTIMIZER] if needs_section and config.optimizer is None else []
+    try:
+        resolved = config.resolve(world_size)
+    except ConfigError as error:
+        raise ConfigError([*missing, *error.complaints], config.source) from None
+    if missing:
+        raise ConfigError(missing, config.source)
+    return resolved
 
 
 def _groups(model: nn.Module, config: Config, given: _Given) -> Groups:
@@ -354,7 +371,7 @@ def _optimizer(
             given, updater, groups, allow_untested=config.zero_allow_untested_optimizer
         )
     else:
-        assert config.optimizer is not None  # `_check_optimizer` came first
+        assert config.optimizer is not None  # `_resolved` came first
         more = {}
         if config.optimizer.type in ONE_BIT_OPTIMIZERS:
             more["warmup_steps"] = warmup_steps(config.scheduler)

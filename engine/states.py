@@ -9,7 +9,8 @@ from typing import Any, final
 from torch import Tensor
 
 from ..utils.arguments import wrong
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, XdsError
+from ..utils.quoting import printable
 from ..zero.access.whole import full_state_dict
 from ..zero.construction.weights import load_weights
 from ..zero.core.host_copies import HostCopies
@@ -65,7 +66,15 @@ class States:
     ) -> None:
         """Write a checkpoint."""
         training = self._parts.training
-        save_checkpoint(training, self._counters, save_dir, tag, client_state, options)
+        try:
+            save_checkpoint(training, self._counters, save_dir, tag, client_state, options)
+        except UsageError:
+            raise
+        except XdsError as error:
+            where = printable(Path(save_dir).absolute())
+            raise type(error)(
+                f"{error} (in {where}; older checkpoints there are unchanged)"
+            ) from error
 
     def load(
         self, load_dir: str | Path, tag: str | None, options: LoadOptions

@@ -1,4 +1,4 @@
-"""`xds check`: validates a config and prints its resolved values, without torch and without a device."""
+"""`xds check`: validates a config and says what it means, without torch and without a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
-from ..engine.config.config import Config, parse_config
+from ..engine.config.auto import COMPUTED, trainer_values
+from ..engine.config.batch import MICRO, TRAIN
+from ..engine.config.config import Config, canonical_path, parse_config
 from ..engine.config.differences import (
     differences,
     differences_of_refused,
@@ -20,18 +22,18 @@ from ..engine.config.scheduler import SchedulerConfig
 from ..engine.config.text import ConfigText, open_source, read_source
 from ..utils.errors import ConfigError
 from ..utils.quoting import escaped, printable
+from ..utils.schema.keys import AUTO
 from ..utils.schema.rules import shown
 from ..utils.schema.section import Section
 from ..zero.config import STAGES
 from .command_line.parser import Parser, whole_number
 
 DIFFERS = "Differs from DeepSpeed 0.19"
-JSON_KEY = "_differs_from_deepspeed"  # a comment, so that the output is a config
-_SIZES = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
+FILLED = (
+    'A Trainer or an Accelerator fills in "auto", other scripts need values. Checked with the defaults of '
+    "TrainingArguments, --auto KEY=VALUE tries others"
 )
+JSON_KEY = "_differs_from_deepspeed"  # a comment, so that the output is a config
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,26 +47,53 @@ def main(argv: Sequence[str]) -> int:
         return 2
     world_size = options.world_size
     try:
+        data = read_source(source)[0]
+        filled = _filled(data, auto)
         config = parse_config(
-            source, auto=auto, world_size=world_size, one_replica=world_size is None
+            source, auto={**filled, **auto}, world_size=world_size, one_replica=world_size is None
         )
     except ConfigError as error:
         print(f"xds check: {error}", file=sys.stderr)
         _print(DIFFERS, _ignored_elsewhere(source, error), sys.stderr)
         return 2
-    differing = differences(read_source(source)[0], config)
+    differing = differences(data, config)
     if options.json:
-        print(json.dumps({**config.as_dict(), JSON_KEY: differing}, indent=2))
+        print(json.dumps({**_as_json(config, filled), JSON_KEY: differing}, indent=2))
         return 0
     print(f"{printable(config.source)} resolved for {_ranks(config)}:")
-    print(json.dumps(config.as_dict(), indent=2))
-    _print("What differs from the defaults", choices(config))
+    for line in choices(config):
+        print(f"  {escaped(line)}")
+    print("  all other keys have their defaults; --json prints every value")
+    _print(FILLED, (f"{path} = {shown(value)}" for path, value in filled.items()))
     told = {_head(line) for line in differing}
     _print("Notes", (note for note in config.notes if _head(note) not in told))
     idle = [each for each in config.without_effect if not differs_without_effect(each[0])]
     _print("Accepted without effect", (f"{path}: {why}" for path, why in idle))
     _print(DIFFERS, differing)
     return 0
+
+
+def _filled(data: object, auto: Iterable[str]) -> dict[str, Any]:
+    """The values by path that a Trainer fills in, without those that the command line gives."""
+    if not isinstance(data, dict):
+        return {}  # `parse_config` refuses it
+    given = {canonical_path(path) for path in auto}
+    values = trainer_values(data, canonical_path)
+    return {path: value for path, value in values.items() if path not in given}
+
+
+def _as_json(config: Config, filled: Iterable[str]) -> dict[str, Any]:
+    """The resolved config, in which "auto" stays "auto" where the Trainer fills it in."""
+    result = config.as_dict()
+    for path in filled:
+        *sections, key = path.split(".")
+        section = result
+        for name in sections:
+            section = section[name]
+        section[key] = AUTO
+    if MICRO in filled:
+        result[TRAIN] = AUTO  # computed from what is filled in
+    return result
 
 
 def _print(title: str, lines: Iterable[str], file: TextIO | None = None) -> None:
@@ -106,7 +135,7 @@ def choices(config: Config) -> Iterator[str]:
 
 def _ranks(config: Config) -> str:
     if config.model_ranks == 1:
-        return f"{config.data_parallel_ranks} data-parallel rank(s)"
+        return _counted(config.data_parallel_ranks, "data-parallel rank")
     return f"{config.world_size} ranks: {_product(config)}"
 
 
@@ -154,7 +183,7 @@ def _differences(section: Section, path: str) -> Iterator[str]:
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         here = f"{path}{name}"
-        if name in section.results or here in _SIZES:
+        if name in section.results or here in COMPUTED:
             continue
         default = field.get_default(call_default_factory=True)
         if value == default:
@@ -185,7 +214,10 @@ def _auto_values(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="xds check", description="Check a JSON config and print what it does.")
+    parser = Parser(
+        prog="xds check",
+        description="Check a JSON config, and say what it does and what differs from DeepSpeed.",
+    )
     parser.add_argument("config", help="path, JSON text, or base64 of it")
     parser.add_argument(
         "--world-size",
@@ -198,11 +230,11 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help='fill a key whose value is "auto"; may be repeated',
+        help='fill a key whose value is "auto" (default: as TrainingArguments do); may be repeated',
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print JSON: the resolved config, and what differs from DeepSpeed",
+        help="print JSON instead: every value of the resolved config, and what differs from DeepSpeed",
     )
     return parser

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from ..utils.errors import UsageError, XdsError
 from ..utils.messages import never, write_stderr
+from ..utils.quoting import printable
+from ..utils.schema.nearest import nearest
 from .command_line.standard_output import PIPE_CLOSED, with_checked_output
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ _SUBCOMMANDS = {
     "ops": ".native_ops",
     "plan": ".plan",
 }
+LOG_LEVEL = "XDS_LOG_LEVEL"  # read by the engine, see engine/telemetry/screen.py
 AS_DEEPSPEED = "XDS_AS_DEEPSPEED"  # read at the start of a process, see deepspeed/stand_in/
 _INTERRUPTED = 130  # 128 + SIGINT
 
@@ -49,12 +52,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in _SUBCOMMANDS:
+        _refuse_mistyped(arguments[:1])
         return _start(arguments)
     try:
         code: int = import_module(_SUBCOMMANDS[arguments[0]], __package__).main(arguments[1:])
     except BrokenPipeError:  # the reader of its messages, on standard error, is gone
         return PIPE_CLOSED
     return code
+
+
+def _refuse_mistyped(first: list[str]) -> None:
+    """Raise a UsageError if a word that is no file is nearly a subcommand."""
+    for word in first:
+        is_meant = not word.isalpha() or os.path.exists(word)
+        near = [] if is_meant else nearest(word, _SUBCOMMANDS)
+        if near:
+            hint = " or ".join(f"`xds {name}`" for name in near)
+            raise UsageError(
+                f"{printable(word)}: neither a command nor a file; did you mean {hint}?"
+            )
 
 
 def _start(arguments: list[str]) -> int:
@@ -78,6 +94,9 @@ def _start(arguments: list[str]) -> int:
     notes = check_options(args)
     if args.has("as_deepspeed"):
         os.environ[AS_DEEPSPEED] = "1"  # ranks inherit it; other machines get every XDS_ variable
+    level = "warning" if args.has("quiet") else args.text("log_level")
+    if level:
+        os.environ[LOG_LEVEL] = level
     if own_allocation.is_asked_for(args, os.environ):
         return own_allocation.run(args, os.environ)
     where = where_to_run(args, os.environ)

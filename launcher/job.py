@@ -107,6 +107,8 @@ class Order:
     agent_restarts: how often torch's agent restarts the ranks itself, if there is no head process to do it.
     devices: the numbers of the GPUs that its ranks see; None leaves the visible GPUs unchanged.
     heartbeat_seconds: how often the head process writes to this host's standard input; 0 means never.
+    key: seals the messages of the ranks, see utils/sealing.py; "" leaves the one in the environment, if any. It
+        is secret: an order in the arguments of a command has none.
     """
 
     job: Job
@@ -120,6 +122,7 @@ class Order:
     folder: str = ""
     host: str = ""
     heartbeat_seconds: float = 0.0
+    key: str = field(default="", repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The order as JSON values."""

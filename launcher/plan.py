@@ -30,7 +30,8 @@ def _show(options: argparse.Namespace) -> int:
     from .planning.text import plan_text
 
     config = parse_config(options.config)
-    source = model_source(options.model, options.sequence_length)
+    trusts_code = options.trust_remote_code
+    source = model_source(options.model, options.sequence_length, trusts_code=trusts_code)
     plan = make_plan(source, config, options.world_size, options.ranks_per_host)
     print(plan_text(plan), end="")
     if options.measured:
@@ -68,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
         type=whole_number(1),
         metavar="N",
         help="tokens of a sample, for a model of transformers (default: its longest)",
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run code of the model's folder (auto_map in config.json), which never runs otherwise",
     )
     parser.add_argument(
         "--png", metavar="FILE", help="also draw it as a picture (needs matplotlib)"

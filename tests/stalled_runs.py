@@ -17,6 +17,11 @@ import torch.distributed as dist
 from divergent_models import build, config_of, samples
 
 import xds
+from xds.engine.process.process import join
+from xds.ops.comm.mesh_groups import MeshGroups
+from xds.ops.comm.opening import open_collectives
+from xds.ops.mesh import Mesh
+from xds.ops.watch.config import WatchConfig
 
 ALL = (0, 1, 2)
 
@@ -209,3 +214,20 @@ def over_tcp(rank: int, world_size: int, port: int, pipe: Any, folder: str) -> N
     names_left = [thread.name for thread in threading.enumerate()]
     pipe.send({**found, "threads": names_left})
     dist.destroy_process_group()
+
+
+def lose_a_rank_in_new_group(rank: int, world_size: int, port: int, pipe: Any) -> None:
+    """The last rank's process ends when it is to join a group, which the others wait for in torch."""
+    torch.set_num_threads(1)
+    names = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    group = join(torch.device("cpu"))
+    world = open_collectives(group, torch.device("cpu"))
+    world.start_watching(WatchConfig(heartbeat_seconds=0.25), 600)
+    groups = MeshGroups(Mesh(pipe=1, data=2, tensor=2), group, world, 600)
+    groups.along("tensor")
+    if rank == world_size - 1:
+        dist.new_group = lambda *_, **__: os._exit(1)
+    found = outcome_of(lambda: groups.along(("data", "tensor"), "all"))
+    pipe.send(found)
+    os._exit(0)  # a thread is still in torch

@@ -1,5 +1,7 @@
 """Checks that no other user can change a path, before a file there is run, loaded or relied on.
 
+A file that a user names is read whoever owns it. One that is found without being named has to be trusted.
+
 A path is trusted if root or this user owns every folder and every link on the way and the file or folder at
 the end, and no other user may write to them. A folder with the sticky bit, such as /tmp, is allowed on the
 way: there no user can replace files that others own. Once these conditions hold, no other user can change
@@ -14,6 +16,9 @@ import pwd
 import stat
 from functools import cache
 from pathlib import Path
+
+from .messages import never, write_stderr
+from .quoting import printable
 
 _MOST_LINKS = 40  # the kernel's own limit
 _OTHERS, _GROUP = 0o002, 0o020
@@ -50,6 +55,20 @@ def why_not_trusted(path: str | Path) -> str:
         reason = _why_not(there, status, is_last=not rest)
         here = there
     return reason
+
+
+def is_found(path: str | Path, naming: str) -> bool:
+    """Whether there is a file at `path`, which the user has not named, that no other user may change.
+
+    Standard error says why a file is ignored that others may change. naming: what names it.
+    """
+    if not os.path.isfile(path):
+        return False
+    reason = why_not_trusted(path)
+    if reason:
+        told = f"{printable(path)} is ignored: {printable(reason)}"
+        write_stderr(f"xds: {told}; to use it nevertheless, name it: {printable(naming)}\n", never)
+    return not reason
 
 
 def make_folders(path: Path) -> None:

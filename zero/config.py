@@ -20,9 +20,9 @@ STAGES = {
     3: "the optimizer state, the gradients and the parameters are sharded over the ranks",
 }
 
-_FLAT = "not needed: parameters and gradients are views of flat buffers"
+_FLAT = "parameters and gradients are always views of flat buffers"
 _FETCH = "units are always gathered in place into flat buffers"
-_SAVE = "not needed: save functions gather the weights when called for full weights"
+_SAVE = "a save of full weights always gathers them"
 
 
 def _always(why: str) -> NoEffect:

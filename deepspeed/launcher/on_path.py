@@ -17,7 +17,9 @@ from .. import stand_in
 
 COMMAND = "deepspeed"
 CALLER = "accelerate.commands.launch"
-START = "from xds.deepspeed.launcher.runner import main; main()"
+# first: the working folder, from which Python would import, may have files of other users
+_SAFE = "import sys; sys.path[:] = filter(None, sys.path)"
+START = f"{_SAFE}; from xds.deepspeed.launcher.runner import main; main()"
 
 
 def put_command_on_path() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...utils.errors import UsageError
+from ...utils.trust import is_found
 from ..accelerator import get_accelerator
 from ..errors import raises_theirs
 from ..missing import placeholder
@@ -65,7 +66,9 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     words = list(sys.argv[1:] if args is None else args)
     options = parse_args(words)
-    pool: Mapping[str, int] | None = fetch_hostfile(options.hostfile)
+    pool: Mapping[str, int] | None = None
+    if _may_read(options.hostfile, words):
+        pool = fetch_hostfile(options.hostfile)
     if not pool:
         words = _with_visible_devices(options) + words
     _check(options, pool)
@@ -79,6 +82,12 @@ def main(args: Sequence[str] | None = None) -> None:
     code = run_command(words)
     if code:
         sys.exit(code)
+
+
+def _may_read(hostfile: str, words: Sequence[str]) -> bool:
+    """The hostfile is named, or is the default one and no other user may change it, or does not exist."""
+    is_named = any(word.startswith("-H") or word.startswith("--hostfile") for word in words)
+    return is_named or not os.path.exists(hostfile) or is_found(hostfile, f"--hostfile {hostfile}")
 
 
 def _with_visible_devices(options: argparse.Namespace) -> list[str]:

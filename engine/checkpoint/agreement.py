@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,6 +12,24 @@ from ...utils.errors import DamagedError, PeerError, UsageError, XdsError
 
 Value = TypeVar("Value")
 KINDS: tuple[type[XdsError], ...] = (DamagedError, UsageError, XdsError)  # the most specific first
+
+_REMEDIES = {
+    errno.ENOSPC: "free space there, or choose another folder",
+    errno.EDQUOT: "free space within your quota, or choose another folder",
+    errno.EACCES: "choose a folder that this user can write",
+    errno.EPERM: "choose a folder that this user can write",
+    errno.EROFS: "choose a folder on a file system that is not read-only",
+    errno.EEXIST: "a file has this name: choose another folder",
+    errno.ENOTDIR: "a file has the name of a folder above it: choose another folder",
+}
+
+
+def failure_text(error: Exception) -> str:
+    """What failed, in one line. Errors of the file system get a remedy."""
+    if isinstance(error, XdsError):
+        return str(error)
+    remedy = _REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+    return f"{type(error).__name__}: {error}" + (f"; {remedy}" if remedy else "")
 
 
 def together(
@@ -39,9 +58,8 @@ def together(
         raise  # the ranks cannot communicate any more
     except Exception as error:
         failure = error
-        text = str(error) if isinstance(error, XdsError) else f"{type(error).__name__}: {error}"
         kind = next((at for at, kind in enumerate(KINDS) if isinstance(error, kind)), -1)
-        answer = {"error": text, "kind": kind % len(KINDS)}
+        answer = {"error": failure_text(error), "kind": kind % len(KINDS)}
     answers = exchange(collectives, answer, doing)
     failed = [(rank, one) for rank, one in enumerate(answers) if "error" in one]
     if failed:
@@ -59,4 +77,4 @@ def _sentence(doing: str, failed: list[tuple[int, Any]], world_size: int) -> str
     return f"{doing} failed on rank {rank}{others}: {first['error']}"
 
 
-__all__ = ["exchange", "together"]
+__all__ = ["exchange", "failure_text", "together"]

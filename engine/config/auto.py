@@ -41,11 +41,20 @@ _ACCELERATOR = (  # what accelerate's plugin or its DummyOptim and DummySchedule
     *("scheduler.params.*_num_steps", "fp16.enabled", "bf16.enabled", "zero_optimization.stage"),
     "zero_optimization.offload_*.device",
 )
-_TRAINER = (  # what TrainingArguments of transformers know
-    *("optimizer.params.lr", "optimizer.params.weight_decay", "scheduler.params.warmup_*_lr"),
-    *("scheduler.params.*_num_steps", "fp16.enabled", "bf16.enabled", "torch_autocast.enabled"),
-    *("optimizer.params.betas", "optimizer.params.eps"),
-)
+_TRAINER: dict[str, Any] = {  # what TrainingArguments of transformers know, with their defaults
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": (0.9, 0.999),
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_min_lr": 0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+    "scheduler.params.warmup_num_steps": 1,
+    "scheduler.params.total_num_steps": 1000,  # an example: it depends on the data
+    "fp16.enabled": False,
+    "bf16.enabled": False,
+    "torch_autocast.enabled": False,
+}
+_TRAINER_BATCH = {MICRO: 8, STEPS: 1}
 
 
 def fill_auto(
@@ -74,7 +83,19 @@ def fill_auto(
     return data
 
 
-def _each_auto(section: dict[str, Any], path: str) -> Iterator[tuple[dict[str, Any], str, str]]:
+def trainer_values(data: Mapping[str, Any], canonical: Callable[[str], str]) -> dict[str, Any]:
+    """What a Trainer with default arguments fills in for each "auto" of `data`, by canonical path.
+
+    Batch sizes are among them if all that the file has are "auto".
+    """
+    names = [canonical(here) for _, _, here in _each_auto(data, "")]
+    found = {name: _TRAINER[name] for name in names if name in _TRAINER}
+    if _is_batch_open(data) and any(name in COMPUTED for name in names):
+        found.update({key: size for key, size in _TRAINER_BATCH.items() if _is_open(data, key)})
+    return found
+
+
+def _each_auto(section: Any, path: str) -> Iterator[tuple[Any, str, str]]:
     """(section, key, path) of each "auto" in the section and below it."""
     for key, value in section.items():
         here = joined(path, key)
@@ -107,12 +128,21 @@ def _integrations(name: str) -> str:
 
 def _fill_batch(data: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Batch sizes that an integration knows, where the file has none, as Trainer adds them."""
+    if _is_batch_open(data):
+        first = MICRO if MICRO in values else TRAIN
+        known = [key for key in (first, STEPS) if key in values and _is_open(data, key)]
+        data.update({key: plain(values[key]) for key in known})
+
+
+def _is_batch_open(data: Mapping[str, Any]) -> bool:
+    """Nothing in the file gives a batch size."""
     elastic = data.get("elasticity")
     is_elastic = isinstance(elastic, dict) and elastic.get("enabled") is True
-    if is_elastic or any(data.get(key) is not None for key in COMPUTED):
-        return
-    first = MICRO if MICRO in values else TRAIN
-    data.update({key: plain(values[key]) for key in (first, STEPS) if key in values})
+    return not is_elastic and _is_open(data, TRAIN) and _is_open(data, MICRO)
+
+
+def _is_open(data: Mapping[str, Any], key: str) -> bool:
+    return data.get(key) is None or is_auto(data.get(key))
 
 
 def note_auto(report: Report, shown_default: Callable[[str], str]) -> None:

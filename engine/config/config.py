@@ -73,6 +73,7 @@ def _read_interval(value: object) -> int | None:
     return None if value is None else int(whole(1).read(value))
 
 
+_MOST_NAMES = 8  # of keys, in a line of the log
 _RANKS = ("pipeline.stages", "tensor_parallel.tp_size", "sequence_parallel_size")
 _INTERVAL = Rule("a whole number, at least 1, or Infinity for never", _read_interval)
 
@@ -110,6 +111,12 @@ class Config(Section):
     wall_clock_breakdown: Flag = Field(False, description="each part of a step is timed and logged")
     memory_breakdown: Flag = Field(False, description="memory is logged with each progress line")
     dump_state: Flag = Field(False, description="the resolved config is logged at the start")
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error", "critical"] | None,
+        either(one_of("debug", "info", "warning", "error", "critical"), NULL),
+    ] = Field(
+        None, description="what rank 0 shows of xds's messages; null: info; others show warnings"
+    )
     gradient_clipping: Annotated[float, number(0)] = Field(
         0.0, description="gradients are scaled down to this global norm; 0 for none"
     )
@@ -206,11 +213,11 @@ class Config(Section):
         Raises:
             ConfigError: every complaint at once.
 
-        Rank 0 logs once which keys are accepted without effect.
+        Rank 0 warns once which keys have no effect.
         """
         config = parse_config(source, auto=auto, world_size=world_size)
-        if config is not source and os.environ.get("RANK", "0") == "0":
-            _log(config)
+        if config is not source:
+            log_idle_keys(config, "WARNING")
         return config
 
     def resolve(self, world_size: int = 1) -> Config:
@@ -406,10 +413,21 @@ def _default_of(config: Config, path: str) -> str:
     return shown(found)
 
 
-def _log(config: Config) -> None:
-    if not config.without_effect:
-        return
+def log_idle_keys(config: Config, level: str) -> None:
+    """Log, in one line, which keys of `config` have no effect. Rank 0 says it, once for each config."""
+    idle = config.without_effect
+    if idle and os.environ.get("RANK", "0") == "0":
+        path, why = idle[0]
+        text = f"{path} has no effect: {why}"
+        if len(idle) > 1:
+            names = ", ".join(path for path, _ in idle[:_MOST_NAMES])
+            more = f" and {len(idle) - _MOST_NAMES} more" if len(idle) > _MOST_NAMES else ""
+            text = f"{len(idle)} keys have no effect ({names}{more}); `xds check` says why"
+        _log_once(level, f"{config.source}: {text}")
+
+
+@cache
+def _log_once(level: str, text: str) -> None:
     import logging  # imported late: a tenth of the time of `xds check`, which logs nothing
 
-    lines = "".join(f"\n  {path}: {why}" for path, why in config.without_effect)
-    logging.getLogger("xds").warning("%s: keys accepted without effect:%s", config.source, lines)
+    logging.getLogger("xds").log(logging.getLevelName(level), "%s", text)

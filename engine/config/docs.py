@@ -28,8 +28,8 @@ INTRO = """\
 
 - **Every key has a status.**
   - *Supported*: it does what its description says.
-  - *No effect*: xds accepts the key but does not need it. One warning names it with the reason, unless
-    its value already describes what xds does.
+  - *No effect*: xds accepts the key but does not need it. One line of the log names all such keys of a
+    file, once. `xds check` gives the reasons. A value that describes what xds does is not named.
   - *Refused*: an error with reason and remedy, unless the value changes nothing (`false`, `"none"`,
     size 1).
   - *Detail*: it belongs to a feature that another key enables. xds checks only its type.
@@ -57,7 +57,8 @@ INTRO = """\
 ## "auto"
 
 1. An integration fills it in: `Config.load(source, auto={"optimizer.params.lr": 1e-4})`, or
-   `xds check FILE --auto optimizer.params.lr=1e-4`.
+   `xds check FILE --auto optimizer.params.lr=1e-4`. `xds check` alone fills in what a Trainer knows, with the
+   defaults of TrainingArguments.
 2. The batch sizes are computed from one another and the number of ranks.
 3. `gradient_clipping` becomes 1.0, the value that Trainer and Accelerate fill in by default.
 4. It is an error for these keys, which only the training script can know:

@@ -23,7 +23,7 @@ from ...utils.schema.section import Section
 from . import torch_classes
 from .params import ClassTable, Param, read_params
 
-BESIDE_PARAMS = "DeepSpeed too reads it in optimizer.params alone"
+BESIDE_PARAMS = "its place is optimizer.params, in DeepSpeed too"
 
 
 @final
@@ -78,9 +78,7 @@ _ADAM: dict[str, Param] = {
     "eps": _EPS,
     "bias_correction": FLAG,
     "amsgrad": _AMSGRAD,
-    "torch_adam": NoEffect(
-        FLAG, "the update is the same, but weight_decay defaults to torch's 0.01", same=(False,)
-    ),
+    "torch_adam": FLAG,
     "fp32_optimizer_states": NoEffect(FLAG, "optimizer states are always fp32", same=(True,)),
     "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
     "disable_fused_adam": NoEffect(FLAG, FUSED, same=(False,)),
@@ -192,10 +190,13 @@ def check_optimizer(given: OptimizerConfig, report: Report) -> OptimizerConfig:
         return given
     table = OPTIMIZERS.table(name)
     params = read_params(table, given.params, "optimizer.params", report)
-    if name in ("Adam", "AdamW") and given.params.get("torch_adam") is True:
-        # DeepSpeed builds torch.optim.AdamW then, and torch.optim.Adam if adam_w_mode is false
-        if params.get("adam_w_mode", True):
-            params.setdefault("weight_decay", TORCH_DECAY)
+    # DeepSpeed builds torch.optim.AdamW then, and torch.optim.Adam if adam_w_mode is false
+    if params.pop("torch_adam", False) and params.get("adam_w_mode", True):
+        if "weight_decay" not in params:
+            params["weight_decay"] = TORCH_DECAY
+            report.notes.append(
+                f"optimizer.params.torch_adam = true: weight_decay is {TORCH_DECAY}, torch's default"
+            )
     _check_together(name, params, report)
     return OptimizerConfig.model_construct(type=name, params=params)
 

@@ -128,7 +128,6 @@ SPARSE_ATTENTION = Group(
 _PREDIVIDE = "gradients are averaged either way; only the order of sum and division differs"
 
 SCALARS: dict[str, Entry] = {
-    "log_level": NoEffect(TEXT, 'call logging.getLogger("xds").setLevel(...) in the script'),
     "prescale_gradients": NoEffect(FLAG, _PREDIVIDE, same=(False,)),
     "gradient_predivide_factor": NoEffect(number(above=0), _PREDIVIDE, same=(1,)),
     "sparse_gradients": Refused(

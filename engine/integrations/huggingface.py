@@ -22,10 +22,8 @@ import torch
 from torch import nn
 
 from ...utils.errors import UsageError
-from ...utils.version import __version__
 from ..config.config import Config
 from ..optim.schedules import build_scheduler
-from ..telemetry.start_line import run_in_words
 from .given import Given, Source, hidden_size_of, sized_by
 from .optional import need
 from .trainer_values import argument_values, schedule_values
@@ -193,13 +191,7 @@ class TrainerMixin(_AnyTrainer):
             self.accelerator.use_config(self._fill(max_steps, logs=True))
         elif self._source is not None and self.model_wrapped is self.model:
             self._start_over(max_steps)
-        prepared = super()._prepare_for_training(
-            max_steps, train_dataloader, resume_from_checkpoint
-        )
-        if self.engine is not None and self.args.process_index == 0:
-            run = run_in_words(self.engine.config, self.args.world_size)
-            print(f"xds {__version__} trains; {run}", flush=True)
-        return prepared
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _start_over(self, max_steps: int | None) -> None:
         """model_init created another model: destroy the engine of the previous one."""

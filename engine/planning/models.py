@@ -80,9 +80,14 @@ class ModelSource(ABC):
 
 @final
 class FolderModel(ModelSource):
-    """A model of transformers, from the config.json in a folder. Its weights are not read."""
+    """A model of transformers, from the config.json in a folder. Its weights are not read.
 
-    def __init__(self, folder: Path, sequence_length: int | None) -> None:
+    Code of the folder runs only where `trusts_code` says so; transformers itself would ask on the terminal.
+    """
+
+    def __init__(
+        self, folder: Path, sequence_length: int | None, *, trusts_code: bool = False
+    ) -> None:
         try:
             import transformers
         except ImportError:
@@ -91,28 +96,53 @@ class FolderModel(ModelSource):
                 "transformers`, or give module:function"
             ) from None
         self.name = str(folder)
-        self._config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        self._config.use_cache = False
-        names = getattr(self._config, "architectures", None) or [""]
-        self._class = getattr(transformers, names[0], None)
+        self._trusts_code = trusts_code
+        with self._naming_damage():
+            self._config = transformers.AutoConfig.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=trusts_code
+            )
+            self._config.use_cache = False
+            names = getattr(self._config, "architectures", None) or [""]
+            found = getattr(transformers, names[0], None)
+        is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+        self._class = found if is_model else None
         self._auto = transformers.AutoModelForCausalLM
         known = getattr(self._config, "max_position_embeddings", None)
         self._length: int | None = sequence_length or known
 
     def build(self) -> nn.Module:
         model: nn.Module
-        if self._class is not None:
-            model = self._class(self._config)
-        else:
-            model = self._auto.from_config(self._config)
+        with self._naming_damage():
+            if self._class is not None:
+                model = self._class(self._config)
+            else:
+                model = self._auto.from_config(self._config, trust_remote_code=self._trusts_code)
         return model
 
     def batch(self, micro_batch_size: int) -> Any:
         if self._length is None or not hasattr(self._config, "vocab_size"):
             return None
-        tokens = torch.zeros((micro_batch_size, self._length), dtype=torch.int64)
-        tokens.random_(0, self._config.vocab_size)
+        with self._naming_damage():
+            tokens = torch.zeros((micro_batch_size, self._length), dtype=torch.int64)
+            tokens.random_(0, self._config.vocab_size)
         return {"input_ids": tokens, "labels": tokens.clone()}
+
+    @contextmanager
+    def _naming_damage(self) -> Iterator[None]:
+        """Raises UsageError instead of what transformers raises, which is of many kinds and lines."""
+        try:
+            yield
+        except Exception as error:
+            where = f"--model {printable(self.name)}"
+            if "trust_remote_code" in str(error) and not self._trusts_code:
+                raise UsageError(
+                    f"{where}: its config.json names code of the folder (auto_map), which is not run; read the "
+                    "code, and add --trust-remote-code to run it"
+                ) from error
+            reason = printable(f"{type(error).__name__}: {error}".partition("\n")[0])
+            raise UsageError(
+                f"{where}: transformers makes no model of it ({reason}); correct its config.json"
+            ) from error
 
 
 @final
@@ -150,11 +180,15 @@ class FunctionModel(ModelSource):
         return model, batch
 
 
-def model_source(text: str, sequence_length: int | None = None) -> ModelSource:
-    """The model that `--model` names. sequence_length: tokens of a sample, for a folder.
+def model_source(
+    text: str, sequence_length: int | None = None, *, trusts_code: bool = False
+) -> ModelSource:
+    """The model that `--model` names.
 
+    Args:
+        sequence_length: tokens of a sample, for a folder; trusts_code: the folder's code may run.
     Raises:
-        UsageError: there is no such folder or function.
+        UsageError: there is no such folder or function, or transformers makes no model of the folder.
     """
     if Path(text).is_dir():
         if not (Path(text) / "config.json").is_file():
@@ -162,7 +196,7 @@ def model_source(text: str, sequence_length: int | None = None) -> ModelSource:
                 f"--model {printable(text)}: the folder has no config.json; give the folder of a model of "
                 "transformers, or module:function"
             )
-        return FolderModel(Path(text), sequence_length)
+        return FolderModel(Path(text), sequence_length, trusts_code=trusts_code)
     if ":" not in text:
         raise UsageError(
             f"--model {printable(text)}: there is no such folder; give a folder with config.json, or "

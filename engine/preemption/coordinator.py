@@ -19,16 +19,19 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import signal
 import threading
 import time
 import weakref
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, final
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol, final
 
 from ...ops.comm.collectives import Collectives
+from ...ops.watch import Store
 from ...utils.errors import UsageError, XdsError
 from ...utils.messages import write_stderr
+from ...utils.quoting import printable
 from .signals import Signals
 
 log = logging.getLogger("xds")
@@ -42,6 +45,7 @@ BUSY_POLL_SECONDS = 0.01
 REPEATED_SECONDS = 2.0
 MARGIN_SECONDS = 2.0  # the launcher kills this long after the deadline
 LEFT = "left"
+_POST = re.compile("[0-9]{1,18}")
 
 
 class Saving(Protocol):
@@ -74,8 +78,9 @@ class Participant:
     save_dir: str
     seconds: float
     collectives: Collectives
-    store: Any  # None: there is one rank, or the store does not answer any more
+    store: Store | None  # None: there is one rank, or the store does not answer any more
     count: int = 0
+    posts: list[str] = field(default_factory=list)  # of the first ranks, as far as they are known
 
     def key(self, what: object) -> str:
         return f"xds/preemption/{self.collectives.instance}/{what}"
@@ -251,8 +256,9 @@ class Coordinator:
     def _check_other_ranks(self) -> None:
         """Look in the store for a signal that another rank received."""
         leader = self._leader()
-        if leader is not None and self._has(leader, ["notice"]):
-            self._request(self._get(leader, "notice") or "a signal on another rank")
+        notice = self._read(leader, "notice") if leader is not None else None
+        if notice is not None:
+            self._request(printable(notice) or "a signal on another rank")
 
     def _request(self, reason: str) -> None:
         """From now on the main thread waits at its next boundary."""
@@ -293,10 +299,13 @@ class Coordinator:
             return post
         if leader.store is None:
             return self._go_on("the store of the ranks does not answer")
-        if not self._has(leader, list(range(world_size))):
-            return None
-        posts = [self._get(leader, rank) for rank in range(world_size)]
-        gone = [rank for rank, each in enumerate(posts) if not each.isdecimal()]
+        posts = leader.posts  # each is read once: it does not change
+        while len(posts) < world_size:
+            found = self._read(leader, len(posts))
+            if found is None:
+                return None
+            posts.append(found)
+        gone = [rank for rank, each in enumerate(posts) if not _POST.fullmatch(each)]
         if gone:
             return self._go_on(f"rank {gone[0]} takes no more steps")
         return max(map(int, posts))
@@ -326,24 +335,13 @@ class Coordinator:
             except RuntimeError:
                 participant.store = None
 
-    def _has(self, participant: Participant, what: list[Any]) -> bool:
+    def _read(self, participant: Participant, what: object) -> str | None:
         if participant.store is not None:
             try:
-                return bool(participant.store.check([participant.key(each) for each in what]))
+                return participant.store.read(participant.key(what))
             except RuntimeError:
                 participant.store = None
-        return False
-
-    def _get(self, participant: Participant, what: object) -> str:
-        try:
-            return (
-                str(participant.store.get(participant.key(what)).decode())
-                if participant.store is not None
-                else ""
-            )
-        except RuntimeError:
-            participant.store = None
-            return ""
+        return None
 
     def _write_grace(self, seconds: float) -> None:
         """Write for the launcher how long it must wait before it kills; 0 removes the file."""

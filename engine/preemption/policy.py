@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from typing import final
 
 from ...ops.comm.collectives import Collectives
-from ...ops.watch.store import own_connection
 from ...utils.errors import UsageError
 from ..config.checkpoint import Checkpoint
 from .coordinator import Coordinator, Participant, Preempted, Saving
@@ -68,7 +67,7 @@ class SaveOnPreemption(Preemption):
                 f'checkpoint.preemption_save_dir = "{section.preemption_save_dir}": the ranks agree in the '
                 "store of their process group, and this group has none; leave it empty"
             )
-        self._store = own_connection(store) if store is not None else None
+        self._store = store.own_connection() if store is not None else None
         self._coordinator: Coordinator | None = None
         self._participant: Participant | None = None
 

@@ -53,7 +53,7 @@ def log_notes(config: Config, rank: int) -> None:
     """Log, on rank 0, what a reader of `config` should know."""
     if rank == 0:
         for note in config.notes:
-            log.info("%s: %s", config.source, note)
+            log.debug("%s: %s", config.source, note)
 
 
 __all__ = ["Instruments", "build_instruments", "log_notes"]

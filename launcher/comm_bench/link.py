@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from ...ops.comm import raw_collectives as raw
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.hosts import host_numbers
+from ...ops.comm.json_values import exchange
 from ..environment.probes.network import ipv4
 from ..ranks.network import address_towards
 from .plan import Link
@@ -74,31 +76,33 @@ def _shared(collectives: Collectives, found: Link | None) -> Link | None:
 
 def _tcp(collectives: Collectives, peer: int) -> Link | None:
     """Rank 0 listens and receives, `peer` sends; all others wait."""
-    store = collectives.store()
-    if store is None:  # MPI has no store to exchange the address
-        return None
     found = None
     try:
-        found = _tcp_ends(collectives, store, peer)
+        found = _tcp_ends(collectives, peer)
     except OSError as error:  # for example a firewall; the collectives may use another route
         print(f"xds bench comm: the link cannot be measured: {error}", file=sys.stderr, flush=True)
     collectives.barrier()
     return found
 
 
-def _tcp_ends(collectives: Collectives, store: Any, peer: int) -> Link | None:
-    if collectives.rank == 0:
-        with socket.create_server((_own_address(), 0)) as server:
+def _tcp_ends(collectives: Collectives, peer: int) -> Link | None:
+    with ExitStack() as stack:
+        mine: tuple[str, int] | None = None
+        with suppress(OSError):
+            if collectives.rank == 0:
+                server = stack.enter_context(socket.create_server((_own_address(), 0)))
+                mine = server.getsockname()[:2]
+        address = exchange(collectives, mine, "the address of the link")[0]
+        if address is None:
+            raise OSError("rank 0 cannot listen on its address")
+        if collectives.rank == 0:
             server.settimeout(_TIMEOUT_SECONDS)
-            address = server.getsockname()
-            store.set("xds bench link", f"{address[0]} {address[1]}")
             connection, _ = server.accept()
             with connection:
                 return receive(connection, f"TCP over {_interface()}{address[0]}")
-    elif collectives.rank == peer:
-        host, port = store.get("xds bench link").decode().split()
-        with socket.create_connection((host, int(port)), _TIMEOUT_SECONDS) as connection:
-            send(connection)
+        if collectives.rank == peer:
+            with socket.create_connection(tuple(address), _TIMEOUT_SECONDS) as connection:
+                send(connection)
     return None
 
 

@@ -2,7 +2,8 @@
 
 Other variables are not forwarded. PATH, HOME and devices belong to each machine. Secrets are forwarded only if
 a file names them. The files are DeepSpeed's `.deepspeed_env` (or the one in DS_ENV_FILE) and `.xds_env` (or the
-one in XDS_ENV_FILE), in the home folder and in the working folder. The working folder takes precedence.
+one in XDS_ENV_FILE), in the home folder and in the working folder. The working folder takes precedence. A file
+that another user may change is ignored, unless a variable has its path.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
 from ...utils.small_files import read_small_file
+from ...utils.trust import is_found
 
 # DeepSpeed's list, and variables that affect speed or results of torch, its networks and its kernels
 _PREFIXES = (
@@ -66,7 +68,7 @@ def forwarded_variables(
     """
     variables = {key: value for key, value in environ.items() if _is_forwarded(key)}
     for name, key in _FILES:
-        for path in _files(name, environ.get(key, ""), Path(folder), Path(home)):
+        for path in _files(name, key, environ.get(key, ""), Path(folder), Path(home)):
             variables.update(_read(path))
     return variables
 
@@ -86,7 +88,7 @@ def _is_forwarded(key: str) -> bool:
     return key in _NAMES or key.startswith(_PREFIXES)
 
 
-def _files(name: str, name_or_path: str, folder: Path, home: Path) -> Iterator[Path]:
+def _files(name: str, key: str, name_or_path: str, folder: Path, home: Path) -> Iterator[Path]:
     """The files to read; later ones take precedence. A file given by a path is the only one."""
     if os.sep in name_or_path:
         yield Path(name_or_path)
@@ -96,7 +98,7 @@ def _files(name: str, name_or_path: str, folder: Path, home: Path) -> Iterator[P
     there = [path for path in paths if path.is_file()]
     if name_or_path and not there:
         yield paths[-1]  # reading it raises the error about the missing file
-    yield from there
+    yield from (path for path in there if is_found(path, f"{key}={path.absolute()}"))
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -120,7 +120,9 @@ OPTIONS = (
     Option("--no-ssh", _EACH, help="with --hostfile and --node-rank: xds is started on every host"),
 
     Option("--save-pid", _MORE, help="write the process id to <pid>.ds in the temporary folder"),
-    Option("--quiet", _MORE, help="do not log options without effect", aliases=("-q",)),
+    Option("--quiet", _MORE, help="show warnings and errors alone; as --log-level warning", aliases=("-q",)),
+    Option("--log-level", _MORE, "LEVEL", "what rank 0 shows of xds's messages (default: info)",
+        choices=("debug", "info", "warning", "error", "critical")),
     Option("--version", _MORE, help="print the version"),
     Option("--help", _MORE, help="print this", aliases=("-h",)),
 
@@ -137,8 +139,6 @@ OPTIONS = (
         reason="the end of a rank is detected within 0.1 s"),
     Option("--redirects", _MORE, "STREAMS", aliases=("-r",), is_torchrun=True,
         reason="both streams of every rank are always written to its file"),
-    Option("--log-level", _MORE, "LEVEL", choices=("debug", "info", "warning", "error", "critical"),
-        reason="xds logs only errors and options without effect; see --quiet"),
     Option("--signals-to-handle", _MORE, "SIGNALS", is_torchrun=True, harmless=(
         "SIGTERM,SIGINT,SIGHUP,SIGQUIT",),
         note="SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded, always and only"),

@@ -21,7 +21,7 @@ from .option_table import GROUPS, OPTIONS, Option
 
 _USAGE = """\
 usage: xds [options] script.py [arguments of the script]
-       xds check config.json [--world-size N]   print the resolved config and what each choice does
+       xds check config.json [--world-size N]   say what a config does; --json: all values
        xds elastic config.json                  print the valid numbers of ranks of its elasticity section
        xds plan config.json --model MODEL --world-size N   draw who has and sends what, and the schedule
        xds checkpoint info|verify|export|import|diff   inspect, verify, convert and compare checkpoints

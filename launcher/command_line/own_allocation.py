@@ -11,12 +11,12 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
+from ...utils.sealing import RUN_KEY, new_key
 from ..remote.backends.slurm import Slurm
 from .option_table import OPTIONS
 from .options import ParsedArgs
-from .where import DEFAULT_HOSTFILE, remote
+from .where import DEFAULT_HOSTFILE, found_hostfile, remote
 
 # options that are handled here, and not repeated on each machine
 _HANDLED_HERE = frozenset(
@@ -35,7 +35,7 @@ def is_asked_for(
     names_hosts = args.has("hostfile", "include", "exclude", "force_multi", "no_ssh")
     is_slurm = args.text("launcher").lower() == "slurm"
     is_inside = "SLURM_JOB_ID" in environ
-    return is_slurm and not (names_hosts or is_inside or Path(hostfile).is_file())
+    return is_slurm and not (names_hosts or is_inside or found_hostfile(hostfile))
 
 
 def run(args: ParsedArgs, environ: Mapping[str, str]) -> int:
@@ -62,7 +62,9 @@ def run(args: ParsedArgs, environ: Mapping[str, str]) -> int:
         return 0
     slurm.check()
     sys.stdout.flush()
-    os.execvpe(command[0], command, {**environ, **more})
+    # not shown by a dry run, whose output may be copied to a place that others can read
+    key = {RUN_KEY: environ.get(RUN_KEY) or new_key()}
+    os.execvpe(command[0], command, {**environ, **more, **key})
 
 
 def _num_nodes(args: ParsedArgs) -> int:

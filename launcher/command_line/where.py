@@ -19,6 +19,7 @@ from typing import Literal, final
 
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
+from ...utils.trust import is_found
 from ..job import Host, Job, Remote, Rendezvous, Restarts
 from .hosts import filter_hosts, first_hosts, read_hostfile
 from .options import ParsedArgs, check_options
@@ -70,6 +71,8 @@ def where_to_run(
         UsageError: options cannot be combined, or name a file or host that does not exist.
     """
     _check_pairs(args)
+    if not args.has("hostfile"):
+        default_hostfile = found_hostfile(default_hostfile)
     where = _where(args, environ, default_hostfile)
     python = args.text("python", sys.executable)
     if isinstance(where, Local) and os.path.realpath(python) != os.path.realpath(sys.executable):
@@ -80,6 +83,11 @@ def where_to_run(
     return where
 
 
+def found_hostfile(path: str = DEFAULT_HOSTFILE) -> str:
+    """`path` if there is a file that no other user may change; else ""."""
+    return path if path and is_found(path, f"--hostfile {path}") else ""
+
+
 def _where(args: ParsedArgs, environ: Mapping[str, str], default_hostfile: str) -> Local | Hosts:
     if args.text("launcher").lower() == "local":
         return _this_machine(replace(args, given={**args.given, "launcher": ""}))
@@ -87,7 +95,7 @@ def _where(args: ParsedArgs, environ: Mapping[str, str], default_hostfile: str) 
         return _one_of_hosts(args, _all_hosts(args, default_hostfile))
     if args.has(*_RENDEZVOUS_OPTIONS, "node_rank"):
         return _torchrun_rendezvous(_with_torchrun_variables(args, environ))
-    if args.has(*_NAMING_HOSTS) or Path(default_hostfile).is_file():
+    if args.has(*_NAMING_HOSTS) or default_hostfile:
         hosts = _all_hosts(args, default_hostfile, environ)
         if args.has("force_multi", "launcher") or not _is_here(hosts):
             return _on_hosts(args, hosts, args.text("launcher", "ssh").lower(), environ)
@@ -249,9 +257,7 @@ def _all_hosts(
     args: ParsedArgs, default_hostfile: str, environ: Mapping[str, str] | None = None
 ) -> list[Host]:
     """The hosts of the hostfile or of the allocation that the options select."""
-    path = args.text("hostfile")
-    if not path and Path(default_hostfile).is_file():
-        path = default_hostfile
+    path = args.text("hostfile") or default_hostfile
     if path and args.has("hostfile") and not Path(path).exists():
         raise UsageError(
             f"{args.spelled['hostfile']} = {printable(path)}: no such file; correct the path, or remove the"

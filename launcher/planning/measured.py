@@ -98,8 +98,11 @@ def _pair(planned: int, measured: int) -> str:
 
 def _run(world_size: int, options: argparse.Namespace, folder: str) -> None:
     words = [options.config, options.model, folder, str(options.sequence_length or "")]
+    words += ["trusts code"] if options.trust_remote_code else []
+    # imports nothing from the working folder
+    safe = ["-P"] if sys.version_info >= (3, 11) else []
     command = [
-        *(sys.executable, "-m", "xds.launcher.cli", "--quiet", "--launcher", "local"),
+        *(sys.executable, *safe, "-m", "xds.launcher.cli", "--quiet", "--launcher", "local"),
         *("--nproc-per-node", str(world_size), "--module"),
         *("xds.launcher.planning.measured_rank", *words),
     ]

@@ -1,6 +1,6 @@
 """One rank of `xds plan --measured`: two steps, and a file with what it holds and has sent.
 
-python -m xds.launcher.planning.measured_rank config model folder [sequence length]
+python -m xds.launcher.planning.measured_rank config model folder [sequence length] ["trusts code"]
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from ...engine.planning.models import model_source
 from ...utils.errors import UsageError
 
 
-def main(config: str, model: str, folder: str, sequence_length: str = "") -> None:
+def main(
+    config: str, model: str, folder: str, sequence_length: str = "", trusts_code: str = ""
+) -> None:
     """Run the steps. The second one is measured: the first proves slices and sends shapes."""
-    source = model_source(model, int(sequence_length) if sequence_length else None)
+    length = int(sequence_length) if sequence_length else None
+    source = model_source(model, length, trusts_code=bool(trusts_code))
     torch.manual_seed(0)
     engine = initialize(source.build(), config)
     batch = source.batch(engine.train_micro_batch_size_per_gpu())

@@ -35,7 +35,7 @@ def plan_text(plan: Plan) -> str:
     parts = [
         _head(plan),
         "Who has what\n" + table_text(["ranks", "layers", "slices", "parameters"], _layers(plan)),
-        "Bytes that a rank holds\n" + table_text(*_states(plan)),
+        "Bytes that a rank holds\n" + table_text(*_states(plan)) + _about_gathered(plan),
     ]
     for title, table in (
         (f"Bytes that a rank sends in a step to ranks of its host, of {host}", near),
@@ -122,6 +122,18 @@ def _states(plan: Plan) -> tuple[list[str], list[Row]]:
 
     more = ["activations", "both"] if is_known else []
     return [*kinds, "states", *more], _merged(plan, cells)
+
+
+def _about_gathered(plan: Plan) -> str:
+    """A line about the column `gathered`, by which stage 3 can need more than stage 2; "" without it."""
+    threshold = plan.config.zero_optimization.param_persistence_threshold
+    if not threshold or not any(each.states.get("gathered") for each in plan.ranks):
+        return ""
+    return (
+        f"\n  gathered: units of at most {threshold:,} elements stay whole beside their shards, so a small "
+        "model can need\n  more bytes than at stage 2; zero_optimization.param_persistence_threshold = 0 frees "
+        "them after use"
+    )
 
 
 def _messages(plan: Plan, part: Callable[[Link], int]) -> tuple[list[str], list[Row]]:

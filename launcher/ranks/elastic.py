@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ...utils.errors import UsageError
+from ...utils.sealing import RUN_KEY
 from ..job import Job, Order, Rendezvous
 from .network import address_towards, interface_towards, is_loopback, split_endpoint
 from .rendezvous_store import serve
@@ -158,6 +159,8 @@ def _environment(order: Order, num_ranks: int) -> dict[str, str]:
     """The environment variables of every rank of this host, in addition to those of torch."""
     job = order.job
     found = {"XDS_LAUNCHER_PID": str(os.getpid())}
+    if order.key:
+        found[RUN_KEY] = order.key
     if job.threads_per_rank is not None:
         found["OMP_NUM_THREADS"] = str(job.threads_per_rank)
     elif "OMP_NUM_THREADS" not in os.environ:

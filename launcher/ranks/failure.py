@@ -15,6 +15,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+_ROOT = Path(__file__).parents[2]
 SAVED_AND_LEFT = 128 + signal.SIGTERM  # the exit code of xds.Preempted
 _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
@@ -26,6 +27,12 @@ _LOST_PEER = re.compile(
     r"|failed to recv, got 0 bytes|remote server shutdown"
     r"|timed out waiting \d+ms for (recv|send)",
     re.IGNORECASE,
+)
+
+# transformers and accelerate say "install deepspeed" in several ways, each in an exception of these classes
+_NO_DEEPSPEED = re.compile(
+    r"^[\w.]*(ImportError|ModuleNotFoundError|PackageNotFoundError): (?!cannot import).*deepspeed",
+    re.IGNORECASE | re.MULTILINE,
 )
 
 _SIGNAL_HINTS = {
@@ -111,7 +118,7 @@ def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
         how = f"killed by {_signal_name(first.signum)}, {how}"
     lines = [f"xds: rank {first.rank} failed on {first.host}: {how} (pid {first.pid})"]
     if first.text:
-        lines.append(first.text.rstrip("\n"))
+        lines.append(folded(first.text.rstrip("\n")))
     elif first.tail:
         lines += ["  last lines of its output:", *(f"  | {line}" for line in first.tail)]
     if first.signum in _SIGNAL_HINTS:
@@ -120,14 +127,49 @@ def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
         lines.append(
             f"xds: {ranks_text(finished)} had finished; every rank must join each collective"
         )
-    if "No module named 'deepspeed" in first.text:
+    if _NO_DEEPSPEED.search(first.text):
         lines.append(
-            "xds: start it with `xds --as-deepspeed`, and xds is what `import deepspeed` finds"
+            "xds: to train with xds in place of DeepSpeed, start it with `xds --as-deepspeed`; "
+            "nothing has to be installed"
         )
     lines += _others(failures, first)
     if first.log:
         lines.append(f"xds: full output of rank {first.rank}: {first.log}")
     return "\n".join(lines) + "\n"
+
+
+_FRAME = re.compile(r'  File "(.*)", line \d+, in ')
+_OWN_FOLDERS = tuple({f"{folder}/" for folder in (_ROOT, _ROOT.resolve())})
+_PASSES_ON = "/torch/nn/modules/module.py"  # calls a module's forward, and nothing else
+
+
+def folded(traceback: str) -> str:
+    """The traceback with one line in place of successive frames of xds. The last frame always stays."""
+    frames: list[tuple[bool, list[str]]] = []  # (it is a frame of xds or between two, its lines)
+    for line in traceback.split("\n"):
+        found = _FRAME.match(line)
+        if found is not None:
+            frames.append(
+                (found[1].startswith(_OWN_FOLDERS) or found[1].endswith(_PASSES_ON), [line])
+            )
+        elif frames and line.startswith("    "):
+            frames[-1][1].append(line)
+        else:
+            frames.append((False, [line]))
+    lines: list[str] = []
+    hidden: list[list[str]] = []
+    for number, (is_hidden, text) in enumerate(frames):
+        follows = number + 1 < len(frames) and _FRAME.match(frames[number + 1][1][0])
+        if is_hidden and follows:
+            hidden.append(text)
+            continue
+        if any(frame[0].split('"')[1].startswith(_OWN_FOLDERS) for frame in hidden):
+            lines.append(f"  ... {len(hidden)} frames inside xds, in the log")
+        else:
+            lines += [line for frame in hidden for line in frame]
+        hidden = []
+        lines += text
+    return "\n".join(lines)
 
 
 def _others(failures: Sequence[Failure], first: Failure) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Literal
 from ...utils.errors import UsageError, XdsError
 from ...utils.messages import OutputWriter, write_stderr
 from ...utils.quoting import quoted
+from ...utils.sealing import new_key
 from ..job import Job, Order, Rendezvous, Restarts
 from .failure import first_failure, report, was_preempted
 from .peers import Peers
@@ -46,6 +47,7 @@ def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _N
         _fitting_ranks(job, restarts) if is_alone else job.num_ranks,
         max_restarts=restarts.max_restarts,
         agent_restarts=0 if is_alone else restarts.max_restarts,
+        key=new_key() if is_alone else "",
     )
     with stop_signals() as stop, run_folder(job.log_dir) as folder:
         peers = Peers(rendezvous, stop)
@@ -99,17 +101,15 @@ def _generations(order: Order, folder: RunFolder, stop: Stop, tee: RankZero) -> 
         is_over = bool(stop.signum) or not outcome.failures or was_preempted(outcome.failures)
         if is_over or order.generation >= allowed:
             return outcome
-        order = replace(order, generation=order.generation + 1)
+        order = replace(order, generation=order.generation + 1, key=new_key())
         again = f"xds: starting every rank again ({order.generation} of {allowed})\n"
         write_stderr(report(outcome.failures, outcome.finished) + again, stop.is_requested)
 
 
 def _ending(outcome: Outcome, stop: Stop, peers: Peers) -> tuple[str, int]:
     """The final message and the exit code."""
-    if stop.is_for_peer:
-        return f"xds: another machine reports:\n{peers.received['text']}", int(
-            peers.received["exit_code"]
-        )
+    if peers.received is not None and stop.is_for_peer:
+        return f"xds: another machine reports:\n{peers.received.text}", peers.received.exit_code
     if stop.signum:
         return "", 128 + stop.signum
     if outcome.error:

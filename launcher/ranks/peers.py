@@ -11,12 +11,17 @@ import json
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from typing import TYPE_CHECKING, final
 
+from ...utils.quoting import plain_lines
 from ..job import Rendezvous
 from .network import split_endpoint
 from .stop import Stop
+
+if TYPE_CHECKING:
+    from ...ops.watch.store import Store
 
 _POLL_SECONDS = 1.0
 _DELIVERY_SECONDS = 2.5  # time for the others to read, before the store may end with this process
@@ -25,16 +30,24 @@ _ON_TCP_STORES = ("c10d", "static")
 
 
 @final
+@dataclass(frozen=True)
+class Ending:
+    """How the ranks of another machine ended. text: the report. exit_code: that of the first failure."""
+
+    text: str
+    exit_code: int
+
+
+@final
 class Peers(threading.Thread):
     """A thread that receives another machine's failure, and publishes that of this machine."""
 
     def __init__(self, rendezvous: Rendezvous, stop: Stop) -> None:
         super().__init__(name="xds-peers", daemon=True)
-        # {"text": the report, "exit_code": of the first failure}
-        self.received: dict[str, Any] = {}
+        self.received: Ending | None = None
         self._rendezvous, self._stop_asked = rendezvous, stop
         self._key = f"xds/{rendezvous.run_id}/failed"
-        self._store: Any = None
+        self._store: Store | None = None
         self._is_over = threading.Event()
 
     def run(self) -> None:
@@ -46,16 +59,23 @@ class Peers(threading.Thread):
             self._store = None
 
     def _listen(self) -> None:
+        from pydantic import TypeAdapter
         from torch._C._distributed_c10d import TCPStore
 
+        from ...ops.watch.store import Store
+
+        kind = TypeAdapter(Ending)
         host, port = split_endpoint(self._rendezvous.endpoint)
         while not self._is_over.wait(_POLL_SECONDS):
             if self._store is None:
-                self._store = TCPStore(
+                store = TCPStore(
                     host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
                 )
-            elif self._store.check([self._key]):
-                self.received = json.loads(self._store.get(self._key))
+                self._store = Store(store, "launcher", self._rendezvous.node_rank or 0)
+                continue
+            found = self._store.read_as(kind, self._key)
+            if found is not None:
+                self.received = Ending(plain_lines(found.text), found.exit_code % 256 or 1)
                 self._stop_asked.request(signal.SIGTERM, is_for_peer=True)
                 return
 

@@ -52,9 +52,9 @@ def main() -> None:
     _exit_with_launcher(os.environ.pop("XDS_LAUNCHER_PID", ""))
     files = os.environ.pop("XDS_RANK_FILES", "")
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    has_log = bool(files) and os.environ.get("RANK") != "0"
-    if has_log:
-        log = f"{files}.log"
+    is_shown = not files or os.environ.get("RANK") == "0"
+    log = f"{files}.log" if files else ""
+    if not is_shown:
         _redirect_streams(log, log)
     else:
         _redirect_streams(os.environ.pop("XDS_RANK_OUT", ""), os.environ.pop("XDS_RANK_ERR", ""))
@@ -77,11 +77,11 @@ def main() -> None:
         is_number = isinstance(request.code, int)
         outcome.code = int(request.code) & 0xFF if is_number else 1
         text = "" if is_number else f"{request.code}\n"
-        _write_failure(error_file, f"exit code {outcome.code}", text, outcome.code, has_log)
+        _write_failure(error_file, f"exit code {outcome.code}", text, outcome.code, log)
     except BaseException as error:
         outcome.code = 1
         _write_failure(
-            error_file, f"{type(error).__name__}: {error}", _traceback_text(error), 1, has_log
+            error_file, f"{type(error).__name__}: {error}", _traceback_text(error), 1, log
         )
     sys.exit(outcome.code)
 
@@ -126,7 +126,7 @@ def _exec_program(program: str, args: list[str], error_file: str) -> NoReturn:
         os.execvp(program, [program, *args])
     except OSError as error:
         text = f"{program}: {error.strerror}\n"
-        _write_failure(error_file, text.strip(), text, 127, False)
+        _write_failure(error_file, text.strip(), text, 127, "")
         os._exit(127)
 
 
@@ -149,17 +149,18 @@ def _run_script(path: str, args: list[str]) -> None:
 
 def _run_module(name: str, args: list[str]) -> None:
     sys.argv = [name, *args]
-    _replace_own_folder(os.getcwd())
+    # for a module of xds the user has not named the working folder, where another user may have put modules
+    _replace_own_folder("" if name.startswith("xds.") else os.getcwd())
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _replace_own_folder(folder: str) -> None:
-    """Replace this file's folder on sys.path by `folder`. Under PYTHONSAFEPATH it is not on sys.path.
+    """Replace this file's folder on sys.path by `folder`, if any. Under PYTHONSAFEPATH it is not on sys.path.
 
     Python puts the resolved folder there, and `__file__` may go through a link (an installation of links).
     """
     if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-        sys.path[0] = folder
+        sys.path[:1] = [folder] if folder else []
 
 
 def _traceback_text(error: BaseException) -> str:
@@ -178,12 +179,20 @@ def _traceback_text(error: BaseException) -> str:
     return re.sub(r"(?m)^\[rank\d+\]: ?", "", text.getvalue())
 
 
-def _write_failure(error_file: str, summary: str, text: str, exit_code: int, has_log: bool) -> None:
-    """Write the failure to `error_file`, atomically, and to the log if there is one."""
+def _write_failure(error_file: str, summary: str, text: str, exit_code: int, log: str) -> None:
+    """Write the failure to `error_file`, atomically, and whole to the log if there is one.
+
+    Rank 0's standard error is also on the terminal, where the launcher prints a shorter text.
+    """
     now = time.time()
-    if has_log or not error_file:
-        # the stream has no reader; the record below is still written
-        with contextlib.suppress(OSError):
+    # the disk is full, or the stream has no reader: the record below is still written
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if log:
+            with open(log, "a", encoding="utf-8", opener=_for_user) as file:
+                file.write(text)
+        elif not error_file:
             sys.stderr.write(text)
             sys.stderr.flush()
     if not error_file:

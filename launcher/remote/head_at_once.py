@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from ...utils.messages import write_stderr
+from ...utils.sealing import RUN_KEY, new_key
 from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
@@ -140,7 +141,8 @@ def _one_start(
     ]
     command = backend.command([host for host, _ in chosen], remote, argv)
     selector = selectors.DefaultSelector()
-    environment = dict(os.environ) | backend.environment(remote)
+    # not in the orders, which every user can read in the arguments
+    environment = {**os.environ, **backend.environment(remote), RUN_KEY: new_key()}
     link = Link(backend.name, command, token, selector, own_streams(stop), environment)
     link.close_input()
     start = _Start()

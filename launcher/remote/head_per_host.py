@@ -23,6 +23,7 @@ from typing import Any, final
 
 from ...utils.errors import UsageError
 from ...utils.messages import write_stderr
+from ...utils.sealing import new_key
 from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
@@ -227,7 +228,7 @@ class _Head:
                 run_id=f"{self._token}.{self._generation}",
             ),
         )
-        first_rank = 0
+        first_rank, key = 0, new_key()
         for (member, count), order in zip(chosen, orders, strict=True):
             member.state, member.is_stopping = "running", False
             member.ranks = tuple(range(first_rank, first_rank + count))
@@ -237,6 +238,7 @@ class _Head:
                 generation=self._generation,
                 max_restarts=self._restarts.max_restarts,
                 heartbeat_seconds=self._limit_seconds,
+                key=key,
             )
             assert member.link is not None
             member.link.send("run", order=order.as_dict())

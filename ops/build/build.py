@@ -98,7 +98,7 @@ def compile_objects(library: Library, folder: Path) -> list[Path]:
 
 
 def _build(planned: Plan, folder: Path) -> Entry:
-    log.info("building the native library %s", planned.library.name)
+    log.info("compiling %s (once, about 20 s)", planned.library.name)
     start = time.perf_counter()
     with build_cache.temporary(folder, planned.key) as path:
         _run_ninja(planned, path, is_linked=True)
@@ -122,7 +122,7 @@ def _build(planned: Plan, folder: Path) -> Entry:
             built_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         entry = build_cache.commit(path, folder, info)
-    log.info("built the native library %s in %.1f s", info.name, info.seconds)
+    log.info("compiled %s in %.1f s", info.name, info.seconds)
     return entry
 
 

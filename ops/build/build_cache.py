@@ -239,7 +239,7 @@ class KeyLock:
                 log.warning("another process holds %s for %.0f s", self.path, waited_seconds)
                 return
             if waited_seconds > QUIET_SECONDS and not is_logged:
-                log.info("waiting for another process that builds %s", key)
+                log.info("waiting for another process that compiles %s", key)
                 is_logged = True
             time.sleep(POLL_SECONDS)
 

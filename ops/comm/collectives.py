@@ -438,9 +438,11 @@ def counting_as(kind: str, opened: Sequence[Collectives]) -> Iterator[None]:
 def _store_of(group: dist.ProcessGroup | None) -> Store | None:
     """The store of `group`. It still answers after a collective of the group has failed."""
     try:
-        return None if group is None else group.get_group_store()
+        if group is not None:
+            return Store(group.get_group_store(), group.group_name, group.rank())
     except RuntimeError:
-        return None
+        pass
+    return None
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -13,16 +13,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
+from threading import Thread
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
-from .collectives import Collectives, PartOf
+from .collectives import CONTROL_BUFFER, TAG_BASE, Collectives, PartOf
 from .config import Communication
 from .levels import Levels
 from .opening import DEFAULT, open_collectives
 
+_MADE_TAG = TAG_BASE - 1  # of no other message
+_POLL_SECONDS = 0.05
+_NAMED = 8  # ranks of a group, in messages
 _groups: dict[tuple[object, tuple[int, ...], str], Any] = {}
 
 
@@ -160,8 +165,52 @@ class MeshGroups(AxisGroups):
             return self._world
         key = (dist.group.WORLD, tuple(ranks), use)
         if key not in _groups:
-            _groups[key] = dist.new_group(list(ranks), timeout=self._timeout)
+            _groups[key] = self._new_group(ranks)
         return _groups[key]
+
+    def _new_group(self, ranks: Sequence[int]) -> Any:
+        """torch's new_group. Raises PeerError, within seconds where one of `ranks` ends meanwhile.
+
+        gloo waits for all of `ranks` in native code, which nothing can interrupt. So a thread makes the group.
+        Another one waits for a message of the next rank, that its group is made. This fails at once when the
+        next rank's process ends. The watcher of each other rank then hears of it.
+        """
+        watch, names = self._collectives.watch, ", ".join(map(str, ranks[:_NAMED]))
+        what = f"ranks {names}" + (f", ..., {ranks[-1]}" if len(ranks) > _NAMED else "")
+        with watch.guard("new_group", CONTROL_BUFFER, what) as mark:
+            mark.members = tuple(ranks)
+            if self._rank not in ranks or dist.get_backend(self._world) != "gloo":
+                return dist.new_group(list(ranks), timeout=self._timeout)
+            at = ranks.index(self._rank)
+            after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
+            made: list[Any] = []
+            failed: list[tuple[Exception, int | None]] = []
+
+            def make() -> None:
+                try:
+                    made.append(dist.new_group(list(ranks), timeout=self._timeout))
+                    self._world.send([torch.zeros(1)], before, _MADE_TAG).wait()
+                except Exception as error:
+                    failed.append((error, None))
+
+            def hear() -> None:
+                try:
+                    self._world.recv([torch.zeros(1)], after, _MADE_TAG).wait()
+                except RuntimeError as error:
+                    failed.append((error, after))
+
+            threads = [Thread(target=each, name="xds-groups", daemon=True) for each in (make, hear)]
+            for thread in threads:
+                thread.start()
+            while not failed and (alive := [each for each in threads if each.is_alive()]):
+                alive[0].join(_POLL_SECONDS)
+                if watch.lost is not None:
+                    lost = f"Connection closed by rank {watch.lost}, as another rank has noticed"
+                    failed.append((RuntimeError(lost), watch.lost))
+            if failed:
+                error, rank = failed[0]
+                raise watch.failed(mark, RuntimeError(str(error)), rank) from error
+            return made[0]
 
 
 __all__ = ["AxisGroups", "MeshGroups", "blocks_of"]

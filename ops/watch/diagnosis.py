@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...utils.quoting import escaped
+
 OUTSIDE = "it is in the script's own code (a data loader, a collective of its own), or slower than the timeout"
 GONE = "it closed its connection: its process ended, or failed in a collective of the script's own"
 LEFT = "it has already destroyed this engine"
@@ -46,7 +48,7 @@ class Report:
     serial: int = 0
     place: str = ""
     call: str = ""
-    own: Sequence[Sequence[object]] = ()
+    own: Sequence[tuple[int, str, str]] = ()
     alarm: int = -1
     members: Sequence[int] | None = None
 
@@ -68,7 +70,7 @@ def explain(
     silences: Mapping[int, float | None] | None = None,
     places: Mapping[int, str] | None = None,
 ) -> str:
-    """One message about all ranks. It is the same on every rank that has the same reports.
+    """One line about all ranks. It is the same on every rank that has the same reports.
 
     Args:
         reports: the reports of the ranks that answered, by rank.
@@ -86,7 +88,7 @@ def explain(
     named = sorted(strayed & (places or {}).keys())
     parts += [f"rank {rank} has {(places or {})[rank]}" for rank in named]
     parts += [text for text in (_difference_text(waiting), _own_difference_text(reports)) if text]
-    return f"{'; '.join(parts)}. {_remedy(waiting, reports, silent)}"
+    return escaped(f"{'; '.join(parts)}. {_remedy(waiting, reports, silent)}")
 
 
 def _place_texts(reports: Sequence[Report]) -> list[str]:
@@ -211,7 +213,7 @@ def _difference_text(waiting: Sequence[Sequence[Report]]) -> str:
 
 def _own_difference_text(reports: Sequence[Report]) -> str:
     """The first of the script's own collectives that differs between two ranks."""
-    calls = [{int(str(n)): (op, sizes) for n, op, sizes in r.own} for r in reports]
+    calls = [{number: (op, sizes) for number, op, sizes in r.own} for r in reports]
     for number in sorted(set().union(*calls)) if calls else ():
         for r, mine in zip(reports, calls, strict=True):
             first = calls[0].get(number)

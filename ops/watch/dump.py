@@ -72,8 +72,8 @@ def write_ring(watch: Watch, report: Report) -> str:
     return path
 
 
-def recorded(group: str) -> list[list[object]]:
-    """The script's own last collectives of `group`: [number, op, sizes], from torch's flight recorder.
+def recorded(group: str) -> list[tuple[int, str, str]]:
+    """The script's own last collectives of `group`: (number, op, sizes), from torch's flight recorder.
 
     [] where the recorder is off (TORCH_FR_BUFFER_SIZE) or this torch has none.
     """
@@ -82,7 +82,7 @@ def recorded(group: str) -> list[list[object]]:
         entries = json.loads(c10d._dump_fr_trace_json(True, False)).get("entries", [])
         found = [e for e in entries if e["process_group"][0] == group and not e["is_p2p"]]
         return [
-            [e["collective_seq_id"], e["profiling_name"].rpartition(":")[2], str(e["input_sizes"])]
+            (e["collective_seq_id"], e["profiling_name"].rpartition(":")[2], str(e["input_sizes"]))
             for e in found[-OWN:]
         ]
     except Exception:  # a private interface of torch; the information is optional

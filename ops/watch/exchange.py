@@ -4,21 +4,38 @@ xds/waits/{rank}            a rank's own report: its wait failed, or its script 
 xds/alarm/{engine}          the number of the newest alarm; each rank's watcher thread then writes
 xds/answers/{engine}/{rank} the current position of its rank
 xds/beat/{engine}/{rank}    a heartbeat with the step times
-xds/read/{rank}             the rank has read the other reports
+xds/read/{engine}/{rank}    the newest alarm for which the rank has read the other reports
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from pydantic import TypeAdapter
 
 from .diagnosis import Report
 from .store import Store
 
 PATIENCE_SECONDS = 3.0  # for ranks that fail a little later than this one
 POLL_SECONDS = 0.05
+
+
+@final
+@dataclass(frozen=True)
+class Beat:
+    """A heartbeat. at: seconds since 1970. steps: as of `Steps.totals`. left: the rank destroys its engine."""
+
+    at: float
+    host: str = ""
+    steps: Sequence[tuple[int, float, float]] = ()
+    left: bool = False
+
+
+_REPORT, _BEAT, _NUMBER = TypeAdapter(Report), TypeAdapter(Beat), TypeAdapter(int)
 
 
 @final
@@ -37,7 +54,7 @@ class Exchange:
 
     def withdraw(self) -> None:
         """Delete this rank's own report."""
-        self.store.delete_key(f"xds/waits/{self.rank}")
+        self.store.delete(f"xds/waits/{self.rank}")
 
     def answer(self, report: Report) -> None:
         """Write the watcher thread's report about its rank."""
@@ -45,31 +62,27 @@ class Exchange:
 
     def alarm(self) -> int:
         """The number of the newest alarm; 0 where there was none."""
-        return int(self._read(f"xds/alarm/{self.engine}") or 0)
+        return self.store.read_as(_NUMBER, f"xds/alarm/{self.engine}") or 0
 
     def raise_alarm(self, number: int) -> None:
         self.store.set(f"xds/alarm/{self.engine}", str(number))
 
-    def beat(self, **fields: Any) -> None:
-        self.store.set(self._beat_key(self.rank), json.dumps({"at": time.time(), **fields}))
+    def beat(self, beat: Beat) -> None:
+        self.store.set(self._beat_key(self.rank), json.dumps(vars(beat)))
 
-    def beats(self) -> dict[int, dict[str, Any]]:
+    def beats(self) -> dict[int, Beat]:
         """The newest heartbeat of every rank; {} until all ranks have sent one."""
         keys = [self._beat_key(rank) for rank in range(self.world_size)]
-        if not self.store.check(keys):
-            return {}
-        many = getattr(self.store, "multi_get", None)
-        values = many(keys) if many is not None else [self.store.get(key) for key in keys]
-        return {rank: json.loads(value) for rank, value in enumerate(values)}
+        return dict(enumerate(self.store.read_all_as(_BEAT, keys)))
 
     def silences(self, reports: dict[int, Report]) -> dict[int, float | None]:
         """Seconds since the last heartbeat of each rank without a report; None: it destroyed its engine."""
         found: dict[int, float | None] = {}
         for rank in range(self.world_size):
-            text = None if rank in reports else self._read(self._beat_key(rank))
-            if text:
-                beat = json.loads(text)
-                found[rank] = None if beat.get("left") else max(0.0, time.time() - beat["at"])
+            if rank not in reports:
+                beat = self.store.read_as(_BEAT, self._beat_key(rank))
+                if beat is not None:
+                    found[rank] = None if beat.left else max(0.0, time.time() - beat.at)
         return found
 
     def collect(
@@ -88,13 +101,21 @@ class Exchange:
             pass  # the rank of the store ended: use the reports that were read so far
         return dict(sorted(reports.items()))
 
-    def wait_for_readers(self, reports: dict[int, Report], deadline: float) -> None:
+    def has_read(self, alarm: int = 0) -> None:
+        """Tell the others that this rank has read their reports."""
+        self.store.set(f"xds/read/{self.engine}/{self.rank}", str(alarm))
+
+    def wait_for_readers(self, reports: dict[int, Report], deadline: float, alarm: int = 0) -> None:
         """Wait until the ranks that reported have read all reports: this process may host the store."""
         try:
-            self.store.set(f"xds/read/{self.rank}", "")
-            others = [f"xds/read/{rank}" for rank in reports if not reports[rank].raised]
-            while not self.store.check(others) and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
+            self.has_read(alarm)
+            others = [rank for rank in reports if not reports[rank].raised]
+            while others and time.monotonic() < deadline:
+                number = self.store.read_as(_NUMBER, f"xds/read/{self.engine}/{others[-1]}")
+                if number is not None and number >= alarm:
+                    others.pop()
+                else:
+                    time.sleep(POLL_SECONDS)
         except RuntimeError:
             return
 
@@ -103,17 +124,13 @@ class Exchange:
         for rank in range(self.world_size):
             if rank in reports:
                 continue
-            text = self._read(f"xds/waits/{rank}")
-            if text is None and alarm:
-                text = self._read(f"xds/answers/{self.engine}/{rank}")
-            if text is not None:
-                report = Report(**json.loads(text))
+            report = self.store.read_as(_REPORT, f"xds/waits/{rank}")
+            if report is None and alarm:
+                report = self.store.read_as(_REPORT, f"xds/answers/{self.engine}/{rank}")
+            if report is not None and report.rank == rank:
                 if report.alarm < 0 or report.alarm >= alarm:
                     reports[rank] = report
         return len(reports) < self.world_size
-
-    def _read(self, key: str) -> bytes | None:
-        return self.store.get(key) if self.store.check([key]) else None
 
     def _beat_key(self, rank: int) -> str:
         return f"xds/beat/{self.engine}/{rank}"

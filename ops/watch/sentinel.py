@@ -25,9 +25,9 @@ import torch.distributed as dist
 from .config import WatchConfig
 from .diagnosis import Report, explain
 from .dump import end_process, recorded, write_ring
-from .exchange import PATIENCE_SECONDS, Exchange
+from .exchange import PATIENCE_SECONDS, Beat, Exchange
 from .ring import Mark, ThreadPosition, tensor_of_call
-from .store import REPLY_SECONDS, own_connection
+from .store import REPLY_SECONDS
 from .stragglers import StragglerDetector
 from .watch import Watch
 
@@ -42,6 +42,7 @@ FRESH_SECONDS = EARLY_SECONDS + 2.0
 MAX_CPU_SHARE = 0.05  # the CPU share of a heartbeat below which a thread counts as waiting
 # share of the time before a wait is reported, after which the thread is examined
 LOOK_AFTER_SHARE = 0.5
+FEWEST = 4  # below this number of ranks, no median says which of them is slow
 MANY = 64  # above this number of ranks, the step times of all are read less often
 Reports = dict[int, Report]
 
@@ -183,11 +184,11 @@ class Sentinel:
                 self._drop(entry)
                 return
             if entry.exchange is None:
-                store = own_connection(entry.store)
-                entry.store = None
+                assert entry.store is not None
+                store, entry.store = entry.store.own_connection(), None
                 entry.exchange = Exchange(store, watch.rank, watch.world_size, watch.engine)
             exchange = entry.exchange
-            exchange.beat(host=self._host, steps=watch.steps.totals())
+            exchange.beat(Beat(time.time(), self._host, watch.steps.totals()))
             if entry.request is not None:
                 self._serve(entry, watch, entry.request)
             number = exchange.alarm()
@@ -200,7 +201,7 @@ class Sentinel:
     def _drop(self, entry: WatchedEngine) -> None:
         try:
             if entry.exchange is not None:
-                entry.exchange.beat(left=True)
+                entry.exchange.beat(Beat(time.time(), left=True))
         except RuntimeError:
             pass
         entry.exchange = None
@@ -229,7 +230,7 @@ class Sentinel:
         deadline = time.monotonic() + PATIENCE_SECONDS
         reports = exchange.collect(request.report, deadline, number)
         request.answer = _explained(exchange, reports, watch.places)
-        exchange.wait_for_readers(reports, deadline)
+        exchange.wait_for_readers(reports, deadline, number)
         request.done.set()
 
     def _gather(self, entry: WatchedEngine, watch: Watch, number: int) -> str:
@@ -244,7 +245,8 @@ class Sentinel:
         reports = exchange.collect(mine, deadline, number, stops=self._has_request)
         if self._has_request():  # a wait failed in the meantime: its error has the diagnosis
             return ""
-        exchange.store.set(f"xds/read/{watch.rank}", "")
+        exchange.has_read(number)
+        watch.lost = next((r.gone for r in reports.values() if r.gone is not None), watch.lost)
         lowest = min(reports)
         entry.lowest_waiting = lowest if reports[lowest].waits_in else -1  # else that rank logs it
         diagnosis = _explained(exchange, reports, watch.places)
@@ -369,13 +371,14 @@ class Sentinel:
 
     def _compare(self, entry: WatchedEngine, exchange: Exchange) -> None:
         entry.beats += 1
-        if entry.detector is None or (exchange.world_size > MANY and entry.beats % 5):
+        is_skipped = exchange.world_size > MANY and entry.beats % 5
+        if entry.detector is None or exchange.world_size < FEWEST or is_skipped:
             return
         beats = exchange.beats()
-        if any("steps" not in beat for beat in beats.values()):
+        if not beats or any(beat.left for beat in beats.values()):
             return
-        for change in entry.detector.compare({rank: beat["steps"] for rank, beat in beats.items()}):
-            text = change.message(beats[change.rank]["host"])
+        for change in entry.detector.compare({rank: beat.steps for rank, beat in beats.items()}):
+            text = change.message(beats[change.rank].host)
             log.log(logging.WARNING if change.is_slow else logging.INFO, "xds: %s", text)
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import final
 
+from ...utils.quoting import printable
+
 STRIDES = (4, 32, 256, 2048, 16384)  # steps
 KEPT = 4  # how many totals of each stride are kept
 WINDOWS = (
@@ -67,7 +69,7 @@ class SpeedChange:
     waited_seconds: float
 
     def message(self, host: str) -> str:
-        where = f"rank {self.rank}" + (f" (host {host})" if host else "")
+        where = f"rank {self.rank}" + (f" (host {printable(host)})" if host else "")
         if not self.is_slow:
             return f"{where} is no longer slower than its peers"
         return (

@@ -55,6 +55,7 @@ class Watch:
         self.ring: deque[Mark] = deque(maxlen=RING_SIZE)
         self.waiting: tuple[Mark, float] | None = None  # the current wait, and its begin
         self.is_failing = False
+        self.lost: int | None = None  # a rank that has ended, as another rank reports
         self.waited_seconds = 0.0
         self.steps = Steps()
         self.thread = threading.main_thread().ident or 0  # the thread that trains
@@ -119,7 +120,7 @@ class Watch:
             if peer is None and self.world_size == 2:
                 peer = 1 - self.rank
             # a peer that failed before this rank closes the connection as well, but it has published a report
-            is_closed = "Timed out" not in message and "Application timeout" not in message
+            is_closed = "Timed out" not in message and "timeout" not in message
             report = self.report_wait(mark, gone=peer if is_closed else None)
             if self.diagnoser is None:
                 diagnosis = self._diagnose(report)
@@ -217,10 +218,13 @@ class Watch:
 
     def _diagnose(self, mine: Report) -> str:
         """The diagnosis without a sentinel, from the reports that other ranks publish."""
-        exchange, reports = self.exchange(), {self.rank: mine}
-        if exchange is not None:
+        store, reports = self.open_store(), {self.rank: mine}
+        if store is not None:
             deadline = time.monotonic() + PATIENCE_SECONDS
             try:
+                # another thread may wait for a key of torch's, which would block this connection
+                own = store.own_connection()
+                exchange = Exchange(own, self.rank, self.world_size, self.engine)
                 exchange.publish(mine)
                 self._has_published = True
                 reports = exchange.collect(mine, deadline)

@@ -137,6 +137,11 @@ def impossible_batch() -> None:
     xds.initialize(build("plain"), {**config_of(), **sizes})
 
 
+def two_mistakes() -> None:
+    sizes = {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}
+    xds.initialize(build("plain"), {**config_of(optimizer=None), **sizes})
+
+
 def shape_seeing_optimizer() -> None:
     model = build("plain")
     optimizer = torch.optim.Adafactor(model.parameters())
@@ -182,7 +187,10 @@ def complain(names: list[str]) -> dict[str, str]:
 
 
 def test_each_mistake_gives_one_sentence_on_every_rank() -> None:
-    for said in run_new_ranks(complain, 2, list(BAD)):
+    for said in run_new_ranks(complain, 2, [*BAD, "two_mistakes"]):
+        first, *problems = said["two_mistakes"].splitlines()
+        assert first == "config: 2 problems"
+        assert "optimizer is missing" in problems[0] and "train_batch_size = 7" in problems[1]
         for name, sentence in BAD.items():
             assert sentence in said[name], (name, said[name])
             assert "\n" not in said[name].strip(), name

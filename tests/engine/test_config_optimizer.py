@@ -78,7 +78,8 @@ def test_every_argument_that_takes_effect_is_one_of_the_optimizer(name):
     built = own.get(name) or getattr(torch.optim, name)
     table = OPTIMIZERS.built_in[name]
     read = {key for key, entry in table.items() if isinstance(entry, Rule)}
-    assert read <= set(inspect.signature(built).parameters)
+    only_a_default = {"torch_adam"}  # chooses that of weight_decay
+    assert read - only_a_default <= set(inspect.signature(built).parameters)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS.built_in)
@@ -145,6 +146,14 @@ def test_only_arguments_that_take_effect_are_kept():
     }
     assert read("optimizer", "Adam", {"adam_w_mode": False}).params == {"adam_w_mode": False}
     assert read("optimizer", "NAdam", {"momentum_decay": 4e-3}).params == {"momentum_decay": 4e-3}
+
+
+def test_torch_adam_is_noted_where_it_sets_the_weight_decay():
+    for more, is_noted in (({}, True), ({"weight_decay": 0.1}, False)):
+        section = {"type": "AdamW", "params": {"torch_adam": True, **more}}
+        config = parse_config({"optimizer": section})
+        assert any("weight_decay is 0.01, torch's" in note for note in config.notes) is is_noted
+        assert config.without_effect == ()
 
 
 @pytest.mark.parametrize(

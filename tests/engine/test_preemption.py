@@ -17,6 +17,8 @@ from preempted_runs import Ranks, Run, config_of, final, preempt_and_resume
 
 import xds
 from xds.engine.preemption.coordinator import Coordinator, Participant
+from xds.ops.watch import Store
+from xds.utils.sealing import RUN_KEY
 
 KINDS = {
     "two ranks": (Run("", 2, stage=1), signal.SIGTERM),
@@ -269,6 +271,24 @@ def test_the_deadline_ends_a_process_whoever_reads_standard_error(tmp_path):
     run_new_ranks(_late_unread, 1, str(tmp_path))
 
 
+def test_a_notice_of_anybody_cannot_control_the_terminal_or_end_the_thread(monkeypatch, capfd):
+    monkeypatch.delenv(RUN_KEY, raising=False)
+    raw, engine, coordinator = dist.HashStore(), _Engine(None, 0), Coordinator()
+    ranks, shared = _Collectives(0, 2), Store(raw, "0", 0)
+    leader = Participant(weakref.ref(engine), "folder", 30.0, ranks, shared)
+    coordinator._participants = [leader]
+    raw.set("xds/preemption/0/notice", b"\xff")
+    coordinator._check_other_ranks()
+    assert not coordinator._reason
+    raw.set("xds/preemption/0/notice", "\x1b]0;PWNED\x07\nxds: update your password")
+    coordinator._check_other_ranks()
+    assert "PWNED" in coordinator._reason and coordinator._reason.isprintable()
+    raw.set("xds/preemption/0/0", "9" * 5000)
+    raw.set("xds/preemption/0/1", "1")
+    assert coordinator._agreed(leader, 1) == 0
+    assert "rank 0 takes no more steps" in capfd.readouterr().err
+
+
 # -- how ranks agree: many ranks as threads, with steps that only let a rank run a little ahead -------------
 
 
@@ -307,7 +327,7 @@ class _Trial:
         self.world_size, self.steps, self.random = world_size, steps, random.Random(seed)
         self.at, self.moved = [0] * world_size, threading.Condition()
         self.meeting = threading.Barrier(world_size)
-        self.store = dist.HashStore()
+        self.store = Store(dist.HashStore(), "0", 0)
         self.engines = [_Engine(self, rank) for rank in range(world_size)]
         self.coordinators = [Coordinator() for _ in range(world_size)]
         self.problems = []

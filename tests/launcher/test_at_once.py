@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from launcher_stubs import calls, make_stub, with_stub
+
+from xds.launcher.remote.backends.orders import _unpacked
 
 SCRIPT = """
 import os, sys
@@ -58,6 +61,45 @@ def test_srun_that_numbers_hosts_in_its_own_order_runs_the_ranks_of_each(tmp_pat
     assert (done.returncode, done.stdout) == (0, SAID), done.stderr
     (call,) = calls(record)
     assert "--nodelist=127.0.0.2,127.0.0.3" in call["argv"]  # type: ignore[operator]
+
+
+KEEPS_THE_KEY = """
+import os
+start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+with open(f"key{os.environ['RANK']}.{start}", "w") as file:
+    file.write(os.environ["XDS_RUN_KEY"])
+if start == "0" and os.environ["RANK"] == "1":
+    raise SystemExit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "program"),
+    [
+        ("slurm", "srun"),
+        pytest.param("ssh", "ssh", marks=pytest.mark.slow),
+        pytest.param("openmpi", "mpirun", marks=pytest.mark.slow),
+        pytest.param("mpich", "mpiexec.hydra", marks=pytest.mark.slow),
+    ],
+)
+def test_the_ranks_of_a_start_have_one_key_that_no_command_shows(
+    launcher: str, program: str, tmp_path: Path
+) -> None:
+    environ = prepare(tmp_path) | {"XDS_RUN_KEY": "of the run around it"}
+    record = make_stub(tmp_path, program)
+    (tmp_path / "train.py").write_text(KEEPS_THE_KEY)
+    words = ("--hostfile", "hosts", "--launcher", launcher, "--max-restarts", "1", "train.py")
+    done = start(tmp_path, environ, *words)
+    assert done.returncode == 0, done.stderr
+    keys = {path.name: path.read_text() for path in tmp_path.glob("key*")}
+    assert keys["key0.0"] == keys["key1.0"] != keys["key0.1"] == keys["key1.1"]
+    assert all(len(key) == 64 for key in keys.values())
+    assert [word for call in calls(record) for word in call["argv"]]  # type: ignore[attr-defined]
+    for call in calls(record):
+        shown = " ".join(call["argv"])  # type: ignore[arg-type]
+        packed = shown.partition("--orders ")[2].split(" ")[0].strip("'")
+        orders = json.dumps(_unpacked(packed)) if packed else ""
+        assert not any(key in shown + orders for key in keys.values())
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ def test_it_prints_the_choices_and_what_has_no_effect(path, capsys):
     out, err = capsys.readouterr()
     assert err == ""
     lines = [line.strip() for line in out.splitlines()]
+    assert lines[0].endswith("config.json resolved for 8 data-parallel ranks:") and "{" not in out
     for line in (
         "train_batch_size = 64: 4 samples per forward x 2 accumulation steps x 8 ranks = 64 samples per update",
         "zero_optimization.stage = 2: the optimizer state and the gradients are sharded over the "
@@ -44,6 +45,31 @@ def test_it_prints_the_choices_and_what_has_no_effect(path, capsys):
         assert line in lines
     assert any(line.startswith("zero_optimization.contiguous_gradients: ") for line in lines)
     assert any(line.startswith("gradient_clipping is not given") for line in lines)
+
+
+def test_what_a_trainer_fills_in_is_no_error_and_stays_auto(capsys):
+    config = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "bfloat16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+    }
+    text = json.dumps(config)
+    assert main([text, "--world-size", "2", "--auto", "optimizer.params.lr=1e-3"]) == 0
+    out = capsys.readouterr().out
+    assert "train_batch_size = 16: 8 samples per forward" in out and "AdamW(lr=0.001" in out
+    filled = out.partition("--auto KEY=VALUE tries others:\n")[2].partition("\n\n")[0]
+    assert [line.split(" = ")[0].strip() for line in filled.splitlines()] == [
+        "bf16.enabled",
+        "optimizer.params.betas",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    ]
+    assert main([text, "--json"]) == 0
+    resolved = json.loads(capsys.readouterr().out)
+    assert resolved["train_batch_size"] == resolved["bf16"]["enabled"] == "auto"
+    assert resolved["optimizer"]["params"] == {"lr": "auto", "betas": "auto"}
+    assert main([json.dumps(resolved)]) == 0
 
 
 def test_json_only_reads_back(path, capsys):
@@ -74,7 +100,7 @@ def test_auto_is_filled_from_the_command_line(capsys):
         }
     )
     assert main([text]) == 2
-    assert "optimizer.params.lr" in capsys.readouterr().err
+    assert 'optimizer.type = "auto"' in capsys.readouterr().err
     filled = ["optimizer.type=Lion", "optimizer.params.lr=1e-3", "optimizer.params.betas=[0.9,0.9]"]
     assert main([text, *(word for each in filled for word in ("--auto", each))]) == 0
     assert "Lion(lr=0.001, betas=[0.9, 0.9])" in capsys.readouterr().out

@@ -19,8 +19,8 @@ PLAIN = {  # as little differs as possible
 CHECKPOINTS = "checkpoints: are safetensors files"
 DEEPSPEEDS = """
 train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
-steps_per_print wall_clock_breakdown memory_breakdown dump_state gradient_clipping gradient_allreduce_op
-communication_data_type sequence_parallel_size seq_parallel_communication_data_type
+steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level gradient_clipping
+gradient_allreduce_op communication_data_type sequence_parallel_size seq_parallel_communication_data_type
 zero_allow_untested_optimizer dataloader_drop_last optimizer.type optimizer.params scheduler.type
 scheduler.params fp16.enabled fp16.auto_cast fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window
 fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale bf16.enabled bf16.check_grad_overflow

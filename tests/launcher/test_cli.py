@@ -122,6 +122,14 @@ def test_a_script_that_is_not_there(capsys):
     assert "script = 'no/train.py': no such file" in capsys.readouterr().err
 
 
+def test_a_mistyped_command_is_not_taken_for_a_script(runs, capsys, tmp_path):
+    assert cli.main(["chekc", "config.json"]) == 2
+    said = capsys.readouterr().err
+    assert said == "xds: chekc: neither a command nor a file; did you mean `xds check`?\n"
+    (tmp_path / "chekc").touch()
+    assert cli.main(["chekc"]) == 5 and runs
+
+
 def test_help_and_version(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out

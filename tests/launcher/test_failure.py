@@ -78,6 +78,29 @@ def test_the_report_of_a_traceback():
     ]
 
 
+@pytest.mark.parametrize(
+    ("error", "helps"),
+    [
+        ("ModuleNotFoundError: No module named 'deepspeed'", True),
+        (
+            "ImportError: DeepSpeed is not available => install it using `pip3 install deepspeed`",
+            True,
+        ),
+        (
+            "importlib.metadata.PackageNotFoundError: No package metadata was found for The "
+            "'deepspeed>=0.9.3' distribution was not found",
+            True,
+        ),
+        ("ImportError: cannot import name 'x' from 'deepspeed'", False),
+        ("ValueError: deepspeed", False),
+    ],
+)
+def test_a_script_that_needs_deepspeed_is_told_the_option(error, helps):
+    """The words of Python, accelerate and transformers."""
+    text = f"Traceback (most recent call last):\n  import deepspeed\n{error}\n"
+    assert ("`xds --as-deepspeed`" in report([raised(0, text, 1.0)], [])) is helps
+
+
 def test_the_report_of_a_silent_death_shows_the_last_lines(tmp_path):
     log = tmp_path / "rank1.log"
     log.write_text("".join(f"line {i}\n" for i in range(50)) + "1%\r50%\r99%")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,28 @@ def test_another_file_is_named_by_a_variable(tmp_path: Path) -> None:
     assert forwarded_variables({"XDS_ENV_FILE": "mine"}, tmp_path, tmp_path) == {"A": "1", "B": "1"}
     with pytest.raises(UsageError, match="nowhere': No such file"):
         forwarded_variables({"XDS_ENV_FILE": "nowhere"}, tmp_path, tmp_path)
+
+
+def test_a_file_that_another_user_may_change_is_ignored_unless_its_path_is_given(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "shared" / ".deepspeed_env"
+    file.parent.mkdir()
+    file.write_text("PYTHONPATH=/home/other")
+    file.chmod(0o666)
+    assert forwarded_variables({}, file.parent, tmp_path) == {}
+    told = capfd.readouterr().err
+    assert f"{file} is ignored: every user may write to {file}; to use it" in told
+    assert f"name it: DS_ENV_FILE={file}" in told
+    named = {"DS_ENV_FILE": str(file)}
+    assert forwarded_variables(named, file.parent, tmp_path) == {"PYTHONPATH": "/home/other"}
+    file.chmod(0o644)
+    file.parent.chmod(0o1777)  # as /tmp: others may add files, but not replace this one
+    assert forwarded_variables({}, file.parent, tmp_path) == {"PYTHONPATH": "/home/other"}
+    if os.getuid() == 0:
+        os.chown(file, 65534, 65534)
+        assert forwarded_variables({}, file.parent, tmp_path) == {}
+        assert "belongs to user 65534" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["A", "=1", "A B=1", "1A=1", "A\0=1", "A=\0", "for x"])

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from xds.launcher.ranks import worker
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 MARK = "XDS_TEST_MARK"  # in the environment of every process of one test
@@ -244,6 +246,15 @@ def test_a_module_runs_like_python_m(start, tmp_path):
     options = ("-m", "--nproc-per-node", "1", "package.go", "--lr", "1")
     code, out, err = finish(start("", *options))
     assert (code, out, err) == (0, "__main__ relative ['--lr', '1'] package\n", "")
+
+
+def test_a_module_of_xds_imports_nothing_from_the_working_folder(tmp_path):
+    """It may be a folder where other users put files."""
+    for name in ("pydantic", "torch", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working folder')")
+    command = [sys.executable, worker.__file__, "module", "xds.ops.watch.config"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_program_of_any_kind(start):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from xds.launcher.command_line import own_allocation
 from xds.launcher.command_line import where as place
 from xds.launcher.command_line.option_docs import page
 from xds.launcher.command_line.option_table import GROUPS, OPTIONS
@@ -340,6 +341,18 @@ def test_a_default_hostfile_counts_only_where_it_is_there():
     assert isinstance(where("--launcher local", default_hostfile="hosts"), Local)
     assert isinstance(where("", default_hostfile="here"), Local)
     assert isinstance(where("--standalone", default_hostfile="hosts"), Local)
+
+
+def test_a_default_hostfile_that_another_user_may_change_is_ignored(capfd):
+    Path("hosts").chmod(0o666)
+    assert isinstance(where("", default_hostfile="hosts"), Local)
+    assert "hosts is ignored: every user may write to" in capfd.readouterr().err
+    assert "worker-0" in slots(where("--hostfile hosts"))  # it is named
+    assert not own_allocation.is_asked_for(read(["t.py"]), {}, "hosts")
+    slurm = read(["--launcher", "slurm", "--num-nodes", "2", "t.py"])
+    assert own_allocation.is_asked_for(slurm, {}, "hosts")
+    Path("hosts").chmod(0o644)
+    assert not own_allocation.is_asked_for(slurm, {}, "hosts")
 
 
 def test_no_ssh_is_this_machines_part():

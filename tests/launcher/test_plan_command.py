@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -277,6 +278,13 @@ def test_a_model_without_a_batch_is_planned_without_activations(here, capsys):
     assert any("param" in line and "grad" in line for line in lines)
 
 
+@pytest.mark.parametrize("threshold", [100_000, 0])
+def test_a_small_model_at_stage_3_is_told_what_stays_whole(here, capsys, threshold):
+    config = config_of(3, param_persistence_threshold=threshold)
+    text = "\n".join(show(capsys, config, "planned_models:plain", 2))
+    assert ("gathered: units of at most 100,000 elements stay whole" in text) is (threshold > 0)
+
+
 @pytest.mark.parametrize(
     ("model", "ranks", "message"),
     [
@@ -349,6 +357,75 @@ LLAMA_405B = {
     "vocab_size": 128256,
     "max_position_embeddings": 8192,
 }
+
+
+OWN_CODE = """
+open({ran!r}, "w").close()
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+class C(PretrainedConfig):
+    model_type = "own"
+
+class M(PreTrainedModel):
+    config_class = C
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table = torch.nn.Embedding(8, 8)
+        self.post_init()
+
+    def forward(self, input_ids, labels):
+        return (self.table(input_ids).sum(),)
+"""
+
+
+def test_code_of_a_folder_runs_only_if_it_is_trusted(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    modules = "transformers.dynamic_module_utils.HF_MODULES_CACHE"
+    monkeypatch.setattr(modules, str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))  # the answer to every question
+    ran, model = tmp_path / "ran", tmp_path / "model"
+    model.mkdir()
+    (model / "own.py").write_text(OWN_CODE.format(ran=str(ran)))
+    own = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}
+    config = {"model_type": "own", "architectures": ["M"], "auto_map": own}
+    words = [json.dumps(config_of(0)), "--model", str(model), "--world-size", "2"]
+    words += ["--sequence-length", "4"]
+    for one in (config, {"model_type": "gpt2", "auto_map": {"AutoModelForCausalLM": "own.M"}}):
+        (model / "config.json").write_text(json.dumps({**one, "vocab_size": 8, "n_layer": 1}))
+        main(words)
+        assert not ran.exists()
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 8}))
+    capsys.readouterr()
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"xds plan: --model {model}: its config.json names code of the folder")
+    assert told.count("\n") == 1 and "add --trust-remote-code to run it" in told
+    assert main([*words, "--trust-remote-code"]) == 0 and ran.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "null",
+        '{"model_type": []}',
+        '{"model_type": "gpt2", "architectures": 5}',
+        '{"model_type": "gpt2", "n_layer": "many"}',
+        '{"model_type": "gpt2", "n_layer": 1, "vocab_size": -3}',
+        '{"model_type": "gpt2", "n_layer": 1, "max_position_embeddings": "a"}',
+    ],
+)
+def test_a_damaged_folder_gets_one_sentence(text, tmp_path, capsys):
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    (tmp_path / "config.json").write_text(text)
+    words = [json.dumps(config_of(0)), "--model", str(tmp_path), "--world-size", "2"]
+    assert main(words) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[-1].startswith(f"xds plan: --model {tmp_path}: transformers makes no model of it (")
+    assert told[-1].endswith("); correct its config.json")
 
 
 @SLOW

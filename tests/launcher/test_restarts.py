@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
+from xds.launcher.job import Rendezvous
 from xds.launcher.ranks.network import free_port
+from xds.launcher.ranks.peers import Ending, Peers
+from xds.launcher.ranks.rendezvous_store import serve
+from xds.launcher.ranks.stop import Stop
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -72,8 +76,35 @@ def test_all_ranks_start_again_after_the_failure_is_told(start, tmp_path):
     assert err.count("ValueError: the first time") == 1 and err.count("Traceback") == 1
     assert "rank 1 failed" in err and "starting every rank again (1 of 2)" in err
     (run,) = (tmp_path / "cache" / "runs").iterdir()
-    assert (run / "rank0.log").read_text() == out  # of both starts
+    log = (run / "rank0.log").read_text()  # of both starts, with rank 0's own error
+    assert [line for line in log.splitlines() if line.startswith("start")] == out.splitlines()
     assert "ValueError: the first time" in (run / "rank1.log").read_text()
+
+
+def test_each_start_has_a_key_of_its_own(start, tmp_path):
+    tell = 'import os\nprint(os.environ["XDS_RUN_KEY"], flush=True)\nraise SystemExit(3)'
+    code, out, _ = finish(
+        start(tell, "--max-restarts", "1", "--nproc-per-node", "1", XDS_RUN_KEY="x")
+    )
+    one, two = out.split()
+    assert code == 3 and len(one) == len(two) == 64 and one != two
+
+
+def test_what_anybody_writes_as_a_failure_of_another_machine_is_ignored_or_escaped(monkeypatch):
+    monkeypatch.delenv("XDS_RUN_KEY", raising=False)
+    monkeypatch.setattr("xds.launcher.ranks.peers._POLL_SECONDS", 0.01)
+    place = {"run_id": "run", "max_nodes": 2, "node_rank": 0}
+    meeting, store = serve(Rendezvous("static", f"127.0.0.1:{free_port()}", **place))
+    stop = Stop()
+    peers = Peers(meeting, stop)
+    peers.start()
+    for text in ("{", '{"text": 1}', '{"text": "a", "exit_code": "b"}'):
+        store.set("xds/run/failed", text)
+        peers.join(0.5)
+        assert peers.is_alive() and peers._store is not None and not stop.signum
+    store.set("xds/run/failed", json.dumps({"text": "\x1b[31mevil\nlines", "exit_code": 256 + 7}))
+    peers.join(30)
+    assert peers.received == Ending("\\x1b[31mevil\nlines", 7) and stop.is_for_peer
 
 
 def test_restarts_end_and_the_last_failure_is_the_runs(start):

@@ -25,6 +25,7 @@ from xds.deepspeed.elasticity.config import (
 )
 from xds.deepspeed.elasticity.elasticity import ensure_immutable_elastic_config
 from xds.deepspeed.git_version_info import version
+from xds.deepspeed.start import _with_defaults as with_defaults
 from xds.deepspeed.utils import bwc, debug, nvtx
 from xds.deepspeed.utils import logging as their_logging
 from xds.deepspeed.utils.init_on_device import OnDevice
@@ -192,3 +193,19 @@ def test_levels_and_messages_once(
     assert f"[Rank {rank}] shown" in capsys.readouterr().out
     their_logging.print_json_dist({"loss": 1}, [0], str(tmp_path / "one.json"))
     assert json.loads((tmp_path / "one.json").read_text()) == {"loss": 1, "rank": rank}
+
+
+def test_what_has_no_effect_in_a_config_is_one_line_for_all_engines(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL writes the key with a dot, for its second engine."""
+    monkeypatch.setenv("RANK", "0")
+    zero = {"stage": 3, "sub_group_size": 1e9, "reduce_bucket_size": 5e8}
+    config = {"train_batch_size": 1, "zero_optimization": zero}
+    config["zero_optimization.reduce_bucket_size"] = 1024
+    with caplog.at_level(logging.INFO, "xds"):
+        for _ in range(2):
+            with_defaults(config)
+    dots, idle = (record.getMessage() for record in caplog.records)
+    assert "(zero_optimization.reduce_bucket_size); TRL writes them" in dots
+    assert idle.startswith("config: 2 keys have no effect (zero_optimization.sub_group_size, ")

@@ -151,7 +151,7 @@ def test_the_option_starts_ranks_in_which_it_stands_in(tmp_path: Path) -> None:
 
     done = subprocess.run([*command, str(script)], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
-    assert "start it with `xds --as-deepspeed`" in done.stderr
+    assert "start it with `xds --as-deepspeed`; nothing has to be installed" in done.stderr
 
 
 @pytest.mark.parametrize("kind", [xds.UsageError, DamagedError, xds.ConfigError])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -220,7 +221,8 @@ def dropped(kind: str, late: int) -> list[list[float]]:
     store = first.store()
     assert store is not None
     if first.rank == late:
-        store.get("dropped")  # waits until it is set
+        while store.read("dropped") is None:
+            time.sleep(0.01)
     flat, shard, peer = torch.ones(8), torch.ones(4), 1 - first.rank
     first.reduce_scatter(flat, torch.empty(4), add=False, buffer=0, kind="reduce")
     first.all_gather(torch.empty(8), shard, buffer=1, kind="gather")

@@ -13,7 +13,7 @@ from xds.ops.comm.collectives import ACCESS_BUFFER
 from xds.ops.comm.native import Native
 from xds.ops.comm.opening import open_collectives
 from xds.ops.comm.shared_memory import SharedMemory
-from xds.ops.watch import Report, Watch, explain
+from xds.ops.watch import Report, Store, Watch, explain
 from xds.ops.watch.diagnosis import GONE, OUTSIDE, first_difference
 from xds.utils.errors import PeerError
 
@@ -119,38 +119,22 @@ def test_one_sentence_says_who_went_which_way(
     assert explain(reports, world_size) == want
 
 
-class MemoryStore(dict[str, bytes]):
-    """A store in this process."""
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value.encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self.pop(key, None) is not None
-
-    def get(self, key: str) -> bytes:  # type: ignore[override]
-        return self[key]
-
-
 def test_what_a_rank_raised_is_forgotten_when_it_goes_on() -> None:
-    store = MemoryStore()
+    store = Store(dist.HashStore(), "0", 1)
     watch = Watch(1, 2, 0, lambda: store)
     with pytest.raises(ValueError, match="bad"), watch.publishing_errors("forward"):
         raise ValueError("bad\nbatch")
-    assert b"ValueError: bad in forward" in store["xds/waits/1"]
+    assert "ValueError: bad in forward" in str(store.read("xds/waits/1"))
     watch.start("all_gather", 0)
-    assert not store
+    assert store.read("xds/waits/1") is None
 
 
 def test_a_lost_store_leaves_what_this_rank_knows() -> None:
-    class Lost(MemoryStore):
+    class Lost:
         def set(self, key: str, value: str) -> None:
             raise RuntimeError("Broken pipe")
 
-    for store in (Lost(), None):
+    for store in (Store(Lost(), "0", 0), None):
         watch = Watch(0, 2, 0, lambda store=store: store)  # type: ignore[misc]
         watch.name(4, "unit 'a'")
         mark = watch.start("all_gather", 4)

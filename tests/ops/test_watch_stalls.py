@@ -15,6 +15,8 @@ import pytest
 import stalled_runs
 from helpers import run_new_ranks
 
+from xds.ops.watch.diagnosis import GONE
+
 TIMEOUT_SECONDS = 3.0
 END_SECONDS = 20.0  # far more than the timeout and 5 s: test machines are busy
 
@@ -177,20 +179,25 @@ def test_a_wait_that_cannot_raise_ends_its_process_and_tells_the_launcher(tmp_pa
     assert record["xds"]["text"] == f"{text}\n"
 
 
-@pytest.mark.slow
-def test_a_store_over_tcp_is_asked_through_a_connection_of_its_own(tmp_path: Path) -> None:
+def over_tcp(function: Callable[..., Any], world_size: int, *args: Any) -> list[tuple[Any, Any]]:
+    """Processes that run `function`, each with the pipe on which it answers."""
     context = mp.get_context("forkserver")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = []
-    for rank in range(2):
+    for rank in range(world_size):
         here, there = context.Pipe(duplex=False)
-        args = (rank, 2, port, there, str(tmp_path))
-        process = context.Process(target=stalled_runs.over_tcp, args=args)
+        process = context.Process(target=function, args=(rank, world_size, port, there, *args))
         process.start()
         there.close()
         ranks.append((process, here))
+    return ranks
+
+
+@pytest.mark.slow
+def test_a_store_over_tcp_is_asked_through_a_connection_of_its_own(tmp_path: Path) -> None:
+    ranks = over_tcp(stalled_runs.over_tcp, 2, str(tmp_path))
     first, second = (here.recv() for _, here in ranks)
     for process, _ in ranks:
         process.join()
@@ -202,3 +209,17 @@ def test_a_store_over_tcp_is_asked_through_a_connection_of_its_own(tmp_path: Pat
     kept = json.loads((tmp_path / "rank1.collectives.json").read_text())
     assert kept["script_collectives"][-1][1:] == ["all_reduce", "[[2, 3]]"]
     assert "xds-watch" not in [*first["threads"], *second["threads"]]
+
+
+def test_a_rank_that_ends_while_a_group_is_made_is_named_long_before_the_timeout() -> None:
+    ranks = over_tcp(stalled_runs.lose_a_rank_in_new_group, 4)
+    try:
+        for _, here in ranks[:3]:
+            assert here.poll(END_SECONDS * 3), "the timeout is ten minutes"
+            text = here.recv()["error"]
+            assert text.startswith("PeerError: new_group of ranks 0, 1, 2, 3 failed on rank "), text
+            assert f"rank 3 did not report: {GONE}" in text
+    finally:
+        for process, _ in ranks:
+            process.kill()
+            process.join()

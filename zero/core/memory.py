@@ -11,6 +11,7 @@ from ...offload.shards import Shard
 from ...ops.comm.pool import BufferPool
 from .flat_grads import FlatGrads
 from .groups import FlatGroups
+from .policy import master_dtype
 from .unit import Unit
 
 
@@ -61,6 +62,38 @@ class Memory:
         """End `hide_whole_params`."""
         for flat in self._params:
             flat.show()
+
+    def numel(self) -> int:
+        """Elements of all parameters of this rank's part of the model, sharded or not."""
+        return sum(flat.layout.payload_numel for flat in self._params)
+
+    def expected_bytes(self, num_states: int) -> tuple[int, int]:
+        """Bytes of parameters, gradients, masters and optimizer states on a rank, and without sharding.
+
+        Wherever they are stored. Without temporary buffers, and without what one optimizer keeps besides.
+
+        Args:
+            num_states: state tensors of the optimizer, of the size of a parameter.
+        """
+        own = whole = 0
+        for flat in self._params:
+            numel, shard_numel, size = (
+                flat.layout.numel,
+                flat.layout.shard_numel,
+                flat.dtype.itemsize,
+            )
+            own += (shard_numel if flat.is_sharded else numel) * size
+            whole += numel * size
+        for grads in self._grads:
+            policy, dtype = grads.group.policy, grads.params[0].dtype
+            numel, shard_numel = grads.layout.numel, grads.layout.shard_numel
+            master = master_dtype(dtype)
+            state_bytes = (num_states + (master != dtype)) * master.itemsize
+            sum_bytes = policy.sum_dtype(dtype).itemsize
+            own += (shard_numel if policy.shards_optimizer else numel) * state_bytes
+            own += (shard_numel if policy.shards_grads else numel) * sum_bytes
+            whole += numel * (state_bytes + sum_bytes)
+        return own, whole
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes on this rank: parameters, gradients, and the shared temporary buffers (buckets).

@@ -24,10 +24,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
+from pydantic import TypeAdapter
+
 from ....ops.comm.collectives import Collectives
 from ....ops.watch import Store
 from ....utils.errors import UsageError, XdsError
-from ....utils.quoting import printable
+from ....utils.quoting import plain_lines, printable
+from ..agreement import failure_text
 from ..nodes import Nodes
 from ..saver import DOING, Disagreed, Job, Progress, Rounds, Saver
 from .folders import MANIFEST
@@ -38,6 +41,7 @@ log = logging.getLogger("xds")
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.01, 0.2
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 60.0  # a rank that writes updates its key once a second, however slow the disk is
+_ANSWER = TypeAdapter(dict[str, Any])
 
 
 @final
@@ -77,7 +81,7 @@ class Background(Saver):
             else:
                 copy_image(job.entries, self._writer.memory(size_bytes))
         except Exception as error:  # reported like a failed write: no collective runs here
-            failure = _message(error)
+            failure = failure_text(error)
         except BaseException:
             job.end(discards=True)
             raise
@@ -109,7 +113,7 @@ class Background(Saver):
                     sums = sums or self._writer.write(job.path, size_bytes, on_written)
                     mine = {"part": job.part_json(sums)}
             except Exception as error:
-                mine = {"error": _message(error)}
+                mine = {"error": failure_text(error)}
             if job.nodes is not None:
                 failure = self._commit_on_nodes(job, job.nodes, exchange, mine)
             elif job.is_first:
@@ -117,10 +121,11 @@ class Background(Saver):
             else:
                 failure = exchange.report(mine)
         except Exception as error:
-            failure = _message(error)
+            failure = failure_text(error)
         self._progress = None
-        self._failure = (
-            failure and f"{DOING}, in the background: {printable(job.tag)} was not saved: {failure}"
+        self._failure = failure and (
+            f"{DOING}, in the background: {printable(job.tag)} was not saved in "
+            f"{printable(job.save_dir.absolute())}: {plain_lines(failure)}"
         )
 
     def _commit(self, job: Job, exchange: _StoreExchange, mine: dict[str, Any]) -> str:
@@ -134,7 +139,7 @@ class Background(Saver):
             try:
                 self.finish(job, [one["part"] for one in answers])
             except Exception as error:
-                failure = f"rank 0 failed: {_message(error)}"
+                failure = f"rank 0 failed: {failure_text(error)}"
         job.end(discards=bool(failure))
         self._old_keys = exchange.close(failure)
         return failure
@@ -152,7 +157,7 @@ class Background(Saver):
             self.finish_on_nodes(job, nodes, parts, rounds)
             failure = ""
         except Exception as error:
-            failure = _message(error)
+            failure = failure_text(error)
         finally:
             job.end(discards=bool(failure))
             self._old_keys = exchange.keys() if job.is_first else []
@@ -199,10 +204,6 @@ def _at_exit(saver: weakref.ref[Background], pid: int) -> None:
     os._exit(1)  # the only way to change the exit code this late
 
 
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, XdsError) else f"{type(error).__name__}: {error}"
-
-
 @final
 class _StoreRounds(Rounds):
     """Steps of a save, one after another, through the store of the ranks."""
@@ -228,7 +229,7 @@ class _StoreRounds(Rounds):
             try:
                 mine = {"text": make()}
             except Exception as error:
-                mine = {"error": _message(error)}
+                mine = {"error": failure_text(error)}
         text: str = self._round(mine)[0]["text"]
         return text
 
@@ -237,7 +238,7 @@ class _StoreRounds(Rounds):
         try:
             action()
         except Exception as error:
-            mine = {"error": _message(error)}
+            mine = {"error": failure_text(error)}
         self._round(mine)
 
 
@@ -340,30 +341,25 @@ class _StoreExchange:
         folder = self._job.save_dir / self._job.tag
         return (folder / self._job.path.name).exists() and (folder / MANIFEST).exists()
 
-    def _await(self, key: str, rank: int) -> Any:
+    def _await(self, key: str, rank: int) -> dict[str, Any]:
         """Wait for `key` and return its value; an error if `rank` shows no sign of life."""
         assert self._store is not None
         pause_seconds = MIN_POLL_SECONDS
-        seen, since = b"", time.monotonic()
-        while not self._store.check([key]):
+        seen, since = "", time.monotonic()
+        while (answer := self._store.read_as(_ANSWER, key)) is None:
             time.sleep(pause_seconds)
             pause_seconds = min(pause_seconds * 1.5, MAX_POLL_SECONDS)
             self.beat(round(1000 * time.monotonic()))  # a waiting rank is alive, too
-            alive = self._alive(rank)
-            if alive != seen:
+            alive = self._store.read(self._key(f"{rank}/alive"))
+            if alive is not None and alive != seen:
                 seen, since = alive, time.monotonic()
             if time.monotonic() - since > self._timeout_seconds:
                 return {"error": f"rank {rank} did not respond for {self._timeout_seconds:.0f} s"}
-        return json.loads(self._store.get(key))
-
-    def _alive(self, rank: int) -> bytes:
-        assert self._store is not None
-        key = self._key(f"{rank}/alive")
-        return self._store.get(key) if self._store.check([key]) else b""
+        return answer
 
     def delete(self, key: str) -> None:
         if self._store is not None:
             try:
-                self._store.delete_key(key)
+                self._store.delete(key)
             except RuntimeError:
                 pass  # some stores cannot

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+from ....utils.sealing import RUN_KEY
 from ...job import Host, Remote
 from .base import AllAtOnce, check_host_name, refuse_other_program, shell_argv
 
@@ -31,6 +32,7 @@ class OpenMpi(AllAtOnce):
             *("--host", ",".join(f"{host.name}:1" for host in hosts)),
             *("--bind-to", "none"),  # otherwise all ranks of a host would be bound to one core
             *("--stdin", "none", "--quiet"),
+            *("-x", RUN_KEY),  # the name; the value is not in the argv, which every user can read
             *remote.launcher_args,
             *shell_argv(remote, argv),
         ]

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from typing import final
 
 from ....utils.errors import UsageError
+from ....utils.sealing import RUN_KEY
 from ...job import Host, Remote
 from .base import AllAtOnce, check_environment, check_host_name, shell_argv
 
 # variables that every process needs, in addition to the forwarded ones
-BASIC_KEYS = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "TERM")
+BASIC_KEYS = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "TERM"),
+    RUN_KEY,
+)
 
 
 @final

@@ -1,0 +1,164 @@
+"""What a user sees of a run, in a terminal of 80 columns and in a file. The texts are in screens/."""
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pseudo-terminals")
+SCREENS = Path(__file__).parent / "screens"
+README = Path(__file__).parents[2] / "README.md"
+FAILS = """
+import torch, xds
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x / RANKS[engine.global_rank]
+
+RANKS = {0: 1.0}
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"},
+          "zero_optimization": {"stage": 3}}
+engine = xds.initialize(Model(), config)
+engine.backward(engine(torch.ones(4, 8)).sum())
+"""
+SLEEPS = """
+import time, torch, xds
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}, "steps_per_print": 1}
+engine = xds.initialize(torch.nn.Linear(8, 8), config)
+engine.backward(engine(torch.ones(4, 8)).sum())
+engine.step()
+time.sleep(600)
+"""
+TRAINER = """
+import torch, transformers
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        torch.nn.init.zeros_(self.layer.weight)
+        torch.nn.init.zeros_(self.layer.bias)
+
+    def forward(self, x, labels=None):
+        return {"loss": (self.layer(x) - labels).square().mean()}
+
+config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2},
+          "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+data = [{"x": torch.ones(8), "labels": torch.ones(8)} for _ in range(8)]
+arguments = transformers.TrainingArguments(
+    "out", deepspeed=config, max_steps=2, per_device_train_batch_size=2, logging_steps=1, use_cpu=True,
+    report_to="none", save_strategy="no",
+)
+transformers.Trainer(Model(), arguments, train_dataset=data).train()
+"""
+CHANGES = (
+    (r"\r\n", "\n"),
+    (r"xds \d+\.\d+\.\d+[\w.+]*", "xds VERSION"),
+    (r"/\S*/runs/[\w-]+", "RUN"),
+    (r'File "/\S*/(\w+\.py)", line \d+', r'File "FOLDER/\1", line N'),
+    (r"pid \d+", "pid N"),
+    (r"failed on \S+:", "failed on HOST:"),
+    (r"\d+\.\d+ samples/s", "N samples/s"),
+    (r"(loss|norm|lr) -?\d[\d.e-]+", r"\1 N"),
+    (r"(?m)^ +[~^]+$\n", ""),  # of Python 3.11 and later
+    (r"(?m)^xds: (compil|waiting for another process).*\n", ""),  # where nothing is in the cache
+    (r"[^\n]*\r", ""),  # a progress bar redraws its line
+    (r"\d+/\d+ \[.*\]", "PROGRESS"),
+    (r"(runtime|per_second)': '[\d.]+'", r"\1': 'N'"),
+)
+
+
+def screen(folder: Path, script: str, *options: str, is_terminal: bool, stops_at: str = "") -> str:
+    """The normalised output of `xds *options train.py`; SIGINT follows the text `stops_at`, as from Ctrl-C."""
+    (folder / "train.py").write_text(script)
+    reader, writer = pty.openpty() if is_terminal else os.pipe()
+    if is_terminal:
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    unwanted = ("COLUMNS", "LINES", "XDS_LOG_LEVEL", "XDS_AS_DEEPSPEED")
+    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", "2", *options, "train.py"],
+        cwd=folder,
+        env=kept | {"PYTHONSAFEPATH": "", "XDS_BACKEND": "gloo"},
+        stdin=writer if is_terminal else subprocess.DEVNULL,
+        stdout=writer,
+        stderr=writer,
+        start_new_session=True,
+    )
+    os.close(writer)
+    text = ""
+    try:
+        while chunk := _read(reader):
+            text += chunk.decode(errors="replace")
+            if stops_at and stops_at in text:
+                process.send_signal(signal.SIGINT)
+                stops_at = ""
+        process.wait(60)
+    finally:
+        process.kill()
+        os.close(reader)
+    for pattern, new in CHANGES:
+        text = re.sub(pattern, new, text)
+    return text
+
+
+def _read(reader: int) -> bytes:
+    try:
+        return os.read(reader, 65536)
+    except OSError:  # a terminal whose last writer has ended
+        return b""
+
+
+def first_example() -> str:
+    found = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert found is not None
+    return found[1].replace("range(100)", "range(2)")
+
+
+CASES = {
+    "first": (first_example(), (), ""),
+    "quiet": (first_example(), ("--quiet",), ""),
+    "fails": (FAILS, (), ""),
+    "interrupted": (SLEEPS, (), "step 1"),
+    "trainer": (TRAINER, ("--as-deepspeed",), ""),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "is_terminal"),
+    [
+        ("first", True),
+        ("fails", False),
+        pytest.param("first", False, marks=pytest.mark.slow),
+        pytest.param("quiet", True, marks=pytest.mark.slow),
+        pytest.param("fails", True, marks=pytest.mark.slow),
+        pytest.param("interrupted", True, marks=pytest.mark.slow),
+        pytest.param("interrupted", False, marks=pytest.mark.slow),
+        pytest.param("trainer", True, marks=pytest.mark.slow),
+        pytest.param("trainer", False, marks=pytest.mark.slow),
+    ],
+)
+def test_the_screen_of(case: str, is_terminal: bool, tmp_path: Path) -> None:
+    if case == "trainer":
+        pytest.importorskip("transformers")
+    script, options, stops_at = CASES[case]
+    text = screen(tmp_path, script, *options, is_terminal=is_terminal, stops_at=stops_at)
+    golden = SCREENS / f"{case}.txt"
+    if os.environ.get("XDS_WRITE_SCREENS"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text)
+    assert text == golden.read_text()
