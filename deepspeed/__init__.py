@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .runtime.engine import DeepSpeedEngine as DeepSpeedEngine
     from .runtime.optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
     from .start import initialize as initialize
+    from .start import tp_model_init as tp_model_init
     from .utils.logging import log_dist as log_dist
     from .utils.logging import logger as logger
 
@@ -47,6 +48,7 @@ _SOURCES = {
     "log_dist": ".utils.logging",
     "PipelineModule": ".pipe",
     "logger": ".utils.logging",
+    "tp_model_init": ".start",
 }
 _MODULES = (
     *("accelerator", "checkpointing", "comm", "elasticity", "ops", "pipe", "profiling", "runtime"),

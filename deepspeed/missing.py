@@ -50,6 +50,9 @@ _REDUCES = (
 )
 _GIVEN = "use the object that the script passed to initialize"
 _ABSENT = "it has no counterpart in xds"
+_COMPRESSED = "compressed training is not supported yet (the config's section compression_training)"
+_DATA = "the data efficiency library is not supported yet (the config's section data_efficiency)"
+_AUTOTUNING = "autotuning is not supported yet (the config's section autotuning); see xds plan"
 
 # name -> why, and what to use instead
 MISSING: dict[str, str] = {
@@ -63,11 +66,12 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"), _KERNELS),
     **dict.fromkeys(("sparse_attention", "FPQuantizer"), _KERNELS),
     **dict.fromkeys(("aio", "AsyncIOBuilder", "GDSBuilder"), _OFFLOAD),
-    **dict.fromkeys(("tp_model_init", "set_autotp_mode", "set_optimizer_flags"), _TENSOR),
+    **dict.fromkeys(("set_autotp_mode", "set_optimizer_flags"), _TENSOR),
     "DeepSpeedZeRoOffload": _OFFLOAD,
     **dict.fromkeys(("OptimizedLinear", "LoRAConfig", "QuantizationConfig"), _LINEAR),
-    **dict.fromkeys(("compression", "init_compression", "redundancy_clean"), _ABSENT),
-    **dict.fromkeys(("autotuning", "datastates", "nebula"), _ABSENT),
+    **dict.fromkeys(("compression", "init_compression", "redundancy_clean"), _COMPRESSED),
+    "autotuning": _AUTOTUNING,
+    **dict.fromkeys(("datastates", "nebula"), _ABSENT),
     "compile": "torch.compile the model before initialize, or see the config's section compile",
     "CheckpointFunction": _ACTIVATIONS,
 }
@@ -132,6 +136,7 @@ MISSING_INTERNALS: dict[str, str] = {
 
 
 # module -> why none of its names is there, for names without a reason above; the longest match counts
+# some are modules that DeepSpeed had before 0.19
 AREAS: dict[str, str] = {
     "": _ABSENT,
     **dict.fromkeys(("inference", "module_inject", "model_implementations"), _INFERENCE),
@@ -142,6 +147,18 @@ AREAS: dict[str, str] = {
     **dict.fromkeys(("nvme", "io", "runtime.swap_tensor"), _OFFLOAD),
     "runtime.tensor_parallel": _TENSOR,
     **dict.fromkeys(("runtime", "utils", "comm"), _INNER),
+    **dict.fromkeys(("compression", "runtime.quantize", "runtime.weight_quantizer"), _COMPRESSED),
+    "runtime.eigenvalue": _COMPRESSED,
+    "runtime.data_pipeline": _DATA,
+    "runtime.progressive_layer_drop": (
+        "progressive layer drop is not supported yet (the config's section of that name)"
+    ),
+    "autotuning": _AUTOTUNING,
+    **dict.fromkeys(("runtime.fp16.onebit", "runtime.compression"), _ONE_BIT_ADAM),
+    **dict.fromkeys(("runtime.comm.nccl", "runtime.comm.mpi"), _ONE_BIT_ADAM),
+    **dict.fromkeys(("runtime.hybrid_engine", "runtime.hybrid_engine_graph"), _INFERENCE),
+    "runtime.superoffload": "set zero_optimization.offload_optimizer.super_offload in the config",
+    **dict.fromkeys(("runtime.zenflow", "runtime.domino", "nebula", "datastates"), _ABSENT),
     "checkpoint": _CHECKPOINT_TOOLS,
 }
 
@@ -226,6 +243,12 @@ def _made(inside: str, name: str, kind: str) -> Any:
     shown = f"{module.replace('xds.', '', 1)}.{name}"
     text = _message(shown, MISSING.get(name) or _reason(inside))
     return Missing(name, (), {"__doc__": text, "_why": text, "__module__": module})
+
+
+def missing_module(inside: str) -> str | None:
+    """The reason why DeepSpeed's module `inside` is not there, where the table of names lacks it, too."""
+    found = _reason(inside)
+    return None if found in (_INNER, AREAS[""]) else found
 
 
 def _reason(inside: str) -> str:

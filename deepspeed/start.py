@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -11,12 +13,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..engine.config.config import Config, log_idle_keys, parse_config
+from ..engine.config.optimizer import BESIDE_PARAMS
 from ..engine.data.loaders import InOrder, keeps_position
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as xds_initialize
 from ..engine.telemetry.screen import run_in_words
 from ..pipe.module import PipelineModule
 from ..tensor.sequence.distributed import DistributedAttention
+from ..utils.arguments import whole
 from ..utils.errors import UsageError
 from ..utils.version import __version__
 from . import stand_in
@@ -46,6 +50,39 @@ MPU_OF_PIPELINE = (
 )
 
 Results = tuple[EngineAdapter, Any, Any, Any]
+
+
+# of models that `tp_model_init` got, until `initialize`
+_tensor_ranks: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+@raises_theirs
+def tp_model_init(
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    tp_group: dist.ProcessGroup | None = None,
+    **unused: Any,
+) -> nn.Module:
+    """Let `initialize` cut the layers of `model` over `tp_size` ranks; returns `model`, which is as it was.
+
+    Args:
+        dtype, config: without effect: the config that `initialize` gets has the precision.
+        tp_group: neighbouring ranks, as the engine's own groups are.
+    Raises:
+        UsageError: `tp_group` has other ranks.
+    """
+    tp_size = whole("tp_model_init: tp_size", tp_size, 1)
+    if tp_group is not None:
+        first = dist.get_rank() // tp_size * tp_size
+        if dist.get_process_group_ranks(tp_group) != list(range(first, first + tp_size)):
+            raise UsageError(
+                f"tp_model_init(tp_size={tp_size}, tp_group=...): the engine cuts layers over neighbouring "
+                f"ranks, here {first} to {first + tp_size - 1}; leave tp_group out, or give these"
+            )
+    _tensor_ranks[model] = tp_size
+    return model
 
 
 @raises_theirs
@@ -87,6 +124,8 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
     num_sequence = _sequence_ranks(mpu, mesh_param, checked, model)
     if num_sequence > 1:
         checked = checked.with_sequences(num_sequence, in_eval=getattr(mpu, "cuts_in_eval", True))
+    checked = checked.with_tensor_ranks(_tensor_ranks.pop(model, checked.tensor_parallel.size))
+    checked = _without_tensor_ranks_in_batch(checked, dist.get_world_size())
     checked = with_schedule_for(checked, model, dist.get_world_size())
     is_made = isinstance(optimizer, torch.optim.Optimizer)
     check_zero(GivenConfig(given, checked), optimizer)
@@ -145,10 +184,8 @@ def _adapter_of(made: Engine, collate_fn: Any, is_cut: bool) -> EngineAdapter:
     log_collectives_of(made)
     if made.zero_optimization_stage() == 3:
         answer_for_model(made.module)
-    if dist.get_rank() != 0:  # stock scripts save on rank 0, and ask every rank for a state_dict
-        made._guards.let_state_dict_have_parts()
-    else:  # PEFT asks for the names alone
-        made._guards.refuse_state_dict_late()
+    # stock scripts save on rank 0, and ask every rank for a state_dict
+    made._guards.let_state_dict_have_parts(warns=dist.get_rank() == 0)
     is_pipeline = is_cut or made.num_stages > 1
     return (PipelineEngine if is_pipeline else DeepSpeedEngine)(made, collate_fn)
 
@@ -202,6 +239,9 @@ def _with_defaults(source: Any) -> Config:
     config = parse_config(source)
     if isinstance(source, Config):
         return config
+    beside = [path for path, why in config.without_effect if why == BESIDE_PARAMS]
+    if beside and os.environ.get("RANK", "0") == "0":
+        logger.warning("%s without effect: only optimizer.params is read", ", ".join(beside))
     log_idle_keys(config, "INFO")  # no warning: DeepSpeed's configs have such keys as a rule
     if "gradient_clipping" in config.model_fields_set:
         return config
@@ -210,6 +250,23 @@ def _with_defaults(source: Any) -> Config:
         f"gradient_clipping is not given: gradients are clipped at {GRADIENT_CLIPPING}, as DeepSpeed 0.19 does"
     )
     update = {"gradient_clipping": GRADIENT_CLIPPING, "notes": tuple(notes)}
+    return config.model_copy(update=update)
+
+
+def _without_tensor_ranks_in_batch(config: Config, world_size: int) -> Config:
+    """DeepSpeed, and so a stock Trainer, counts the samples of each tensor rank, which have the same ones."""
+    num_tensor = config.tensor_parallel.size
+    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    steps = config.gradient_accumulation_steps
+    if num_tensor == 1 or not (train and micro and steps):
+        return config
+    samples = micro * steps * (world_size // config.model_ranks)
+    if train != samples * num_tensor:
+        return config
+    note = (
+        f"train_batch_size = {train} counts {num_tensor} tensor ranks: a step has {samples} samples"
+    )
+    update = {"train_batch_size": samples, "notes": (*config.notes, note)}
     return config.model_copy(update=update)
 
 
@@ -260,4 +317,4 @@ def _group_of(mpu: Any) -> dist.ProcessGroup | None:
     return group
 
 
-__all__ = ["initialize"]
+__all__ = ["initialize", "tp_model_init"]

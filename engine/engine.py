@@ -28,6 +28,7 @@ from .steps.accumulation import Accumulation
 from .steps.batch_loop import Loop
 from .steps.counters import CounterAttribute, Counters
 from .steps.training_step import TrainingStep
+from .torch_calls import TorchCalls
 
 
 @final
@@ -81,6 +82,9 @@ class Engine(Readings):
             self._check_usable,
         )
         self._guards = Guards(parts.module, self._access, defers=parts.sharded.defers)
+        self._torch_calls = TorchCalls(self, self._step, parts.sharded, parts.module)
+        if parts.optimizer is not None:
+            self._torch_calls.take_optimizer(parts.optimizer)
         self._batches: Loop = parts.loop(parts, self._step, self._counters)
         self._is_destroyed = False
 
@@ -135,6 +139,9 @@ class Engine(Readings):
     def step(self) -> None:
         """Count a micro-batch; on an accumulation boundary update the parameters. A collective there.
 
+        `optimizer.step()` does the same, but `lr_scheduler` stays as it is, as in torch. If both are called,
+        the second one updates nothing.
+
         Raises:
             UsageError: no backward has run since the last step().
             XdsError: the gradients are not finite and the precision does not skip such steps; the
@@ -147,7 +154,16 @@ class Engine(Readings):
 
     def end_step(self) -> None:
         """`step` of the loops of train_batch. Scripts call `step`."""
-        is_boundary = self._step.step(self.lr_scheduler)
+        self._end_step(by_optimizer=False)
+
+    def end_optimizer_step(self) -> None:
+        """What `optimizer.step()` of the script does. Scripts call that."""
+        self._check_trains()
+        self._batches.refuse("optimizer.step")
+        self._end_step(by_optimizer=True)
+
+    def _end_step(self, *, by_optimizer: bool) -> None:
+        is_boundary = self._step.step(self.lr_scheduler, by_optimizer=by_optimizer)
         if is_boundary:
             self._parts.report.step(self)
         self._parts.saver.check()
@@ -167,7 +183,8 @@ class Engine(Readings):
     def zero_grad(self) -> None:
         """Drop all gradients since the last update. At any time, before the first backward as well.
 
-        `zero_grad()` of the module or of the optimizer drops nothing: the engine has the gradients.
+        `zero_grad()` of the module or of the optimizer does the same. Only after an `optimizer.step()` that has
+        counted a micro-batch and updated nothing they drop nothing.
         """
         self._check_usable()
         self._step.drop_gradients()
@@ -412,6 +429,7 @@ class Engine(Readings):
             self._parts.updater.synchronise()
             self._is_destroyed = True
             self._guards.remove()
+            self._torch_calls.remove()
             self._batches.close()
             self._access.release()
             self._sharded.detach()

@@ -56,7 +56,7 @@ class SameBatches:
                 f"{self._setting} = {self._group.world_size}: ranks 0 and {other} of a "
                 f"{self._kind} group got different batches; they compute parts of one model, so give "
                 "them the same: let the "
-                "sampler use engine.dp_rank and engine.dp_world_size, or pass training_data"
+                f"sampler use engine.dp_rank and engine.dp_world_size, or pass training_data{self._stock()}"
             )
 
         other = _first_other(states)
@@ -67,6 +67,14 @@ class SameBatches:
                 "dropout; their activations would "
                 "differ, so call torch.manual_seed with the same number on both, as seed + engine.dp_rank"
             )
+
+    def _stock(self) -> str:
+        if self._kind != "tensor":
+            return ""
+        return (
+            "; a stock transformers Trainer and accelerate give them the same where the config names the "
+            "number tensor_parallel.autotp_size"
+        )
 
     def _state(self) -> int:
         device = self._group.device

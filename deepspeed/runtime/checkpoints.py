@@ -20,7 +20,6 @@ from ...engine.checkpoint.io.folders import named_in
 from ...engine.checkpoint.io.reader import CheckpointReader
 from ...engine.checkpoint.random_state import read_random_state, set_random_state
 from ...engine.engine import Engine
-from ...utils.errors import UsageError
 from ...utils.version import __version__
 from ...zero.access.gathered import GatheredParameters
 from ..checkpoint.theirs import refuse_theirs
@@ -99,15 +98,21 @@ class Checkpoints(ABC):
         scheduler: Any = engine.lr_scheduler
         return {
             "module": clone_tensors_for_torch_save(weights),
-            "buffer_names": [name for name, _ in engine.module.named_buffers()],
             "optimizer": None,  # its states are in the files of xds
             "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-            "sparse_tensor_module_names": self.sparse_tensor_module_names,
             "skipped_steps": engine.skipped_steps,
             "global_steps": engine.global_steps,
-            "global_samples": engine.global_samples,
             "dp_world_size": engine.dp_world_size,
             "mp_world_size": 1,
+            **self._more_state(client_state),
+        }
+
+    def _more_state(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
+        """What DeepSpeed's load returns beside the script's own entries: all that it does not read itself."""
+        return {
+            "buffer_names": [name for name, _ in self._engine.module.named_buffers()],
+            "sparse_tensor_module_names": self.sparse_tensor_module_names,
+            "global_samples": self._engine.global_samples,
             "ds_config": {},
             "ds_version": f"xds {__version__}",
             **client_state,
@@ -125,7 +130,8 @@ class Checkpoints(ABC):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """`xds.Engine.load_checkpoint`, but random generators keep their states, as in DeepSpeed.
 
-        Libraries restore them themselves, and draw the order of the data before that.
+        Libraries restore them themselves, and draw the order of the data before that. The client_state has
+        DeepSpeed's entries too: `ds_version`, `global_samples` and others.
 
         Args:
             tag: None is the one in `latest`, or in `latest_universal` with checkpoint.load_universal.
@@ -134,6 +140,7 @@ class Checkpoints(ABC):
         """
         name = self._tag_of(Path(load_dir)) if tag is None else str(tag)
         refuse_theirs(Path(load_dir), name)
+        self._engine._guards.forget()
         device = self._engine.device
         random_state = read_random_state(device)
         found = self._engine.load_checkpoint(
@@ -148,7 +155,7 @@ class Checkpoints(ABC):
         if custom_load_fn is not None and found[0] is not None:
             src = _weights_of(found[0]) if self._engine.global_rank == 0 else {}
             self._load_by(custom_load_fn, src)
-        return found
+        return found if found[1] is None else (found[0], self._more_state(found[1]))
 
     def _tag_of(self, load_dir: Path) -> str | None:
         """The tag in `latest_universal`, where the config asks for it and it is there."""
@@ -192,6 +199,7 @@ class Checkpoints(ABC):
             param = params.get(name)
             if param is None or param.requires_grad or not exclude_frozen_parameters:
                 kept[name] = value if param is None else value.to(param.dtype)
+        self._engine._guards.remember(kept, self._engine.module)
         return kept
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -203,16 +211,7 @@ class Checkpoints(ABC):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's own state_dict. At stage 3 a rank does not have whole values: use full_state_dict().
-
-        Raises:
-            UsageError: stage 3.
-        """
-        if self.zero_optimization_partition_weights():
-            raise UsageError(
-                "engine.module_state_dict() at stage 3: a rank holds only slices; call "
-                "engine.full_state_dict() or save_16bit_model on every rank"
-            )
+        """The module's own state_dict. At stage 3 it has placeholders of shape [0]: use full_state_dict()."""
         module = self._engine.module
         weights: dict[str, Any] = module.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars

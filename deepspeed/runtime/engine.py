@@ -61,6 +61,7 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
         self.__dict__.update(_engine=engine, _optimizer=optimizer, _collate_fn=collate_fn)
         self.__dict__.update(EngineTiming(engine).attributes(), _only_infers=OnlyInfers())
         self.__dict__.update(_shown_grads=ShownGrads(engine), _unused=UnusedParams(engine, {}))
+        engine._torch_calls.go_to(self)
         profiler = engine.config.flops_profiler
         if profiler.enabled:
             own = FlopsProfiler.of_engine(self, profiler.recompute_fwd_factor)
@@ -142,6 +143,15 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
                 f"engine.step(lr_kwargs={dict(lr_kwargs)}): the engine steps the schedule without arguments; "
                 "step it yourself and pass no lr_scheduler"
             )
+        self._before_step()
+        self._engine.step()
+
+    def end_optimizer_step(self) -> None:
+        """`xds.Engine.end_optimizer_step`, which `optimizer.step()` calls."""
+        self._before_step()
+        self._engine.end_optimizer_step()
+
+    def _before_step(self) -> None:
         if self._engine._accumulation.in_no_sync:
             raise UsageError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it before the step, "
@@ -150,7 +160,7 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
         self._shown_grads.bring_own()
         self._shown_grads.take_back()
         self._unused.before_step()
-        self._engine.step()
+        self._engine._guards.forget()
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -165,6 +175,7 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
     def zero_grad(self) -> None:
         """`xds.Engine.zero_grad`: drop the gradients."""
         self._shown_grads.forget()
+        self._unused.forget()
         self._engine.zero_grad()
 
     def clip_grad_norm(self, max_norm: float) -> float:

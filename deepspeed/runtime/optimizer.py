@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...engine.engine import Engine
-from ...utils.errors import UsageError
 from ..missing import refuse_method
 from .fp16.loss_scaler import LossScaleConfig
 from .fp16.running_scaler import RunningScaler
@@ -117,12 +116,12 @@ class DeepSpeedOptimizer:
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the engine clears gradients after each update, and keeps them until then."""
+        """`xds.Engine.zero_grad`: drop the gradients of the step."""
+        self._engine.optimizer.zero_grad()
 
-    def step(self, closure: object = None) -> NoReturn:
-        raise UsageError(
-            "optimizer.step(): the engine steps its optimizer; call engine.step() after engine.backward(loss)"
-        )
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """`engine.step()` without the schedule. Returns the result of `closure`."""
+        return self._engine.optimizer.step(closure)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_engine":

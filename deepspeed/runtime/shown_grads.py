@@ -65,14 +65,19 @@ class ShownGrads:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Before anything else that uses gradients: what the script has written counts. None is as it was."""
+        """Before anything else that uses gradients: what the script has written counts. None drops one."""
         shown, self._shown = self._shown, []
         if not shown:
             return
         self._allow()
+        if all(param.grad is None for param, _, _, _ in shown):
+            self._engine.zero_grad()
+            return
         for param, stored, grad, factor in shown:
             found, param.grad = param.grad, None
-            if found is not None and (found is not grad or factor != 1.0):
+            if found is None:
+                stored.local.zero_()
+            elif found is not grad or factor != 1.0:
                 torch.div(found, factor, out=stored.local.view(param.shape))
 
     def bring_own(self) -> None:

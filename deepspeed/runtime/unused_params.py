@@ -42,6 +42,10 @@ class UnusedParams:
         still = None if self._absent is None else {id(one) for one in self._absent}
         self._absent = [one for one in found if still is None or id(one) in still]
 
+    def forget(self) -> None:
+        """The gradients of the step were dropped."""
+        self._absent = None
+
     def before_step(self) -> None:
         """Raises UsageError: a parameter had no gradient in any backward of the step that ends now."""
         if self._absent is None or not self._engine.is_gradient_accumulation_boundary():

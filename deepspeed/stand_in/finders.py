@@ -29,7 +29,9 @@ class TableFinder:
             return None
         from .names import modules
 
-        if fullname.removeprefix(f"{PACKAGE}.") not in modules():
+        inside = fullname.removeprefix(f"{PACKAGE}.")
+        if inside not in modules():
+            _say_why(inside)
             return None
         return ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
 
@@ -56,8 +58,10 @@ class AliasFinder:
     ) -> ModuleSpec | None:
         if fullname != ALIAS and not fullname.startswith(f"{ALIAS}."):
             return None
-        own = _own_spec(PACKAGE + fullname.removeprefix(ALIAS))
+        inside = fullname.removeprefix(ALIAS)
+        own = _own_spec(PACKAGE + inside)
         if own is None:
+            _say_why(inside.removeprefix("."))
             return None
         spec = ModuleSpec(fullname, self, origin=own.origin)  # type: ignore[arg-type]
         spec.submodule_search_locations = own.submodule_search_locations
@@ -85,6 +89,16 @@ class AliasFinder:
                 warn_of_ignored_plugin()
                 count_ranks_again()
             yield Standing()
+
+
+def _say_why(inside: str) -> None:
+    """Raise ModuleNotFoundError with the reason, if there is one, for a module that neither side has."""
+    from ..missing import missing_module
+
+    why = missing_module(inside)
+    if why is not None:
+        text = f"No module named '{ALIAS}.{inside}': not covered by xds.deepspeed: {why}"
+        raise ModuleNotFoundError(text, name=f"{ALIAS}.{inside}")
 
 
 def _own_spec(fullname: str) -> ModuleSpec | None:

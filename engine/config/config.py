@@ -35,7 +35,7 @@ from .mics import complaints_of_ranks
 from .one_bit import check_model_ranks
 from .optimizer import OptimizerConfig
 from .profiling import FlopsProfiler
-from .ranks import check_micro_batches, mesh_of
+from .ranks import check_micro_batches, check_slices, mesh_of
 from .refused import TOP_LEVEL_KEYS
 from .scheduler import SchedulerConfig
 from .sections import (
@@ -258,6 +258,30 @@ class Config(Section):
         notes = tuple(note for note in self.notes if not note.endswith(ONE_STAGE))
         changed = self.model_copy(update={"pipeline": pipeline, "notes": notes})
         check_stages_of(changed, report)
+        check_model_ranks(self.optimizer, changed.model_ranks, report)
+        if report.complaints:
+            raise ConfigError(report.complaints, self.source)
+        return changed
+
+    def with_tensor_ranks(self, ranks: int) -> Config:
+        """This config, which is not resolved, with the number of tensor ranks that the script gives.
+
+        Raises:
+            ConfigError: the file gives another number, or settings that do not allow it.
+        """
+        own = self.tensor_parallel.size
+        if ranks == own:
+            return self
+        report = Report()
+        if own != 1:
+            report.complain(
+                "tensor_parallel.tp_size",
+                own,
+                f"must equal the number that the script gives ({ranks}); remove it, or change one of the two",
+            )
+        section = self.tensor_parallel.model_copy(update={"tp_size": ranks})
+        changed = self.model_copy(update={"tensor_parallel": section})
+        check_slices(section, None if self.optimizer is None else self.optimizer.type, report)
         check_model_ranks(self.optimizer, changed.model_ranks, report)
         if report.complaints:
             raise ConfigError(report.complaints, self.source)

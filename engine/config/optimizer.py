@@ -23,6 +23,8 @@ from ...utils.schema.section import Section
 from . import torch_classes
 from .params import RATE, ClassTable, Param, read_params
 
+BESIDE_PARAMS = "its place is optimizer.params, in DeepSpeed too"
+
 
 @final
 class OptimizerConfig(Section):
@@ -30,7 +32,10 @@ class OptimizerConfig(Section):
 
     others: ClassVar[Mapping[str, Entry]] = {
         "legacy_fusion": NoEffect(FLAG, "the update is always one fused pass", same=(False,)),
-        "torch_adam": NoEffect(FLAG, "its place is optimizer.params, in DeepSpeed too"),
+        **dict.fromkeys(
+            ("adam_w_mode", "amsgrad", "bias_correction", "torch_adam"),
+            NoEffect(FLAG, BESIDE_PARAMS),
+        ),
     }
 
     type: Annotated[str, TEXT] = Field(

@@ -160,7 +160,7 @@ class ActivationCheckpointing(Section):
         "contiguous_memory_optimization": NoEffect(
             FLAG, "kept inputs need no common buffer", same=(False,)
         ),
-        "number_checkpoints": NoEffect(whole(0), "xds finds the blocks in the model"),
+        "number_checkpoints": NoEffect(either(whole(0), FLAG), "xds finds the blocks in the model"),
         "profile": NoEffect(FLAG, "use wall_clock_breakdown", same=(False,)),
         "synchronize_checkpoint_boundary": NoEffect(
             FLAG, "there is nothing to synchronize", same=(False,)

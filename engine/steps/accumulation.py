@@ -50,8 +50,10 @@ class Accumulation:
             return self._forced
         return self.done + 1 >= self.steps_now
 
-    def ends_step(self) -> bool:
-        """Whether the next step() updates the parameters."""
+    def ends_step(self, *, counts_all: bool = False) -> bool:
+        """Whether the next step() updates the parameters. counts_all: as `count` takes it."""
+        if counts_all and self.is_managed and self._forced is None:
+            return self.done + self._seen() >= self.steps_now
         return self.is_last() if self.is_managed else True
 
     def reduces_now(self, *, shards_grads: bool) -> bool:
@@ -69,15 +71,18 @@ class Accumulation:
             )
         self._forced = is_last
 
-    def count(self) -> int:
+    def _seen(self) -> int:
+        """Micro-batches since the last step(): several backward passes of one forward are one."""
+        return max(1, min(self._backwards, self._forwards or self._backwards))
+
+    def count(self, *, counts_all: bool = False) -> int:
         """Count a call of step(), and return the number of micro-batches it stands for.
 
         Usually step() follows each micro-batch: one. If the script decides when a step ends, several backward
-        passes may precede step(); those of one forward are one micro-batch.
+        passes may precede step().
+        counts_all: several may precede it in any case.
         """
-        seen = 1
-        if not self.is_managed or self._forced is not None:
-            seen = max(1, min(self._backwards, self._forwards or self._backwards))
+        seen = self._seen() if counts_all or not self.is_managed or self._forced is not None else 1
         self.done += seen
         self._forwards = self._backwards = 0
         return seen

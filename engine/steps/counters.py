@@ -25,9 +25,9 @@ class Counters:
         self.micro_batch_size = micro_batch_size
         self._world_size = world_size
 
-    def count_micro_batches(self) -> None:
-        """step() was called: add the micro-batches that it ends."""
-        num_micro_batches = self.accumulation.count()
+    def count_micro_batches(self, *, counts_all: bool = False) -> None:
+        """step() was called: add the micro-batches that it ends. counts_all: see `Accumulation.count`."""
+        num_micro_batches = self.accumulation.count(counts_all=counts_all)
         self.micro_steps += num_micro_batches
         self.global_samples += num_micro_batches * self.micro_batch_size * self._world_size
 

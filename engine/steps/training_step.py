@@ -40,6 +40,7 @@ class TrainingStep:
         """check_usable: raises UsageError where the engine cannot be used now."""
         self.was_applied = False  # the last step changed the parameters
         self.grad_norm: float | None = None
+        self.is_updating = False  # the engine itself calls the optimizer
         self._parts = parts
         self._sharded = parts.sharded
         self._scale = parts.loss_scale
@@ -49,6 +50,10 @@ class TrainingStep:
         self._check_usable = check_usable
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         self._forecast = Forecast()
+        self._by_optimizer = False  # optimizer.step() was called last, not engine.step()
+        self._only_counted = False  # and it updated nothing
+        self._warned: set[str] = set()
+        self._schedule_place: Any = None  # after the last step of the schedule
         self._allocates_states = parts.device.type == "cuda"  # at the first forward that trains
         mesh = parts.sharded.flat_groups.mesh
         self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale)
@@ -158,29 +163,80 @@ class TrainingStep:
         mark(scaled, self._scale.value)
         return scaled
 
-    def step(self, scheduler: Scheduler | None) -> bool:
-        """Count a micro-batch; on the boundary update the parameters. Returns whether it was the boundary."""
+    def step(self, scheduler: Scheduler | None, *, by_optimizer: bool = False) -> bool:
+        """Count a micro-batch; on the boundary update the parameters. Returns whether it was the boundary.
+
+        by_optimizer: optimizer.step() was called. All micro-batches since the last step count, and the schedule
+            stays. Without gradients it does nothing, as in torch.
+        """
         if not self._sharded.backwards.has_seen_one:
-            raise UsageError(
-                "engine.step() without engine.backward(loss) before it: every step needs the gradients of a "
-                "loss; call backward once for each forward"
-            )
+            self._step_again(scheduler, by_optimizer=by_optimizer)
+            return False
         if self._accumulation.in_no_sync:
             raise UsageError(
                 "engine.step() inside no_sync(): leave the context before the step, so that gradients are "
                 "reduced"
             )
         self._sharded.end_backward()
-        is_boundary = self._accumulation.ends_step()
+        is_boundary = self._accumulation.ends_step(counts_all=by_optimizer)
         self.was_applied = False
         self._sharded.backwards.clear_seen()
-        self._counters.count_micro_batches()
+        self._counters.count_micro_batches(counts_all=by_optimizer)
+        self._by_optimizer = by_optimizer
+        self._only_counted = by_optimizer and not is_boundary
         if is_boundary:
             self._accumulation.end_step()
-            with self._report.region("step"):
-                self._update(scheduler)
+            self.is_updating = True
+            try:
+                with self._report.region("step"):
+                    self._update(None if by_optimizer else scheduler)
+            finally:
+                self.is_updating = False
             self._sharded.collectives.end_step()
         return is_boundary
+
+    def _step_again(self, scheduler: Scheduler | None, *, by_optimizer: bool) -> None:
+        """There are no gradients, possibly because the script calls engine.step() and optimizer.step().
+
+        Raises:
+            UsageError: engine.step() was called, and not after optimizer.step().
+        """
+        if by_optimizer:
+            self._warn_once(
+                "optimizer.step() without gradients updates nothing: engine.step() has used them, zero_grad() "
+                "has dropped them, or backward was not called. Call either optimizer.step() or engine.step(), "
+                "after backward and before zero_grad()"
+            )
+            return
+        if not self._by_optimizer:
+            raise UsageError(
+                "engine.step() without engine.backward(loss) before it: every step needs the gradients of a "
+                "loss; call backward once for each forward, and zero_grad() not between backward and step"
+            )
+        self._by_optimizer = False
+        self._warn_once(
+            "engine.step() after optimizer.step() updates nothing: optimizer.step() has used the gradients. "
+            "Call one of them"
+        )
+        if self.was_applied and scheduler is not None:  # which optimizer.step() leaves as it is
+            self._step_schedule(scheduler)
+
+    def _warn_once(self, text: str, *args: Any) -> None:
+        if text not in self._warned and self._sharded.collectives.rank == 0:
+            log.warning(text, *args)
+        self._warned.add(text)
+
+    def _step_schedule(self, scheduler: Scheduler) -> None:
+        """Next learning rate. Warns if the script has stepped the schedule as well."""
+        before, place = self._schedule_place, _place_of(scheduler)
+        is_number = isinstance(before, int) and isinstance(place, int)
+        if is_number and 0 < place - before <= self._accumulation.steps_now:  # else a load
+            self._warn_once(
+                "lr_scheduler.step() was called, and engine.step() steps the schedule as well: it advances "
+                "twice in a step. Remove the call, or give the schedule not to the engine"
+            )
+        scheduler.step()
+        self._schedule_place = _place_of(scheduler)
 
     def clip(self, max_norm: float) -> float:
         """Let the next update clip to `max_norm`; returns the norm of the gradients."""
@@ -194,8 +250,25 @@ class TrainingStep:
         self._clipping = (self._measure(), max_norm)
         return self._clipping[0]
 
+    @property
+    def has_gradients(self) -> bool:
+        """A backward has begun since the last update, so `drop_gradients` may drop some."""
+        return self._sharded.has_brought_gradients or self._accumulation.done > 0
+
+    @property
+    def only_counted(self) -> bool:
+        """optimizer.step() was the last call, and was no boundary. No backward has begun since."""
+        return self._only_counted and not self._sharded.backwards.has_seen_one
+
     def drop_gradients(self) -> None:
         """Forget all gradients since the last update."""
+        if self._accumulation.is_managed and self._accumulation.done:
+            self._warn_once(
+                "zero_grad() after %d of %d micro-batches of a step: their gradients are dropped, and the step "
+                "has those of the others alone",
+                self._accumulation.done,
+                self._accumulation.steps_now,
+            )
         self._clipping = None
         self._sharded.drop_gradients()
         self._accumulation.forget()
@@ -306,7 +379,7 @@ class TrainingStep:
             self.was_applied = True
         self._scale.after_step(overflow=overflow)
         if self.was_applied and scheduler is not None:
-            scheduler.step()
+            self._step_schedule(scheduler)
 
     def _skip(self, norm: float) -> None:
         self._sharded.skip()
@@ -325,6 +398,11 @@ class TrainingStep:
             norm,
             self._scale.value,
         )
+
+
+def _place_of(scheduler: Scheduler) -> Any:
+    """How far it has come: of torch's schedules, and of those that the config names."""
+    return getattr(scheduler, "last_epoch", getattr(scheduler, "last_batch_iteration", None))
 
 
 def _limit(max_norm: Any) -> float:

@@ -1,6 +1,7 @@
 """Adagrad on flat shards, used where parameters have a narrower dtype than their master weights.
 
-The arithmetic and the state are those of torch.optim.Adagrad, with the unscaling and casts in the same pass.
+The arithmetic and the state are those of torch.optim.Adagrad, with the unscaling and casts in the same pass. It
+is a subclass, because scripts ask `isinstance`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .scale import Scale
 from .shard_optimizer import Item, OnePassOptimizer, Update
 
 
-class Adagrad(OnePassOptimizer):
+class Adagrad(OnePassOptimizer, torch.optim.Adagrad):
     """g += decay p; s += g^2; p -= lr / (1 + (step - 1) lr_decay) * g / (sqrt(s) + eps)."""
 
     num_states = 1
@@ -38,7 +39,7 @@ class Adagrad(OnePassOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "eps": eps,
         }
-        super().__init__(params, defaults)
+        torch.optim.Optimizer.__init__(self, params, defaults)  # that of torch's class adds states
 
     def states_before(self, item: Item) -> dict[str, Any]:
         first = self.param_groups[item.group]["initial_accumulator_value"]

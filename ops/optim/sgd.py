@@ -1,6 +1,7 @@
 """SGD with momentum on flat shards, used where parameters have a narrower dtype than their master weights.
 
-The arithmetic and the state are those of torch.optim.SGD, with the unscaling and casts in the same pass.
+The arithmetic and the state are those of torch.optim.SGD, with the unscaling and casts in the same pass. It is
+a subclass, because scripts ask `isinstance`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .shard_optimizer import OnePassOptimizer, Update
 
 
 @final
-class SGD(OnePassOptimizer):
+class SGD(OnePassOptimizer, torch.optim.SGD):
     """g += decay p; m = momentum m + (1 - dampening) g, at first g; p -= lr m, or lr (g + momentum m)."""
 
     num_states = 1
@@ -38,7 +39,7 @@ class SGD(OnePassOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults)
+        torch.optim.Optimizer.__init__(self, params, defaults)  # that of torch's class adds keys
 
     def one_pass(
         self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Scale

@@ -234,7 +234,8 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._states = state["state"]
-        super().__setstate__({key: value for key, value in state.items() if key != "state"})
+        others = {key: value for key, value in state.items() if key != "state"}
+        torch.optim.Optimizer.__setstate__(self, others)  # that of a class of torch adds keys
 
     def bind(self, before_access: Callable[[], None], world: World) -> None:
         """An engine steps it from now on. `before_access` is called before a script gets `state`."""

@@ -3,7 +3,8 @@
     every heartbeat:  beat -> store     new alarm? -> ring to a file, position of the main thread -> store
                       does this rank wait too long? -> alarm, diagnosis; it cannot raise? -> end the process
 
-The thread sleeps between heartbeats, has a separate connection to the store, and ends with the last engine.
+The thread sleeps between heartbeats, has a separate connection to the store, and ends with the last engine, or
+with the process group.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
+
+import torch.distributed as dist
 
 from .config import WatchConfig
 from .diagnosis import Report, explain
@@ -121,7 +124,7 @@ class Sentinel:
         self._idle_stall = Stall()
         self._cpu_seconds = 0.0
         self._host = socket.gethostname()
-        self._thread = threading.Thread(target=self._run, name="xds-watch", daemon=True)
+        self._thread = _Thread(self)
 
     def add(self, entry: WatchedEngine) -> None:
         entry.wakes = self._wakes
@@ -156,7 +159,8 @@ class Sentinel:
 
     # -- in the thread ----------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Until no engine is left, or the process group has ended."""
         last_seconds = time.monotonic()
         while True:
             now = time.monotonic()
@@ -164,6 +168,7 @@ class Sentinel:
             elapsed = min(now - last_seconds, 1.5 * self._beat_seconds)
             last_seconds = now
             for entry in list(self._engines):
+                entry.is_leaving |= not dist.is_initialized()
                 self._attend(entry)
             with _lock:
                 if not self._engines:
@@ -375,6 +380,13 @@ class Sentinel:
         for change in entry.detector.compare({rank: beat.steps for rank, beat in beats.items()}):
             text = change.message(beats[change.rank].host)
             log.log(logging.WARNING if change.is_slow else logging.INFO, "xds: %s", text)
+
+
+@final
+class _Thread(threading.Thread):
+    def __init__(self, sentinel: Sentinel) -> None:
+        super().__init__(target=sentinel.run, name="xds-watch", daemon=True)
+        self.stop = sentinel.end  # for programs that end the daemon threads that are left
 
 
 def _explained(exchange: Exchange, reports: Reports, places: Mapping[int, str]) -> str:

@@ -264,8 +264,6 @@ def refusals() -> dict[str, str]:
     for name in ("fp32_groups_flat", "override_loss_scale"):
         with pytest.raises(xds.UsageError, match=f"optimizer.{name} is not covered"):
             getattr(optimizer, name)
-    with pytest.raises(xds.UsageError, match="call engine.step"):
-        optimizer.step()
     with pytest.raises(xds.UsageError, match=r"engine.step\(lr_kwargs=\{'epoch': 1\}\)"):
         engine.step({"epoch": 1})
     with pytest.raises(AttributeError, match="neither xds.Engine nor Sequential has"):
@@ -308,11 +306,7 @@ def weights(stage: int, folder: str) -> None:
             assert torch.equal(saved[name], param)
     consolidated = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
     assert (consolidated is None) == (dist.get_rank() > 0)
-    if stage == 3:
-        with pytest.raises(xds.UsageError, match="a rank holds only slices"):
-            engine.module_state_dict()
-    else:
-        assert list(engine.module_state_dict()) == list(build().state_dict())
+    assert list(engine.module_state_dict()) == list(build().state_dict())
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -327,7 +321,9 @@ def resume(folder: str) -> None:
     before = [p.detach().clone() for p in engine.module.parameters()]
     train(engine)
     path, client_state = engine.load_checkpoint(folder, 7)
-    assert path is not None and path.endswith("7") and client_state == {"epoch": 3}
+    assert path is not None and path.endswith("7")
+    assert client_state["epoch"] == 3 and client_state["global_samples"] == engine.global_samples
+    assert client_state["ds_version"].startswith("xds ")
     assert engine.global_steps == 2
     for found, wanted in zip(engine.module.parameters(), before, strict=True):
         assert torch.equal(found, wanted)
@@ -408,8 +404,6 @@ def wrong_calls() -> None:
     ):
         with pytest.raises(xds.UsageError, match=said):
             deepspeed.zero.Init(**arguments)
-    with pytest.raises(xds.UsageError, match="checkpoint_in_cpu"):
-        deepspeed.checkpointing.configure(checkpoint_in_cpu=True)
 
 
 def test_calls_that_cannot_work_are_refused_before_anything_is_done() -> None:

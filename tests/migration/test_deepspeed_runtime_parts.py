@@ -37,7 +37,7 @@ from xds.deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
 from xds.deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
 from xds.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from xds.deepspeed.utils import groups
-from xds.deepspeed.utils.logging import logger
+from xds.deepspeed.utils.logging import logger, set_log_level_from_string
 
 # -- the loss in blocks -------------------------------------------------------------------------------------
 
@@ -263,6 +263,7 @@ def _reduced_and_grouped() -> list[Any]:
     assert model.inv_freq.dtype == torch.bfloat16
     assert model.frozen.dtype == torch.float8_e4m3fn and not model.frozen.float().any()
     assert logger.level == logging.ERROR
+    set_log_level_from_string("info")  # the next tests of these processes listen to it
     return [[one.tolist() for one in parts], sizes]
 
 

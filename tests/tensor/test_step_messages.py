@@ -12,6 +12,7 @@ from test_tensor_training import PLAN, Mlps
 from warm_ranks import warm
 
 import xds
+from xds.ops.comm import light_thread
 from xds.ops.comm.light_thread import LightThread
 
 
@@ -77,3 +78,21 @@ def test_a_forked_process_gets_a_thread_of_its_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "getpid", lambda: -2)  # as in a copy of this process without the thread
     thread.run(lambda: seen.append(threading.get_ident()))
     assert len({*seen, threading.get_ident()}) == 3
+
+
+def test_the_thread_ends_without_a_process_group_and_the_next_job_starts_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(light_thread, "IDLE_SECONDS", 0.01)
+    thread, seen = LightThread(), []
+    for _ in range(2):
+        thread.run(lambda: seen.append(threading.current_thread()))
+        seen[-1].join(60)
+        assert not seen[-1].is_alive()
+    assert seen[0] is not seen[1]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for _ in range(2):
+        thread.run(lambda: seen.append(threading.current_thread()))
+    assert seen[2] is seen[3] and seen[3].is_alive()
+    seen[3].stop()
+    assert not seen[3].is_alive()

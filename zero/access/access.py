@@ -200,6 +200,7 @@ class Access(Owner):
         return 0 if is_whole else place.flat.layout.shard_range(place.flat.collectives.rank)[0]
 
     def write(self, param: nn.Parameter, reader: Reader) -> None:
+        self.num_writes += 1
         place = self._places.get(id(param))
         if place is None:
             own, held = self.compute(param).own(reader), self._slices.get(id(param), param.data)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -20,17 +20,21 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...utils.errors import UsageError
-from .in_parts import InParts
+from .in_parts import InParts, Sentence
 from .owners import Owner, find_owner
 
 
 @final
 @dataclass
 class Leniency:
-    """What a guard does not check; shared by the hooks of an engine."""
+    """What a guard does not check; shared by the hooks of an engine.
+
+    gathered: by the parameter's id, its whole value where the script still has it, and `Owner.num_writes` then.
+    """
 
     lets_parts_out: bool = False
-    refuses_late: bool = False
+    sentence: Sentence | None = None
+    gathered: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
 
 
 @final
@@ -78,19 +82,26 @@ class Guards:
             model.register_load_state_dict_post_hook(_Kept(engine))  # type: ignore[no-untyped-call]
         )
 
-    def let_state_dict_have_parts(self) -> None:
-        """From now on state_dict() works, for ranks that write nothing: what is in parts is a tensor of [0].
+    def let_state_dict_have_parts(self, *, warns: bool) -> None:
+        """From now on state_dict() works. What is in parts is a tensor of [0], or what `remember` has.
 
-        Whole values are elsewhere. Tensors of [0] share no memory, which writers of files look for.
+        Tensors of [0] share no memory, which writers of files look for.
+        warns: the first use of such a value says where the whole ones are. Libraries ask for names alone.
         """
         self._leniency.lets_parts_out = True
+        self._leniency.sentence = Sentence() if warns else None
 
-    def refuse_state_dict_late(self) -> None:
-        """From now on state_dict() has every name. A value that is in parts raises when it is used.
+    def remember(self, values: Mapping[str, Any], model: nn.Module) -> None:
+        """`values` were gathered for the script. As long as it has them, state_dict() returns them too."""
+        gathered = self._leniency.gathered
+        for name, param in model.named_parameters(remove_duplicate=False):
+            value, owner = values.get(name), find_owner(param)
+            if isinstance(value, Tensor) and owner is not None:
+                gathered[id(param)] = (weakref.ref(value), owner.num_writes)
 
-        Libraries call it for its names alone.
-        """
-        self._leniency.refuses_late = True
+    def forget(self) -> None:
+        """Parameters are about to change."""
+        self._leniency.gathered.clear()
 
     def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         if module not in self._modules or param in self._params:
@@ -160,34 +171,48 @@ def _before_state_dict(leniency: Leniency, module: nn.Module, prefix: str, keep_
     if keep_vars:  # the parameters themselves, not their values
         return
     _settle(module)
-    if leniency.lets_parts_out or leniency.refuses_late:
+    if leniency.lets_parts_out:
         return
     hidden, why = _hidden(module)
     if hidden:
-        raise UsageError(_no_state_dict(prefix + hidden[0], why))
-
-
-def _no_state_dict(name: str, why: str) -> str:
-    return (
-        f"state_dict() of a module whose parameters are {why}: {name} is not "
-        "whole on this rank; call engine.state_dict() or engine.full_state_dict(...) on every rank"
-    )
+        raise UsageError(
+            f"state_dict() of a module whose parameters are {why}: {prefix}{hidden[0]} is not "
+            "whole on this rank; call engine.state_dict() or engine.full_state_dict(...) on every rank"
+        )
 
 
 def _after_state_dict(
     leniency: Leniency, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    if not (leniency.lets_parts_out or leniency.refuses_late):
+    if not leniency.lets_parts_out:
         return
     hidden, why = _hidden(module)
     for name in hidden:
         value = state_dict.get(prefix + name)
         if value is not None and not isinstance(value, nn.Parameter):  # keep_vars
+            whole = _gathered(leniency, getattr(module, name))
             state_dict[prefix + name] = (
-                value.new_empty(0)
-                if leniency.lets_parts_out
-                else InParts.of(value, _no_state_dict(prefix + name, why))
+                _placeholder(leniency, value, prefix + name, why) if whole is None else whole
             )
+
+
+def _gathered(leniency: Leniency, param: nn.Parameter) -> Tensor | None:
+    value, owner = leniency.gathered.get(id(param)), find_owner(param)
+    if value is None or owner is None or value[1] != owner.num_writes:
+        return None
+    return value[0]()
+
+
+def _placeholder(leniency: Leniency, value: Tensor, name: str, why: str) -> Tensor:
+    sentence = leniency.sentence
+    if sentence is None:
+        return value.new_empty(0)
+    sentence.text = sentence.text or (
+        f"state_dict() of a module whose parameters are {why}: {name} and others have the shape [0] there, and "
+        "in files made of it. The whole weights: engine.save_16bit_model(folder) or engine.full_state_dict() "
+        "on every rank; engine.save_checkpoint is complete"
+    )
+    return InParts.of(value, sentence)
 
 
 def _before_load_state_dict(

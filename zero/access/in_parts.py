@@ -1,44 +1,57 @@
-"""A value of a state dict that is in parts: shape, dtype and device can be read, any other use raises."""
+"""A value of a state dict that this rank does not have whole: a tensor of shape [0] that warns when used."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from ...utils.errors import UsageError
+log = logging.getLogger("xds")
 
-_READABLE = frozenset(
-    getattr(Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "requires_grad",
-        "ndim",
-        "is_sparse",
-        "layout",
-        "is_meta",
+_NO_VALUES = frozenset(
+    (
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                *("shape", "dtype", "device", "requires_grad", "ndim", "is_sparse", "layout"),
+                "is_meta",
+            )
+        ),
+        *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.element_size, Tensor.is_floating_point),
     )
-)
-_METHODS = frozenset(
-    (Tensor.dim, Tensor.size, Tensor.numel, Tensor.element_size, Tensor.is_floating_point)
 )
 
 
 @final
-class InParts(Tensor):
-    """Holds a placeholder, and the sentence that a use raises. It can neither be saved nor copied."""
+class Sentence:
+    """What a use of values in parts logs, once."""
 
-    _why: str
+    def __init__(self) -> None:
+        self.text = ""  # of the first one
+        self._is_said = False
+
+    def say(self) -> None:
+        """Log it, at the first call."""
+        if not self._is_said:
+            self._is_said = True
+            log.warning("%s", self.text)
+
+
+@final
+class InParts(Tensor):
+    """Shape [0]. Whatever is made of it, copies and files too, is a plain tensor."""
+
+    _sentence: Sentence
 
     @staticmethod
-    def of(value: Tensor, why: str) -> InParts:
-        """`value` is the placeholder; `why` the error's text."""
-        made = value.detach().as_subclass(InParts)
-        made._why = why
+    def of(value: Tensor, sentence: Sentence) -> InParts:
+        """One with the dtype and device of `value`."""
+        made = value.detach().new_empty(0).as_subclass(InParts)
+        made._sentence = sentence
         return made
 
     @classmethod
@@ -49,15 +62,18 @@ class InParts(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _READABLE or func in _METHODS:
-            with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _NO_VALUES:
                 return func(*args, **(kwargs or {}))
-        given = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg])]
-        found = next((one for one in given if isinstance(one, InParts)), None)
-        raise UsageError(found._why if found is not None else f"{func}: a value is in parts")
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"InParts({tuple(self.shape)}, {self.dtype})"
+            return func(*_plain(args), **_plain(dict(kwargs or {})))
 
 
-__all__ = ["InParts"]
+def _plain(given: Any) -> Any:
+    def plain(one: InParts) -> Tensor:
+        one._sentence.say()
+        return one.as_subclass(Tensor)
+
+    return tree_map_only(InParts, plain, given)
+
+
+__all__ = ["InParts", "Sentence"]

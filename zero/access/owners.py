@@ -96,6 +96,7 @@ class Owner(ABC):
 
     collectives: Collectives
     flat_groups: FlatGroups | None = None  # None: no engine owns the parameters
+    num_writes = 0  # how often whole values of parameters were written, without those of steps
 
     def group_of(self, param: nn.Parameter) -> Collectives:
         """The ranks that `param` is sharded over, or its slice on this rank."""

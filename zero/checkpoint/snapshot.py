@@ -319,7 +319,7 @@ class Snapshot:
     def replace_state(self, held: Held, values: dict[str, Any]) -> None:
         """Replace the optimizer's states of `held`; empty `values` are those of a new optimizer."""
         self.state.pop(held.tensor, None)
-        if not values and isinstance(self.optimizer, torch.optim.Adagrad):
+        if not values and type(self.optimizer) is torch.optim.Adagrad:
             # it makes its states when it is made; before torch 2.13 its step needs them
             start = self.optimizer.defaults["initial_accumulator_value"]
             values = {"step": torch.tensor(0.0), "sum": torch.full_like(held.tensor, start)}

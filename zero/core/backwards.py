@@ -144,6 +144,10 @@ class Backwards:
         self._script_grads.clear()
         self.has_seen_one = False
 
+    def drop_script_grads(self) -> None:
+        """Drop what a script has put into `.grad`. Call it where all gradients of passes are taken."""
+        self._script_grads.clear()
+
     def _close(self, end: Callable[[], None]) -> None:
         """End the running backward; `end` reduces or drops its gradients."""
         self._is_running = False

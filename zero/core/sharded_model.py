@@ -408,6 +408,11 @@ class ShardedModel:
             log.warning("xds: parameters cannot be gathered at the end: %s", error)
 
     @property
+    def has_brought_gradients(self) -> bool:
+        """A backward has begun since the last step, also one that the script started. Looks at no gradient."""
+        return self.backwards.has_seen_one or self._reduction.has_sums
+
+    @property
     def has_gradients(self) -> bool:
         """Some gradients have not been used by a step yet."""
         self.settle_reductions()

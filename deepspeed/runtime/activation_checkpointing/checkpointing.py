@@ -16,6 +16,7 @@ from ....utils.errors import UsageError
 from ....utils.module_buffers import Buffers, modules_of
 from ...errors import raises_theirs
 from ...missing import placeholder
+from ...utils.logging import logger
 from .arguments import detach_variable as detach_variable
 from .arguments import extract_tensors as extract_tensors
 from .arguments import is_activation_to_checkpoint as is_activation_to_checkpoint
@@ -44,6 +45,7 @@ class _Settings:
         self.is_configured = False
         self.mpu: Any = None
         self.values: dict[str, Any] = {name: None for name in _KEYS}
+        self.has_warned = False
 
     def named(self, name: str) -> Any:
         """The value by DeepSpeed's name; raises KeyError."""
@@ -60,6 +62,13 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Buffers of modules that the function calls, such as running statistics, are as after one call.
     """
+    if _settings.values["checkpoint_in_cpu"] and not _settings.has_warned:
+        _settings.has_warned = True
+        logger.warning(
+            "checkpointing.configure(checkpoint_in_cpu=True) has no effect on checkpoints that the script "
+            "calls: their inputs stay on the device; activation_checkpointing.cpu_checkpointing of the config "
+            "recomputes the model's blocks, and moves theirs"
+        )
     if not torch.compiler.is_compiling():  # a graph writes each buffer once
         function = Buffers(modules_of(function), copies=False).once(function)
     return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
@@ -82,8 +91,7 @@ def configure(  # noqa: PLR0913 (DeepSpeed's arguments)
     """Remember the arguments, over those of the config's section activation_checkpointing. None has an effect.
 
     Raises:
-        UsageError: `checkpoint_in_cpu` is True; or `contiguous_checkpointing` without `partition_activations`
-            and `num_checkpoints`.
+        UsageError: `contiguous_checkpointing` without `partition_activations` and `num_checkpoints`.
     """
     given = {
         "partition_activations": partition_activations,
@@ -98,12 +106,6 @@ def configure(  # noqa: PLR0913 (DeepSpeed's arguments)
         name: section.get(key) if given[name] is None else given[name]
         for name, (key, _) in _KEYS.items()
     }
-    if checkpoint_in_cpu:
-        raise UsageError(
-            "checkpointing.configure(checkpoint_in_cpu=True): a checkpoint that the script calls keeps its "
-            "inputs on the device; set activation_checkpointing.cpu_checkpointing in the config, which "
-            "recomputes the model's blocks, and leave this out"
-        )
     if values["contiguous_checkpointing"]:
         absent = [name for name in ("partition_activations", "num_checkpoints") if not values[name]]
         if absent:

@@ -169,6 +169,10 @@ def _tensor(param: nn.Parameter, owner: Owner | None) -> Tensor:
     return own_slice(param, 0, 1) if owner is None else OwnSlice.of(param, owner)
 
 
+def _tensor_numel(param: nn.Parameter, owner: Owner | None) -> Callable[[], int]:
+    return _tensor(param, owner).numel
+
+
 def _group(param: nn.Parameter, owner: Owner | None) -> dist.ProcessGroup | None:
     """The ranks that the parameter is sharded over."""
     return dist.group.WORLD if owner is None else owner.group_of(param).group
@@ -257,6 +261,7 @@ _READERS: dict[str, Callable[[nn.Parameter, Owner | None], Any]] = {
     "ds_status": _status,
     "ds_persist": _persist,
     "ds_tensor": _tensor,
+    "partition_numel": _tensor_numel,
     "ds_param_type": lambda param, owner: ZeroParamType.PARTITIONED,
     "ds_process_group": _group,
     "ds_zero_param_process_group": _second_group,
