@@ -38,6 +38,7 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_blocks_of_the_training_guide_run(world_size):
     run_ranks(_run, world_size, blocks(ROOT / "docs" / "training.md", "python"))
@@ -104,10 +105,12 @@ def test_the_start_page_has_twenty_keys_of_the_config():
     assert Config.load(config).resolve(16).train_batch_size == 32
 
 
+@pytest.mark.contract
 def test_the_first_example_of_the_readme_runs():
     run_ranks(_run, 1, blocks(ROOT / "README.md", "python")[:1])
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
 def test_json_blocks_are_valid_and_python_blocks_compile(page):
     for text in blocks(page, "json"):

@@ -34,6 +34,7 @@ def run(start: list[str], folder: Path, *options: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     ("start", "config"),
     [

@@ -161,7 +161,7 @@ def check_close(
 @pytest.mark.parametrize(
     "run",
     [
-        *(Run(feature, 2) for feature in DEFAULT_RUN),
+        *(pytest.param(Run(feature, 2), marks=pytest.mark.contract) for feature in DEFAULT_RUN),
         *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW_RUNS),
     ],
     ids=lambda run: run.name,

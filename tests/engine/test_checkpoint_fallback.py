@@ -139,6 +139,7 @@ def fall_back(folder: str) -> None:
     check_same(before, states_of(other))
 
 
+@pytest.mark.contract
 def test_every_rank_falls_back_to_the_same_older_checkpoint(tmp_path: Path) -> None:
     run_new_ranks(fall_back, 2, str(tmp_path))
 

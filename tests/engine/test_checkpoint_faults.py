@@ -178,6 +178,7 @@ def fill_up(folder: str, more: dict[str, Any]) -> None:
     assert other.global_steps == engine.global_steps
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("more", [{}, IN_BACKGROUND], ids=["direct", "background"])
 def test_on_a_full_disk_every_rank_raises_and_the_last_checkpoint_loads(
     tmp_path: Path, more: Any

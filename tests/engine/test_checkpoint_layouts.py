@@ -406,6 +406,7 @@ def states(engine: Any) -> Saved:
     }
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize(
     "section",
     [

@@ -264,6 +264,7 @@ def bare_at_all_stages() -> list[Any]:
     return [bare_steps(stage) for stage in (0, 1, 2, 3)]
 
 
+@pytest.mark.contract
 def test_a_model_without_blocks_is_compiled_as_a_whole():
     found = run_ranks(bare_at_all_stages, 2)[0]
     assert found == [(1, 0, found[0][2])] * 4

@@ -42,7 +42,10 @@ NOT_BUILT = {
     "quantize_training": 1,
 }
 
-pytestmark = pytest.mark.skipif(not FILES, reason=f"no configs in {FOLDER}")
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.skipif(not FILES, reason=f"no configs in {FOLDER}"),
+]
 
 
 def complaints(path: Path, **filled: object) -> list[str]:

@@ -75,6 +75,7 @@ def whole_loop(stage: int) -> Any:
     return seen
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_accelerates_loop_gives_the_numbers_of_a_plain_one(stage):
     expected = plain_loop()

@@ -128,6 +128,7 @@ def test_a_script_differs_from_its_original_by_its_imports_alone(name: str) -> N
     assert all(line.startswith("from xds.deepspeed.") for line in lines[1:])
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("start", [run, pytest.param(launch, marks=pytest.mark.slow)])
 def test_an_alexnet_in_stages_trains_as_plain_pytorch(start: Any, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CLASSIFIER))

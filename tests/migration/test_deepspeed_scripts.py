@@ -124,6 +124,7 @@ def test_a_script_differs_from_its_original_by_the_import_alone(name: str) -> No
     assert lines == ["import xds.deepspeed as deepspeed"]
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_classifier_from_a_config_file_trains_as_plain_pytorch(

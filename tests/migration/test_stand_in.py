@@ -138,6 +138,7 @@ def test_the_variable_alone_is_enough_in_an_environment_with_xds(value: str) -> 
     assert run_python(code, XDS_AS_DEEPSPEED=value) == f"{value == '1'}\n"
 
 
+@pytest.mark.contract
 def test_the_option_starts_ranks_in_which_it_stands_in(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -219,6 +219,7 @@ def train_an_adapter(folder: str) -> None:
     torch.testing.assert_close(loaded(input_ids=tokens, labels=tokens).loss, trained)
 
 
+@pytest.mark.contract
 @pytest.mark.filterwarnings("default")  # the packages warn about themselves
 def test_an_adapter_with_whole_layers_trains_and_is_saved_at_stage_3(tmp_path: Path) -> None:
     pytest.importorskip("peft")

@@ -16,6 +16,7 @@ pytest.importorskip("accelerate")
 SCRIPT = Path(__file__).parent / "scripts" / "transformers_stock.py"
 
 
+@pytest.mark.contract
 @pytest.mark.slow
 def test_stock_transformers_builds_trains_saves_and_resumes(tmp_path: Path) -> None:
     start = [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", "2", "--as-deepspeed"]

@@ -104,6 +104,7 @@ def train(make: Any, folder: str, config: Any) -> Any:
     return logged(done, *KEYS), saved
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("make", [make_counting, make_sft])
 def test_a_subclass_of_the_trainer_trains_on_an_engine_as_without(
     make: Any, tmp_path: Path

@@ -121,6 +121,7 @@ def load_version_1(folder: str, cut: Cut) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.contract
 def test_version_1_loads_into_a_pipeline(tmp_path: Path) -> None:
     folder = tmp_path / "old"
     shutil.copytree(DATA / "version_1_checkpoint", folder)

@@ -116,6 +116,7 @@ def built_in_slices(stage: int, seeds_differ: bool, dtype: torch.dtype | None) -
     return value
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_values_are_those_of_plain_construction(world: int) -> None:
     losses = [
