@@ -6,6 +6,7 @@ handlers. For other scripts `show_messages` adds one handler, which writes to st
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from ...utils.messages import write_stderr
 from ...utils.sizes import size_text
 from ...utils.version import __version__
 from ...zero.core.sharded_model import ShardedModel
@@ -40,11 +42,13 @@ class ScreenHandler(logging.Handler):
 
 
 def _write(text: str) -> None:
+    """Never fails. A reader that does not read gets a second; the training goes on."""
     bars = sys.modules.get("tqdm")
     if bars is not None and getattr(bars.tqdm, "_instances", None):
-        bars.tqdm.write(text, file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):
+            bars.tqdm.write(text, file=sys.stderr)
     else:
-        print(text, file=sys.stderr, flush=True)
+        write_stderr(f"{text}\n")
 
 
 def show_messages(level: Level | None) -> None:
