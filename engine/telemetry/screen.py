@@ -67,10 +67,16 @@ def show_messages(level: Level | None) -> None:
 
 
 def run_in_words(config: Config, num_ranks: int) -> str:
-    """The ZeRO stage, the number of ranks and the precision: "stage 3, 2 ranks, bf16"."""
+    """The ZeRO stage, the number of ranks and the precision: "stage 3, 2 ranks, bf16".
+
+    A pipeline has stages too: "ZeRO stage 1, 2 pipeline stages, 4 ranks, bf16".
+    """
     precision = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    return f"stage {config.zero_optimization.stage}, {ranks}, {precision}"
+    stage = f"stage {config.zero_optimization.stage}"
+    if config.pipeline.stages > 1:
+        stage = f"ZeRO {stage}, {config.pipeline.stages} pipeline stages"
+    return f"{stage}, {ranks}, {precision}"
 
 
 def log_start(
