@@ -337,7 +337,9 @@ def readme() -> None:
         command += ["--config", "examples/gpt/zero3.json", "--out", (out := tempfile.mkdtemp())]
         if IS_TINY:
             command += ["--steps", "3", "--layers", "1", "--width", "32", "--heads", "2"]
-        subprocess.run(command, cwd=ROOT, check=True, stdin=subprocess.DEVNULL)
+        # the example imports a module beside it
+        env = os.environ | {"PYTHONSAFEPATH": ""}
+        subprocess.run(command, cwd=ROOT, env=env, check=True, stdin=subprocess.DEVNULL)
         rows = [line.split(",") for line in Path(out, "loss.csv").read_text().splitlines()]
         first, last = float(rows[1][1]), float(rows[-1][1])
         text = f"{len(rows) - 1} steps, loss {first:.2f} to {last:.2f}"
