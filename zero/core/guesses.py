@@ -93,6 +93,11 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def _values_bytes(master: Master) -> int:
+    """The bytes of the new values of parameters."""
+    return master.raw.numel() * master.params.dtype.itemsize
+
+
 @final
 class Guess:
     """One update before its norm is known. Its result is used once, or taken back."""
@@ -114,8 +119,7 @@ class Guess:
     def reserve(self, spare: Spare) -> bool:
         """False: there is too little spare memory, so it cannot run."""
         self._states = _States(self.master, self._optimizer)
-        values_bytes = self._sum.numel() * self.master.params.dtype.itemsize
-        self._room = spare.take(self._states.sizes, values_bytes)
+        self._room = spare.take(self._states.sizes, _values_bytes(self.master))
         if self._room is None:
             return False
         self._last_reader = self._room.reader  # now: `use` may set its own before `run` looks
@@ -226,6 +230,7 @@ class Guesses:
         self._has_stepped = False
         self._guesses: dict[int, Guess] = {}  # by id of the master
         self._waiting: list[Guess] = []  # those that have not begun
+        self._has_rooms = False
         self._choosing = threading.Lock()  # which ones begin
         # without a copy the parameters themselves are the master: a script would read new values
         found = [
@@ -235,6 +240,7 @@ class Guesses:
             and m.is_apart
             and not (m.residence.is_on_disk or m.params.place.is_on_disk)
         ]
+        self._masters = found
         for master in found:
             undo = partial(self.undo, master)
             master.grads.watch(partial(self._begin, master), undo)
@@ -261,11 +267,27 @@ class Guesses:
         with self._choosing:
             if not self._waiting:
                 return
+            if not self._has_rooms:
+                self._make_rooms()
             guess = self._waiting.pop()
             if not guess.reserve(self._spare):
                 del self._guesses[id(guess.master)]
                 return
         guess.run()
+
+    def _make_rooms(self) -> None:
+        """Allocate for all masters at the first guess: how many guesses a step begins depends on timing.
+
+        Locking pages later would stall the device in the middle of training.
+        """
+        self._has_rooms = True
+        rooms = [
+            self._spare.take(_States(each, self._optimizer).sizes, _values_bytes(each))
+            for each in self._masters
+        ]
+        for room in rooms:
+            if room is not None:
+                self._spare.give(room)
 
     def undo(self, master: Master) -> None:
         """Undo a guess: somebody reads the states of `master`, or its gradients change."""
