@@ -434,6 +434,7 @@ def _run(
     try:
         with torch.enable_grad():
             result = block.forward(*tree_map(fresh, args), **tree_map(fresh, dict(kwargs)))
+        del outputs[""]
         outputs[""] = _floats(result)
         params = {name: param for name, param in block.named_parameters() if param.requires_grad}
         seeds = _seeds(outputs[""], tokens)
@@ -467,6 +468,7 @@ def _seeds(outputs: Sequence[Tensor], tokens: Tokens | None) -> list[Tensor]:
 def _keeping(outputs: dict[str, list[Tensor]], name: str) -> Callable[..., None]:
     def keep(_: nn.Module, __: Any, result: Any) -> None:
         # whatever is there: a recomputed forward writes it again, by the same graph
+        outputs.pop(name)  # in the order of the calls: the innermost difference is named
         outputs[name] = _floats(result)
 
     return keep
