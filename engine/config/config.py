@@ -32,7 +32,6 @@ from .compile import Compile
 from .elasticity import ELASTIC_KEYS, Elasticity, elastic_batch
 from .meanings import Meanings
 from .mics import complaints_of_ranks
-from .one_bit import check_model_ranks
 from .optimizer import OptimizerConfig
 from .profiling import FlopsProfiler
 from .ranks import check_micro_batches, check_slices, mesh_of
@@ -258,7 +257,6 @@ class Config(Section):
         notes = tuple(note for note in self.notes if not note.endswith(ONE_STAGE))
         changed = self.model_copy(update={"pipeline": pipeline, "notes": notes})
         check_stages_of(changed, report)
-        check_model_ranks(self.optimizer, changed.model_ranks, report)
         if report.complaints:
             raise ConfigError(report.complaints, self.source)
         return changed
@@ -282,7 +280,6 @@ class Config(Section):
         section = self.tensor_parallel.model_copy(update={"tp_size": ranks})
         changed = self.model_copy(update={"tensor_parallel": section})
         check_slices(section, None if self.optimizer is None else self.optimizer.type, report)
-        check_model_ranks(self.optimizer, changed.model_ranks, report)
         if report.complaints:
             raise ConfigError(report.complaints, self.source)
         return changed
@@ -300,7 +297,6 @@ class Config(Section):
         changed = self.model_copy(update={"sequence_parallel_size": ranks, "sequence": section})
         report = Report()
         check_sequences_of(changed, report)
-        check_model_ranks(self.optimizer, changed.model_ranks, report)
         if report.complaints:
             raise ConfigError(report.complaints, self.source)
         return changed

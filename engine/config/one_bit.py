@@ -10,9 +10,6 @@ from ...zero.config import ZeroConfig
 
 WARMUP_STEPS = 1000  # the default of the schedules
 CYCLE_STEPS = 2000
-FREEZES = ("freeze_step", "var_freeze_step")
-LOCAL = "local_step_clipper"
-LOCAL_STEPS = 16  # its default
 
 
 def warmup_steps(scheduler: Any) -> int:
@@ -55,48 +52,17 @@ def check_one_bit(optimizer: Any, scheduler: Any, zero: ZeroConfig, report: Repo
                 'set it to "none", or choose AdamW',
             )
     _check_freeze(optimizer.params, warmup_steps(scheduler), report)
-    if zero.stage in (1, 2):
-        _refuse_local_steps(
-            optimizer,
-            f"at stage {zero.stage} a rank has the masters of its shard only: set it to 1, so that every step "
-            "synchronises, or set stage to 0",
-            report,
-        )
-
-
-def check_model_ranks(optimizer: Any, model_ranks: int, report: Report) -> None:
-    """Report local steps where several ranks train on one batch. model_ranks: see `Config.model_ranks`."""
-    if model_ranks > 1:
-        _refuse_local_steps(
-            optimizer,
-            f"here {model_ranks} ranks train on one batch (pipeline stages x sequence ranks x tensor ranks): "
-            "set it to 1, so that every step synchronises",
-            report,
-        )
 
 
 def _check_freeze(params: dict[str, Any], warmup: int, report: Report) -> None:
-    for key in FREEZES:
-        freeze = params.get(key)
-        if isinstance(freeze, int) and freeze < warmup:
-            remedy = ' at least, or to "auto"' if key == "freeze_step" else " at least"
-            report.complain(
-                f"optimizer.params.{key}",
-                freeze,
-                f"the learning rate rises for {warmup} steps, and a variance that is frozen before does not "
-                f"fit the gradients after them: set it to {warmup}{remedy}",
-            )
+    freeze = params.get("freeze_step")
+    if isinstance(freeze, int) and freeze < warmup:
+        report.complain(
+            "optimizer.params.freeze_step",
+            freeze,
+            f"the learning rate rises for {warmup} steps, and a variance that is frozen before does not "
+            f'fit the gradients after them: set it to {warmup} at least, or to "auto"',
+        )
 
 
-def _refuse_local_steps(optimizer: Any, reason: str, report: Report) -> None:
-    if optimizer is None or optimizer.type != "ZeroOneAdam":
-        return
-    if report.refuses(f"optimizer.params.{LOCAL}"):  # what was written is no number of steps
-        return
-    longest = optimizer.params.get(LOCAL, LOCAL_STEPS)
-    if longest > 1:
-        text = "between two synchronisations each rank has its own parameters, and "
-        report.complain(f"optimizer.params.{LOCAL}", longest, text + reason)
-
-
-__all__ = ["check_model_ranks", "check_one_bit", "warmup_steps"]
+__all__ = ["check_one_bit", "warmup_steps"]

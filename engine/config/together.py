@@ -16,7 +16,6 @@ from .elasticity import ELASTIC_KEYS, check_elasticity
 from .messages import check_messages
 from .mics import check_mics
 from .offloading import check_guesses, check_old_names, check_paths, without_idle_offload
-from .one_bit import check_model_ranks
 from .optimizer import check_optimizer
 from .precision import check_precision
 from .ranks import check_sequence_ranks, check_slices, check_stages
@@ -94,18 +93,19 @@ def _check_states(config: Any, report: Report) -> None:
     if not report.doubts(shared, _STAGE, _TYPE, _DEVICES[0], "communication.shared_memory"):
         chosen = None if optimizer is None else optimizer.type
         check_shared_parameters(zero, config.communication, chosen, report)
-    freezes = ("optimizer.params.freeze_step", "optimizer.params.var_freeze_step")
-    warmups = ("scheduler.type", "scheduler.params.warmup_num_steps")
+    warmups = (
+        "optimizer.params.freeze_step",
+        "scheduler.type",
+        "scheduler.params.warmup_num_steps",
+    )
     divergent = f"{ZERO}.divergent_graphs"
     if not report.doubts(_STAGE, _TYPE, *_MICS, *_WEIGHTS, *_DEVICES, divergent):
-        is_known = not report.doubts(*freezes, *warmups, "scheduler.params.cycle_first_step_size")
+        is_known = not report.doubts(*warmups, "scheduler.params.cycle_first_step_size")
         check_messages(optimizer, config.scheduler if is_known else None, zero, report)
 
 
 def _check_ranks(config: Any, data: Mapping[str, Any], report: Report) -> None:
     """Report what the ranks along the axes of the mesh do not allow."""
-    if not report.doubts(*_RANKS, _TYPE):
-        check_model_ranks(config.optimizer, config.model_ranks, report)
     if not report.doubts(*ELASTIC_KEYS):
         check_elasticity(config.elasticity, data, report)
     if not report.doubts(*_RANKS, *_PIPELINE, *ELASTIC_KEYS, "activation_checkpointing.enabled"):

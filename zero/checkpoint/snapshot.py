@@ -117,7 +117,6 @@ class Snapshot:
         self._updater = updater
         updater.wait()
         sharded.publish()
-        updater.synchronise()
         self.masters = updater.masters
         self.sharded = sharded
         self.optimizer = optimizer
