@@ -3,6 +3,7 @@
 import base64
 import copy
 import json
+import sys
 
 import pytest
 
@@ -36,29 +37,55 @@ def test_a_config_is_returned_as_it_is():
     assert Config.load(config) is config
 
 
-def test_comments_and_trailing_commas_are_read():
+def test_comments_are_read():
     text = """
     // first
-    { # second
-      "train_batch_size": 8, /* third, with "quotes"
-      over lines */ "wandb": {"project": "a // b # c, }", "group": "/* */",},
-      "zero_optimization": {"units": ["Block", "h.*",],},
+    { // second
+      "train_batch_size": 8, // third, with "quotes"
+      "wandb": {"project": "a // b # c, }", "group": "\\"// c"}
     }
     """
     config = parse_config(text)
     assert config.train_batch_size == 8
     assert config.wandb.project == "a // b # c, }"
-    assert config.wandb.group == "/* */"
-    assert config.zero_optimization.units == ("Block", "h.*")
+    assert config.wandb.group == '"// c'
+
+
+HJSON = """
+# a comment
+train_batch_size: 8      /* another */
+optimizer: {
+  type: AdamW
+  params: {"lr": 1e-4, betas: [0.9
+    0.95],}
+}
+wandb: {group: 'two words', group: 'again'}
+"""
+
+
+def test_other_forms_need_the_package_hjson(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    for text in (f"{{{HJSON}}}", '{"train_batch_size": 8,}'):
+        assert "pip install hjson" in complaints(text)[0]
+
+
+def test_hjson_is_read_by_its_package():
+    pytest.importorskip("hjson")
+    assert complaints(f"{{{HJSON}}}")[0].startswith('wandb.group = "again": appears twice')
+    config = parse_config(f"{{{HJSON}}}".replace(", group: 'again'", ""))
+    assert config.train_batch_size == 8 and config.wandb.group == "two words"
+    assert config.optimizer.params == {"lr": 1e-4, "betas": (0.9, 0.95)}
+    assert "line 2, column 6: is not JSON" in complaints("{a: 1\nb: {]}}")[0]
 
 
 @pytest.mark.parametrize(
     ("text", "line", "column", "reason"),
     [
-        ('{\n  "train_batch_size": 8\n  "fp16" {}\n}', 3, 10, 'expecting ":"'),
-        ("{\n  train_batch_size\n}", 3, 1, 'expecting ":"'),
+        ('{\n  "train_batch_size": 8,\n  "fp16" {}\n}', 3, 10, "':' delimiter"),
+        ("{\n  train_batch_size\n}", 2, 3, "key in double quotes"),
         ("{\n  {}: 8\n}", 2, 3, "key in double quotes"),
-        ('{"a": 1 /* x */ "b": 2}', 1, 17, "',' delimiter"),
+        ('{"a": 1 // x\n "b": 2}', 2, 2, "',' delimiter"),
+        ('{"fp16": {"enabled": False}}', 1, 22, "False is Python: write false"),
         ('{"a": tru}', 1, 7, "expecting value"),
         ('{"a": 1', 1, 8, "',' delimiter"),
     ],
