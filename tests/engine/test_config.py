@@ -75,7 +75,7 @@ def test_hjson_is_read_by_its_package():
     config = parse_config(f"{{{HJSON}}}".replace(", group: 'again'", ""))
     assert config.train_batch_size == 8 and config.wandb.group == "two words"
     assert config.optimizer.params == {"lr": 1e-4, "betas": (0.9, 0.95)}
-    assert "line 2, column 6: is not JSON" in complaints("{a: 1\nb: {]}}")[0]
+    assert "line 2, column 5: is not JSON" in complaints("{a: 1\nb: {]}}")[0]
 
 
 @pytest.mark.parametrize(
