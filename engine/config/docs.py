@@ -34,8 +34,8 @@ INTRO = """\
     size 1).
   - *Detail*: it belongs to a feature that another key enables. xds checks only its type.
 - **Unknown keys are errors**; the message names the nearest key. Duplicate keys are errors too.
-- **All complaints are reported at once**, each with its full key path. For malformed JSON the message
-  names line and column.
+- **All wrong and unknown keys are reported at once**, each with its full key path; where there is none, all
+  that do not go together. For malformed JSON the message names line and column.
 - **Files** may contain `//` comments. With the package `hjson` they may also be
   [Hjson](https://hjson.github.io), as in DeepSpeed: other comments, trailing commas, keys and text
   without quotes.

@@ -200,8 +200,7 @@ def _check_together(name: str, params: Mapping[str, Any], report: Report) -> Non
             "optimizer.type = Adam: weight decay is decoupled, as in AdamW and as DeepSpeed does; "
             "set adam_w_mode to false for L2"
         )
-    momenta = ("optimizer.params.momentum", "optimizer.params.dampening")
-    if name == "SGD" and params.get("nesterov") and not report.doubts(*momenta):
+    if name == "SGD" and params.get("nesterov") and not report.complaints:
         if not params.get("momentum") or params.get("dampening"):
             report.complain(
                 "optimizer.params.nesterov",

@@ -258,7 +258,7 @@ def test_unknown_keys_get_the_nearest_name(path, value, hint):
     )
 
 
-def test_all_complaints_come_at_once_and_in_one_error():
+def test_all_wrong_keys_come_at_once_and_then_what_does_not_go_together():
     source = {
         "train_batch_size": 7,
         "train_micro_batch_size_per_gpu": 2,
@@ -278,10 +278,12 @@ def test_all_complaints_come_at_once_and_in_one_error():
             "zero_optimization.stag",
             "optimizer.type",
             "autotuning.enabled",
-            "fp16.enabled",
-            "train_batch_size",
         ]
     )
+    for key in ("gradient_clipping", "zero_optimization", "optimizer", "autotuning"):
+        del source[key]
+    found = complaints(source, world_size=2)
+    assert [one.split(" = ")[0] for one in found] == ["fp16.enabled", "train_batch_size"]
 
 
 def test_two_precisions_name_each_other():
@@ -292,3 +294,19 @@ def test_two_precisions_name_each_other():
 def test_two_spellings_of_one_key():
     (complaint,) = complaints({**SMALL, "bf16": {"enabled": True}, "bfloat16": {"enabled": True}})
     assert "sets the same option as bf16" in complaint
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"train_batch_size": "8"}, "not text: write 8 without quotes"),
+        ({"train_batch_size": 8, "optimizer": []}, "must be an object {...}"),
+        ({"train_batch_size": 8, "optimizer": {"typ": "Adam"}}, 'did you mean "type"?'),
+        ({"train_batch_size": 8, "scheduler": {"type": "OneCycle", "params": 3}}, "an object"),
+        ({"batch_size": 8}, 'did you mean "train_batch_size"?'),
+        ({"train_batch_size": 8, "fp16": {"enabled": "auto"}}, "only an integration"),
+    ],
+)
+def test_a_consequence_of_a_wrong_or_unknown_key_is_no_complaint(config, says):
+    (complaint,) = complaints(config)
+    assert says in complaint
