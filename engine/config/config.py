@@ -317,7 +317,7 @@ def parse_config(
         report.complain("config", data, "must be an object {...}")
         raise ConfigError(report.complaints, name)
     fill_auto(write_out(data, report), auto or {}, canonical_path, report)
-    config = _read(data, report)
+    config: Config = _read(data, report)
     if report.complaints:  # what several sections say of one another could be their consequence
         raise ConfigError(report.complaints, name)
     config = check_together(config, data, report)
@@ -347,7 +347,8 @@ def _read(data: dict[str, Any], report: Report) -> Config:
         changes["optimizer"] = check_optimizer(config.optimizer, report)
     if config.scheduler is not None:
         changes["scheduler"] = check_scheduler(config.scheduler, report)
-    return config.model_copy(update=changes)
+    read: Config = config.model_copy(update=changes)
+    return read
 
 
 def canonical_path(path: str) -> str:

@@ -162,7 +162,7 @@ def _pairs(text: str) -> Any:
 
 
 def _reason(error: Any) -> str:
-    reason = error.msg[:1].lower() + error.msg[1:]
+    reason: str = error.msg[:1].lower() + error.msg[1:]
     if reason.startswith("expecting property name"):
         return "expecting a key in double quotes"
     return reason

@@ -135,7 +135,7 @@ class Access(Owner):
         return self._model.flat_groups.slices.get(id(param))
 
     def _settle(self) -> None:
-        """End what is in flight: its collectives come before those of the access. For all ranks."""
+        """End what is in flight: its collectives come before those of the access."""
         self._model.backwards.end_script_backward()
         self._model.publish()
 
@@ -146,7 +146,7 @@ class Access(Owner):
                 "are still being updated, and they arrive on all ranks together; call engine.state_dict() or "
                 "engine.load_state_dict(...) on every rank, or set offload_optimizer.overlap_step to false"
             )
-        self._settle_own()
+        self._settle()
 
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
         self._check_usable()
