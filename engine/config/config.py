@@ -31,7 +31,7 @@ from .checkpoint import Checkpoint
 from .compile import Compile
 from .elasticity import Elasticity, elastic_batch
 from .meanings import Meanings
-from .mics import complaints_of_ranks
+from .messages import complaints_of_ranks
 from .optimizer import OptimizerConfig, check_optimizer
 from .profiling import FlopsProfiler
 from .ranks import check_micro_batches, check_slices, mesh_of

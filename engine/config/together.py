@@ -10,11 +10,9 @@ from ...utils.schema.keys import Report
 from .compile import check_compile
 from .elasticity import check_elasticity
 from .messages import check_messages
-from .mics import check_mics
 from .offloading import check_guesses, check_old_names, check_paths, without_idle_offload
 from .precision import check_precision
 from .ranks import check_sequence_ranks, check_slices, check_stages
-from .shared_parameters import check_shared_parameters
 
 
 def check_together(config: Any, data: Mapping[str, Any], report: Report) -> Any:
@@ -54,10 +52,7 @@ def _check_states(config: Any, report: Report) -> None:
         )
     check_guesses(optimizer, zero, report)
     check_paths(zero, report)
-    check_mics(zero, report)
-    kind = None if optimizer is None else optimizer.type
-    check_shared_parameters(zero, config.communication, kind, report)
-    check_messages(optimizer, config.scheduler, zero, report)
+    check_messages(optimizer, config.scheduler, zero, config.communication, report)
 
 
 def check_sequences_of(config: Any, report: Report) -> None:
