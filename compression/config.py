@@ -13,7 +13,7 @@ from ..utils.schema.keys import Detail, Entry, Group, Refused, details
 from ..utils.schema.rules import ANYTHING, FLAG, LIST, NUMBER, TEXT, number, whole
 from ..utils.schema.section import Section
 
-ONE_BIT_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+ONE_BIT_OPTIMIZERS = ("OneBitAdam", "OneBitLamb")
 
 
 @final

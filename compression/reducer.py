@@ -40,11 +40,6 @@ class GradientReducer(ABC):
     def is_lossy(self) -> bool:
         """What is sent now is not exact; the rest is kept, and sent later."""
 
-    @property
-    def is_silent(self) -> bool:
-        """In this step nothing is reduced: each rank uses its own gradients."""
-        return False
-
     @abstractmethod
     def reduce(self, flat: Tensor, out: Tensor, *, add: bool) -> Handle:
         """Start to set `out` to this rank's shard of the sum of `flat` over ranks, or to add it (`add`).
@@ -78,13 +73,6 @@ class GradientReducer(ABC):
     @abstractmethod
     def keep(self, flat: Tensor) -> None:
         """Keep the gradients `flat` of a micro-batch for the next `reduce`. Only where `is_lossy`."""
-
-    def average(self, values: Tensor, num_steps: int) -> None:
-        """Set `values` [world_size * n] fp32 to their mean over the ranks. num_steps: that they stand for.
-
-        Only where a step may be silent: the gradients of several ranks are whole on each.
-        """
-        raise AssertionError("these ranks never step alone")
 
     @abstractmethod
     def undo(self) -> None:
@@ -157,11 +145,6 @@ class ExactReducer(GradientReducer):
 
     def keep(self, flat: Tensor) -> None:
         raise AssertionError("exact sums keep nothing")
-
-    def average(self, values: Tensor, num_steps: int = 1) -> None:
-        total = values.new_empty(values.numel() // self._collectives.world_size)
-        self.reduce(values, total, add=False).wait()
-        self.gather(total.div_(self._collectives.world_size), values).wait()
 
     def undo(self) -> None:
         return

@@ -24,7 +24,7 @@ _MOE = (
     "experts on each rank"
 )
 _ONE_BIT_ADAM = (
-    'its messages belong to the engine: set optimizer.type to "OneBitAdam", "OneBitLamb" or "ZeroOneAdam" in '
+    'its messages belong to the engine: set optimizer.type to "OneBitAdam" or "OneBitLamb" in '
     "the config, and pass no optimizer"
 )
 _INFERENCE = "xds is for training only; serve the saved weights with an inference library"

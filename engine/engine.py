@@ -426,7 +426,6 @@ class Engine(Readings):
         if not self._is_destroyed:
             self._parts.preemption.end()
             self.reload_states()
-            self._parts.updater.synchronise()
             self._is_destroyed = True
             self._guards.remove()
             self._torch_calls.remove()

@@ -36,7 +36,7 @@ from .checkpoint.io.background import Background
 from .checkpoint.saver import Direct, Saver
 from .checkpoint.training import Scheduler
 from .config.config import Config
-from .config.one_bit import warmup_steps
+from .config.messages import warmup_steps
 from .config.ranks import mesh_of
 from .data.loaders import build_loader, keeps_position
 from .engine import Engine

@@ -15,7 +15,6 @@ from ..zero.core.filling import Filling
 from ..zero.core.sharded_model import ShardedModel
 from ..zero.core.update import Updater
 from .checkpoint.saver import Saver
-from .checkpoint.storage import storage_of
 from .checkpoint.training import Scheduler, Training
 from .config.config import Config
 from .model.compiling import Compiler
@@ -72,5 +71,4 @@ class Parts:
             device=self.device,
             stage=self.config.zero_optimization.stage,
             saver=self.saver,
-            storage=storage_of(self.config.checkpoint),
         )

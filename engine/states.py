@@ -103,7 +103,6 @@ class States:
             )
         self._host_copies = HostCopies(pin_memory=pin_memory)
         sharded.before_update()
-        self._parts.updater.synchronise()
         tensors = [
             *(states.state_tensors() if "optim_states" in names else ()),
             *(states.master_tensors() if "hp_params" in names else ()),

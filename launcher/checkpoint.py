@@ -149,7 +149,6 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
         "stage": manifest.stage,
         "size_bytes": sum(record.size_bytes for record in manifest.files),
         "num_files": len(manifest.files),
-        **_node_facts(reader),
         "num_params": len(params),
         "num_buffers": len(values) - len(params),
         "params_numel": sum(one.numel for one in params),
@@ -160,17 +159,6 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
         "tied": reader.tied,
         "optimizer": None if optimizer is None else optimizer["type"],
         "other_tags": [one.tag for one in committed(reader.save_dir) if one.tag != reader.tag],
-    }
-
-
-def _node_facts(reader: CheckpointReader) -> dict[str, Any]:
-    """Of a checkpoint whose nodes have folders of their own."""
-    if not reader.manifest.nodes:
-        return {}
-    return {
-        "nodes": [f"{node.name}: ranks {list(node.ranks)}" for node in reader.manifest.nodes],
-        "files_here": len(reader.present),
-        "not_here": reader.missing_nodes or "nothing",
     }
 
 
@@ -227,12 +215,6 @@ def _verify(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return DAMAGED
-        if reader.missing_nodes:
-            print(
-                f"{name} is sound as far as it is here: {_count(len(reader.present), 'file')} of {files}, "
-                f"{size_text(total)} read and compared; not here: {plain_lines(reader.missing_nodes)}"
-            )
-            return SOUND
         print(f"{name} is complete: {_count(files, 'file')}, {size_text(total)} read and compared")
         return SOUND
 

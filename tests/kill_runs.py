@@ -38,13 +38,12 @@ class Scenario:
     keep_last: int = 0
     async_save: bool = False
     victims: str = "one"  # a random one, or "all"
-    by_node: bool = False  # each rank is a node with a folder of its own
 
     @property
     def label(self) -> str:
         tags = "the same tag" if self.same_tag else "new tags"
         keep = f", keep_last {self.keep_last}" if self.keep_last else ""
-        how = (", async" if self.async_save else "") + (", nodes" if self.by_node else "")
+        how = ", async" if self.async_save else ""
         return f"{tags}{keep}{how}, {self.victims} killed"
 
 
@@ -108,11 +107,7 @@ def make_engine(scenario: Scenario, stage: int) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
-    section = {
-        "keep_last": scenario.keep_last,
-        "async_save": scenario.async_save,
-        "use_node_local_storage": scenario.by_node,
-    }
+    section = {"keep_last": scenario.keep_last, "async_save": scenario.async_save}
     if any(section.values()):
         config["checkpoint"] = section
     engine = xds.initialize(model, config)
@@ -146,13 +141,9 @@ def _save_for_ever(
         timeout=timedelta(seconds=30),
     )
     engine = make_engine(scenario, scenario.stage)
-    if scenario.by_node:
-        folder = f"{folder}/node{rank}"
-        _load_part(engine, folder, pipe)
-    else:
-        newest = xds.newest_checkpoint(folder)
-        if newest is not None:
-            engine.load_checkpoint(folder, newest)
+    newest = xds.newest_checkpoint(folder)
+    if newest is not None:
+        engine.load_checkpoint(folder, newest)
     memory = parts_of(engine)
     last_step = engine.global_steps + num_saves if num_saves else 1 << 30
     pipe.send_bytes(b"ready")
@@ -171,20 +162,6 @@ def _save_for_ever(
         pipe.send_bytes(b"done %d" % step)
     dist.barrier()
     os._exit(0)
-
-
-def _load_part(engine: Any, folder: str, pipe: Any) -> None:
-    """Load what all nodes have, and say which step it is; everything must be of that step."""
-    import torch
-
-    _, client_state = engine.load_checkpoint(folder)
-    if client_state is not None:
-        step = client_state["step"]
-        assert engine.global_steps == step
-        assert torch.equal(client_state["tensor"], expected("client", "", 0, 9, step))
-        for name, key, start, stop, part in parts_of(engine):
-            assert torch.equal(part, expected(name, key, start, stop, step)), (name, key, step)
-    pipe.send_bytes(b"loaded %d" % (0 if client_state is None else step))
 
 
 class Run:

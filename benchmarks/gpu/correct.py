@@ -160,7 +160,6 @@ def optimizers() -> None:
                 against_plain(name, precision, stage, 1, twin=name, optimizer=chosen)
     own: dict[str, Any] = {"Lion": {"lr": 1e-4}, "Lamb": {"lr": 1e-3}, "Muon": {"lr": 2e-3}}
     own |= {name: {"lr": 1e-3, "freeze_step": 3} for name in ("OneBitAdam", "OneBitLamb")}
-    own |= {"ZeroOneAdam": {"lr": 1e-3, "var_freeze_step": 3}}
     for name, params in own.items():
         for precision in ("fp32", "bf16"):
             first: Run | None = None

@@ -1,8 +1,6 @@
 """What messages carry now, and what they need to know of the optimizer.
 
-1-bit Adam, LAMB   exact gradients  --freeze-->  one bit per element, the variance stays
-0/1 Adam           exact gradients where the variance is updated, else one bit per element
-                   --freeze-->  one bit per element, or nothing between two synchronisations
+exact gradients  --freeze-->  momenta, one bit per element; the variance stays
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple, final
 
 from torch import Tensor
-
-from ...ops.optim.one_bit import Carried
 
 
 class MomentumRange(NamedTuple):
@@ -28,8 +24,8 @@ class OneBitState(ABC):
 
     @property
     @abstractmethod
-    def carried(self) -> Carried:
-        """What the messages of this step carry."""
+    def is_frozen(self) -> bool:
+        """The variance stays from this step on, so messages carry momenta, one bit per element."""
 
     @property
     @abstractmethod
@@ -67,14 +63,9 @@ class Phase:
         self._state = state
 
     @property
-    def carried(self) -> Carried:
-        """What the messages of this step carry."""
-        return Carried.EXACT if self._state is None else self._state.carried
-
-    @property
     def is_compressed(self) -> bool:
         """The messages of this step have one bit per element."""
-        return self.carried in (Carried.GRADIENT, Carried.MOMENTUM)
+        return self._state is not None and self._state.is_frozen
 
     @property
     def state(self) -> OneBitState:

@@ -3,13 +3,12 @@
     worker   gradient + error --pack--> N messages ------> each rank adds those of its part
     server   (stage 0) sum + error --pack--> a message --> every rank gets all sums
 
-- Where a message is the momentum, the sum of all is the new momentum, and takes the gradient's place.
+- A message is the momentum. The sum of all is the new momentum, and takes the gradient's place.
 - At stage 0 the message is b m + (1 - b) g. All ranks hold m. The worker's error is kept divided by (1 - b), in
   the unit of gradients.
 - At stages 1 and 2 a rank holds m of its part only. So each sends the momentum of its own gradients, from one
   buffer r that has the momentum and the error: r += g; send (1 - b) r; r -= what was sent. Without loss that is
   m = (1 - b) (g + b g' + b^2 g'' + ...). At the freeze the owner of a part adds its momentum to its buffer.
-- Where it is the gradient (0/1 Adam before its freeze, stages 1 and 2), the owner forms the momentum.
 - A skipped step adds its messages to the errors again. So nothing that is owed is lost.
 
 Source: Tang et al., 1-bit Adam, 2021, algorithm 1, https://arxiv.org/abs/2102.02888. Differs: a magnitude
@@ -27,7 +26,6 @@ from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
-from ...ops.optim.one_bit import Carried
 from ..gaps import gaps_in, zero_ranges
 from ..legs import Buffer
 from ..reducer import ExactReducer, GradientReducer, Owed
@@ -40,7 +38,7 @@ SUM_KIND = "one-bit sums"
 
 @final
 class OneBitReducer(GradientReducer):
-    """Exact, or one bit per element, or silent, as the optimizer says.
+    """Exact, or one bit per element, as the optimizer says.
 
     error: what this rank owes to all, [world_size * n] fp32, in the unit of gradients; None: nothing yet. At
     stages 1 and 2 it has the momentum too, after the freeze.
@@ -74,14 +72,6 @@ class OneBitReducer(GradientReducer):
         return self._phase.is_compressed
 
     @property
-    def is_silent(self) -> bool:
-        return self._phase.carried is Carried.NOTHING
-
-    @property
-    def _sends_momentum(self) -> bool:
-        return self._phase.carried is Carried.MOMENTUM
-
-    @property
     def held_bytes(self) -> int:
         return sum(t.nbytes for t in (self.error, self.server_error) if t is not None)
 
@@ -97,9 +87,7 @@ class OneBitReducer(GradientReducer):
         if self._poison is not None:
             flat[:1].add_(self._poison)
             self._poison = None
-        gain = 1.0
-        if self._sends_momentum:
-            gain = self._bring_momentum(error)
+        gain = self._bring_momentum(error)
         self._collectives.count_exact(GRADIENT_KIND, self._collectives.shard_of(flat, 0))
         return self._start_worker(flat, error, out, add=add, gain=gain)
 
@@ -119,7 +107,7 @@ class OneBitReducer(GradientReducer):
         return 1.0
 
     def _start_worker(
-        self, flat: Tensor, error: Tensor, out: Tensor, *, add: bool, gain: float = 1.0
+        self, flat: Tensor, error: Tensor, out: Tensor, *, add: bool, gain: float
     ) -> Handle:
         """Start to send gain * (flat + error) [world_size * n], and to set `out` [n] to the sum of its part."""
         world_size = self._collectives.world_size
@@ -213,8 +201,8 @@ class OneBitReducer(GradientReducer):
         self._collectives.count_exact(SUM_KIND, self._collectives.shard_of(flat))
         return self._start_server(total, flat)
 
-    def _start_server(self, total: Tensor, flat: Tensor, factor: float = 1.0) -> Handle:
-        """Start to send `total` [n] plus its error, and to set `flat` [world_size * n] to factor * the sums."""
+    def _start_server(self, total: Tensor, flat: Tensor) -> Handle:
+        """Start to send `total` [n] plus its error, and to set `flat` [world_size * n] to the sums."""
         if self.server_error is None:
             self.server_error = torch.zeros(total.numel(), dtype=torch.float32, device=total.device)
         world_size, rank = self._collectives.world_size, self._collectives.rank
@@ -228,26 +216,10 @@ class OneBitReducer(GradientReducer):
 
         def finish() -> None:
             for peer, packet in enumerate(packets):
-                self._packets.unpack(packet[None], self._collectives.shard_of(flat, peer), factor)
+                self._packets.unpack(packet[None], self._collectives.shard_of(flat, peer))
             zero_ranges(flat, self._buffer.gaps)
 
         return Then(handle, finish)
-
-    @torch.no_grad()
-    def average(self, values: Tensor, num_steps: int) -> None:
-        """As in the base class, with the errors that a momentum has."""
-        state = self._phase.state
-        numel = self._buffer.numel // self._collectives.world_size
-        exact = torch.empty(numel, dtype=self._buffer.dtype, device="meta")
-        for kind in (GRADIENT_KIND, SUM_KIND) * num_steps:
-            self._collectives.count_exact(kind, exact)
-        error = self._in_unit(values.device)
-        share = 1.0 / (state.unit * self._collectives.world_size)  # as `_add_momentum`
-        flat = values * (share / (1.0 - state.beta))
-        total = flat.new_empty(numel)
-        self._start_worker(flat, error, total, add=False).wait()
-        self._start_server(total, values, state.unit).wait()
-        self.end_step()
 
     # -- the end of a step ------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ What a message loses stays in the difference, so there is no error to keep. The 
 that forward computes with. It is equal on all ranks, and follows the masters.
 
 Elements that never had a gradient do not move: at the first message each rank says which ones of its part.
-After the variance has seen another step, they say it again if that has changed on some rank.
+After a load they say it again if that has changed on some rank.
 
 Source of the scheme: Tang et al., 1-bit Adam, 2021, algorithm 1, https://arxiv.org/abs/2102.02888, whose server
 sends the momentum. Differs: the server has the variance here, and sends what it computes with both.

@@ -1,15 +1,10 @@
-"""Finds the checkpoint to load: all ranks choose the same one, in the folder that they share.
-
-`NodeFinder` in node_finding.py does it where each node has a folder of its own.
-"""
+"""Finds the checkpoint to load: rank 0 looks, and the others take its answer."""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import final
 
 from ...ops.comm.collectives import Collectives
 from ...utils.errors import DamagedError
@@ -20,80 +15,49 @@ from .io.folders import (
     newest_checkpoint,
     older_checkpoint,
     read_latest,
-    read_manifest,
 )
 from .load_plan import DOING
-from .manifest import Manifest
 
 log = logging.getLogger("xds")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A checkpoint of `tag`. save: which of several saves under this tag; "" where there is only one."""
+def find_tag(
+    collectives: Collectives, load_dir: str | Path, tag: str | None, *, falls_back: bool
+) -> str | None:
+    """`tag`; else the tag in `latest`; None where no tag is given and there is no `latest`. A collective.
 
-    tag: str
-    save: str = ""
+    falls_back: take the newest checkpoint where `latest` is missing or wrong.
+    """
 
+    def look() -> str | None:
+        folder = check_folder("load_dir", load_dir)
+        if collectives.rank or tag is not None:
+            return None if tag is None else check_tag(tag)
+        return _named(folder, falls_back=falls_back)
 
-class Finder(ABC):
-    """Finds a checkpoint in `load_dir`. Every method is for all ranks."""
-
-    def __init__(self, collectives: Collectives, load_dir: str | Path) -> None:
-        self._collectives = collectives
-        self._load_dir = load_dir
-
-    @abstractmethod
-    def first(self, tag: str | None, *, falls_back: bool) -> Choice | None:
-        """The checkpoint of `tag`; of the tag in `latest`; None where no tag is given and there is no `latest`.
-
-        falls_back: take the newest one where `latest` is missing or wrong.
-        """
-
-    @abstractmethod
-    def older(self, refused: list[Choice], error: DamagedError) -> Choice:
-        """The newest one before the last one of `refused`, which is damaged: `error`.
-
-        Raises DamagedError: there is none.
-        """
-
-    @abstractmethod
-    def read(self, choice: Choice) -> Manifest:
-        """Its manifest, as this rank has it."""
+    found: str | None = together(collectives, DOING, look, share=lambda found: found)[1][0]
+    return found
 
 
-@final
-class SharedFinder(Finder):
-    """Rank 0 looks; the others take its answer."""
+def find_older(
+    collectives: Collectives, load_dir: Path, refused: Sequence[str], error: DamagedError
+) -> str:
+    """The tag of the newest checkpoint before the last one of `refused`, which is damaged. A collective.
 
-    def first(self, tag: str | None, *, falls_back: bool) -> Choice | None:
-        def look() -> str | None:
-            folder = check_folder("load_dir", self._load_dir)
-            if self._collectives.rank or tag is not None:
-                return None if tag is None else check_tag(tag)
-            return _named(folder, falls_back=falls_back)
+    Raises DamagedError: there is none.
+    """
 
-        found = together(self._collectives, DOING, look, share=lambda found: found)[1][0]
-        return None if found is None else Choice(found)
+    def look() -> str | None:
+        return None if collectives.rank else older_checkpoint(load_dir, refused[-1], refused)
 
-    def older(self, refused: list[Choice], error: DamagedError) -> Choice:
-        load_dir = Path(self._load_dir)
-
-        def look() -> str | None:
-            if self._collectives.rank:
-                return None
-            return older_checkpoint(load_dir, refused[-1].tag, [one.tag for one in refused])
-
-        older: str | None = together(self._collectives, DOING, look, share=lambda f: f)[1][0]
-        if older is None:
-            raise none_older(load_dir, error) from error
-        if self._collectives.rank == 0:
-            log.warning("%s; falling back to %s", error, load_dir / older)
-        return Choice(older)
-
-    def read(self, choice: Choice) -> Manifest:
-        check_tag(choice.tag)
-        return read_manifest(Path(self._load_dir), choice.tag)
+    older: str | None = together(collectives, DOING, look, share=lambda found: found)[1][0]
+    if older is None:
+        raise DamagedError(
+            f"{error}; there is no older checkpoint in {load_dir} to fall back to"
+        ) from error
+    if collectives.rank == 0:
+        log.warning("%s; falling back to %s", error, load_dir / older)
+    return older
 
 
 def _named(folder: Path, *, falls_back: bool) -> str | None:
@@ -112,9 +76,4 @@ def _named(folder: Path, *, falls_back: bool) -> str | None:
     return found
 
 
-def none_older(load_dir: Path, error: DamagedError) -> DamagedError:
-    """The error to raise where no checkpoint is left to fall back to."""
-    return DamagedError(f"{error}; there is no older checkpoint in {load_dir} to fall back to")
-
-
-__all__ = ["Choice", "Finder", "SharedFinder", "none_older"]
+__all__ = ["find_older", "find_tag"]

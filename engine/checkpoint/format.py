@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Collection
 from dataclasses import is_dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -23,9 +22,8 @@ from ...utils.small_files import parse_json
 from ...zero.checkpoint.ranges import Catalogue, ConstantRange, SavedFlat
 from ...zero.core.layout import Slot
 from .io.tensor_table import shown
-from .manifest import FORMAT, READ_VERSIONS, FileRecord, Manifest, RankPart, lengths_of
+from .manifest import FORMAT, READ_VERSIONS, FileRecord, Manifest, RankPart, lengths_of, ranges_of
 from .manifest_checks import check_numbers, check_own_names
-from .nodes import ranges_of
 from .packing import pack, unpack
 from .saved_values import OwnValues, complaint, state_of
 
@@ -162,14 +160,13 @@ def _no_tensor(_: Any) -> Any:
     raise UsageError("a tensor stands where a number belongs")
 
 
-def catalogue_of(manifest: Manifest, source: str, near: Collection[int] = ()) -> Catalogue:
-    """The catalogue of all ranges; where nodes saved the same elements, those of the files `near`, if any.
+def catalogue_of(manifest: Manifest, source: str) -> Catalogue:
+    """The catalogue of all ranges.
 
     Raises DamagedError: two ranges hold the same elements; names `source`.
     """
     constants = [one for record in manifest.files for one in constants_of(record)]
     try:
-        ranges = ranges_of(manifest, near)
-        return Catalogue(manifest.flats, ranges, constants)
+        return Catalogue(manifest.flats, ranges_of(manifest), constants)
     except ValueError as error:
         raise DamagedError(f"{source} contradicts itself: {error}") from None

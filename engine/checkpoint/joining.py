@@ -18,9 +18,8 @@ from ...ops.mesh import Mesh
 from ...utils.errors import XdsError
 from ...zero.checkpoint.ranges import Catalogue, SavedFlat
 from ...zero.core.layout import Box, Slot
-from .manifest import FileRecord, Manifest, RankPart
+from .manifest import FileRecord, Manifest, RankPart, ranges_of
 from .manifest_checks import check_numbers
-from .nodes import ranges_of
 
 MAX_NAMES = 20  # in one message
 

@@ -23,10 +23,10 @@ from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
 from ..steps.counters import Counters
 from .agreement import together
-from .finding import Choice
+from .finding import find_older, find_tag
 from .format import catalogue_of
 from .io.checked_file import CheckedFile
-from .io.folders import MANIFEST
+from .io.folders import MANIFEST, read_manifest
 from .io.reader import open_file
 from .load_checks import (
     Report,
@@ -40,7 +40,6 @@ from .load_checks import (
 from .load_effect import set_buffers, set_engine, set_random
 from .load_plan import DOING, LoadOptions, Plan, some_of
 from .manifest import Manifest
-from .nodes import present_files
 from .packing import unpack
 from .random_state import check_random_state
 from .saved_values import OwnValues
@@ -60,8 +59,8 @@ def load_checkpoint(
     """See `Engine.load_checkpoint`."""
     if training.optimizer is None:  # an engine for inference
         options = replace(options, load_optimizer_states=False)
-    finder = training.storage.finder(training.sharded.collectives, load_dir)
-    chosen = finder.first(tag, falls_back=options.fallback)
+    collectives = training.sharded.collectives
+    chosen = find_tag(collectives, load_dir, tag, falls_back=options.fallback)
     load_dir = Path(load_dir)
     if chosen is None:
         hint = "" if options.fallback else "; fallback=True loads the newest checkpoint there"
@@ -70,37 +69,36 @@ def load_checkpoint(
             *(load_dir, hint if any(path.is_dir() for path in load_dir.glob("*")) else ""),
         )
         return None, None
-    refused: list[Choice] = []
+    refused: list[str] = []
     while True:
         try:
             with training.updater.in_memory():
-                read = partial(finder.read, chosen)
-                return _load(training, counters, load_dir / chosen.tag, read, options)
+                return _load(training, counters, load_dir, chosen, options)
         except DamagedError as error:
             if not options.fallback:
                 raise
             refused.append(chosen)
-            chosen = finder.older(refused, error)
+            chosen = find_older(collectives, load_dir, refused, error)
 
 
 def _load(
     training: Training,
     counters: Counters,
-    folder: Path,
-    read: Callable[[], Manifest],
+    load_dir: Path,
+    tag: str,
     options: LoadOptions,
 ) -> tuple[str, dict[str, Any]]:
-    collectives = training.sharded.collectives
+    collectives, folder = training.sharded.collectives, load_dir / tag
     manifest, digests = together(
         collectives,
         DOING,
-        read,
+        partial(read_manifest, load_dir, tag),
         share=lambda m: [m.tag, m.files[0].path],
     )
     if any(digest != digests[0] for digest in digests):
         raise UsageError(
             f"{DOING}: the ranks find different checkpoints under {folder}: load_dir must be one folder that "
-            "all of them share; or set checkpoint.use_node_local_storage to true, and save with it as well"
+            "all of them share"
         )
     plan, reports = together(
         collectives, DOING, partial(_begin, training, folder, manifest, options), share=report
@@ -136,14 +134,13 @@ def _begin(training: Training, folder: Path, manifest: Manifest, options: LoadOp
     """What this rank holds, and where the checkpoint has it."""
     training.sharded.settle_reductions()
     snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)
-    present = present_files(folder, manifest)
-    catalogue = catalogue_of(manifest, str(folder / MANIFEST), present)
+    catalogue = catalogue_of(manifest, str(folder / MANIFEST))
     if names := lacking(manifest, catalogue, with_optimizer=options.with_optimizer):
         raise DamagedError(
             f"{folder / MANIFEST} contradicts itself: elements of {some_of(names)} are in no file"
         )
     restore = Restore(snapshot, catalogue)
-    return Plan(folder, manifest, snapshot, catalogue, restore, present)
+    return Plan(folder, manifest, snapshot, catalogue, restore)
 
 
 def _prepare(  # noqa: PLR0913
@@ -160,12 +157,11 @@ def _prepare(  # noqa: PLR0913
 
     def opened(number: int) -> CheckedFile:
         if number not in plan.files:
-            plan.check_present(number)
             plan.files[number] = open_file(folder, manifest, number, pool)
             stack.callback(plan.files[number].close)
         return plan.files[number]
 
-    plan.state = unpack(manifest.state, lambda name: opened(plan.state_file).tensor(name))
+    plan.state = unpack(manifest.state, lambda name: opened(0).tensor(name))
     check_state(training, counters, plan, options, folder)
     if options.with_optimizer and plan.state["optimizer"] is not None:
         check_groups(plan.catalogue, plan.snapshot, folder)
@@ -199,8 +195,6 @@ def _check_files(plan: Plan, opened: Callable[[int], CheckedFile]) -> None:
         receiver = target.receiver if target.is_fresh else None
         for copy in target.copies:
             by_file.setdefault(copy.file, []).append((copy, receiver))
-    for number in by_file:
-        plan.check_present(number)
     rank = plan.snapshot.rank  # each rank starts with a different file
     for number in sorted(by_file, key=lambda number: (number < rank, number)):
         file = opened(number)

@@ -9,14 +9,12 @@ from typing import Any, final
 
 from torch import Tensor
 
-from ...utils.errors import DamagedError
 from ...zero.checkpoint.ranges import Catalogue, SavedFlat
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
 from ...zero.checkpoint.targets import Target
 from .io.checked_file import CheckedFile
 from .manifest import Manifest
-from .nodes import node_of, nodes_text, state_files
 
 DOING = "load_checkpoint"
 MAX_NAMES = 20  # in one message
@@ -46,7 +44,6 @@ class LoadOptions:
 class Plan:
     """A load on this rank.
 
-    present: the numbers of the files that are in the folder.
     own, buffers: what belongs to this rank alone, and buffers that differ from those of the first rank.
     """
 
@@ -55,7 +52,6 @@ class Plan:
     snapshot: Snapshot
     catalogue: Catalogue
     restore: Restore
-    present: frozenset[int]
     files: dict[int, CheckedFile] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
@@ -66,22 +62,6 @@ class Plan:
     def is_same_mesh(self) -> bool:
         """It was saved by as many stages of as many ranks."""
         return self.manifest.grid == self.snapshot.mesh
-
-    @property
-    def state_file(self) -> int:
-        """The file to read the tensors of the engine's state from."""
-        found = state_files(self.manifest)
-        return next((number for number in found if number in self.present), found[0])
-
-    def check_present(self, number: int) -> None:
-        """Raises DamagedError: file `number` is on another node, or was."""
-        if number not in self.present:
-            needed = nodes_text(self.manifest, [node_of(self.manifest, number)])
-            raise DamagedError(
-                f"{self.folder}: rank {self.snapshot.rank} needs the part of {needed}, which is not here; "
-                "nothing was changed. Load with the ranks, the stage and the nodes that saved it; or copy "
-                "this folder of all nodes into one that all ranks share"
-            )
 
     @property
     def own_file(self) -> int | None:

@@ -64,8 +64,8 @@ class Manifest:
     holders: tuples of ranks, ascending: each flat names one, the ranks that hold its shards, in order.
     state: the engine's values; its tensors are in files[0].
     saved_seconds: when it was saved, in Unix time; 0 if the writer did not record it.
-    nodes: where each node saved into a folder of its own, the nodes by their first rank. Then several files may
-        have the same elements, see nodes.py.
+    nodes: of xds 0.1.0, where each node saved into a folder of its own, the nodes by their first rank. Then
+        several files may have the same elements, in whole or not at all. All files are in one folder here.
     totals: the elements of each key in all files; older checkpoints do not contain it.
     """
 
@@ -104,6 +104,29 @@ class Manifest:
         return int(self.state["counters"]["micro_steps"])
 
 
+def ranges_of(manifest: Manifest) -> list[Range]:
+    """All ranges, each element once: of the first node that has it."""
+    if not manifest.nodes:
+        return [one for record in manifest.files for one in record.ranges]
+    found: list[Range] = []
+    taken: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for node in manifest.nodes:
+        here = [one for rank in node.ranks for one in manifest.files[rank].ranges]
+        fresh = [one for one in here if not _covers(taken.get((one.flat, one.key), []), one)]
+        for one in fresh:
+            taken.setdefault((one.flat, one.key), []).append((one.start, one.stop))
+        found += fresh
+    return found
+
+
+def _covers(spans: list[tuple[int, int]], one: Range) -> bool:
+    start = one.start
+    for low, high in sorted(spans):
+        if low <= start < high:
+            start = high
+    return start >= one.stop
+
+
 def totals_of(files: Iterable[FileRecord]) -> dict[str, int]:
     """The `totals` of a manifest."""
     found: dict[str, int] = {}
@@ -128,5 +151,6 @@ __all__ = [
     "RankPart",
     "SavedNode",
     "lengths_of",
+    "ranges_of",
     "totals_of",
 ]

@@ -33,7 +33,6 @@ from ...zero.core.layout import Box, Slot
 from .io.tensor_table import BY_NAME, MAX_DIMS, MAX_NUMEL, Located, is_possible, shown
 from .io.writer import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .manifest import FileRecord, Manifest, totals_of
-from .nodes import state_files
 from .packing import unpack
 from .saved_values import Named, OwnValues, names_in
 
@@ -294,8 +293,7 @@ def check_tensors(manifest: Manifest, number: int, table: Mapping[str, Located])
                 f"{shown(one.tensor)} is {list(there.shape)} {there.dtype} and should be "
                 f"[{one.stop - one.start}] {one.dtype}"
             )
-    has_state = number in state_files(manifest)
-    for name in [*names_in(record.own), *(names_in(manifest.state) if has_state else ())]:
+    for name in [*names_in(record.own), *(names_in(manifest.state) if number == 0 else ())]:
         if name not in table:
             raise ValueError(f"there is no tensor {shown(name)} in it")
     _check_own(OwnValues.of(record.own), manifest.flats, table)

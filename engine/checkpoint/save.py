@@ -35,7 +35,6 @@ from .io.tensor_file import Entry, Sums, bytes_of, dense
 from .io.tensor_table import check_storable
 from .joining import check_joined, join_parts
 from .manifest import FORMAT, VERSION, FileRecord, Manifest, RankPart, lengths_of, totals_of
-from .nodes import Nodes
 from .packing import pack
 from .random_state import read_random_state
 from .saver import DOING, Job
@@ -64,7 +63,6 @@ class _Content:
     state: Any = None
     own: Any = None
     _num_put: int = 0
-    local: frozenset[int] | None = None  # the ranks of this node, where each node saves on its own
 
     def put(self, prefix: str, tensor: Tensor) -> str:
         """Add a tensor that is in no flat buffer, and return its name."""
@@ -76,15 +74,9 @@ class _Content:
     def add(self, block: Block) -> None:
         """Add this rank's share of a block."""
         check_storable(self.snapshot.flats[block.flat].slots[0].name, block.tensor)
-        whole = (block.start, block.stop)
-        start, stop = whole
-        is_buffer = self.snapshot.flats[block.flat].kind == "buffer"
-        if self.local is not None and (block.is_own or is_buffer):
-            pass  # all ranks of a node but one drop a buffer
-        elif self.local is not None:
-            start, stop = self.snapshot.local_share(block, self.local)
-        elif not block.is_own:
-            start, stop = overlap(self.snapshot.share(block.flat), whole)
+        start, stop = block.start, block.stop
+        if not block.is_own:
+            start, stop = overlap(self.snapshot.share(block.flat), (start, stop))
         if start == stop:
             return
         name = f"{block.key}/{block.flat}/{start}"
@@ -141,14 +133,13 @@ def save_checkpoint(
     collectives = training.sharded.collectives
     is_first = collectives.rank == 0
     claims: list[Claim] = []  # the folder that this rank has made
-    nodes = training.storage.nodes(collectives, save_dir)
 
     def prepare() -> tuple[_Content, Path, str]:
         folder = check_folder("save_dir", save_dir)
         name = check_tag(f"global_step{counters.global_steps}" if tag is None else tag)
         if client_state is not None and not isinstance(client_state, Mapping):
             raise wrong("client_state", client_state, "a dict, or None")
-        content = _prepare(training, counters, client_state, options, nodes)
+        content = _prepare(training, counters, client_state, options)
         if is_first:
             claims.append(make_folder(folder, name))
         return content, folder, name
@@ -161,13 +152,6 @@ def save_checkpoint(
         (content, folder, name), shared = together(collectives, DOING, prepare, share)
         name = _agreed_tag([tags for tags, _, _ in shared], options.tag_validation, is_first)
         hidden = shared[0][1][0]
-        if nodes is not None:
-
-            def make() -> None:
-                if nodes.is_leader and not is_first:
-                    claims.append(make_folder(folder, name, hidden))
-
-            together(collectives, DOING, make)
     except BaseException:
         for claim in claims:
             discard(claim.folder)
@@ -184,8 +168,7 @@ def save_checkpoint(
             save_latest=options.save_latest,
             entries=content.entries,
             part=partial(_part, _Description.of(content)),
-            manifest=partial(_manifest, name, training.stage, _Description.of(content), nodes),
-            nodes=nodes,
+            manifest=partial(_manifest, name, training.stage, _Description.of(content)),
         )
     )
 
@@ -213,7 +196,6 @@ def _prepare(
     counters: Counters,
     client_state: Mapping[str, Any] | None,
     options: SaveOptions,
-    nodes: Nodes | None,
 ) -> _Content:
     """Collect the content. All refusals happen here, before any file is written."""
     training.saver.wait()
@@ -228,7 +210,7 @@ def _prepare(
     snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)
     if options.exclude_frozen_parameters:
         snapshot.leave_out_frozen()
-    content = _Content(snapshot, local=None if nodes is None else nodes.local)
+    content = _Content(snapshot)
     totals = snapshot.grad_totals()
     for block in (*snapshot.values, *snapshot.states, *totals, *snapshot.owed()):
         content.add(block)
@@ -241,8 +223,7 @@ def _prepare(
     packed["client_state"] = pack(dict(client_state or {}), "client_state", put)
     if snapshot.rank == 0:
         content.state = packed
-    # packed on every rank so that all ranks refuse the same values; the tensors are kept once, or on each node
-    elif nodes is None or not nodes.is_leader:
+    else:  # packed on every rank so that all ranks refuse the same values; the tensors are kept once
         content.entries = [
             entry for entry in content.entries if not entry.name.startswith("engine/")
         ]
@@ -311,22 +292,17 @@ def _buffer_sums(snapshot: Snapshot) -> dict[str, int]:
 def _add_own(content: _Content, training: Training, sums: list[dict[str, int]]) -> None:
     """Add this rank's own values: random generators, unreduced gradients, buffers that differ.
 
-    The first rank that has a buffer, of each node where nodes save on their own, saves it for all; others save
-    theirs where `sums`, by rank, differ.
+    The first rank that has a buffer saves it for all; others save theirs where `sums`, by rank, differ.
     """
     snapshot = content.snapshot
     mine = sums[snapshot.rank]
     with_it = {name: [rank for rank, there in enumerate(sums) if name in there] for name in mine}
-    local = range(len(sums)) if content.local is None else content.local
-    firsts = {
-        name: next(rank for rank in ranks if rank in local) for name, ranks in with_it.items()
-    }
     blocks = _buffer_blocks(snapshot)
-    content.drop({blocks[name].flat for name in mine if firsts[name] != snapshot.rank})
+    content.drop({blocks[name].flat for name in mine if with_it[name][0] != snapshot.rank})
     buffers = {
         name: blocks[name].tensor
         for name, ranks in with_it.items()
-        if any(sums[first][name] != mine[name] for first in (ranks[0], firsts[name]))
+        if sums[ranks[0]][name] != mine[name]
     }
     grads = {
         str(flat): {"local": local, "filled": filled}
@@ -355,7 +331,6 @@ def _manifest(
     tag: str,
     stage: int,
     description: _Description,
-    nodes: Nodes | None,
     parts: list[RankPart],
 ) -> Manifest:
     from ...utils.version import __version__
@@ -374,9 +349,8 @@ def _manifest(
         saved_seconds=time.time(),
         mesh=lengths_of(description.mesh),
         holders=joined.holders,
-        nodes=() if nodes is None else nodes.nodes,
         totals=totals_of(files),
     )
-    if description.mesh.pipe * description.mesh.tensor > 1 or nodes is not None:
+    if description.mesh.pipe * description.mesh.tensor > 1:
         check_joined(manifest)
     return manifest

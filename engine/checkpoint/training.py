@@ -12,7 +12,6 @@ from ...zero.core.sharded_model import ShardedModel
 from ...zero.core.update import Updater
 from ..optim.loss_scale import LossScale
 from .saver import Saver
-from .storage import Storage
 
 
 class Scheduler(Protocol):
@@ -35,4 +34,3 @@ class Training:
     device: torch.device
     stage: int
     saver: Saver
-    storage: Storage

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, final
 
 from pydantic import Field
 
-from ...utils.schema.keys import Entry, Group, NoEffect
+from ...utils.schema.keys import Entry, Group, NoEffect, Refused
 from ...utils.schema.rules import FLAG, OBJECT, TEXT, number, one_of, whole
 from ...utils.schema.section import Section
 
@@ -20,6 +20,11 @@ class Checkpoint(Section):
         "parallel_write": Group(
             {"pipeline_stage": NoEffect(FLAG, "every rank writes its share", same=(False,))},
             "which ranks write",
+        ),
+        "use_node_local_storage": Refused(
+            FLAG,
+            "a folder on each node was removed; set it to false, and save into a folder that all ranks share",
+            harmless=(False,),
         ),
         "checkpoint_serialization": NoEffect(
             FLAG, "checkpoints are safetensors files and JSON; nothing is pickled", same=(True,)
@@ -37,11 +42,6 @@ class Checkpoint(Section):
         False,
         description="deepspeed's load_checkpoint takes the tag in `latest_universal`; checkpoints load at "
         "any stage and number of ranks without it",
-    )
-    use_node_local_storage: Annotated[bool, FLAG] = Field(
-        False,
-        description="each node saves the files of its ranks into its own folder, and loads them from there; a "
-        "load at other nodes needs the folders of all nodes in one",
     )
     async_save: Annotated[bool, FLAG] = Field(
         False,

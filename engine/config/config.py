@@ -21,7 +21,7 @@ from ...ops.watch.config import WatchConfig
 from ...pipe.config import ONE_STAGE, Pipeline
 from ...tensor.config import LongSequences, TensorParallel
 from ...utils.errors import ConfigError
-from ...utils.schema.keys import Entry, Meant, Report
+from ...utils.schema.keys import Entry, Report
 from ...utils.schema.rules import FLAG, NULL, Rule, dtype_name, either, number, one_of, shown, whole
 from ...utils.schema.section import AsRead, Section, read_section, subsection
 from ...zero.config import ZeroConfig
@@ -29,15 +29,14 @@ from .auto import COMPUTED, fill_auto, note_auto
 from .batch import DATA_RANKS, WORLD_SIZE, solve_batch
 from .checkpoint import Checkpoint
 from .compile import Compile
-from .elasticity import ELASTIC_KEYS, Elasticity, elastic_batch
+from .elasticity import Elasticity, elastic_batch
 from .meanings import Meanings
-from .mics import complaints_of_ranks
-from .one_bit import check_model_ranks
-from .optimizer import OptimizerConfig
+from .messages import complaints_of_ranks
+from .optimizer import OptimizerConfig, check_optimizer
 from .profiling import FlopsProfiler
 from .ranks import check_micro_batches, check_slices, mesh_of
 from .refused import TOP_LEVEL_KEYS
-from .scheduler import SchedulerConfig
+from .scheduler import SchedulerConfig, check_scheduler
 from .sections import (
     ActivationCheckpointing,
     Bf16,
@@ -74,7 +73,6 @@ def _read_interval(value: object) -> int | None:
 
 
 _MOST_NAMES = 8  # of keys, in a line of the log
-_RANKS = ("pipeline.stages", "tensor_parallel.tp_size", "sequence_parallel_size")
 _INTERVAL = Rule("a whole number, at least 1, or Infinity for never", _read_interval)
 
 
@@ -228,7 +226,7 @@ class Config(Section):
         Raises:
             ConfigError: these ranks cannot share the batch, or are not a multiple of the stages.
         """
-        complaints, sizes = _batch(self, world_size, Report())
+        complaints, sizes = _batch(self, world_size)
         if complaints:
             raise ConfigError(complaints, self.source)
         return self if sizes["world_size"] == self.world_size else self.model_copy(update=sizes)
@@ -258,7 +256,6 @@ class Config(Section):
         notes = tuple(note for note in self.notes if not note.endswith(ONE_STAGE))
         changed = self.model_copy(update={"pipeline": pipeline, "notes": notes})
         check_stages_of(changed, report)
-        check_model_ranks(self.optimizer, changed.model_ranks, report)
         if report.complaints:
             raise ConfigError(report.complaints, self.source)
         return changed
@@ -282,7 +279,6 @@ class Config(Section):
         section = self.tensor_parallel.model_copy(update={"tp_size": ranks})
         changed = self.model_copy(update={"tensor_parallel": section})
         check_slices(section, None if self.optimizer is None else self.optimizer.type, report)
-        check_model_ranks(self.optimizer, changed.model_ranks, report)
         if report.complaints:
             raise ConfigError(report.complaints, self.source)
         return changed
@@ -300,7 +296,6 @@ class Config(Section):
         changed = self.model_copy(update={"sequence_parallel_size": ranks, "sequence": section})
         report = Report()
         check_sequences_of(changed, report)
-        check_model_ranks(self.optimizer, changed.model_ranks, report)
         if report.complaints:
             raise ConfigError(report.complaints, self.source)
         return changed
@@ -322,14 +317,17 @@ def parse_config(
         report.complain("config", data, "must be an object {...}")
         raise ConfigError(report.complaints, name)
     fill_auto(write_out(data, report), auto or {}, canonical_path, report)
-    config: Config = check_together(read_section(Config, data, "", report), data, report)
+    config: Config = _read(data, report)
+    if report.complaints:  # what several sections say of one another could be their consequence
+        raise ConfigError(report.complaints, name)
+    config = check_together(config, data, report)
     note_auto(report, lambda path: _default_of(config, path))
     config = config.model_copy(update={"auto_keys": tuple(report.auto_keys)})
     sizes: dict[str, int] = {}
     if one_replica:
         world_size = config.model_ranks
     if world_size is not None:
-        wrong, sizes = _batch(config, world_size, report)
+        wrong, sizes = _batch(config, world_size)
         report.complaints.extend(each for each in wrong if each not in report.complaints)
     if report.complaints:
         raise ConfigError(report.complaints, name)
@@ -339,6 +337,18 @@ def parse_config(
         "without_effect": tuple(report.without_effect),
     }
     return config.model_copy(update={**results, **sizes})
+
+
+def _read(data: dict[str, Any], report: Report) -> Config:
+    """The sections of a file. Every value that cannot be read is in `report`."""
+    config = read_section(Config, data, "", report)
+    changes: dict[str, Any] = {}
+    if config.optimizer is not None:
+        changes["optimizer"] = check_optimizer(config.optimizer, report)
+    if config.scheduler is not None:
+        changes["scheduler"] = check_scheduler(config.scheduler, report)
+    read: Config = config.model_copy(update=changes)
+    return read
 
 
 def canonical_path(path: str) -> str:
@@ -358,12 +368,12 @@ def _meanings() -> Meanings:
     return Meanings(Config)
 
 
-def _meant(section: str, key: str, names: list[str]) -> Meant | None:
+def _meant(section: str, key: str, names: list[str]) -> str | None:
     return _meanings()(section, key, names)  # built only where some key is unknown
 
 
-def _batch(config: Config, world_size: int, report: Report) -> tuple[list[str], dict[str, int]]:
-    """(complaints, sizes) for so many ranks; without complaints that one in `report` may have caused."""
+def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
+    """(complaints, sizes) for so many ranks."""
     if world_size < 1:
         return [f"world size = {world_size}: must be at least 1"], {}
     model_ranks = config.model_ranks
@@ -372,7 +382,7 @@ def _batch(config: Config, world_size: int, report: Report) -> tuple[list[str], 
             config.pipeline, config.tensor_parallel, world_size, config.sequence_parallel_size
         )
     except ValueError as error:
-        return [str(error)] if not report.doubts(*_RANKS) else [], {}
+        return [str(error)], {}
     ranks = mesh.data
     if config.elasticity.enabled:
         (train, micro, steps), complaints = elastic_batch(config.elasticity, ranks)
@@ -385,14 +395,10 @@ def _batch(config: Config, world_size: int, report: Report) -> tuple[list[str], 
             auto=tuple(key for key in config.auto_keys if key in COMPUTED),
             named=WORLD_SIZE if model_ranks == 1 else DATA_RANKS,
         )
-    if report.doubts(*COMPUTED, *ELASTIC_KEYS, *_RANKS):
-        complaints = []
-    elif not report.doubts("pipeline.schedule", "pipeline.chunks"):
-        complaints += check_micro_batches(config.pipeline, steps)
-    if not report.doubts("zero_optimization.stage", *_RANKS):
-        complaints += complaints_of_ranks(config.zero_optimization, mesh)
+    complaints += check_micro_batches(config.pipeline, steps)
+    complaints += complaints_of_ranks(config.zero_optimization, mesh)
     wanted = config.data_parallel_size
-    if wanted is not None and wanted != ranks and not report.doubts(*_RANKS):
+    if wanted is not None and wanted != ranks:
         complaints.append(
             f"data_parallel_size = {wanted}: must equal the number of data-parallel ranks "
             f"({ranks}); remove it or start {wanted * model_ranks}"

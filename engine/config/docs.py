@@ -34,10 +34,11 @@ INTRO = """\
     size 1).
   - *Detail*: it belongs to a feature that another key enables. xds checks only its type.
 - **Unknown keys are errors**; the message names the nearest key. Duplicate keys are errors too.
-- **All complaints are reported at once**, each with its full key path. For malformed JSON the message
-  names line and column.
-- **Files** may contain `//`, `#` and `/* */` comments and trailing commas. They may also be
-  [Hjson](https://hjson.github.io), as in DeepSpeed: keys and text without quotes.
+- **All wrong and unknown keys are reported at once**, each with its full key path; where there is none, all
+  that do not go together. For malformed JSON the message names line and column.
+- **Files** may contain `//` comments. With the package `hjson` they may also be
+  [Hjson](https://hjson.github.io), as in DeepSpeed: other comments, trailing commas, keys and text
+  without quotes.
 - **Comment keys** begin with `_` (`"_comment": "..."`). They are ignored in every section.
 - **Numbers.** `5e8` is a whole number. Sizes in elements are rounded (`0.9 * hidden * hidden`);
   counts such as batch sizes are not. `"1.0"` is text, and `true` is not a number.

@@ -81,9 +81,6 @@ class Elasticity(Section):
         )
 
 
-ELASTIC_KEYS = tuple(f"elasticity.{name}" for name in Elasticity.model_fields)
-
-
 def check_elasticity(section: Elasticity, data: Mapping[str, Any], report: Report) -> None:
     """Report an enabled section that training cannot use, and other batch sizes in the file."""
     if not section.enabled:

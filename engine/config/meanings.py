@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import final
 
 from ...utils.quoting import printable
-from ...utils.schema.keys import Meant, joined
+from ...utils.schema.keys import joined
 from ...utils.schema.section import Section, known_names, subsection
 from .optimizer import OPTIMIZERS
 from .scheduler import SCHEDULERS
@@ -78,36 +78,31 @@ class Meanings:
         for section, name in _all_names(model, ""):
             self._sections.setdefault(name, set()).add(section)
 
-    def __call__(self, section: str, key: str, names: list[str]) -> Meant | None:
+    def __call__(self, section: str, key: str, names: list[str]) -> str | None:
         """What `key` may mean in `section`, which has `names`; None if nothing is known about it."""
         if "." in key:
-            return self._nested(section, key)
+            return self._nested(key)
         if section == "bf16" and key in _OF_LOSS_SCALE:
-            return Meant(_NO_SCALE)
+            return _NO_SCALE
         return self._other_name(section, key, names) or self._other_place(section, key)
 
-    def _nested(self, section: str, key: str) -> Meant:
-        outer, _, name = joined(section, key).rpartition(".")
-        is_known = outer in self._sections.get(name, ())
+    def _nested(self, key: str) -> str:
         *parts, last = printable(key).split(".")
         opened = "".join(f'"{part}": {{' for part in parts)
         text = f'{opened}"{last}": ...{"}" * len(parts)}'
-        return Meant(
-            f"keys are nested, not joined by dots: write {text}",
-            (joined(outer, name),) if is_known else (),
-        )
+        return f"keys are nested, not joined by dots: write {text}"
 
-    def _other_name(self, section: str, key: str, names: list[str]) -> Meant | None:
+    def _other_name(self, section: str, key: str, names: list[str]) -> str | None:
         known = OTHER_NAMES.get(key.casefold())
         if known is None:
             return None
         outer, _, name = known.rpartition(".")
         if outer == section:
-            return Meant(f'did you mean "{name}"?', (known,)) if name in names else None
+            return f'did you mean "{name}"?' if name in names else None
         is_near = not section or outer.startswith(f"{section}.")
-        return Meant(f'did you mean "{known}"?', (known,)) if is_near else None
+        return f'did you mean "{known}"?' if is_near else None
 
-    def _other_place(self, section: str, key: str) -> Meant | None:
+    def _other_place(self, section: str, key: str) -> str | None:
         places = sorted(self._sections.get(key, ()))
         found = [each for each in places if section and each.startswith(f"{section}.")]
         if not found and key not in GENERAL:
@@ -115,9 +110,8 @@ class Meanings:
             found = found if len(found) == 1 else []
         if not found:
             return None
-        paths = tuple(joined(each, key) for each in found)
-        listed = " or ".join(f'"{path}"' for path in paths)
-        return Meant(f"it belongs to {listed}", paths)
+        listed = " or ".join(f'"{joined(each, key)}"' for each in found)
+        return f"it belongs to {listed}"
 
 
 def _all_names(model: type[Section], path: str) -> Iterator[tuple[str, str]]:

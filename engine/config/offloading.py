@@ -30,7 +30,7 @@ def check_guesses(optimizer: Any, zero: ZeroConfig, report: Report) -> None:
 def without_idle_offload(zero: ZeroConfig, report: Report) -> ZeroConfig:
     """`zero` with the parameters on the device below stage 3, where they are not sharded."""
     section = zero.offload_param
-    if section.device == "none" or zero.stage == 3 or report.doubts("zero_optimization.stage"):
+    if section.device == "none" or zero.stage == 3:
         return zero
     report.without_effect.append(
         (

@@ -146,14 +146,6 @@ _BUILT_IN: dict[str, dict[str, Param]] = {
         "factor_threshold": number(0, 1),
     },
     "OneBitAdam": {**_ALL, **_ONE_BIT, "freeze_step": _FREEZE_STEP},
-    "ZeroOneAdam": {
-        **_ALL,
-        **_ONE_BIT,
-        "var_freeze_step": whole(1),
-        "var_update_scaler": whole(1),
-        "local_step_scaler": whole(1),
-        "local_step_clipper": whole(1),
-    },
 }
 
 # they use norms or products of whole tensors, so an element's update depends on others
@@ -171,6 +163,7 @@ OPTIMIZERS = ClassTable(
             "muP optimizers are not supported yet; give parameter groups their own lr instead",
         ),
         "LBFGS": "needs several loss evaluations per step, but the engine does one; use AdamW",
+        "ZeroOneAdam": "0/1 Adam was removed, because it missed its loss; use OneBitAdam with freeze_step",
         "SparseAdam": "sparse gradients are not supported yet; use Adam",
     },
     other_names={
@@ -207,8 +200,7 @@ def _check_together(name: str, params: Mapping[str, Any], report: Report) -> Non
             "optimizer.type = Adam: weight decay is decoupled, as in AdamW and as DeepSpeed does; "
             "set adam_w_mode to false for L2"
         )
-    momenta = ("optimizer.params.momentum", "optimizer.params.dampening")
-    if name == "SGD" and params.get("nesterov") and not report.doubts(*momenta):
+    if name == "SGD" and params.get("nesterov") and not report.complaints:
         if not params.get("momentum") or params.get("dampening"):
             report.complain(
                 "optimizer.params.nesterov",

@@ -51,8 +51,8 @@ class ClassTable:
         """The canonical spelling of the name `given`, in any case; None, with a complaint, if not usable."""
         path = f"{self.section}.type"
         if not given:
-            if path in report.auto_keys or report.doubts(path):
-                return None  # another complaint says so
+            if path in report.auto_keys or report.complaints:
+                return None  # another complaint may say so
             report.complaints.append(f"{path}: is missing; write for example {self.example}")
             return None
         refused = {name.casefold(): why for name, why in self.refused.items()}
@@ -64,8 +64,7 @@ class ClassTable:
             return names[given.casefold()]
         hits = [self.other_names[given.casefold()]] if given.casefold() in self.other_names else []
         hits = hits or nearest(given[:HINT_CHARS], names.values())
-        near = " or ".join(hits[:3])
-        hint = f"did you mean {near}?" if near else f"use {', '.join(names.values())}"
+        hint = f"did you mean {hits[0]}?" if hits else f"use {', '.join(names.values())}"
         report.complain(path, given, f"no {self.what} has this name; {hint}")
         return None
 
@@ -100,8 +99,10 @@ def read_params(
 
 def require(params: Mapping[str, Any], names: Iterable[str], path: str, report: Report) -> None:
     """Report arguments that have no default and are not given."""
+    if report.complaints:  # one of them may be misspelled
+        return
     for name in names:
-        if params.get(name) is None and not report.doubts(joined(path, name)):
+        if params.get(name) is None:
             report.complaints.append(f"{joined(path, name)}: is missing; it has no default")
 
 

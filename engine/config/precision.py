@@ -6,8 +6,6 @@ from typing import Any
 
 from ...utils.schema.keys import Report
 
-PRECISIONS = ("fp16.enabled", "bf16.enabled")
-
 
 def check_precision(sections: Any, wanted: str | None, report: Report) -> None:
     """Report two precisions at once, and another dtype of parameters than theirs. sections: of the config."""
@@ -19,13 +17,12 @@ def check_precision(sections: Any, wanted: str | None, report: Report) -> None:
         )
     actual = enabled[0] if enabled else "fp32"
     if wanted is not None and len(enabled) < 2 and wanted != actual:
-        if not report.doubts(*PRECISIONS):
-            report.complain(
-                "data_types.param_dtype",
-                wanted,
-                f"must be {actual}, the precision that the config switches on; remove it "
-                f"or set fp16.enabled or bf16.enabled to match",
-            )
+        report.complain(
+            "data_types.param_dtype",
+            wanted,
+            f"must be {actual}, the precision that the config switches on; remove it "
+            f"or set fp16.enabled or bf16.enabled to match",
+        )
     _note_autocast(sections, report)
     _check_scale(sections.fp16, report)
 
@@ -47,7 +44,7 @@ def _note_autocast(sections: Any, report: Report) -> None:
 
 def _check_scale(fp16: Any, report: Report) -> None:
     """A dynamic loss scale cannot fall to 0, and has to grow; a fixed one has neither limit."""
-    if not fp16.enabled or fp16.loss_scale or report.doubts("fp16.loss_scale"):
+    if not fp16.enabled or fp16.loss_scale:
         return
     for key, need in (
         ("min_loss_scale", "a dynamic loss scale never falls to 0: set it above 0"),

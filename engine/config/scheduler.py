@@ -143,7 +143,7 @@ def _check_length(params: Mapping[str, Any], report: Report) -> None:
     """torch's OneCycleLR needs its length, in one of two ways."""
     paths = [f"scheduler.params.{key}" for key in ("total_steps", "epochs", "steps_per_epoch")]
     is_given = [params.get(path.rpartition(".")[2]) is not None for path in paths]
-    if not is_given[0] and not all(is_given[1:]) and not report.doubts(*paths):
+    if not is_given[0] and not all(is_given[1:]) and not report.complaints:
         report.complaints.append(
             f"{paths[0]}: is missing; write it, or both epochs and steps_per_epoch"
         )

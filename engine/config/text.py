@@ -1,10 +1,8 @@
 """Reads the source of a config: a path, JSON text, base64 of it, or a dict.
 
 1. The text is read as JSON.
-2. If that fails, comments (//, #, /* */) and trailing commas are replaced by spaces, so lines and columns in a
-   message are those of the file.
-3. If that fails too, it is read as Hjson, which DeepSpeed reads. The message is that of the reader that came
-   further.
+2. If that fails, `//` comments are replaced by spaces, so lines and columns in a message are those of the file.
+3. If that fails too, it is read as Hjson, as DeepSpeed does, where the package `hjson` is installed.
 """
 
 from __future__ import annotations
@@ -23,16 +21,15 @@ from ...utils.quoting import printable
 from ...utils.schema.keys import joined
 from ...utils.schema.rules import shown
 from ...utils.small_files import MOST_BYTES, read_small_text
-from .hjson import Malformed, read_hjson
 
 _EXCERPT_CHARS = 1000  # 100 characters of the file, each escaped
 MAX_DEPTH = 40  # real configs are at most eight levels deep
 
-_TOKEN = re.compile(
-    r"""(?P<text>"[^"\\\n]*(?:\\.[^"\\\n]*)*"?)|(?P<comment>//[^\n]*|\#[^\n]*|/\*.*?(?:\*/|\Z))|(?P<comma>,)""",
-    re.DOTALL | re.VERBOSE,
+_TEXT_OR_COMMENT = re.compile(r'("[^"\\\n]*(?:\\.[^"\\\n]*)*"?)|//[^\n]*', re.DOTALL)
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_NEEDS_HJSON = (
+    "; keys without quotes, trailing commas and other comments than // need pip install hjson"
 )
-_CLOSES = re.compile(r"\s*[}\]]")
 _OPENS_JSON = re.compile(r"\s*(?:[{\[]|//|#|/\*)")
 
 
@@ -114,18 +111,9 @@ def _from_base64(text: str) -> str | None:
     return decoded if _OPENS_JSON.match(decoded) else None
 
 
-def blank_comments(text: str) -> str:
-    """The text with comments and trailing commas replaced by spaces; all positions stay the same."""
-
-    def blank(match: re.Match[str]) -> str:
-        if match["text"] is not None:
-            return match[0]
-        return re.sub(r"[^\n]", " ", match[0])
-
-    without = _TOKEN.sub(lambda m: m[0] if m["comma"] else blank(m), text)
-    return _TOKEN.sub(
-        lambda m: " " if m["comma"] and _CLOSES.match(without, m.end()) else m[0], without
-    )
+def _blank_comments(text: str) -> str:
+    """The text with `//` comments replaced by spaces; all positions stay the same."""
+    return _TEXT_OR_COMMENT.sub(lambda found: found[1] or " " * len(found[0]), text)
 
 
 def _parse(text: str, name: str) -> tuple[Any, str, list[str]]:
@@ -138,9 +126,8 @@ def _parse(text: str, name: str) -> tuple[Any, str, list[str]]:
     except RecursionError:
         raise ConfigError([f"is nested deeper than {MAX_DEPTH} levels"], name) from None
     except ValueError:
-        raise ConfigError(
-            ["holds a number with thousands of digits: write it shorter"], name
-        ) from None
+        text = "holds a number with thousands of digits: write it shorter"
+        raise ConfigError([text], name) from None
     complaints: list[str] = []
     return _copy(pairs, "", complaints, 0), name, complaints
 
@@ -155,19 +142,27 @@ def _pairs(text: str) -> Any:
     except json.JSONDecodeError:
         pass  # perhaps comments, which are slower to find
     try:
-        return json.loads(blank_comments(text), object_pairs_hook=_Pairs)
+        return json.loads(_blank_comments(text), object_pairs_hook=_Pairs)
     except json.JSONDecodeError as error:
-        in_json = error
+        position, reason = error.pos, _reason(error)
+    written = re.match(r"\w*", text[position:])
+    if written is not None and written[0] in _PYTHON:
+        reason = f"{written[0]} is Python: write {_PYTHON[written[0]]}"
+        raise _Unreadable(_malformed(text, position, reason))
     try:
-        return read_hjson(text, _Pairs, MAX_DEPTH)
-    except Malformed as error:
-        if not error.is_certain and error.position <= in_json.pos:
-            raise _Unreadable(_malformed(text, in_json.pos, _reason(in_json))) from None
-        raise _Unreadable(_malformed(text, error.position, error.reason)) from None
+        import hjson
+    except ImportError:
+        raise _Unreadable(_malformed(text, position, reason + _NEEDS_HJSON)) from None
+    try:
+        return hjson.loads(text, object_pairs_hook=_Pairs)
+    except hjson.HjsonDecodeError as error:
+        if error.pos > position:
+            position, reason = error.pos, _reason(error)
+    raise _Unreadable(_malformed(text, position, reason))
 
 
-def _reason(error: json.JSONDecodeError) -> str:
-    reason = error.msg[:1].lower() + error.msg[1:]
+def _reason(error: Any) -> str:
+    reason: str = error.msg[:1].lower() + error.msg[1:]
     if reason.startswith("expecting property name"):
         return "expecting a key in double quotes"
     return reason

@@ -13,12 +13,11 @@ from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...compression.legs import BuildLegs, ExactLegs
 from ...compression.one_bit.legs import OneBitLegs
 from ...compression.one_bit.phase import MomentumRange, OneBitState, Phase
-from ...compression.reducer import ExactReducer
 from ...compression.unit import GradientUnit
 from ...compression.zeropp.legs import ZeroppChoice, ZeroppLegs
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.hosts import host_numbers
-from ...ops.optim.one_bit import Averager, Carried, OneBitOptimizer
+from ...ops.optim.one_bit import OneBitOptimizer
 from ...ops.optim.shard_optimizer import states_of
 from ...utils.errors import UsageError
 from ...zero.core.master import Master
@@ -68,7 +67,6 @@ class Messages:
                 "all groups; give all groups the same betas"
             )
         self._phase.bind(EngineState(optimizer, updater, unit))
-        optimizer.averager = RankAverager(updater.masters)
 
 
 def _zeropp(config: Config) -> ZeroppChoice | None:
@@ -97,8 +95,8 @@ class EngineState(OneBitState):
         self._unit = unit
 
     @property
-    def carried(self) -> Carried:
-        return self._optimizer.carried
+    def is_frozen(self) -> bool:
+        return self._optimizer.is_frozen
 
     @property
     def variance_steps(self) -> int:
@@ -135,18 +133,4 @@ class EngineState(OneBitState):
         ]
 
 
-@final
-class RankAverager(Averager):
-    """Averages over the ranks of each master's flat buffer."""
-
-    def __init__(self, masters: Sequence[Master]) -> None:
-        self._grads = {master.params.index: master.grads for master in masters}
-
-    def average(self, buffer: int, values: Tensor, num_steps: int) -> None:
-        self._grads[buffer].reducer.average(values, num_steps)
-
-    def average_exactly(self, buffer: int, values: Tensor) -> None:
-        ExactReducer(self._grads[buffer].group.collectives, buffer).average(values)
-
-
-__all__ = ["EngineState", "Messages", "RankAverager"]
+__all__ = ["EngineState", "Messages"]

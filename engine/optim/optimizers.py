@@ -21,7 +21,6 @@ from ...ops.optim.one_bit_adam import OneBitAdam
 from ...ops.optim.one_bit_lamb import OneBitLamb
 from ...ops.optim.sgd import SGD
 from ...ops.optim.shard_optimizer import ShardOptimizer
-from ...ops.optim.zero_one_adam import ZeroOneAdam
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...zero.core.update import Updater
@@ -55,7 +54,6 @@ OWN: dict[str, type[ShardOptimizer]] = {
     "Muon": Muon,
     "OneBitAdam": OneBitAdam,
     "OneBitLamb": OneBitLamb,
-    "ZeroOneAdam": ZeroOneAdam,
 }
 # torch's own classes are used where nothing is cast and torch has a fused kernel for the masters' devices
 ONE_PASS: dict[str, type[ShardOptimizer]] = {"Adagrad": Adagrad, "SGD": SGD}

@@ -28,7 +28,6 @@ from ...compression.zeropp.sender import QuantizedSender
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.levels import Levels
 from ...ops.comm.single_rank import SingleRank
-from ...ops.optim.one_bit import Carried
 
 PART_NUMEL = 1024  # every part is a multiple of it: no scheme has padding
 
@@ -63,7 +62,7 @@ def _exact(collectives: Collectives, buffer: Buffer) -> Exchanges:
 class _Frozen(OneBitState):
     """The variance is frozen, and there is no momentum yet."""
 
-    carried = Carried.MOMENTUM
+    is_frozen = True
     variance_steps = 1
     beta = 0.0
     unit = 1.0

@@ -33,7 +33,7 @@ messages. "/ copy" is the time over that of a plain copy of as many bytes in eac
 run. The heading says why ranks do not share memory; `xds env` has the limits.
 
 --compression times the two exchanges of a step, gradients to their owners and what comes back to all ranks:
-exact, with one bit an element (OneBitAdam, OneBitLamb, ZeroOneAdam), and as ZeRO++ with 4 and 8 bits. "pack" is
+exact, with one bit an element (OneBitAdam, OneBitLamb), and as ZeRO++ with 4 and 8 bits. "pack" is
 the part of the time that computes the messages. A scheme pays if it is at least 1.1 times as fast as exact
 messages. What a scheme does to the loss is not measured, nor what a step hides behind its computation."""
 

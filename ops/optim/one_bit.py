@@ -6,9 +6,8 @@ How it is sent is not decided here: see compression/one_bit.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Iterable, Sequence
-from enum import Enum
 from typing import Any, NamedTuple, final
 
 import torch
@@ -23,37 +22,8 @@ FROZEN = "frozen_step"  # how many steps the variance has seen, after the last o
 NORM = "variance_norm"  # see VarianceRule
 
 
-class Carried(Enum):
-    """What the ranks send of their gradients in a step."""
-
-    EXACT = "the gradients as they are"
-    GRADIENT = "the gradients, one bit per element"
-    MOMENTUM = "their momentum, one bit per element"
-    NOTHING = "nothing: each rank steps with its own"
-
-
-class Averager(ABC):
-    """Averages vectors over the ranks that hold a flat buffer."""
-
-    @abstractmethod
-    def average(self, buffer: int, values: Tensor, num_steps: int) -> None:
-        """Set `values` [world_size * n] fp32 to their mean, with one bit per element.
-
-        What the messages lose is kept and sent later, in the unit of a momentum. num_steps: they stand for.
-        """
-
-    @abstractmethod
-    def average_exactly(self, buffer: int, values: Tensor) -> None:
-        """Set `values` [world_size * n] fp32 to their mean."""
-
-
 class OneBitOptimizer(ShardOptimizer, ABC):
-    """Its variance stays after some steps.
-
-    averager: averages over the ranks; None: nothing binds it to an engine that does.
-    """
-
-    averager: Averager | None = None
+    """Its variance stays after some steps. From then on messages carry the momentum, one bit per element."""
 
     def __init__(
         self,
@@ -86,11 +56,6 @@ class OneBitOptimizer(ShardOptimizer, ABC):
     def is_frozen(self) -> bool:
         """The variance stays from the next step on."""
         return self._frozen_at is not None
-
-    @property
-    def carried(self) -> Carried:
-        """What the ranks send of their gradients in the next step."""
-        return Carried.MOMENTUM if self.is_frozen else Carried.EXACT
 
     @property
     def variance_steps(self) -> int:
@@ -219,8 +184,6 @@ class _Variances:
 
 __all__ = [
     "FROZEN",
-    "Averager",
-    "Carried",
     "Corrections",
     "Moment",
     "OneBitOptimizer",

@@ -211,17 +211,6 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
     _before_access: Callable[[], None] | None = None
 
     @property
-    def is_apart(self) -> bool:
-        """Ranks that hold the same elements have different values of them, until they are brought together."""
-        return False
-
-    def synchronise(self) -> None:
-        """Bring the ranks together where they are apart. Sends what the optimizer's own messages send."""
-
-    def average_exactly(self) -> None:
-        """The same by exact means of the values, which a script may have written to."""
-
-    @property
     def state(self) -> defaultdict[Tensor, Any]:
         """As in torch. Waits for updates that run in a thread, so a script may read and write it."""
         if self._before_access is not None:

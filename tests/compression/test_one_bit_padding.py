@@ -31,15 +31,7 @@ def train(kind: str, stage: int, freeze_step: int | str, folder: str) -> Any:
     """The parameter after each step, and whether the variance was frozen. folder: resumes there, or ""."""
 
     def build() -> xds.Engine:
-        params: dict[str, Any] = {"lr": 1e-2, "betas": [0.9, 0.5]}
-        if kind == "ZeroOneAdam":
-            params |= {
-                "var_freeze_step": freeze_step,
-                "var_update_scaler": 2,
-                "local_step_clipper": 1,
-            }
-        else:
-            params["freeze_step"] = freeze_step
+        params = {"lr": 1e-2, "betas": [0.9, 0.5], "freeze_step": freeze_step}
         return xds.initialize(
             Few(),
             {
@@ -71,7 +63,6 @@ def train(kind: str, stage: int, freeze_step: int | str, folder: str) -> Any:
         ("OneBitAdam", "auto"),
         ("OneBitLamb", 3),
         ("OneBitLamb", 9),
-        ("ZeroOneAdam", 9),
     ],
 )
 def test_a_rank_of_padding_knows_the_step(

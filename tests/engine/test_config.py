@@ -3,6 +3,7 @@
 import base64
 import copy
 import json
+import sys
 
 import pytest
 
@@ -36,29 +37,55 @@ def test_a_config_is_returned_as_it_is():
     assert Config.load(config) is config
 
 
-def test_comments_and_trailing_commas_are_read():
+def test_comments_are_read():
     text = """
     // first
-    { # second
-      "train_batch_size": 8, /* third, with "quotes"
-      over lines */ "wandb": {"project": "a // b # c, }", "group": "/* */",},
-      "zero_optimization": {"units": ["Block", "h.*",],},
+    { // second
+      "train_batch_size": 8, // third, with "quotes"
+      "wandb": {"project": "a // b # c, }", "group": "\\"// c"}
     }
     """
     config = parse_config(text)
     assert config.train_batch_size == 8
     assert config.wandb.project == "a // b # c, }"
-    assert config.wandb.group == "/* */"
-    assert config.zero_optimization.units == ("Block", "h.*")
+    assert config.wandb.group == '"// c'
+
+
+HJSON = """
+# a comment
+train_batch_size: 8      /* another */
+optimizer: {
+  type: AdamW
+  params: {"lr": 1e-4, betas: [0.9
+    0.95],}
+}
+wandb: {group: 'two words', group: 'again'}
+"""
+
+
+def test_other_forms_need_the_package_hjson(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    for text in (f"{{{HJSON}}}", '{"train_batch_size": 8,}'):
+        assert "pip install hjson" in complaints(text)[0]
+
+
+def test_hjson_is_read_by_its_package():
+    pytest.importorskip("hjson")
+    assert complaints(f"{{{HJSON}}}")[0].startswith('wandb.group = "again": appears twice')
+    config = parse_config(f"{{{HJSON}}}".replace(", group: 'again'", ""))
+    assert config.train_batch_size == 8 and config.wandb.group == "two words"
+    assert config.optimizer.params == {"lr": 1e-4, "betas": (0.9, 0.95)}
+    assert "line 2, column 5: is not JSON" in complaints("{a: 1\nb: {]}}")[0]
 
 
 @pytest.mark.parametrize(
     ("text", "line", "column", "reason"),
     [
-        ('{\n  "train_batch_size": 8\n  "fp16" {}\n}', 3, 10, 'expecting ":"'),
-        ("{\n  train_batch_size\n}", 3, 1, 'expecting ":"'),
+        ('{\n  "train_batch_size": 8,\n  "fp16" {}\n}', 3, 10, "':' delimiter"),
+        ("{\n  train_batch_size\n}", 2, 3, "key in double quotes"),
         ("{\n  {}: 8\n}", 2, 3, "key in double quotes"),
-        ('{"a": 1 /* x */ "b": 2}', 1, 17, "',' delimiter"),
+        ('{"a": 1 // x\n "b": 2}', 2, 2, "',' delimiter"),
+        ('{"fp16": {"enabled": False}}', 1, 22, "False is Python: write false"),
         ('{"a": tru}', 1, 7, "expecting value"),
         ('{"a": 1', 1, 8, "',' delimiter"),
     ],
@@ -231,7 +258,7 @@ def test_unknown_keys_get_the_nearest_name(path, value, hint):
     )
 
 
-def test_all_complaints_come_at_once_and_in_one_error():
+def test_all_wrong_keys_come_at_once_and_then_what_does_not_go_together():
     source = {
         "train_batch_size": 7,
         "train_micro_batch_size_per_gpu": 2,
@@ -251,10 +278,12 @@ def test_all_complaints_come_at_once_and_in_one_error():
             "zero_optimization.stag",
             "optimizer.type",
             "autotuning.enabled",
-            "fp16.enabled",
-            "train_batch_size",
         ]
     )
+    for key in ("gradient_clipping", "zero_optimization", "optimizer", "autotuning"):
+        del source[key]
+    found = complaints(source, world_size=2)
+    assert [one.split(" = ")[0] for one in found] == ["fp16.enabled", "train_batch_size"]
 
 
 def test_two_precisions_name_each_other():
@@ -265,3 +294,19 @@ def test_two_precisions_name_each_other():
 def test_two_spellings_of_one_key():
     (complaint,) = complaints({**SMALL, "bf16": {"enabled": True}, "bfloat16": {"enabled": True}})
     assert "sets the same option as bf16" in complaint
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"train_batch_size": "8"}, "not text: write 8 without quotes"),
+        ({"train_batch_size": 8, "optimizer": []}, "must be an object {...}"),
+        ({"train_batch_size": 8, "optimizer": {"typ": "Adam"}}, 'did you mean "type"?'),
+        ({"train_batch_size": 8, "scheduler": {"type": "OneCycle", "params": 3}}, "an object"),
+        ({"batch_size": 8}, 'did you mean "train_batch_size"?'),
+        ({"train_batch_size": 8, "fp16": {"enabled": "auto"}}, "only an integration"),
+    ],
+)
+def test_a_consequence_of_a_wrong_or_unknown_key_is_no_complaint(config, says):
+    (complaint,) = complaints(config)
+    assert says in complaint

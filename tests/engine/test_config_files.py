@@ -131,13 +131,6 @@ ACCEPTED = {
             },
         },
     },
-    "zero_one_adam": {
-        **SIZES,
-        "optimizer": {
-            "type": "ZeroOneAdam",
-            "params": {"lr": 1e-4, "var_freeze_step": 100, "cuda_aware": False},
-        },
-    },
     "monitors": {
         **SIZES,
         "tensorboard": {"enabled": True, "output_path": "out", "job_name": "a"},

@@ -22,10 +22,10 @@ FILE = """{
   "train_batch_size": 8, "_comment": "x",
   "fp16": {"enabled": true, "loss_scale": 0},
   "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
-  zero_optimization: {
-    stage: 2, reduce_bucket_size: 5e8 # elements
-    offload_optimizer: {device: 'cpu'}
-  }
+  "zero_optimization": {
+    "stage": 2, "reduce_bucket_size": 5e8, // elements
+    "offload_optimizer": {"device": "cpu"}
+  },
   "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
 }
 """

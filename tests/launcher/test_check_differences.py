@@ -45,7 +45,7 @@ activation_checkpointing.cpu_checkpointing pipeline.stages pipeline.pipe_partiti
 pipeline.grad_partitioned pipeline.partition pipeline.seed_layers pipeline.activation_checkpoint_interval
 tensor_parallel.partition_config tensor_parallel.tp_overlap_comm tensor_parallel.vocab_parallel_lm_head
 aio.block_size aio.queue_depth checkpoint.tag_validation checkpoint.load_universal
-checkpoint.use_node_local_storage tensorboard.enabled tensorboard.output_path tensorboard.job_name
+tensorboard.enabled tensorboard.output_path tensorboard.job_name
 wandb.enabled wandb.group wandb.team wandb.project csv_monitor.enabled csv_monitor.output_path
 csv_monitor.job_name comet.enabled comet.samples_log_interval comet.project comet.workspace comet.api_key
 comet.experiment_name comet.experiment_key comet.online comet.mode timers.throughput.enabled

@@ -111,7 +111,6 @@ def test_shown_gradients_may_be_set_replaced_and_dropped() -> None:
 
 
 ONE_BIT = {
-    "ZeroOneAdam": {"var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 4},
     "OneBitAdam": {"freeze_step": 3},
     "OneBitLamb": {"freeze_step": 3},
 }

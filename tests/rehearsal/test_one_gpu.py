@@ -17,7 +17,6 @@ from test_compressed import (
     ADAM,
     GRADS,
     WEIGHTS,
-    ZERO_ONE,
     assert_near,
     config_with,
     one_bit,
@@ -228,7 +227,6 @@ def test_rings() -> None:
     ("world_size", "stage", "precision", "more"),
     [
         (2, 2, "bf16", one_bit(ADAM)),
-        pytest.param(2, 0, "fp32", one_bit(ZERO_ONE, 2), marks=pytest.mark.slow),
         (2, 2, "fp32", {"zero_optimization": GRADS}),
         pytest.param(2, 3, "bf16", {"zero_optimization": WEIGHTS | GRADS}, marks=pytest.mark.slow),
         pytest.param(4, 2, "fp32", {"zero_optimization": GRADS}, marks=pytest.mark.slow),

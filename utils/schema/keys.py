@@ -82,63 +82,26 @@ Entry = NoEffect | Refused | Detail | Group
 
 
 @final
-@dataclass(frozen=True)
-class Meant:
-    """What somebody who wrote an unknown key may have meant: a sentence, and the paths of the keys."""
-
-    hint: str
-    paths: tuple[str, ...] = ()
-
-
 @final
 @dataclass
 class Report:
     """The findings of reading one config.
 
-    `meant(section, key, names)` tells what an unknown key of a section may mean, where that is known;
-    `names` are those of the section. `suspects` are keys that an unknown one may have been meant for.
-    `num_read` is the number of complaints about single values, which come before those about several; None
-    until all values are read.
+    `meant(section, key, names)` is a sentence about what an unknown key of a section may mean, where that is
+    known; `names` are those of the section.
     """
 
     complaints: list[str] = field(default_factory=list)
     without_effect: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     auto_keys: list[str] = field(default_factory=list)
-    meant: Callable[[str, str, list[str]], Meant | None] = field(
+    meant: Callable[[str, str, list[str]], str | None] = field(
         default=lambda section, key, names: None
     )
     num_unknown: int = 0
-    suspects: set[str] = field(default_factory=set)
-    num_read: int | None = None
 
     def complain(self, path: str, value: object, need: str) -> None:
         self.complaints.append(f"{path} = {shown(value)}: {need}")
-
-    def refuses(self, path: str) -> bool:
-        """Its value could not be read."""
-        starts = (f"{path} = ", f"{path}: ")
-        return any(complaint.startswith(starts) for complaint in self.complaints[: self.num_read])
-
-    def end_reading(self) -> None:
-        """From here on, complaints are about values that do not go together."""
-        self.num_read = len(self.complaints)
-
-    def doubts(self, *paths: str) -> bool:
-        """What is read for one of these keys may not be what its author meant.
-
-        That is so if it or its section is refused, or if an unknown key may have been meant for it. A check
-        that compares such values would complain about something that goes away with the first complaint.
-        """
-        return any(
-            self.refuses(part) or part in self.suspects for path in paths for part in _outer(path)
-        )
-
-
-def _outer(path: str) -> list[str]:
-    """The path and those of all sections around it."""
-    parts = path.split(".")
-    return [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
 
 
 def joined(path: str, key: str) -> str:
@@ -158,19 +121,16 @@ def unknown_key(
         return
     names = sorted(known)
     meant = report.meant(section, key, names)
-    if meant is None:
-        near = nearest(key, names)
-        if near:
-            hint = " or ".join(f'"{name}"' for name in near[:2])
-            meant = Meant(f"did you mean {hint}?", tuple(joined(section, name) for name in near))
-        elif len(names) <= LISTED_KEYS:
-            meant = Meant(
-                f"the keys here are {', '.join(names)}" if names else "no key is known here"
-            )
-        else:
-            meant = Meant("remove it, or see docs/config.md for the keys")
-    report.suspects.update(meant.paths)
-    report.complain(path, value, f"unknown key; {meant.hint}")
+    near = [] if meant is not None else nearest(key, names)
+    if near:
+        meant = f'did you mean "{near[0]}"?'
+    elif meant is None and not names:
+        meant = "no key is known here"
+    elif meant is None and len(names) <= LISTED_KEYS:
+        meant = f"the keys here are {', '.join(names)}"
+    elif meant is None:
+        meant = "remove it, or see docs/config.md for the keys"
+    report.complain(path, value, f"unknown key; {meant}")
 
 
 def check_entry(entry: Entry, value: object, path: str, report: Report) -> None:

@@ -1,39 +1,21 @@
-"""Finds the names that somebody may have meant by a mistyped one."""
+"""Finds the name that somebody may have meant by a mistyped one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
-MOST_EDITS = 2
-SHORT = 4  # in a name of at most so many characters two edits make any other name
-
-
-def edits(first: str, second: str, most: int = MOST_EDITS) -> int:
-    """How many characters are added, dropped, replaced or swapped with their neighbour; at most `most` + 1.
-
-    >>> edits("AdmaW", "AdamW"), edits("stge", "stage"), edits("lr", "backend")
-    (1, 1, 3)
-    """
-    if abs(len(first) - len(second)) > most:
-        return most + 1
-    before: list[int] = []
-    row = list(range(len(second) + 1))
-    for at, char in enumerate(first):
-        above, before, row = before, row, [at + 1]
-        for place, other in enumerate(second):
-            found = min(before[place + 1] + 1, row[place] + 1, before[place] + (char != other))
-            is_swap = at and place and char == second[place - 1] and first[at - 1] == other
-            row.append(min(found, above[place - 1] + 1) if is_swap else found)
-        if min(row) > most:
-            return most + 1
-    return row[-1]
+LIKENESS = 0.75  # of difflib: "lmab" is that near to "lamb"
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:
-    """The names with the fewest edits, without regard to case; none if every one needs more than two."""
-    most = MOST_EDITS if len(name) > SHORT else 1
-    found: dict[int, list[str]] = {}
-    for each in names:
-        found.setdefault(edits(name.casefold(), each.casefold(), most), []).append(each)
-    least = min(found, default=most + 1)
-    return sorted(found[least]) if least <= most else []
+    """The name that is nearest to `name`, without regard to case; none where no name is near.
+
+    >>> nearest("stge", ["stage", "storage"]), nearest("lr", ["backend"])
+    (['stage'], [])
+    """
+    folded = {each.casefold(): each for each in names}
+    return [folded[one] for one in get_close_matches(name.casefold(), folded, 1, LIKENESS)]
+
+
+__all__ = ["nearest"]

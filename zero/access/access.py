@@ -135,11 +135,7 @@ class Access(Owner):
         return self._model.flat_groups.slices.get(id(param))
 
     def _settle(self) -> None:
-        """End what is in flight: its collectives come before those of the access. For all ranks."""
-        self._settle_own()
-        self._updater.synchronise()
-
-    def _settle_own(self) -> None:
+        """End what is in flight: its collectives come before those of the access."""
         self._model.backwards.end_script_backward()
         self._model.publish()
 
@@ -150,7 +146,7 @@ class Access(Owner):
                 "are still being updated, and they arrive on all ranks together; call engine.state_dict() or "
                 "engine.load_state_dict(...) on every rank, or set offload_optimizer.overlap_step to false"
             )
-        self._settle_own()
+        self._settle()
 
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
         self._check_usable()
@@ -310,11 +306,6 @@ class Access(Owner):
         """
         master = self._trained(param, "its gradient")
         grads = master.grads
-        if grads.reducer.is_silent:
-            raise UsageError(
-                f"the gradient of {self.name_of(param)}: this is a local step of the optimizer, so each rank "
-                "has its own and none is reduced; set optimizer.params.local_step_clipper to 1"
-            )
         is_reduced = self._model.reduce_rest(also_held=self._may_reduce())
         if not is_reduced and grads.has_local and not grads.is_single_rank:
             raise UsageError(
@@ -332,7 +323,7 @@ class Access(Owner):
         """Each rank has its own gradient of `param`, because the sum over ranks is put off. For all ranks."""
         master = self._trained(param, "its gradient")
         grads = master.grads
-        if grads.is_single_rank or grads.reducer.is_lossy or grads.reducer.is_silent:
+        if grads.is_single_rank or grads.reducer.is_lossy:
             return False
         return not self._model.reduce_rest(also_held=self._may_reduce())
 

@@ -11,7 +11,7 @@ copied: a block is the tensor that is trained, in full or this rank's part.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -117,7 +117,6 @@ class Snapshot:
         self._updater = updater
         updater.wait()
         sharded.publish()
-        updater.synchronise()
         self.masters = updater.masters
         self.sharded = sharded
         self.optimizer = optimizer
@@ -150,21 +149,6 @@ class Snapshot:
         is_data = everyone is self._data.everyone
         turn = flat if is_data else zlib.crc32(self.flats[flat].slots[0].name.encode())
         return share(self.flats[flat], everyone.rank, everyone.world_size, turn)
-
-    def local_share(self, block: Block, local: Collection[int]) -> tuple[int, int]:
-        """[start, stop) of a block that this rank writes, where its holders among `local` write all of it.
-
-        local: numbers of ranks, this one included.
-        """
-        group = self._groups[block.flat]
-        ranks: Sequence[int] = (self.rank,)
-        if not block.is_shard and group.everyone.world_size > 1:
-            ranks = group.everyone.members
-        elif group.levels is not None and group.levels.across.world_size > 1:
-            ranks = group.levels.across.members  # other replicas of the buffer have the same shard
-        here = [rank for rank in ranks if rank in local]
-        turn = zlib.crc32(self.flats[block.flat].slots[0].name.encode()) + block.start
-        return share_of_replica((block.start, block.stop), (here.index(self.rank), len(here)), turn)
 
     def leave_out_frozen(self) -> None:
         """The values of frozen parameters are not saved; their names stay."""

@@ -156,11 +156,6 @@ class FlatGrads:
         """One rank: its gradients leave after every backward, also where several ranks hold them back."""
         return self.is_single_rank and self.home.is_on_host
 
-    @property
-    def _steps_alone(self) -> bool:
-        """The step uses this rank's own sums, where they are."""
-        return self._keeps_local or self.reducer.is_silent
-
     def _total_is_in_local(self) -> bool:
         local = self._local.tensor
         if self._total is None or local is None:
@@ -197,8 +192,6 @@ class FlatGrads:
             if self.home.is_on_host:
                 self._leave(local, local)
                 self._local.release()
-            return
-        if self.reducer.is_silent:
             return
         adds = self._has_total and self._total is not None
         assert self._handle is None
@@ -309,7 +302,7 @@ class FlatGrads:
         It is where the sums are. This rank has all shards at stage 0, none before any backward, else its own.
         exact: see `exact_square_sum`.
         """
-        if self._steps_alone and self.has_local:
+        if self._keeps_local and self.has_local:
             self._local.settle()  # nothing is sent, so no gradient is late
         if self._squares is not None and not exact:
             return self._squares
@@ -333,7 +326,7 @@ class FlatGrads:
     @property
     def is_late(self) -> bool:
         """Gradients have arrived since the reduction, so the ranks must reduce again."""
-        return not self._steps_alone and self.has_local
+        return not self._keeps_local and self.has_local
 
     @property
     def gathers_exactly(self) -> bool:
@@ -354,7 +347,7 @@ class FlatGrads:
         """
         self._squares = None
         self._before_change()
-        if self._steps_alone:
+        if self._keeps_local:
             return self._local.settle() if self.has_local else None
         if self.is_single_rank and self.has_local:
             self.start_reduce()

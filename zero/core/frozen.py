@@ -6,7 +6,7 @@ are saved before the step and restored after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 from torch import Tensor
@@ -16,19 +16,12 @@ from .flat_params import FlatParams
 Range = tuple[int, int]
 
 
-def frozen_ids(params: FlatParams) -> set[int]:
-    """The `id`s of the parameters that are frozen now."""
-    return {id(param) for param in params.params if not param.requires_grad}
-
-
-def frozen_ranges(params: FlatParams, start: int, stop: int, ids: Set[int]) -> list[Range]:
-    """[from, to) of the parameters `ids` in [start, stop) of the buffer, in elements from `start` on."""
-    if not ids:
-        return []
+def frozen_ranges(params: FlatParams, start: int, stop: int) -> list[Range]:
+    """[from, to) of what is frozen now in [start, stop) of the buffer, in elements from `start` on."""
     frozen = {
         slot.offset
         for slot, param in zip(params.layout.slots, params.params, strict=True)
-        if id(param) in ids
+        if not param.requires_grad
     }
     if not frozen:
         return []
@@ -74,4 +67,4 @@ class FrozenValues:
             target.copy_(value)
 
 
-__all__ = ["FrozenValues", "Range", "clip", "frozen_ids", "frozen_ranges"]
+__all__ = ["FrozenValues", "Range", "clip", "frozen_ranges"]

@@ -219,8 +219,6 @@ class Reduction:
     def _agree(self, *, exact: bool, edits: int = 0) -> Agreement:
         """The squared norm of the reduced sums, and what each rank has to say: late gradients, its `edits`."""
         said = edits + NUM_COUNTS * any(grads.is_late for grads in self.order)
-        if any(grads.reducer.is_silent for grads in self.order):
-            return Agreement(self._alone(said, exact=exact), self._numel)
         if self._spans_stages or self._groups.data.policy.shards_optimizer:
             return Agreement(self._by_norms(said, exact=exact), self._numel)
         if not self._sent and all(grads.gathers_exactly for grads in self.order):
@@ -235,18 +233,6 @@ class Reduction:
         handle.wait()
         rows = torch.stack([squares, table.view(-1).to(squares.dtype)], dim=1)
         return Agreement(rows, self._numel)
-
-    def _alone(self, said: int, *, exact: bool) -> Tensor:
-        """The table of an `Agreement` where each rank steps with its own gradients: their mean squared norm.
-
-        It is that of sums over the ranks, for which a rank's gradients times the number of ranks stand. Sends
-        16 bytes.
-        """
-        world = self._world
-        own = _added(self._zero(), [one.sum() for one in self._squares(self.order, exact=exact)])
-        table = world.gather_small(torch.stack([own, own.new_full((), said)]))
-        table[:, 0] *= world.world_size
-        return table
 
     def _by_own_shards(self, said: int, *, exact: bool) -> Tensor:
         """The table of an `Agreement` at stage 0, while sums are still gathered: updates wait for them.
@@ -348,7 +334,7 @@ class Reduction:
     @property
     def is_exact(self) -> bool:
         """Every rank gets the exact sums of this step."""
-        return not any(grads.reducer.is_lossy or grads.reducer.is_silent for grads in self.order)
+        return not any(grads.reducer.is_lossy for grads in self.order)
 
     def undo(self) -> None:
         """The step is skipped: what was sent in it is owed again, where it is lossy. Before `reset`."""
@@ -365,7 +351,7 @@ class Reduction:
 
     def _start(self, grads: FlatGrads) -> None:
         grads.start_reduce()
-        if grads.is_single_rank or grads.reducer.is_silent:  # nothing is in flight
+        if grads.is_single_rank:  # nothing is in flight
             return
         self._in_flight.append(grads)
         if len(self._in_flight) > self._depth:

@@ -20,9 +20,8 @@ from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World, states_of
 from ...utils.errors import UsageError, XdsError
 from .agreement import Agreement
-from .apart import Apart, Ids
 from .disk_failures import agree_on_disks
-from .frozen import FrozenValues, Range, clip, frozen_ids, frozen_ranges
+from .frozen import FrozenValues, Range, clip, frozen_ranges
 from .guesses import Guesses
 from .host_updates import HostUpdate, Olds, copies_of, start
 from .layout import Slot
@@ -61,7 +60,6 @@ class Updater:
         self._optimizer: torch.optim.Optimizer | None = None
         self._num_tensors = 0  # in the optimizer's groups
         self._guesses: Guesses | None = None
-        self._apart: Apart | None = None
         self.places = Places(self.masters, self.world)
 
     @property
@@ -81,7 +79,6 @@ class Updater:
         self._num_tensors = _num_tensors(optimizer)
         if isinstance(optimizer, ShardOptimizer):
             optimizer.bind(self.wait, self.world)
-            self._apart = Apart(optimizer, self._model, self.masters, self._keep_frozen)
             host = self.homes.host
             if host is not None and host.spare is not None and optimizer.is_elementwise:
                 prepare = partial(self._host_update, optimizer)
@@ -155,8 +152,6 @@ class Updater:
             raise UsageError(ADDED_GROUP)
         agree_on_disks(self.world.collectives, self.homes)
         self._model.before_update()
-        if self._apart is not None:
-            self._apart.before_step()
         optimizer = self._optimizer
         if not isinstance(optimizer, ShardOptimizer):
             with self.in_memory():
@@ -332,11 +327,11 @@ class Updater:
             master.write_apart()
             master.publish()
 
-    def _keep_frozen(self, masters: Sequence[Master], ids: Ids | None = None) -> FrozenValues:
-        """Save the values and states of the parameters `ids`; None: those that are frozen now."""
+    def _keep_frozen(self, masters: Sequence[Master]) -> FrozenValues:
+        """Save the values and states of the parameters that are frozen now."""
         kept = FrozenValues()
         for master in masters:
-            ranges = self._frozen_ranges(master, ids)
+            ranges = self._frozen_ranges(master)
             if not ranges:
                 continue
             kept.keep(master.tensor, ranges)
@@ -345,13 +340,11 @@ class Updater:
             self._keep_states(kept, master, ranges)
         return kept
 
-    def _frozen_ranges(self, master: Master, ids: Ids | None = None) -> list[Range]:
+    def _frozen_ranges(self, master: Master) -> list[Range]:
         layout = master.params.layout
         whole = (0, layout.numel)
         bounds = layout.shard_range(master.rank) if master.is_sharded else whole
-        return frozen_ranges(
-            master.params, *bounds, frozen_ids(master.params) if ids is None else ids
-        )
+        return frozen_ranges(master.params, *bounds)
 
     def _keep_states(self, kept: FrozenValues, master: Master, ranges: Sequence[Range]) -> None:
         assert self._optimizer is not None
@@ -421,11 +414,6 @@ class Updater:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """What `bind` was given."""
         return self._optimizer
-
-    def synchronise(self) -> None:
-        """Bring ranks together that step alone for a while. For all ranks, outside of forward and backward."""
-        if self._apart is not None:
-            self._apart.synchronise()
 
     def wait(self) -> None:
         """Wait for all updates that run on the host."""

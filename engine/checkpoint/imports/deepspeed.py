@@ -4,8 +4,8 @@
     zero_pp_rank_{r}_mp_rank_00_model_states.pt           stage 3: the same; frozen parameters in parts
     [bf16_]zero_pp_rank_{r}_mp_rank_00_optim_states.pt    stages 1 to 3: masters, states, loss scale
 
-Master weights and optimizer states are imported bit for bit. Random generators and the data position, which
-DeepSpeed does not save, start from the beginning.
+Master weights and optimizer states of stages 1 to 3 are imported bit for bit. Those of stage 0 have numbers and
+no names, so its weights are imported. DeepSpeed saves no random generators and no data position.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from .deepspeed_values import (
     optimizer_type,
     scheduler_state,
 )
-from .deepspeed_whole import read_whole
 from .imported import Imported, counters
 from .safe_pickle import read_pickle
 
@@ -159,16 +158,7 @@ def _training(folder: Path, state: Named, optim_files: Sequence[Path]) -> Traini
         raise UsageError(
             f"{folder} is not complete: there are no optimizer states (*_optim_states.pt)"
         )
-    optimizer = state.get("optimizer")
-    if not isinstance(optimizer, dict):
-        return None
-    left_out = {*_buffers(state), *_aliases(state)}
-    values = {
-        name: value
-        for name, value in state["module"].items()
-        if isinstance(value, Tensor) and name not in left_out
-    }
-    return read_whole(folder, optimizer, values)
+    return None
 
 
 def _add_trained(
@@ -278,9 +268,15 @@ def _set_values(
     )
     accumulation = _accumulation_steps(state, config)
     found.set_state("counters", counters(steps, skipped, samples, accumulation))
-    found.set_state("loss_scale", loss_scale(None if training is None else training.raw, config))
+    raw = state.get("optimizer") if training is None else training.raw
+    found.set_state("loss_scale", loss_scale(raw, config))
     kind = optimizer_type(config, keys)
-    if training is None:
+    if training is None and isinstance(raw, dict):
+        found.note(
+            "at stage 0 DeepSpeed saves optimizer states without names of parameters: they start from zero, "
+            "and masters from the model's weights; to keep them, save there with zero_optimization.stage 1"
+        )
+    elif training is None:
         found.note("there is no optimizer in it: optimizer states start from zero")
     elif kind is None:
         raise UsageError(

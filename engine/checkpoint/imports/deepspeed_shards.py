@@ -1,21 +1,41 @@
-"""Reads the optimizer files of DeepSpeed's ZeRO stages 1 to 3: master weights and states, by name and range."""
+"""Reads the optimizer files of DeepSpeed's ZeRO stages 1 to 3: master weights and states, by name and range.
+
+ZeRO 1, 2   a group's parameters in one row, the row divided into equal parts, one per rank
+            row      |--- a ---|- b -|.|-------- c --------|..|       . = alignment
+            ranks    |------- 0 -------|-------- 1 -----------|
+ZeRO 3      every parameter divided into equal parts; a rank has its parts in one row over all sub-groups
+            rank 0   | a0 | b0 | c0 |       rank 1   | a1 | b1 | c1.|
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ....ops.flat import numel_of
+from ....ops.flat import numel_of, overlap
 from ....utils.errors import UsageError
-from .deepspeed_layout import Place, places_in_parts, places_in_rows
 from .safe_pickle import read_pickle
 
 FP32_ROWS, FP32_PARTS = "single_partition_of_fp32_groups", "fp32_flat_groups"
 STEP = "step"
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Elements [start, stop) of a parameter are elements [at, ...) of flat tensor `part` of `rank`."""
+
+    rank: int
+    part: int
+    start: int
+    stop: int
+    at: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +117,59 @@ def read_shards(folder: Path, model: Mapping[str, Any], files: Sequence[Path]) -
     return Training(stage, trained, first.groups, first.raw)
 
 
+def places_in_rows(
+    shapes: Sequence[Mapping[str, Shape]],
+    paddings: Sequence[Sequence[int]] | None,
+    part_numels: Sequence[int],
+    world_size: int,
+) -> dict[str, list[Place]]:
+    """ZeRO 1 and 2.
+
+    Args:
+        shapes: of each group, in the order of its row. paddings: elements after each parameter of a row.
+        part_numels: of each group, the length of a rank's part.
+    """
+    found: dict[str, list[Place]] = {}
+    for group, members in enumerate(shapes):
+        at, length = 0, part_numels[group]
+        for number, (name, shape) in enumerate(members.items()):
+            stop = at + numel_of(shape)
+            found[name] = []
+            for rank in range(world_size):
+                low, high = overlap((rank * length, (rank + 1) * length), (at, stop))
+                if low < high:
+                    place = Place(rank, group, low - at, high - at, low - rank * length)
+                    found[name].append(place)
+            at = stop + (0 if paddings is None else paddings[group][number])
+    return found
+
+
+def places_in_parts(
+    shapes: Mapping[str, Shape], part_numels: Sequence[int], world_size: int
+) -> dict[str, list[Place]]:
+    """ZeRO 3. `part_numels`: the length of each sub-group on a rank, the same on every rank."""
+    begins = [0, *accumulate(part_numels)]
+    found: dict[str, list[Place]] = {}
+    row = 0
+    for name, shape in shapes.items():
+        numel = numel_of(shape)
+        length = -(-numel // world_size)
+        found[name] = []
+        first_part = max(bisect_right(begins, row) - 1, 0)
+        past_part = bisect_left(begins, row + length)
+        for rank in range(world_size):
+            first, last = min(rank * length, numel), min((rank + 1) * length, numel)
+            for part in range(first_part, min(past_part, len(part_numels))):
+                low = max(row, begins[part])
+                high = min(row + last - first, begins[part + 1])
+                if low < high:
+                    start = first + low - row
+                    at = low - begins[part]
+                    found[name].append(Place(rank, part, start, start + high - low, at))
+        row += length
+    return found
+
+
 def _read_rank(path: Path) -> _Rank:
     content = read_pickle(path)
     raw = content.get("optimizer_state_dict") if isinstance(content, dict) else None
@@ -120,13 +193,13 @@ def _read_rank(path: Path) -> _Rank:
             f"{path} contradicts itself: {len(masters)} tensors of masters, and an optimizer of {len(keys)}"
         )
     flats = [
-        _Flat(master.view(-1), states_of(base["state"], key, groups[number]), number)
+        _Flat(master.view(-1), _states_of(base["state"], key, groups[number]), number)
         for master, (key, number) in zip(masters, keys, strict=True)
     ]
     return _Rank(flats, groups, raw)
 
 
-def states_of(states: Mapping[Any, Any], key: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+def _states_of(states: Mapping[Any, Any], key: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     """The states of tensor `key`. DeepSpeed's Adam for GPUs keeps the step in the group; it is added here."""
     here = dict(states.get(key, {}))
     if here and STEP not in here and STEP in group:

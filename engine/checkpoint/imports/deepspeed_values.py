@@ -66,9 +66,9 @@ SCHEDULES_BY_KEYS = (
 )
 
 
-def loss_scale(raw: Mapping[str, Any] | None, config: Mapping[str, Any]) -> dict[str, float]:
+def loss_scale(raw: Any, config: Mapping[str, Any]) -> dict[str, float]:
     """The dynamic loss scale of fp16; empty where there is none."""
-    if raw is None or not raw.get("dynamic_loss_scale"):
+    if not isinstance(raw, dict) or not raw.get("dynamic_loss_scale"):
         return {}
     scaler = raw.get("loss_scaler")
     fields = scaler.fields if isinstance(scaler, StandIn) else raw  # stage 0 has them beside

@@ -1,16 +1,14 @@
 """Reads files of torch.save without executing anything: unknown classes become stand-ins without code.
 
 torch's weights-only reader builds tensors, numbers, text, lists, dicts, and classes on its allow list. Here
-the list has an empty class for each unknown name, so an object's fields are read as data. A file that names
-something executable (os.system, builtins.eval) is treated as an attack and refused.
+the list has an empty class for each unknown name, such as DeepSpeed's loss scaler, so that an object's fields
+are read as data. torch refuses names of modules such as `os`.
 """
 
 from __future__ import annotations
 
-import sys
 import zipfile
 import zlib
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -18,16 +16,6 @@ from typing import Any
 import torch
 
 from ....utils.errors import UsageError
-
-# names of Python's standard library that are data; all other names of it are refused
-DATA_MODULES = ("collections", "datetime", "decimal", "enum", "fractions", "pathlib", "uuid")
-DATA_NAMES = {
-    "argparse.Namespace",
-    "types.SimpleNamespace",
-    "copyreg._reconstructor",
-    *(f"builtins.{kind}" for kind in ("bytearray", "complex", "frozenset", "object", "range")),
-    *(f"builtins.{kind}" for kind in ("set", "slice")),
-}
 
 
 class StandIn:
@@ -47,10 +35,6 @@ class StandIn:
 
     def __setstate__(self, state: Any) -> None:
         self.fields = state
-
-    def field(self, name: str, otherwise: Any = None) -> Any:
-        """The field `name`, or `otherwise`."""
-        return self.fields.get(name, otherwise) if isinstance(self.fields, dict) else otherwise
 
 
 def read_pickle(path: Path) -> Any:
@@ -78,7 +62,6 @@ def read_pickle(path: Path) -> Any:
         )
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        _refuse_code(path, names)
         stand_ins = [(type(name, (StandIn,), {"name": name}), name) for name in names]
         with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -103,24 +86,3 @@ def _refuse_bomb(path: Path, archive: zipfile.ZipFile) -> None:
             f"{path} is compressed, or its parts overlap: torch.save does neither, and such a file can unpack "
             "to any size; it is not read. Load it where it was made, and save it again"
         )
-
-
-def _refuse_code(path: Path, names: list[str]) -> None:
-    bad = [name for name in map(_current, names) if _is_code(name)]
-    if bad:
-        raise UsageError(
-            f"{path} names {', '.join(sorted(bad))}, which is not data but code to execute: a checkpoint "
-            "never needs it, so the file is not read"
-        )
-
-
-def _current(name: str) -> str:
-    """The Python 3 name; torch.save writes Python 2 names: "commands.call" for subprocess.call."""
-    module, _, rest = name.rpartition(".")
-    return ".".join(NAME_MAPPING.get((module, rest), (IMPORT_MAPPING.get(module, module), rest)))
-
-
-def _is_code(name: str) -> bool:
-    top = name.partition(".")[0]
-    is_own = top in sys.stdlib_module_names
-    return is_own and top not in DATA_MODULES and name not in DATA_NAMES

@@ -31,8 +31,7 @@ from ....ops.watch import Store
 from ....utils.errors import UsageError, XdsError
 from ....utils.quoting import plain_lines, printable
 from ..agreement import failure_text
-from ..nodes import Nodes
-from ..saver import DOING, Disagreed, Job, Progress, Rounds, Saver
+from ..saver import DOING, Job, Progress, Saver
 from .folders import MANIFEST
 from .tensor_file import Sums, copy_image, image_bytes, write_tensors
 from .writer_process import WriterProcess
@@ -114,9 +113,7 @@ class Background(Saver):
                     mine = {"part": job.part_json(sums)}
             except Exception as error:
                 mine = {"error": failure_text(error)}
-            if job.nodes is not None:
-                failure = self._commit_on_nodes(job, job.nodes, exchange, mine)
-            elif job.is_first:
+            if job.is_first:
                 failure = self._commit(job, exchange, mine)
             else:
                 failure = exchange.report(mine)
@@ -142,25 +139,6 @@ class Background(Saver):
                 failure = f"rank 0 failed: {failure_text(error)}"
         job.end(discards=bool(failure))
         self._old_keys = exchange.close(failure)
-        return failure
-
-    def _commit_on_nodes(
-        self, job: Job, nodes: Nodes, exchange: _StoreExchange, mine: dict[str, Any]
-    ) -> str:
-        """The same where each node has a folder; on every rank."""
-        failure = "it was interrupted"
-        try:
-            rounds = _StoreRounds(exchange)
-            parts = rounds.parts(mine)
-            for key in self._old_keys:
-                exchange.delete(key)
-            self.finish_on_nodes(job, nodes, parts, rounds)
-            failure = ""
-        except Exception as error:
-            failure = failure_text(error)
-        finally:
-            job.end(discards=bool(failure))
-            self._old_keys = exchange.keys() if job.is_first else []
         return failure
 
     # -- in the step loop -------------------------------------------------------------------------------
@@ -205,44 +183,6 @@ def _at_exit(saver: weakref.ref[Background], pid: int) -> None:
 
 
 @final
-class _StoreRounds(Rounds):
-    """Steps of a save, one after another, through the store of the ranks."""
-
-    def __init__(self, exchange: _StoreExchange) -> None:
-        self._exchange = exchange
-        self._number = 0
-
-    def _round(self, mine: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-        self._number += 1
-        result, answers = self._exchange.round(self._number, mine)
-        if "error" in result:
-            raise Disagreed(result["error"])
-        return result, answers
-
-    def parts(self, mine: dict[str, Any]) -> list[Any]:
-        """Each rank's part of the manifest, on rank 0."""
-        return [one["part"] for one in self._round(mine)[1]]
-
-    def from_first(self, make: Callable[[], str]) -> str:
-        mine: dict[str, Any] = {}
-        if self._exchange.is_first:
-            try:
-                mine = {"text": make()}
-            except Exception as error:
-                mine = {"error": failure_text(error)}
-        text: str = self._round(mine)[0]["text"]
-        return text
-
-    def each(self, action: Callable[[], None]) -> None:
-        mine: dict[str, Any] = {}
-        try:
-            action()
-        except Exception as error:
-            mine = {"error": failure_text(error)}
-        self._round(mine)
-
-
-@final
 class _StoreExchange:
     """The ranks' messages about one save, in the store of their group.
 
@@ -259,11 +199,6 @@ class _StoreExchange:
         self._name = f"checkpoint/{job.folder.name}"
         self._store: Store | None = job.collectives.store()
         self._last_beat_seconds = 0.0
-        self._results: list[str] = []  # keys of results, on rank 0
-
-    @property
-    def is_first(self) -> bool:
-        return self._rank == 0
 
     def _key(self, what: object) -> str:
         return f"{self._name}/{what}"
@@ -303,39 +238,6 @@ class _StoreExchange:
         except RuntimeError:  # the store ended with rank 0, perhaps after the commit
             failure = "" if self._is_committed() else "rank 0 ended before it was committed"
         return failure
-
-    def keys(self) -> list[str]:
-        """The keys that other ranks may still read, and that must be deleted later."""
-        return [*self._results, *(self._key(f"{r}/alive") for r in range(self._world_size))]
-
-    def round(self, number: int, mine: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-        """Send `mine` to rank 0, which sends its result to all: {"error": ...}, or its own `mine`.
-
-        Returns the result, and on rank 0 the answers of all ranks. Raises XdsError: rank 0 is lost.
-        """
-        done = self._key(f"{number}/done")
-        if self._store is None:
-            return mine, [mine]
-        try:
-            if self._rank:
-                self._store.set(self._key(f"{number}/{self._rank}"), json.dumps(mine))
-                result = self._await(done, 0)
-                if "is_result" not in result:
-                    raise XdsError(result["error"])
-                return result, []
-            answers = [mine]
-            for rank in range(1, self._world_size):
-                key = self._key(f"{number}/{rank}")
-                answers.append(self._await(key, rank))
-                self.delete(key)
-            failed = [(rank, one["error"]) for rank, one in enumerate(answers) if "error" in one]
-            result = {"error": f"rank {failed[0][0]} failed: {failed[0][1]}"} if failed else mine
-            sent = {key: value for key, value in result.items() if key != "part"}
-            self._store.set(done, json.dumps({"is_result": True, **sent}))
-            self._results.append(done)
-            return result, answers
-        except RuntimeError as error:
-            raise XdsError("the store of the ranks ended before it was committed") from error
 
     def _is_committed(self) -> bool:
         folder = self._job.save_dir / self._job.tag

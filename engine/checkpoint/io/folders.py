@@ -31,9 +31,8 @@ from ....utils.file_lock import try_lock
 from ....utils.quoting import printable, quoted
 from ....utils.small_files import read_small_file
 from ..format import dump, parse
-from ..manifest import Manifest
+from ..manifest import FileRecord, Manifest
 from ..manifest_checks import OWN_FILE
-from ..nodes import is_there, present_files
 from ..order import kind_of, newest_first
 from .tensor_table import shown
 
@@ -90,11 +89,8 @@ def check_folder(setting: str, folder: Any) -> Path:
     return Path(text)
 
 
-def make_folder(save_dir: Path, tag: str, name: str = "") -> Claim:
-    """Create a new folder for `tag`, and remove the folders of killed saves. On one rank.
-
-    name: the hidden name that another node has chosen; "": a new one.
-    """
+def make_folder(save_dir: Path, tag: str) -> Claim:
+    """Create a new folder for `tag`, and remove the folders of killed saves. On one rank."""
     made = [path for path in (save_dir, *save_dir.parents) if not path.exists()]
     save_dir.mkdir(parents=True, exist_ok=True)
     for path in made:
@@ -102,7 +98,7 @@ def make_folder(save_dir: Path, tag: str, name: str = "") -> Claim:
     for path in save_dir.iterdir():
         if TEMPORARY.fullmatch(path.name) and not _is_claimed(path):
             discard(path)
-    folder = save_dir / (name or hidden(tag))
+    folder = save_dir / hidden(tag)
     folder.mkdir()
     return Claim(folder)
 
@@ -171,7 +167,7 @@ def commit(folder: Path, save_dir: Path, manifest: Manifest) -> Path:
     os.replace(folder / MANIFEST, final_folder / MANIFEST)
     sync_folder(final_folder)
     discard(folder)
-    discard_others(final_folder, [record.path for record in manifest.files])
+    _discard_others(final_folder, [record.path for record in manifest.files])
     return final_folder
 
 
@@ -187,7 +183,7 @@ def _move_files(folder: Path, final_folder: Path, manifest: Manifest) -> None:
         raise
 
 
-def discard_others(final_folder: Path, paths: Collection[str]) -> None:
+def _discard_others(final_folder: Path, paths: Collection[str]) -> None:
     """Remove files of other saves under this tag. On an error the next save removes them."""
     with suppress(OSError):
         for path in final_folder.iterdir():
@@ -292,20 +288,19 @@ def committed(save_dir: Path) -> list[Manifest]:
 
 
 def _is_there(save_dir: Path, manifest: Manifest) -> bool:
-    """Its files are there; of a checkpoint of nodes those of each node that has some here."""
+    """Its files are there, with their lengths."""
     folder = save_dir / manifest.tag
-    expected = set(range(len(manifest.files)))
-    if manifest.nodes:
-        some = present_files(folder, manifest)
-        here = [set(node.ranks) for node in manifest.nodes if some & set(node.ranks)]
-        expected = set().union(*here) or expected
-    files = [manifest.files[at] for at in sorted(expected)]
-    damaged = [one.path for one in files if not is_there(folder, one)]
-    if damaged:
-        log.warning(
-            "%s is left out: %s is missing or has another length", folder, folder / damaged[0]
-        )
-    return not damaged
+    damaged = next((one.path for one in manifest.files if not _has_length(folder, one)), None)
+    if damaged is not None:
+        log.warning("%s is left out: %s is missing or has another length", folder, folder / damaged)
+    return damaged is None
+
+
+def _has_length(folder: Path, record: FileRecord) -> bool:
+    try:
+        return (folder / record.path).stat().st_size == record.size_bytes
+    except OSError:
+        return False
 
 
 def _manifests(save_dir: Path) -> list[Manifest]:

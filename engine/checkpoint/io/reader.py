@@ -27,7 +27,6 @@ from ....zero.checkpoint.ranges import Copy, Piece, SavedFlat, merged
 from ..format import catalogue_of
 from ..manifest import Manifest
 from ..manifest_checks import check_tensors
-from ..nodes import missing_nodes, nodes_text, present_files, state_files
 from ..packing import unpack
 from ..whole import lacking
 from .checked_file import CheckedFile
@@ -108,10 +107,7 @@ class CheckpointReader:
         self.save_dir, self.tag = locate(path, tag)
         self.folder = self.save_dir / self.tag
         self.manifest = read_manifest(self.save_dir, self.tag)
-        self.present = present_files(self.folder, self.manifest)
-        self._catalogue = catalogue_of(
-            self.manifest, str(self.folder / MANIFEST), near=self.present
-        )
+        self._catalogue = catalogue_of(self.manifest, str(self.folder / MANIFEST))
         self._pool = ThreadPoolExecutor(1)  # for checksums; starts with the first file
         self._files: dict[int, CheckedFile] = {}  # open files, the least recently used first
         self.values: dict[str, Saved] = {}
@@ -146,18 +142,8 @@ class CheckpointReader:
 
     def state(self) -> dict[str, Any]:
         """Counters, loss scale, optimizer (type and groups), scheduler, data position, client_state."""
-        files = state_files(self.manifest)
-        first = next((number for number in files if number in self.present), files[0])
-        found: dict[str, Any] = unpack(
-            self.manifest.state, lambda name: self.file(first).tensor(name)
-        )
+        found: dict[str, Any] = unpack(self.manifest.state, lambda name: self.file(0).tensor(name))
         return found
-
-    @property
-    def missing_nodes(self) -> str:
-        """The nodes whose part is not in the folder, as text; "": all are."""
-        missing = missing_nodes(self.manifest, self.present)
-        return nodes_text(self.manifest, missing)
 
     def states(self, name: str) -> dict[str, Any]:
         """The optimizer's states of a parameter by key: `Saved`, a number, or a 0-d tensor."""
@@ -231,11 +217,6 @@ class CheckpointReader:
         if file is None:
             if len(self._files) >= MAX_OPEN:
                 self._files.pop(next(iter(self._files))).close()
-            if number not in self.present:
-                raise UsageError(
-                    f"{self.folder} does not have the part of {self.missing_nodes}: each node saved into its "
-                    f"own folder; copy the folders {printable(self.tag)} of all nodes into one"
-                )
             file = open_file(self.folder, self.manifest, number, self._pool)
         self._files[number] = file
         return file

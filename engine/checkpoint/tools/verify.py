@@ -23,22 +23,7 @@ from ..random_state import check_random_state
 
 def size_bytes(reader: CheckpointReader) -> int:
     """The bytes of all files in the folder except the manifest."""
-    return sum(record.size_bytes for _, record in _here(reader))
-
-
-def _here(reader: CheckpointReader) -> Iterator[tuple[int, FileRecord]]:
-    """The files that should be in the folder: of nodes that saved on their own, those that have a part here."""
-    manifest = reader.manifest
-    elsewhere = {
-        rank
-        for node in manifest.nodes
-        if not any((reader.folder / manifest.files[rank].path).exists() for rank in node.ranks)
-        for rank in node.ranks
-    }
-    everywhere = len(elsewhere) == len(manifest.files)  # no node has: all are missing
-    for number, record in enumerate(manifest.files):
-        if everywhere or number not in elsewhere:
-            yield number, record
+    return sum(record.size_bytes for record in reader.manifest.files)
 
 
 def damage(reader: CheckpointReader, on_read: Callable[[int], None]) -> Iterator[str]:
@@ -46,7 +31,7 @@ def damage(reader: CheckpointReader, on_read: Callable[[int], None]) -> Iterator
 
     Memory: one chunk. `on_read` is called with the bytes of each chunk.
     """
-    for number, record in _here(reader):
+    for number, record in enumerate(reader.manifest.files):
         path = reader.folder / record.path
         try:
             _check_sums(path, record, on_read)
