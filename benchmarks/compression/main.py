@@ -1,11 +1,9 @@
-"""Measure one-bit messages: bytes, memory, speed of packing, and the loss of the GPT example.
+"""Measure one-bit messages: bytes, memory, and the loss of the GPT example.
 
     python benchmarks/compression/main.py [--only PATTERN] [--quick]    # links.py: steps over slow links
 
 - `bytes`: what a rank sends in a compressed step, over 2 x 0.1289 bytes an element and (N - 1) / N.
 - `memory`: model states of 1-bit Adam less those of AdamW, bytes a parameter, on the rank that has the most.
-- `pack`: bytes that a kernel reads and writes in a second of processor time, over those of a copy.
-- `parts`: the same where only gradients, only parameters or nothing has one bit after the freeze.
 - `loss`: the final validation loss of 1-bit Adam at each stage and seed, against the spread of AdamW's seeds.
 """
 
@@ -16,8 +14,6 @@ import fnmatch
 import json
 import statistics
 import sys
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,79 +128,7 @@ def size_rows(quick: bool) -> list[Row]:
             more = [ranks[at][0]["OneBitAdam"] - ranks[at][0]["AdamW"] for ranks in by_rank]
             server = 4 / world_size
             limit = 4 + server if stage == 0 or precision == "fp32" else 4.0
-            rows.append(
-                Row(f"memory, {name}", max(more) / sum(numels), must=limit, aim=2, unit=" B")
-            )
-    return rows
-
-
-# -- packing ---------------------------------------------------------------------------------------------
-
-
-def over_copy(call: Any, moved: float, source: Any, target: Any) -> list[float]:
-    """Bytes a second of `call`, which moves `moved` bytes, over those of a copy; in turns.
-
-    Seconds are the processor time of this thread: other processes do not count.
-    """
-    ratios = []
-    for _ in range(16):
-        start = time.thread_time()
-        target.copy_(source)
-        middle = time.thread_time()
-        call()
-        spent = time.thread_time() - middle
-        ratios.append(moved / spent / (2 * source.nbytes / (middle - start)))
-    return ratios[1:]
-
-
-def pack_rows() -> list[Row]:
-    """The rows `pack`: turns of a copy and of a kernel, one thread."""
-    import torch
-
-    from xds.ops.kernels.quantize import dequantize_, quantize_
-    from xds.ops.kernels.signs import sign_pack_, sign_unpack_
-    from xds.ops.libraries import load
-
-    load("cpu", require=True)
-    torch.set_num_threads(1)
-    numel = 1 << 24
-    value, error, out = torch.randn(numel), torch.zeros(numel), torch.empty(numel)
-    signs = torch.empty((1, numel // 8), dtype=torch.uint8)
-    scales = torch.empty((1, numel // 1024))
-    calls = {
-        "pack with error": (
-            lambda: sign_pack_(value, error, signs[0], scales[0], 1024, False),
-            12 + AN_ELEMENT,
-        ),
-        "unpack": (lambda: sign_unpack_(signs, scales, out, 1024, 1.0), 4 + AN_ELEMENT),
-    }
-    for bits in (8, 4):
-        values = torch.empty((1, numel * bits // 8), dtype=torch.uint8)
-        absmax = torch.empty((1, numel // 256))
-        moved = 4 + bits / 8 + 4 / 256
-        calls[f"quantize int{bits}"] = (
-            partial(quantize_, value, values[0], absmax[0], None, bits, 256),
-            moved,
-        )
-        calls[f"dequantize int{bits}"] = (
-            partial(dequantize_, values, absmax, out, bits, 256, 1.0),
-            moved,
-        )
-    rows = []
-    for name, (call, moved) in calls.items():
-        ratios = over_copy(call, moved * numel, value, out)
-        bars = (0.5, 0.8) if name == "pack with error" else (None, None)
-        rows.append(
-            Row(
-                f"{name} over memcpy, 16.8M elements, one thread",
-                statistics.median(ratios),
-                min(ratios),
-                max(ratios),
-                must=bars[0],
-                aim=bars[1],
-                more_is_better=True,
-            )
-        )
+            rows.append(Row(f"memory, {name}", max(more) / sum(numels), must=limit, unit=" B"))
     return rows
 
 
@@ -223,10 +147,7 @@ def train(rank: int, world_size: int, cases: list[tuple[str, int, int]], steps: 
     pairs = [held_out[at * every] for at in range(64)]
     wanted = torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
     found = []
-    for kind, stage, seed in cases:
-        optimizer, _, compressed = kind.partition(", one bit for ")
-        if compressed:
-            compress_only(compressed)
+    for optimizer, stage, seed in cases:
         torch.manual_seed(seed)
         more = {"freeze_step": steps * FREEZE // STEPS} if optimizer == "OneBitAdam" else {}
         engine = xds.initialize(gpt(64, 2), example_config(stage, steps, optimizer, **more))
@@ -239,40 +160,6 @@ def train(rank: int, world_size: int, cases: list[tuple[str, int, int]], steps: 
             found.append(float(engine(*wanted)))
         engine.destroy()
     return found
-
-
-def compress_only(what: str) -> None:
-    """From now on "gradients", "parameters" or "nothing" has one bit an element at stages 1 and 2."""
-    from xds.compression.legs import Buffer
-    from xds.compression.one_bit.legs import OneBitLegs
-    from xds.compression.reducer import ExactReducer
-    from xds.compression.sender import ExactSender
-
-    def exact_reducer(self: Any, buffer: Buffer) -> Any:
-        return ExactReducer(self._collectives, buffer.index)
-
-    def exact_sender(self: Any, buffer: Buffer) -> Any:
-        return ExactSender(self._collectives, buffer.index)
-
-    if what != "gradients":
-        OneBitLegs.reducer = exact_reducer
-    if what != "parameters":
-        OneBitLegs.sender = exact_sender
-
-
-def part_rows(quick: bool) -> list[Row]:
-    """The rows `parts`: which part of 1-bit Adam the loss comes from."""
-    rows = []
-    seeds, steps = (range(2), 20) if quick else (range(SEEDS), STEPS)
-    for what in ("nothing", "gradients", "parameters"):
-        kind = f"OneBitAdam, one bit for {what}"
-        cases = [(kind, 1, seed) for seed in seeds]
-        found = run_ranks(train, 2, cases, steps, timeout_seconds=7200)[0]
-        name = f"loss, {kind}, stage 1, {len(seeds)} seeds, {steps} steps"
-        shown = ", ".join(f"{loss:.3f}" for loss in found)
-        middle, kept = statistics.mean(found), {"loss": found}
-        rows.append(Row(name, middle, min(found), max(found), unit="", note=shown, samples=kept))
-    return rows
 
 
 def loss_rows(quick: bool) -> list[Row]:
@@ -306,26 +193,22 @@ def loss_rows(quick: bool) -> list[Row]:
 
 
 PARTS = {
-    "bytes": lambda quick: size_rows(quick),
-    "pack": lambda quick: pack_rows(),
-    "loss": lambda quick: loss_rows(quick),
-    "parts": lambda quick: part_rows(quick),
+    "bytes": size_rows,
+    "loss": loss_rows,
 }
 
 
 def main() -> int:
     """Run the chosen parts; 1 if a row misses its target."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--only", default="*", help="parts whose name matches: bytes, pack, loss, parts"
-    )
+    parser.add_argument("--only", default="*", help="parts whose name matches: bytes, loss")
     parser.add_argument("--quick", action="store_true", help="small; keeps nothing")
     options = parser.parse_args()
     rows: list[Row] = []
     for name, run in PARTS.items():
         if fnmatch.fnmatch(name, options.only):
             rows += run(options.quick)
-    return finish(HERE, rows, keeps=not options.quick)
+    return finish(__file__, rows, keeps=not options.quick)
 
 
 if __name__ == "__main__":

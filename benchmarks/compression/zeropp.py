@@ -124,7 +124,6 @@ def byte_rows(quick: bool) -> list[Row]:
                     f"bytes across, theory over {name}",
                     3 * whole / sent,
                     must=must,
-                    aim=4.0 if must else None,
                     more_is_better=True,
                     note=note,
                 )
@@ -203,7 +202,7 @@ def main() -> int:
     for name, run in {"bytes": byte_rows, "loss": loss_rows}.items():
         if fnmatch.fnmatch(name, options.only):
             rows += run(options.quick)
-    return finish(HERE, rows, keeps=not options.quick)
+    return finish(__file__, rows, keeps=not options.quick)
 
 
 if __name__ == "__main__":

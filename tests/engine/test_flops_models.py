@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import flops_closed_forms as forms
 import pytest
 import torch
 
@@ -25,21 +22,10 @@ LLAMA = {
 }
 
 
-def closed_forms() -> ModuleType:
-    """Those of the benchmark."""
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "flops" / "closed_forms.py"
-    spec = importlib.util.spec_from_file_location("flops_closed_forms", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def build(name: str) -> tuple[Any, dict[str, Any], Any]:
     """A model, a batch, its closed form."""
     import transformers as hf
 
-    forms = closed_forms()
     ids = torch.randint(3, VOCAB, (BATCH, LENGTH))
     batch = {"input_ids": ids, "labels": ids}
     if name == "gpt2":
