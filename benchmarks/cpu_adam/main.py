@@ -73,7 +73,7 @@ COMPARISONS = (
     Comparison(
         "adamw",
         "AdamW fp32",
-        (Bar("torch fused", ("torch",), 1.0), Bar("DeepSpeedCPUAdam", ("deepspeed",), 1.2, 1.3)),
+        (Bar("torch fused", ("torch",), 1.0), Bar("DeepSpeedCPUAdam", ("deepspeed",), 1.2)),
         with_stream=True,
         with_deepspeed=True,
     ),
