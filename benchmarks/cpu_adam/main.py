@@ -80,7 +80,7 @@ COMPARISONS = (
     Comparison(
         "adamw_bf16",
         "AdamW bf16 in and out, norm, unscale, clip",
-        (Bar("torch's casts + fused + copy", ("torch",), 1.4, 1.8),),
+        (Bar("torch's casts + fused + copy", ("torch",), 1.4),),
     ),
     Comparison("lion", "Lion fp32", (TORCH,)),
     Comparison("adagrad", "Adagrad fp32", (Bar("torch fused", ("torch",)),)),
