@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from .clock import Clock, WallClock
+from .clock import Clock
 from .counter import OperationCounter, Tally
 from .profile import BackwardProfile, ModuleProfile, Profile, share
 
@@ -50,7 +50,7 @@ class Recorder:
     ) -> None:
         """ignored: classes of modules that count nothing; what they compute themselves is their parent's."""
         self._model = model
-        self._clock = clock or WallClock()
+        self._clock = clock or Clock()
         self._places: dict[int, list[str]] = defaultdict(list)
         for place, module in model.named_modules(remove_duplicate=False):
             if type(module) not in ignored:

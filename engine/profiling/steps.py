@@ -19,7 +19,7 @@ from torch import nn
 from ...ops.comm.collectives import Collectives
 from ..config.config import Config
 from ..config.profiling import FlopsProfiler
-from .clock import clock_of
+from .clock import Clock
 from .profile import Profile
 from .recorder import Recorder
 from .text import Detail, Setting, report
@@ -89,7 +89,7 @@ class StepProfiler:
         if engine is None or name != "forward" or not first <= engine.global_steps <= last:
             return None
         self._micro_steps_before = engine.micro_steps
-        self._recorder = Recorder(engine.module, clock_of(engine.device))
+        self._recorder = Recorder(engine.module, Clock(engine.device))
         return self._recorder
 
     def step(self) -> None:
@@ -101,7 +101,7 @@ class StepProfiler:
             if engine.global_steps > last + 1:
                 return
             # this rank has run no forward: it reports none, because the others wait for its numbers
-            recorder = Recorder(engine.module, clock_of(engine.device))
+            recorder = Recorder(engine.module, Clock(engine.device))
         self._recorder = None
         profile = recorder.profile(max(1, engine.micro_steps - self._micro_steps_before))
         self.last = profile

@@ -26,6 +26,7 @@ class Steps(Clock):
     """Each look at it takes a second."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.passed = 0
 
     def now(self) -> int:
