@@ -1,4 +1,4 @@
-"""Shared functions of the benchmarks: start ranks, alternate contestants, compute medians, save results.
+"""Shared functions of the benchmarks: start ranks, alternate contestants, compute medians, print rows.
 
 Rules of measurement: contestants of one comparison run in the same processes and alternate;
 a row is the median of the ratios of neighbouring turns, with their smallest and largest; seconds
@@ -237,36 +237,31 @@ def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
 
 @dataclass
 class Row:
-    """One line of a table: a figure, its spread, the required value and the aim."""
+    """One line of a table: a figure, its spread and the target."""
 
     name: str
     value: float | None = None
     low: float | None = None
     high: float | None = None
     must: float | None = None
-    aim: float | None = None
     unit: str = "x"
     void: str = ""  # why the figure does not count; empty when it does
     note: str = ""
     samples: dict[str, list[float]] = field(default_factory=dict)
     taken: str = field(default_factory=lambda: datetime.datetime.now().isoformat("T", "seconds"))
     others_busy: float | None = None  # share of all cores that other processes used during the run
-    more_is_better: bool = False  # `must` and `aim` are lower bounds
+    more_is_better: bool = False  # `must` is a lower bound
 
     @property
     def verdict(self) -> str:
-        """met, met (aim), target missed, VOID or SKIP; `note` where there is no target."""
+        """met, target missed, VOID or SKIP; `note` where there is no target."""
         if self.void:
             return self.void
         if self.value is None or self.must is None:
             return "note"
-        if not self._reaches(self.must):
-            return "target missed"
-        return "met (aim)" if self.aim is not None and self._reaches(self.aim) else "met"
-
-    def _reaches(self, bar: float) -> bool:
-        assert self.value is not None
-        return self.value >= bar if self.more_is_better else self.value <= bar
+        above = self.value >= self.must
+        is_met = above if self.more_is_better else self.value <= self.must
+        return "met" if is_met else "target missed"
 
     def cells(self) -> list[str]:
         """The row as the table shows it."""
@@ -275,13 +270,12 @@ class Row:
             return "-" if number is None else f"{number:.3f}{self.unit}"
 
         spread = "" if self.low is None else f" ({self.low:.3f}-{self.high:.3f})"
-        bars = [show(self.must), show(self.aim)]
         busy = self.others_busy is not None and self.others_busy > BUSY
         note = self.note + (f"; BUSY: others took {self.others_busy:.0%}" if busy else "")
-        return [self.name, show(self.value) + spread, *bars, self.verdict, note]
+        return [self.name, show(self.value) + spread, show(self.must), self.verdict, note]
 
 
-HEADERS = ["name", "measured: median (min-max)", "target", "aim", "result", "note"]
+HEADERS = ["name", "measured: median (min-max)", "target", "result", "note"]
 
 
 def ratio_row(name: str, ours: list[float], theirs: list[float], **rest: Any) -> Row:
@@ -368,58 +362,22 @@ def machine() -> dict[str, Any]:
     }
 
 
-def machine_kind() -> str:
-    """Short name for a results file: cores and processor."""
-    here = machine()
-    words = re.sub(r"[^a-z0-9]+", "-", here["cpu"].lower()).strip("-")
-    return f"{here['cores']}-core-{words}"[:60]
+def finish(script: str, rows: Sequence[Row], *, keeps: bool, **more: Any) -> int:
+    """Print the rows and the machine. Returns the exit code: 1 where a target is missed or a row is void.
 
-
-def save(folder: Path, rows: Sequence[Row], extra: dict[str, Any] | None = None) -> Path:
-    """Write `results/<date>-<machine>.json` and the table of the folder's README.
-
-    Rows of the same name are replaced, others of that day are kept: a run of a few rows
-    (`--only`) brings the table up to date without repeating the rest.
+    keeps: also write every sample to results/ here, which is not in git. more: what else that file says.
     """
-    path = folder / "results" / f"{datetime.date.today().isoformat()}-{machine_kind()}.json"
-    path.parent.mkdir(exist_ok=True)
-    kept = json.loads(path.read_text())["rows"] if path.exists() else []
-    fresh = {row.name: asdict(row) | {"verdict": row.verdict} for row in rows}
-    for old in kept:  # a peer that is missing in this run does not remove earlier figures
-        if fresh.get(old["name"], {}).get("verdict", "").startswith("SKIP"):
-            del fresh[old["name"]]
-    merged = [fresh.pop(old["name"], old) for old in kept] + list(fresh.values())
-    result = {"machine": machine(), **(extra or {}), "rows": merged}
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    _fill_readme(folder / "README.md", result, path.name)
-    return path
-
-
-def finish(folder: Path, rows: Sequence[Row], *, keeps: bool) -> int:
-    """Print the rows, `save` them where `keeps`, and return the exit code: 1 where a target is missed."""
     print_rows(rows)
-    if keeps and rows:
-        print(f"kept in {save(folder, rows)}")
-    return exit_code(rows)
-
-
-def exit_code(rows: Sequence[Row]) -> int:
-    """1 where a target is missed or a row is void."""
-    return int(any(row.verdict.startswith(("target missed", "FAIL", "VOID")) for row in rows))
-
-
-def _fill_readme(readme: Path, result: dict[str, Any], source: str) -> None:
-    known = {"verdict"}
-    lines = [f"| {' | '.join(HEADERS)} |", "|" + "---|" * len(HEADERS)]
-    for entry in result["rows"]:
-        row = Row(**{key: value for key, value in entry.items() if key not in known})
-        lines.append(f"| {' | '.join(row.cells())} |")
-    here = result["machine"]
+    here = machine()
     versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
-    lines += ["", f"{here['cores']} cores of {here['cpu']}, {here['system']}; {versions}."]
-    lines.append(f"From `results/{source}`.")
-    begin, end = "<!-- results: written by main.py -->", "<!-- end of results -->"
-    text = readme.read_text()
-    head, rest = text.split(begin)
-    _, tail = rest.split(end)
-    readme.write_text(head + begin + "\n" + "\n".join(lines) + "\n" + end + tail)
+    today = datetime.date.today().isoformat()
+    print(f"{today}, {here['cores']} cores of {here['cpu']}, {here['system']}; {versions}")
+    if keeps and rows:
+        folder = Path(__file__).resolve().parent
+        name = "-".join(Path(script).resolve().relative_to(folder).with_suffix("").parts)
+        path = folder / "results" / f"{today}-{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        found = [asdict(row) | {"verdict": row.verdict} for row in rows]
+        path.write_text(json.dumps({"machine": here, **more, "rows": found}, indent=1) + "\n")
+        print(f"samples: {path}")
+    return int(any(row.verdict.startswith(("target missed", "FAIL", "VOID")) for row in rows))

@@ -70,8 +70,9 @@ from .preemption.policy import NoPreemptionSave, Preemption, SaveOnPreemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.comms import start_logging
-from .telemetry.instruments import build_instruments, log_notes
-from .telemetry.screen import log_start, show_messages
+from .telemetry.monitor import build_monitor
+from .telemetry.report import StepReport
+from .telemetry.screen import log_notes, log_start, show_messages
 
 _LOAD_LATER = (
     "to ignore missing and extra names, leave out weights= and call xds.zero.load_weights(engine.module, "
@@ -189,7 +190,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     loss_scale = build_loss_scale(config.fp16, skips_overflow=config.bf16.skips_overflow)
     messages.bind(optimizer, updater, GradientFactor(config, mesh.mesh, loss_scale))
-    instruments = build_instruments(config, device, mesh.opened, sharded)
+    monitor = build_monitor(config, dist.get_rank())
     return Parts(
         config=config,
         module=model,
@@ -203,8 +204,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         cast_inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
         device=device,
         local_rank=local_rank(),
-        monitor=instruments.monitor,
-        report=instruments.report,
+        monitor=monitor,
+        report=StepReport(config, device, monitor, mesh.opened, sharded),
         loader=_loader(given.training_data, given.collate_fn, config, mesh),
         undo=undo,
         compiler=compiler,

@@ -24,6 +24,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
+    if options.measured:
+        raise UsageError(
+            "--measured was removed: train two steps, and compare engine.memory_plan() and "
+            "engine.bytes_sent() with the plan"
+        )
     from ..engine.config.config import parse_config
     from ..engine.planning.models import model_source
     from ..engine.planning.plan import make_plan
@@ -34,8 +39,6 @@ def _show(options: argparse.Namespace) -> int:
     source = model_source(options.model, options.sequence_length, trusts_code=trusts_code)
     plan = make_plan(source, config, options.world_size, options.ranks_per_host)
     print(plan_text(plan), end="")
-    if options.measured:
-        import_module(".planning.measured", __package__).show(plan, options)
     if options.png:
         import_module(".planning.picture", __package__).write(plan, options.png)
     return 0
@@ -78,9 +81,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--png", metavar="FILE", help="also draw it as a picture (needs matplotlib)"
     )
-    parser.add_argument(
-        "--measured",
-        action="store_true",
-        help="also start the ranks on this machine, run two steps, and show both",
-    )
+    parser.add_argument("--measured", action="store_true", help=argparse.SUPPRESS)
     return parser

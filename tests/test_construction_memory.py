@@ -1,4 +1,4 @@
-"""A short version of benchmarks/construction: the memory of building 0.1B parameters on 2 ranks."""
+"""A short version of benchmarks/construction.py: the memory of building 0.1B parameters on 2 ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "construction" / "main.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "construction.py"
 
 
 @pytest.mark.slow

@@ -96,6 +96,23 @@ def test_reading_configs_does_not_import_torch():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def test_a_run_at_stage_2_imports_no_launcher_no_deepspeed_layer_and_no_planner():
+    script = """
+import sys
+import torch
+import xds
+
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+engine = xds.initialize(torch.nn.Linear(2, 2), config | {"zero_optimization": {"stage": 2}})
+engine.destroy()
+barred = ("xds.launcher", "xds.deepspeed", "xds.engine.deepspeed", "xds.engine.planning")
+found = [name for name in sys.modules if name.startswith(barred)]
+assert not found, found
+assert "torch.utils.flop_counter" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_every_folder_has_its_config():
     folders = {path.parts[0] for path in CONFIGS}
     assert {"zero", "engine", "offload", "compression", "pipe", "tensor"} <= folders

@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from harness import Row, print_rows, ratio_row, run_ranks, save, slowest  # noqa: E402
+from harness import Row, finish, ratio_row, run_ranks, slowest  # noqa: E402
 
 MAX_LOAD, MAX_RESHARDED = 1.25, 1.5
 WIDTH, READ_BYTES = 1024, 4 << 20
@@ -155,10 +155,7 @@ def main() -> int:
                 rows += rows_of(found, f"{size} ranks, stage {stage}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print_rows(rows)
-    if not given.warm:
-        print(f"kept in {save(HERE, rows)}")
-    return int(any(row.verdict == "target missed" for row in rows))
+    return finish(__file__, rows, keeps=not given.warm)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from real_hosts import Hosts, why_not  # noqa: E402
 
 XDS = [sys.executable, "-m", "xds.launcher.cli"]
 RESTART_SECONDS = 10.0  # and one import of torch
-AIM_SECONDS = 5.0
 DETECTION_SECONDS = 1.0
 HEARTBEAT_SECONDS = 6.0  # the default
 PATIENCE_SECONDS = 180.0
@@ -183,9 +182,8 @@ def measure(place: Place, times: int) -> list[Row]:
         imports += [import_seconds() for _ in range(3)]
     one = statistics.median(imports)
     name = f"kill -9 to the first new step, {place.title}"
-    note, bars = f"import of torch {one:.2f} s", {"aim": AIM_SECONDS + one}
-    busy = {"others_busy": watch.others}
-    rows.append(row(name, restarts, RESTART_SECONDS + one, note=note, **bars, **busy))
+    found = {"note": f"import of torch {one:.2f} s", "others_busy": watch.others}
+    rows.append(row(name, restarts, RESTART_SECONDS + one, **found))
     told = seconds_to_tell(place, times, is_cut=False)
     name = f"kill -9 to the SIGTERM of its peer, {place.title}"
     rows.append(row(name, told[0], DETECTION_SECONDS))
@@ -213,7 +211,7 @@ def main() -> int:
     else:
         with Hosts(2) as hosts:
             rows += measure(Place(hosts), asked.times)
-    return finish(FOLDER, rows, keeps=not asked.no_save)
+    return finish(__file__, rows, keeps=not asked.no_save)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--no-save", action="store_true")
     asked = parser.parse_args()
     wait_until_quiet(asked.quiet_minutes)
-    return finish(FOLDER, measure(asked.ranks, asked.rounds), keeps=not asked.no_save)
+    return finish(__file__, measure(asked.ranks, asked.rounds), keeps=not asked.no_save)
 
 
 if __name__ == "__main__":

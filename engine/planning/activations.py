@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ...ops.comm.on_paper import PaperCollectives, PaperGroups
 from ...ops.mesh import Axis
 from ..model.forwards import Forward, replace_forwards
-from .shape_ops import FusedAttention, ShapesOnly
+from .models import FusedAttention, ShapesOnly
 
 BEFORE = -1
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")  # of a block among the others
@@ -190,18 +190,14 @@ def observe(
     blocks: Sequence[nn.Module],
     groups: PaperGroups,
     call: Callable[[], Tensor],
-    *,
-    quick: bool = True,
 ) -> Activations:
     """Run `call`, a forward of `model` to its loss, and its backward. All on the meta device.
-
-    quick: see `ShapesOnly`.
 
     Raises whatever the model raises: not every forward runs without values.
     """
     repeated = Repeated(blocks)
     observer = Observer(model, blocks, groups)
-    with repeated.skipped(), observer.watching(), FusedAttention(), ShapesOnly(quick=quick):
+    with repeated.skipped(), observer.watching(), FusedAttention(), ShapesOnly():
         call().backward()  # type: ignore[no-untyped-call]
     for param in model.parameters():
         param.grad = None

@@ -19,12 +19,13 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
-from .shape_ops import ShapesOnly
 
+_aten = torch.ops.aten
 RANDOM = (
     *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "log_normal_"),
     "cauchy_",
@@ -44,6 +45,56 @@ class WithoutValues(TorchFunctionMode):
         if name in RANDOM or getattr(func, "__module__", "") == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
         return func(*args, **kwargs)
+
+
+@final
+class FusedAttention(TorchFunctionMode):
+    """Attention keeps what its fused kernels keep. On the meta device torch would keep all weights."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = inspect.signature(_sdpa).bind(*args, **(kwargs or {}))
+        given.apply_defaults()
+        return _sdpa(*given.args, **given.kwargs)
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The signature of `scaled_dot_product_attention`."""
+    found: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    return found
+
+
+@final
+class ShapesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, nothing is computed. A model that reads a value gets True: masks are asked if they are full."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would load its compiler to keep the mode out of what is compiled
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _aten._local_scalar_dense.default and args[0].is_meta:
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -205,4 +256,12 @@ def model_source(
     return FunctionModel(text)
 
 
-__all__ = ["FolderModel", "FunctionModel", "ModelSource", "meta_device", "model_source"]
+__all__ = [
+    "FolderModel",
+    "FunctionModel",
+    "FusedAttention",
+    "ModelSource",
+    "ShapesOnly",
+    "meta_device",
+    "model_source",
+]

@@ -21,8 +21,7 @@ from ..model.pipelining import is_part
 from ..model.recomputing import Recomputing
 from ..model.sequences import by_name, check_sequences, token_cuts
 from .activations import Activations, observe
-from .models import ModelSource
-from .shape_ops import FusedAttention, ShapesOnly
+from .models import FusedAttention, ModelSource, ShapesOnly
 from .shares import Shares, sliced_here
 
 NOT_COUNTED = "activations are not counted"
@@ -46,19 +45,15 @@ class Observations:
         if batch is None:
             return f"{NOT_COUNTED}: no micro-batch is known; let the function return (model, batch)"
         try:
-            return {tensor: self._run(batch, tensor, quick=True) for tensor in tensors}
+            return {tensor: self._run(batch, tensor) for tensor in tensors}
         except UsageError:
             raise
-        except Exception:  # some result has another layout than torch's
-            pass
-        try:
-            return {tensor: self._run(batch, tensor, quick=False) for tensor in tensors}
         except Exception as error:
             text = str(error).strip().split("\n")[0][:150]
             kind = type(error).__name__
             return f"{NOT_COUNTED}: the model does not run on the meta device ({kind}: {text})"
 
-    def _run(self, batch: Any, tensor: int, *, quick: bool) -> Activations:
+    def _run(self, batch: Any, tensor: int) -> Activations:
         model, shares = self._shares.model, self._shares
         groups = PaperGroups(self._mesh, tensor=tensor)
         blocks = [module for _, module in shares.blocks]
@@ -70,10 +65,10 @@ class Observations:
                     param.data = param.data.to(dtype)
             with _own_tokens(model, batch, self._config, groups) as own:
                 call = partial(_loss, model, own)
-                run = partial(observe, model, blocks, groups, call, quick=quick)
+                run = partial(observe, model, blocks, groups, call)
                 found = run()
                 if self._config.activation_checkpointing.enabled:  # a recomputed block sends again
-                    undo_inner = replace_forwards(blocks, partial(_on_meta, quick))
+                    undo_inner = replace_forwards(blocks, _on_meta)
                     recomputing = Recomputing(blocks)
                     recomputing.begin()
                     found.sent = run().sent
@@ -96,11 +91,11 @@ def _own_tokens(model: nn.Module, batch: Any, config: Config, groups: PaperGroup
         cuts.undo()
 
 
-def _on_meta(quick: bool, forward: Forward) -> Forward:
+def _on_meta(forward: Forward) -> Forward:
     """`forward` on the meta device, also where backward runs it again: its thread has no modes of its own."""
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        with FusedAttention(), ShapesOnly(quick=quick):
+        with FusedAttention(), ShapesOnly():
             return forward(*args, **kwargs)
 
     return again

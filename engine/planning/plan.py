@@ -24,16 +24,18 @@ from ..model.offloading import host_ratio
 from ..model.pipelining import is_part, with_model
 from ..optim.state_count import count_states
 from .activations import Activations, held_by, sent_by
-from .links import Link, peers_on_host, spread
 from .messages import (
     GATHER,
     REDUCE,
+    Link,
     Repeats,
     crossed_bytes,
     gathered_bytes,
     gathers,
+    peers_on_host,
     published_bytes,
     reduced_bytes,
+    spread,
 )
 from .models import ModelSource
 from .observing import Observations

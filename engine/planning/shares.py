@@ -47,8 +47,7 @@ from ..model.policies import policy_of
 from ..model.shard_groups import Host, build_shard_groups
 from ..model.slicing import plan_slices, ways_here
 from ..optim.optimizers import Groups, read_groups, split_for_muon
-from .models import ModelSource, meta_device
-from .shape_ops import ShapesOnly
+from .models import ModelSource, ShapesOnly, meta_device
 
 
 @final

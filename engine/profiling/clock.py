@@ -3,65 +3,41 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from typing import Any, final
+from typing import Any
 
 import torch
 
 
-class Clock(ABC):
-    """Takes moments; their distances are asked for at the end."""
+class Clock:
+    """Takes moments; their distances are asked for at the end.
 
-    @abstractmethod
+    On a CUDA device moments are events in its current stream: the time of its kernels, gaps included. A CPU
+    computes when it is called.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """device: None is the CPU."""
+        self._device = device if device is not None and device.type == "cuda" else None
+
     def now(self) -> Any:
         """This moment."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Wait until the device has passed all moments. Before `seconds`."""
-
-    @abstractmethod
-    def seconds(self, start: Any, stop: Any) -> float:
-        """The time between two moments."""
-
-
-@final
-class WallClock(Clock):
-    """A CPU computes when it is called."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def finish(self) -> None:
-        return
-
-    def seconds(self, start: float, stop: float) -> float:
-        return stop - start
-
-
-@final
-class EventClock(Clock):
-    """Events in the current stream of a CUDA device: the time of its kernels, gaps included."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> torch.cuda.Event:
+        if self._device is None:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def finish(self) -> None:
-        torch.cuda.synchronize(self._device)
+        """Wait until the device has passed all moments. Before `seconds`."""
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
 
-    def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        milliseconds: float = start.elapsed_time(stop)
-        return milliseconds / 1e3
-
-
-def clock_of(device: torch.device) -> Clock:
-    """The clock of a device."""
-    return EventClock(device) if device.type == "cuda" else WallClock()
+    def seconds(self, start: Any, stop: Any) -> float:
+        """The time between two moments."""
+        elapsed: float = stop - start if self._device is None else start.elapsed_time(stop) / 1e3
+        return elapsed
 
 
-__all__ = ["Clock", "EventClock", "WallClock", "clock_of"]
+clock_of = Clock
+
+__all__ = ["Clock", "clock_of"]

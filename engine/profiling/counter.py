@@ -1,52 +1,30 @@
-"""A dispatch mode that adds up what the operations of torch cost while it is active.
+"""A dispatch mode that adds up the FLOPs of products, by the formulas of `torch.utils.flop_counter`.
 
 Operations are seen below autograd, as torch runs them: `F.linear` is an addmm, a fused attention is one call.
-A backward's operations are seen as well, and those of a forward that backward runs again.
+A backward's operations are seen as well, and those of a forward that backward runs again. torch's own
+`FlopCounterMode` does not tell these apart.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .operations import NONE, Formula, Work, formula_of
+Formula = Callable[..., int]  # of the arguments, and of the result as out_val
 
 
 @dataclass
 class Tally:
-    """A sum of work."""
+    """A sum of FLOPs."""
 
-    macs: int = 0
     flops: int = 0
-
-    def add(self, work: Work) -> None:
-        self.macs += work[0]
-        self.flops += work[1]
-
-
-class Sink(Protocol):
-    """What the work of a call outside of a backward is added to."""
-
-    def add(self, work: Work) -> None: ...
-
-
-@final
-@dataclass
-class Backward:
-    """The work of backward passes.
-
-    gradients: what autograd computes. recomputed: forwards that ran again, for activation checkpointing.
-    """
-
-    gradients: Tally = field(default_factory=Tally)
-    recomputed: Tally = field(default_factory=Tally)
 
 
 @final
@@ -54,20 +32,20 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered. One at a time; it may be entered any number of times.
 
     Attributes:
-        forward: the owner changes it, e.g. at the edges of modules.
-        unknown: operations whose work is not known, with the number of calls.
+        forward: what calls outside of a backward are added to. The owner changes it at the edges of modules.
+        gradients: what autograd computes.
+        recomputed: forwards that backward runs again, for activation checkpointing.
+        in_backward: what runs outside of autograd's engine belongs to a backward, too.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, forward: Sink, backward: Backward) -> None:
+    def __init__(self, forward: Tally) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.forward = forward
-        self.backward = backward
-        self.in_backward = (
-            False  # what runs outside of autograd's engine belongs to a backward, too
-        )
-        self.unknown: Counter[str] = Counter()
+        self.gradients, self.recomputed = Tally(), Tally()
+        self.in_backward = False
+        self._known = known_formulas()
         # by the id of the operation, which lives as long as torch does: its own hash is a Python function
         self._formulas: dict[int, Formula | None] = {}
 
@@ -88,70 +66,103 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             formula = self._formulas[id(func)]
         except KeyError:
             formula = self._formulas[id(func)] = self._find(func)
-        if formula is _IN_PARTS:
+        if formula is _in_parts:
             with self:
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         if formula is not None:
-            work = formula(args, kwargs, out)
-            if work[1]:
-                self._sink().add(work)
+            self._tally().flops += int(formula(*args, **kwargs, out_val=out))
         return out
 
-    def _sink(self) -> Sink:
+    def _tally(self) -> Tally:
         if torch._C._current_graph_task_id() == -1:
-            return self.backward.gradients if self.in_backward else self.forward
+            return self.gradients if self.in_backward else self.forward
         # autograd computes gradients without grad mode; a checkpoint enables it to run its forward again
-        again = torch.is_grad_enabled()
-        return self.backward.recomputed if again else self.backward.gradients
+        return self.recomputed if torch.is_grad_enabled() else self.gradients
 
     def _find(self, func: Any) -> Formula | None:
-        """The formula of `func`; `_IN_PARTS` where torch composes it of others, as in inference mode."""
+        """The formula of `func`; `_in_parts` where torch composes it of others, as in inference mode."""
         if isinstance(func, HigherOrderOperator):
-            return self._registered(func, str(func))
-        try:
-            return formula_of(func)
-        except KeyError:
-            if func._can_decompose():
-                return _IN_PARTS
-            return self._registered(func._overloadpacket, str(func))
-
-    def _registered(self, key: Any, name: str) -> Formula:
-        """What torch, or a library, has registered for an operation; else it is noted as unknown."""
-        registry = _registry()
-        found = registry.get(key)
-
-        def registered(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Work:
-            assert found is not None
-            flops = int(found(*args, **kwargs, out_val=out))
-            return flops // 2, flops
-
-        def noted(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Work:
-            if _has_numbers(args if out is None else out):
-                self.unknown[name] += 1
-            return NONE
-
-        return noted if found is None else registered
+            return self._known.get(func)
+        formula = self._known.get(func._overloadpacket)
+        if formula is None and func._can_decompose():
+            return _in_parts
+        return formula
 
 
-def _has_numbers(value: Any) -> bool:
-    """Whether a tensor in it holds floating-point numbers: others count nothing."""
-    if isinstance(value, (tuple, list)):
-        return any(_has_numbers(each) for each in value)
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+def _in_parts(*args: Any, **kwargs: Any) -> int:
+    return 0
 
 
-def _in_parts(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Work:
-    return NONE
+# ---- formulas ---------------------------------------------------------------------------------------
 
 
-_IN_PARTS: Formula = _in_parts
+def known_formulas() -> Mapping[Any, Formula]:
+    """torch's, those that libraries have registered with it, and those of products that it lacks."""
+    from torch.utils.flop_counter import flop_registry  # it is slow to import
+
+    aten = torch.ops.aten
+    return {
+        **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _vectors),
+        aten.addmv: _added_vectors,
+        aten.addbmm: _added_products,
+        **dict.fromkeys((aten._grouped_mm, aten._scaled_grouped_mm), _grouped),
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        aten.mkldnn_rnn_layer: _recurrent_layer,
+        aten.mkldnn_rnn_layer_backward: _recurrent_layer_backward,
+        aten._cudnn_rnn: _recurrent,
+        aten._cudnn_rnn_backward: _recurrent_backward,
+        **flop_registry,
+    }
 
 
-def _registry() -> Mapping[Any, Callable[..., int]]:
-    from torch.utils.flop_counter import flop_registry  # only for operations without a formula here
-
-    return flop_registry
+def _vectors(left: Tensor, right: Tensor, **kwargs: Any) -> int:
+    return 2 * left.numel()
 
 
-__all__ = ["Backward", "OperationCounter", "Sink", "Tally"]
+def _added_vectors(added: Tensor, left: Tensor, right: Tensor, **kwargs: Any) -> int:
+    return 2 * left.numel()
+
+
+def _added_products(added: Tensor, left: Tensor, right: Tensor, **kwargs: Any) -> int:
+    return 2 * prod(left.shape) * right.shape[-1]
+
+
+def _grouped(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Rows of `left` (or columns of `right`) that no group has count as well."""
+    rows = left.shape[1:] if left.dim() == 3 and right.dim() == 2 else left.shape
+    return 2 * prod(rows) * right.shape[-1]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Scores and their product with the values. Query heads that share a head of keys count each."""
+    return 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    """Five products: the scores again, then gradients of scores, query, key and value."""
+    widths = 3 * query.shape[-1] + 2 * value.shape[-1]
+    return 2 * prod(query.shape[:-1]) * key.shape[-2] * widths
+
+
+def _recurrent(x: Tensor, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> int:
+    """The matrices of recurrent layers, once for each step of each sequence. No gates."""
+    return 2 * prod(x.shape[:-1]) * sum(w.numel() for w in weights if w.dim() > 1)
+
+
+def _recurrent_backward(x: Tensor, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> int:
+    return 2 * _recurrent(x, weights)
+
+
+def _recurrent_layer(x: Tensor, *args: Any, **kwargs: Any) -> int:
+    return _recurrent(x, args[:4])
+
+
+def _recurrent_layer_backward(x: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * _recurrent(x, args[:4])
+
+
+__all__ = ["Formula", "OperationCounter", "Tally", "known_formulas"]

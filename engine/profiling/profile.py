@@ -12,7 +12,7 @@ Number = int | float  # whole, unless it is a mean over micro-batches that diffe
 @final
 @dataclass(frozen=True)
 class ModuleProfile:
-    """One module, with all modules in it. `macs`, `flops`, `seconds` and `calls` are of forward.
+    """One module, with all modules in it. `flops`, `seconds` and `calls` are of forward.
 
     name: the attribute of its parent; of the root "". kind: its class. extra: its extra_repr.
     params: elements, whole ones where ranks have shards; a slice of a tensor-parallel rank is what it is.
@@ -24,10 +24,14 @@ class ModuleProfile:
     extra: str
     params: int
     calls: Number
-    macs: Number
     flops: Number
     seconds: float
     children: tuple[ModuleProfile, ...]
+
+    @property
+    def macs(self) -> Number:
+        """Multiply-accumulates: a product's FLOPs are two for each."""
+        return half(self.flops)
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, ModuleProfile]]:
         """Each module with its depth, parents first."""
@@ -51,13 +55,21 @@ class ModuleProfile:
 class BackwardProfile:
     """The backward passes of a micro-batch.
 
-    macs, flops: of gradients. recomputed_*: of forwards that ran again, for activation checkpointing.
+    flops: of gradients. recomputed_flops: of forwards that ran again, for activation checkpointing.
     """
 
-    macs: Number
     flops: Number
-    recomputed_macs: Number = 0
     recomputed_flops: Number = 0
+
+    @property
+    def macs(self) -> Number:
+        """Multiply-accumulates of gradients."""
+        return half(self.flops)
+
+    @property
+    def recomputed_macs(self) -> Number:
+        """Multiply-accumulates of forwards that ran again."""
+        return half(self.recomputed_flops)
 
 
 @final
@@ -67,14 +79,12 @@ class Profile:
 
     num_batches: so many. backward: None where it was not counted.
     seconds: of the regions forward, backward and step, where they were timed.
-    unknown: operations whose work is not known, which count 0, with the number of calls in all.
     """
 
     root: ModuleProfile
     num_batches: int = 1
     backward: BackwardProfile | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
-    unknown: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def macs(self) -> Number:
@@ -83,7 +93,7 @@ class Profile:
 
     @property
     def flops(self) -> Number:
-        """Floating-point operations of forward, those of its MACs included."""
+        """Floating-point operations of the products of forward."""
         return self.root.flops
 
     @property
@@ -101,4 +111,13 @@ def share(total: int, count: int) -> Number:
     return total // count if total % count == 0 else total / count
 
 
-__all__ = ["BackwardProfile", "ModuleProfile", "Number", "Profile", "share"]
+def half(flops: Number) -> Number:
+    """The multiply-accumulates of products that take so many FLOPs.
+
+    >>> half(12), half(2.5)
+    (6, 1.25)
+    """
+    return flops // 2 if isinstance(flops, int) and flops % 2 == 0 else flops / 2
+
+
+__all__ = ["BackwardProfile", "ModuleProfile", "Number", "Profile", "half", "share"]

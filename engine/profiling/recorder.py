@@ -22,8 +22,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from .clock import Clock, WallClock
-from .counter import Backward, OperationCounter, Tally
+from .clock import Clock
+from .counter import OperationCounter, Tally
 from .profile import BackwardProfile, ModuleProfile, Profile, share
 
 _graph_task = torch._C._current_graph_task_id  # of autograd's engine; else _NONE
@@ -50,7 +50,7 @@ class Recorder:
     ) -> None:
         """ignored: classes of modules that count nothing; what they compute themselves is their parent's."""
         self._model = model
-        self._clock = clock or WallClock()
+        self._clock = clock or Clock()
         self._places: dict[int, list[str]] = defaultdict(list)
         for place, module in model.named_modules(remove_duplicate=False):
             if type(module) not in ignored:
@@ -60,7 +60,7 @@ class Recorder:
         self._intervals: list[tuple[str, Any, Any]] = []  # of modules
         self._regions: list[tuple[str, Any, Any]] = []
         self._stack: list[_Frame] = []
-        self._counter = OperationCounter(self._tallies[""], Backward())
+        self._counter = OperationCounter(self._tallies[""])
         self._counts_by_calls = False
         self._handles: list[Any] = []
         self._plain: Any = None  # the context in which nothing is compiled
@@ -176,12 +176,10 @@ class Recorder:
             regions[name] += self._clock.seconds(start, stop) / num_batches
         backward = None
         if "backward" in regions:
-            found = self._counter.backward
-            works = (found.gradients, found.recomputed)
-            numbers = [number for work in works for number in (work.macs, work.flops)]
-            backward = BackwardProfile(*(share(number, num_batches) for number in numbers))
+            works = self._counter.gradients, self._counter.recomputed
+            backward = BackwardProfile(*(share(work.flops, num_batches) for work in works))
         root, _ = self._module("", "", self._model, seconds, num_batches)
-        return Profile(root, num_batches, backward, dict(regions), dict(self._counter.unknown))
+        return Profile(root, num_batches, backward, dict(regions))
 
     def _module(
         self, name: str, place: str, module: nn.Module, seconds: dict[str, float], num_batches: int
@@ -202,7 +200,6 @@ class Recorder:
             extra=module.extra_repr(),
             params=sum(numels.values()),
             calls=share(self._calls[place], num_batches),
-            macs=share(own.macs, num_batches) + sum(child.macs for child in children),
             flops=share(own.flops, num_batches) + sum(child.flops for child in children),
             seconds=seconds.get(place) or sum(child.seconds for child in children),
             children=children,

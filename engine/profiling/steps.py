@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import nn
 from ...ops.comm.collectives import Collectives
 from ..config.config import Config
 from ..config.profiling import FlopsProfiler
-from .clock import clock_of
+from .clock import Clock
 from .profile import Profile
 from .recorder import Recorder
 from .text import Detail, Setting, report
@@ -46,45 +45,14 @@ class Profiled(Protocol):
     def gradient_accumulation_steps(self) -> int: ...
 
 
-class StepProfiler(ABC):
-    """What an engine tells a profiler."""
-
-    last: Profile | None = None  # of the last steps that were profiled, on this rank
-
-    @abstractmethod
-    def follow(self, engine: Profiled) -> None:
-        """`engine` begins to train."""
-
-    @abstractmethod
-    def region(
-        self, name: str, timer: AbstractContextManager[None]
-    ) -> AbstractContextManager[None]:
-        """The context around a region (forward, backward, step), which includes that of `timer`."""
-
-    @abstractmethod
-    def step(self) -> None:
-        """The engine has ended an optimizer step."""
-
-
 @final
-class NoProfiler(StepProfiler):
-    """Profiles nothing."""
+class StepProfiler:
+    """Records the steps from the first to the last one of the section, and reports their mean.
 
-    def follow(self, engine: Profiled) -> None:
-        return
+    last: of the last steps that were profiled, on this rank.
+    """
 
-    def region(
-        self, name: str, timer: AbstractContextManager[None]
-    ) -> AbstractContextManager[None]:
-        return timer
-
-    def step(self) -> None:
-        return
-
-
-@final
-class ModelProfiler(StepProfiler):
-    """Records the steps from the first to the last one of the section, and reports their mean."""
+    last: Profile | None = None
 
     def __init__(self, section: FlopsProfiler, collectives: Collectives) -> None:
         """collectives: of all ranks of the engine; their work is added up."""
@@ -95,11 +63,14 @@ class ModelProfiler(StepProfiler):
         self._micro_steps_before = 0
 
     def follow(self, engine: Profiled) -> None:
-        self._engine = engine
+        """`engine` begins to train."""
+        if self._section.enabled:
+            self._engine = engine
 
     def region(
         self, name: str, timer: AbstractContextManager[None]
     ) -> AbstractContextManager[None]:
+        """The context around a region (forward, backward, step), which includes that of `timer`."""
         recorder = self._recorder or self._begun(name)
         if recorder is None:
             return timer
@@ -118,10 +89,11 @@ class ModelProfiler(StepProfiler):
         if engine is None or name != "forward" or not first <= engine.global_steps <= last:
             return None
         self._micro_steps_before = engine.micro_steps
-        self._recorder = Recorder(engine.module, clock_of(engine.device))
+        self._recorder = Recorder(engine.module, Clock(engine.device))
         return self._recorder
 
     def step(self) -> None:
+        """The engine has ended an optimizer step."""
         engine, recorder, last = self._engine, self._recorder, self._section.steps[1]
         if engine is None or engine.global_steps <= last:
             return
@@ -129,7 +101,7 @@ class ModelProfiler(StepProfiler):
             if engine.global_steps > last + 1:
                 return
             # this rank has run no forward: it reports none, because the others wait for its numbers
-            recorder = Recorder(engine.module, clock_of(engine.device))
+            recorder = Recorder(engine.module, Clock(engine.device))
         self._recorder = None
         profile = recorder.profile(max(1, engine.micro_steps - self._micro_steps_before))
         self.last = profile
@@ -140,20 +112,18 @@ class ModelProfiler(StepProfiler):
             write(report(profile, self._setting(engine, totals), detail), section.output_file)
 
     def _totals(self, profile: Profile, engine: Profiled) -> Mapping[str, str]:
-        """The work of all ranks that share one model. Sends 32 bytes to each rank."""
+        """The work of all ranks that share one model. Sends 16 bytes to each rank."""
         if engine.world_size == 1:
             return {}
-        numbers = [profile.macs, profile.flops, profile.macs, profile.flops]
-        found = profile.backward
+        found, both = profile.backward, profile.flops
         if found is not None:
-            numbers[2] += found.macs + found.recomputed_macs
-            numbers[3] += found.flops + found.recomputed_flops
-        mine = torch.tensor([round(number) for number in numbers], device=engine.device)
+            both += found.flops + found.recomputed_flops
+        mine = torch.tensor([round(profile.flops), round(both)], device=engine.device)
         table = self._collectives.gather_small(mine, what="flops of each rank")
-        forward_macs, forward, both_macs, both = (table.sum(0) / engine.dp_world_size).tolist()
+        forward, both = (table.sum(0) / engine.dp_world_size).tolist()
         lines = {
-            "fwd of a whole model, all its ranks": _work(forward_macs, forward),
-            "fwd+bwd of a whole model, all its ranks": _work(both_macs, both),
+            "fwd of a whole model, all its ranks": _work(forward),
+            "fwd+bwd of a whole model, all its ranks": _work(both),
         }
         return lines if found is not None else dict([*lines.items()][:1])
 
@@ -180,12 +150,6 @@ class ModelProfiler(StepProfiler):
         )
 
 
-def build_profiler(config: Config, collectives: Collectives) -> StepProfiler:
-    """What profiles steps, if the config enables it."""
-    section = config.flops_profiler
-    return ModelProfiler(section, collectives) if section.enabled else NoProfiler()
-
-
 def write(text: str, path: str | None) -> None:
     """Print `text`, or write it to a file; its folder is made. A file that cannot be written is a warning."""
     if path:
@@ -200,8 +164,8 @@ def write(text: str, path: str | None) -> None:
     sys.stdout.flush()
 
 
-def _work(macs: float, flops: float) -> str:
-    return f"{macs_to_string(macs)}, {number_to_string(flops).strip()} flops"
+def _work(flops: float) -> str:
+    return f"{macs_to_string(flops / 2)}, {number_to_string(flops).strip()} flops"
 
 
 @contextmanager
@@ -212,4 +176,4 @@ def _in_both(
         yield
 
 
-__all__ = ["ModelProfiler", "NoProfiler", "Profiled", "StepProfiler", "build_profiler", "write"]
+__all__ = ["Profiled", "StepProfiler", "write"]

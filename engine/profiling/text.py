@@ -54,17 +54,14 @@ def report(profile: Profile, setting: Setting, detail: Detail) -> str:
     lines = [
         _heading("Flops profiler"),
         f"Profile of step {setting.step}",
-        "params: parameters. MACs: multiply-accumulates. flops: floating-point operations, 2 for each MAC",
-        "and those of element-wise operations. FLOPS: flops per second. latency: with the profiler's own time.",
+        "params: parameters. MACs: multiply-accumulates of products. flops: 2 for each MAC.",
+        "FLOPS: flops per second. latency: with the profiler's own time.",
     ]
     if profile.num_batches > 1:
         lines.append(
             f"All figures are those of one micro-batch: the mean of {profile.num_batches}."
         )
     lines += ["", *(_line(label, value) for label, value in _summary(profile, setting))]
-    if profile.unknown:
-        names = ", ".join(f"{name} ({calls})" for name, calls in sorted(profile.unknown.items()))
-        lines.append(f"not counted, because no formula is known (calls): {names}")
     lines += ["", _heading("Aggregated profile"), *aggregated(profile, detail)]
     if detail.tree:
         lines += ["", _heading("Detailed profile"), *tree(profile, detail.depth)]
@@ -102,10 +99,8 @@ def _summary(profile: Profile, setting: Setting) -> Iterator[tuple[str, object]]
         flops += factor * profile.flops
     else:
         found, latency = profile.backward, seconds.get("backward", 0.0)
-        yield "bwd MACs per GPU", macs_to_string(found.macs)
         yield "bwd flops per GPU", number_to_string(found.flops)
         if found.recomputed_flops:
-            yield "recomputed MACs per GPU", macs_to_string(found.recomputed_macs)
             yield "recomputed flops per GPU", number_to_string(found.recomputed_flops)
         flops += found.flops + found.recomputed_flops
         yield "bwd latency", duration_to_string(latency)

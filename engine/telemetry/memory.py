@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -73,53 +72,30 @@ def host_memory() -> tuple[int, int]:
     return 1024 * (total - kib.get("MemAvailable", kib["MemFree"])), 1024 * total
 
 
-class MemoryPoints(ABC):
-    """Memory before and after each forward, backward and step."""
+@final
+class MemoryPoints:
+    """Memory before and after each forward, backward and step. Lines of earlier micro-batches are dropped."""
 
-    @abstractmethod
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self._device = device
+        self._regions = _REGIONS if enabled else ()
+        self._lines: dict[str, str] = {}
+
     def region(
         self, name: str, inner: AbstractContextManager[None]
     ) -> AbstractContextManager[None]:
         """The context around a region, which includes `inner`."""
-
-    @abstractmethod
-    def take_lines(self) -> list[str]:
-        """A line for each point of the last micro-batch, and forget them."""
-
-
-@final
-class NoMemoryPoints(MemoryPoints):
-    """Measures nothing."""
-
-    def region(
-        self, name: str, inner: AbstractContextManager[None]
-    ) -> AbstractContextManager[None]:
-        return inner
-
-    def take_lines(self) -> list[str]:
-        return []
-
-
-@final
-class RegionMemory(MemoryPoints):
-    """Reads the memory at each point; the lines of earlier micro-batches are dropped."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._lines: dict[str, str] = {}
+        return self._measured(name, inner) if name in self._regions else inner
 
     @contextmanager
-    def region(self, name: str, inner: AbstractContextManager[None]) -> Iterator[None]:
-        if name not in _REGIONS:
-            with inner:
-                yield
-            return
+    def _measured(self, name: str, inner: AbstractContextManager[None]) -> Iterator[None]:
         self._read(f"Engine before {name}")
         with inner:
             yield
         self._read(f"Engine after {name}")
 
     def take_lines(self) -> list[str]:
+        """A line for each point of the last micro-batch, and forget them."""
         lines, self._lines = list(self._lines.values()), {}
         return lines
 
@@ -127,17 +103,4 @@ class RegionMemory(MemoryPoints):
         self._lines[point] = memory_line(point, self._device)
 
 
-def build_memory_points(device: torch.device, *, enabled: bool) -> MemoryPoints:
-    """What reads memory, if it is `enabled`."""
-    return RegionMemory(device) if enabled else NoMemoryPoints()
-
-
-__all__ = [
-    "MemoryPoints",
-    "NoMemoryPoints",
-    "RegionMemory",
-    "build_memory_points",
-    "host_memory",
-    "memory_line",
-    "memory_text",
-]
+__all__ = ["MemoryPoints", "host_memory", "memory_line", "memory_text"]

@@ -13,89 +13,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
+from ..config.config import Config
+from ..config.sections import Comet, CsvMonitor, TensorBoard, Wandb
 
 Event = tuple[str, float, int]
 """Name, value, and the number of samples (over all ranks) seen when it was measured."""
 
 
-class FileSection(Protocol):
-    """The config's `tensorboard` or `csv_monitor` section."""
-
-    @property
-    def enabled(self) -> bool: ...
-
-    @property
-    def output_path(self) -> str: ...
-
-    @property
-    def job_name(self) -> str: ...
-
-
-class WandbSection(Protocol):
-    """The config's `wandb` section."""
-
-    @property
-    def enabled(self) -> bool: ...
-
-    @property
-    def group(self) -> str | None: ...
-
-    @property
-    def team(self) -> str | None: ...
-
-    @property
-    def project(self) -> str: ...
-
-
-class CometSection(Protocol):
-    """The config's `comet` section."""
-
-    @property
-    def enabled(self) -> bool: ...
-
-    @property
-    def samples_log_interval(self) -> int: ...
-
-    @property
-    def project(self) -> str | None: ...
-
-    @property
-    def workspace(self) -> str | None: ...
-
-    @property
-    def api_key(self) -> str | None: ...
-
-    @property
-    def experiment_name(self) -> str | None: ...
-
-    @property
-    def experiment_key(self) -> str | None: ...
-
-    @property
-    def online(self) -> bool | None: ...
-
-    @property
-    def mode(self) -> str | None: ...
-
-
-class MonitorConfig(Protocol):
-    """The part of a config that `build_monitor` reads."""
-
-    @property
-    def tensorboard(self) -> FileSection: ...
-
-    @property
-    def wandb(self) -> WandbSection: ...
-
-    @property
-    def csv_monitor(self) -> FileSection: ...
-
-    @property
-    def comet(self) -> CometSection: ...
+FileSection = TensorBoard | CsvMonitor
 
 
 class Writer(ABC):
@@ -155,7 +84,7 @@ class TensorBoardWriter(Writer):
 class WandbWriter(Writer):
     """A separate Weights & Biases run; a run that the user has open is not changed."""
 
-    def __init__(self, section: WandbSection) -> None:
+    def __init__(self, section: Wandb) -> None:
         import wandb
 
         self._run: Any = wandb.init(
@@ -178,7 +107,7 @@ class WandbWriter(Writer):
 class CometWriter(Writer):
     """A Comet experiment; each name is sent at most once per `samples_log_interval` samples."""
 
-    def __init__(self, section: CometSection) -> None:
+    def __init__(self, section: Comet) -> None:
         import comet_ml
 
         self._interval_samples = section.samples_log_interval
@@ -231,7 +160,7 @@ class Monitor:
             writer.close()
 
 
-def build_monitor(config: MonitorConfig, rank: int) -> Monitor:
+def build_monitor(config: Config, rank: int) -> Monitor:
     """Open the writers that `config` enables on global rank 0; a disabled monitor on other ranks.
 
     Raises:

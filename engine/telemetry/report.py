@@ -10,6 +10,9 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.hosts import host_numbers
+from ...zero.core.sharded_model import ShardedModel
 from ..config.config import Config
 from ..data.loaders import RepeatingLoader
 from ..profiling.steps import StepProfiler
@@ -17,7 +20,7 @@ from .breakdown import EVENT_NAMES, breakdown, times_line
 from .memory import MemoryPoints
 from .monitor import Monitor
 from .timers import Throughput, Timers, memory_use
-from .traffic import Traffic
+from .traffic import SentBytes
 
 log = logging.getLogger("xds")
 MIB = 1 << 20
@@ -46,20 +49,25 @@ class StepReport:
     def __init__(
         self,
         config: Config,
+        device: torch.device,
         monitor: Monitor,
-        timers: Timers,
-        throughput: Throughput,
-        traffic: Traffic,
-        profiler: StepProfiler,
-        memory: MemoryPoints,
+        opened: Sequence[Collectives],
+        sharded: ShardedModel,
     ) -> None:
-        self.profiler = profiler
-        self.timers = timers
+        """For all ranks: each says which host it is on.
+
+        opened: the collectives of all groups of the engine; the list may grow.
+        """
+        rates = config.timers.throughput
+        self.profiler = StepProfiler(config.flops_profiler, sharded.collectives)
+        self.timers = Timers(device, enabled=config.wall_clock_breakdown)
+        self.throughput = Throughput(device, enabled=rates.enabled, synchronized=rates.synchronized)
         self._config = config
         self._monitor = monitor
-        self._memory = memory
-        self.throughput = throughput
-        self._traffic = traffic
+        self._memory = MemoryPoints(device, enabled=config.memory_breakdown)
+        self._traffic: SentBytes | None = None
+        if config.comms_logger.enabled:
+            self._traffic = SentBytes(opened, sharded, host_numbers(sharded.collectives))
         self._losses: list[Tensor] = []
         self._collects = monitor.enabled or config.steps_per_print is not None
 
@@ -112,7 +120,8 @@ class StepReport:
         ]
         if self._config.fp16.enabled:
             events.append(("Train/Samples/loss_scale", engine.loss_scale, at))
-        events += [(f"Train/Samples/{name}", value, at) for name, value in self._traffic.events()]
+        sent = self._traffic.events() if self._traffic is not None else ()
+        events += [(f"Train/Samples/{name}", value, at) for name, value in sent]
         return events + [
             (f"Train/Samples/elapsed_time_ms_{EVENT_NAMES[name]}", value, at)
             for name, value in milliseconds.items()
@@ -129,9 +138,8 @@ class StepReport:
         rates = self.throughput.read()
         if rates is not None:
             parts.append(f"{rates.last:.1f} samples/s")
-        sent = self._traffic.text()
-        if sent:
-            parts.append(sent)
+        if self._traffic is not None:
+            parts.append(self._traffic.text())
         if self._config.memory_breakdown:
             use = memory_use(engine.device)
             parts.append(

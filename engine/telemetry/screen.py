@@ -79,6 +79,13 @@ def run_in_words(config: Config, num_ranks: int) -> str:
     return f"{stage}, {ranks}, {precision}"
 
 
+def log_notes(config: Config, rank: int) -> None:
+    """Log, on rank 0, what a reader of `config` should know."""
+    if rank == 0:
+        for note in config.notes:
+            log.debug("%s: %s", config.source, note)
+
+
 def log_start(
     config: Config, sharded: ShardedModel, num_states: int, device: torch.device, backend: str
 ) -> None:
@@ -105,4 +112,12 @@ def log_start(
         log.info("config: %s", json.dumps(config.as_dict(), indent=2))
 
 
-__all__ = ["LEVEL_VARIABLE", "Level", "ScreenHandler", "log_start", "run_in_words", "show_messages"]
+__all__ = [
+    "LEVEL_VARIABLE",
+    "Level",
+    "ScreenHandler",
+    "log_notes",
+    "log_start",
+    "run_in_words",
+    "show_messages",
+]

@@ -1,7 +1,6 @@
 """Measures a step: time in named regions, samples per second, memory in use.
 
-For a config that disables a measurement there is a class that does nothing. The engine needs no conditions,
-and a step without measurements costs almost nothing extra.
+A measurement that is not enabled costs almost nothing.
 """
 
 from __future__ import annotations
@@ -9,12 +8,11 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 import torch
 
@@ -24,111 +22,45 @@ Clock = Callable[[], float]
 _NUM_WARMUP_STEPS = 2  # the first steps allocate, compile and gather for the first time
 
 
-class ThroughputSection(Protocol):
-    """The config's `timers.throughput` section."""
-
-    @property
-    def enabled(self) -> bool: ...
-
-    @property
-    def synchronized(self) -> bool: ...
-
-
-class TimersSection(Protocol):
-    """The config's `timers` section."""
-
-    @property
-    def throughput(self) -> ThroughputSection: ...
-
-
-class TimersConfig(Protocol):
-    """The part of a config that `build_timers` and `build_throughput` read."""
-
-    @property
-    def wall_clock_breakdown(self) -> bool: ...
-
-    @property
-    def timers(self) -> TimersSection: ...
-
-
 # ---- regions: forward, backward, reduce, step ----------------------------------------------------
 
 
-class Timers(ABC):
-    """Time spent in named regions of a step. The time of a region inside another one is not the outer one's.
+@final
+class Timers:
+    """Wall-clock time of regions; synchronizes a CUDA device at both ends of each region.
+
+    With the synchronization a region's time includes its device work. It slows the step down: computation
+    and communication no longer overlap across the edges of a region. The time of a region inside another one is
+    not the outer one's.
 
     listener: gets the name of each region that ends, and its seconds.
     """
 
     listener: Callable[[str, float], None] | None = None
 
-    @property
-    @abstractmethod
-    def enabled(self) -> bool:
-        """False if nothing is measured."""
-
-    @abstractmethod
-    def region(self, name: str) -> AbstractContextManager[None]:
-        """Add the time inside the `with` block to `name`."""
-
-    @abstractmethod
-    def take_milliseconds(self) -> dict[str, float]:
-        """Return the time in each region since the last call, in order of first use, and reset it."""
-
-    @abstractmethod
-    def last_milliseconds(self) -> dict[str, float]:
-        """The time of the last visit of each region."""
-
-
-@final
-class NoTimers(Timers):
-    """Measures nothing."""
-
-    def __init__(self) -> None:
-        self._nothing = nullcontext()
-
-    @property
-    def enabled(self) -> bool:
-        return False
-
-    def region(self, name: str) -> AbstractContextManager[None]:
-        return self._nothing
-
-    def take_milliseconds(self) -> dict[str, float]:
-        return {}
-
-    def last_milliseconds(self) -> dict[str, float]:
-        return {}
-
-
-@final
-class RegionTimers(Timers):
-    """Wall-clock time of regions; synchronizes a CUDA device at both ends of each region.
-
-    With the synchronization a region's time includes its device work. It slows the step down: computation
-    and communication no longer overlap across the edges of a region.
-    """
-
-    def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self, device: torch.device, *, enabled: bool, clock: Clock = time.perf_counter
+    ) -> None:
+        self.enabled = enabled
         self._device = device
         self._clock = clock
         self._seconds: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._inner = [0.0]  # seconds in regions inside, for each region that is open
-
-    @property
-    def enabled(self) -> bool:
-        return True
+        self._nothing = nullcontext()
 
     def region(self, name: str) -> AbstractContextManager[None]:
-        return _Region(self, name)
+        """Add the time inside the `with` block to `name`."""
+        return _Region(self, name) if self.enabled else self._nothing
 
     def take_milliseconds(self) -> dict[str, float]:
+        """Return the time in each region since the last call, in order of first use, and reset it."""
         milliseconds = {name: 1e3 * seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return milliseconds
 
     def last_milliseconds(self) -> dict[str, float]:
+        """The time of the last visit of each region."""
         return {name: 1e3 * seconds for name, seconds in self._last.items()}
 
     def now(self) -> float:
@@ -154,7 +86,7 @@ class RegionTimers(Timers):
 
 @final
 class _Region(AbstractContextManager[None]):
-    def __init__(self, timers: RegionTimers, name: str) -> None:
+    def __init__(self, timers: Timers, name: str) -> None:
         self._timers = timers
         self._name = name
         self._start_seconds = 0.0
@@ -164,11 +96,6 @@ class _Region(AbstractContextManager[None]):
 
     def __exit__(self, *exception: object) -> None:
         self._timers.close(self._name, self._start_seconds)
-
-
-def build_timers(config: TimersConfig, device: torch.device) -> Timers:
-    """Region timers if `wall_clock_breakdown` is true."""
-    return RegionTimers(device) if config.wall_clock_breakdown else NoTimers()
 
 
 # ---- throughput ----------------------------------------------------------------------------------
@@ -182,49 +109,25 @@ class Rates:
     overall: float
 
 
-class Throughput(ABC):
-    """Samples per second of a job.
+@final
+class Throughput:
+    """Samples per second of a job. Reads the clock only in `read`: a step costs two additions.
 
     listener: called at the end of each step that is counted.
     """
 
     listener: Callable[[], None] | None = None
 
-    @abstractmethod
-    def step(self, num_samples: int) -> None:
-        """Count one optimizer step with `num_samples` samples over all ranks."""
-
-    @abstractmethod
-    def read(self) -> Rates | None:
-        """The rates so far; None when disabled, and during the first two steps, which do not count.
-
-        `last` covers all steps since the previous reading.
-        """
-
-
-@final
-class NoThroughput(Throughput):
-    """Measures nothing."""
-
-    def step(self, num_samples: int) -> None:
-        pass
-
-    def read(self) -> Rates | None:
-        return None
-
-
-@final
-class SampleThroughput(Throughput):
-    """Counts samples, and reads the clock only in `read`: a step costs two additions.
-
-    Args:
-        synchronized: synchronize a CUDA device before reading the clock (once per reading, not per
-            step), so that queued work is not counted as done.
-    """
-
     def __init__(
-        self, device: torch.device, *, synchronized: bool, clock: Clock = time.perf_counter
+        self,
+        device: torch.device,
+        *,
+        enabled: bool,
+        synchronized: bool,
+        clock: Clock = time.perf_counter,
     ) -> None:
+        """synchronized: synchronize a CUDA device before reading the clock (once per reading, not per step)."""
+        self._enabled = enabled
         self._device = device
         self._synchronized = synchronized
         self._clock = clock
@@ -236,6 +139,9 @@ class SampleThroughput(Throughput):
         self._rates: Rates | None = None
 
     def step(self, num_samples: int) -> None:
+        """Count one optimizer step with `num_samples` samples over all ranks."""
+        if not self._enabled:
+            return
         if self.listener is not None:
             self.listener()
         self._num_steps += 1
@@ -245,6 +151,10 @@ class SampleThroughput(Throughput):
             self._start_seconds = self._read_seconds = self._now()
 
     def read(self) -> Rates | None:
+        """The rates so far; None when disabled, and during the first two steps, which do not count.
+
+        `last` covers all steps since the previous reading.
+        """
         if self._num_samples == self._read_samples:
             return self._rates  # no step since the last reading
         now = self._now()
@@ -259,14 +169,6 @@ class SampleThroughput(Throughput):
         if self._synchronized:
             _synchronize(self._device)
         return self._clock()
-
-
-def build_throughput(config: TimersConfig, device: torch.device) -> Throughput:
-    """A sample counter unless `timers.throughput.enabled` is false."""
-    section = config.timers.throughput
-    if not section.enabled:
-        return NoThroughput()
-    return SampleThroughput(device, synchronized=section.synchronized)
 
 
 # ---- memory --------------------------------------------------------------------------------------

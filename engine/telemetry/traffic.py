@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from typing import final
 
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.hosts import host_numbers
 from ...utils.sizes import size_text
 from ...zero.core.sharded_model import ShardedModel
 
 
-class Traffic(ABC):
-    """What a report says about messages."""
-
-    @abstractmethod
-    def text(self) -> str:
-        """What was sent since the last call, in one line; "": nothing is reported."""
-
-    @abstractmethod
-    def events(self) -> list[tuple[str, float]]:
-        """The same as names and numbers."""
-
-
 @final
-class NoTraffic(Traffic):
-    """Nothing is reported."""
-
-    def text(self) -> str:
-        return ""
-
-    def events(self) -> list[tuple[str, float]]:
-        return []
-
-
-@final
-class SentBytes(Traffic):
+class SentBytes:
     """Counts the bytes of all groups of an engine."""
 
     def __init__(
@@ -69,6 +44,7 @@ class SentBytes(Traffic):
         return {name: now[name] - before[name] for name in now}
 
     def text(self) -> str:
+        """What was sent since the last call, in one line."""
         found = self._take()
         kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in found["sent"].most_common())
         parts = [f"sent {kinds or 'nothing'}"]
@@ -81,6 +57,7 @@ class SentBytes(Traffic):
         return ", ".join(parts)
 
     def events(self) -> list[tuple[str, float]]:
+        """The same as names and numbers."""
         found = self._take()
         events = [(f"sent_bytes_{kind}", float(size)) for kind, size in found["sent"].items()]
         events.append(("sent_bytes_to_other_hosts", float(found["across"].total())))
@@ -104,19 +81,10 @@ class SentBytes(Traffic):
         return math.sqrt(total)
 
 
-def build_traffic(
-    opened: Sequence[Collectives], sharded: ShardedModel, *, enabled: bool
-) -> Traffic:
-    """What reports messages, if it is `enabled`. For all ranks: each says which host it is on."""
-    if not enabled:
-        return NoTraffic()
-    return SentBytes(opened, sharded, host_numbers(sharded.collectives))
-
-
 def _ratio(found: dict[str, Counter[str]]) -> float:
     """The bytes of exact messages over those of the messages that took their place."""
     taken = sum(found["sent"][kind] for kind in found["exact"])
     return found["exact"].total() / max(taken, 1)
 
 
-__all__ = ["NoTraffic", "SentBytes", "Traffic", "build_traffic"]
+__all__ = ["SentBytes"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...engine.planning.links import Link
+from ...engine.planning.messages import Link
 from ...engine.planning.plan import Plan, RankPlan
 from ...engine.planning.states import STATE_KINDS
 from ...engine.planning.timeline import Timeline

@@ -1,5 +1,5 @@
 """A damaged checkpoint is refused by the name of its file, on every rank, and the one before it is taken on
-request. The long form, and its figures: benchmarks/checkpoint/corruption.py."""
+request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A checkpoint that contradicts itself is refused before anything changes, by verify and load alike.
-The long form, and its figures: benchmarks/checkpoint/schema.py."""
+"""A checkpoint that contradicts itself is refused before anything changes, by verify and load alike."""
 
 from __future__ import annotations
 

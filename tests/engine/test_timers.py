@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import mmap
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from xds.engine.telemetry.breakdown import breakdown
 from xds.engine.telemetry.timers import (
-    NoThroughput,
-    NoTimers,
     Rates,
-    RegionTimers,
-    SampleThroughput,
-    build_throughput,
-    build_timers,
+    Throughput,
+    Timers,
     memory_use,
 )
 
@@ -33,16 +28,9 @@ class HandClock:
         return self.seconds
 
 
-def config(*, breakdown: bool = False, throughput: bool = True) -> SimpleNamespace:
-    section = SimpleNamespace(enabled=throughput, synchronized=True)
-    return SimpleNamespace(
-        wall_clock_breakdown=breakdown, timers=SimpleNamespace(throughput=section)
-    )
-
-
 def test_regions_add_up_and_start_again() -> None:
     clock = HandClock()
-    timers = RegionTimers(CPU, clock)
+    timers = Timers(CPU, enabled=True, clock=clock)
     for seconds in (0.25, 0.5):
         with timers.region("forward"):
             clock.seconds += seconds
@@ -66,7 +54,7 @@ def test_regions_add_up_and_start_again() -> None:
 
 def test_a_region_that_raises_is_counted_and_does_not_swallow() -> None:
     clock = HandClock()
-    timers = RegionTimers(CPU, clock)
+    timers = Timers(CPU, enabled=True, clock=clock)
     with pytest.raises(ValueError, match="inside"), timers.region("forward"):
         clock.seconds += 1.0
         raise ValueError("inside")
@@ -74,28 +62,18 @@ def test_a_region_that_raises_is_counted_and_does_not_swallow() -> None:
 
 
 def test_off_measures_nothing() -> None:
-    timers = build_timers(config(), CPU)
-    assert isinstance(timers, NoTimers)
-    assert not timers.enabled
+    timers = Timers(CPU, enabled=False)
     with timers.region("forward"), timers.region("forward"):
         pass
     assert timers.take_milliseconds() == {}
-    throughput = build_throughput(config(throughput=False), CPU)
-    assert isinstance(throughput, NoThroughput)
+    throughput = Throughput(CPU, enabled=False, synchronized=True)
     throughput.step(8)
     assert throughput.read() is None
 
 
-def test_on() -> None:
-    timers = build_timers(config(breakdown=True), CPU)
-    assert isinstance(timers, RegionTimers)
-    assert timers.enabled
-    assert isinstance(build_throughput(config(), CPU), SampleThroughput)
-
-
 def test_throughput_leaves_out_the_first_two_steps() -> None:
     clock = HandClock()
-    throughput = SampleThroughput(CPU, synchronized=True, clock=clock)
+    throughput = Throughput(CPU, enabled=True, synchronized=True, clock=clock)
     seen = []
     for seconds in (50.0, 50.0, 1.0, 4.0):
         clock.seconds += seconds
@@ -108,7 +86,7 @@ def test_throughput_leaves_out_the_first_two_steps() -> None:
 
 def test_throughput_between_readings() -> None:
     clock = HandClock()
-    throughput = SampleThroughput(CPU, synchronized=False, clock=clock)
+    throughput = Throughput(CPU, enabled=True, synchronized=False, clock=clock)
     for _ in range(6):
         throughput.step(4)
         clock.seconds += 2.0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +13,6 @@ import torch
 import torch.distributed as dist
 from helpers import run_new_ranks, run_ranks
 from placed_ranks import placed
-from real_hosts import why_not
 
 import xds
 from xds.ops.comm.collectives import Collectives
@@ -314,22 +311,3 @@ def test_jobs_of_a_key_run_in_order_and_others_meanwhile() -> None:
     assert seen == [0, 1, 2]
     failed = jobs.add("a", lambda: seen.index(7))
     assert failed.wait(10) and isinstance(failed.error, ValueError)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(why_not(False)), reason=why_not(False) or "hosts can be made")
-@pytest.mark.parametrize("only", ["losses, 3 + 1", "stage 3, bf16"])
-def test_real_hosts(only: str) -> None:
-    """Losses and bytes of hosts that are namespaces, with links of 1 Gb/s."""
-    script = Path(__file__).resolve().parents[2] / "benchmarks" / "comm" / "two_hosts.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--quick", "--rounds", "1", "--only", only],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"},
-    )
-    if "SKIP: " in done.stdout:
-        pytest.skip(done.stdout.partition("SKIP: ")[2])
-    assert done.returncode == 0, done.stdout + done.stderr
