@@ -29,7 +29,7 @@ _SUBCOMMANDS = {
     "check": ".check",
     "checkpoint": ".checkpoint",
     "elastic": ".elasticity",
-    "env": ".environment.command",
+    "env": ".environment",
     "ops": ".native_ops",
     "plan": ".plan",
 }
