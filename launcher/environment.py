@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from ..utils.errors import BuildError, UsageError
 from ..utils.quoting import escaped
@@ -151,14 +151,15 @@ def torch_and_backends() -> Iterator[Line]:
     needs_nccl = torch.cuda.is_available() and not backends["nccl"]
     yield Line("backends", found, "GPUs without nccl: install a CUDA build of torch" * needs_nccl)
     if backends["nccl"]:
-        version = torch.cuda.nccl.version()  # type: ignore[attr-defined]
-        yield Line("nccl", ".".join(map(str, version)))
+        nccl: Any = torch.cuda.nccl  # not annotated
+        yield Line("nccl", ".".join(map(str, nccl.version())))
 
 
 def system() -> Iterator[Line]:
     """The system, compiler, driver and CPU, as torch.utils.collect_env finds them."""
-    from torch.utils import collect_env
+    from torch.utils import collect_env as torchs
 
+    collect_env: Any = torchs  # not annotated
     yield Line("system", f"{collect_env.get_os(collect_env.run)}, Linux {platform.release()}")
     gcc = collect_env.get_gcc_version(collect_env.run)
     remedy = "install g++; without it native ops fall back to torch, which is slower"

@@ -1,13 +1,27 @@
-"""The head process: runs a job on several hosts, through one connection per host or one command for all."""
+"""The head process: runs a job on several hosts, through one connection per host or one command for all.
+
+head_per_host.py and head_at_once.py are the two ways. They take the hosts of a start, the orders and the final
+report from here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import final
 
 from ...utils.errors import UsageError
-from ..job import Host, Job, Remote, Restarts
-from .backends.base import AllAtOnce, Backend, PerHost
-from .host_selection import choose_hosts
+from ...utils.messages import OutputWriter
+from ..job import Host, Job, Order, Remote, Rendezvous, Restarts
+from ..ranks.failure import Failure, Kind, first_failure, ranks_text, report
+from ..ranks.stop import Stop
+from .backends import AllAtOnce, Backend, PerHost
+from .link import Write
+
+HEARTBEAT_SECONDS = 6.0  # a host without messages for so long is lost
+_MAX_HOSTS_NAMED = 8
 
 
 def run(
@@ -42,3 +56,132 @@ def _unfit(hosts: Sequence[Host], restarts: Restarts) -> str:
         f"no number of ranks up to {ranks} (all slots of {len(hosts)} hosts) is valid for the elasticity"
         " section of the config; `xds elastic config.json` prints the valid ones"
     )
+
+
+def choose_hosts(
+    reachable: Sequence[Host], num_all: int, restarts: Restarts
+) -> list[tuple[Host, int]]:
+    """(host, number of ranks) for the next start; empty if there are too few hosts or no valid number of ranks.
+
+    Args:
+        reachable: hosts that answer, in the order of the hostfile.
+        num_all: the number of all hosts.
+
+    The largest valid number of ranks is chosen, and assigned to the first hosts.
+
+    >>> a, b = Host("a", (0, 1)), Host("b", (0, 1))
+    >>> [(host.name, ranks) for host, ranks in choose([a, b], 2, Restarts(fits=lambda n: n == 3))]
+    [('a', 2), ('b', 1)]
+    """
+    usable = list(reachable[: restarts.max_nodes or num_all])
+    if len(usable) < (restarts.min_nodes or num_all):
+        return []
+    world_size = sum(len(host.slots) for host in usable)
+    while world_size and restarts.fits is not None and not restarts.fits(world_size):
+        world_size -= 1
+    chosen = []
+    for host in usable:
+        ranks = min(len(host.slots), world_size)
+        world_size -= ranks
+        if ranks:
+            chosen.append((host, ranks))
+    return chosen if len(chosen) >= (restarts.min_nodes or 1) else []
+
+
+def heartbeat_seconds() -> float:
+    """The timeout for messages between head and node: XDS_HEARTBEAT_SECONDS, or six seconds."""
+    text = os.environ.get("XDS_HEARTBEAT_SECONDS", "")
+    try:
+        seconds = float(text) if text else HEARTBEAT_SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not 0.5 <= seconds <= 3600:
+        raise UsageError(
+            f'XDS_HEARTBEAT_SECONDS = "{text}": must be a number of seconds from 0.5 to 3600'
+        )
+    return seconds
+
+
+@final
+@dataclass
+class Lost:
+    """A lost host: the time of its last message (wall clock), and the reason."""
+
+    host: str
+    why: str
+    last_message_at: float
+    exit_code: int
+    was_reached: bool
+    ranks: tuple[int, ...] = ()  # that ran there
+
+
+def own_streams(stop: Stop) -> Write:
+    """A function that writes bytes of a node to this process's own stream, and ignores a closed reader."""
+    output = OutputWriter(stop.is_requested)
+
+    def write(descriptor: int, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            output.write(descriptor, data)
+
+    return write
+
+
+def make_orders(
+    job: Job,
+    counts: Sequence[tuple[Host, int]],
+    remote: Remote,
+    rendezvous: Rendezvous,
+) -> list[Order]:
+    """The orders of all hosts, sorted by rank."""
+    orders = []
+    for number, (host, num_ranks) in enumerate(counts):
+        meeting = replace(
+            rendezvous, min_nodes=len(counts), max_nodes=len(counts), node_rank=number
+        )
+        orders.append(
+            Order(
+                job,
+                meeting,
+                num_ranks,
+                devices=host.slots[:num_ranks] if remote.is_numbered else None,
+                environment=dict(remote.environment),
+                folder=remote.folder,
+                host=host.name,
+            )
+        )
+    return orders
+
+
+def final_report(
+    failures: Sequence[Failure],
+    finished: Sequence[int],
+    errors: Mapping[str, str],
+    lost: Sequence[Lost],
+) -> tuple[str, int]:
+    """The final report about a start, and the exit code of the first failure.
+
+    A rank's own failure before the loss of any host takes precedence. Then lost hosts, then hosts that could
+    not start their ranks, then ranks that lost a peer.
+    """
+    first = first_failure(failures) if failures else None
+    is_own = first is not None and first.kind is Kind.OWN
+    if lost and not (
+        is_own and first and first.time_seconds < min(each.last_message_at for each in lost)
+    ):
+        return _lost_text(lost), lost[0].exit_code
+    if errors and not is_own:
+        lines = [f"xds: {host}: {why}\n" for host, why in list(errors.items())[:_MAX_HOSTS_NAMED]]
+        return "".join(lines), 2
+    assert first is not None
+    return report(failures, finished), first.exit_code
+
+
+def _lost_text(lost: Sequence[Lost]) -> str:
+    lines = []
+    for each in lost[:_MAX_HOSTS_NAMED]:
+        ranks = f" with {ranks_text(each.ranks)}" if each.ranks else ""
+        how = f"was lost{ranks}" if each.was_reached else "cannot be reached"
+        lines.append(f"xds: host {each.host} {how}: {each.why}\n")
+    if len(lost) > _MAX_HOSTS_NAMED:
+        lines.append(f"xds: and {len(lost) - _MAX_HOSTS_NAMED} more hosts\n")
+    return "".join(lines)
