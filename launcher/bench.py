@@ -67,7 +67,8 @@ def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--op", metavar="OP,OP", default=",".join(OPS), help=f"some of {', '.join(OPS)}")
+    names = ", ".join(OPS)
+    add("--op", action="append", metavar="OP,OP", help=f"one or more of {names} (default: all)")
     add("--min-size", metavar="SIZE", default="1KiB", help="smallest size (default: 1KiB)")
     add("--max-size", metavar="SIZE", help="largest size (default: 1GiB on GPUs, 64MiB on CPUs)")
     add("--dtype", choices=_DTYPES, default="float32")
@@ -85,9 +86,9 @@ def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
         raise UsageError(
             "--seconds: was removed; a row takes about 2 s at most, --trials lowers it"
         )
-    ops = tuple(op for op in args.op.split(",") if op)
-    if not ops or set(ops) - set(OPS):
-        raise UsageError(f"--op = {printable(args.op)}: must be some of {', '.join(OPS)}")
+    ops = tuple(op for part in args.op or [] for op in part.split(",") if op) or OPS
+    for op in set(ops) - set(OPS):
+        raise UsageError(f"--op = {printable(op)}: must be one of {names}")
     if args.trials < 1:
         raise UsageError(f"--trials = {args.trials}: must be a number from 1")
     least = parse_bytes("--min-size", args.min_size)

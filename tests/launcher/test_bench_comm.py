@@ -78,7 +78,17 @@ def test_one_rank_has_no_link_and_no_bus():
 
 
 def test_its_own_words_are_taken_out_and_the_rest_is_the_launchers():
-    words = ["--hostfile", "hosts", "--op", "all_gather,all_reduce", "--max-size=1MiB", "-i", "a:0"]
+    words = [
+        "--hostfile",
+        "hosts",
+        "--op",
+        "all_gather",
+        "--op",
+        "all_reduce",
+        "--max-size=1MiB",
+        "-i",
+        "a:0",
+    ]
     plan, rest = bench.read([*words, "--json", "--trials", "3"])
     assert rest == ["--hostfile", "hosts", "-i", "a:0"]
     assert plan == bench.Plan(("all_gather", "all_reduce"), 1024, 1 << 20, "float32", 3, True)
@@ -88,7 +98,6 @@ def test_its_own_words_are_taken_out_and_the_rest_is_the_launchers():
     "words, told",
     [
         (["--op", "all_reduc"], "--op = all_reduc"),
-        (["--op", ""], "must be some of all_gather"),
         (["--max-size", "large"], "--max-size = large"),
         (["--min-size", "1MiB", "--max-size", "1KiB"], "is below --min-size"),
         (["--trials", "0"], "--trials = 0"),
