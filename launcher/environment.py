@@ -1,7 +1,7 @@
 """`xds env`: versions and devices of this machine, and settings that cost speed, each with its remedy.
 
 It must work on a broken installation: a part that is missing or fails yields a line with the error. Versions of
-the system come from torch.utils.collect_env. environment_hosts.py compares several hosts.
+the system come from torch.utils.collect_env. environment_hosts.py has the command line, and compares several hosts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
-from ..utils.errors import BuildError, UsageError
+from ..utils.errors import BuildError
 from ..utils.quoting import escaped
 from ..utils.version import __version__
 
@@ -82,17 +82,6 @@ class Line:
     def __str__(self) -> str:
         text = f"{self.key}: {self.value}" + (f"  -> {self.remedy}" if self.remedy else "")
         return escaped(text)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Print this machine, or compare hosts. Returns the exit code: 0, or that of environment_hosts.py."""
-    if any(argument.startswith("-") and argument != "--json" for argument in argv):
-        from .environment_hosts import main as of_hosts
-
-        return of_hosts(argv)
-    if set(argv) - {"--json"}:
-        raise UsageError(f"xds env = {' '.join(argv)}: takes options only; see `xds env --help`")
-    return show(as_one_line=bool(argv))
 
 
 def show(*, as_one_line: bool) -> int:

@@ -1,4 +1,4 @@
-"""`xds env --hostfile`: runs `xds env` on all hosts in parallel over ssh, and compares the results."""
+"""`xds env`: prints this machine (environment.py), or with --hostfile compares all hosts, over ssh."""
 
 from __future__ import annotations
 
@@ -48,6 +48,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0, 1 if a host did not answer or versions differ, or 130 after Ctrl-C."""
+    if not any(argument.startswith("-") and argument != "--json" for argument in argv):
+        if set(argv) - {"--json"}:
+            words = printable(" ".join(argv))
+            raise UsageError(f"xds env = {words}: takes options only; see `xds env --help`")
+        return show(as_one_line=bool(argv))
     args, launcher_args = _parser().parse_known_args(list(argv))
     if not 0 < args.timeout < math.inf:
         raise UsageError(f"--timeout = {args.timeout:g}: must be a number of seconds above 0")

@@ -21,9 +21,9 @@ from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
 from .backends import AllAtOnce
-from .head import Lost, choose_hosts, final_report, make_orders, own_streams
 from .link import Link
 from .orders import encode
+from .start import Lost, choose_hosts, final_report, make_orders, own_streams
 
 _TICK_SECONDS = 0.1
 # After the first failure: time for the other hosts' ranks to end, and for their messages to arrive.

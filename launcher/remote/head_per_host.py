@@ -29,7 +29,8 @@ from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
 from .backends import PerHost
 from .frames import HEARTBEATS_PER_TIMEOUT
-from .head import (
+from .link import Link
+from .start import (
     Lost,
     choose_hosts,
     final_report,
@@ -37,7 +38,6 @@ from .head import (
     make_orders,
     own_streams,
 )
-from .link import Link
 
 CONNECTING_AT_ONCE = 64
 _TICK_SECONDS = 0.1

@@ -1,8 +1,4 @@
-"""The head process: runs a job on several hosts, through one connection per host or one command for all.
-
-head_per_host.py and head_at_once.py are the two ways. They take the hosts of a start, the orders and the final
-report from here.
-"""
+"""Shared parts of head_per_host.py and head_at_once.py: hosts, orders, lost hosts, the final report."""
 
 from __future__ import annotations
 
@@ -17,34 +13,16 @@ from ...utils.messages import OutputWriter
 from ..job import Host, Job, Order, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, Kind, first_failure, ranks_text, report
 from ..ranks.stop import Stop
-from .backends import AllAtOnce, Backend, PerHost
 from .link import Write
 
 HEARTBEAT_SECONDS = 6.0  # a host without messages for so long is lost
 _MAX_HOSTS_NAMED = 8
 
 
-def run(
-    job: Job, hosts: Sequence[Host], remote: Remote, backend: Backend, restarts: Restarts
-) -> int:
-    """Run `job` on `hosts` to its end. Returns the exit code of the first rank that failed, or 0.
-
-    Rank 0 is on the first host and writes to this process's streams. The others write to files on their hosts.
-
-    Raises:
-        UsageError: the backend's program is missing, or the numbers of hosts and ranks are not valid.
-    """
-    backend.check()
+def check_hosts(hosts: Sequence[Host], restarts: Restarts) -> None:
+    """Raise a UsageError if no start is possible, even with all hosts."""
     if not choose_hosts(hosts, len(hosts), restarts):
         raise UsageError(_unfit(hosts, restarts))
-    if isinstance(backend, AllAtOnce):
-        from .head_at_once import run_at_once
-
-        return run_at_once(job, hosts, remote, backend, restarts)
-    from .head_per_host import run_per_host
-
-    assert isinstance(backend, PerHost)
-    return run_per_host(job, hosts, remote, backend, restarts)
 
 
 def _unfit(hosts: Sequence[Host], restarts: Restarts) -> str:
