@@ -1,7 +1,7 @@
 """`xds env`: versions and devices of this machine, and settings that cost speed, each with its remedy.
 
 It must work on a broken installation: a part that is missing or fails yields a line with the error. Versions of
-the system come from torch.utils.collect_env. environment_hosts.py has the command line, and compares several hosts.
+the system come from torch.utils.collect_env. environment_hosts.py has the command line, and compares hosts.
 """
 
 from __future__ import annotations
