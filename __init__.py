@@ -52,10 +52,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LOCATIONS:
-        raise AttributeError(f"module 'xds' has no attribute {name!r}")
-    return getattr(import_module(_LOCATIONS[name], __name__), name)
+if not TYPE_CHECKING:  # type checkers then refuse unknown names
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LOCATIONS:
+            raise AttributeError(f"module 'xds' has no attribute {name!r}")
+        return getattr(import_module(_LOCATIONS[name], __name__), name)
 
 
 def __dir__() -> list[str]:
