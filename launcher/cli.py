@@ -29,7 +29,7 @@ _SUBCOMMANDS = {
     "check": ".check",
     "checkpoint": ".checkpoint",
     "elastic": ".elasticity",
-    "env": ".environment.command",
+    "env": ".environment_hosts",
     "ops": ".native_ops",
     "plan": ".plan",
 }
@@ -113,17 +113,30 @@ def _run(where: Local | Hosts, *, is_dry: bool) -> int:
         code: int = import_module(".command_line.dry_run", __package__).show(where)
         return code
     if isinstance(where, Hosts):
-        from .remote import head
-        from .remote.backends import backend_named
-
-        backend = backend_named(where.launcher)
-        return head.run(where.job, where.hosts, where.remote, backend, where.restarts)
+        return _run_on_hosts(where)
     from .ranks import local
 
     # the driver's numbers: an earlier CUDA_VISIBLE_DEVICES is not considered
     if where.devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, where.devices))
     return local.run(where.job, where.rendezvous, where.restarts)
+
+
+def _run_on_hosts(where: Hosts) -> int:
+    """Rank 0 is on the first host and writes to this process's streams; others write to files."""
+    from .remote.backends import AllAtOnce, PerHost, backend_named
+    from .remote.start import check_hosts
+
+    backend = backend_named(where.launcher)
+    check_hosts(where.hosts, where.restarts)
+    if isinstance(backend, AllAtOnce):
+        from .remote.head_at_once import run_at_once
+
+        return run_at_once(where.job, where.hosts, where.remote, backend, where.restarts)
+    from .remote.head_per_host import run_per_host
+
+    assert isinstance(backend, PerHost)
+    return run_per_host(where.job, where.hosts, where.remote, backend, where.restarts)
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ OPTIONS = (
         help="in each rank `import deepspeed` is xds.deepspeed: scripts for DeepSpeed run unchanged"),
     Option("--python", _RUN, "PATH",
         "the interpreter, a path on the other machines (default: the one that runs xds)"),
-    Option("--dry-run", _RUN, help="print every command and the order of each host; start nothing"),
+    Option("--dry-run", _RUN, help="print the command lines; start nothing"),
 
     Option("--nproc-per-node", _HERE, "N",
         "ranks: a number, gpu, cpu (cores), or auto: one for each GPU, without one 2; on hosts: the first N"

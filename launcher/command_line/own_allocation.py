@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...utils.sealing import RUN_KEY, new_key
-from ..remote.backends.slurm import Slurm
+from ..remote.backends import Slurm
 from .option_table import OPTIONS
 from .options import ParsedArgs
 from .where import DEFAULT_HOSTFILE, found_hostfile, remote

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 
@@ -52,13 +53,14 @@ def interface_towards(endpoint: str) -> str:
         return ""
     if is_loopback(own):
         return _named_loopback()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == own:
-                    return name
+    return next((name for _, name in socket.if_nameindex() if ipv4(name) == own), "")
+
+
+def ipv4(interface: str) -> str:
+    """The IPv4 address of a network interface on Linux; "" if it has none."""
+    request = struct.pack("256s", os.fsencode(interface)[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
     return ""
 
 

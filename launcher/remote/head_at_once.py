@@ -20,11 +20,10 @@ from ...utils.sealing import RUN_KEY, new_key
 from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
-from .backends.base import AllAtOnce
-from .backends.orders import encode
-from .host_selection import choose_hosts
+from .backends import AllAtOnce
 from .link import Link
-from .start import Lost, final_report, make_orders, own_streams
+from .orders import encode
+from .start import Lost, choose_hosts, final_report, make_orders, own_streams
 
 _TICK_SECONDS = 0.1
 # After the first failure: time for the other hosts' ranks to end, and for their messages to arrive.

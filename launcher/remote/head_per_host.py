@@ -27,11 +27,17 @@ from ...utils.sealing import new_key
 from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
-from .backends.base import PerHost
+from .backends import PerHost
 from .frames import HEARTBEATS_PER_TIMEOUT
-from .host_selection import choose_hosts
 from .link import Link
-from .start import Lost, final_report, heartbeat_seconds, make_orders, own_streams
+from .start import (
+    Lost,
+    choose_hosts,
+    final_report,
+    heartbeat_seconds,
+    make_orders,
+    own_streams,
+)
 
 CONNECTING_AT_ONCE = 64
 _TICK_SECONDS = 0.1

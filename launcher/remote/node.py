@@ -174,7 +174,7 @@ class _Node:
 def _run_order_in_arguments(arguments: list[str], stop: Stop) -> int:
     """Run the order in the arguments. They hold the orders of all hosts; this host's is found by its index."""
     from .backends import node_index
-    from .backends.orders import decode
+    from .orders import decode
 
     has_index = arguments[2:3] == ["--index"]
     index = int(arguments[3]) if has_index else node_index(os.environ)

@@ -1,4 +1,4 @@
-"""Shared parts of head_per_host.py and head_at_once.py: the orders, the lost hosts, and the final report."""
+"""Shared parts of head_per_host.py and head_at_once.py: hosts, orders, lost hosts, the final report."""
 
 from __future__ import annotations
 
@@ -10,13 +10,60 @@ from typing import final
 
 from ...utils.errors import UsageError
 from ...utils.messages import OutputWriter
-from ..job import Host, Job, Order, Remote, Rendezvous
+from ..job import Host, Job, Order, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, Kind, first_failure, ranks_text, report
 from ..ranks.stop import Stop
 from .link import Write
 
 HEARTBEAT_SECONDS = 6.0  # a host without messages for so long is lost
 _MAX_HOSTS_NAMED = 8
+
+
+def check_hosts(hosts: Sequence[Host], restarts: Restarts) -> None:
+    """Raise a UsageError if no start is possible, even with all hosts."""
+    if not choose_hosts(hosts, len(hosts), restarts):
+        raise UsageError(_unfit(hosts, restarts))
+
+
+def _unfit(hosts: Sequence[Host], restarts: Restarts) -> str:
+    ranks = sum(len(host.slots) for host in hosts)
+    least = restarts.min_nodes or len(hosts)
+    if len(hosts) < least:
+        return f"{len(hosts)} host(s) are named, {least} are needed; name more, or lower --nnodes"
+    return (
+        f"no number of ranks up to {ranks} (all slots of {len(hosts)} hosts) is valid for the elasticity"
+        " section of the config; `xds elastic config.json` prints the valid ones"
+    )
+
+
+def choose_hosts(
+    reachable: Sequence[Host], num_all: int, restarts: Restarts
+) -> list[tuple[Host, int]]:
+    """(host, number of ranks) for the next start; empty if there are too few hosts or no valid number of ranks.
+
+    Args:
+        reachable: hosts that answer, in the order of the hostfile.
+        num_all: the number of all hosts.
+
+    The largest valid number of ranks is chosen, and assigned to the first hosts.
+
+    >>> a, b = Host("a", (0, 1)), Host("b", (0, 1))
+    >>> [(host.name, ranks) for host, ranks in choose([a, b], 2, Restarts(fits=lambda n: n == 3))]
+    [('a', 2), ('b', 1)]
+    """
+    usable = list(reachable[: restarts.max_nodes or num_all])
+    if len(usable) < (restarts.min_nodes or num_all):
+        return []
+    world_size = sum(len(host.slots) for host in usable)
+    while world_size and restarts.fits is not None and not restarts.fits(world_size):
+        world_size -= 1
+    chosen = []
+    for host in usable:
+        ranks = min(len(host.slots), world_size)
+        world_size -= ranks
+        if ranks:
+            chosen.append((host, ranks))
+    return chosen if len(chosen) >= (restarts.min_nodes or 1) else []
 
 
 def heartbeat_seconds() -> float:

@@ -33,23 +33,6 @@ def all_to_all(group: dist.ProcessGroup, flat: Tensor, out: Tensor) -> None:
     dist.all_to_all_single(out, flat, group=group)
 
 
-def reduce(group: dist.ProcessGroup, tensor: Tensor) -> None:
-    """The sum over ranks, in place on rank 0. The values on the other ranks are undefined."""
-    dist.reduce(tensor, group=group, group_dst=0)
-
-
-def gather(group: dist.ProcessGroup, flat: Tensor | None, shard: Tensor) -> None:
-    """Rank 0's `flat` is every rank's `shard`; the others have none."""
-    parts = None if flat is None else list(flat.chunk(group.size()))
-    dist.gather(shard, parts, group=group, group_dst=0)
-
-
-def scatter(group: dist.ProcessGroup, flat: Tensor | None, out: Tensor) -> None:
-    """`out` is this rank's part of rank 0's `flat`; the others have none."""
-    parts = None if flat is None else list(flat.chunk(group.size()))
-    dist.scatter(out, parts, group=group, group_src=0)
-
-
 def send_right(group: dist.ProcessGroup, tensor: Tensor, out: Tensor) -> None:
     """Send `tensor` to the next rank and receive `out` from the previous rank, both at once."""
     rank, world_size = group.rank(), group.size()

@@ -16,9 +16,16 @@ from hypothesis import strategies as st
 from launcher_stubs import calls, make_stub, with_stub
 
 from xds.launcher.job import Host, Remote
-from xds.launcher.remote.backends import BACKENDS, backend_named, node_index
-from xds.launcher.remote.backends.base import AllAtOnce, PerHost, shell_argv, shell_line
-from xds.launcher.remote.backends.slurm import Slurm
+from xds.launcher.remote.backends import (
+    BACKENDS,
+    AllAtOnce,
+    PerHost,
+    Slurm,
+    backend_named,
+    node_index,
+    shell_argv,
+    shell_line,
+)
 from xds.utils.errors import UsageError
 
 HOSTILE = (

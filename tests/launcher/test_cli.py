@@ -12,7 +12,7 @@ import xds
 from xds.launcher import cli
 from xds.launcher.job import Host, Job, Rendezvous, Restarts
 from xds.launcher.ranks import local
-from xds.launcher.remote import head
+from xds.launcher.remote import head_per_host
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def runs(monkeypatch, tmp_path):
     seen = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local, "run", lambda *told: seen.append(told) or 5)
-    monkeypatch.setattr(head, "run", lambda *told: seen.append(told) or 6)
+    monkeypatch.setattr(head_per_host, "run_per_host", lambda *told: seen.append(told) or 6)
     for name in [*os.environ]:
         if name.startswith(("PET_", "SLURM_", "XDS_", "CUDA_VISIBLE", "NNODES", "MASTER_")):
             monkeypatch.delenv(name)

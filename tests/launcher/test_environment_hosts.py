@@ -11,23 +11,18 @@ import pytest
 
 from xds.launcher import cli
 from xds.launcher.command_line.where import Hosts
-from xds.launcher.environment.compare import compare, host_names, report
-from xds.launcher.environment.hosts import _check_slots, parsed
-from xds.launcher.environment.probes.line import Line
+from xds.launcher.environment import Line
+from xds.launcher.environment_hosts import check_slots, compare, host_names, parsed, run_all
 from xds.launcher.job import Host, Job, Remote
 
-NOW = 1_000_000.0
 
-
-def host(torch="2.13.0", gpus="8", address="10.0.0.1", clock=NOW, **more):
-    lines = [
+def host(torch="2.13.0", gpus="8", address="10.0.0.1", **more):
+    return [
         Line("torch", torch),
         Line("gpus", gpus),
         Line("address of eth0", address, varies=True),
         *(Line(key, *value) for key, value in more.items()),
-        Line("clock", f"{clock:.3f}", varies=True),
     ]
-    return lines, NOW
 
 
 def differences(**hosts):
@@ -37,7 +32,7 @@ def differences(**hosts):
 def test_what_is_the_same_is_common_and_addresses_do_not_count():
     compared = compare({"h1": host(address="10.0.0.1"), "h2": host(address="10.0.0.2")})
     assert [line.key for line in compared.common] == ["torch", "gpus"]
-    assert not compared.differences and not compared.skews and compared.is_one_version()
+    assert not compared.differences and compared.is_one_version()
 
 
 def test_the_minority_is_named():
@@ -67,16 +62,8 @@ def test_a_remedy_goes_with_the_hosts_that_need_it():
 
 def test_a_remedy_for_what_varies_is_told_of_its_host():
     full = Line("disk free", "0.1 GiB", "little; set TMPDIR", varies=True)
-    compared = compare({"h1": host(), "h2": ([*host()[0], full], NOW)})
+    compared = compare({"h1": host(), "h2": [*host(), full]})
     assert compared.warnings == (("h2", full),) and not compared.differences
-
-
-@pytest.mark.parametrize("off, is_told", [(0.2, False), (-0.9, False), (1.5, True), (-30, True)])
-def test_a_clock_more_than_a_second_off_is_told(off, is_told):
-    compared = compare({"h1": host(), "h2": host(clock=NOW + off)})
-    assert list(compared.skews) == ["h2"] * is_told
-    text = "\n".join(report(compared, {}, ["h1", "h2"]))
-    assert (f"{abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} this" in text) == is_told
 
 
 def test_many_hosts_are_named_in_one_short_line():
@@ -101,9 +88,45 @@ def test_a_hostfile_that_promises_more_gpus_than_there_are_is_told():
     named_hosts = tuple(Host(name, tuple(range(8))) for name in ("few", "none", "fine", "lost"))
     asked = Hosts(Job("module", "m"), named_hosts, Remote("", "", {}), "ssh")
     answers = {"few": few, "none": none, "fine": fine}
-    _check_slots(asked, answers)
+    check_slots(asked, answers)
     (warning,) = compare(answers).warnings
     assert warning[0] == "few" and "names slot 7, but the host has 4 GPUs" in warning[1].value
+
+
+def test_answers_come_by_name_with_both_streams_and_the_code():
+    answers = run_all(
+        {
+            "a": ["sh", "-c", "echo out; echo err >&2; exit 3"],
+            "b": ["sh", "-c", "kill -9 $$"],
+            "c": ["/nowhere/ssh"],
+        },
+        20,
+    )
+    assert list(answers) == ["a", "b", "c"]
+    assert (answers["a"].code, answers["a"].output, answers["a"].errors) == (3, "out\n", "err\n")
+    assert answers["b"].code == -9
+    assert answers["c"].code is None and answers["c"].trouble.startswith("cannot start /nowhere")
+
+
+def test_what_is_out_of_time_is_killed_with_what_it_started(tmp_path):
+    script = f"echo early; sleep 60 & echo $! > {tmp_path}/pid; wait"
+    (answer,) = run_all({"slow": ["sh", "-c", script]}, 0.5).values()
+    assert answer.code is None and answer.trouble == "did not end within 0.5 s"
+    assert answer.output == "early\n"
+    assert has_gone(int((tmp_path / "pid").read_text()))
+
+
+def has_gone(pid):
+    """Killed processes stay as zombies until init takes them."""
+    for _ in range(200):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 STUB = """\
@@ -147,7 +170,7 @@ def test_alike_hosts_are_told_once(tmp_path, ssh, capsys):
     assert cli.main(words) == 0
     told = capsys.readouterr().out
     assert told.startswith("-- the same on 2 hosts: h1, h2\nxds: ")
-    assert told.count("\ntorch: ") == 1 and "-- different" not in told and "clock" not in told
+    assert told.count("\ntorch: ") == 1 and "-- different" not in told
     assert "-o Foo=bar" in (tmp_path / "asked").read_text()
 
 

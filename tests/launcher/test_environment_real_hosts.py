@@ -25,7 +25,7 @@ def test_hosts_are_asked_over_ssh_and_the_one_that_differs_is_named(hosts):
         shown = hosts.run([*XDS, "env", "--hostfile", str(file)])
     assert asked.returncode == shown.returncode == 1, asked.stderr
     told = json.loads(asked.stdout)
-    assert set(told["hosts"]) == set(hosts.names) and told["clock_skew_seconds"] == {}
+    assert set(told["hosts"]) == set(hosts.names)
     names = {line["value"] for lines in told["hosts"].values() for line in lines[:3]}
     assert names >= set(hosts.names)  # hostnames vary, and are no difference
     assert "hostname" not in told["differences"] and "xds" not in told["differences"]
@@ -53,7 +53,6 @@ def test_collectives_are_timed_between_hosts_over_their_link(hosts):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["world_size"], told["num_hosts"]) == (2, 2)
-    addresses = [hosts.address(name) for name in hosts.names]
-    assert told["link"]["what"].rpartition(" ")[2] in addresses
+    assert told["link_bytes_per_second"] > 0
     assert {row["by"] for row in told["rows"]} == {"xds", "torch"}
     hosts.wait_until_empty(10)

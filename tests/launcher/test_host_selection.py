@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xds.launcher.job import Host, Restarts
-from xds.launcher.remote.host_selection import choose_hosts
+from xds.launcher.remote.start import choose_hosts
 
 
 def hosts(*slots):

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from xds.launcher.job import Job, Order, Rendezvous
-from xds.launcher.remote.backends.orders import MAX_BYTES, decode, encode
+from xds.launcher.remote.orders import MAX_BYTES, decode, encode
 from xds.utils.errors import UsageError
 
 JOB = Job("script", "a b.py", ("$(x)", "ü\n"), num_ranks="auto")

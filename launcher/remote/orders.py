@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ....utils.errors import UsageError
-from ...job import Order
+from ...utils.errors import UsageError
+from ..job import Order
 
 MAX_BYTES = 120 * 1024  # Linux accepts 128 KiB for one argument, including quoting
 _MAX_UNPACKED_BYTES = 64 * 2**20

@@ -1,0 +1,388 @@
+"""`xds env`: versions and devices of this machine, and settings that cost speed, each with its remedy.
+
+It must work on a broken installation: a part that is missing or fails yields a line with the error. Versions of
+the system come from torch.utils.collect_env. environment_hosts.py has the command line, and compares hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+from ..utils.errors import BuildError
+from ..utils.quoting import escaped
+from ..utils.version import __version__
+
+_MIN_TORCH = (2, 11)
+VECTOR_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
+_MIN_SHM_BYTES = (
+    1 << 30
+)  # a container's default of 64 MiB is too small for one batch of a data loader
+_MIN_OPEN_FILES = 4096
+_SLOW_MBIT = 1000
+_PROGRAM_SECONDS = 10.0
+_PREFIXES = (
+    "NCCL_",
+    "GLOO_",
+    "XDS_",
+    "OMP_",
+    "TORCH_",
+    "TORCHDYNAMO_",
+    "PYTORCH_",
+    "CUDA_",
+    "NVIDIA_TF32_",
+)
+# variables that the launcher sets for its own ranks, and those that may hold a secret
+_NOT_SHOWN = re.compile(r"XDS_RUN_FOLDER|XDS_GRACE_FILE|.*(TOKEN|SECRET|PASSW|KEY|CREDENTIAL).*")
+_ON, _OFF = r"1|true|yes|on|y", r"0|false|no|off|n"
+# variables, set for debugging and left, whose value costs speed: a pattern of the values, and what they do
+_SLOW_VARIABLES = {
+    "CUDA_LAUNCH_BLOCKING": (_ON, "the host waits for each kernel; unset it after debugging"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": (
+        "1",
+        "messages wait for kernels; unset it unless a library needs it",
+    ),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (".+", "each tensor waits for cudaMalloc; unset it"),
+    "NVIDIA_TF32_OVERRIDE": (_OFF, "fp32 products never use TF32; unset it"),
+    "TORCH_COMPILE_DISABLE": (_ON, "nothing is compiled, whatever the config says; unset it"),
+    "TORCH_DISTRIBUTED_DEBUG": (
+        "detail",
+        "each collective is compared over all ranks first; unset it",
+    ),
+    "TORCH_NCCL_BLOCKING_WAIT": (_ON, "the host waits for each collective; unset it"),
+    "NCCL_P2P_DISABLE": (r"[1-9]\d*", "no NVLink or PCIe between GPUs, but host memory; unset it"),
+    "NCCL_IB_DISABLE": (r"[1-9]\d*", "sockets instead of InfiniBand or RoCE; unset it"),
+    "NCCL_DEBUG": ("trace", "writes a line for each call; use WARN or INFO"),
+}
+
+
+@final
+@dataclass(frozen=True)
+class Line:
+    """A value of this machine; `remedy` describes what to do if it is bad.
+
+    varies: the value differs even between equal machines (a name, an address).
+    """
+
+    key: str
+    value: str
+    remedy: str = ""
+    varies: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.key}: {self.value}" + (f"  -> {self.remedy}" if self.remedy else "")
+        return escaped(text)
+
+
+def show(*, as_one_line: bool) -> int:
+    """Print the lines, or one line of JSON. Always returns 0: a bad value is not an error."""
+    if as_one_line:
+        print(json.dumps([asdict(line) for line in lines()]), flush=True)
+        return 0
+    for line in lines():
+        print(line, flush=True)
+    return 0
+
+
+def lines() -> Iterator[Line]:
+    """Every line, in the order in which it is printed."""
+    for probe in PROBES:
+        try:
+            yield from probe()
+        except Exception as error:  # report the error as the value
+            key = probe.__name__.replace("_", " ")
+            yield Line(key, f"unknown, {type(error).__name__}: {error}")
+
+
+# -- versions and devices ---------------------------------------------------------------------------------
+
+
+def xds_and_python() -> Iterator[Line]:
+    """The versions of xds and Python, and where they are."""
+    yield Line("xds", __version__)
+    yield Line("hostname", platform.node() or "unknown", varies=True)
+    yield Line("xds folder", str(Path(__file__).resolve().parents[1]))
+    yield Line("python", platform.python_version())
+    yield Line("interpreter", sys.executable)
+
+
+def torch_and_backends() -> Iterator[Line]:
+    """torch, what it is built for, and its communication backends."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:  # a broken install raises OSError and others
+        yield Line("torch", f"cannot be imported, {type(error).__name__}: {error}", "install torch")
+        return
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    yield Line(
+        "torch", torch.__version__, "too old; xds needs 2.11 or later" * (version < _MIN_TORCH)
+    )
+    yield Line("torch built for", f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU")
+    backends = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    found = ", ".join(
+        f"{name} {'yes' if is_there else 'no'}" for name, is_there in backends.items()
+    )
+    needs_nccl = torch.cuda.is_available() and not backends["nccl"]
+    yield Line("backends", found, "GPUs without nccl: install a CUDA build of torch" * needs_nccl)
+    if backends["nccl"]:
+        nccl: Any = torch.cuda.nccl  # not annotated
+        yield Line("nccl", ".".join(map(str, nccl.version())))
+
+
+def system() -> Iterator[Line]:
+    """The system, compiler, driver and CPU, as torch.utils.collect_env finds them."""
+    from torch.utils import collect_env as torchs
+
+    collect_env: Any = torchs  # not annotated
+    yield Line("system", f"{collect_env.get_os(collect_env.run)}, Linux {platform.release()}")
+    gcc = collect_env.get_gcc_version(collect_env.run)
+    remedy = "install g++; without it native ops fall back to torch, which is slower"
+    yield Line("gcc", gcc or "missing", "" if gcc else remedy)
+    driver = collect_env.get_nvidia_driver_version(collect_env.run)
+    if driver:
+        yield Line("driver", driver)
+    yield from cpu()
+    yield Line("cores", f"{_cores()} usable of {os.cpu_count()}")
+    memory = re.search(r"MemTotal:\s+(\d+) kB", _text(Path("/proc/meminfo")))
+    yield Line("memory", _gib(int(memory[1]) * 1024) if memory else "unknown")
+
+
+def cpu() -> Iterator[Line]:
+    """The CPU's name, and the vector extensions that the kernels use."""
+    try:
+        import cpuinfo
+
+        info = dict(cpuinfo.get_cpu_info())
+    except Exception:  # not installed, or an architecture that it does not know
+        info = {}
+    flags = info.get("flags", ())
+    vectors = [name for name in VECTOR_FLAGS if name in flags]
+    yield Line("cpu", str(info.get("brand_raw") or platform.machine()))
+    yield Line("cpu vectors", ", ".join(vectors) or "none known")
+
+
+def gpus() -> Iterator[Line]:
+    """The GPUs that torch sees, their links, and whether this torch has kernels for them."""
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    is_unused = num_gpus == 0 and shutil.which("nvidia-smi") is not None
+    remedy = "a driver, but no GPU for torch: check CUDA_VISIBLE_DEVICES, or install a CUDA build"
+    yield Line("gpus", str(num_gpus), remedy * is_unused)
+    built = torch.cuda.get_arch_list() if num_gpus else []
+    for index in range(num_gpus):
+        card = torch.cuda.get_device_properties(index)
+        value = f"{card.name}, {_gib(card.total_memory)}, sm_{card.major}{card.minor}"
+        is_foreign = bool(built) and not _has_kernels(card.major, card.minor, built)
+        yield Line(f"gpu {index}", value, "install a torch that is built for it" * is_foreign)
+    if num_gpus and torch.cuda.get_device_capability()[0] >= 8:
+        precision = torch.get_float32_matmul_precision()
+        remedy = (
+            'for fp32 training call torch.set_float32_matmul_precision("high"), which uses TF32'
+        )
+        yield Line("fp32 products", precision, remedy * (precision == "highest"))
+    if num_gpus:
+        yield from links(_output("nvidia-smi", "topo", "-m"))
+        fields = "index,power.limit,power.default_limit,pcie.link.width.current,pcie.link.width.max"
+        yield from cards(
+            _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+        )
+
+
+def _has_kernels(major: int, minor: int, built: Sequence[str]) -> bool:
+    """A card runs kernels of its major version up to its minor version, and compiles PTX of older ones."""
+    for name in built:
+        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name)
+        if found and (int(found[2]), int(found[3])) <= (major, minor):
+            if found[1] == "compute" or int(found[2]) == major:
+                return True
+    return False
+
+
+def links(matrix: str) -> Iterator[Line]:
+    """A line for each GPU of nvidia-smi's matrix: NV18 is 18 NVLinks, PIX one switch, SYS between sockets."""
+    # nvidia-smi underlines its heading with escape sequences, also when it writes to a pipe
+    plain = re.sub(r"\x1b\[[\d;]*m", "", matrix)
+    rows = [row.split() for row in plain.splitlines() if row.strip()]
+    columns = (
+        [word for word in rows[0] if re.fullmatch(r"(GPU|NIC)\d+|mlx\w+", word)] if rows else []
+    )
+    for row in rows[1:]:
+        if re.fullmatch(r"GPU\d+", row[0]):
+            ends = zip(columns, row[1:], strict=False)
+            found = [f"{other} {link}" for other, link in ends if other != row[0]]
+            yield Line(f"links of gpu {row[0][3:]}", ", ".join(found) or "none")
+
+
+def cards(table: str) -> Iterator[Line]:
+    """The power limit and the PCIe lanes of each GPU; a value that the card does not have has no line."""
+    for row in table.splitlines():
+        cells = [cell.strip() for cell in row.split(",")]
+        if len(cells) != 5 or not cells[0].isdecimal():
+            continue
+        index, limit, usual, lanes, most = cells
+        with_watts = re.fullmatch(r"[\d.]+", limit) and re.fullmatch(r"[\d.]+", usual)
+        if with_watts:
+            remedy = f"below the card's {usual} W; `nvidia-smi -i {index} -pl {float(usual):.0f}`"
+            yield Line(
+                f"gpu {index} power limit", f"{limit} W", remedy * (float(limit) < float(usual))
+            )
+        if lanes.isdecimal() and most.isdecimal():
+            remedy = f"the card has {most}; check the slot, the riser and the BIOS"
+            yield Line(f"gpu {index} PCIe lanes", lanes, remedy * (int(lanes) < int(most)))
+
+
+# -- settings ---------------------------------------------------------------------------------------------
+
+
+def network() -> Iterator[Line]:
+    """Each interface that is up. gloo, and NCCL over sockets, use one of them."""
+    from .ranks.network import ipv4
+
+    for path in sorted(Path("/sys/class/net").iterdir()):
+        if path.name == "lo" or _text(path / "operstate").strip() not in ("up", "unknown"):
+            continue
+        megabits = _text(path / "speed").strip()
+        is_known = megabits.isdecimal() and int(megabits) > 0
+        speed = f"{int(megabits) / 1000:g} Gbit/s" if is_known else "speed not reported"
+        remedy = "slow; set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to a faster one"
+        yield Line(
+            f"network {path.name}", speed, remedy * (is_known and int(megabits) < _SLOW_MBIT)
+        )
+        yield Line(f"address of {path.name}", ipv4(path.name) or "no IPv4", varies=True)
+    adapters = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
+    for port in adapters:
+        state = _text(port / "state").partition(":")[2].strip() or "state unknown"
+        remedy = "the port is not active; check the cable and `ibstat`" * (state != "ACTIVE")
+        rate = _text(port / "rate").strip()
+        yield Line(f"infiniband {port.parent.parent.name}:{port.name}", f"{state}, {rate}", remedy)
+
+
+def own_name() -> Iterator[Line]:
+    """The addresses of this machine's own name. Without GLOO_SOCKET_IFNAME gloo publishes that address."""
+    try:
+        found = sorted({str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None)})
+    except OSError as error:
+        remedy = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        yield Line("own name resolves to", f"nothing, {error}", remedy, varies=True)
+        return
+    yield Line("own name resolves to", ", ".join(found), varies=True)
+
+
+def limits() -> Iterator[Line]:
+    """Shared memory for data loaders and NCCL, and the number of open files."""
+    total = shutil.disk_usage("/dev/shm").total
+    remedy = "small; start the container with --shm-size=8g, or --ipc=host"
+    yield Line("/dev/shm", _gib(total), remedy * (total < _MIN_SHM_BYTES))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_low = soft != resource.RLIM_INFINITY and soft < _MIN_OPEN_FILES
+    more = hard if hard != resource.RLIM_INFINITY else 65536
+    shown = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    yield Line(
+        "open files", f"{shown} (ulimit -n)", f"low for data loaders; `ulimit -n {more}`" * is_low
+    )
+
+
+def shared_memory() -> Iterator[Line]:
+    """Whether CPU ranks of this machine can read each other's memory. Nothing is built for it."""
+    from ..ops.build import build
+    from ..ops.comm.memory.segment import NoSegment, segment
+    from ..ops.libraries import LIBRARIES
+
+    why_not, remedy = "", ""
+    try:
+        if build.find(LIBRARIES["memory"]) is None:
+            yield Line("shared memory", "the native library is not built yet, but on first use")
+            return
+        segment()
+    except BuildError as error:
+        why_not, remedy = (
+            f"the native library is missing: {error.what}",
+            "see `xds ops build memory`",
+        )
+    except NoSegment as error:
+        why_not, remedy = str(error), "see docs/troubleshooting.md, A slow network"
+    value = (
+        f"CPU ranks send messages through gloo: {why_not}"
+        if why_not
+        else "CPU ranks read each other's memory"
+    )
+    yield Line("shared memory", value, remedy)
+
+
+def variables() -> Iterator[Line]:
+    """The environment variables that NCCL, gloo, xds, CUDA, OpenMP and torch read."""
+    for key, value in sorted(os.environ.items()):
+        if key.startswith(_PREFIXES) and not _NOT_SHOWN.fullmatch(key):
+            yield Line(f"${key}", value, slow_variable(key, value.strip()))
+
+
+def slow_variable(key: str, value: str) -> str:
+    """What to do about a variable that costs speed; "" if it costs nothing."""
+    pattern, remedy = _SLOW_VARIABLES.get(key, ("", ""))
+    if pattern and re.fullmatch(pattern, value, re.IGNORECASE):
+        return remedy
+    cores = _cores()
+    if key == "OMP_NUM_THREADS" and value.isdecimal() and int(value) > cores:
+        return f"more threads than the {cores} cores; unset it, and xds sets it to cores / ranks"
+    if key == "CUDA_VISIBLE_DEVICES" and value in ("", "-1"):
+        return "hides every GPU; unset it to use them"
+    return ""
+
+
+PROBES: tuple[Callable[[], Iterator[Line]], ...] = (
+    *(xds_and_python, torch_and_backends, system, gpus, network, own_name, limits, shared_memory),
+    variables,
+)
+
+
+# -- helpers ----------------------------------------------------------------------------------------------
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # reading the speed of a link that is down fails
+        return ""
+
+
+def _output(*command: str) -> str:
+    """The standard output of a program; empty if the program is missing, fails or hangs."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PROGRAM_SECONDS,
+            stdin=subprocess.DEVNULL,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
