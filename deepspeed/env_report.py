@@ -29,12 +29,11 @@ def _line(name: str, value: object) -> None:
 
 def op_report(verbose: bool = True) -> None:
     """Print each op of DeepSpeed, and whether xds has it. xds builds its own ops on first use."""
-    from .ops.op_builder.all_ops import ALL_OPS
-    from .ops.op_builder.builder import probe_is_compatible
+    from .ops.op_builder.builder import ALL_OPS
 
     print("DeepSpeed C++/CUDA extension op report")
     for name, builder in ALL_OPS.items():
-        works = probe_is_compatible(builder)
+        works = builder.is_compatible()
         _line(name, OKAY if works else f"{YELLOW}[NO]{END}")
         if verbose and not works:
             print(f"  {builder.__doc__}")

@@ -14,7 +14,7 @@ git_branch = "unknown"
 
 def __getattr__(name: str) -> Any:
     if name == "installed_ops":  # none of DeepSpeed's libraries is installed
-        from .ops.op_builder.all_ops import ALL_OPS
+        from .ops.op_builder.builder import ALL_OPS
 
         return dict.fromkeys(ALL_OPS, False)
     if name == "accelerator_name":

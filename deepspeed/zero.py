@@ -20,8 +20,6 @@ from .runtime.zero.partition_parameters import (
 from .runtime.zero.partition_parameters import (
     unregister_external_parameter as unregister_external_parameter,
 )
-from .runtime.zero.tiling import TiledLinear as TiledLinear
-from .runtime.zero.tiling import TiledLinearReturnBias as TiledLinearReturnBias
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..missing import placeholder
-from ..utils.pin_memory import get_active_native_pinned_memory
 
 
 class DeepSpeedAccelerator(ABC):
@@ -100,15 +99,10 @@ class DeepSpeedAccelerator(ABC):
     ) -> Tensor:
         """The tensor in page-locked memory where the device reads that faster; else the tensor itself.
 
-        With DS_PIN_MEMORY_BACKEND=native it is page-locked on every device.
-
         Args:
             make_copy: with the same values; else a tensor whose values are not set.
             match_shape: False: [n] instead of the tensor's shape, where there is no copy.
         """
-        pins = get_active_native_pinned_memory()
-        if pins is not None:
-            return pins.pin(tensor, make_copy, match_shape)
         if make_copy:
             return self._torch_pin_memory(tensor)
         shape = tuple(tensor.shape) if match_shape else (tensor.numel(),)
@@ -120,38 +114,8 @@ class DeepSpeedAccelerator(ABC):
     def _torch_empty_pinned(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         return tensor.new_empty(tuple(shape))
 
-    def pin_empty(self, *size: Any, dtype: torch.dtype, device: Any = "cpu") -> Tensor:
-        """A tensor in host memory as `pin_memory` makes it; the values are not set.
-
-        Raises:
-            ValueError: device is not the CPU.
-        """
-        shape = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-        if torch.device(device).type != "cpu":
-            raise ValueError(
-                f"pin_empty(device={device!r}): it makes host memory; leave device out"
-            )
-        return self._pin_uninitialized(torch.empty(0, dtype=dtype), shape)
-
-    def pin_empty_like(
-        self, tensor: Tensor, device: Any = "cpu", dtype: torch.dtype | None = None
-    ) -> Tensor:
-        return self.pin_empty(tuple(tensor.shape), dtype=dtype or tensor.dtype, device=device)
-
-    def _pin_uninitialized(self, template: Tensor, shape: Sequence[int]) -> Tensor:
-        pins = get_active_native_pinned_memory()
-        if pins is not None:
-            return pins.pin_empty(template, shape)
-        return self._torch_empty_pinned(template, shape)
-
     def is_pinned(self, tensor: Tensor) -> bool:
-        pins = get_active_native_pinned_memory()
-        return (pins is not None and pins.is_pinned(tensor)) or tensor.is_pinned()
-
-    def unpin_memory(self, tensor: Tensor) -> bool | None:
-        """Unlock a tensor of `DS_PIN_MEMORY_BACKEND=native`. None: torch unpins with the last use."""
-        pins = get_active_native_pinned_memory()
-        return None if pins is None else pins.unpin(tensor)
+        return tensor.is_pinned()
 
     def random(self) -> Any:
         return torch.random
@@ -180,23 +144,6 @@ class DeepSpeedAccelerator(ABC):
 
     def replay_graph(self, graph: Any) -> None:
         return
-
-    def op_builder_dir(self) -> str:
-        return "deepspeed.ops.op_builder"
-
-    def get_op_builder(self, class_name: str) -> Any:
-        """The builder class of that name; a class that never works where there is none."""
-        from ..ops.op_builder.builders import BUILDERS
-
-        return BUILDERS.get(class_name, BUILDERS["NotImplementedBuilder"])
-
-    def create_op_builder(self, class_name: str) -> Any:
-        return self.get_op_builder(class_name)()
-
-    def build_extension(self) -> Any:
-        from torch.utils.cpp_extension import BuildExtension
-
-        return BuildExtension
 
     def export_envs(self) -> list[str]:
         """Beginnings of variables that a launcher copies to other machines."""

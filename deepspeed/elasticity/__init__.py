@@ -7,7 +7,6 @@ from typing import Any
 
 _SOURCES = {
     "compute_elastic_config": ".elasticity",
-    "DSElasticAgent": ".elastic_agent",
     "ELASTICITY": ".constants",
     "elasticity_enabled": ".elasticity",
     "ElasticityConfig": ".config",
@@ -19,7 +18,7 @@ _SOURCES = {
     "ensure_immutable_elastic_config": ".elasticity",
     "IGNORE_NON_ELASTIC_BATCH_INFO": ".constants",
 }
-_MODULES = ("config", "constants", "elastic_agent", "elasticity", "utils")
+_MODULES = ("config", "constants", "elasticity")
 
 __all__ = sorted(_SOURCES)
 
@@ -29,7 +28,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     if name in _SOURCES:
         return getattr(import_module(_SOURCES[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ..missing import placeholder
+
+    return placeholder(__name__, name)
 
 
 def __dir__() -> list[str]:

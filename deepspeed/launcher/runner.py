@@ -14,20 +14,10 @@ from ...utils.trust import is_found
 from ..accelerator import get_accelerator
 from ..errors import raises_theirs
 from ..missing import placeholder
-from . import constants
 from .arguments import HOSTFILE as DLTS_HOSTFILE
 from .arguments import parse_args
 from .command import run_command
 from .constants import PDSH_MAX_FAN_OUT
-from .multinode_runner import (
-    IMPIRunner,
-    MPICHRunner,
-    MultiNodeRunner,
-    MVAPICHRunner,
-    OpenMPIRunner,
-    PDSHRunner,
-    SlurmRunner,
-)
 from .on_path import put_command_on_path
 from .resources import (
     apply_num_nodes_and_gpus,
@@ -44,14 +34,6 @@ from .resources import parse_hostfile as _parse_hostfile
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
-LAUNCHER_CLASSES: dict[str, type[MultiNodeRunner]] = {
-    constants.PDSH_LAUNCHER: PDSHRunner,
-    constants.OPENMPI_LAUNCHER: OpenMPIRunner,
-    constants.MPICH_LAUNCHER: MPICHRunner,
-    constants.IMPI_LAUNCHER: IMPIRunner,
-    constants.MVAPICH_LAUNCHER: MVAPICHRunner,
-    constants.SLURM_LAUNCHER: SlurmRunner,
-}
 
 
 @raises_theirs
@@ -74,11 +56,6 @@ def main(args: Sequence[str] | None = None) -> None:
     _check(options, pool)
     if not pool:
         pool = {"localhost": get_accelerator().device_count()}
-    active = parse_inclusion_exclusion(pool, options.include, options.exclude)
-    active = apply_num_nodes_and_gpus(active, options.num_nodes, options.num_gpus)
-    chosen = LAUNCHER_CLASSES.get(options.launcher.lower())
-    if chosen is not None:
-        chosen.validate_active_resources(active)
     code = run_command(words)
     if code:
         sys.exit(code)

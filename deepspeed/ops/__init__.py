@@ -10,10 +10,9 @@ _MODULES = ("adagrad", "adam", "lamb", "lion", "op_builder")
 
 def _compatible_ops() -> dict[str, bool]:
     """Whether each op of DeepSpeed works on this machine, by the op's name. Scripts may change the dict."""
-    from .op_builder.all_ops import ALL_OPS
-    from .op_builder.builder import probe_is_compatible
+    from .op_builder.builder import compatible_ops
 
-    return {name: probe_is_compatible(builder) for name, builder in ALL_OPS.items()}
+    return compatible_ops()
 
 
 def __getattr__(name: str) -> Any:

@@ -30,7 +30,6 @@ PATHS: dict[str, str] = {
     "is_sanity_checks_enabled": "zero_config.enable_sanity_checks",
     "optimizer_legacy_fusion": "optimizer_legacy_fusion",
     "torch_autocast_dtype": "torch_autocast_dtype",
-    "zenflow_config": "zero_config.zenflow",
     "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
     "zero_hpz_partition_size": "zero_config.zero_hpz_partition_size",
     "zero_multi_rank_bucket_allreduce": "zero_config.use_multi_rank_bucket_allreduce",

@@ -14,7 +14,6 @@ from ...utils.errors import UsageError
 from ..comm import get_world_group
 from ..missing import placeholder
 from ..runtime.pipe.grid import PipelineParallelGrid
-from .expert_groups import NAMES as EXPERT_NAMES
 
 
 @final
@@ -135,6 +134,4 @@ def _clone_world_group() -> dist.ProcessGroup:
 
 
 def __getattr__(name: str) -> Any:
-    if name in EXPERT_NAMES:
-        return EXPERT_NAMES[name]
     return placeholder(__name__, name)

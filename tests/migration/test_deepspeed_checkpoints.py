@@ -19,8 +19,6 @@ from torch import Tensor, nn
 import xds
 import xds.deepspeed as deepspeed
 from xds.deepspeed.checkpoint import ds_to_universal
-from xds.deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor, model_3d_desc
-from xds.deepspeed.checkpoint.reshape_utils import merge_state
 from xds.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from xds.deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from xds.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -236,26 +234,6 @@ def test_copies_for_torch_save_keep_one_tensor_for_two_names() -> None:
     assert found["a"].untyped_storage().nbytes() == 8 and found["c"] == ("x", 1)
     twice = clone_tensors_for_torch_save([flat, flat])
     assert twice[0] is twice[1] and twice[0] is not flat
-
-
-def test_degrees_of_deepspeeds_files(tmp_path: Path) -> None:
-    for rank in range(4):
-        torch.save({}, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
-        for data in range(3):
-            torch.save({}, tmp_path / f"zero_pp_rank_{data}_mp_rank_{rank:02d}_optim_states.pt")
-    assert get_model_3d_descriptor(str(tmp_path)) == model_3d_desc(1, 4, 3)
-    made = model_3d_desc(2, 2, 2).reshape(model_3d_desc(1, 2, 1))
-    assert made[0].get_data(0, 0) == [0, 4, 2, 6] and made[0].get_data(0, 1) == [1, 5, 3, 7]
-    with pytest.raises(AssertionError, match="Expansion reshape not supported - DP"):
-        model_3d_desc(1, 1, 1).reshape(model_3d_desc(1, 1, 2))
-
-
-def test_states_are_merged_by_names() -> None:
-    one, two = {"step": torch.tensor(1.0), "m": torch.ones(2)}, {"m": torch.zeros(1), "own": 4}
-    merged = merge_state(one, two)
-    assert list(merged) == ["step", "m", "own"] and merged["m"].tolist() == [1, 1, 0]
-    with pytest.raises(ValueError, match=r"different lengths.*at a\.b"):
-        merge_state({"a": {"b": [1, 2]}}, {"a": {"b": [1]}})
 
 
 def test_groups_of_a_model_without_experts() -> None:

@@ -112,7 +112,7 @@ PLACES = [
         f"runtime.sequence_parallel.ulysses_sp.{name}"
         for name in ("SequenceTiledCompute", "sequence_tiled_compute")
     ),
-    *("runtime.pipe.topology.PipeModelDataParallelTopology", "runtime.pipe.schedule.TrainSchedule"),
+    *("runtime.pipe.topology.PipeModelDataParallelTopology", "runtime.pipe.schedule.ForwardPass"),
     "sequence.layer.DistributedAttention",
 ]
 STAND_INS = [

@@ -22,7 +22,6 @@ from xds.deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
 )
-from xds.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 from xds.deepspeed.runtime.zero.utils import apply_to_tensors_only
 
 NUMEL = 15  # of the weight; two ranks have 8 elements each, one of them padding
@@ -277,41 +276,6 @@ def test_a_wrapped_constructor_casts_floats_alone() -> None:
 
 
 # -- tiles ------------------------------------------------------------------------------------------------
-
-
-class Skipping(nn.Linear):
-    """Returns its bias instead of adding it."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return x @ self.weight.t(), self.bias
-
-
-@pytest.mark.parametrize(("ins", "outs"), [(1, 1), (2, 3), (5, 7)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_tiles_compute_what_the_whole_layer_does(ins: int, outs: int, bias: bool) -> None:
-    whole = nn.Linear(5, 7, bias=bias).double()
-    options: dict[str, Any] = {"bias": bias, "in_splits": ins, "out_splits": outs}
-    tiles = TiledLinear(5, 7, init_linear=whole, dtype=torch.float64, **options)
-    x = torch.randn(4, 5, dtype=torch.float64)
-    torch.testing.assert_close(tiles(x), whole(x))
-    tiles(x).square().sum().backward()
-    whole(x).square().sum().backward()
-    for row, (top, bottom) in enumerate(zip(tiles.out_parts, tiles.out_parts[1:], strict=False)):
-        for at, (left, right) in enumerate(zip(tiles.in_parts, tiles.in_parts[1:], strict=False)):
-            expected = whole.weight.grad[top:bottom, left:right]  # type: ignore[index]
-            torch.testing.assert_close(tiles.linears[row][at].weight.grad, expected)
-    given = copy.deepcopy(whole)
-    skipping = TiledLinearReturnBias(
-        5, 7, linear_cls=Skipping, init_linear=given, dtype=torch.float64, **options
-    )
-    output, kept = skipping(x)
-    torch.testing.assert_close(output if kept is None else output + kept, whole(x))
-
-
-@pytest.mark.parametrize("splits", [0, 6])
-def test_as_many_tiles_as_elements_at_most(splits: int) -> None:
-    with pytest.raises(RuntimeError, match="in_splits"):
-        TiledLinear(5, 5, in_splits=splits)
 
 
 # -- leaves -----------------------------------------------------------------------------------------------

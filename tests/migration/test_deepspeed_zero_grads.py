@@ -161,7 +161,6 @@ def test_clipping_needs_the_norm_that_a_config_leaves_out() -> None:
             {"compute_grad_norm": False, "offload_optimizer": {"device": "cpu"}},
             "optimizer offload",
         ),
-        ({}, {"compute_grad_norm": False, "zenflow": {}}, "ZenFlow"),
         ({}, {"allgather_bucket_size": 1001}, "must be a multiple of nccl_start_alignment_factor"),
         (
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},

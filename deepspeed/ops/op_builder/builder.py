@@ -1,33 +1,44 @@
-"""`OpBuilder`: DeepSpeed's way to ask for a native op. xds builds its own ops on first use."""
+"""`deepspeed.ops.op_builder`: whether an op of DeepSpeed has a counterpart here."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ....ops.build import build_cache
-from ....ops.build.compilers import architectures, find_nvcc, release
-from ....utils.errors import BuildError, UsageError
+import torch
+
+from ....utils.errors import UsageError
 from ...errors import raises_theirs
 from ...missing import placeholder
 
-
-class MissingCUDAException(Exception):
-    """No CUDA compiler is found."""
-
-
-class CUDAMismatchException(Exception):
-    """torch is built with another CUDA than that of the compiler."""
+# class -> the name of the op, for those whose optimizer or function xds has
+_THERE = {
+    "CPUAdagradBuilder": "cpu_adagrad",
+    "CPUAdamBuilder": "cpu_adam",
+    "CPULionBuilder": "cpu_lion",
+    "FusedAdamBuilder": "fused_adam",
+    "FusedLambBuilder": "fused_lamb",
+    "FusedLionBuilder": "fused_lion",
+    "UtilsBuilder": "utils",
+}
+_ABSENT = {
+    "AsyncIOBuilder": "async_io",
+    "EvoformerAttnBuilder": "evoformer_attn",
+    "FPQuantizerBuilder": "fp_quantizer",
+    "GDSBuilder": "gds",
+    "InferenceBuilder": "transformer_inference",
+    "QuantizerBuilder": "quantizer",
+    "RandomLTDBuilder": "random_ltd",
+    "SparseAttnBuilder": "sparse_attn",
+    "SpatialInferenceBuilder": "spatial_inference",
+    "StochasticTransformerBuilder": "stochastic_transformer",
+    "TransformerBuilder": "transformer",
+}
 
 
 class OpBuilder:
-    """One op of DeepSpeed by name.
-
-    NAME: its key in `ALL_OPS` and `__compatible_ops__`. BUILD_VAR: DeepSpeed's variable, without effect here.
-    """
+    """One op of DeepSpeed by name. NAME: its key in `ALL_OPS` and `__compatible_ops__`."""
 
     NAME = ""
-    BUILD_VAR = ""
-    needs = "xds has no such op"  # why `load` cannot give it
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.NAME
@@ -36,71 +47,44 @@ class OpBuilder:
         return f"deepspeed.ops.{self.name}"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether `load` gives the op on this machine."""
-        return False
+        """Whether xds has the optimizer or function of this op."""
+        return type(self).__name__ in _THERE
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        return torch.version.hip is not None
 
     @raises_theirs
     def load(self, verbose: bool = False) -> Any:
-        """The op, as an object with DeepSpeed's functions.
-
+        """
         Raises:
-            UsageError: xds has no such op.
+            UsageError: in any case.
         """
         raise UsageError(
-            f"{type(self).__name__}.load(): the op {self.name!r} is not covered: {self.needs}"
+            f"{type(self).__name__}.load(): the op {self.name!r} is not covered: xds builds its own "
+            "ops, on first use; use the optimizer, such as deepspeed.ops.adam.DeepSpeedCPUAdam"
         )
 
-    def builder(self) -> Any:
-        """DeepSpeed's extension for setup.py. Raises as `load`: xds builds its ops itself."""
-        return OpBuilder.load(self)
-
-    jit_load = load
+    jit_load = builder = load
 
 
 class CUDAOpBuilder(OpBuilder):
     """The base of the ops that DeepSpeed has for GPUs only."""
 
 
-def probe_is_compatible(builder: OpBuilder, verbose: bool = False) -> bool:
-    """`builder.is_compatible()`, and False where that fails."""
-    try:
-        return builder.is_compatible(verbose)
-    except Exception:  # noqa: BLE001 (a foreign builder)
-        return False
+def _class(title: str, name: str) -> type[OpBuilder]:
+    inside = {"NAME": name, "__module__": __name__, "__doc__": f"Of the op {name!r}."}
+    return type(title, (OpBuilder,), inside)
 
 
-def installed_cuda_version(name: str = "") -> tuple[int, int]:
-    """(major, minor) of the CUDA compiler.
-
-    Raises:
-        MissingCUDAException: there is none.
-    """
-    try:
-        major, minor = release(find_nvcc(build_cache.default_folder()))
-    except BuildError as error:
-        raise MissingCUDAException(f"{name or 'op'}: {error}") from None
-    return major, minor
+BUILDERS = {title: _class(title, name) for title, name in (_THERE | _ABSENT).items()}
+ALL_OPS: dict[str, OpBuilder] = {builder.NAME: builder() for builder in BUILDERS.values()}
 
 
-def get_default_compute_capabilities() -> str:
-    """The GPU architectures that native ops are built for, such as "8.0;9.0"; "" without a CUDA compiler."""
-    try:
-        archs = architectures(find_nvcc(build_cache.default_folder()))
-    except BuildError:
-        return ""
-    return ";".join(f"{arch[:-1]}.{arch[-1]}" for arch in archs)
+def compatible_ops() -> dict[str, bool]:
+    """Whether each op of DeepSpeed has a counterpart here, by the op's name."""
+    return {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
 
 
 def __getattr__(name: str) -> Any:
-    return placeholder(__name__, name)
-
-
-__all__ = [
-    "CUDAMismatchException",
-    "CUDAOpBuilder",
-    "MissingCUDAException",
-    "OpBuilder",
-    "get_default_compute_capabilities",
-    "installed_cuda_version",
-    "probe_is_compatible",
-]
+    return BUILDERS[name] if name in BUILDERS else placeholder(__name__, name)

@@ -14,7 +14,6 @@ from ....utils.schema.section import Section
 from ....zero.config import ZeroConfig
 from ...errors import in_their_form
 from ...missing import placeholder
-from ..zenflow.zenflow_config import ZenFlowConfig
 from .config_view import ConfigView
 from .leaf_module_config import DeepSpeedZeroLeafModuleConfig as DeepSpeedZeroLeafModuleConfig
 from .offload_config import (
@@ -45,7 +44,6 @@ class DeepSpeedZeroConfig(ConfigView):
 
     section: ClassVar[type[Section]] = ZeroConfig
     path: ClassVar[str] = ZERO_OPTIMIZATION
-    unread: ClassVar[tuple[str, ...]] = ("zenflow",)
 
     stage: ZeroStageEnum = ZeroStageEnum.disabled
     contiguous_gradients: bool = True
@@ -60,7 +58,6 @@ class DeepSpeedZeroConfig(ConfigView):
     elastic_checkpoint: bool = False
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
-    zenflow: ZenFlowConfig | None = None
     sub_group_size: int = 1_000_000_000
     cpu_offload_param: bool | None = None
     cpu_offload_use_pin_memory: bool | None = None

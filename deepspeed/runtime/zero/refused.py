@@ -79,8 +79,6 @@ def _refusals(config: Mapping[str, Any], optimizer: Any) -> Iterator[str]:
         return
     if offloads:
         yield f"{_NORM}: in DeepSpeed it does not support optimizer offload; remove the key"
-    if zero.get("zenflow") is not None:
-        yield f"{_NORM}: in DeepSpeed it does not support ZenFlow; remove the key"
     in_fp32 = _section(config, "data_types").get("grad_accum_dtype") == "fp32"
     if stage == 1 and in_fp32 and _section(config, "bf16").get("enabled") is True:
         yield (
