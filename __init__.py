@@ -5,6 +5,7 @@ Names are loaded on first use, so that `xds check` and `xds --help` never pay fo
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from . import zero as zero
 from .utils.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
     from .engine.checkpoint.io.folders import newest_checkpoint as newest_checkpoint
     from .engine.checkpoint.io.reader import get_fp32_state_dict as get_fp32_state_dict
     from .engine.config.config import Config as Config
@@ -52,7 +55,26 @@ __all__ = [
 ]
 
 
+class _DeepSpeedFinder:
+    """Finds `xds.deepspeed` and the modules in it, which have no files: engine/deepspeed makes them."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != f"{__name__}.deepspeed" and not fullname.startswith(
+            f"{__name__}.deepspeed."
+        ):
+            return None
+        from .engine.deepspeed.stand_in import spec_of
+
+        return spec_of(fullname)
+
+
+sys.meta_path.append(_DeepSpeedFinder)
+
+
 def __getattr__(name: str) -> Any:
+    if name == "deepspeed":
+        return import_module(".deepspeed", __name__)
     if name not in _LOCATIONS:
         raise AttributeError(f"module 'xds' has no attribute {name!r}")
     return getattr(import_module(_LOCATIONS[name], __name__), name)

@@ -58,20 +58,3 @@ def test_lazy_weights_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.Mo
     made = torch.load(tmp_path / "out/pytorch_model.bin")
     assert torch.equal(made["model.0.weight"], expected["0.weight"])
     assert made["model.0.weight"] is made["model.1.weight"]
-
-
-@pytest.mark.parametrize("elastic", [False, True])
-def test_elastic_checkpoint_renames_the_states_of_stage_3(elastic: bool) -> None:
-    model = nn.Linear(4, 4)
-    section = {"stage": 3, "elastic_checkpoint": elastic}
-    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": section}
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[
-        0
-    ]
-    engine.backward(engine(torch.ones(1, 4)).sum())
-    engine.step()
-    state = engine.optimizer.state_dict()
-    names = {"base_optimizer_state", "optimizer_state_dict"} & state.keys()
-    assert names == {"base_optimizer_state" if elastic else "optimizer_state_dict"}
-    engine.optimizer.load_state_dict(state)
-    engine.destroy()

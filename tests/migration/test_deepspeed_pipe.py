@@ -11,7 +11,6 @@ from helpers import run_ranks
 
 import xds
 from xds.deepspeed.runtime.pipe import schedule
-from xds.deepspeed.runtime.pipe.grid import _factored
 from xds.deepspeed.runtime.pipe.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
@@ -19,6 +18,7 @@ from xds.deepspeed.runtime.pipe.topology import (
     ProcessTopology,
     topology_of,
 )
+from xds.engine.deepspeed.training.topology import _factored
 from xds.ops.mesh import Mesh
 
 # -- topologies -------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xds.deepspeed.start import _with_defaults as with_defaults
 from xds.deepspeed.utils import logging as their_logging
 from xds.deepspeed.utils.init_on_device import OnDevice
+from xds.engine.deepspeed.start import _with_defaults as with_defaults
 
 # -- versions, devices and names --------------------------------------------------------------------------
 

@@ -16,13 +16,11 @@ from torch import nn
 
 import xds.deepspeed as deepspeed
 from xds.deepspeed import utils, zero
-from xds.deepspeed.runtime.zero import partition_parameters
-from xds.deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config
+from xds.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from xds.deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
 )
-from xds.deepspeed.runtime.zero.utils import apply_to_tensors_only
 
 NUMEL = 15  # of the weight; two ranks have 8 elements each, one of them padding
 
@@ -39,9 +37,8 @@ def test_a_zero_config_has_their_names_and_defaults() -> None:
     assert (third.overlap_comm, third.prefetch_bucket_size) == (True, 7)
     assert isinstance(third.offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig)
     assert third.offload_optimizer.device == "cpu"
-    both = get_zero_config({"zero_optimization": {"offload_param": {}, "leaf_module": None}})
+    both = DeepSpeedZeroConfig(offload_param={}, leaf_module=None)
     assert isinstance(both.offload_param, DeepSpeedZeroOffloadParamConfig)
-    assert get_zero_config({"zero_optimization": True}).stage == 1
     assert DeepSpeedZeroOffloadOptimizerConfig(pipeline_write=True).pipeline
     assert DeepSpeedZeroConfig(**both.model_dump(exclude_unset=True)).offload_param is not None
 
@@ -269,40 +266,4 @@ def test_states_are_read_and_written_whole_and_in_slices(stage: int) -> None:
     run_ranks(states, 2, stage)
 
 
-def test_a_wrapped_constructor_casts_floats_alone() -> None:
-    wrap = partition_parameters.zero_wrapper_for_fp_tensor_constructor
-    make = wrap(partition_parameters._orig_torch_arange, torch.bfloat16, torch.device("cpu"))
-    assert make(3.0).dtype is torch.bfloat16 and make(3).dtype is torch.int64
-
-
-# -- tiles ------------------------------------------------------------------------------------------------
-
-
 # -- leaves -----------------------------------------------------------------------------------------------
-
-
-def test_leaf_modules_are_marked_by_class_name_and_suffix() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
-    found, missing = utils.set_z3_leaf_modules_by_name(model, ["0", "9"], raise_if_not_found=False)
-    assert found == [model[0]] and missing == ["9"]
-    assert utils.z3_leaf_parameter(model[0][0].weight) and not utils.z3_leaf_parameter(
-        model[1].weight
-    )
-    utils.set_z3_leaf_modules_by_name(model, ["0"], flag=False)
-    assert utils.get_z3_leaf_modules(model) == []
-    assert utils.set_z3_leaf_modules_by_suffix(model, ["1"])[0] == [model[0][1], model[1]]
-    utils.set_z3_leaf_module(model, True)
-    assert utils.get_z3_leaf_modules(model) == [model, model[0][1], model[1]]
-    for refused in (
-        lambda: utils.set_z3_leaf_modules_by_name(model, ["x"]),
-        lambda: utils.set_z3_leaf_modules_by_suffix(model, ["x"]),
-        lambda: utils.set_z3_leaf_modules(model, [nn.Conv2d]),
-    ):
-        with pytest.raises(ValueError, match="the model has no module"):
-            refused()
-
-
-def test_a_function_is_applied_to_tensors_alone() -> None:
-    given = {"a": [torch.ones(1), 2], "b": (torch.ones(1), "c")}
-    found = apply_to_tensors_only(lambda tensor: tensor + 1, given)
-    assert found == {"a": [torch.tensor([2.0]), 2], "b": (torch.tensor([2.0]), "c")}
