@@ -10,72 +10,18 @@ import os
 import sys
 from collections.abc import Mapping
 from enum import Enum, IntEnum
-from pathlib import Path
-from typing import Any, ClassVar, final
+from types import SimpleNamespace
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field
 
-from ...offload.config import OffloadOptimizer, OffloadParam
 from ...utils.errors import ConfigError, UsageError
-from ...utils.schema.keys import Report, is_auto
-from ...utils.schema.section import Section, read_section
-from ...zero.config import LeafModules, ZeroConfig
+from ...utils.schema.keys import AUTO, is_auto
+from ...zero.config import ZeroConfig
 from ..config.config import Config
 from ..config.text import read_source
-from .errors import in_their_form, methods_raise_theirs
-
-
-class ConfigView(BaseModel):
-    """Fields are DeepSpeed's attributes; `section` is the section of xds that reads the same keys."""
-
-    model_config = ConfigDict(extra="allow", use_enum_values=False, arbitrary_types_allowed=True)
-
-    section: ClassVar[type[Section]]
-    path: ClassVar[str]
-
-    def __init__(self, **values: Any) -> None:
-        """
-        Raises:
-            ConfigError: every complaint about the values at once; also a ValueError.
-        """
-        given = {key: value for key, value in values.items() if not is_auto(value)}
-        report = Report()
-        read_section(self.section, _plain(given), self.path, report)
-        if report.complaints:
-            with in_their_form():
-                raise ConfigError(report.complaints, self.path)
-        renamed = {self.section.aliases.get(key, key): value for key, value in given.items()}
-        super().__init__(**self.translated(renamed))
-
-    @classmethod
-    def translated(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The values with what older names stand for."""
-        return values
-
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        """A view of a section of a config; None stays None."""
-        if value is None or isinstance(value, cls):
-            return value
-        return cls(**value)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The attribute, or `default` where there is none."""
-        return getattr(self, name, default)
-
-
-def _plain(value: Any) -> Any:
-    """Views and enums as JSON values."""
-    if isinstance(value, ConfigView):
-        return _plain({name: getattr(value, name) for name in value.model_fields_set})
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    inner = getattr(value, "value", value)
-    return inner if isinstance(inner, (str, int, float, type(None))) else str(inner)
+from .errors import methods_raise_theirs
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -96,67 +42,6 @@ class OffloadStateTypeEnum(str, Enum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
-class DeepSpeedZeroOffloadParamConfig(ConfigView):
-    """The section offload_param. `buffer_count` and `buffer_size` have no effect in xds."""
-
-    section: ClassVar[type[Section]] = OffloadParam
-    path: ClassVar[str] = "zero_optimization.offload_param"
-
-    device: OffloadDeviceEnum = OffloadDeviceEnum.none
-    nvme_path: Path | None = None
-    buffer_count: int = 5
-    buffer_size: int = 100_000_000
-    max_in_cpu: int = 1_000_000_000
-    pin_memory: bool = True
-
-
-class DeepSpeedZeroOffloadOptimizerConfig(ConfigView):
-    """The section offload_optimizer. Buffers and pipelining have no effect in xds: copies always overlap."""
-
-    section: ClassVar[type[Section]] = OffloadOptimizer
-    path: ClassVar[str] = "zero_optimization.offload_optimizer"
-
-    device: OffloadDeviceEnum = OffloadDeviceEnum.none
-    nvme_path: Path | None = None
-    buffer_count: int = 4
-    pin_memory: bool = True
-    pipeline_read: bool = False
-    pipeline_write: bool = False
-    fast_init: bool = False
-    ratio: float | str = 1.0
-    super_offload: bool = False
-    cpuadam_cores_perc: float = 0.8
-
-    @property
-    def pipeline(self) -> bool:
-        return self.pipeline_read or self.pipeline_write
-
-
-class DeepSpeedZeroLeafModuleConfig(ConfigView):
-    """Modules that are one unit each. A single name may stand for a list."""
-
-    section: ClassVar[type[Section]] = LeafModules
-    path: ClassVar[str] = "zero_optimization.leaf_module"
-
-    classes: list[str] = Field(default_factory=list)
-    names: list[str] = Field(default_factory=list)
-    name_suffixes: list[str] = Field(default_factory=list)
-
-    def __init__(self, **values: Any) -> None:
-        listed = {
-            key: [value] if isinstance(value, str) else value for key, value in values.items()
-        }
-        super().__init__(
-            **{
-                key: list(dict.fromkeys(value)) if isinstance(value, (list, tuple)) else value
-                for key, value in listed.items()
-            }
-        )
-
-
-ZERO_OPTIMIZATION = "zero_optimization"
-
-
 class ZeroStageEnum(IntEnum):
     """The stages; each shards also what the one before it shards."""
 
@@ -167,131 +52,77 @@ class ZeroStageEnum(IntEnum):
     max_stage = 3
 
 
-class DeepSpeedZeroConfig(ConfigView):
-    """The section zero_optimization as a DeepSpeed script reads it.
+# -- sections: the given values over DeepSpeed's defaults ---------------------------------------------------
 
-    The values are those that were given, and DeepSpeed's defaults. xds itself reads its own defaults, and
-    docs/config.md says which keys have no effect.
-    """
+_OFFLOAD_PARAM: dict[str, Any] = {
+    **{"device": "none", "nvme_path": None, "buffer_count": 5, "buffer_size": 100_000_000},
+    **{"max_in_cpu": 1_000_000_000, "pin_memory": True},
+}
+_OFFLOAD_OPTIMIZER: dict[str, Any] = {
+    **{"device": "none", "nvme_path": None, "buffer_count": 4, "pin_memory": True},
+    **{"pipeline_read": False, "pipeline_write": False, "fast_init": False, "ratio": 1.0},
+    **{"super_offload": False, "cpuadam_cores_perc": 0.8},
+}
+_ZERO: dict[str, Any] = {
+    **{"contiguous_gradients": True, "reduce_scatter": True, "reduce_bucket_size": 500_000_000},
+    **{"use_multi_rank_bucket_allreduce": True, "allgather_partitions": True},
+    **{"allgather_bucket_size": 500_000_000, "compute_grad_norm": True},
+    **{"load_from_fp32_weights": True, "elastic_checkpoint": False, "offload_param": None},
+    **{"offload_optimizer": None, "sub_group_size": 1_000_000_000, "cpu_offload": None},
+    **{"prefetch_bucket_size": 50_000_000, "param_persistence_threshold": 100_000},
+    **{"model_persistence_threshold": sys.maxsize, "max_live_parameters": 1_000_000_000},
+    **{"max_reuse_distance": 1_000_000_000, "gather_16bit_weights_on_model_save": False},
+    **{"ignore_unused_parameters": True, "round_robin_gradients": False},
+    **{"zero_hpz_partition_size": 1, "zero_quantized_weights": False},
+    **{"zero_quantized_nontrainable_weights": False, "zero_quantized_gradients": False},
+    **{"mics_shard_size": -1, "mics_hierarchical_params_gather": False},
+    **{"memory_efficient_linear": True, "enable_sanity_checks": False},
+}
+_FP16: dict[str, Any] = {
+    **{"enabled": False, "auto_cast": False, "loss_scale": 0, "initial_scale_power": 16},
+    **{"loss_scale_window": 1000, "hysteresis": 2, "consecutive_hysteresis": False},
+    **{"min_loss_scale": 1, "fp16_master_weights_and_grads": False},
+}
+_BF16: dict[str, Any] = {
+    **{"enabled": False, "immediate_grad_update": False, "check_grad_overflow": True},
+    **{"bf16_master_weights_and_grads": False, "bf16_optimizer_states": False},
+}
 
-    section: ClassVar[type[Section]] = ZeroConfig
-    path: ClassVar[str] = ZERO_OPTIMIZATION
 
-    stage: ZeroStageEnum = ZeroStageEnum.disabled
-    contiguous_gradients: bool = True
-    reduce_scatter: bool = True
-    reduce_bucket_size: int = 500_000_000
-    use_multi_rank_bucket_allreduce: bool = True
-    allgather_partitions: bool = True
-    allgather_bucket_size: int = 500_000_000
-    overlap_comm: bool = False
-    compute_grad_norm: bool = True
-    load_from_fp32_weights: bool = True
-    elastic_checkpoint: bool = False
-    offload_param: DeepSpeedZeroOffloadParamConfig | None = None
-    offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
-    sub_group_size: int = 1_000_000_000
-    cpu_offload_param: bool | None = None
-    cpu_offload_use_pin_memory: bool | None = None
-    cpu_offload: bool | None = None
-    prefetch_bucket_size: int = 50_000_000
-    param_persistence_threshold: int = 100_000
-    model_persistence_threshold: int = sys.maxsize
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
-    gather_16bit_weights_on_model_save: bool = False
-    module_granularity_threshold: int = 0
-    use_all_reduce_for_fetch_params: bool = False
-    allgather_sequential: bool = False
-    ignore_unused_parameters: bool = True
-    legacy_stage1: bool = False
-    round_robin_gradients: bool = False
-    parameter_alignment: bool = False
-    zero_hpz_partition_size: int = 1
-    zero_quantized_weights: bool = False
-    zero_quantized_nontrainable_weights: bool = False
-    zero_quantized_gradients: bool = False
-    mics_shard_size: int = -1
-    mics_hierarchical_params_gather: bool = False
-    memory_efficient_linear: bool = True
-    pipeline_loading_checkpoint: bool = False
-    override_module_apply: bool = True
-    log_trace_cache_warnings: bool = False
-    enable_sanity_checks: bool = False
-    save_muon_momentum_buffer_in_memory: bool = False
-    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(
-        default_factory=DeepSpeedZeroLeafModuleConfig
-    )
+def _section(defaults: Mapping[str, Any], given: Any) -> SimpleNamespace:
+    """The values that are given and not "auto", over the defaults, as attributes."""
+    kept = {key: value for key, value in dict(given or {}).items() if not is_auto(value)}
+    return SimpleNamespace(**{**defaults, **kept})
 
-    @classmethod
-    def translated(cls, values: dict[str, Any]) -> dict[str, Any]:
-        stage = values.get("stage", 0)
-        made = {"overlap_comm": stage == ZeroStageEnum.weights, **values}
-        if made["overlap_comm"] is None:
-            made["overlap_comm"] = stage == ZeroStageEnum.weights
-        if "gather_fp16_weights_on_model_save" in made:
-            old = made.pop("gather_fp16_weights_on_model_save")
-            made["gather_16bit_weights_on_model_save"] = old
-        pinned = made.get("cpu_offload_use_pin_memory")
-        kinds: dict[str, type[ConfigView]] = {
-            "offload_param": DeepSpeedZeroOffloadParamConfig,
-            "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-            "leaf_module": DeepSpeedZeroLeafModuleConfig,
+
+class DeepSpeedZeroConfig(SimpleNamespace):
+    """The section zero_optimization as a DeepSpeed script reads it: values given, and DeepSpeed's defaults."""
+
+    def __init__(self, **values: Any) -> None:
+        given = {
+            ZeroConfig.aliases.get(key, key): value
+            for key, value in values.items()
+            if not is_auto(value)
         }
-        for name, old in (
-            ("offload_param", "cpu_offload_param"),
-            ("offload_optimizer", "cpu_offload"),
+        stage = ZeroStageEnum(given.pop("stage", 0))
+        overlaps = given.pop("overlap_comm", None)
+        super().__init__(**{**_ZERO, **given})
+        self.stage = stage
+        self.overlap_comm = stage == ZeroStageEnum.weights if overlaps is None else overlaps
+        if given.get("cpu_offload"):
+            self.offload_optimizer = {"device": "cpu"}
+        for name, defaults in (
+            ("offload_param", _OFFLOAD_PARAM),
+            ("offload_optimizer", _OFFLOAD_OPTIMIZER),
         ):
-            if made.get(old):
-                pin = {} if pinned is None else {"pin_memory": pinned}
-                made[name] = kinds[name](device=OffloadDeviceEnum.cpu, **pin)
-        for name, kind in kinds.items():
-            if name in made:
-                made[name] = kind.of(made[name])
-        if made.get("leaf_module") is None:
-            made.pop("leaf_module", None)
-        return made
+            section = getattr(self, name)
+            if section is not None:
+                made = _section(defaults, section)
+                made.device = OffloadDeviceEnum(made.device)
+                setattr(self, name, made)
 
 
-class DeepSpeedBF16Config(BaseModel):
-    """The section bf16."""
-
-    enabled: bool = False
-    immediate_grad_update: bool = False
-    check_grad_overflow: bool = True
-    bf16_master_weights_and_grads: bool = False
-    bf16_optimizer_states: bool = False
-
-
-class DeepSpeedFP16Config(BaseModel):
-    """The section fp16. `loss_scale` 0 is a dynamic loss scale, which starts at 2**initial_scale_power."""
-
-    enabled: bool = False
-    auto_cast: bool = False
-    loss_scale: float = 0
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: int = 1
-    fp16_master_weights_and_grads: bool = False
-
-    def initial_dynamic_scale(self) -> int:
-        """The first dynamic loss scale."""
-        return int(2**self.initial_scale_power)
-
-    def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """The arguments of `DynamicLossScaler`."""
-        return {
-            "init_scale": self.initial_dynamic_scale(),
-            "scale_window": self.loss_scale_window,
-            "delayed_shift": self.hysteresis,
-            "consecutive_hysteresis": self.consecutive_hysteresis,
-            "min_scale": self.min_loss_scale,
-        }
-
-
-AUTO = "auto"
+# -- the whole config ---------------------------------------------------------------------------------------
 
 
 def fill(batch: object, micro_batch: object, steps: object, ranks: int) -> dict[str, int]:
@@ -477,18 +308,22 @@ class DeepSpeedConfig:
         self.zero_config = DeepSpeedZeroConfig(**given)
         self.zero_optimization_stage = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
-        self.float16_config = DeepSpeedFP16Config(**_filled(data.get("fp16", {})))
-        self.bfloat16_config = DeepSpeedBF16Config(
-            **_filled(data.get("bf16", data.get("bfloat16", {})))
-        )
+        fp16 = self.float16_config = _section(_FP16, data.get("fp16"))
+        self.bfloat16_config = _section(_BF16, data.get("bf16", data.get("bfloat16")))
         self.fp16_enabled = self.float16_config.enabled
         self.bfloat16_enabled = self.bfloat16_config.enabled
         if self.fp16_enabled and self.bfloat16_enabled:
             raise ConfigError(["fp16.enabled and bf16.enabled are both true: set one of them"])
-        self.fp16_auto_cast = self.float16_config.auto_cast
-        self.loss_scale = self.float16_config.loss_scale
-        self.initial_dynamic_scale = self.float16_config.initial_dynamic_scale()
-        self.dynamic_loss_scale_args = self.float16_config.dynamic_loss_scale_args()
+        self.fp16_auto_cast = fp16.auto_cast
+        self.loss_scale = fp16.loss_scale
+        self.initial_dynamic_scale = int(2**fp16.initial_scale_power)
+        self.dynamic_loss_scale_args = {  # the arguments of `DynamicLossScaler`
+            "init_scale": self.initial_dynamic_scale,
+            "scale_window": fp16.loss_scale_window,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+            "min_scale": fp16.min_loss_scale,
+        }
         self.communication_data_type = _dtype(data, "communication_data_type", None)
         self.seq_parallel_communication_data_type = _dtype(
             data, "seq_parallel_communication_data_type", torch.float32
@@ -523,11 +358,6 @@ class DeepSpeedConfig:
 
 def _is_path(config: Any) -> bool:
     return hasattr(config, "__fspath__")
-
-
-def _filled(section: Any) -> dict[str, Any]:
-    """The keys that are not "auto"."""
-    return {key: value for key, value in dict(section).items() if not is_auto(value)}
 
 
 def _at(data: Mapping[str, Any], path: str, default: Any) -> Any:

@@ -160,13 +160,11 @@ NAMES: dict[str, str] = {
     "runtime.utils": "library.small: see_memory_usage PartitionedTensor set_random_seed move_to_device "
     "is_model_parallel_parameter partition_uniform DummyOptim",
     "runtime.zero": _ZERO,
-    "runtime.zero.config": "config: DeepSpeedZeroConfig ZeroStageEnum DeepSpeedZeroOffloadOptimizerConfig "
-    "DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum; constants: ZERO_OPTIMIZATION "
-    "ZERO_OPTIMIZATION_OPTIMIZER_STATES ZERO_OPTIMIZATION_GRADIENTS ZERO_OPTIMIZATION_WEIGHTS",
+    "runtime.zero.config": "config: DeepSpeedZeroConfig ZeroStageEnum OffloadDeviceEnum; "
+    "constants: ZERO_OPTIMIZATION ZERO_OPTIMIZATION_OPTIMIZER_STATES ZERO_OPTIMIZATION_GRADIENTS ZERO_OPTIMIZATION_WEIGHTS",
     "runtime.zero.constants": "constants: ZERO_OPTIMIZATION ZERO_OPTIMIZATION_OPTIMIZER_STATES "
     "ZERO_OPTIMIZATION_GRADIENTS ZERO_OPTIMIZATION_WEIGHTS",
-    "runtime.zero.offload_config": "config: OffloadDeviceEnum OffloadStateTypeEnum "
-    "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig",
+    "runtime.zero.offload_config": "config: OffloadDeviceEnum OffloadStateTypeEnum",
     "runtime.zero.parameter_offload": "params.parameters: DeepSpeedZeRoOffload",
     "runtime.zero.partition_parameters": _ZERO,
     "runtime.zero.stage3": "training.optimizer: DeepSpeedZeroOptimizer_Stage3; params.estimate: "

@@ -46,9 +46,8 @@ class View(ModuleType):
             return _read(where)
         if name.startswith("__"):  # Python and its libraries ask for these
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        full = f"{inside}.{name}".removeprefix(".")
-        if full in names.modules():
-            return import_module(f"{PACKAGE}.{full}")
+        if name in names.modules_in(inside):
+            return import_module(".".join(filter(None, (PACKAGE, inside, name))))
         from .missing import placeholder
 
         return placeholder(inside, name)

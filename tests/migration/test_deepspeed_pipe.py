@@ -16,10 +16,8 @@ from xds.deepspeed.runtime.pipe.topology import (
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
-    topology_of,
 )
 from xds.engine.deepspeed.training.topology import _factored
-from xds.ops.mesh import Mesh
 
 # -- topologies -------------------------------------------------------------------------------------------
 
@@ -52,15 +50,6 @@ def test_pipe_model_data() -> None:
     assert [topo.get_rank_repr(rank) for rank in range(3)] == ["model_00", "model_01", "model_00"]
     assert PipeDataParallelTopology(2, 2).get_rank_repr(3) == ""
     assert isinstance(topo, ProcessTopology)
-
-
-@pytest.mark.parametrize("mesh", [Mesh(2, 3), Mesh(2, 2, 1, 2), Mesh(1, 4)])
-def test_a_topology_numbers_ranks_as_the_mesh_does(mesh: Mesh) -> None:
-    topo = topology_of(mesh)
-    assert topo.world_size() == mesh.size
-    for axis, name in (("pipe", "pipe"), ("data", "data"), ("tensor", "model")):
-        lists = topo.get_axis_comm_lists(name)
-        assert not lists or lists == [list(group) for group in mesh.groups([axis])]  # type: ignore[list-item]
 
 
 def test_wrong_coordinates_and_axes() -> None:

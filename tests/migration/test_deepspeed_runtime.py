@@ -122,10 +122,9 @@ def refusals_and_scales() -> None:
         with pytest.raises(AssertionError, match="illegal to call Engine.step"):
             engine.step()
     optimizer = made(0, fp16={"enabled": True, "initial_scale_power": 8})[1]
-    scale = optimizer.loss_scale_config
-    assert optimizer.needs_scaler() and scale.dynamic_loss_scale and scale.cur_scale == 256
+    assert optimizer.dynamic_loss_scale and optimizer.cur_scale == 256
     optimizer = made(0, bf16={"enabled": True})[1]
-    assert not optimizer.needs_scaler() and optimizer.loss_scale_config.cur_scale == 1
+    assert not optimizer.dynamic_loss_scale and optimizer.cur_scale == 1
     assert optimizer.low_precision_dtype == torch.bfloat16
 
 

@@ -85,30 +85,6 @@ def test_hooks_are_away_while_a_model_generates() -> None:
     warm(2).run(hooks_of_generation)
 
 
-def second_shard() -> None:
-    torch.manual_seed(3)
-    plain = Branches()
-    engine = engine_of(Branches(), 3)
-    assert all(param.ds_secondary_tensor is None for param in engine.parameters())
-    assert all(param.ds_zero_param_process_group is None for param in engine.parameters())
-    engine.destroy()
-    torch.manual_seed(3)
-    engine = engine_of(Branches(), 3, zero={"zero_hpz_partition_size": 2})
-    for param, other in zip(engine.parameters(), plain.parameters(), strict=True):
-        second, flat = param.ds_secondary_tensor, other.detach().flatten()
-        assert second.numel() % param.ds_tensor.numel() == 0
-        padded = nn.functional.pad(flat, (0, 2 * second.numel() - flat.numel()))
-        assert torch.equal(second + 0, padded.chunk(2)[dist.get_rank() % 2])
-    with pytest.raises(xds.UsageError, match="for reading"):
-        next(engine.parameters()).ds_secondary_tensor.zero_()
-    engine.destroy()
-
-
-def test_the_second_shard_of_zeropp_is_an_attribute() -> None:
-    """`ds_secondary_tensor` has the elements of DeepSpeed's second shard; it is None without one."""
-    warm(4).run(second_shard)
-
-
 def scaler_of_overflows() -> None:
     fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
     engine = engine_of(Branches(), 1, fp16=fp16)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import xds
 import xds.deepspeed as deepspeed
-from xds.deepspeed.runtime.zero import partition_parameters
 from xds.deepspeed.utils import safe_get_full_grad
+from xds.engine.deepspeed.params import zero
 
 
 def build() -> nn.Sequential:
@@ -100,7 +100,7 @@ def test_clipping_needs_the_norm_that_a_config_leaves_out() -> None:
 
 
 def test_one_rank_is_not_the_whole_model_where_the_launcher_started_several() -> None:
-    why = partition_parameters._contradicting_single_rank_pg_error
+    why = zero._contradicting_single_rank_pg_error
     found = why(1, None, {"WORLD_SIZE": "8"})
     assert found is not None and "WORLD_SIZE=8" in found and "init_distributed" in found
     for ranks, group, size in ((8, None, "8"), (1, object(), "8"), (1, None, "1"), (1, None, "x")):

@@ -180,8 +180,9 @@ def _class(
         given = dict(bound.arguments)
         params = given.pop(first)
         for key in ("amsgrad", "eps_inside_sqrt", "max_grad_norm"):
-            if given.pop(key, None):
-                raise UsageError(f"{name}({key}=...): not supported; {_REMEDIES[key]}")
+            value = given.pop(key, None)
+            if value:
+                raise UsageError(f"{name}({key}={value}): not supported; {_REMEDIES[key]}")
         passed = {_RENAMED.get(key, key): value for key, value in given.items()}
         for key in [key for key in passed if key not in taken]:
             setattr(self, key, passed.pop(key))

@@ -84,19 +84,15 @@ class OwnSlice(Tensor):
 
     _param: nn.Parameter
     _owner: Owner
-    _num_parts: int
 
     @classmethod
-    def of(cls, param: nn.Parameter, owner: Owner, num_parts: int | None = None) -> OwnSlice:
-        """num_parts: with the second shard of ZeRO++ its ranks, which divide the number of ranks."""
+    def of(cls, param: nn.Parameter, owner: Owner) -> OwnSlice:
         ranks = owner.group_of(param)
-        parts = num_parts or ranks.world_size
-        chunk = chunk_of(torch.Size(owner.full_shape(param)).numel(), ranks.world_size)
-        numel = chunk * (ranks.world_size // parts)
+        numel = chunk_of(torch.Size(owner.full_shape(param)).numel(), ranks.world_size)
         made: OwnSlice = Tensor._make_wrapper_subclass(
             cls, (numel,), dtype=param.dtype, device=ranks.device
         )
-        made._param, made._owner, made._num_parts = param, owner, parts
+        made._param, made._owner = param, owner
         return made
 
     @property
@@ -108,21 +104,10 @@ class OwnSlice(Tensor):
         owner.agree("ds_tensor", param)
         whole = owner.compute(param).read(owner.group_of(param))
         assert whole is not None
-        ranks = owner.group_of(param)
-        if self._num_parts == ranks.world_size:
-            return read_slice(param, owner, whole)
-        padded = nn.functional.pad(
-            whole.reshape(-1), (0, self.numel() * self._num_parts - whole.numel())
-        )
-        return own_slice(padded, ranks.rank % self._num_parts, self._num_parts)
+        return read_slice(param, owner, whole)
 
     def _write(self, value: Tensor) -> None:
         param, owner = self._param, self._owner
-        if self._num_parts != owner.group_of(param).world_size:
-            raise UsageError(
-                f"ds_secondary_tensor of {owner.name_of(param)}: the second shard of ZeRO++ is a copy, for "
-                "reading; write to param.ds_tensor, or inside GatheredParameters"
-            )
         whole = gather_slices("ds_tensor", param, owner, value)
         owner.write(param, reader_of(whole))
 
@@ -239,9 +224,6 @@ class ZeroParamStatus(Enum):
 _BLOCK = 1 << 32  # ids of one engine
 _blocks = itertools.count()
 _known: WeakKeyDictionary[Owner, int] = WeakKeyDictionary()  # -> its first id
-_second: WeakKeyDictionary[Owner, int] = (
-    WeakKeyDictionary()
-)  # -> the ranks of ZeRO++'s second shard
 _built: Any = WeakTensorKeyDictionary()  # parameters of zero.Init on one rank -> their id
 
 
@@ -256,14 +238,6 @@ def answer_for(owners: Iterable[Owner | None]) -> None:
 def answer_for_model(model: nn.Module) -> None:
     """From now on the parameters of a model answer whose engine is at stage 3."""
     answer_for(find_owner(param) for param in model.parameters())
-
-
-def note_second_shard(model: nn.Module, num_ranks: int) -> None:
-    """The engine of `model` keeps a second shard over `num_ranks` ranks (zero_hpz_partition_size)."""
-    for param in model.parameters():
-        owner = find_owner(param)
-        if owner is not None and num_ranks > 1:
-            _second[owner] = num_ranks
 
 
 def answer_for_built(param: nn.Parameter) -> None:
@@ -373,17 +347,6 @@ def _group(param: nn.Parameter, owner: Owner | None) -> dist.ProcessGroup | None
     return dist.group.WORLD if owner is None else owner.group_of(param).group
 
 
-def _second_tensor(param: nn.Parameter, owner: Owner | None) -> Tensor | None:
-    """This rank's slice of ZeRO++'s second shard, for reading, see `OwnSlice`; None without one."""
-    parts = 1 if owner is None else _second.get(owner, 1)
-    return None if owner is None or parts == 1 else OwnSlice.of(param, owner, parts)
-
-
-def _second_group(param: nn.Parameter, owner: Owner | None) -> dist.ProcessGroup | None:
-    """None without a second shard."""
-    return _group(param, owner) if owner is not None and owner in _second else None
-
-
 def _all_gather(param: nn.Parameter, owner: Owner | None) -> Callable[..., None]:
     def all_gather(
         param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
@@ -442,8 +405,6 @@ _READERS: dict[str, Callable[[nn.Parameter, Owner | None], Any]] = {
     "partition_numel": _tensor_numel,
     "ds_param_type": lambda param, owner: ZeroParamType.PARTITIONED,
     "ds_process_group": _group,
-    "ds_zero_param_process_group": _second_group,
-    "ds_secondary_tensor": _second_tensor,
     "ds_active_sub_modules": lambda param, owner: set(),  # the engine's hooks know who uses it
     "all_gather": _all_gather,
     "all_gather_coalesced": _all_gather_coalesced,

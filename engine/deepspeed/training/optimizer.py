@@ -24,7 +24,7 @@ from ...engine import Engine
 from ..errors import methods_raise_theirs
 from ..library.ops import FusedAdam
 from ..missing import refuse_method
-from ..params.parameters import DeepSpeedZeRoOffload, note_second_shard
+from ..params.parameters import DeepSpeedZeRoOffload
 from .loss_scaler import SCALE_FACTOR, LossScalerBase
 
 # name -> key of the state of the engine's dynamic scale
@@ -333,7 +333,6 @@ def optimizer_of(engine: Engine) -> torch.optim.Optimizer | DeepSpeedOptimizer |
     if stage == 1 and config.bf16.enabled and config.data_types.grad_accum_dtype == "fp32":
         return BF16_Optimizer(engine)
     if stage:
-        note_second_shard(engine.module, config.zero_optimization.zero_hpz_partition_size)
         return (DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer)(engine)
     if config.bf16.enabled or config.fp16.enabled:
         is_fused = isinstance(engine.optimizer, FusedAdam)
