@@ -18,7 +18,7 @@ _MOE = (
     "experts on each rank"
 )
 _ONE_BIT_ADAM = (
-    'its messages belong to the engine: set optimizer.type to "OneBitAdam", "OneBitLamb" or "ZeroOneAdam" in '
+    'its messages belong to the engine: set optimizer.type to "OneBitAdam" or "OneBitLamb" in '
     "the config, and pass no optimizer"
 )
 _INFERENCE = "xds is for training only; serve the saved weights with an inference library"
@@ -155,7 +155,8 @@ AREAS: dict[str, str] = {
     **dict.fromkeys(("nvme", "io", "runtime.swap_tensor"), _OFFLOAD),
     "runtime.tensor_parallel": _TENSOR,
     **dict.fromkeys(("runtime", "utils", "comm"), _INNER),
-    "elasticity": "`xds elastic` and the config's section elasticity",
+    "elasticity": "use `xds elastic`, and the config's section elasticity",
+    "monitor": "the engine writes to the sections tensorboard, wandb, comet and csv_monitor of the config",
     "runtime.sequence_parallel": "use UlyssesSPAttentionHF.register_with_transformers, whose result is the mpu",
     **dict.fromkeys(("compression", "runtime.quantize", "runtime.weight_quantizer"), _COMPRESSED),
     "runtime.eigenvalue": _COMPRESSED,
@@ -170,6 +171,17 @@ AREAS: dict[str, str] = {
     "runtime.superoffload": "set zero_optimization.offload_optimizer.super_offload in the config",
     **dict.fromkeys(("runtime.zenflow", "runtime.domino", "nebula", "datastates"), _ABSENT),
     "checkpoint": _CHECKPOINT_TOOLS,
+    "runtime.rollout": "call engine.generate() in a loop of your own",
+    "runtime.zero.tiling": "cut wide layers by slices, section tensor_parallel of the config",
+    "runtime.compiler": "use torch.compiler, and the config's section compile",
+    "runtime.sparse_tensor": "gradients are dense; use sparse=False in embeddings",
+    "sequence": "set sequence_parallel_size in the config, see docs/sequence.md",
+    "utils.numa": "use `xds --bind-cores-to-rank`",
+    "utils.comms_logging": "set comms_logger in the config, and call engine.comms_summary()",
+    "utils.zero_to_torch": "use `xds checkpoint export --dtype`",
+    "utils.torch": "use torch's own functions",
+    "profiling": "use get_model_profile, or the config's section flops_profiler",
+    "launcher": "start scripts with `xds`",
 }
 
 

@@ -52,10 +52,6 @@ _CHECKPOINT_CONSTANTS = (
     "PIPELINE_REPLICATED_PARAMETER_PATTERNS TP_REPLICATED_PARAMETER_PATTERNS PARAMETER_TO_AVERAGE_PATTERNS "
     "PARAMETER_WITH_ROW_PARALLELISM_PATTERNS PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 PARAMETER_WITH_SUB_PARAMS"
 )
-_ELASTICITY = (
-    "library.elasticity: compute_elastic_config elasticity_enabled ElasticityError ElasticityConfigError "
-    "ElasticityIncompatibleWorldSize"
-)
 _COMM = (
     "library.comm: init_distributed is_initialized get_local_rank get_world_group configure log_summary "
     "get_all_ranks_from_group initialize_mesh_device has_all_gather_into_tensor has_reduce_scatter_tensor "
@@ -87,24 +83,15 @@ NAMES: dict[str, str] = {
     "comm": _COMM,
     "comm.comm": _COMM,
     "constants": "constants: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
-    "elasticity": _ELASTICITY,
-    "elasticity.elasticity": _ELASTICITY,
-    "elasticity.config": _ELASTICITY,
     "env_report": "library.small: main=env_report cli_main=env_report",
     "git_version_info": "library.small: version git_hash git_branch installed_ops torch_info accelerator_name",
     "launcher.constants": "constants: PDSH_LAUNCHER OPENMPI_LAUNCHER MPICH_LAUNCHER IMPI_LAUNCHER "
     "SLURM_LAUNCHER MVAPICH_LAUNCHER PDSH_MAX_FAN_OUT",
-    "launcher.runner": "launcher: main parse_args fetch_hostfile parse_resource_filter "
+    "launcher.runner": "launcher: main fetch_hostfile parse_resource_filter "
     "parse_inclusion_exclusion EXPORT_ENVS DEEPSPEED_ENVIRONMENT_NAME DEEPSPEED_ENVIRONMENT_PATHS "
     "DLTS_HOSTFILE; constants: PDSH_MAX_FAN_OUT",
     "moe.utils": "library.small: is_moe_param has_moe_layers "
     "split_params_into_different_moe_groups_for_optimizer",
-    "monitor.config": "library.monitor: DeepSpeedMonitorConfig get_monitor_config",
-    "monitor.monitor": "library.monitor: Monitor MonitorMaster",
-    "monitor.tensorboard": "library.monitor: TensorBoardMonitor",
-    "monitor.wandb": "library.monitor: WandbMonitor",
-    "monitor.csv_monitor": "library.monitor: csvMonitor",
-    "monitor.comet": "library.monitor: CometMonitor",
     "ops": "library.ops: __compatible_ops__=COMPATIBLE_OPS",
     "ops.adam": "library.ops: FusedAdam DeepSpeedCPUAdam",
     "ops.adam.cpu_adam": "library.ops: DeepSpeedCPUAdam",
@@ -161,7 +148,8 @@ NAMES: dict[str, str] = {
     "is_model_parallel_parameter partition_uniform DummyOptim",
     "runtime.zero": _ZERO,
     "runtime.zero.config": "config: DeepSpeedZeroConfig ZeroStageEnum OffloadDeviceEnum; "
-    "constants: ZERO_OPTIMIZATION ZERO_OPTIMIZATION_OPTIMIZER_STATES ZERO_OPTIMIZATION_GRADIENTS ZERO_OPTIMIZATION_WEIGHTS",
+    "constants: ZERO_OPTIMIZATION ZERO_OPTIMIZATION_OPTIMIZER_STATES "
+    "ZERO_OPTIMIZATION_GRADIENTS ZERO_OPTIMIZATION_WEIGHTS",
     "runtime.zero.constants": "constants: ZERO_OPTIMIZATION ZERO_OPTIMIZATION_OPTIMIZER_STATES "
     "ZERO_OPTIMIZATION_GRADIENTS ZERO_OPTIMIZATION_WEIGHTS",
     "runtime.zero.offload_config": "config: OffloadDeviceEnum OffloadStateTypeEnum",
@@ -207,11 +195,11 @@ accelerator.{hpu,mlu,mps,npu,xpu}_accelerator
 checkpoint.{reshape_3d_utils,reshape_meg_2d,reshape_utils,universal_checkpoint,zero_checkpoint}
 comm.{backend,ccl,config,constants,reduce_op,torch,utils}
 compression.{basic_layer,compress,config,constants,helper,scheduler,utils}
-elasticity.{constants,elastic_agent,utils}
+elasticity.{config,constants,elastic_agent,elasticity,utils}
 launcher.{launch,launcher_helper,multinode_runner}
 linear.{config,context_manager,optimized_linear,quantization}
 moe.{experts,layer,mappings,sharded_moe}
-monitor.utils
+monitor.{comet,config,csv_monitor,monitor,tensorboard,utils,wandb}
 nebula.{config,constants}
 nvme
 ops.adagrad ops.adam.multi_tensor_apply ops.aio ops.compile ops.deepspeed4science ops.fp_quantizer ops.gds

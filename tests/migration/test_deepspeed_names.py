@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import subprocess
 import sys
@@ -121,10 +122,12 @@ STAND_INS = [
 
 
 def find(path: str) -> Any:
-    found: Any = deepspeed
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
+    """The name as a script gets it: `from deepspeed.a.b import C`, or an attribute of a class."""
+    module, _, name = f"xds.deepspeed.{path}".rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        return getattr(find(path.rpartition(".")[0]), name)
 
 
 @pytest.mark.parametrize("path", SIGNATURES)
