@@ -280,3 +280,9 @@ def test_an_estimate_is_the_papers_formula(capsys: pytest.CaptureFixture[str]) -
     assert "0.14 GiB | built under zero.Init, optimizer and parameters on the host" in printed
     assert "2.21 GiB | built under zero.Init" in printed  # (18/8 + 0.12) * 1e9 / 2**30
     assert "3.73 GiB | built whole" in printed  # (2 + 16/8) * 1e9 / 2**30
+
+
+@pytest.mark.parametrize("name", ["accelerate", "huggingface"])
+def test_the_former_classes_for_hugging_face_name_the_stock_ones(name: str) -> None:
+    with pytest.raises(ImportError, match=r"is removed: use .* `xds --as-deepspeed`"):
+        importlib.import_module(f"xds.engine.integrations.{name}")
