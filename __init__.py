@@ -17,6 +17,8 @@ from .utils.version import __version__ as __version__
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
+    deepspeed: Any  # its modules have no files, see engine/deepspeed
+
     from .engine.checkpoint.io.folders import newest_checkpoint as newest_checkpoint
     from .engine.checkpoint.io.reader import get_fp32_state_dict as get_fp32_state_dict
     from .engine.config.config import Config as Config
@@ -72,12 +74,14 @@ class _DeepSpeedFinder:
 sys.meta_path.append(_DeepSpeedFinder)
 
 
-def __getattr__(name: str) -> Any:
-    if name == "deepspeed":
-        return import_module(".deepspeed", __name__)
-    if name not in _LOCATIONS:
-        raise AttributeError(f"module 'xds' has no attribute {name!r}")
-    return getattr(import_module(_LOCATIONS[name], __name__), name)
+if not TYPE_CHECKING:  # type checkers then refuse unknown names
+
+    def __getattr__(name: str) -> Any:
+        if name == "deepspeed":
+            return import_module(".deepspeed", __name__)
+        if name not in _LOCATIONS:
+            raise AttributeError(f"module 'xds' has no attribute {name!r}")
+        return getattr(import_module(_LOCATIONS[name], __name__), name)
 
 
 def __dir__() -> list[str]:

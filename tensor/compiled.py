@@ -40,8 +40,8 @@ def number_of(group: Collectives) -> int:
 
 
 def group_of(number: int) -> Collectives:
-    """The opposite of `number_of`."""
-    return _groups[number]
+    """The opposite of `number_of`. In a graph the number may be symbolic: later engines have other ones."""
+    return _groups[int(number)]
 
 
 def start_sum(group: Collectives, tensor: Tensor, what: str) -> tuple[Tensor, Handle | None]:
@@ -75,13 +75,13 @@ def enter(x: Tensor, group: int) -> Tensor:
 @torch.library.custom_op("xds::tensor_leave", mutates_args=())
 def leave(y: Tensor, group: int) -> Tensor:
     """The sum over ranks of `y` [...]."""
-    return summed(_groups[group], y, WHAT)
+    return summed(group_of(group), y, WHAT)
 
 
 @torch.library.custom_op("xds::tensor_gather", mutates_args=())
 def gather(y: Tensor, group: int, widths: Sequence[int]) -> Tensor:
     """[..., own columns] -> [..., sum of `widths`]."""
-    return gathered(_groups[group], y, widths, WHAT)
+    return gathered(group_of(group), y, widths, WHAT)
 
 
 def _like(x: Tensor, group: int) -> Tensor:
@@ -106,7 +106,7 @@ def _leave_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     group, widths = ctx.rest
-    rank = _groups[group].rank
+    rank = group_of(group).rank
     return grad.narrow(-1, sum(widths[:rank]), widths[rank]), None, None
 
 

@@ -424,28 +424,29 @@ def _run(
         leaves.append((rounded_otherwise(own) if rounds else own).requires_grad_())
         return leaves[-1]
 
-    outputs: dict[str, list[Tensor]] = {}
+    modules = dict(block.named_modules())
+    outputs: dict[str, list[Tensor]] = {name: [] for name in modules}
     hooks = [
         module.register_forward_hook(_keeping(outputs, name))
-        for name, module in block.named_modules()
+        for name, module in modules.items()
         if name
     ]
     try:
         with torch.enable_grad():
             result = block.forward(*tree_map(fresh, args), **tree_map(fresh, dict(kwargs)))
+        outputs[""] = _floats(result)
+        params = {name: param for name, param in block.named_parameters() if param.requires_grad}
+        seeds = _seeds(outputs[""], tokens)
+        wanted = [*leaves, *params.values()]
+        grads: Sequence[Tensor | None] = [None] * len(wanted)
+        if any(out.requires_grad for out in outputs[""]):
+            pairs = [(o, s) for o, s in zip(outputs[""], seeds, strict=True) if o.requires_grad]
+            grads = torch.autograd.grad(
+                [out for out, _ in pairs], wanted, [seed for _, seed in pairs], allow_unused=True
+            )
     finally:
-        for hook in hooks:
+        for hook in hooks:  # after backward: a recomputed forward needs the same graph
             hook.remove()
-    outputs[""] = _floats(result)
-    params = {name: param for name, param in block.named_parameters() if param.requires_grad}
-    seeds = _seeds(outputs[""], tokens)
-    wanted = [*leaves, *params.values()]
-    grads: Sequence[Tensor | None] = [None] * len(wanted)
-    if any(out.requires_grad for out in outputs[""]):
-        pairs = [(o, s) for o, s in zip(outputs[""], seeds, strict=True) if o.requires_grad]
-        grads = torch.autograd.grad(
-            [out for out, _ in pairs], wanted, [seed for _, seed in pairs], allow_unused=True
-        )
     by_name = dict(zip(params, grads[len(leaves) :], strict=True))
     kept = {name: [out.detach() for out in found] for name, found in outputs.items()}
     return _Run(kept, list(grads[: len(leaves)]), by_name)
@@ -465,7 +466,8 @@ def _seeds(outputs: Sequence[Tensor], tokens: Tokens | None) -> list[Tensor]:
 
 def _keeping(outputs: dict[str, list[Tensor]], name: str) -> Callable[..., None]:
     def keep(_: nn.Module, __: Any, result: Any) -> None:
-        outputs.setdefault(name, _floats(result))
+        # whatever is there: a recomputed forward writes it again, by the same graph
+        outputs[name] = _floats(result)
 
     return keep
 

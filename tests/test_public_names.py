@@ -1,5 +1,6 @@
 """Tests of the public names of `xds`, and that reading a config does not import torch."""
 
+import ast
 import pydoc
 import subprocess
 import sys
@@ -41,6 +42,14 @@ def test_the_public_names_are_the_documented_ones():
 def test_every_public_name_imports(name):
     assert getattr(xds, name).__name__ == name
     assert name in dir(xds)
+
+
+def test_type_checkers_know_each_public_name_and_refuse_others():
+    """They take a `__getattr__` of a module that they see for any name."""
+    body = ast.parse((ROOT / "__init__.py").read_text()).body
+    (seen,) = (n for n in body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    assert sorted(alias.asname for node in seen.body for alias in node.names) == NAMES
+    assert "__getattr__" not in {n.name for n in body if isinstance(n, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize(

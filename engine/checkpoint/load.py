@@ -64,10 +64,10 @@ def load_checkpoint(
     chosen = finder.first(tag, falls_back=options.fallback)
     load_dir = Path(load_dir)
     if chosen is None:
+        hint = "" if options.fallback else "; fallback=True loads the newest checkpoint there"
         log.warning(
             "no checkpoint loaded: there is no file `latest` in %s, and no tag was given%s",
-            load_dir,
-            "" if options.fallback else "; fallback=True loads the newest checkpoint there",
+            *(load_dir, hint if any(path.is_dir() for path in load_dir.glob("*")) else ""),
         )
         return None, None
     refused: list[Choice] = []

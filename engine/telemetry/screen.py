@@ -6,6 +6,7 @@ handlers. For other scripts `show_messages` adds one handler, which writes to st
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from ...utils.messages import write_stderr
 from ...utils.sizes import size_text
 from ...utils.version import __version__
 from ...zero.core.sharded_model import ShardedModel
@@ -40,11 +42,13 @@ class ScreenHandler(logging.Handler):
 
 
 def _write(text: str) -> None:
+    """Never fails. A reader that does not read gets a second; the training goes on."""
     bars = sys.modules.get("tqdm")
     if bars is not None and getattr(bars.tqdm, "_instances", None):
-        bars.tqdm.write(text, file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):
+            bars.tqdm.write(text, file=sys.stderr)
     else:
-        print(text, file=sys.stderr, flush=True)
+        write_stderr(f"{text}\n")
 
 
 def show_messages(level: Level | None) -> None:
@@ -63,10 +67,16 @@ def show_messages(level: Level | None) -> None:
 
 
 def run_in_words(config: Config, num_ranks: int) -> str:
-    """The ZeRO stage, the number of ranks and the precision: "stage 3, 2 ranks, bf16"."""
+    """The ZeRO stage, the number of ranks and the precision: "stage 3, 2 ranks, bf16".
+
+    A pipeline has stages too: "ZeRO stage 1, 2 pipeline stages, 4 ranks, bf16".
+    """
     precision = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    return f"stage {config.zero_optimization.stage}, {ranks}, {precision}"
+    stage = f"stage {config.zero_optimization.stage}"
+    if config.pipeline.stages > 1:
+        stage = f"ZeRO {stage}, {config.pipeline.stages} pipeline stages"
+    return f"{stage}, {ranks}, {precision}"
 
 
 def log_start(

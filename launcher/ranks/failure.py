@@ -35,6 +35,12 @@ _NO_DEEPSPEED = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 
+# torch's ways to say that a layer in 16 bits got an input in fp32
+_NOT_CAST = re.compile(
+    r"^RuntimeError: (?=.*(BFloat16|Half)).*(same dtype|should be the same|expected scalar type)",
+    re.MULTILINE,
+)
+
 _SIGNAL_HINTS = {
     int(signal.SIGKILL): "if nobody sent it, the kernel was out of memory (see `dmesg`)",
     int(signal.SIGBUS): "the usual cause is a full /dev/shm (`xds env` prints its size)",
@@ -131,6 +137,11 @@ def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
         lines.append(
             "xds: to train with xds in place of DeepSpeed, start it with `xds --as-deepspeed`; "
             "nothing has to be installed"
+        )
+    if _NOT_CAST.search(first.text):
+        lines.append(
+            "xds: with bf16 or fp16 enabled cast floating-point inputs too, as in x.to(torch.bfloat16); "
+            "with torch_autocast in its place no cast is needed"
         )
     lines += _others(failures, first)
     if first.log:

@@ -239,7 +239,8 @@ class KeyLock:
                 log.warning("another process holds %s for %.0f s", self.path, waited_seconds)
                 return
             if waited_seconds > QUIET_SECONDS and not is_logged:
-                log.info("waiting for another process that compiles %s", key)
+                name = key.rpartition("-")[0]
+                log.info("waiting for another process that compiles %s (once, about 20 s)", name)
                 is_logged = True
             time.sleep(POLL_SECONDS)
 

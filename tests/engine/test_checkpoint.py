@@ -481,7 +481,7 @@ def test_tags_and_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     run_ranks(tags, 2, str(tmp_path))
     with caplog.at_level(logging.WARNING, "xds"):
         assert engine_of(0).load_checkpoint(tmp_path / "empty") == (None, None)
-    assert "no checkpoint loaded" in caplog.text
+    assert caplog.text.rstrip().endswith("and no tag was given")  # a fallback would find none
 
 
 # -- what does not fit --------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_signals_of_a_launcher_and_of_a_group_that_come_together_are_one_request
     assert ranks.codes() == [143, 143], ranks.said()
     assert len(run.tags()) == 1
     said = ranks.said()
-    assert said.count("saved") == 1 and "SIGTERM on rank" in said
+    assert said.count("; exiting") == 1 and "SIGTERM on rank" in said
 
 
 def test_ranks_that_cannot_reach_a_boundary_leave_at_the_deadline(tmp_path):

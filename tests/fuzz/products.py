@@ -245,10 +245,16 @@ def after_step(
         elif event == "edited gathered":
             with xds.zero.GatheredParameters([param], modifier_rank=0):
                 param.mul_(0.5)
-        elif param.numel() and not bool(param.isnan().any()):  # whole between steps
-            param.mul_(0.5)
+        elif param.numel() and not bool(param.isnan().any()) and not _is_shared(product):
+            param.mul_(0.5)  # whole between steps
         else:
             xds.zero.set_full_param(param, xds.zero.get_full_param(param) * 0.5)
+
+
+def _is_shared(product: Product) -> bool:
+    """Scripts may only read parameters that ranks share."""
+    layouts = [product.first, *([product.then] if product.then else [])]
+    return any(layout.messages == "shared" for layout in layouts)
 
 
 # -- training ----------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 import json
 import signal
+import traceback
 from dataclasses import replace
 
 import pytest
+import torch
 
 from xds.launcher.ranks.failure import (
     Failure,
@@ -99,6 +101,23 @@ def test_a_script_that_needs_deepspeed_is_told_the_option(error, helps):
     """The words of Python, accelerate and transformers."""
     text = f"Traceback (most recent call last):\n  import deepspeed\n{error}\n"
     assert ("`xds --as-deepspeed`" in report([raised(0, text, 1.0)], [])) is helps
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layer"),
+    [
+        (torch.bfloat16, torch.nn.Linear(4, 4)),
+        (torch.float16, torch.nn.Linear(4, 4)),
+        (torch.bfloat16, torch.nn.Conv1d(4, 4, 1)),
+        (torch.float32, torch.nn.Linear(3, 3)),  # another error
+    ],
+)
+def test_a_script_whose_inputs_are_not_cast_is_told_so(dtype, layer):
+    with pytest.raises(RuntimeError) as raising:
+        layer.to(dtype)(torch.zeros(4, 4, 4))
+    text = "".join(traceback.format_exception(raising.value))
+    told = report([raised(0, text, 1.0)], [])
+    assert ("cast floating-point inputs" in told) is (dtype != torch.float32)
 
 
 def test_the_report_of_a_silent_death_shows_the_last_lines(tmp_path):

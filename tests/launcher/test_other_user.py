@@ -65,9 +65,13 @@ ATTACK = """
         "127.0.0.1", int(port), is_master=False, wait_for_workers=False,
         timeout=datetime.timedelta(seconds=5),
     )
-    names = [name.decode() if isinstance(name, bytes) else name for name in store.list_keys()]
-    beats = [name for name in names if "/xds/beat/0/" in name]
-    prefix = beats[0].partition("xds/")[0]
+    beats, end = [], time.monotonic() + 60
+    while not beats and time.monotonic() < end:
+        names = [name.decode() if isinstance(name, bytes) else name for name in store.list_keys()]
+        beats = [name for name in names if "xds/beat/" in name]
+        time.sleep(0.1)
+    prefix, _, rest = beats[0].partition("xds/beat/")
+    engine = rest.partition("/")[0]
     values = {name: store.compare_set(name, "?", "?") for name in names}
     own = {name: value for name, value in values.items() if "xds/" in name}
     said = {"read": b" ".join(own.values()).decode(errors="replace"), "opened": []}
@@ -83,10 +87,10 @@ ATTACK = """
     forged = [escape, b'{"at": 1, "host": "h", "steps": [[1, 2]]}', b"{", b"99"]
     report = {"rank": 1, "raised": "\\x1b[31mValueError: PWNED", "alarm": -1}
     forged.append(json.dumps(report).encode())
-    targets = [prefix + name for name in (
-        "xds/preemption/0/notice", "xds/preemption/0/0", "xds/preemption/0/1", "xds/alarm/0",
-        "xds/beat/0/0", "xds/beat/0/1", "xds/waits/0", "xds/waits/1", "xds/answers/0/1",
-        "checkpoint/x/done",
+    targets = [prefix + name.replace("ENGINE", engine) for name in (
+        "xds/preemption/ENGINE/notice", "xds/preemption/ENGINE/0", "xds/preemption/ENGINE/1",
+        "xds/alarm/ENGINE", "xds/beat/ENGINE/0", "xds/beat/ENGINE/1", "xds/waits/0", "xds/waits/1",
+        "xds/answers/ENGINE/1", "checkpoint/x/done",
     )]
     end = time.monotonic() + 3
     while time.monotonic() < end:

@@ -183,7 +183,7 @@ def test_a_builder_that_is_stuck_is_waited_for_once_told_and_then_passed(
     with build_cache.locked(cache, key(sources)), caplog.at_level(logging.INFO, "xds"):
         assert answer(build.build(tiny.library(sources))) == 42
     told = [line for line in caplog.messages if line.startswith("waiting for another process")]
-    assert len(told) == 1
+    assert len(told) == 1 and told[0].endswith(" compiles tiny (once, about 20 s)")
 
 
 # -- what is out of date, or damaged ------------------------------------------------------------------------

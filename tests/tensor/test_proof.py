@@ -81,6 +81,38 @@ def test_a_small_difference_is_found_in_every_precision(precision: str, std: flo
     assert warm(2).run(first_forward, precision, std, True) == ["", ""]
 
 
+def compiled_with_inputs_on_the_host(axis: str) -> list[float]:
+    """Losses of two engines: the second one has other groups."""
+    losses = []
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "compile": {"enabled": True, "backend": "aot_eager"},
+        "activation_checkpointing": {"enabled": True, "cpu_checkpointing": True},
+        **(
+            {"tensor_parallel": {"tp_size": 2}}
+            if axis == "tensor"
+            else {"sequence_parallel_size": 2}
+        ),
+    }
+    ids = torch.randint(3, 61, (2, 8), generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        engine = xds.initialize(llama(), config)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("axis", ["tensor", "sequence"])
+def test_compiled_blocks_are_recomputed_by_the_same_graph(axis: str) -> None:
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    for first, second in warm(2).run(compiled_with_inputs_on_the_host, axis):
+        assert first == pytest.approx(second, rel=1e-6)
+
+
 class Needs16Bits(Block):
     """As with kernels that take 16 bits alone."""
 

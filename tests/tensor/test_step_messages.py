@@ -84,6 +84,7 @@ def test_the_thread_ends_without_a_process_group_and_the_next_job_starts_another
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(light_thread, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     thread, seen = LightThread(), []
     for _ in range(2):
         thread.run(lambda: seen.append(threading.current_thread()))
