@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 from . import pipe as pipe
@@ -15,10 +16,6 @@ from . import zero as zero
 from .utils.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
-
-    deepspeed: Any  # its modules have no files, see engine/deepspeed
-
     from .engine.checkpoint.io.folders import newest_checkpoint as newest_checkpoint
     from .engine.checkpoint.io.reader import get_fp32_state_dict as get_fp32_state_dict
     from .engine.config.config import Config as Config
@@ -28,6 +25,8 @@ if TYPE_CHECKING:
     from .utils.errors import ConfigError as ConfigError
     from .utils.errors import UsageError as UsageError
     from .utils.errors import XdsError as XdsError
+
+deepspeed: Any  # for type checkers: its modules have no files, see engine/deepspeed
 
 _LOCATIONS = {
     "initialize": ".engine.initialize",
