@@ -5,7 +5,9 @@ Names are loaded on first use, so that `xds check` and `xds --help` never pay fo
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 from . import pipe as pipe
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from .utils.errors import ConfigError as ConfigError
     from .utils.errors import UsageError as UsageError
     from .utils.errors import XdsError as XdsError
+
+deepspeed: Any  # for type checkers: its modules have no files, see engine/deepspeed
 
 _LOCATIONS = {
     "initialize": ".engine.initialize",
@@ -52,9 +56,28 @@ __all__ = [
 ]
 
 
+class _DeepSpeedFinder:
+    """Finds `xds.deepspeed` and the modules in it, which have no files: engine/deepspeed makes them."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != f"{__name__}.deepspeed" and not fullname.startswith(
+            f"{__name__}.deepspeed."
+        ):
+            return None
+        from .engine.deepspeed.stand_in import spec_of
+
+        return spec_of(fullname)
+
+
+sys.meta_path.append(_DeepSpeedFinder)
+
+
 if not TYPE_CHECKING:  # type checkers then refuse unknown names
 
     def __getattr__(name: str) -> Any:
+        if name == "deepspeed":
+            return import_module(".deepspeed", __name__)
         if name not in _LOCATIONS:
             raise AttributeError(f"module 'xds' has no attribute {name!r}")
         return getattr(import_module(_LOCATIONS[name], __name__), name)

@@ -10,11 +10,11 @@ from setuptools.command.editable_wheel import editable_wheel
 ROOT = Path(__file__).resolve().parent
 
 # Read at the start of every Python of the environment: where the variable XDS_AS_DEEPSPEED is set,
-# `import deepspeed` finds xds.deepspeed (see deepspeed/stand_in/). Elsewhere it reads one variable.
+# `import deepspeed` finds xds.deepspeed (see engine/deepspeed/stand_in.py). Elsewhere it reads one variable.
 AS_DEEPSPEED = "xds_as_deepspeed.pth"
 AS_DEEPSPEED_LINE = (
     "import os; os.environ.get('XDS_AS_DEEPSPEED', '').lower() in ('', '0', 'false') or "
-    "__import__('xds.deepspeed.stand_in', fromlist=['activate']).activate()\n"
+    "__import__('xds.engine.deepspeed.stand_in', fromlist=['activate']).activate()\n"
 )
 
 
@@ -91,11 +91,7 @@ setup(
     },
     package_dir={"xds": "."},
     packages=["xds", *(f"xds.{name}" for name in folders)],
-    package_data={
-        "xds": ["py.typed"],
-        "xds.ops": ["csrc/*/*"],
-        "xds.deepspeed.stand_in": ["names.json"],
-    },
+    package_data={"xds": ["py.typed"], "xds.ops": ["csrc/*/*"]},
     entry_points={"console_scripts": ["xds=xds.launcher.cli:main"]},
     cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel},
 )

@@ -21,8 +21,8 @@ from ..zero.access.guards import Guards
 from .checkpoint.load_plan import LoadOptions
 from .checkpoint.save import SaveOptions
 from .checkpoint.saver import Progress
+from .for_layers import ForLayers
 from .parts import Parts
-from .readings import Readings
 from .states import States
 from .steps.accumulation import Accumulation
 from .steps.batch_loop import Loop
@@ -32,7 +32,7 @@ from .torch_calls import TorchCalls
 
 
 @final
-class Engine(Readings):
+class Engine(ForLayers):
     """Trains `module` as its config says. Made by `xds.initialize`; names and semantics are DeepSpeed's.
 
     One optimizer step is `gradient_accumulation_steps()` rounds of forward, backward and step():

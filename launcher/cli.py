@@ -34,7 +34,9 @@ _SUBCOMMANDS = {
     "plan": ".plan",
 }
 LOG_LEVEL = "XDS_LOG_LEVEL"  # read by the engine, see engine/telemetry/screen.py
-AS_DEEPSPEED = "XDS_AS_DEEPSPEED"  # read at the start of a process, see deepspeed/stand_in/
+AS_DEEPSPEED = (
+    "XDS_AS_DEEPSPEED"  # read at the start of a process, see engine/deepspeed/stand_in.py
+)
 _INTERRUPTED = 130  # 128 + SIGINT
 
 

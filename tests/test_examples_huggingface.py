@@ -49,7 +49,8 @@ def test_trains_and_samples(architecture: str, tmp_path: Path) -> None:
 def test_the_trainer_trains_evaluates_saves_resumes_and_generates(tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text(EXAMPLE.read_text() * 3)
-    launch = [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", "2", str(TRAINER)]
+    launch = [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", "2"]
+    launch += ["--as-deepspeed", str(TRAINER)]
     options = f"--context 16 --data {text} --eval_steps 2 --save_steps 2 --disable_tqdm true"
     options += f" --gradient_accumulation_steps 2 --output_dir {tmp_path / 'out'}"
 

@@ -1,6 +1,6 @@
-"""transformers.Trainer with xds: train, evaluate, save, resume and generate. Two lines are changed.
+"""The stock transformers.Trainer on xds: train, evaluate, save, resume and generate.
 
-    xds examples/huggingface/trainer.py --output_dir /tmp/bytes --xds_config examples/huggingface/auto3.json
+    xds --as-deepspeed examples/huggingface/trainer.py --output_dir /tmp/bytes
 
 The model is created in code and the text is that of examples/gpt: nothing is downloaded. The options are those
 of TrainingArguments, and `--architecture`, `--data` and `--context`.
@@ -14,9 +14,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 from train import HERE, build_model, load_text  # the other example in this folder
-from transformers import HfArgumentParser, TrainerCallback
-
-from xds.engine.integrations.huggingface import Trainer, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
 
 @dataclass
@@ -52,7 +50,8 @@ def main() -> None:
     parser = HfArgumentParser((TrainingArguments, Options))
     parser.set_defaults(
         output_dir="bytes-model",
-        xds_config=str(HERE / "auto3.json"),
+        deepspeed=str(HERE / "auto3.json"),
+        use_cpu=not torch.cuda.is_available(),
         max_steps=100,
         per_device_train_batch_size=8,
         learning_rate=3e-3,
@@ -81,10 +80,10 @@ def main() -> None:
     # a sharded model generates on all ranks together
     prompt = torch.tensor([list(b"def ")], device=args.device)
     room = min(60, options.context - prompt.shape[1])
-    text = trainer.engine.generate(prompt, max_new_tokens=room, do_sample=False, pad_token_id=0)
+    text = trainer.deepspeed.generate(prompt, max_new_tokens=room, do_sample=False, pad_token_id=0)
     if trainer.is_world_process_zero():
         print("-" * 80, bytes(text[0].tolist()).decode(errors="replace"), "-" * 80, sep="\n")
-    trainer.end()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

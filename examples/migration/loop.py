@@ -5,10 +5,9 @@ xds --as-deepspeed examples/migration/loop.py --deepspeed_config examples/migrat
 
 import argparse
 
+import deepspeed
 import torch
 from torch import nn
-
-import deepspeed
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)

@@ -167,7 +167,6 @@ class MessageLog:
         self.clock = clock
         self.is_on = False
         self.options = LogOptions()
-        self.listener: Callable[[Key, float], None] | None = None  # gets each time as well, in ms
         self._rank = rank
         self._rows: dict[Key, Row] = {}
         self._pending: deque[tuple[Key, Moment, Moment, Moment]] = deque()
@@ -217,8 +216,6 @@ class MessageLog:
             milliseconds = self.clock.milliseconds(start, end)
             row = self._rows.setdefault(key, Row())
             row.add(milliseconds, self.clock.milliseconds(begin_wait, end))
-            if self.listener is not None:
-                self.listener(key, milliseconds)
             if self.options.verbose and self._rank == 0:
                 log.info("%s", _line(key, milliseconds))
 

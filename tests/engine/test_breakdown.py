@@ -87,50 +87,6 @@ def test_no_lines_without_the_keys() -> None:
     assert [line.partition(",")[0] for line in first] == ["step 2", "step 4"]
 
 
-def timers_of_the_layer(is_on: bool) -> dict[str, Any]:
-    seen = Lines.of_xds()
-    config = {**CONFIG, "wall_clock_breakdown": is_on}
-    engine, *_ = deepspeed.initialize(model=build("plain"), config=config)
-    train(engine, 4)
-    step = {name: engine.timers(name).elapsed(reset=False) for name in TIMES}
-    last = engine.get_wall_clock_timers()
-    engine.timers("mine").start()
-    engine.timers("mine").stop()
-    return {
-        "step": step,
-        "last": last,
-        "names": set(engine.timers.get_timers()),
-        "rate": engine.tput_timer.avg_samples_per_sec(),
-        "count": engine.tput_timer.global_step_count,
-        "lines": [line for line in seen.lines if "SamplesPerSec" in line],
-    }
-
-
-def test_timers_of_the_layer() -> None:
-    results = run_new_ranks(timers_of_the_layer, 2, True)
-    for found in results:
-        assert all(value > 0 for value in found["step"].values())
-        assert found["step"] == {name: found["last"][name] for name in TIMES}
-        for name in TIMES:
-            assert 0 < found["last"][f"{name}_microstep"] <= found["last"][name]
-        assert {"mine", "fwd", "fwd_microstep"} <= found["names"]
-        assert found["rate"] > 0
-        assert found["count"] == 4
-    first, second = (found["lines"] for found in results)
-    assert second == []
-    pattern = (
-        rf"epoch=0/micro_step=\d+/global_step=4, RunningAvgSamplesPerSec=[\d.]+, CurrSamplesPerSec=[\d.]+, "
-        rf"MemAllocated={NUMBER}GB, MaxMemAllocated={NUMBER}GB"
-    )
-    assert [bool(re.fullmatch(pattern, line)) for line in first] == [True]
-
-
-def test_timers_of_the_layer_measure_nothing_unless_asked() -> None:
-    for found in run_new_ranks(timers_of_the_layer, 2, False):
-        assert set(found["step"].values()) == {0}
-        assert found["last"] == {}
-
-
 def test_see_memory_usage(caplog: pytest.LogCaptureFixture) -> None:
     see_memory_usage = deepspeed.runtime.utils.see_memory_usage
     with caplog.at_level(logging.INFO, "xds"):

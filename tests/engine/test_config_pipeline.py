@@ -6,7 +6,6 @@ import pytest
 
 import xds
 from xds.engine.config.config import parse_config
-from xds.engine.integrations.given import Source
 from xds.pipe.config import NUMBERS, Pipeline
 
 SMALL = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}
@@ -169,12 +168,6 @@ def test_elasticity_counts_data_ranks():
             xds.ConfigError, match=re.escape(f"must equal pipeline.stages ({stages})")
         ):
             parse_config({"elasticity": changed, "pipeline": {"stages": stages}})
-
-
-def test_integrations_count_data_ranks():
-    found = Source({"pipeline": {"stages": 2}})
-    assert [found.data_ranks(ranks) for ranks in (8, 3)] == [4, 3]
-    assert Source({"pipeline": {"stages": "auto"}}).data_ranks(8) == Source({}).data_ranks(8) == 8
 
 
 def test_a_model_may_give_the_stages():

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers import run_new_ranks
 
-from xds.deepspeed.comm import comm
+from xds.engine.deepspeed.library import comm
 from xds.engine.process.process import join
 from xds.ops.comm.collectives import Collectives
 from xds.utils.errors import UsageError

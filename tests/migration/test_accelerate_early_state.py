@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from xds.deepspeed.stand_in import unused
-from xds.deepspeed.stand_in.finders import AliasFinder
+from xds.engine.deepspeed import accelerate as unused
+from xds.engine.deepspeed.stand_in import AliasFinder
 
 # as accelerate's class does: it asks for the version before it makes its state
 ACCELERATOR = """

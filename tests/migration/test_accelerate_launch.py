@@ -16,10 +16,8 @@ from torch import nn
 
 import xds
 from xds import deepspeed
-from xds.deepspeed import stand_in
-from xds.deepspeed.launcher import on_path
-from xds.deepspeed.stand_in import ignored_plugin
-from xds.deepspeed.stand_in.finders import AliasFinder
+from xds.engine.deepspeed import accelerate
+from xds.engine.deepspeed.stand_in import AliasFinder
 
 # as accelerate's class does: it asks for the version before it chooses
 ACCELERATOR = """
@@ -55,7 +53,7 @@ def test_a_plugin_that_accelerate_ignores_is_said_once(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
-    monkeypatch.setattr(ignored_plugin, "_said", set())
+    monkeypatch.setattr(accelerate, "_said", set())
     names: dict[str, Any] = {"__name__": "accelerate.accelerator"}
     exec(ACCELERATOR, names)
     with caplog.at_level(logging.WARNING, "xds"):
@@ -86,14 +84,13 @@ def test_accelerate_launch_finds_a_command_deepspeed(
 ) -> None:
     """Only in its process, only with the stand-in, and only where there is no such command."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.defpath}")
-    monkeypatch.setattr(stand_in, "is_active", lambda: True)
-    on_path.put_command_on_path()
+    accelerate.put_command_on_path()
     assert shutil.which("deepspeed") is None
-    monkeypatch.setitem(sys.modules, on_path.CALLER, ModuleType(on_path.CALLER))
-    on_path.put_command_on_path()
+    monkeypatch.setitem(sys.modules, accelerate.LAUNCHED, ModuleType(accelerate.LAUNCHED))
+    accelerate.put_command_on_path()
     found = shutil.which("deepspeed")
     assert found is not None
     done = subprocess.run([found, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and "--hostfile" in done.stdout
-    on_path.put_command_on_path()
+    accelerate.put_command_on_path()
     assert shutil.which("deepspeed") == found

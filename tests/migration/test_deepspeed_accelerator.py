@@ -12,16 +12,16 @@ from xds.deepspeed.accelerator import (
     DeepSpeedAccelerator,
     get_accelerator,
     is_current_accelerator_supported,
-    real_accelerator,
     set_accelerator,
 )
 from xds.deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from xds.deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from xds.engine.deepspeed.library import accelerator as own
 
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real_accelerator, "ds_accelerator", None)
+    monkeypatch.setattr(own, "ds_accelerator", None)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
@@ -78,9 +78,3 @@ def test_a_device_that_xds_does_not_train_on_is_refused(monkeypatch: pytest.Monk
         get_accelerator()
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     assert isinstance(get_accelerator(), CUDA_Accelerator)
-
-
-def test_ranks_of_a_launcher_see_the_chosen_devices() -> None:
-    environment: dict[str, str] = {}
-    get_accelerator().set_visible_devices_envs(environment, [0, 2])
-    assert environment == {"CUDA_VISIBLE_DEVICES": "0,2"}

@@ -22,7 +22,7 @@ from xds.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from xds.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from xds.deepspeed.ops.lamb import FusedLamb
 from xds.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from xds.deepspeed.runtime.zero import estimate
+from xds.engine.deepspeed.params import estimate
 from xds.ops.optim.adam import Adam
 from xds.ops.optim.lamb import Lamb
 from xds.ops.optim.lion import Lion

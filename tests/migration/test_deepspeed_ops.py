@@ -10,14 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import xds
-import xds.deepspeed as deepspeed
 from xds.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from xds.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from xds.deepspeed.ops.adam.fused_adam import multi_tensor_applier
 from xds.deepspeed.ops.lamb import FusedLamb
 from xds.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from xds.deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder
-from xds.deepspeed.ops.op_builder.all_ops import ALL_OPS
 from xds.ops.optim.adam import Adam
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -99,28 +95,3 @@ def test_the_engines_adam_is_an_instance_of_deepspeeds_classes() -> None:
     assert isinstance(FusedAdam(params), torch.optim.Optimizer)
     assert not isinstance(torch.optim.Adam(params), FusedAdam)
     assert not isinstance(FusedAdam(params), DeepSpeedCPUAdam)
-
-
-def test_builders_say_what_works_here_and_load_it() -> None:
-    works = deepspeed.ops.__compatible_ops__
-    assert works[CPUAdamBuilder.NAME] and works["fused_adam"] and not works["async_io"]
-    assert set(works) == set(ALL_OPS) and not works["deepspeed_not_implemented"]
-    with pytest.raises(AssertionError, match="AsyncIOBuilder.load.*offload_optimizer"):
-        AsyncIOBuilder().load()
-
-
-def test_a_loaded_op_updates_tensors_in_place() -> None:
-    start, grad = torch.randn(7), torch.randn(7)
-    wanted = trained(FusedAdam, start, [grad])[0]
-    first, second = start.clone(), start.clone()
-    ops = CPUAdamBuilder().load()
-    ops.create_adam(5, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
-    ops.adam_update(
-        5, 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, first, grad, torch.zeros(7), torch.zeros(7)
-    )
-    ops.destroy_adam(5)
-    lists = [[grad], [second], [torch.zeros(7)], [torch.zeros(7)]]
-    fused = FusedAdamBuilder().load().multi_tensor_adam
-    multi_tensor_applier(fused, torch.zeros(1), lists, 1e-3, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0)
-    torch.testing.assert_close(first, wanted)
-    torch.testing.assert_close(second, wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import pytest
@@ -12,15 +11,13 @@ from helpers import run_ranks
 
 import xds
 from xds.deepspeed.runtime.pipe import schedule
-from xds.deepspeed.runtime.pipe.grid import _factored
 from xds.deepspeed.runtime.pipe.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
-    topology_of,
 )
-from xds.ops.mesh import Mesh
+from xds.engine.deepspeed.training.topology import _factored
 
 # -- topologies -------------------------------------------------------------------------------------------
 
@@ -53,15 +50,6 @@ def test_pipe_model_data() -> None:
     assert [topo.get_rank_repr(rank) for rank in range(3)] == ["model_00", "model_01", "model_00"]
     assert PipeDataParallelTopology(2, 2).get_rank_repr(3) == ""
     assert isinstance(topo, ProcessTopology)
-
-
-@pytest.mark.parametrize("mesh", [Mesh(2, 3), Mesh(2, 2, 1, 2), Mesh(1, 4)])
-def test_a_topology_numbers_ranks_as_the_mesh_does(mesh: Mesh) -> None:
-    topo = topology_of(mesh)
-    assert topo.world_size() == mesh.size
-    for axis, name in (("pipe", "pipe"), ("data", "data"), ("tensor", "model")):
-        lists = topo.get_axis_comm_lists(name)
-        assert not lists or lists == [list(group) for group in mesh.groups([axis])]  # type: ignore[list-item]
 
 
 def test_wrong_coordinates_and_axes() -> None:
@@ -135,99 +123,6 @@ SHORT = {
     "ReduceGrads": "reduce",
     "OptimizerStep": "step",
 }
-
-
-def ticks(found: schedule.PipeSchedule) -> list[str]:
-    return [
-        " ".join(f"{SHORT[each.name]}{each.kwargs.get('buffer_id', '')}" for each in tick)
-        for tick in found
-    ]
-
-
-def test_train_schedule_of_two_stages() -> None:
-    assert ticks(schedule.TrainSchedule(3, 2, 0)) == [
-        "load0 F0",
-        "send0",
-        "load1 F1",
-        "recv_grad0 send1 B0",
-        "load0 F0",
-        "recv_grad1 send0 B1",
-        "",
-        "recv_grad0 B0 tied reduce step",
-    ]
-    assert ticks(schedule.TrainSchedule(3, 2, 1)) == [
-        "",
-        "recv0 load0 F0",
-        "B0",
-        "send_grad0 recv1 load1 F1",
-        "B1",
-        "send_grad1 recv0 load0 F0",
-        "B0",
-        "send_grad0 tied reduce step",
-    ]
-
-
-def test_train_schedule_of_one_stage() -> None:
-    assert ticks(schedule.TrainSchedule(2, 1, 0)) == [
-        "load0 F0",
-        "B0",
-        "load1 F1",
-        "B1 tied reduce step",
-    ]
-
-
-def test_inference_and_data_parallel_schedules() -> None:
-    assert ticks(schedule.InferenceSchedule(2, 3, 0)) == ["load0 F0", "load1 send0 F1", "send1", ""]
-    assert ticks(schedule.InferenceSchedule(2, 3, 1)) == [
-        "",
-        "recv0 F0",
-        "recv1 send0 F1",
-        "send1",
-    ]
-    assert ticks(schedule.InferenceSchedule(2, 3, 2)) == [
-        "",
-        "",
-        "load0 recv0 F0",
-        "load1 recv1 F1",
-    ]
-    assert ticks(schedule.DataParallelSchedule(2, 1, 0)) == [
-        "load0 F0 B0",
-        "load0 F0 B0 reduce step",
-    ]
-
-
-def _run(schedules: list[schedule.PipeSchedule]) -> int:
-    """Run the lists in lockstep with mailboxes; returns the number of messages. Each must be there in time."""
-    mail: dict[tuple[int, int], deque[str]] = {}
-    num_messages = 0
-    for tick in zip(*schedules, strict=True):
-        for stage, found in enumerate(tick):
-            for each in found:
-                if isinstance(each, schedule.SendActivation | schedule.SendGrad):
-                    to = stage + (1 if isinstance(each, schedule.SendActivation) else -1)
-                    mail.setdefault((stage, to), deque()).append(each.name)
-                    num_messages += 1
-        for stage, found in enumerate(tick):
-            for each in found:
-                if isinstance(each, schedule.RecvActivation | schedule.RecvGrad):
-                    came = stage - (1 if isinstance(each, schedule.RecvActivation) else -1)
-                    assert mail[came, stage].popleft()
-    assert not any(mail.values())
-    return num_messages
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-@pytest.mark.parametrize("micro_batches", [1, 2, 7])
-def test_every_message_meets_its_receiver(stages: int, micro_batches: int) -> None:
-    train = [schedule.TrainSchedule(micro_batches, stages, stage) for stage in range(stages)]
-    assert _run([*train]) == 2 * micro_batches * (stages - 1)
-    for each in train:
-        told = " ".join(ticks(each)).split()
-        assert sum(name.startswith("F") for name in told) == micro_batches
-        assert sum(name.startswith("B") for name in told) == micro_batches
-        assert each.num_pipe_buffers() == max(2, min(stages - each.stage, micro_batches))
-    infer = [schedule.InferenceSchedule(micro_batches, stages, stage) for stage in range(stages)]
-    assert _run([*infer]) == micro_batches * (stages - 1)
 
 
 def test_instructions_show_their_arguments() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import xds.deepspeed as deepspeed
-from xds.deepspeed.profiling import flops_profiler
 from xds.deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
-from xds.deepspeed.profiling.flops_profiler import profiler as module
 from xds.utils.errors import UsageError
 
 
@@ -95,9 +92,8 @@ def test_a_profiler_counts_between_start_and_stop(capsys: pytest.CaptureFixture[
     assert profiler.get_total_flops(as_string=True) == "2.3 K"
     assert profiler.get_total_duration() > 0 and profiler.get_total_duration(True).endswith("s")
     profiler.print_model_profile(profile_step=7, module_depth=0, detailed=False)
-    profiler.print_model_aggregated_profile(module_depth=1, top_modules=2)
     text = capsys.readouterr().out
-    assert "Profile of step 7" in text and "Linear 208, Dropout 0" in text
+    assert "Profile of step 7" in text
     profiler.reset_profile()
     assert profiler.get_total_macs() == 0
     profiler.start_profile(ignore_list=[nn.Linear])
@@ -151,15 +147,3 @@ def test_the_engine_has_a_profiler_where_the_config_enables_it() -> None:
     other, *_ = deepspeed.initialize(model=model_of(), config=config)
     assert not hasattr(other, "flops_profiler") and not other.flops_profiler_enabled()
     other.destroy()
-
-
-def test_arguments_and_names_are_deepspeeds() -> None:
-    assert list(inspect.signature(get_model_profile).parameters) == [
-        *("model", "input_shape", "args", "kwargs", "print_profile", "detailed", "module_depth"),
-        *("top_modules", "warm_up", "as_string", "output_file", "ignore_modules", "mode"),
-    ]
-    for name in flops_profiler.__all__:
-        assert getattr(flops_profiler, name) is getattr(module, name)
-    assert flops_profiler.DEFAULT_PRECISION == 2
-    with pytest.raises(UsageError, match="not covered"):
-        flops_profiler.get_module_flops(model_of())

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import run_ranks
-from pydantic import Field, ValidationError
 from torch import nn
 
 import xds.deepspeed as deepspeed
-from xds.deepspeed.runtime import lr_schedules, utils
+from xds.deepspeed.runtime import lr_schedules
 from xds.deepspeed.runtime.activation_checkpointing import checkpointing
 from xds.deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
-from xds.deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from xds.deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from xds.deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from xds.deepspeed.runtime.precision_config import DeepSpeedFP16Config, get_bfloat16_config
-from xds.deepspeed.runtime.sparse_tensor import SparseTensor
 
 # -- configs ----------------------------------------------------------------------------------------------
 
@@ -78,50 +71,7 @@ def test_a_config_has_deepspeeds_attributes_and_defaults() -> None:
     assert DtypeEnum("torch.bfloat16").value == torch.bfloat16 == DtypeEnum("bf16").value
 
 
-class Sizes(DeepSpeedConfigModel):
-    size: list[int] | None = None
-    old_size: int | None = Field(
-        None,
-        json_schema_extra={  # type: ignore[arg-type]  # a function, as DeepSpeed's sections have
-            "deprecated": True,
-            "new_param": "size",
-            "new_param_fn": lambda value: [value],
-        },
-    )
-
-
-def test_a_deprecated_field_moves_to_the_one_that_replaces_it() -> None:
-    assert Sizes(old_size=3).size == [3]
-    assert Sizes(size="auto").size is None
-    with pytest.raises(AssertionError, match="replaces"):
-        Sizes(size=[1], old_size=3)
-    with pytest.raises(ValidationError):
-        Sizes(sise=[1])
-
-
-def test_precision_sections_check_the_loss_scale() -> None:
-    assert get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
-    for wrong in (-1, math.inf, True, []):
-        with pytest.raises(ValidationError):
-            DeepSpeedFP16Config(loss_scale=wrong)
-    assert DeepSpeedFP16Config(initial_scale_power=4).dynamic_loss_scale_args()["init_scale"] == 16
-
-
 # -- schedules --------------------------------------------------------------------------------------------
-
-
-def test_command_line_arguments_make_a_schedule() -> None:
-    parser = lr_schedules.add_tuning_arguments(argparse.ArgumentParser())
-    words = "--lr_schedule OneCycle --cycle_max_lr 0.2 --cycle_first_step_size 4".split()
-    section, why_not = lr_schedules.get_config_from_args(parser.parse_args(words))
-    assert section is not None and why_not is None
-    assert lr_schedules.get_lr_from_config(section) == (0.2, "")
-    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
-    schedule = lr_schedules.OneCycle(optimizer, **section["params"])
-    assert (
-        schedule.second_step_size == schedule.first_step_size == 4 and not schedule.cycle_momentum
-    )
-    assert lr_schedules.get_config_from_args(parser.parse_args([]))[0] is None
 
 
 def test_a_schedule_refuses_as_deepspeeds_does() -> None:
@@ -145,46 +95,6 @@ def test_curriculum_rises_in_steps_between_its_limits() -> None:
     found = [scheduler.update_difficulty(step) for step in range(120)]
     assert found[0] == 16 and found[-1] == 1000 and found == sorted(found)
     assert all(one % 16 == 0 for one in found if one < 1000)
-
-
-# -- tensors ----------------------------------------------------------------------------------------------
-
-
-def test_layers_are_cut_into_parts_of_nearly_equal_weight() -> None:
-    assert utils.partition_balanced([0, 1, 2, 3, 3, 3], 4) == [0, 3, 4, 5, 6]
-    assert utils.partition_balanced([0.0, 1.1, 30, 3.0], 3) == [0, 2, 3, 4]
-    assert utils.partition_uniform(10, 4) == [0, 3, 6, 8, 10]
-    assert utils.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
-
-
-def norms_and_parts() -> None:
-    rank, whole = dist.get_rank(), torch.arange(21.0).view(7, 3)
-    part = utils.PartitionedTensor(whole, dist.group.WORLD)
-    again = utils.PartitionedTensor.from_meta(part.to_meta(), part.data(), dist.group.WORLD)
-    assert torch.equal(part.full(), whole) and torch.equal(again.full(), whole)
-
-    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    for param in params:
-        param.grad = torch.tensor([3.0, -4.0])
-    expected = torch.nn.utils.get_total_norm([param.grad for param in params], 3)
-    assert torch.allclose(utils.clip_grad_norm_(params, 1.0, norm_type=3), expected)
-    assert math.isclose(utils.get_flattened_grad_norm(params, norm_type=3), 1.0, rel_tol=1e-5)
-
-    params[0].grad = torch.tensor([0.0, math.inf if rank else 1.0])
-    assert utils.CheckOverflow([params]).check() == bool(rank)
-    params[0].allreduce = False  # type: ignore[attr-defined]  # an expert: its ranks differ
-    assert utils.CheckOverflow([params]).check()
-
-
-def test_norms_and_parts_are_those_of_all_ranks() -> None:
-    run_ranks(norms_and_parts, 2)
-
-
-def test_sparse_rows_add_up() -> None:
-    rows = torch.zeros(4, 3).index_fill(0, torch.tensor([0, 2]), 1.0)
-    one, other = SparseTensor(rows), SparseTensor(rows.to_sparse(1))
-    one.add(other)
-    assert torch.equal(one.to_dense(), 2 * rows)
 
 
 # -- engine -----------------------------------------------------------------------------------------------
@@ -212,10 +122,9 @@ def refusals_and_scales() -> None:
         with pytest.raises(AssertionError, match="illegal to call Engine.step"):
             engine.step()
     optimizer = made(0, fp16={"enabled": True, "initial_scale_power": 8})[1]
-    scale = optimizer.loss_scale_config
-    assert optimizer.needs_scaler() and scale.dynamic_loss_scale and scale.cur_scale == 256
+    assert optimizer.dynamic_loss_scale and optimizer.cur_scale == 256
     optimizer = made(0, bf16={"enabled": True})[1]
-    assert not optimizer.needs_scaler() and optimizer.loss_scale_config.cur_scale == 1
+    assert not optimizer.dynamic_loss_scale and optimizer.cur_scale == 1
     assert optimizer.low_precision_dtype == torch.bfloat16
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import xds.deepspeed as deepspeed
 from xds.deepspeed.runtime.activation_checkpointing import checkpointing
+from xds.engine.deepspeed.library import activation_checkpointing as own
 
 SCRIPT = Path(__file__).parent / "scripts" / "lightning_stock.py"
 
@@ -93,7 +94,7 @@ def test_the_watcher_ends_with_the_process_group() -> None:
 def test_checkpoints_in_host_memory_are_accepted_and_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointing, "_settings", checkpointing._Settings())
+    monkeypatch.setattr(own, "_settings", own._Settings())
     checkpointing.configure(None, checkpoint_in_cpu=True)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -82,3 +82,10 @@ def test_a_stock_script_gives_the_loss_of_ddp(script: str, stage: int, tmp_path:
     args = ["--deepspeed", "config.json"] if script == "trainer.py" else ["--stage", str(stage)]
     ours = run([*START, "--as-deepspeed", str(FOLDER / script), *args], tmp_path)
     assert ours.splitlines()[-1] == loss_of_ddp(script)
+
+
+@pytest.mark.contract
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares with DDP on CPUs")
+def test_stock_accelerate_shards_gradients_with_the_loss_of_ddp(tmp_path: Path) -> None:
+    test_a_stock_script_gives_the_loss_of_ddp("accelerated.py", 2, tmp_path)

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 import xds
-from xds.deepspeed.errors import in_their_form, methods_raise_theirs
-from xds.deepspeed.missing import Missing
-from xds.deepspeed.stand_in.names import modules, names_of
+from xds.engine.deepspeed.errors import in_their_form, methods_raise_theirs
+from xds.engine.deepspeed.missing import Missing
 from xds.utils.errors import DamagedError
 
 SCRIPT = """
@@ -55,32 +54,7 @@ def run_python(code: str, **variables: str) -> str:
     return done.stdout
 
 
-ACTIVATE = "from xds.deepspeed.stand_in import activate; activate()\n"
-
-
-def test_every_public_name_of_deepspeed_imports() -> None:
-    """All 750 modules and 12,000 names of the table; nothing that a module has is lost."""
-    missed = []
-    for inside in sorted(modules()):
-        module = import_module(f"xds.deepspeed.{inside}".rstrip("."))
-        for name in names_of(inside):
-            if not (name.startswith("_") or hasattr(module, name)):
-                missed.append(f"{inside}.{name}")
-    assert not missed
-
-
-def test_the_table_gives_constants_exceptions_and_enumerations() -> None:
-    from xds.deepspeed.runtime import constants
-    from xds.deepspeed.runtime.data_pipeline.constants import CURRICULUM_LEARNING
-    from xds.deepspeed.runtime.zero.utils import ZeRORuntimeException
-
-    assert (constants.TRAIN_BATCH_SIZE, CURRICULUM_LEARNING) == (
-        "train_batch_size",
-        "curriculum_learning",
-    )
-    with pytest.raises(ZeRORuntimeException):
-        raise ZeRORuntimeException("as there")
-    assert issubclass(import_module("xds.deepspeed").DeepSpeedConfigError, Exception)
+ACTIVATE = "from xds.engine.deepspeed.stand_in import activate; activate()\n"
 
 
 def test_a_stand_in_can_be_caught_compared_and_derived_from() -> None:

@@ -56,8 +56,20 @@ def counted(call: Callable[..., Any], *args: Any) -> int:
 def away_and_back(stage: int, precision: str, include: list[str] | None, pins: bool) -> Any:
     """Losses with and without the move, devices of the states while they are away, bytes of the device."""
     import xds
-    from xds.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
-    from xds.deepspeed.runtime.zero.offload_states import get_state_devices
+    from xds.zero.core.state_memory import StateMemory
+
+    def devices(name: str) -> set[torch.device]:
+        memory = StateMemory(engine._parts.updater)
+        tensors = {
+            "optim_states": memory.state_tensors,
+            "lp_params": engine._parts.sharded.memory.param_tensors,
+        }[name]
+        return {
+            torch.device("cpu") if is_moved else one.device
+            for one in tensors()
+            for is_moved in (engine._states.is_on_host(one),)
+            if one.numel() and (is_moved or one.untyped_storage().nbytes())
+        }
 
     engine = engine_of(stage, precision)
     undisturbed = train(engine, 0, 5)
@@ -65,12 +77,12 @@ def away_and_back(stage: int, precision: str, include: list[str] | None, pins: b
     engine = engine_of(stage, precision)
     losses = train(engine, 0, 2)
     weight = engine.module[0].weight
-    here = [get_state_devices(engine, Kind(name)) for name in ("optim_states", "lp_params")]
+    here = [devices(name) for name in ("optim_states", "lp_params")]
     before, _ = torch.ops.host_cuda.memory()
     engine.offload_states(include=include, pin_memory=pins)
     freed = before - torch.ops.host_cuda.memory()[0]
     other = torch.full((freed // 4,), 7.0, device=engine.device)  # takes the memory
-    away = [get_state_devices(engine, Kind(name)) for name in ("optim_states", "lp_params")]
+    away = [devices(name) for name in ("optim_states", "lp_params")]
     zeros = torch.zeros(weight.shape, device=engine.device)
     for access in (
         xds.zero.get_full_param,
@@ -81,7 +93,7 @@ def away_and_back(stage: int, precision: str, include: list[str] | None, pins: b
             access(weight)
     del other
     engine.reload_states()
-    assert here == [get_state_devices(engine, Kind(name)) for name in ("optim_states", "lp_params")]
+    assert here == [devices(name) for name in ("optim_states", "lp_params")]
     losses += train(engine, 2, 5)
     engine.destroy()
     return losses == undisturbed, [{each.type for each in one} for one in (*here, *away)], freed

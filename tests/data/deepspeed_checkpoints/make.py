@@ -62,6 +62,7 @@ def _train(rank: int, name: str, stage: int, precision: str, folder: str) -> Non
     store = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD_SIZE)
     sys.path.insert(0, str(HERE))
+    import deepspeed  # after the environment is set
     from recipes import (
         CLIENT_STATE,
         STEPS_AFTER,
@@ -71,8 +72,6 @@ def _train(rank: int, name: str, stage: int, precision: str, folder: str) -> Non
         config_of,
         groups_of,
     )
-
-    import deepspeed  # after the environment is set
 
     config = config_of(name, stage, precision, WORLD_SIZE)
     config["optimizer"]["params"]["torch_adam"] = True

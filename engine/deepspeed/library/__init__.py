@@ -1,0 +1,1 @@
+"""What scripts use beside the engine: collectives, optimizers, timers, attention, monitors, and others."""

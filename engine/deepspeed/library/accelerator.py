@@ -1,0 +1,353 @@
+"""`get_accelerator`: the type of device that this process uses. A script may set another one."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....utils.errors import UsageError
+from ...telemetry.timers import memory_use
+from ..errors import raises_theirs
+
+
+class DeepSpeedAccelerator(ABC):
+    """The base of every type of device. A subclass for another device defines the abstract methods.
+
+    _name: the device type of torch. _communication_backend_name: the backend of its process groups.
+    """
+
+    _name = ""
+    _communication_backend_name = "gloo"
+
+    @abstractmethod
+    def device_name(self, device_index: int | None = None) -> str:
+        """Such as "cuda", "cuda:1" or "cpu"."""
+
+    @abstractmethod
+    def current_device(self) -> Any:
+        """This process's device, in a form that torch takes as a device."""
+
+    @abstractmethod
+    def current_device_name(self) -> str:
+        """The name of this process's device."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """The number of devices of this machine, one for each local rank."""
+
+    @abstractmethod
+    def is_available(self) -> bool:
+        """Whether such a device can be used."""
+
+    @abstractmethod
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device."""
+
+    @abstractmethod
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes that are free."""
+
+    def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
+        """A context in which the device is current."""
+        return nullcontext()
+
+    def is_synchronized_device(self) -> bool:
+        """Whether an operation has ended when its call returns."""
+        return False
+
+    def communication_backend_name(self) -> str:
+        """The backend for `init_distributed`: "nccl" or "gloo"."""
+        return self._communication_backend_name
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def is_triton_supported(self) -> bool:
+        return False
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The dtypes in which a model may be trained."""
+        dtypes = [torch.float32]
+        dtypes += [torch.float16] if self.is_fp16_supported() else []
+        return [*dtypes, torch.bfloat16] if self.is_bf16_supported() else dtypes
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is on this type of device."""
+        return tensor.device.type == self._name
+
+    def pin_memory(
+        self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True
+    ) -> Tensor:
+        """The tensor in page-locked memory where the device reads that faster; else the tensor itself.
+
+        Args:
+            make_copy: with the same values; else a tensor whose values are not set.
+            match_shape: False: [n] instead of the tensor's shape, where there is no copy.
+        """
+        if make_copy:
+            return self._torch_pin_memory(tensor)
+        shape = tuple(tensor.shape) if match_shape else (tensor.numel(),)
+        return self._torch_empty_pinned(tensor, shape)
+
+    def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def _torch_empty_pinned(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        return tensor.new_empty(tuple(shape))
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.is_pinned()
+
+    def random(self) -> Any:
+        return torch.random
+
+    def default_generator(self, device_index: int = 0) -> torch.Generator:
+        return torch.default_generator
+
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
+        """Begin a range in the profiler's timeline."""
+        return None
+
+    def range_pop(self, domain: str | None = None) -> Any:
+        """End the current range."""
+        return None
+
+
+DEFAULT_RANKS = 2  # what `xds` starts on a machine without a GPU
+
+# names of tensor types that scripts call: `get_accelerator().FloatTensor([0])`
+TENSORS = (
+    *("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor"),
+    "LongTensor",
+)
+
+
+def _nothing(*_: object) -> None:
+    return
+
+
+def _used_bytes(*_: object) -> int:
+    return memory_use(torch.device("cpu")).now_bytes
+
+
+def _most_bytes(*_: object) -> int:
+    return memory_use(torch.device("cpu")).peak_bytes
+
+
+# functions of torch.cuda that torch.cpu does not have
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "empty_cache": _nothing,
+    "get_rng_state": lambda *_: torch.get_rng_state(),
+    "initial_seed": torch.initial_seed,
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "max_memory_allocated": _most_bytes,
+    "max_memory_cached": _most_bytes,
+    "max_memory_reserved": _most_bytes,
+    "memory_allocated": _used_bytes,
+    "memory_cached": _used_bytes,
+    "memory_reserved": _used_bytes,
+    "memory_stats": lambda *_: {
+        "allocated_bytes.all.current": _used_bytes(),
+        "allocated_bytes.all.peak": _most_bytes(),
+    },
+    "reset_max_memory_allocated": _nothing,
+    "reset_max_memory_cached": _nothing,
+    "reset_peak_memory_stats": _nothing,
+    "set_device": _nothing,
+    "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+    "stream": lambda *_: nullcontext(),
+    "synchronize": _nothing,
+}
+_STREAMS = ("current_stream", "default_stream")
+
+
+class CPU_Accelerator(DeepSpeedAccelerator):
+    """The CPU. Names that are not here are those of torch.cpu."""
+
+    _name = "cpu"
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return "cpu"
+
+    def current_device(self) -> str:
+        """ "cpu": torch takes it as a device. DeepSpeed returns the local rank, as a text."""
+        return "cpu"
+
+    def current_device_name(self) -> str:
+        return "cpu"
+
+    def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def device_count(self) -> int:
+        """The ranks on this machine; outside a rank those that `xds` would start."""
+        for variable in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+            if os.environ.get(variable, "").isdecimal():
+                return int(os.environ[variable])
+        return DEFAULT_RANKS
+
+    def is_available(self) -> bool:
+        """Always True: the CPU is a device too."""
+        return True
+
+    def is_synchronized_device(self) -> bool:
+        return True
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the machine."""
+        return _meminfo("MemTotal")
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return _meminfo("MemAvailable")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FUNCTIONS:
+            return _FUNCTIONS[name]
+        if name in _STREAMS:
+            return _nothing
+        if name in TENSORS:
+            return getattr(torch, name)
+        return other_name(name, torch.cpu)
+
+
+def other_name(name: str, module: Any) -> Any:
+    """`module.name`.
+
+    Raises:
+        AttributeError: torch's module does not have it either.
+    """
+    if not name.startswith("_") and hasattr(module, name):
+        return getattr(module, name)
+    raise AttributeError(
+        f"get_accelerator().{name} is not covered by xds.deepspeed: neither xds nor {module.__name__} has this "
+        "name"
+    )
+
+
+def _meminfo(key: str) -> int:
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+_OLD_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
+_DTYPES = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+
+
+class CUDA_Accelerator(DeepSpeedAccelerator):
+    """NVIDIA's and AMD's GPUs. Names that are not here are those of torch.cuda."""
+
+    _name = "cuda"
+    _communication_backend_name = "nccl"
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return "cuda" if device_index is None else f"cuda:{device_index}"
+
+    def current_device(self) -> int:
+        return torch.cuda.current_device()
+
+    def current_device_name(self) -> str:
+        return f"cuda:{torch.cuda.current_device()}"
+
+    def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
+        return torch.cuda.device(device_index)
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count()
+
+    def is_available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return int(torch.cuda.get_device_properties(device_index or 0).total_memory)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return torch.cuda.mem_get_info(device_index)[0]
+
+    def is_bf16_supported(self) -> bool:
+        return bool(torch.cuda.is_bf16_supported())
+
+    def is_triton_supported(self) -> bool:
+        return torch.cuda.get_device_capability() >= (8, 0)
+
+    def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory()
+
+    def _torch_empty_pinned(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        return torch.empty(tuple(shape), dtype=tensor.dtype, pin_memory=True)
+
+    def default_generator(self, device_index: int = 0) -> torch.Generator:
+        return torch.cuda.default_generators[device_index]
+
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
+        return torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
+
+    def range_pop(self, domain: str | None = None) -> Any:
+        return torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TENSORS:
+            return partial(torch.tensor, dtype=_DTYPES[name], device="cuda")
+        return other_name(_OLD_NAMES.get(name, name), torch.cuda)
+
+
+SUPPORTED_ACCELERATOR_LIST = ["cuda", "cpu"]
+
+ds_accelerator: DeepSpeedAccelerator | None = None  # scripts read it by this name
+
+
+@raises_theirs
+def get_accelerator() -> Any:
+    """The one that was set, or that of the variable DS_ACCELERATOR, or CUDA where there is a GPU, or the CPU.
+
+    Raises:
+        UsageError: DS_ACCELERATOR names a device that xds does not train on.
+    """
+    global ds_accelerator
+    if ds_accelerator is None:
+        name = os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
+        if name not in SUPPORTED_ACCELERATOR_LIST:
+            raise UsageError(
+                f"DS_ACCELERATOR = {name!r}: xds trains on {' and '.join(SUPPORTED_ACCELERATOR_LIST)}; unset it"
+            )
+        ds_accelerator = CUDA_Accelerator() if name == "cuda" else CPU_Accelerator()
+    return ds_accelerator
+
+
+@raises_theirs
+def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
+    """Let `get_accelerator` return `accel_obj`. The engine's own device does not change.
+
+    Raises:
+        UsageError: it is not a DeepSpeedAccelerator.
+    """
+    global ds_accelerator
+    if not isinstance(accel_obj, DeepSpeedAccelerator):
+        raise UsageError(
+            f"set_accelerator({type(accel_obj).__name__}): needs an object of a class that derives from "
+            "DeepSpeedAccelerator"
+        )
+    ds_accelerator = accel_obj
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether xds trains on the current type of device."""
+    return get_accelerator().device_name() in SUPPORTED_ACCELERATOR_LIST

@@ -1,0 +1,256 @@
+"""DeepSpeed's names that xds does not implement: each can be imported, derived from and compared.
+
+Scripts import more names than they use (`MoE` for one isinstance test, an optimizer for one branch).
+So an import alone must not fail. Calling such a name, or reading its attributes, raises one sentence.
+Any name of a known module has a stand-in. Here are the reasons, by name and by module.
+"""
+
+from __future__ import annotations
+
+from abc import ABCMeta
+from functools import cache
+from typing import Any, NoReturn, final
+
+from ...utils.errors import UsageError
+
+_MOE = (
+    "expert parallelism is not supported yet; experts in a plain nn.ModuleList train at every stage, with all "
+    "experts on each rank"
+)
+_ONE_BIT_ADAM = (
+    'its messages belong to the engine: set optimizer.type to "OneBitAdam" or "OneBitLamb" in '
+    "the config, and pass no optimizer"
+)
+_INFERENCE = "xds is for training only; serve the saved weights with an inference library"
+_KERNELS = "xds has no such kernel; torch's own are used"
+_TENSOR = (
+    "xds slices layers itself: set the section tensor_parallel in the config, see docs/tensor.md"
+)
+_OFFLOAD = "the config's offload_optimizer and offload_param choose where states are stored"
+_PARAM = "a parameter of xds is a plain torch parameter; use xds.zero.get_full_param or GatheredParameters"
+_CHECKPOINT_TOOLS = (
+    "a checkpoint of xds loads at any stage and number of ranks, without a converter"
+)
+_LINEAR = (
+    "LoRA and quantized linears are not supported; use peft, whose adapters train at every stage"
+)
+_ACTIVATIONS = (
+    "activations are checkpointed whole on their rank; see the config's activation_checkpointing"
+)
+_INNER = "xds has no such internal state; use engine.config, or the engine's methods"
+_DEEP_COMPILE = "DeepCompile is not supported"
+_REDUCES = (
+    "the engine reduces gradients in backward; engine.allreduce_gradients() reduces what is left"
+)
+_GIVEN = "use the object that the script passed to initialize"
+_ABSENT = "it has no counterpart in xds"
+_COMPRESSED = "compressed training is not supported yet (the config's section compression_training)"
+_DATA = "the data efficiency library is not supported yet (the config's section data_efficiency)"
+_AUTOTUNING = "autotuning is not supported yet (the config's section autotuning); see xds plan"
+_SCHEDULE = (
+    "the engine runs tables, see docs/design/pipeline.md; pipeline.schedule takes a file of one"
+)
+_TIMERS = (
+    "the engine logs its own times with wall_clock_breakdown; use deepspeed.utils.timer for yours"
+)
+_LR = "write the section scheduler of the config"
+_LEAVES = "use set_z3_leaf_modules, which takes classes and their names"
+
+
+# name -> why, and what to use instead
+MISSING: dict[str, str] = {
+    "DualPipeVEngine": "deepspeed.runtime.pipe.engine.PipelineEngine runs this schedule too",
+    **dict.fromkeys(
+        ("PipeSchedule", "TrainSchedule", "InferenceSchedule", "DataParallelSchedule"), _SCHEDULE
+    ),
+    "DeepSpeedConfigModel": "derive from pydantic.BaseModel",
+    **dict.fromkeys(("add_tuning_arguments", "get_config_from_args"), _LR),
+    **dict.fromkeys(("set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"), _LEAVES),
+    **dict.fromkeys(("MoE", "Experts", "TopKGate", "MOELayer"), _MOE),
+    **dict.fromkeys(("OnebitAdam", "OneBitAdam", "OnebitLamb", "ZeroOneAdam"), _ONE_BIT_ADAM),
+    **dict.fromkeys(("init_inference", "InferenceEngine", "inference"), _INFERENCE),
+    **dict.fromkeys(("DeepSpeedInferenceConfig", "default_inference_config"), _INFERENCE),
+    **dict.fromkeys(("module_inject", "replace_transformer_layer", "io"), _INFERENCE),
+    **dict.fromkeys(("model_implementations", "DeepSpeedHybridEngine"), _INFERENCE),
+    **dict.fromkeys(("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"), _KERNELS),
+    **dict.fromkeys(("sparse_attention", "FPQuantizer"), _KERNELS),
+    **dict.fromkeys(("aio", "AsyncIOBuilder", "GDSBuilder"), _OFFLOAD),
+    **dict.fromkeys(("set_autotp_mode", "set_optimizer_flags"), _TENSOR),
+    "DeepSpeedZeRoOffload": _OFFLOAD,
+    **dict.fromkeys(("OptimizedLinear", "LoRAConfig", "QuantizationConfig"), _LINEAR),
+    **dict.fromkeys(("compression", "init_compression", "redundancy_clean"), _COMPRESSED),
+    "autotuning": _AUTOTUNING,
+    **dict.fromkeys(("datastates", "nebula"), _ABSENT),
+    "compile": "torch.compile the model before initialize, or see the config's section compile",
+    "CheckpointFunction": _ACTIVATIONS,
+}
+
+# methods and attributes of the engine, and of the optimizer that `initialize` returns
+MISSING_METHODS: dict[str, str] = {
+    "buffered_allreduce_fallback": (
+        "gradients are reduced in backward; to delay this use engine.no_sync(), then step() reduces them"
+    ),
+    **dict.fromkeys(
+        ("_exec_schedule", "pipe_buffers"),
+        "the engine runs tables, see docs/design/pipeline.md; pipeline.schedule takes a file of one",
+    ),
+    "register_compile_pass": _DEEP_COMPILE,
+    "set_custom_curriculum_learning_schedule": "curriculum learning is not supported yet",
+    "set_data_post_process_func": "curriculum learning is not supported yet; change the dataset",
+    "random_ltd_initialize": "random layer-token dropping is not supported",
+    "flops_profiler": "set flops_profiler.enabled in the config",
+    **dict.fromkeys(("checkpoint_engine", "quantizer"), _INNER),
+    **dict.fromkeys(("progressive_layer_drop", "eigenvalue", "gas_boundary_ctr"), _INNER),
+    "print_forward_breakdown": _INNER,
+    **dict.fromkeys(("client_optimizer", "client_lr_scheduler", "training_data"), _GIVEN),
+    "loaded_checkpoint_tag": "engine.load_checkpoint returns the folder, whose name is the tag",
+    "refresh_fp32_params": (
+        "write whole values with safe_set_full_fp32_param or GatheredParameters; the masters are updated"
+    ),
+    "external_loss_scale": "set fp16.loss_scale in the config",
+    "override_loss_scale": "set fp16.loss_scale in the config",
+    **dict.fromkeys(("bit16_groups", "fp16_groups", "single_partition_of_fp32_groups"), _PARAM),
+    **dict.fromkeys(("fp32_partitioned_groups_flat", "fp32_groups_flat"), _PARAM),
+    **dict.fromkeys(("averaged_gradients", "params_in_partition"), _PARAM),
+    # internals of the engine
+    **dict.fromkeys(
+        (
+            *("get_autosp_backend", "get_autotp_backend"),
+            *("get_deepcompile_backend", "get_deepspeed_compile_backend"),
+        ),
+        _DEEP_COMPILE,
+    ),
+    **dict.fromkeys(
+        (
+            *("allreduce_and_copy", "allreduce_bucket", "allreduce_no_retain", "all_gather_scalar"),
+            *("sparse_all_gather", "sparse_allreduce", "sparse_allreduce_bucket"),
+            "sparse_allreduce_no_retain",
+        ),
+        _REDUCES,
+    ),
+    "clip_fp32_gradients": "step() clips; set gradient_clipping, or call engine.clip_grad_norm(max_norm)",
+    **dict.fromkeys(("tensor_parallel_config", "get_tensor_parallel_rank"), _TENSOR),
+    "swap_tensor_config": _OFFLOAD,
+    "load_moe_state_dict": _MOE,
+    "get_optimizer_configuration": "engine.config has the section optimizer",
+    **dict.fromkeys(
+        ("loaded_checkpoint_mp_world_size", "loaded_checkpoint_dp_world_size"), _CHECKPOINT_TOOLS
+    ),
+    **dict.fromkeys(("engine_timers", "engine_timers_cache"), _INNER),
+    **dict.fromkeys(("module_forward_pre_hook", "module_forward_post_hook"), _INNER),
+    **dict.fromkeys(("timers", "get_wall_clock_timers"), _TIMERS),
+    **dict.fromkeys(("unscale_and_clip_grads", "norm_groups"), _INNER),
+}
+
+
+# module -> why none of its names is there, for names without a reason above; the longest match counts
+# some are modules that DeepSpeed had before 0.19
+AREAS: dict[str, str] = {
+    "": _ABSENT,
+    **dict.fromkeys(("inference", "module_inject", "model_implementations"), _INFERENCE),
+    "moe": _MOE,
+    "linear": _LINEAR,
+    "compile": "DeepCompile is not supported; see the config's section compile",
+    "ops": _KERNELS,
+    **dict.fromkeys(("nvme", "io", "runtime.swap_tensor"), _OFFLOAD),
+    "runtime.tensor_parallel": _TENSOR,
+    **dict.fromkeys(("runtime", "utils", "comm"), _INNER),
+    "elasticity": "use `xds elastic`, and the config's section elasticity",
+    "monitor": "the engine writes to the sections tensorboard, wandb, comet and csv_monitor of the config",
+    "runtime.sequence_parallel": "use UlyssesSPAttentionHF.register_with_transformers, whose result is the mpu",
+    **dict.fromkeys(("compression", "runtime.quantize", "runtime.weight_quantizer"), _COMPRESSED),
+    "runtime.eigenvalue": _COMPRESSED,
+    "runtime.data_pipeline": _DATA,
+    "runtime.progressive_layer_drop": (
+        "progressive layer drop is not supported yet (the config's section of that name)"
+    ),
+    "autotuning": _AUTOTUNING,
+    **dict.fromkeys(("runtime.fp16.onebit", "runtime.compression"), _ONE_BIT_ADAM),
+    **dict.fromkeys(("runtime.comm.nccl", "runtime.comm.mpi"), _ONE_BIT_ADAM),
+    **dict.fromkeys(("runtime.hybrid_engine", "runtime.hybrid_engine_graph"), _INFERENCE),
+    "runtime.superoffload": "set zero_optimization.offload_optimizer.super_offload in the config",
+    **dict.fromkeys(("runtime.zenflow", "runtime.domino", "nebula", "datastates"), _ABSENT),
+    "checkpoint": _CHECKPOINT_TOOLS,
+    "runtime.rollout": "call engine.generate() in a loop of your own",
+    "runtime.zero.tiling": "cut wide layers by slices, section tensor_parallel of the config",
+    "runtime.compiler": "use torch.compiler, and the config's section compile",
+    "runtime.sparse_tensor": "gradients are dense; use sparse=False in embeddings",
+    "sequence": "set sequence_parallel_size in the config, see docs/sequence.md",
+    "utils.numa": "use `xds --bind-cores-to-rank`",
+    "utils.comms_logging": "set comms_logger in the config, and call engine.comms_summary()",
+    "utils.zero_to_torch": "use `xds checkpoint export --dtype`",
+    "utils.torch": "use torch's own functions",
+    "profiling": "use get_model_profile, or the config's section flops_profiler",
+    "launcher": "start scripts with `xds`",
+}
+
+
+@final
+class NotCovered(UsageError, AttributeError):
+    """An attribute that DeepSpeed has and xds does not implement; `hasattr` is False for it."""
+
+
+def _message(name: str, why: str) -> str:
+    return f"{name} is not covered by xds.deepspeed: {why}"
+
+
+@final
+class Missing(ABCMeta):
+    """The type of a stand-in. It can be derived from; nothing is an instance; using it raises its message."""
+
+    def __call__(cls, *args: object, **options: object) -> NoReturn:
+        raise UsageError(cls._text())
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("_"):  # Python and its libraries ask for these
+            raise AttributeError(name)
+        raise NotCovered(cls._text())
+
+    def __bool__(cls) -> bool:
+        """False, for scripts that ask `if getattr(deepspeed, name, None)`."""
+        return False
+
+    def _text(cls) -> str:
+        """The message of the stand-in that `cls` is, or derives from."""
+        found = next(base for base in cls.__mro__ if "_why" in vars(base))
+        return str(vars(found)["_why"])
+
+
+def placeholder(inside: str, name: str) -> Any:
+    """The stand-in for a name of DeepSpeed's module `inside`; the same one at each call.
+
+    A name that ends with "Error" or "Exception" is an exception class, which can be caught.
+    """
+    return _made(inside, name)
+
+
+@cache
+def _made(inside: str, name: str) -> Any:
+    shown = f"deepspeed.{inside}.{name}".replace("..", ".")
+    module = f"xds.{shown.rpartition('.')[0]}"
+    if name.endswith(("Error", "Exception")):
+        return type(name, (Exception,), {"__module__": module, "__doc__": "Never raised by xds."})
+    text = _message(shown, MISSING.get(name) or _reason(inside))
+    return Missing(name, (), {"__doc__": text, "_why": text, "__module__": module})
+
+
+def reason_of(inside: str) -> str | None:
+    """Why there is no module `inside`; None for a module that DeepSpeed does not have either."""
+    found = _reason(inside)
+    return None if found in (_INNER, AREAS[""]) else found
+
+
+def _reason(inside: str) -> str:
+    while inside not in AREAS:
+        inside = inside.rpartition(".")[0]
+    return AREAS[inside]
+
+
+def refuse_method(owner: str, name: str) -> None:
+    """Raise the error for a method or attribute of `owner` that DeepSpeed has and xds does not implement."""
+    why = MISSING_METHODS.get(name)
+    if why is not None:
+        raise NotCovered(_message(f"{owner}.{name}", why))
+
+
+__all__ = ["Missing", "NotCovered", "placeholder", "reason_of", "refuse_method"]

@@ -1,0 +1,292 @@
+"""The modules of DeepSpeed, and the names in them that work here.
+
+`NAMES` has, for each module, the file of this folder and its names there; "Theirs=ours" where they differ, and
+":module" for a module that has another name too. `MODULES` has the other modules of DeepSpeed 0.19 and some
+older ones: a name of theirs can be imported, and is refused when it is used (missing.py).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+ALIAS = "deepspeed"
+VERSION = "0.19.8"  # the release of DeepSpeed whose names, defaults and meanings are implemented
+
+_ZERO = (
+    ".xds.zero.core.outside: register_external_parameter; params.zero: Init MiCS_Init GatheredParameters "
+    "unregister_external_parameter; params.parameters: ZeroParamStatus ZeroParamType is_zero_param"
+)
+_CHECKPOINTING = (
+    "library.activation_checkpointing: checkpoint non_reentrant_checkpoint configure is_configured reset "
+    "CudaRNGStatesTracker get_cuda_rng_tracker _CUDA_RNG_STATE_TRACKER=_tracker detach_variable "
+    "_MODEL_PARALLEL_RNG_TRACKER_NAME=MODEL_PARALLEL _set_cuda_rng_state=_set_state "
+    "model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"
+)
+_SAFE = (
+    "params.states: safe_get_full_fp32_param safe_set_full_fp32_param safe_get_full_grad safe_set_full_grad "
+    "safe_get_full_optimizer_state safe_set_full_optimizer_state safe_update_full_grad_vectorized "
+    "safe_get_local_fp32_param safe_set_local_fp32_param safe_get_local_grad safe_set_local_grad "
+    "safe_get_local_optimizer_state safe_set_local_optimizer_state"
+)
+_LEAVES = (
+    "params.leaves: get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module"
+)
+_LOG = "library.log: logger log_dist set_log_level_from_string"
+_ACCELERATOR = (
+    "library.accelerator: DeepSpeedAccelerator get_accelerator set_accelerator "
+    "is_current_accelerator_supported"
+)
+_LAYERS = "training.pipeline: PipelineModule; .xds.pipe.layer_specs: LayerSpec TiedLayerSpec"
+_TOPOLOGY = (
+    "training.topology: ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology "
+    "PipelineParallelGrid"
+)
+_LOADERS = ".xds.engine.data.loaders: RepeatingLoader; library.small: DeepSpeedDataLoader"
+_CHECKPOINT_CONSTANTS = (
+    "constants: DS_VERSION BUFFER_NAMES FROZEN_PARAM_FRAGMENTS FROZEN_PARAM_SHAPES PARAM_SHAPES "
+    "OPTIMIZER_STATE_DICT BASE_OPTIMIZER_STATE SINGLE_PARTITION_OF_FP32_GROUPS FP32_FLAT_GROUPS "
+    "PARTITION_COUNT ZERO_STAGE PARAM PARAM_GROUPS PARAM_SLICE_MAPPINGS PARAM_N_SUB_PARAMS "
+    "SUB_PARAM_SHAPE CAT_DIM VOCAB_TENSOR ORIGINAL_VOCAB_SIZE PADDED_VOCAB_SIZE UNIVERSAL_CHECKPOINT_INFO "
+    "UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS "
+    "PIPELINE_REPLICATED_PARAMETER_PATTERNS TP_REPLICATED_PARAMETER_PATTERNS PARAMETER_TO_AVERAGE_PATTERNS "
+    "PARAMETER_WITH_ROW_PARALLELISM_PATTERNS PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 PARAMETER_WITH_SUB_PARAMS"
+)
+_COMM = (
+    "library.comm: init_distributed is_initialized get_local_rank get_world_group configure log_summary "
+    "get_all_ranks_from_group initialize_mesh_device has_all_gather_into_tensor has_reduce_scatter_tensor "
+    "allgather_fn reduce_scatter_fn all_gather_into_tensor reduce_scatter_tensor all_to_all_single "
+    "all_to_all all_reduce_coalesced all_gather_coalesced inference_all_reduce; .torch.distributed: "
+    "ReduceOp ProcessGroup P2POp get_rank get_world_size get_global_rank new_group destroy_process_group "
+    "is_available get_backend barrier monitored_barrier broadcast broadcast_object_list all_reduce reduce "
+    "all_gather all_gather_object gather scatter reduce_scatter send recv isend irecv batch_isend_irecv"
+)
+
+NAMES: dict[str, str] = {
+    "": "start: initialize tp_model_init add_config_arguments; stand_in: __version__ __version_major__ "
+    "__version_minor__ __version_patch__ __git_hash__ __git_branch__; training.engine: DeepSpeedEngine; "
+    "training.optimizer: DeepSpeedOptimizer; training.pipeline: PipelineEngine PipelineModule; "
+    "config: DeepSpeedConfig DeepSpeedConfigError; library.small: DeepSpeedDataLoader OnDevice; "
+    "library.comm: init_distributed; library.accelerator: get_accelerator; library.log: logger log_dist; "
+    "dist=:comm",
+    "accelerator": _ACCELERATOR,
+    "accelerator.abstract_accelerator": _ACCELERATOR,
+    "accelerator.real_accelerator": _ACCELERATOR,
+    "accelerator.cpu_accelerator": "library.accelerator: CPU_Accelerator",
+    "accelerator.cuda_accelerator": "library.accelerator: CUDA_Accelerator",
+    "checkpoint": _CHECKPOINT_CONSTANTS,
+    "checkpoint.constants": _CHECKPOINT_CONSTANTS,
+    "checkpoint.deepspeed_checkpoint": "constants: ARGS_KEY",
+    "checkpoint.ds_to_universal": "params.universal: main parse_arguments",
+    "checkpoint.utils": "training.checkpoints: clone_tensors_for_torch_save get_model_ckpt_name_for_rank",
+    "checkpointing": _CHECKPOINTING,
+    "comm": _COMM,
+    "comm.comm": _COMM,
+    "constants": "constants: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
+    "env_report": "library.small: main=env_report cli_main=env_report",
+    "git_version_info": "library.small: version git_hash git_branch installed_ops torch_info accelerator_name",
+    "launcher.constants": "constants: PDSH_LAUNCHER OPENMPI_LAUNCHER MPICH_LAUNCHER IMPI_LAUNCHER "
+    "SLURM_LAUNCHER MVAPICH_LAUNCHER PDSH_MAX_FAN_OUT",
+    "launcher.runner": "launcher: main fetch_hostfile parse_resource_filter "
+    "parse_inclusion_exclusion EXPORT_ENVS DEEPSPEED_ENVIRONMENT_NAME DEEPSPEED_ENVIRONMENT_PATHS "
+    "DLTS_HOSTFILE; constants: PDSH_MAX_FAN_OUT",
+    "moe.utils": "library.small: is_moe_param has_moe_layers "
+    "split_params_into_different_moe_groups_for_optimizer",
+    "ops": "library.ops: __compatible_ops__=COMPATIBLE_OPS",
+    "ops.adam": "library.ops: FusedAdam DeepSpeedCPUAdam",
+    "ops.adam.cpu_adam": "library.ops: DeepSpeedCPUAdam",
+    "ops.adam.fused_adam": "library.ops: FusedAdam",
+    "ops.adagrad": "library.ops: DeepSpeedCPUAdagrad",
+    "ops.adagrad.cpu_adagrad": "library.ops: DeepSpeedCPUAdagrad",
+    "ops.lamb": "library.ops: FusedLamb",
+    "ops.lamb.fused_lamb": "library.ops: FusedLamb",
+    "ops.lion": "library.ops: FusedLion DeepSpeedCPULion",
+    "ops.lion.cpu_lion": "library.ops: DeepSpeedCPULion",
+    "ops.lion.fused_lion": "library.ops: FusedLion",
+    "ops.op_builder": "library.ops: OpBuilder CUDAOpBuilder CPUAdamBuilder CPUAdagradBuilder CPULionBuilder "
+    "FusedAdamBuilder FusedLambBuilder FusedLionBuilder UtilsBuilder AsyncIOBuilder",
+    "ops.op_builder.all_ops": "library.ops: ALL_OPS",
+    "ops.op_builder.builder": "library.ops: OpBuilder CUDAOpBuilder",
+    "pipe": _LAYERS + "; training.pipeline: DualPipeVModule; training.topology: ProcessTopology",
+    "profiling.flops_profiler": "library.profiler: FlopsProfiler get_model_profile",
+    "profiling.flops_profiler.profiler": "library.profiler: FlopsProfiler get_model_profile",
+    "runtime": "",
+    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "runtime.base_optimizer": "training.optimizer: DeepSpeedOptimizer ZeROOptimizer",
+    "runtime.bf16_optimizer": "training.optimizer: BF16_Optimizer",
+    "runtime.checkpoint_engine": "library.small: TorchCheckpointEngine",
+    "runtime.checkpoint_engine.torch_checkpoint_engine": "library.small: TorchCheckpointEngine",
+    "runtime.config": "config: DeepSpeedConfig DeepSpeedConfigError ADAM_OPTIMIZER ADAMW_OPTIMIZER "
+    "LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER "
+    "ZERO_ONE_ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS TORCH_ADAM_PARAM ADAM_W_MODE_PARAM=ADAM_W_MODE; "
+    "config: DtypeEnum; library.small: get_scalar_param",
+    "runtime.constants": "constants: ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT PLD_THETA PLD_GAMMA",
+    "runtime.data_pipeline.constants": "constants: CURRICULUM_LEARNING CURRICULUM_LEARNING_ENABLED "
+    "DATA_SAMPLING DATA_SAMPLING_NUM_WORKERS DATA_EFFICIENCY DATA_ROUTING",
+    "runtime.data_pipeline.curriculum_scheduler": "library.curriculum: CurriculumScheduler",
+    "runtime.dataloader": _LOADERS,
+    "runtime.engine": "training.engine: DeepSpeedEngine; training.optimizer: DeepSpeedOptimizer; "
+    "library.small: DeepSpeedDataLoader",
+    "runtime.fp16.fused_optimizer": "training.optimizer: FP16_Optimizer",
+    "runtime.fp16.unfused_optimizer": "training.optimizer: FP16_UnfusedOptimizer",
+    "runtime.fp16.loss_scaler": "training.loss_scaler: LossScalerBase LossScaler DynamicLossScaler",
+    "runtime.lr_schedules": ".xds.engine.optim.schedules: LRRangeTest OneCycle WarmupLR WarmupDecayLR "
+    "WarmupCosineLR; constants: VALID_LR_SCHEDULES LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR "
+    "WARMUP_COSINE_LR",
+    "runtime.optimizer": "training.optimizer: DeepSpeedOptimizer",
+    "runtime.pipe": _LAYERS + "; training.topology: ProcessTopology",
+    "runtime.pipe.dualpipev": "training.pipeline: DualPipeVModule",
+    "runtime.pipe.engine": "training.pipeline: PipelineEngine; training.engine: DeepSpeedEngine",
+    "runtime.pipe.module": _LAYERS + "; training.pipeline: DualPipeVModule",
+    "runtime.pipe.schedule": "training.schedule: PipeInstruction BufferOpInstruction OptimizerStep ReduceGrads "
+    "ReduceTiedGrads CommitP2P LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation SendGrad "
+    "RecvGrad",
+    "runtime.pipe.topology": _TOPOLOGY,
+    "runtime.sequence_parallel.ulysses_sp": "library.tiles: SequenceTiledCompute TiledFusedLogitsLoss TiledMLP "
+    "sequence_tiled_compute; library.sequences: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+    "runtime.utils": "library.small: see_memory_usage PartitionedTensor set_random_seed move_to_device "
+    "is_model_parallel_parameter partition_uniform DummyOptim",
+    "runtime.zero": _ZERO,
+    "runtime.zero.config": "config: DeepSpeedZeroConfig ZeroStageEnum OffloadDeviceEnum; "
+    "constants: ZERO_OPTIMIZATION ZERO_OPTIMIZATION_OPTIMIZER_STATES "
+    "ZERO_OPTIMIZATION_GRADIENTS ZERO_OPTIMIZATION_WEIGHTS",
+    "runtime.zero.constants": "constants: ZERO_OPTIMIZATION ZERO_OPTIMIZATION_OPTIMIZER_STATES "
+    "ZERO_OPTIMIZATION_GRADIENTS ZERO_OPTIMIZATION_WEIGHTS",
+    "runtime.zero.offload_config": "config: OffloadDeviceEnum OffloadStateTypeEnum",
+    "runtime.zero.parameter_offload": "params.parameters: DeepSpeedZeRoOffload",
+    "runtime.zero.partition_parameters": _ZERO,
+    "runtime.zero.stage3": "training.optimizer: DeepSpeedZeroOptimizer_Stage3; params.estimate: "
+    "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_live "
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "runtime.zero.stage_1_and_2": "training.optimizer: DeepSpeedZeroOptimizer; params.estimate: "
+    "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_live "
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "runtime.zero.utils": "params.zero: ZeRORuntimeException is_zero_supported_optimizer; "
+    "params.parameters: is_zero_param",
+    "sequence.layer": "library.sequences: DistributedAttention",
+    "stand_in": "stand_in: activate is_active is_asked_for",
+    "utils": f"{_SAFE}; {_LEAVES}; {_LOG}; {_ACCELERATOR}; {_LOADERS}; library.small: OnDevice "
+    "instrument_w_nvtx; library.comm: init_distributed",
+    "utils.groups": "library.groups: get_data_parallel_group get_data_parallel_world_size "
+    "get_data_parallel_rank get_model_parallel_world_size get_model_parallel_rank "
+    "get_tensor_model_parallel_world_size get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
+    "_get_data_parallel_group _get_data_parallel_world_size _get_data_parallel_rank "
+    "_get_model_parallel_world_size _get_sequence_parallel_group _get_sequence_parallel_world_size "
+    "_get_sequence_parallel_rank _get_sequence_data_parallel_group _get_sequence_data_parallel_world_size "
+    "_get_sequence_data_parallel_rank _get_data_parallel_group_ranks _get_broadcast_src_rank "
+    "_clone_world_group",
+    "utils.init_on_device": "library.small: OnDevice",
+    "utils.logging": _LOG + "; library.log: log_levels warning_once print_rank_0",
+    "utils.nvtx": "library.small: instrument_w_nvtx",
+    "utils.tensor_fragment": _SAFE,
+    "utils.timer": "library.timer: SynchronizedWallClockTimer ThroughputTimer trim_mean FORWARD_MICRO_TIMER "
+    "FORWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER BACKWARD_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER "
+    "BACKWARD_INNER_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER BACKWARD_REDUCE_GLOBAL_TIMER STEP_MICRO_TIMER "
+    "STEP_GLOBAL_TIMER",
+    "utils.z3_leaf_module": _LEAVES,
+    "utils.zero_to_fp32": "params.zero_to_fp32: main get_fp32_state_dict_from_zero_checkpoint "
+    "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
+    "load_state_dict_from_zero_checkpoint",
+    "zero": _ZERO,
+}
+
+MODULES = """
+accelerator.{hpu,mlu,mps,npu,xpu}_accelerator
+checkpoint.{reshape_3d_utils,reshape_meg_2d,reshape_utils,universal_checkpoint,zero_checkpoint}
+comm.{backend,ccl,config,constants,reduce_op,torch,utils}
+compression.{basic_layer,compress,config,constants,helper,scheduler,utils}
+elasticity.{config,constants,elastic_agent,elasticity,utils}
+launcher.{launch,launcher_helper,multinode_runner}
+linear.{config,context_manager,optimized_linear,quantization}
+moe.{experts,layer,mappings,sharded_moe}
+monitor.{comet,config,csv_monitor,monitor,tensorboard,utils,wandb}
+nebula.{config,constants}
+nvme
+ops.adagrad ops.adam.multi_tensor_apply ops.aio ops.compile ops.deepspeed4science ops.fp_quantizer ops.gds
+ops.lamb ops.lion ops.quantizer ops.random_ltd
+ops.sparse_attention.{matmul,softmax,sparse_attention_utils,sparse_self_attention,sparsity_config}
+ops.sparse_attention.{bert_sparse_self_attention,trsrc} ops.transformer.{transformer,inference} ops.triton
+profiling.{config,constants}
+runtime.activation_checkpointing.{config,offload_activations}
+runtime.checkpoint_engine.{checkpoint_engine,decoupled_checkpoint_engine,fast_checkpoint_engine,utils}
+runtime.checkpoint_engine.nebula_checkpoint_engine
+runtime.comm.{coalesced_collectives,compressed,mpi,nccl} runtime.compression.cupy
+runtime.{compiler,config_utils,csr_tensor,eigenvalue,hybrid_engine,hybrid_engine_graph,keep_in_fp32,memory}
+runtime.{model_checkpointing,precision_config,progressive_layer_drop,quantize,sparse_tensor,state_dict_factory}
+runtime.{superoffload,torch_autocast,weight_quantizer,zenflow,rollout,chunked_cross_entropy,python_gc}
+runtime.data_pipeline.config
+runtime.data_pipeline.data_routing.{basic_layer,helper,scheduler,utils}
+runtime.data_pipeline.data_sampling.{data_analyzer,data_sampler,indexed_dataset,utils}
+runtime.data_pipeline.data_sampling.variable_batch_size_and_lr
+runtime.domino.{async_linear,transformer}
+runtime.fp16.onebit.{adam,lamb,zoadam} runtime.fp16.{onebit_adam,onebit_lamb}
+runtime.pipe.p2p
+runtime.sequence_parallel.parallel_state_sp
+runtime.swap_tensor.{aio_config,async_swapper,constants,optimizer_utils,partitioned_optimizer_swapper}
+runtime.swap_tensor.{partitioned_param_swapper,pipelined_optimizer_swapper,utils}
+runtime.tensor_parallel.{config,init_utils,tp_manager}
+runtime.zero.{contiguous_memory_allocator,leaf_module_config,linear,mics,mics_utils,muon,offload_states}
+runtime.zero.{partitioned_param_coordinator,partitioned_param_profiler,stage1,stage2,tiling,test}
+sequence.{auto_sp,cross_entropy,fpdt_layer,vocab_parallel_ops}
+utils.{bwc,comms_logging,config,debug,exceptions,mixed_precision_linkage,module_utils,numa,pin_memory,torch}
+utils.{static_cache,types,zero_to_torch} version
+"""
+# of these every module is known
+TREES = ("autotuning", "compile", "inference", "model_implementations", "module_inject")
+
+
+@cache
+def modules() -> frozenset[str]:
+    """All known modules, without "deepspeed." in front; "" is the package itself."""
+    found = set(NAMES) | set(TREES)
+    for word in MODULES.split():
+        head, _, rest = word.partition("{")
+        ends, _, tail = rest.partition("}")
+        found |= {f"{head}{end}{tail}" for end in ends.split(",")}
+    for name in list(found):
+        while name:
+            name = name.rpartition(".")[0]
+            found.add(name)
+    return _WithTrees(found)
+
+
+class _WithTrees(frozenset[str]):
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or str(name).startswith(tuple(f"{one}." for one in TREES))
+
+
+@cache
+def modules_in(inside: str) -> frozenset[str]:
+    """The names of the modules directly in one."""
+    found = (name.rpartition(".") for name in modules() if name)
+    is_tree = inside.partition(".")[0] in TREES
+    return frozenset(own for parent, _, own in found if parent == inside) | (
+        {""} if is_tree else set()
+    )
+
+
+@cache
+def listed(inside: str) -> dict[str, str]:
+    """The names of a module that work -> "file:name"."""
+    found: dict[str, str] = {}
+    for part in filter(None, NAMES.get(inside, "").split("; ")):
+        file, colon, words = part.partition(": ")
+        if not colon:
+            theirs, _, module = part.partition("=:")
+            found[theirs] = f":{module}"
+            continue
+        for word in words.split():
+            theirs, _, ours = word.partition("=")
+            found[theirs] = f"{file}:{ours or theirs}"
+    return found
+
+
+def main_file(inside: str) -> str:
+    """The file that has most of a module's names; for modules without one, this file."""
+    files = [one.partition(":")[0] for one in NAMES.get(inside, "").split("; ") if ": " in one]
+    own = [file for file in files if not file.startswith(".")]
+    folder = Path(__file__).parent
+    return str(folder.joinpath(*own[0].split(".")).with_suffix(".py") if own else Path(__file__))
+
+
+__all__ = ["NAMES", "listed", "main_file", "modules", "modules_in"]

@@ -1,0 +1,1 @@
+"""The engine and its optimizer as DeepSpeed shows them, and models in pipeline stages."""
