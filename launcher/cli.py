@@ -29,7 +29,7 @@ _SUBCOMMANDS = {
     "check": ".check",
     "checkpoint": ".checkpoint",
     "elastic": ".elasticity",
-    "env": ".environment_hosts",
+    "env": ".environment",
     "ops": ".native_ops",
     "plan": ".plan",
 }
@@ -105,15 +105,12 @@ def _start(arguments: list[str]) -> int:
     for note in [] if args.has("quiet") else notes:
         write_stderr(f"xds: {note}\n", never)
     with _saved_pid(args):
-        return _run(where, is_dry=args.has("dry_run"))
+        return _run(where)
 
 
-def _run(where: Local | Hosts, *, is_dry: bool) -> int:
+def _run(where: Local | Hosts) -> int:
     from .command_line.where import Hosts
 
-    if is_dry:
-        code: int = import_module(".command_line.dry_run", __package__).show(where)
-        return code
     if isinstance(where, Hosts):
         return _run_on_hosts(where)
     from .ranks import local

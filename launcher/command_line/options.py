@@ -26,7 +26,7 @@ usage: xds [options] script.py [arguments of the script]
        xds plan config.json --model MODEL --world-size N   draw who has and sends what, and the schedule
        xds checkpoint info|verify|export|import|diff   inspect, verify, convert and compare checkpoints
        xds ops build|list|clean                 compile the native ops ahead of time, list and remove them
-       xds env [--hostfile FILE]                print versions, devices and limits, of one or many hosts
+       xds env                                  print versions, devices, and settings that cost speed
        xds bench comm                           time the collectives, and compare with the link's speed
 
 Train PyTorch models on every device of this machine, or of many.
@@ -54,7 +54,6 @@ _NUMBERS = {  # the least and the largest value, checked also where a run does n
     "node_rank": (0, 2**31),
     "num_nodes": (1, 2**31),
     "ssh_port": (1, 65535),
-    "threads_per_rank": (1, 2**31),
 }
 _UNSET_BY_MINUS_ONE = ("num_nodes", "node_rank", "min_elastic_nodes", "max_elastic_nodes")
 

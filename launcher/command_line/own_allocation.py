@@ -7,7 +7,6 @@ command on each machine, without the options about hosts. The variables of the S
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from .where import DEFAULT_HOSTFILE, found_hostfile, remote
 # options that are handled here, and not repeated on each machine
 _HANDLED_HERE = frozenset(
     {
-        *("launcher", "launcher_args", "num_nodes", "nnodes", "dry_run", "venv_script", "python"),
+        *("launcher", "launcher_args", "num_nodes", "venv_script"),
         *("quiet", "save_pid", "ssh_port", "master_addr", "master_port"),
     }
 )
@@ -39,7 +38,7 @@ def is_asked_for(
 
 
 def run(args: ParsedArgs, environ: Mapping[str, str]) -> int:
-    """Replace this process by srun, so that it gets the signals and sets the exit code. A dry run prints it.
+    """Replace this process by srun, so that it gets the signals and sets the exit code.
 
     Raises:
         UsageError: srun or the number of machines is missing.
@@ -51,24 +50,15 @@ def run(args: ParsedArgs, environ: Mapping[str, str]) -> int:
         remote_settings, environment={**remote_settings.environment, **rendezvous}
     )
     command = slurm.own_allocation(
-        _num_nodes(args), remote_settings, _step_argv(args, remote_settings.python)
+        args.number("num_nodes", 0, least=1),
+        remote_settings,
+        _step_argv(args, remote_settings.python),
     )
     more = slurm.environment(remote_settings)
-    if args.has("dry_run"):
-        from .dry_run import without_secrets
-
-        shown = [f"{key}={value}" for key, value in without_secrets(more).items()]
-        print(shlex.join([*(["env"] if shown else []), *shown, *command]))
-        return 0
     slurm.check()
     sys.stdout.flush()
-    # not shown by a dry run, whose output may be copied to a place that others can read
     key = {RUN_KEY: environ.get(RUN_KEY) or new_key()}
     os.execvpe(command[0], command, {**environ, **more, **key})
-
-
-def _num_nodes(args: ParsedArgs) -> int:
-    return args.number("num_nodes", args.number("nnodes", 0, least=1), least=1)
 
 
 def _step_argv(args: ParsedArgs, python: str) -> list[str]:

@@ -161,9 +161,7 @@ def _environment(order: Order, num_ranks: int) -> dict[str, str]:
     found = {"XDS_LAUNCHER_PID": str(os.getpid())}
     if order.key:
         found[RUN_KEY] = order.key
-    if job.threads_per_rank is not None:
-        found["OMP_NUM_THREADS"] = str(job.threads_per_rank)
-    elif "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:
         found["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
         found["XDS_DEFAULT_THREADS"] = "1"  # nobody has chosen the number
     if job.backend is not None:
@@ -197,7 +195,7 @@ class _RankFiles(LogsSpecs):
         extra: dict[str, str],
     ) -> None:
         super().__init__(log_dir=str(folder.path))
-        self._folder, self._order, self._ranks, self._extra = folder, order, ranks, extra
+        self._folder, self._ranks, self._extra = folder, ranks, extra
         self._environment = _environment(order, num_ranks)
         cores = share_cores(order.job.core_list, num_ranks) if order.job.bind_cores else []
         self._cores = [",".join(map(str, each)) for each in cores]
@@ -228,7 +226,6 @@ class _RankFiles(LogsSpecs):
                 env.update(self._extra)
             if self._cores:
                 env["XDS_RANK_CORES"] = self._cores[local_rank]
-                if self._order.job.threads_per_rank is None:
-                    env["OMP_NUM_THREADS"] = str(self._cores[local_rank].count(",") + 1)
+                env["OMP_NUM_THREADS"] = str(self._cores[local_rank].count(",") + 1)
         terminal = dict.fromkeys(envs, "")
         return LogsDest(stdouts=terminal, stderrs=dict(terminal), error_files=errors)

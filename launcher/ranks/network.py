@@ -53,10 +53,10 @@ def interface_towards(endpoint: str) -> str:
         return ""
     if is_loopback(own):
         return _named_loopback()
-    return next((name for _, name in socket.if_nameindex() if ipv4(name) == own), "")
+    return next((name for _, name in socket.if_nameindex() if _ipv4(name) == own), "")
 
 
-def ipv4(interface: str) -> str:
+def _ipv4(interface: str) -> str:
     """The IPv4 address of a network interface on Linux; "" if it has none."""
     request = struct.pack("256s", os.fsencode(interface)[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
