@@ -6,6 +6,7 @@ Torch is imported only when ranks are started, so `xds --help` and `xds check` r
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import tempfile
@@ -17,7 +18,6 @@ from ..utils.errors import UsageError, XdsError
 from ..utils.messages import never, write_stderr
 from ..utils.quoting import printable
 from ..utils.schema.nearest import nearest
-from .command_line.standard_output import PIPE_CLOSED, with_checked_output
 
 if TYPE_CHECKING:
     from .command_line.options import ParsedArgs
@@ -37,29 +37,45 @@ LOG_LEVEL = "XDS_LOG_LEVEL"  # read by the engine, see engine/telemetry/screen.p
 AS_DEEPSPEED = (
     "XDS_AS_DEEPSPEED"  # read at the start of a process, see engine/deepspeed/stand_in.py
 )
-_INTERRUPTED = 130  # 128 + SIGINT
+INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, SIGPIPE, as a shell reports other commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of this process) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return with_checked_output(lambda: _run_command(arguments))
+        try:
+            return _run_command(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except XdsError as error:
         write_stderr(f"xds: {error}\n", never)
         return 2
     except KeyboardInterrupt:  # before ranks run, which handle signals themselves
-        return _INTERRUPTED
+        return INTERRUPTED
+    except BrokenPipeError:  # nobody reads the output
+        _discard_output()
+        return PIPE_CLOSED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        write_stderr(f"xds: standard output: {error.strerror}; it is incomplete\n", never)
+        return 1
+
+
+def _discard_output() -> None:
+    """Send what is left in the buffer nowhere: the interpreter writes it at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run_command(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in _SUBCOMMANDS:
         _refuse_mistyped(arguments[:1])
         return _start(arguments)
-    try:
-        code: int = import_module(_SUBCOMMANDS[arguments[0]], __package__).main(arguments[1:])
-    except BrokenPipeError:  # the reader of its messages, on standard error, is gone
-        return PIPE_CLOSED
+    code: int = import_module(_SUBCOMMANDS[arguments[0]], __package__).main(arguments[1:])
     return code
 
 

@@ -20,7 +20,7 @@ from typing import Any, final
 from ..utils.errors import BuildError, UsageError
 from ..utils.quoting import escaped, printable
 from ..utils.version import __version__
-from .command_line.parser import Parser
+from .command_line.options import Parser
 
 _MIN_TORCH = (2, 11)
 VECTOR_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")

@@ -181,18 +181,18 @@ def _named(setting: str, text: str, hosts: Sequence[Host]) -> dict[str, set[int]
                 f"{setting} = {printable(text)}: unknown host {quoted(name)}; {_nearest(name, list(known))}"
             )
         try:
-            numbers = set(_numbers(slots)) if slots is not None else set(known[name].slots)
+            named = set(numbers(slots)) if slots is not None else set(known[name].slots)
         except ValueError:
             raise UsageError(
                 f"{setting} = {printable(text)}: {quoted(slots)}: slots must be numbers, such as 0,2 or 0-3"
             ) from None
-        unknown = sorted(numbers.difference(known[name].slots))
+        unknown = sorted(named.difference(known[name].slots))
         if unknown:
             raise UsageError(
                 f"{setting} = {printable(text)}: no slot {unknown[0]} on host {quoted(name)}; it has"
                 f" {_ranges(known[name].slots)}"
             )
-        found.setdefault(name, set()).update(numbers)
+        found.setdefault(name, set()).update(named)
     return found
 
 
@@ -222,7 +222,7 @@ def _name_and_slots(spec: str, known: dict[str, Host]) -> tuple[str, str | None]
     return (name, slots) if colon else (spec, None)
 
 
-def _numbers(text: str) -> Iterator[int]:
+def numbers(text: str) -> Iterator[int]:
     """The numbers in "0,2,4-7".
 
     Raises:

@@ -28,6 +28,11 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def join_endpoint(host: str, port: int) -> str:
+    """ "host:port", with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def address_towards(host: str) -> str:
     """This host's own address on the route to `host`; "" if there is none. Sends nothing."""
     with contextlib.suppress(OSError):

@@ -19,10 +19,11 @@ from ...utils.messages import write_stderr
 from ...utils.sealing import RUN_KEY, new_key
 from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
+from ..ranks.network import join_endpoint
 from ..ranks.stop import Stop, stop_signals
 from .backends import AllAtOnce
 from .link import Link
-from .orders import encode
+from .messages import pack_orders
 from .start import Lost, choose_hosts, final_report, make_orders, own_streams
 
 _TICK_SECONDS = 0.1
@@ -123,7 +124,7 @@ def _one_start(
     port = remote.master_port or _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
     meeting = Rendezvous(
         kind="static",
-        endpoint=f"[{address}]:{port}" if ":" in address else f"{address}:{port}",
+        endpoint=join_endpoint(address, port),
         run_id=f"{token}.{generation}",
     )
     orders = [
@@ -136,7 +137,7 @@ def _one_start(
         "-m",
         "xds.launcher.remote.node",
         "--orders",
-        encode(token, orders),
+        pack_orders(token, orders),
     ]
     command = backend.command([host for host, _ in chosen], remote, argv)
     selector = selectors.DefaultSelector()

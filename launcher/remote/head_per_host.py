@@ -26,10 +26,11 @@ from ...utils.messages import write_stderr
 from ...utils.sealing import new_key
 from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
+from ..ranks.network import join_endpoint
 from ..ranks.stop import Stop, stop_signals
 from .backends import PerHost
-from .frames import HEARTBEATS_PER_TIMEOUT
 from .link import Link
+from .messages import HEARTBEATS_PER_TIMEOUT
 from .start import (
     Lost,
     choose_hosts,
@@ -420,5 +421,4 @@ class _Head:
 def _endpoint(remote: Remote, first: _Member, *, is_alone: bool) -> str:
     """The rendezvous endpoint: the first host, by the address at which the head reached it."""
     address = remote.master_addr or ("127.0.0.1" if is_alone else first.address)
-    port = remote.master_port or first.port
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    return join_endpoint(address, remote.master_port or first.port)

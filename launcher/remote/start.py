@@ -10,8 +10,9 @@ from typing import final
 
 from ...utils.errors import UsageError
 from ...utils.messages import OutputWriter
+from ...utils.quoting import ranks_text
 from ..job import Host, Job, Order, Remote, Rendezvous, Restarts
-from ..ranks.failure import Failure, Kind, first_failure, ranks_text, report
+from ..ranks.failure import Failure, Kind, first_failure, report
 from ..ranks.stop import Stop
 from .link import Write
 

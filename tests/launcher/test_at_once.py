@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launcher_stubs import calls, make_stub, with_stub
 
-from xds.launcher.remote.orders import _unpacked
+from xds.launcher.remote.messages import _unpacked
 
 SCRIPT = """
 import os, sys
