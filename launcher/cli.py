@@ -9,8 +9,7 @@ import contextlib
 import errno
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ from ..utils.quoting import printable
 from ..utils.schema.nearest import nearest
 
 if TYPE_CHECKING:
-    from .command_line.options import ParsedArgs
     from .command_line.where import Hosts, Local
 
 # subcommands import what they need themselves: `check` reads configs, `env` queries torch
@@ -106,7 +104,6 @@ def _start(arguments: list[str]) -> int:
     if not args.command:
         print(help_text(), end="", file=sys.stderr)
         return 2
-    from .command_line import own_allocation
     from .command_line.where import where_to_run
 
     notes = check_options(args)
@@ -115,13 +112,10 @@ def _start(arguments: list[str]) -> int:
     level = "warning" if args.has("quiet") else args.text("log_level")
     if level:
         os.environ[LOG_LEVEL] = level
-    if own_allocation.is_asked_for(args, os.environ):
-        return own_allocation.run(args, os.environ)
     where = where_to_run(args, os.environ)
     for note in [] if args.has("quiet") else notes:
         write_stderr(f"xds: {note}\n", never)
-    with _saved_pid(args):
-        return _run(where)
+    return _run(where)
 
 
 def _run(where: Local | Hosts) -> int:
@@ -152,29 +146,6 @@ def _run_on_hosts(where: Hosts) -> int:
 
     assert isinstance(backend, PerHost)
     return run_per_host(where.job, where.hosts, where.remote, backend, where.restarts)
-
-
-@contextlib.contextmanager
-def _saved_pid(args: ParsedArgs) -> Iterator[None]:
-    """deepspeed's --save_pid: keep a file with the process id while the run lasts."""
-    if not args.has("save_pid"):
-        yield
-        return
-    path = os.path.join(tempfile.gettempdir(), f"{os.getpid()}.ds")
-    with contextlib.suppress(OSError):
-        os.unlink(path)  # left by an earlier process with the same id
-    try:
-        with open(path, "x") as file:
-            file.write(str(os.getpid()))
-    except OSError as error:
-        raise UsageError(
-            f"--save-pid: {path}: {error.strerror}; remove it, or set TMPDIR"
-        ) from None
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,6 @@ OPTIONS = (
         is_torchrun=True),
     Option("--no-ssh", _EACH, help="with --hostfile and --node-rank: xds is started on every host"),
 
-    Option("--save-pid", _MORE, help="write the process id to <pid>.ds in the temporary folder"),
     Option("--quiet", _MORE, help="show warnings and errors alone; as --log-level warning", aliases=("-q",)),
     Option("--log-level", _MORE, "LEVEL", "what rank 0 shows of xds's messages (default: info)",
         choices=("debug", "info", "warning", "error", "critical")),
@@ -144,6 +143,7 @@ OPTIONS = (
         note="all ranks have the same role"),
     Option("--event-log-handler", _MORE, "NAME", is_torchrun=True, harmless=("null",),
         note="xds logs events itself"),
+    Option("--save-pid", _MORE, note="the shell has the process id of xds in $!"),
     Option("--shutdown-timeout", _MORE, "SECONDS", is_torchrun=True,
         note="ranks have 3.5 s to end, or checkpoint.preemption_seconds of the config"),
 

@@ -263,7 +263,11 @@ def _all_hosts(
         hosts = [Host("localhost", tuple(range(_count_here(args))))]
     if not hosts:
         name = args.first("launcher", "force_multi", "no_ssh")
-        raise UsageError(f"{name}: no hosts are named; name them with --hostfile")
+        or_srun = " start xds by `srun --nodes=N --ntasks-per-node=1 xds ...`, or"
+        is_slurm = args.text("launcher").lower() == "slurm"
+        raise UsageError(
+            f"{name}: no hosts are named;{or_srun * is_slurm} name them with --hostfile"
+        )
     hosts = filter_hosts(hosts, args.text("include"), args.text("exclude"))
     num_ranks = _num_ranks(args)
     if num_ranks in ("gpu", "cpu"):

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -106,15 +105,6 @@ def test_options_without_effect_are_told_unless_quiet(runs, capsys):
     assert err.count("no effect") == 2
     assert cli.main(["-q", *words]) == 5
     assert capsys.readouterr().err == ""
-
-
-def test_the_process_id_is_in_a_file_while_it_runs(runs, monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    file = tmp_path / f"{os.getpid()}.ds"
-    seen = []
-    monkeypatch.setattr(local, "run", lambda *told: seen.append(file.read_text()) or 0)
-    assert cli.main(["--save_pid", "t.py"]) == 0
-    assert seen == [str(os.getpid())] and not file.exists()
 
 
 def test_a_script_that_is_not_there(capsys):

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from xds.launcher.command_line import own_allocation
 from xds.launcher.command_line import where as place
 from xds.launcher.command_line.option_docs import page
 from xds.launcher.command_line.option_table import GROUPS, OPTIONS
@@ -343,11 +342,6 @@ def test_a_default_hostfile_that_another_user_may_change_is_ignored(capfd):
     assert isinstance(where("", default_hostfile="hosts"), Local)
     assert "hosts is ignored: every user may write to" in capfd.readouterr().err
     assert "worker-0" in slots(where("--hostfile hosts"))  # it is named
-    assert not own_allocation.is_asked_for(read(["t.py"]), {}, "hosts")
-    slurm = read(["--launcher", "slurm", "--num-nodes", "2", "t.py"])
-    assert own_allocation.is_asked_for(slurm, {}, "hosts")
-    Path("hosts").chmod(0o644)
-    assert not own_allocation.is_asked_for(slurm, {}, "hosts")
 
 
 def test_no_ssh_is_this_machines_part():
@@ -363,6 +357,7 @@ def test_no_ssh_is_this_machines_part():
     [
         ("--hostfile gone", "--hostfile = gone: no such file; correct the path"),
         ("--launcher pdsh", "--launcher: no hosts are named"),
+        ("--launcher slurm", "start xds by `srun --nodes=N"),
         ("--launcher mvapich -H hosts", "mvapich"),
         ("-H hosts --launcher x", "--launcher = x: must be one of ssh"),
         ("-H hosts --num_nodes 4", "there are only 3 hosts"),
