@@ -173,6 +173,13 @@ def _at_exit() -> None:
     warn_of_unused()
 
 
+def engine_was_made() -> None:
+    """So this run does not end with the warning that it has not used the stand-in."""
+    import atexit
+
+    atexit.unregister(_at_exit)
+
+
 def is_active() -> bool:
     """Whether `import deepspeed` finds `xds.deepspeed` in this process."""
     return any(isinstance(finder, AliasFinder) for finder in sys.meta_path)

@@ -14,9 +14,8 @@ from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_compiling
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader as DeepSpeedDataLoader
 
 from ....utils.errors import UsageError
@@ -75,36 +74,11 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def move_to_device(
-    item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None
-) -> Any:
-    """`item` with its tensors on `device`; of those alone for which `criterion_func` is true, if given."""
-
-    def moved(leaf: Any) -> Any:
-        is_chosen = isinstance(leaf, Tensor) if criterion_func is None else criterion_func(leaf)
-        return leaf.to(device) if is_chosen else leaf
-
-    return tree_map(moved, item)
-
-
 def is_model_parallel_parameter(p: Any) -> bool:
     """The parameter is marked as cut over model-parallel ranks."""
     return any(
         bool(getattr(p, name, False)) for name in ("model_parallel", "tensor_model_parallel")
     )
-
-
-def get_scalar_param(param_dict: Any, param_name: str, param_default_value: Any) -> Any:
-    """The value of a key, or the default."""
-    return param_dict.get(param_name, param_default_value)
-
-
-@final
-class DummyOptim:
-    """Parameters as the one group of an optimizer that does nothing."""
-
-    def __init__(self, params: Any) -> None:
-        self.param_groups = [{"params": params}]
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
@@ -269,11 +243,6 @@ class OnDevice:
 def is_moe_param(param: Tensor) -> bool:
     """DeepSpeed's mark of a parameter that not all data ranks share: `param.allreduce = False`."""
     return not getattr(param, "allreduce", True)
-
-
-def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """(False, 0): DeepSpeed's layers of experts cannot be built here."""
-    return False, 0
 
 
 @raises_theirs

@@ -11,6 +11,7 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,23 +113,6 @@ if __name__ == "__main__":
 '''
 
 
-def write_recovery_scripts(folder: Path) -> None:
-    """Write the script into `folder`, unless it is there."""
-    path = folder / "zero_to_fp32.py"
-    if not path.is_file() or path.read_text() != _TO_FP32:
-        path.write_text(_TO_FP32)
-        make_executable(path)
-
-
-def make_executable(path: Path) -> OSError | None:
-    """Let the owner run `path`. Returns the error where that cannot be, as on some file shares."""
-    try:
-        path.chmod(os.stat(path).st_mode | stat.S_IEXEC)
-    except OSError as error:
-        return error
-    return None
-
-
 LATEST_UNIVERSAL = "latest_universal"
 CustomLoad = Callable[..., Any]  # called with src=, the state dict, and dst=, the module
 
@@ -173,7 +157,7 @@ class Checkpoints(ABC):
         own = Path(get_model_ckpt_name_for_rank(save_dir / tag, "00"))
         try:
             own.unlink(missing_ok=True)  # that of an earlier save under this tag
-            write_recovery_scripts(save_dir)
+            self._copy_recovery_script(save_dir)
             if self._has_whole_weights():
                 _save_whole(self._model_state(client_state, exclude_frozen), own)
         except (
@@ -181,6 +165,14 @@ class Checkpoints(ABC):
             RuntimeError,
         ) as error:  # torch's writer raises RuntimeError on a full disk
             logger.warning("the checkpoint %s is complete, but not %s: %s", tag, own.name, error)
+
+    def _copy_recovery_script(self, save_path: str | Path) -> None:
+        """Write zero_to_fp32.py into the folder, unless it is there. Some scripts replace this method."""
+        path = Path(save_path) / "zero_to_fp32.py"
+        if not path.is_file() or path.read_text() != _TO_FP32:
+            path.write_text(_TO_FP32)
+            with suppress(OSError):  # some file shares have no such mode
+                path.chmod(path.stat().st_mode | stat.S_IEXEC)
 
     def _has_whole_weights(self) -> bool:
         engine = self._engine
