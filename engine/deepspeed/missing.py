@@ -106,11 +106,6 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(
         ("sequence_tiled_compute", "SequenceTiledCompute"), "use xds.tensor.run_in_tiles"
     ),
-    **{
-        f"safe_{verb}_local_{what}": f"use safe_{verb}_full_{what}, which works at every stage"
-        for verb in ("get", "set")
-        for what in ("fp32_param", "grad", "optimizer_state")
-    },
     "safe_update_full_grad_vectorized": "use safe_get_full_grad and safe_set_full_grad in a loop",
     **{
         f"estimate_zero{stage}_model_states_mem_needs{end}": _ESTIMATE
@@ -260,16 +255,12 @@ class Missing(ABCMeta):
         return str(vars(found)["_why"])
 
 
+@cache
 def placeholder(inside: str, name: str) -> Any:
     """The stand-in for a name of DeepSpeed's module `inside`; the same one at each call.
 
     A name that ends with "Error" or "Exception" is an exception class, which can be caught.
     """
-    return _made(inside, name)
-
-
-@cache
-def _made(inside: str, name: str) -> Any:
     shown = f"deepspeed.{inside}.{name}".replace("..", ".")
     module = f"xds.{shown.rpartition('.')[0]}"
     if name.endswith(("Error", "Exception")):

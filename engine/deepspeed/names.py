@@ -25,7 +25,9 @@ _CHECKPOINTING = (
 )
 _SAFE = (
     "params.states: safe_get_full_fp32_param safe_set_full_fp32_param safe_get_full_grad safe_set_full_grad "
-    "safe_get_full_optimizer_state safe_set_full_optimizer_state"
+    "safe_get_full_optimizer_state safe_set_full_optimizer_state safe_get_local_fp32_param "
+    "safe_set_local_fp32_param safe_get_local_grad safe_set_local_grad safe_get_local_optimizer_state "
+    "safe_set_local_optimizer_state"
 )
 _LEAVES = (
     "params.leaves: get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module"
@@ -115,7 +117,7 @@ NAMES: dict[str, str] = {
     "library.small: DeepSpeedDataLoader",
     "runtime.fp16.fused_optimizer": "training.optimizer: FP16_Optimizer",
     "runtime.fp16.unfused_optimizer": "training.optimizer: FP16_UnfusedOptimizer",
-    "runtime.fp16.loss_scaler": "training.loss_scaler: LossScalerBase LossScaler DynamicLossScaler",
+    "runtime.fp16.loss_scaler": "training.optimizer: LossScalerBase LossScaler DynamicLossScaler",
     "runtime.lr_schedules": ".xds.engine.optim.schedules: LRRangeTest OneCycle WarmupLR WarmupDecayLR "
     "WarmupCosineLR; constants: VALID_LR_SCHEDULES LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR "
     "WARMUP_COSINE_LR",
@@ -124,7 +126,7 @@ NAMES: dict[str, str] = {
     "runtime.pipe.dualpipev": "training.pipeline: DualPipeVModule",
     "runtime.pipe.engine": "training.pipeline: PipelineEngine; training.engine: DeepSpeedEngine",
     "runtime.pipe.module": _LAYERS + "; training.pipeline: DualPipeVModule",
-    "runtime.pipe.schedule": "training.schedule: PipeInstruction BufferOpInstruction OptimizerStep ReduceGrads "
+    "runtime.pipe.schedule": "training.pipeline: PipeInstruction BufferOpInstruction OptimizerStep ReduceGrads "
     "ReduceTiedGrads CommitP2P LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation SendGrad "
     "RecvGrad",
     "runtime.pipe.topology": _TOPOLOGY,

@@ -52,8 +52,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--deepspeed", action="store_true", help="for the script itself; the engine ignores it"
     )
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON config")
-    for old in ("--deepscale", "--deepscale_config"):
-        group.add_argument(old, nargs="?", const=True, default=None, help=argparse.SUPPRESS)
     if "LOCAL_RANK" in os.environ:
         parser.set_defaults(local_rank=int(os.environ["LOCAL_RANK"]))
     return parser
@@ -306,7 +304,6 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-        "args.deepscale_config": getattr(args, "deepscale_config", None),
     }
     found = {name: value for name, value in given.items() if value is not None}
     if len(found) != 1:

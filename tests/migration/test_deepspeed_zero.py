@@ -151,6 +151,9 @@ def answers() -> None:
     assert utils.safe_get_full_fp32_param(weight).eq(2.0).all()
     weight.ds_tensor.data = torch.full((8,), float(dist.get_rank()))
     weight.ds_tensor.mul_(3.0)
+    own = weight.ds_tensor.clone()
+    weight.ds_tensor.data.copy_(own + 1.0)
+    weight.ds_tensor.data.sub_(1.0)
     expected = [0.0] * 8 + [3.0] * 7
     assert utils.safe_get_full_fp32_param(weight).flatten().tolist() == expected
     assert dist.get_world_size(weight.ds_process_group) == 2
@@ -184,6 +187,8 @@ def one_rank() -> None:
     assert not hasattr(outer.weight, "ds_id") and not hasattr(nn.Parameter, "ds_id")
     engine = engine_of(1)
     assert not any(zero.is_zero_param(param) for param in engine.module.parameters())
+    with pytest.raises(AssertionError, match="sharded at stage 3"):
+        utils.safe_get_local_fp32_param(engine.module.body.weight)
 
 
 def test_one_rank_answers_too_and_lower_stages_do_not() -> None:
@@ -199,17 +204,39 @@ def states(stage: int) -> None:
         grad = utils.safe_get_full_grad(body)
         utils.safe_set_full_grad(body, 2 * grad)
         assert torch.equal(utils.safe_get_full_grad(body), 2 * grad)
+        if stage == 3:
+            own = torch.arange(8.0) + 8 * dist.get_rank()
+            utils.safe_set_local_grad(body, own)
+            assert utils.safe_get_full_grad(body).flatten().tolist() == list(range(NUMEL))
+            assert utils.safe_get_local_grad(body)[-1] == (7.0 if dist.get_rank() == 0 else 0.0)
         engine.step()
         assert utils.safe_get_full_optimizer_state(body, "exp_avg").any()
         for read in (utils.safe_get_full_fp32_param, utils.safe_get_full_grad):
             assert read(frozen) is None
         assert utils.safe_get_full_optimizer_state(frozen, "exp_avg") is None
+    if stage == 3:
+        local_states(body, frozen)
     engine.destroy()
     assert utils.safe_get_full_fp32_param(body) is None
 
 
+def local_states(body: Any, frozen: Any) -> None:
+    own = torch.full((8,), 1.0 + dist.get_rank())
+    utils.safe_set_local_fp32_param(body, own)
+    utils.safe_set_local_optimizer_state(body, own, "exp_avg_sq")
+    for found in (
+        utils.safe_get_full_fp32_param(body),
+        utils.safe_get_full_optimizer_state(body, "exp_avg_sq"),
+    ):
+        assert found.flatten().tolist() == [1.0] * 8 + [2.0] * 7
+    assert utils.safe_get_local_optimizer_state(body, "exp_avg_sq")[:7].eq(own[:7]).all()
+    assert utils.safe_get_local_fp32_param(frozen) is None
+    with pytest.raises(ValueError, match="value has 7 elements, and needs the 8"):
+        utils.safe_set_local_fp32_param(body, own[:7])
+
+
 @pytest.mark.parametrize("stage", [1, 3])
-def test_states_are_read_and_written_whole(stage: int) -> None:
+def test_states_are_read_and_written_whole_and_in_slices(stage: int) -> None:
     run_ranks(states, 2, stage)
 
 

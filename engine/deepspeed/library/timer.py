@@ -61,10 +61,6 @@ class NamedTimer:
         start, end = self._start, self._clock.now()
         self._spans.append(lambda: self._clock.milliseconds(start, end))
 
-    def add(self, milliseconds: float) -> None:
-        """Count a time that something else has measured."""
-        self._spans.append(lambda: milliseconds)
-
     def reset(self) -> None:
         """Forget all times."""
         self.started_ = False

@@ -115,9 +115,8 @@ class Init:
         self._init = XdsInit(
             source, module=module, dtype=self._dtype, enabled=enabled, group=data_parallel_group
         )
-        refusal = _contradicting_single_rank_pg_error(1, data_parallel_group)
-        if self._stays_whole and refusal is not None:
-            raise UsageError(refusal)
+        if self._stays_whole and data_parallel_group is None:
+            _refuse_one_rank_of_several()
         answer_for([self._init.store])
         refuse_edits(source, [self._init.store])
         if module is not None and self._stays_whole:
@@ -227,21 +226,15 @@ def _check(remote_device: str | None, others: Mapping[str, Any]) -> None:
         )
 
 
-def _contradicting_single_rank_pg_error(
-    dp_world_size: int, explicit_process_group: Any, env: Mapping[str, str] | None = None
-) -> str | None:
-    """What is wrong where one rank would have the whole model though the launcher started several ones."""
-    try:
-        launched = int((os.environ if env is None else env).get("WORLD_SIZE") or 1)
-    except (TypeError, ValueError):
-        return None
-    if dp_world_size != 1 or explicit_process_group is not None or launched <= 1:
-        return None
-    return (
-        f"zero.Init: its process group has one rank, but the launcher says WORLD_SIZE={launched}, so every "
-        "rank would have the whole model; call deepspeed.init_distributed() before the first process group "
-        "is made, or pass data_parallel_group where one rank is what you want"
-    )
+def _refuse_one_rank_of_several() -> None:
+    """Raise where this rank would have the whole model though the launcher started several."""
+    launched = os.environ.get("WORLD_SIZE", "")
+    if launched.isdecimal() and int(launched) > 1:
+        raise UsageError(
+            f"zero.Init: its process group has one rank, but the launcher says WORLD_SIZE={launched}, so "
+            "every rank would have the whole model; call deepspeed.init_distributed() before the first process "
+            "group is made, or pass data_parallel_group where one rank is what you want"
+        )
 
 
 def _without_auto(source: Any) -> Any:

@@ -189,11 +189,6 @@ class PipelineParallelGrid:
         self.dp_group = list(self._ranks("data"))
         self.pp_group = list(self._ranks("pipe"))
         self.slice_group = list(self._ranks("model"))
-        self.p2p_groups = [
-            [group[at], group[(at + 1) % len(group)]]
-            for group in self._topo.get_axis_comm_lists("pipe")
-            for at in range(len(group))
-        ]
 
     def topology(self) -> ProcessTopology:
         """The topology of all ranks."""
@@ -261,10 +256,6 @@ class PipelineParallelGrid:
 
     def get_slice_parallel_group(self) -> dist.ProcessGroup:
         return self._group("model")
-
-    def _is_grid_valid(self) -> bool:
-        """The topology has as many ranks as there are."""
-        return self._topo.world_size() == self.world_size
 
     def _at(self, axis: str) -> int:
         return int(getattr(self._place, axis, 0))
