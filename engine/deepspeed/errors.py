@@ -45,7 +45,7 @@ def in_their_form() -> Iterator[None]:
     except (UsageError, ConfigError) as error:
         if not isinstance(error, AssertionError):
             kind: Any = type(error)
-            error.__class__ = _in_their_form(kind)
+            error.__class__ = _in_their_form(kind)  # type: ignore[assignment]
         raise
 
 

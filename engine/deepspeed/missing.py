@@ -117,7 +117,6 @@ MISSING: dict[str, str] = {
         ("initialize_mesh_device", "inference_all_reduce", "reduce_scatter_fn"), _TORCH
     ),
     "get_all_ranks_from_group": _TORCH,
-    "move_to_device": "use tensor.to(device)",
     "_INSTRUCTION_MAP": _SCHEDULE,
     "mpi_discovery": "init_distributed() reads the environment of srun and mpirun itself",
 }

@@ -132,7 +132,7 @@ NAMES: dict[str, str] = {
     "runtime.pipe.topology": _TOPOLOGY,
     "runtime.sequence_parallel.ulysses_sp": "library.tiles: TiledFusedLogitsLoss TiledMLP; "
     "library.sequences: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
-    "runtime.utils": "library.small: see_memory_usage PartitionedTensor set_random_seed "
+    "runtime.utils": "library.small: see_memory_usage PartitionedTensor set_random_seed move_to_device "
     "is_model_parallel_parameter",
     "runtime.zero": _ZERO,
     "runtime.zero.config": "config: DeepSpeedZeroConfig ZeroStageEnum OffloadDeviceEnum; "

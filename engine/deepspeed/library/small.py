@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader as DeepSpeedDataLoader
 
 from ....utils.errors import UsageError
@@ -72,6 +73,18 @@ def set_random_seed(seed: int) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     torch.manual_seed(seed)
+
+
+def move_to_device(
+    item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None
+) -> Any:
+    """`item` with its tensors on `device`; of those alone for which `criterion_func` is true, if given."""
+
+    def moved(leaf: Any) -> Any:
+        is_chosen = isinstance(leaf, Tensor) if criterion_func is None else criterion_func(leaf)
+        return leaf.to(device) if is_chosen else leaf
+
+    return tree_map(moved, item)
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
