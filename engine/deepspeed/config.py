@@ -23,6 +23,7 @@ from ...zero.config import ZeroConfig
 from ..config.batch import MICRO, STEPS, TRAIN, solve_batch
 from ..config.config import Config
 from ..config.text import read_source
+from ..model.policies import DTYPES
 from .errors import methods_raise_theirs
 
 
@@ -222,7 +223,6 @@ _VALUES: dict[str, tuple[str, Any]] = {
     "elasticity_enabled": ("elasticity.enabled", False),
     "curriculum_enabled_legacy": ("curriculum_learning.enabled", False),
 }
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _TAG_MODES = ("WARN", "IGNORE", "FAIL")
 
 
@@ -352,9 +352,9 @@ def _dtype(data: Mapping[str, Any], key: str, default: torch.dtype | None) -> to
     name = data.get(key)
     if name is None:
         return default
-    if str(name).lower() not in _DTYPES:
-        raise ConfigError([f"{key} = {name!r}: must be one of {', '.join(_DTYPES)}"])
-    return _DTYPES[str(name).lower()]
+    if str(name).lower() not in DTYPES:
+        raise ConfigError([f"{key} = {name!r}: must be one of {', '.join(DTYPES)}"])
+    return DTYPES[str(name).lower()]
 
 
 def _data_ranks(data: Mapping[str, Any], mpu: Any, mesh_device: Any) -> int:

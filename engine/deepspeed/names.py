@@ -233,22 +233,28 @@ def modules() -> frozenset[str]:
         while name:
             name = name.rpartition(".")[0]
             found.add(name)
-    return _WithTrees(found)
+    return frozenset(found)
 
 
-class _WithTrees(frozenset[str]):
-    def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or str(name).startswith(tuple(f"{one}." for one in TREES))
+def _is_in_tree(name: str) -> bool:
+    return name.partition(".")[0] in TREES
+
+
+def is_module(name: str) -> bool:
+    """DeepSpeed has, or had, this module."""
+    return name in modules() or _is_in_tree(name)
+
+
+def is_package(name: str) -> bool:
+    """Modules can be inside."""
+    return bool(modules_in(name)) or _is_in_tree(name)
 
 
 @cache
 def modules_in(inside: str) -> frozenset[str]:
-    """The names of the modules directly in one."""
+    """The names of the known modules directly in one."""
     found = (name.rpartition(".") for name in modules() if name)
-    is_tree = inside.partition(".")[0] in TREES
-    return frozenset(own for parent, _, own in found if parent == inside) | (
-        {""} if is_tree else set()
-    )
+    return frozenset(own for parent, _, own in found if parent == inside)
 
 
 @cache
@@ -275,4 +281,4 @@ def main_file(inside: str) -> str:
     return str(folder.joinpath(*own[0].split(".")).with_suffix(".py") if own else Path(__file__))
 
 
-__all__ = ["NAMES", "listed", "main_file", "modules", "modules_in"]
+__all__ = ["NAMES", "is_module", "is_package", "listed", "main_file", "modules_in"]

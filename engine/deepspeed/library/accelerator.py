@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -52,25 +52,9 @@ class _Device:
         """Whether `tensor` is on this type of device."""
         return tensor.device.type == self._name
 
-    def pin_memory(
-        self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True
-    ) -> Tensor:
-        """The tensor in page-locked memory where the device reads that faster; else the tensor itself.
-
-        Args:
-            make_copy: with the same values; else a tensor whose values are not set.
-            match_shape: False: [n] instead of the tensor's shape, where there is no copy.
-        """
-        if make_copy:
-            return self._torch_pin_memory(tensor)
-        shape = tuple(tensor.shape) if match_shape else (tensor.numel(),)
-        return self._torch_empty_pinned(tensor, shape)
-
-    def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
+    def pin_memory(self, tensor: Tensor, **unused: Any) -> Tensor:
+        """The tensor in page-locked memory where the device reads that faster; else the tensor itself."""
         return tensor
-
-    def _torch_empty_pinned(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        return tensor.new_empty(tuple(shape))
 
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.is_pinned()
@@ -255,11 +239,8 @@ class CUDA_Accelerator(_Device):
     def is_triton_supported(self) -> bool:
         return torch.cuda.get_device_capability() >= (8, 0)
 
-    def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
+    def pin_memory(self, tensor: Tensor, **unused: Any) -> Tensor:
         return tensor.pin_memory()
-
-    def _torch_empty_pinned(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        return torch.empty(tuple(shape), dtype=tensor.dtype, pin_memory=True)
 
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         return torch.cuda.default_generators[device_index]

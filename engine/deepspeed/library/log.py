@@ -25,9 +25,8 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 
 def _is_shown_here(record: logging.LogRecord) -> bool:
-    return (
-        not logging.getLogger().handlers
-    )  # the script has configured logging since: it shows the line
+    # a script that has configured logging since shows the line itself
+    return not logging.getLogger().handlers
 
 
 def _shown(logger: logging.Logger) -> logging.Logger:

@@ -78,14 +78,12 @@ def measure(model: nn.Module) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-def table(stage: int, sizes: tuple[int, int], nodes: tuple[int, int], factor: float) -> str:
+def table(stage: int, model: nn.Module, nodes: tuple[int, int], factor: float) -> str:
     """The text that the functions print.
 
-    Args:
-        sizes: elements of the model, and of its largest unit.
-        nodes: ranks per node, and number of nodes.
+    nodes: ranks per node, and number of nodes.
     """
-    numel, largest = sizes
+    numel, largest = measure(model)
     per_node, num_nodes = nodes
     lines = [
         "Estimated memory for parameters, gradients and optimizer state, Adam in 16 bits:",
@@ -115,9 +113,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the estimate for `model`, which may be on the meta device."""
-    sizes = measure(model)
-    nodes = (num_gpus_per_node, num_nodes)
-    print(table(3, sizes, nodes, additional_buffer_factor))
+    print(table(3, model, (num_gpus_per_node, num_nodes), additional_buffer_factor))
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -127,6 +123,4 @@ def estimate_zero2_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the estimate for `model`, which may be on the meta device."""
-    sizes = measure(model)
-    nodes = (num_gpus_per_node, num_nodes)
-    print(table(2, sizes, nodes, additional_buffer_factor))
+    print(table(2, model, (num_gpus_per_node, num_nodes), additional_buffer_factor))

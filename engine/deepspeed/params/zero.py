@@ -20,6 +20,7 @@ from ....zero.access.gathered import LostEdit
 from ....zero.access.owners import Owner, find_owner
 from ...config.config import Config, parse_config
 from ...config.text import read_source
+from ...model.policies import compute_dtype
 from ...model.zero_init import Init as XdsInit
 from ..errors import methods_raise_theirs
 from ..library.log import logger
@@ -109,7 +110,7 @@ class Init:
         if data_parallel_group is None and mpu is not None:
             data_parallel_group = mpu.get_data_parallel_group()
         source = _without_auto(config_dict_or_path if config_dict_or_path is not None else config)
-        self._dtype = dtype or _dtype_of(source)
+        self._dtype = dtype or (None if source is None else compute_dtype(parse_config(source)))
         self._hook: Any = None
         self._built: list[nn.Parameter] = []
         self._init = XdsInit(
@@ -198,14 +199,6 @@ def _listed(params: Any) -> list[Any]:
     if isinstance(params, nn.Module):
         return list(params.parameters())
     return [params] if isinstance(params, Tensor) else list(params)
-
-
-def _dtype_of(source: Any) -> torch.dtype | None:
-    """The 16 bits in which this config trains; None for fp32."""
-    if source is None:
-        return None
-    config = parse_config(source)
-    return torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
 
 
 def _check(remote_device: str | None, others: Mapping[str, Any]) -> None:

@@ -81,9 +81,7 @@ def _clone(item: Any, device: torch.device, made: dict[int, Tensor]) -> Any:
         return made[id(item)]
     if isinstance(item, dict):
         return type(item)((key, _clone(value, device, made)) for key, value in item.items())
-    if isinstance(item, tuple) and hasattr(
-        item, "_fields"
-    ):  # a named tuple takes its values one by one
+    if isinstance(item, tuple) and hasattr(item, "_fields"):  # it takes its values one by one
         return type(item)(*(_clone(value, device, made) for value in item))
     if isinstance(item, list | tuple):
         return type(item)(_clone(value, device, made) for value in item)
@@ -113,7 +111,7 @@ if __name__ == "__main__":
 '''
 
 
-LATEST_UNIVERSAL = "latest_universal"
+LATEST_UNIVERSAL = "latest_universal"  # read where checkpoint.load_universal is set
 CustomLoad = Callable[..., Any]  # called with src=, the state dict, and dst=, the module
 
 
@@ -160,10 +158,7 @@ class Checkpoints(ABC):
             self._copy_recovery_script(save_dir)
             if self._has_whole_weights():
                 _save_whole(self._model_state(client_state, exclude_frozen), own)
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # torch's writer raises RuntimeError on a full disk
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError on a full disk
             logger.warning("the checkpoint %s is complete, but not %s: %s", tag, own.name, error)
 
     def _copy_recovery_script(self, save_path: str | Path) -> None:

@@ -16,7 +16,9 @@ from ....utils.errors import UsageError
 from ....zero.access.owners import find_owner
 from ...data.loaders import build_loader
 from ...engine import Engine
+from ...model.policies import DTYPES, compute_dtype
 from ..config import GivenConfig
+from ..constants import ROUTE_TRAIN
 from ..errors import methods_raise_theirs, raises_theirs
 from ..library.groups import NO_SEQUENCE_RANKS
 from ..missing import refuse_method
@@ -27,7 +29,6 @@ from .grads import OnlyInfers, ShownGrads, UnusedParams
 from .optimizer import norm_of_last_step, optimizer_of
 from .values import Values
 
-ROUTE_TRAIN = "train"
 NO_OWN_REDUCTION = (
     "engine.enable_backward_allreduce = False: gradients are reduced by the engine alone; leave it True, and "
     "put reductions off with `with engine.no_sync():`"
@@ -77,9 +78,8 @@ class EngineAdapter(Values, Checkpoints, AsModule):
         if name == "enable_backward_allreduce" and not value:
             raise UsageError(NO_OWN_REDUCTION)
         is_method = isinstance(getattr(type(self), name, None), FunctionType)
-        if (
-            is_method or "_engine" not in self.__dict__
-        ):  # a script replaces a method, or made no engine
+        # a script replaces a method, or made no engine
+        if is_method or "_engine" not in self.__dict__:
             self.__dict__[name] = value
         else:
             setattr(self._engine, name, value)
@@ -250,14 +250,9 @@ class EngineAdapter(Values, Checkpoints, AsModule):
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of parameters, dtype of accumulated gradients)."""
         config = self._engine.config
-        compute = torch.float32
-        if config.fp16.enabled:
-            compute = torch.float16
-        elif config.bf16.enabled:
-            compute = torch.bfloat16
-        named = {"fp16": torch.float16, "bf16": torch.bfloat16}
         # gradients of 16-bit parameters are summed in fp32 unless the config sets another dtype
-        return compute, named.get(config.data_types.grad_accum_dtype or "fp32", torch.float32)
+        summed = DTYPES[config.data_types.grad_accum_dtype or "fp32"]
+        return compute_dtype(config) or torch.float32, summed
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """False only where the config says so. Where it says nothing, weights are gathered."""

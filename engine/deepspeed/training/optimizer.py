@@ -21,7 +21,9 @@ from torch import Tensor
 
 from ....utils.errors import UsageError
 from ...engine import Engine
+from ...model.policies import compute_dtype
 from ...optim.loss_scale import DynamicScale
+from ..constants import BASE_OPTIMIZER_STATE, FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 from ..errors import methods_raise_theirs
 from ..library.ops import FusedAdam
 from ..missing import refuse_method
@@ -182,10 +184,8 @@ def norm_of_last_step(engine: Engine) -> float | None:
     return math.inf if norm is not None and math.isnan(norm) else norm
 
 
-MODES = (
-    "train",
-    "eval",
-)  # of optimizers without a schedule, which evaluate other values than they train
+# of optimizers without a schedule, which evaluate other values than they train
+MODES = ("train", "eval")
 
 
 class DeepSpeedOptimizer:
@@ -213,9 +213,6 @@ class DeepSpeedOptimizer:
     @property
     def loss_scaler(self) -> RunningScaler:
         """The scale and its state, always those of now."""
-        return self._scaler()
-
-    def _scaler(self) -> RunningScaler:
         kept: RunningScaler | None = self.__dict__.get("_kept_scaler")
         if kept is None:
             kept = self.__dict__["_kept_scaler"] = RunningScaler(self._engine)
@@ -224,8 +221,7 @@ class DeepSpeedOptimizer:
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale is adjusted automatically."""
-        fp16 = self._engine.config.fp16
-        return bool(fp16.enabled and not fp16.loss_scale)
+        return self.loss_scaler.dynamic
 
     @property
     def custom_loss_scaler(self) -> bool:
@@ -234,9 +230,7 @@ class DeepSpeedOptimizer:
     @property
     def low_precision_dtype(self) -> torch.dtype:
         """The dtype of the parameters in forward and backward."""
-        config = self._engine.config
-        half = torch.float16 if config.fp16.enabled else torch.bfloat16
-        return half if config.fp16.enabled or config.bf16.enabled else torch.float32
+        return compute_dtype(self._engine.config) or torch.float32
 
     @property
     def optimizer(self) -> Any:
@@ -273,7 +267,6 @@ class DeepSpeedOptimizer:
 
 
 _REMEDY = "engine.load_checkpoint takes states of any number of ranks"
-OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE = "optimizer_state_dict", "base_optimizer_state"
 _STATES_NAMES = (OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE)
 
 
@@ -387,7 +380,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 (DeepSpeed's n
     masters_name = "fp32_partitioned_groups_flat"
 
     def _saved_name(self) -> str:
-        return "fp32_flat_groups"
+        return FP32_FLAT_GROUPS
 
     @property
     def parameter_offload(self) -> DeepSpeedZeRoOffload:
