@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -96,3 +98,24 @@ def test_a_run_that_trained_without_deepspeed_is_told_at_its_end(
         unused.warn_of_unused()
     assert bool(caplog.records) is bool(said)
     assert said in caplog.text
+
+
+ENDS = """
+import sys
+from types import ModuleType, SimpleNamespace
+from xds.engine.deepspeed import stand_in
+
+stand_in.activate()
+state = sys.modules["accelerate.state"] = ModuleType("accelerate.state")
+state.AcceleratorState = SimpleNamespace(_shared_state={"distributed_type": SimpleNamespace(name="NO")})
+if sys.argv[1] == "used":
+    stand_in.engine_was_made()
+"""
+
+
+@pytest.mark.parametrize("how", ["used", "unused"])
+def test_a_run_that_made_an_engine_is_not_told(how: str) -> None:
+    environment = {**os.environ, "WORLD_SIZE": "2", "RANK": "0"}
+    command = [sys.executable, "-c", ENDS, how]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert ("each rank alone" in done.stderr) == (how == "unused")
