@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ def run_command(arguments: Sequence[str]) -> int:
 
 # `accelerate launch` writes a file of this name, which `xds` reads
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
+_FORWARDED = ("MLFLOW", "PYTHON", "MV2", "UCX")
+EXPORT_ENVS = list(_FORWARDED)  # scripts append to it
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -44,6 +46,13 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: the code of a run that failed, or of a wrong command line.
     """
+    added = sorted(set(EXPORT_ENVS) - set(_FORWARDED))
+    if added:
+        logging.getLogger("xds").warning(
+            "EXPORT_ENVS: variables beginning with %s are not forwarded to other machines by this list; write "
+            "them as KEY=value into .deepspeed_env",
+            ", ".join(added),
+        )
     code = run_command(sys.argv[1:] if args is None else args)
     if code:
         sys.exit(code)
