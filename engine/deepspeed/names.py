@@ -51,11 +51,12 @@ _CHECKPOINT_CONSTANTS = (
 )
 _COMM = (
     "library.comm: init_distributed is_initialized get_local_rank get_world_group configure "
-    "allgather_fn all_gather_into_tensor reduce_scatter_tensor all_to_all_single all_to_all; "
+    "allgather_fn all_gather_into_tensor reduce_scatter_tensor all_to_all_single; "
     "start: log_summary; .torch.distributed: "
     "ReduceOp ProcessGroup P2POp get_rank get_world_size get_global_rank new_group destroy_process_group "
     "is_available get_backend barrier monitored_barrier broadcast broadcast_object_list all_reduce reduce "
-    "all_gather all_gather_object gather scatter reduce_scatter send recv isend irecv batch_isend_irecv"
+    "all_gather all_gather_object gather scatter reduce_scatter send recv isend irecv batch_isend_irecv "
+    "all_to_all"
 )
 
 NAMES: dict[str, str] = {

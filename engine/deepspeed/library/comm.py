@@ -144,16 +144,6 @@ def all_to_all_single(  # noqa: PLR0913 (DeepSpeed's arguments)
     return dist.all_to_all_single(output, tensor, outputs, inputs, group, async_op)
 
 
-def all_to_all(
-    output_tensor_list: list[Tensor],
-    input_tensor_list: list[Tensor],
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    """torch's."""
-    return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
-
-
 @raises_theirs
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **options: Any) -> None:
     """Does nothing: an engine reads the section comms_logger of its config.
