@@ -31,11 +31,33 @@ def run_ranks(
     *args: Any,
     small_numel: int | None = SMALL_NUMEL,
 ) -> list[Any]:
-    """Call `function(*args)` on `world_size` ranks of one gloo group; the results, by rank.
+    """Call `function(*args)` on `world_size` ranks of one group; the results, by rank.
 
-    `function` must be importable (module level); it asks torch.distributed for its rank. An exception on
-    any rank is raised here with that rank's traceback.
-    `small_numel` takes the place of the engine's own SMALL_NUMEL, 16 Ki elements; None leaves it.
+    The ranks are threads of this process, see thread_ranks.py: no start, and a debugger sees all of them.
+    `function` asks torch.distributed for its rank. An exception on any rank is raised here with that rank's
+    traceback. `small_numel` takes the place of the engine's own SMALL_NUMEL, 16 Ki elements; None leaves it.
+
+    What belongs to a process (memory that ranks share, gloo itself, `xds.zero.Init`) needs `run_processes`.
+    """
+    from thread_ranks import run_on_threads
+
+    from xds.zero.core import local_sum
+
+    own = local_sum.SMALL_NUMEL
+    local_sum.SMALL_NUMEL = own if small_numel is None else small_numel
+    try:
+        return run_on_threads(function, world_size, *args)
+    finally:
+        local_sum.SMALL_NUMEL = own
+
+
+def run_processes(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    small_numel: int | None = SMALL_NUMEL,
+) -> list[Any]:
+    """As `run_ranks`, in processes of one gloo group. `function` must be importable (module level).
 
     The processes are those of the last call, seeded anew: starting them takes longer than most tests.
     A function that changes its process, or ends it, needs `run_new_ranks`.

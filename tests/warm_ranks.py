@@ -1,6 +1,6 @@
 """Helper for tests with slow imports: ranks that keep running and execute one function after another.
 
-`run_ranks` starts new processes for each call; importing transformers takes each of them several seconds.
+`run_new_ranks` starts new processes for each call; importing transformers takes each of them several seconds.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def warm(world_size: int) -> WarmRanks:
 
 @cache
 def reused(world_size: int) -> WarmRanks:
-    """The ranks of `helpers.run_ranks`: they import nothing slow, so that each call begins at once."""
+    """The ranks of `helpers.run_processes`: they import nothing slow, so that each call begins at once."""
     return WarmRanks(world_size)
 
 

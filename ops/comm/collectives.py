@@ -11,11 +11,11 @@ Every other backend (NCCL, MPI, torch's threaded test group) uses `Native`: the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,8 @@ SMALL_TAGS = 1 << 14  # the last tags of an instance: small gathers, by their si
 CONTROL_BUFFER, ACCESS_BUFFER, MESSAGE_BUFFER, ACTIVATION_BUFFER = (-1, -2, -3, -4)
 
 Bounds = Sequence[tuple[int, int]]  # [start, stop) of each rank's part; empty parts are allowed
-_instances: Counter[str] = Counter()  # by group: every rank creates its engines in the same order
+# of each group: every rank creates its engines in the same order
+_num_instances: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +86,10 @@ class Collectives(ABC):
         if successor_of is not None:
             self._succeed(successor_of)
             return
-        instance = _instances[group.group_name] if group is not None else 0
+        instance = 0
         if group is not None:
-            _instances[group.group_name] += 1
+            instance = _num_instances.get(group, 0)
+            _num_instances[group] = instance + 1
         self.instance = instance
         self._ranks: Sequence[int] = range(world_size)  # of this group, among all ranks
         self._members: tuple[int, ...] | None = None

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from datetime import timedelta
-from functools import cache
 from typing import Any, TypeVar, final
 
 from pydantic import TypeAdapter, ValidationError
@@ -112,12 +112,15 @@ def _parsed(kind: TypeAdapter[Kind], text: str | None) -> Kind | None:
         return None
 
 
-@cache
+_first_warning = threading.Lock()  # taken by the first of the threads that read, and kept
+
+
 def _warn() -> None:
-    log.warning(
-        "xds: a message in the store of this run is ignored, because no process of the run has written it. "
-        "Another user may have; docs/launching.md, Security, says what others can do"
-    )
+    if _first_warning.acquire(blocking=False):
+        log.warning(
+            "xds: a message in the store of this run is ignored, because no process of the run has written it. "
+            "Another user may have; docs/launching.md, Security, says what others can do"
+        )
 
 
 __all__ = ["REPLY_SECONDS", "Store"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -120,14 +120,14 @@ def built_in_slices(stage: int, seeds_differ: bool, dtype: torch.dtype | None) -
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_values_are_those_of_plain_construction(world: int) -> None:
     losses = [
-        run_ranks(built_in_slices, world, *case)
+        run_processes(built_in_slices, world, *case)
         for case in ((3, False, None), (3, True, None), (2, False, None))
     ]
     assert len({loss for case in losses for loss in case}) == 1
 
 
 def test_slices_may_be_kept_in_the_dtype_of_training() -> None:
-    run_ranks(built_in_slices, 2, 3, False, torch.bfloat16)
+    run_processes(built_in_slices, 2, 3, False, torch.bfloat16)
 
 
 def interrupted() -> None:
@@ -148,7 +148,7 @@ def interrupted() -> None:
 
 
 def test_nothing_is_left_after_the_context() -> None:
-    run_ranks(interrupted, 2)
+    run_processes(interrupted, 2)
 
 
 def torch_modules() -> nn.Module:
@@ -184,7 +184,7 @@ def from_meta() -> str:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_model_on_meta_gets_the_values_of_plain_construction(world: int) -> None:
-    for said in run_ranks(from_meta, world):
+    for said in run_processes(from_meta, world):
         assert "Fancy (Fancy) on the meta device: no reset_parameters()" in said
 
 
@@ -241,7 +241,7 @@ def from_transformers(folder: str) -> None:
 @pytest.mark.slow
 def test_transformers_models_are_built_and_loaded_in_slices(tmp_path: Any) -> None:
     pytest.importorskip("transformers")
-    run_ranks(from_transformers, 2, str(tmp_path))
+    run_processes(from_transformers, 2, str(tmp_path))
 
 
 class Edited(nn.Module):
@@ -297,4 +297,4 @@ def assert_same(model: nn.Module, want: nn.Module) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_parameters_can_be_gathered_and_edited_in_a_constructor(world: int) -> None:
-    run_ranks(edited_in_a_constructor, world)
+    run_processes(edited_in_a_constructor, world)

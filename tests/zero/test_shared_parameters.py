@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_new_ranks, run_ranks
+from helpers import run_new_ranks, run_processes
 from placed_ranks import placed
 from torch import Tensor, nn
 
@@ -160,10 +160,10 @@ SLOW = [
 def check_case(folder: Path, size: int, stage: int, precision: str, more: dict[str, Any]) -> None:
     (folder / "a").mkdir()
     (folder / "b").mkdir()
-    own = run_ranks(
+    own = run_processes(
         results, size, config_of(stage, precision, shares=False, **more), str(folder / "a")
     )
-    shared = run_ranks(results, size, config_of(stage, precision, **more), str(folder / "b"))
+    shared = run_processes(results, size, config_of(stage, precision, **more), str(folder / "b"))
     for one, other in zip(own, shared, strict=True):
         assert one[0] == other[0]
         assert all(a.equal(b) for a, b in zip(one[1], other[1], strict=True))
@@ -207,8 +207,8 @@ def on_machines(layout: str, config: dict[str, Any]) -> tuple[list[float], list[
 @pytest.mark.parametrize("layout", ["aab", "abab"])
 def test_each_machine_has_one_copy(layout: str) -> None:
     size = len(layout)
-    own = run_ranks(on_machines, size, layout, config_of(1, "bf16", shares=False))
-    shared = run_ranks(on_machines, size, layout, config_of(1, "bf16"))
+    own = run_processes(on_machines, size, layout, config_of(1, "bf16", shares=False))
+    shared = run_processes(on_machines, size, layout, config_of(1, "bf16"))
     for one, other in zip(own, shared, strict=True):
         assert one[0] == other[0]
         assert all(a.equal(b) for a, b in zip(one[1], other[1], strict=True))
@@ -269,7 +269,7 @@ def test_odd_tensors_and_another_number_of_ranks_are_as_in_plain_pytorch(
             torch.stack(losses).mean().backward()
             optimizer.step()
         args = (rows, stage, str(tmp_path), first, 3)
-        for values in run_ranks(train_odd, size, *args, small_numel=None):
+        for values in run_processes(train_odd, size, *args, small_numel=None):
             for one, other in zip(values, plain.parameters(), strict=True):
                 torch.testing.assert_close(one, other.detach(), rtol=1e-5, atol=1e-6)
 
@@ -287,7 +287,7 @@ def loaded_late(shares: bool) -> tuple[float, float, list[Tensor]]:
 
 
 def test_a_load_waits_for_ranks_that_read() -> None:
-    own, shared = (run_ranks(loaded_late, 2, shares) for shares in (False, True))
+    own, shared = (run_processes(loaded_late, 2, shares) for shares in (False, True))
     for one, other in zip(own, shared, strict=True):
         assert one[:2] == other[:2]
         assert all(a.equal(b) for a, b in zip(one[2], other[2], strict=True))
@@ -343,7 +343,7 @@ def inside_gathered() -> list[float]:
 
 
 def test_a_context_ends_before_a_step() -> None:
-    found = run_ranks(inside_gathered, 2)[0]
+    found = run_processes(inside_gathered, 2)[0]
     assert found[:2] == pytest.approx([0.2, 0.2])
 
 
@@ -369,7 +369,7 @@ def test_what_one_rank_does_is_named_on_all() -> None:
 
 
 def test_what_would_write_on_one_rank_is_refused() -> None:
-    texts = run_ranks(refusals, 2)[0]
+    texts = run_processes(refusals, 2)[0]
     assert "engine.load_state_dict" in texts[0]
     assert "blocks.0.weight.data was assigned" in texts[1]
     assert "changed their dtype" in texts[2]
@@ -500,4 +500,4 @@ class Stages(nn.Module):
 
 @pytest.mark.parametrize(("how", "size"), [("tied", 3), ("frozen", 4)])
 def test_ranks_that_share_nothing_train_beside_those_that_do(how: str, size: int) -> None:
-    assert run_ranks(stages_of, size, how, True) == run_ranks(stages_of, size, how, False)
+    assert run_processes(stages_of, size, how, True) == run_processes(stages_of, size, how, False)
