@@ -7,11 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NoReturn, final
+from typing import final
 
 from ..utils.errors import UsageError
 from ..utils.quoting import printable
 from ..utils.sizes import parse_bytes
+from .command_line.options import Parser
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send_recv")
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -31,12 +32,6 @@ class Plan:
     dtype: str
     trials: int
     is_json: bool
-
-
-@final
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"xds bench comm: {message}; see `xds bench comm --help`")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +55,7 @@ def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
     Raises:
         UsageError: an op is unknown, or a value is out of range.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="xds bench comm",
         description="Time the collectives at several sizes, and compare with the speed of the link.",
         epilog="All other options are those of the launcher: --nproc-per-node, --hostfile, ... (`xds --help`).",

@@ -26,7 +26,7 @@ from ..utils.schema.keys import AUTO
 from ..utils.schema.rules import shown
 from ..utils.schema.section import Section
 from ..zero.config import STAGES
-from .command_line.parser import Parser, whole_number
+from .command_line.options import Parser, whole_number
 
 DIFFERS = "Differs from DeepSpeed 0.19"
 FILLED = (

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from ..utils.errors import DamagedError, UsageError
 from ..utils.quoting import escaped, plain_lines, printable
 from ..utils.sizes import parse_bytes, size_text
-from .checkpoint_import import add_import
-from .command_line.parser import Parser
+from .command_line.options import Parser
 
 # torch is imported when a command runs, so `--help` and errors in the command line are fast
 if TYPE_CHECKING:
     from ..engine.checkpoint.io.reader import CheckpointReader
 
 EQUAL, DIFFERENT, SOUND, DAMAGED, USAGE = 0, 1, 0, 1, 2
+_SOURCES = ("auto", "deepspeed", "huggingface", "torch")
 BAR_BYTES = 256 << 20  # a progress bar is shown from this size on
 Run = Callable[[argparse.Namespace], int]
 
@@ -33,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
         with _one_thread():
             code: int = args.run(args)
         return code
+    except BrokenPipeError:
+        raise
     except (UsageError, OSError) as error:
         print(f"xds checkpoint {args.command}: {error}", file=sys.stderr)
         is_damaged = isinstance(error, DamagedError) and args.command != "diff"
@@ -58,12 +60,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Inspect, verify, export, import and compare checkpoints of xds. One process, no devices.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (_add_info, _add_verify, _add_export, add_import, _add_diff):
+    for add in (_add_info, _add_verify, _add_export, _add_import, _add_diff):
         add(commands)
     return parser
 
 
-def add_command(commands: Any, name: str, run: Run, help: str) -> argparse.ArgumentParser:
+def _add_command(commands: Any, name: str, run: Run, help: str) -> argparse.ArgumentParser:
     """Add a sub-command. `run` receives its arguments and returns the exit code."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=f"{help}.")
     parser.set_defaults(run=run)
@@ -99,7 +101,7 @@ def progress(doing: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def _add_info(commands: Any) -> None:
-    parser = add_command(
+    parser = _add_command(
         commands,
         "info",
         _info,
@@ -194,7 +196,7 @@ def _add_verify(commands: Any) -> None:
     text = (
         "Read every byte of a checkpoint and compare the checksums; exits with 1 if it is damaged"
     )
-    _add_source(add_command(commands, "verify", _verify, text))
+    _add_source(_add_command(commands, "verify", _verify, text))
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -223,7 +225,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _add_export(commands: Any) -> None:
-    parser = add_command(commands, "export", _export, "Write the model for other programs")
+    parser = _add_command(commands, "export", _export, "Write the model for other programs")
     _add_source(parser)
     add = parser.add_argument
     add("out", help="a folder; or a file, for torch and for a name that ends in .safetensors")
@@ -292,6 +294,47 @@ def _export(args: argparse.Namespace) -> int:
     return SOUND
 
 
+# -- import -----------------------------------------------------------------------------------------------
+
+
+def _add_import(commands: Any) -> None:
+    text = "Convert a DeepSpeed checkpoint, a Hugging Face folder or a file of weights to a checkpoint of xds"
+    parser = _add_command(commands, "import", _import, text)
+    add = parser.add_argument
+    add(
+        "source",
+        help="a DeepSpeed save_dir or one tag in it, a Hugging Face folder, or a file of weights",
+    )
+    add(
+        "save_dir",
+        help="where the checkpoint is written; engine.load_checkpoint(save_dir) loads it",
+    )
+    add(
+        "--tag",
+        help="the DeepSpeed tag to read (default: that in `latest`); for weights: the tag to write (imported)",
+    )
+    add(
+        "--from",
+        dest="kind",
+        choices=_SOURCES,
+        default="auto",
+        help="the format of the source (default: detect)",
+    )
+
+
+def _import(args: argparse.Namespace) -> int:
+    from ..engine.checkpoint.imports.importing import import_checkpoint
+
+    report = import_checkpoint(args.source, args.save_dir, args.tag, args.kind)
+    print(
+        f"{args.source} ({report.origin}) -> {report.folder}: {report.num_tensors} parameters and buffers, "
+        f"{report.numel:,} elements"
+    )
+    for note in report.notes:
+        print(f"note: {note}")
+    return SOUND
+
+
 # -- diff ---------------------------------------------------------------------------------------------------
 
 
@@ -299,7 +342,7 @@ def _add_diff(commands: Any) -> None:
     text = (
         "Compare two checkpoints, which may have different layouts; exits with 0 if they are equal"
     )
-    parser = add_command(commands, "diff", _diff, text)
+    parser = _add_command(commands, "diff", _diff, text)
     for name, which in (("a", "first"), ("b", "second")):
         parser.add_argument(name, help=f"the {which}: a save_dir, or the folder of one checkpoint")
     parser.add_argument("--tag-a", help="tag of the first (default: the one in `latest`)")

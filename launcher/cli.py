@@ -6,10 +6,10 @@ Torch is imported only when ranks are started, so `xds --help` and `xds check` r
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,8 @@ from ..utils.errors import UsageError, XdsError
 from ..utils.messages import never, write_stderr
 from ..utils.quoting import printable
 from ..utils.schema.nearest import nearest
-from .command_line.standard_output import PIPE_CLOSED, with_checked_output
 
 if TYPE_CHECKING:
-    from .command_line.options import ParsedArgs
     from .command_line.where import Hosts, Local
 
 # subcommands import what they need themselves: `check` reads configs, `env` queries torch
@@ -29,7 +27,7 @@ _SUBCOMMANDS = {
     "check": ".check",
     "checkpoint": ".checkpoint",
     "elastic": ".elasticity",
-    "env": ".environment_hosts",
+    "env": ".environment",
     "ops": ".native_ops",
     "plan": ".plan",
 }
@@ -37,29 +35,45 @@ LOG_LEVEL = "XDS_LOG_LEVEL"  # read by the engine, see engine/telemetry/screen.p
 AS_DEEPSPEED = (
     "XDS_AS_DEEPSPEED"  # read at the start of a process, see engine/deepspeed/stand_in.py
 )
-_INTERRUPTED = 130  # 128 + SIGINT
+INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, SIGPIPE, as a shell reports other commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of this process) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return with_checked_output(lambda: _run_command(arguments))
+        try:
+            return _run_command(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except XdsError as error:
         write_stderr(f"xds: {error}\n", never)
         return 2
     except KeyboardInterrupt:  # before ranks run, which handle signals themselves
-        return _INTERRUPTED
+        return INTERRUPTED
+    except BrokenPipeError:  # nobody reads the output
+        _discard_output()
+        return PIPE_CLOSED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        write_stderr(f"xds: standard output: {error.strerror}; it is incomplete\n", never)
+        return 1
+
+
+def _discard_output() -> None:
+    """Send what is left in the buffer nowhere: the interpreter writes it at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run_command(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in _SUBCOMMANDS:
         _refuse_mistyped(arguments[:1])
         return _start(arguments)
-    try:
-        code: int = import_module(_SUBCOMMANDS[arguments[0]], __package__).main(arguments[1:])
-    except BrokenPipeError:  # the reader of its messages, on standard error, is gone
-        return PIPE_CLOSED
+    code: int = import_module(_SUBCOMMANDS[arguments[0]], __package__).main(arguments[1:])
     return code
 
 
@@ -90,7 +104,6 @@ def _start(arguments: list[str]) -> int:
     if not args.command:
         print(help_text(), end="", file=sys.stderr)
         return 2
-    from .command_line import own_allocation
     from .command_line.where import where_to_run
 
     notes = check_options(args)
@@ -99,21 +112,15 @@ def _start(arguments: list[str]) -> int:
     level = "warning" if args.has("quiet") else args.text("log_level")
     if level:
         os.environ[LOG_LEVEL] = level
-    if own_allocation.is_asked_for(args, os.environ):
-        return own_allocation.run(args, os.environ)
     where = where_to_run(args, os.environ)
     for note in [] if args.has("quiet") else notes:
         write_stderr(f"xds: {note}\n", never)
-    with _saved_pid(args):
-        return _run(where, is_dry=args.has("dry_run"))
+    return _run(where)
 
 
-def _run(where: Local | Hosts, *, is_dry: bool) -> int:
+def _run(where: Local | Hosts) -> int:
     from .command_line.where import Hosts
 
-    if is_dry:
-        code: int = import_module(".command_line.dry_run", __package__).show(where)
-        return code
     if isinstance(where, Hosts):
         return _run_on_hosts(where)
     from .ranks import local
@@ -139,29 +146,6 @@ def _run_on_hosts(where: Hosts) -> int:
 
     assert isinstance(backend, PerHost)
     return run_per_host(where.job, where.hosts, where.remote, backend, where.restarts)
-
-
-@contextlib.contextmanager
-def _saved_pid(args: ParsedArgs) -> Iterator[None]:
-    """deepspeed's --save_pid: keep a file with the process id while the run lasts."""
-    if not args.has("save_pid"):
-        yield
-        return
-    path = os.path.join(tempfile.gettempdir(), f"{os.getpid()}.ds")
-    with contextlib.suppress(OSError):
-        os.unlink(path)  # left by an earlier process with the same id
-    try:
-        with open(path, "x") as file:
-            file.write(str(os.getpid()))
-    except OSError as error:
-        raise UsageError(
-            f"--save-pid: {path}: {error.strerror}; remove it, or set TMPDIR"
-        ) from None
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from ..engine.config.elasticity import refusal
 from ..engine.elastic.rules import Plan
 from ..engine.elastic.world_sizes import elastic_plan
 from ..utils.errors import ConfigError
-from .command_line.parser import Parser, whole_number
+from .command_line.options import Parser, whole_number
 
 _WIDTH = 96
 

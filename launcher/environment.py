@@ -1,28 +1,26 @@
 """`xds env`: versions and devices of this machine, and settings that cost speed, each with its remedy.
 
 It must work on a broken installation: a part that is missing or fails yields a line with the error. Versions of
-the system come from torch.utils.collect_env. environment_hosts.py has the command line, and compares hosts.
+the system come from torch.utils.collect_env.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 import resource
 import shutil
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from ..utils.errors import BuildError
-from ..utils.quoting import escaped
+from ..utils.errors import BuildError, UsageError
+from ..utils.quoting import escaped, printable
 from ..utils.version import __version__
+from .command_line.options import Parser
 
 _MIN_TORCH = (2, 11)
 VECTOR_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
@@ -30,8 +28,6 @@ _MIN_SHM_BYTES = (
     1 << 30
 )  # a container's default of 64 MiB is too small for one batch of a data loader
 _MIN_OPEN_FILES = 4096
-_SLOW_MBIT = 1000
-_PROGRAM_SECONDS = 10.0
 _PREFIXES = (
     "NCCL_",
     "GLOO_",
@@ -70,26 +66,28 @@ _SLOW_VARIABLES = {
 @final
 @dataclass(frozen=True)
 class Line:
-    """A value of this machine; `remedy` describes what to do if it is bad.
-
-    varies: the value differs even between equal machines (a name, an address).
-    """
+    """A value of this machine; `remedy` describes what to do if it is bad."""
 
     key: str
     value: str
     remedy: str = ""
-    varies: bool = False
 
     def __str__(self) -> str:
         text = f"{self.key}: {self.value}" + (f"  -> {self.remedy}" if self.remedy else "")
         return escaped(text)
 
 
-def show(*, as_one_line: bool) -> int:
-    """Print the lines, or one line of JSON. Always returns 0: a bad value is not an error."""
-    if as_one_line:
-        print(json.dumps([asdict(line) for line in lines()]), flush=True)
-        return 0
+def main(argv: Sequence[str]) -> int:
+    """Print the lines. Always returns 0: a bad value is not an error."""
+    parser = Parser(
+        prog="xds env", description="Print versions, devices and slow settings of this machine."
+    )
+    more = parser.parse_known_args(list(argv))[1]
+    if more:
+        raise UsageError(
+            f"xds env {printable(' '.join(more))}: takes no options; it prints this machine. Compare with"
+            " another one by `diff <(xds env) <(ssh HOST xds env)`"
+        )
     for line in lines():
         print(line, flush=True)
     return 0
@@ -111,7 +109,7 @@ def lines() -> Iterator[Line]:
 def xds_and_python() -> Iterator[Line]:
     """The versions of xds and Python, and where they are."""
     yield Line("xds", __version__)
-    yield Line("hostname", platform.node() or "unknown", varies=True)
+    yield Line("hostname", platform.node() or "unknown")
     yield Line("xds folder", str(Path(__file__).resolve().parents[1]))
     yield Line("python", platform.python_version())
     yield Line("interpreter", sys.executable)
@@ -159,8 +157,7 @@ def system() -> Iterator[Line]:
         yield Line("driver", driver)
     yield from cpu()
     yield Line("cores", f"{_cores()} usable of {os.cpu_count()}")
-    memory = re.search(r"MemTotal:\s+(\d+) kB", _text(Path("/proc/meminfo")))
-    yield Line("memory", _gib(int(memory[1]) * 1024) if memory else "unknown")
+    yield Line("memory", _gib(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
 
 
 def cpu() -> Iterator[Line]:
@@ -197,12 +194,6 @@ def gpus() -> Iterator[Line]:
             'for fp32 training call torch.set_float32_matmul_precision("high"), which uses TF32'
         )
         yield Line("fp32 products", precision, remedy * (precision == "highest"))
-    if num_gpus:
-        yield from links(_output("nvidia-smi", "topo", "-m"))
-        fields = "index,power.limit,power.default_limit,pcie.link.width.current,pcie.link.width.max"
-        yield from cards(
-            _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
-        )
 
 
 def _has_kernels(major: int, minor: int, built: Sequence[str]) -> bool:
@@ -215,74 +206,7 @@ def _has_kernels(major: int, minor: int, built: Sequence[str]) -> bool:
     return False
 
 
-def links(matrix: str) -> Iterator[Line]:
-    """A line for each GPU of nvidia-smi's matrix: NV18 is 18 NVLinks, PIX one switch, SYS between sockets."""
-    # nvidia-smi underlines its heading with escape sequences, also when it writes to a pipe
-    plain = re.sub(r"\x1b\[[\d;]*m", "", matrix)
-    rows = [row.split() for row in plain.splitlines() if row.strip()]
-    columns = (
-        [word for word in rows[0] if re.fullmatch(r"(GPU|NIC)\d+|mlx\w+", word)] if rows else []
-    )
-    for row in rows[1:]:
-        if re.fullmatch(r"GPU\d+", row[0]):
-            ends = zip(columns, row[1:], strict=False)
-            found = [f"{other} {link}" for other, link in ends if other != row[0]]
-            yield Line(f"links of gpu {row[0][3:]}", ", ".join(found) or "none")
-
-
-def cards(table: str) -> Iterator[Line]:
-    """The power limit and the PCIe lanes of each GPU; a value that the card does not have has no line."""
-    for row in table.splitlines():
-        cells = [cell.strip() for cell in row.split(",")]
-        if len(cells) != 5 or not cells[0].isdecimal():
-            continue
-        index, limit, usual, lanes, most = cells
-        with_watts = re.fullmatch(r"[\d.]+", limit) and re.fullmatch(r"[\d.]+", usual)
-        if with_watts:
-            remedy = f"below the card's {usual} W; `nvidia-smi -i {index} -pl {float(usual):.0f}`"
-            yield Line(
-                f"gpu {index} power limit", f"{limit} W", remedy * (float(limit) < float(usual))
-            )
-        if lanes.isdecimal() and most.isdecimal():
-            remedy = f"the card has {most}; check the slot, the riser and the BIOS"
-            yield Line(f"gpu {index} PCIe lanes", lanes, remedy * (int(lanes) < int(most)))
-
-
 # -- settings ---------------------------------------------------------------------------------------------
-
-
-def network() -> Iterator[Line]:
-    """Each interface that is up. gloo, and NCCL over sockets, use one of them."""
-    from .ranks.network import ipv4
-
-    for path in sorted(Path("/sys/class/net").iterdir()):
-        if path.name == "lo" or _text(path / "operstate").strip() not in ("up", "unknown"):
-            continue
-        megabits = _text(path / "speed").strip()
-        is_known = megabits.isdecimal() and int(megabits) > 0
-        speed = f"{int(megabits) / 1000:g} Gbit/s" if is_known else "speed not reported"
-        remedy = "slow; set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to a faster one"
-        yield Line(
-            f"network {path.name}", speed, remedy * (is_known and int(megabits) < _SLOW_MBIT)
-        )
-        yield Line(f"address of {path.name}", ipv4(path.name) or "no IPv4", varies=True)
-    adapters = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
-    for port in adapters:
-        state = _text(port / "state").partition(":")[2].strip() or "state unknown"
-        remedy = "the port is not active; check the cable and `ibstat`" * (state != "ACTIVE")
-        rate = _text(port / "rate").strip()
-        yield Line(f"infiniband {port.parent.parent.name}:{port.name}", f"{state}, {rate}", remedy)
-
-
-def own_name() -> Iterator[Line]:
-    """The addresses of this machine's own name. Without GLOO_SOCKET_IFNAME gloo publishes that address."""
-    try:
-        found = sorted({str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None)})
-    except OSError as error:
-        remedy = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"
-        yield Line("own name resolves to", f"nothing, {error}", remedy, varies=True)
-        return
-    yield Line("own name resolves to", ", ".join(found), varies=True)
 
 
 def limits() -> Iterator[Line]:
@@ -347,8 +271,7 @@ def slow_variable(key: str, value: str) -> str:
 
 
 PROBES: tuple[Callable[[], Iterator[Line]], ...] = (
-    *(xds_and_python, torch_and_backends, system, gpus, network, own_name, limits, shared_memory),
-    variables,
+    *(xds_and_python, torch_and_backends, system, gpus, limits, shared_memory, variables),
 )
 
 
@@ -358,30 +281,6 @@ PROBES: tuple[Callable[[], Iterator[Line]], ...] = (
 def _cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:  # reading the speed of a link that is down fails
-        return ""
-
-
-def _output(*command: str) -> str:
-    """The standard output of a program; empty if the program is missing, fails or hangs."""
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PROGRAM_SECONDS,
-            stdin=subprocess.DEVNULL,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
 
 
 def _gib(num_bytes: int) -> str:

@@ -14,7 +14,6 @@ class Job:
 
     num_ranks: number of ranks on this machine if no hosts are named: a number, "auto" (one per GPU, or 2
         without a GPU), "gpu" (one per GPU), or "cpu" (one per core).
-    threads_per_rank: OMP_NUM_THREADS of each rank; None means cores // ranks, unless the variable is set.
     log_dir: folder for every rank's output; "" means a new folder for each run under the cache folder.
     bind_cores: give each rank of a machine its own cores.
     core_list: the cores to use, such as "0-3,8"; "" means all.
@@ -25,7 +24,6 @@ class Job:
     args: tuple[str, ...] = ()
     num_ranks: int | Literal["auto", "gpu", "cpu"] = "auto"
     backend: Literal["nccl", "gloo", "mpi"] | None = None
-    threads_per_rank: int | None = None
     log_dir: str = ""
     bind_cores: bool = False
     core_list: str = ""

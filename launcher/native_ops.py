@@ -12,7 +12,7 @@ from ..ops.build import build, build_cache
 from ..ops.build.plan import Library
 from ..utils.errors import BuildError, UsageError
 from ..utils.sizes import size_text
-from .command_line.parser import Parser
+from .command_line.options import Parser
 
 DONE, FAILED, USAGE = 0, 1, 2
 Run = Callable[[argparse.Namespace], int]
@@ -24,6 +24,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         code: int = args.run(args)
         return code
+    except BrokenPipeError:
+        raise
     except (UsageError, BuildError, OSError) as error:
         print(f"xds ops {args.command}: {error}", file=sys.stderr)
         return USAGE if isinstance(error, UsageError) else FAILED

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from ..utils.errors import ConfigError, UsageError
-from .command_line.parser import Parser, whole_number
+from .command_line.options import Parser, whole_number
 
 RANKS_PER_HOST = 8
 

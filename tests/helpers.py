@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing as mp
 import os
 import pickle
@@ -88,6 +89,10 @@ def _call_again(small_numel: int | None, function: Callable[..., Any], *args: An
     from xds.zero.core import local_sum
 
     gc.collect()
+    logger = logging.getLogger("xds")  # its level is that of the last engine's config
+    logger.setLevel(logging.NOTSET)
+    logger.handlers.clear()
+    os.environ.pop("XDS_LOG_LEVEL", None)
     torch.manual_seed(0)
     random.seed(0)
     torch.set_num_threads(1)

@@ -149,7 +149,7 @@ class _Soak:
 
     def _words(self) -> list[str]:
         plan = self._plan
-        options = ["--hostfile", str(self._hosts.hostfile(1)), "--nnodes", f"2:{plan.num_hosts}"]
+        options = ["--hostfile", str(self._hosts.hostfile(1)), "--min-elastic-nodes", "2"]
         settings = (plan.stage, plan.seed, plan.num_steps, plan.save_every, plan.step_seconds)
         words = [sys.executable, "-m", "xds.launcher.cli", *options, "--max-restarts", "100000"]
         return [*words, str(TRAINING), str(self._folder), *map(str, settings)]

@@ -21,6 +21,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from functools import cache
 from importlib.metadata import Distribution
 from pathlib import Path
 from types import FrameType
@@ -31,7 +32,6 @@ from .names import ALIAS, VERSION
 CALLER = "accelerate.accelerator"
 CPU = "ACCELERATE_USE_CPU"  # `accelerate launch --cpu` sets it
 TRUE = ("1", "y", "yes", "t", "true", "on")
-_said: set[str] = set()
 
 
 @final
@@ -53,9 +53,12 @@ def warn_of_ignored_plugin() -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true" or os.environ.get("RANK", "0") != "0":
         return
     cause = _cause(accelerator_frame())
-    if cause is None or cause in _said:
-        return
-    _said.add(cause)
+    if cause is not None:
+        _say_ignored(cause)
+
+
+@cache
+def _say_ignored(cause: str) -> None:
     logging.getLogger("xds").warning(
         "accelerate ignores the DeepSpeedPlugin, because %s is set: this run trains with DDP, without ZeRO; "
         "leave %s out, it is not needed on a machine without a GPU",
@@ -111,22 +114,16 @@ def _state(name: str) -> dict[str, Any]:
 
 
 WITH = "DEEPSPEED"  # the name of accelerate's DistributedType
-_used: set[str] = set()
-
-
-def note_use(what: str) -> None:
-    """This process has made an engine."""
-    _used.add(what)
 
 
 def warn_of_unused() -> None:
-    """Warn on rank 0 of several, if this process had an Accelerator without DeepSpeed, and no engine."""
+    """Warn on rank 0 of several, if this process had an Accelerator without DeepSpeed."""
     if int(os.environ.get("WORLD_SIZE") or 1) < 2 or os.environ.get("RANK", "0") != "0":
         return
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     shared: dict[str, Any] = getattr(state, "_shared_state", {})
     kind = getattr(shared.get("distributed_type"), "name", WITH)
-    if kind == WITH or _used:
+    if kind == WITH:
         return
     how = "each rank alone" if kind == "NO" else kind
     logging.getLogger("xds").warning(

@@ -16,11 +16,14 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from ...utils.arguments import wrong
 from ...utils.errors import ConfigError, UsageError
 from ...utils.schema.keys import AUTO, is_auto
 from ...zero.config import ZeroConfig
+from ..config.batch import MICRO, STEPS, TRAIN, solve_batch
 from ..config.config import Config
 from ..config.text import read_source
+from ..model.policies import DTYPES
 from .errors import methods_raise_theirs
 
 
@@ -125,49 +128,27 @@ class DeepSpeedZeroConfig(SimpleNamespace):
 # -- the whole config ---------------------------------------------------------------------------------------
 
 
-def fill(batch: object, micro_batch: object, steps: object, ranks: int) -> dict[str, int]:
-    """The three sizes by the config's names, each worked out from the others where it is not given.
+SIZES = (TRAIN, MICRO, STEPS)
+
+
+def fill(given: Mapping[str, Any], ranks: int) -> dict[str, int]:
+    """The three batch sizes by the config's keys, each worked out from the others where it is not given.
 
     A size that is "auto" counts as not given.
 
     Raises:
-        UsageError: only the steps are given, or batch = micro_batch * steps * ranks does not hold.
+        UsageError: only the steps are given, or the sizes do not fit together.
     """
-    whole, part, number = (
-        None if one == AUTO else _number(one) for one in (batch, micro_batch, steps)
-    )
-    if whole is None and part is None:
-        is_auto = AUTO in (batch, micro_batch)
-        why = 'a batch size is "auto", which only a trainer fills in; ' if is_auto else ""
-        raise UsageError(
-            f"{why}give train_batch_size or train_micro_batch_size_per_gpu a number; the other sizes follow "
-            "from it"
-        )
-    if whole is None:
-        assert part is not None
-        number = 1 if number is None else number
-        whole = part * number * ranks
-    elif part is None:
-        number = 1 if number is None else number
-        part = whole // ranks // number if number > 0 else 0
-    elif number is None:
-        number = whole // part // ranks if part > 0 else 0
-    if min(whole, part, number) < 1 or whole != part * number * ranks:
-        raise UsageError(
-            f"train_batch_size {whole} must be train_micro_batch_size_per_gpu {part} * "
-            f"gradient_accumulation_steps {number} * {ranks} ranks, all positive; change one of them"
-        )
-    return {
-        "train_batch_size": whole,
-        "train_micro_batch_size_per_gpu": part,
-        "gradient_accumulation_steps": number,
-    }
-
-
-def _number(value: object) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    raise UsageError(f"batch size {value!r}: must be a whole number")
+    auto = tuple(key for key in SIZES if given.get(key) == AUTO)
+    known = {key: given[key] for key in SIZES if key not in auto and given.get(key) is not None}
+    for key, value in known.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise wrong(key, value, "a whole number of at least 1")
+    train, micro, steps = (known.get(key, 0) for key in SIZES)
+    sizes, complaints = solve_batch(train, micro, steps, ranks, auto)
+    if complaints:
+        raise UsageError("; ".join(complaints))
+    return dict(zip(SIZES, sizes, strict=True))
 
 
 @final
@@ -242,7 +223,6 @@ _VALUES: dict[str, tuple[str, Any]] = {
     "elasticity_enabled": ("elasticity.enabled", False),
     "curriculum_enabled_legacy": ("curriculum_learning.enabled", False),
 }
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _TAG_MODES = ("WARN", "IGNORE", "FAIL")
 
 
@@ -341,14 +321,7 @@ class DeepSpeedConfig:
         self.checkpoint_tag_validation_fail = mode == "FAIL"
 
     def _configure_train_batch_size(self) -> None:
-        self.__dict__.update(
-            fill(
-                self.train_batch_size,
-                self.train_micro_batch_size_per_gpu,
-                self.gradient_accumulation_steps,
-                self.world_size,
-            )
-        )
+        self.__dict__.update(fill(self._param_dict, self.world_size))
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and name in self._param_dict:
@@ -379,9 +352,9 @@ def _dtype(data: Mapping[str, Any], key: str, default: torch.dtype | None) -> to
     name = data.get(key)
     if name is None:
         return default
-    if str(name).lower() not in _DTYPES:
-        raise ConfigError([f"{key} = {name!r}: must be one of {', '.join(_DTYPES)}"])
-    return _DTYPES[str(name).lower()]
+    if str(name).lower() not in DTYPES:
+        raise ConfigError([f"{key} = {name!r}: must be one of {', '.join(DTYPES)}"])
+    return DTYPES[str(name).lower()]
 
 
 def _data_ranks(data: Mapping[str, Any], mpu: Any, mesh_device: Any) -> int:

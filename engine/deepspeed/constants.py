@@ -9,14 +9,6 @@ TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 # DeepSpeed's variable, in minutes. The engine's own limit is XDS_TIMEOUT_SECONDS.
 default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
 
-PDSH_LAUNCHER = "pdsh"
-PDSH_MAX_FAN_OUT = 1024
-OPENMPI_LAUNCHER = "openmpi"
-MPICH_LAUNCHER = "mpich"
-IMPI_LAUNCHER = "impi"
-SLURM_LAUNCHER = "slurm"
-MVAPICH_LAUNCHER = "mvapich"
-
 ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
 
 LR_RANGE_TEST = "LRRangeTest"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 from ...utils.errors import ConfigError, UsageError
@@ -17,16 +17,10 @@ from ...utils.errors import ConfigError, UsageError
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
 
-_FORMS: dict[Any, type[Exception]] = {}  # class of xds -> the class derived from it
 
-
+@cache
 def _in_their_form(kind: Any) -> type[Exception]:
-    if kind not in _FORMS:
-        _FORMS[kind] = _made(kind)
-    return _FORMS[kind]
-
-
-def _made(kind: Any) -> type[Exception]:
+    """The class derived from a class of xds."""
     bases = [kind, *(base for base in (ValueError, AssertionError) if not issubclass(kind, base))]
 
     def reduce(self: BaseException) -> tuple[Any, ...]:
@@ -36,15 +30,11 @@ def _made(kind: Any) -> type[Exception]:
     return type(kind.__name__, tuple(bases), names)
 
 
-def _again(kind: type[UsageError] | type[ConfigError], arguments: tuple[Any, ...]) -> Exception:
+def _again(kind: Any, arguments: tuple[Any, ...]) -> Exception:
     """The error, when it is unpickled: pools of processes send errors."""
     error: Exception = kind(*arguments)
     error.__class__ = _in_their_form(kind)
     return error
-
-
-def _turn(error: Exception) -> None:
-    error.__class__ = _in_their_form(type(error))
 
 
 @contextmanager
@@ -54,7 +44,8 @@ def in_their_form() -> Iterator[None]:
         yield
     except (UsageError, ConfigError) as error:
         if not isinstance(error, AssertionError):
-            _turn(error)
+            kind: Any = type(error)
+            error.__class__ = _in_their_form(kind)  # type: ignore[assignment]
         raise
 
 

@@ -29,7 +29,8 @@ _TENSOR = (
 _OFFLOAD = "the config's offload_optimizer and offload_param choose where states are stored"
 _PARAM = "a parameter of xds is a plain torch parameter; use xds.zero.get_full_param or GatheredParameters"
 _CHECKPOINT_TOOLS = (
-    "a checkpoint of xds loads at any stage and number of ranks, without a converter"
+    "a checkpoint of xds loads at any stage and number of ranks, without a converter; to read its weights use "
+    "xds.get_fp32_state_dict"
 )
 _LINEAR = (
     "LoRA and quantized linears are not supported; use peft, whose adapters train at every stage"
@@ -44,8 +45,17 @@ _REDUCES = (
 )
 _GIVEN = "use the object that the script passed to initialize"
 _ABSENT = "it has no counterpart in xds"
-_COMPRESSED = "compressed training is not supported yet (the config's section compression_training)"
-_DATA = "the data efficiency library is not supported yet (the config's section data_efficiency)"
+_COMPRESSED = (
+    "compressed training is not supported yet; leave out the config's section compression_training, and "
+    "compress the saved weights"
+)
+_DATA = (
+    "the data efficiency library is not supported yet; leave out the config's section data_efficiency, and "
+    "pass a dataset or a loader of your own"
+)
+_SPARSE_ATTENTION = (
+    "xds has no sparse attention; torch.nn.attention.flex_attention computes one with a block mask"
+)
 _AUTOTUNING = "autotuning is not supported yet (the config's section autotuning); see xds plan"
 _SCHEDULE = (
     "the engine runs tables, see docs/design/pipeline.md; pipeline.schedule takes a file of one"
@@ -54,6 +64,10 @@ _TIMERS = (
     "the engine logs its own times with wall_clock_breakdown; use deepspeed.utils.timer for yours"
 )
 _LR = "write the section scheduler of the config"
+_HOSTS = "`xds --hostfile --include --exclude` reads and filters hosts"
+_DEVICE = "xds trains on CUDA and on the CPU; the variable DS_ACCELERATOR chooses"
+_ESTIMATE = "use `xds plan`, or the function ending with _all_live for a model on the meta device"
+_TORCH = "use torch.distributed's own functions"
 _LEAVES = "use set_z3_leaf_modules, which takes classes and their names"
 
 
@@ -66,23 +80,34 @@ MISSING: dict[str, str] = {
     "DeepSpeedConfigModel": "derive from pydantic.BaseModel",
     **dict.fromkeys(("add_tuning_arguments", "get_config_from_args"), _LR),
     **dict.fromkeys(("set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"), _LEAVES),
-    **dict.fromkeys(("MoE", "Experts", "TopKGate", "MOELayer"), _MOE),
-    **dict.fromkeys(("OnebitAdam", "OneBitAdam", "OnebitLamb", "ZeroOneAdam"), _ONE_BIT_ADAM),
-    **dict.fromkeys(("init_inference", "InferenceEngine", "inference"), _INFERENCE),
+    **dict.fromkeys(("init_inference", "InferenceEngine"), _INFERENCE),
     **dict.fromkeys(("DeepSpeedInferenceConfig", "default_inference_config"), _INFERENCE),
-    **dict.fromkeys(("module_inject", "replace_transformer_layer", "io"), _INFERENCE),
-    **dict.fromkeys(("model_implementations", "DeepSpeedHybridEngine"), _INFERENCE),
+    **dict.fromkeys(("replace_transformer_layer", "DeepSpeedHybridEngine"), _INFERENCE),
     **dict.fromkeys(("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"), _KERNELS),
-    **dict.fromkeys(("sparse_attention", "FPQuantizer"), _KERNELS),
-    **dict.fromkeys(("aio", "AsyncIOBuilder", "GDSBuilder"), _OFFLOAD),
+    **dict.fromkeys(("GDSBuilder", "io"), _OFFLOAD),
     **dict.fromkeys(("set_autotp_mode", "set_optimizer_flags"), _TENSOR),
-    "DeepSpeedZeRoOffload": _OFFLOAD,
-    **dict.fromkeys(("OptimizedLinear", "LoRAConfig", "QuantizationConfig"), _LINEAR),
-    **dict.fromkeys(("compression", "init_compression", "redundancy_clean"), _COMPRESSED),
-    "autotuning": _AUTOTUNING,
-    **dict.fromkeys(("datastates", "nebula"), _ABSENT),
-    "compile": "torch.compile the model before initialize, or see the config's section compile",
     "CheckpointFunction": _ACTIVATIONS,
+    **dict.fromkeys(
+        ("fetch_hostfile", "parse_inclusion_exclusion", "parse_resource_filter"), _HOSTS
+    ),
+    **dict.fromkeys(("set_accelerator", "is_current_accelerator_supported"), _DEVICE),
+    "DeepSpeedAccelerator": _DEVICE,
+    **dict.fromkeys(
+        ("sequence_tiled_compute", "SequenceTiledCompute"), "use xds.tensor.run_in_tiles"
+    ),
+    "safe_update_full_grad_vectorized": "use safe_get_full_grad and safe_set_full_grad in a loop",
+    **{
+        f"estimate_zero{stage}_model_states_mem_needs{end}": _ESTIMATE
+        for stage in (2, 3)
+        for end in ("", "_all_cold")
+    },
+    **dict.fromkeys(("all_reduce_coalesced", "all_gather_coalesced"), _TORCH),
+    **dict.fromkeys(
+        ("initialize_mesh_device", "inference_all_reduce", "reduce_scatter_fn"), _TORCH
+    ),
+    "get_all_ranks_from_group": _TORCH,
+    "_INSTRUCTION_MAP": _SCHEDULE,
+    "mpi_discovery": "init_distributed() reads the environment of srun and mpirun itself",
 }
 
 # methods and attributes of the engine, and of the optimizer that `initialize` returns
@@ -98,10 +123,7 @@ MISSING_METHODS: dict[str, str] = {
     "set_custom_curriculum_learning_schedule": "curriculum learning is not supported yet",
     "set_data_post_process_func": "curriculum learning is not supported yet; change the dataset",
     "random_ltd_initialize": "random layer-token dropping is not supported",
-    "flops_profiler": "set flops_profiler.enabled in the config",
-    **dict.fromkeys(("checkpoint_engine", "quantizer"), _INNER),
-    **dict.fromkeys(("progressive_layer_drop", "eigenvalue", "gas_boundary_ctr"), _INNER),
-    "print_forward_breakdown": _INNER,
+    "flops_profiler": "set flops_profiler.enabled in the config, and read engine.flops_profile()",
     **dict.fromkeys(("client_optimizer", "client_lr_scheduler", "training_data"), _GIVEN),
     "loaded_checkpoint_tag": "engine.load_checkpoint returns the folder, whose name is the tag",
     "refresh_fp32_params": (
@@ -136,10 +158,7 @@ MISSING_METHODS: dict[str, str] = {
     **dict.fromkeys(
         ("loaded_checkpoint_mp_world_size", "loaded_checkpoint_dp_world_size"), _CHECKPOINT_TOOLS
     ),
-    **dict.fromkeys(("engine_timers", "engine_timers_cache"), _INNER),
-    **dict.fromkeys(("module_forward_pre_hook", "module_forward_post_hook"), _INNER),
     **dict.fromkeys(("timers", "get_wall_clock_timers"), _TIMERS),
-    **dict.fromkeys(("unscale_and_clip_grads", "norm_groups"), _INNER),
 }
 
 
@@ -152,7 +171,8 @@ AREAS: dict[str, str] = {
     "linear": _LINEAR,
     "compile": "DeepCompile is not supported; see the config's section compile",
     "ops": _KERNELS,
-    **dict.fromkeys(("nvme", "io", "runtime.swap_tensor"), _OFFLOAD),
+    "ops.sparse_attention": _SPARSE_ATTENTION,
+    **dict.fromkeys(("nvme", "io", "ops.aio", "ops.gds", "runtime.swap_tensor"), _OFFLOAD),
     "runtime.tensor_parallel": _TENSOR,
     **dict.fromkeys(("runtime", "utils", "comm"), _INNER),
     "elasticity": "use `xds elastic`, and the config's section elasticity",
@@ -162,15 +182,20 @@ AREAS: dict[str, str] = {
     "runtime.eigenvalue": _COMPRESSED,
     "runtime.data_pipeline": _DATA,
     "runtime.progressive_layer_drop": (
-        "progressive layer drop is not supported yet (the config's section of that name)"
+        "progressive layer drop is not supported yet; leave out the config's section of that name, and drop "
+        "layers in the model's forward"
     ),
     "autotuning": _AUTOTUNING,
-    **dict.fromkeys(("runtime.fp16.onebit", "runtime.compression"), _ONE_BIT_ADAM),
+    **dict.fromkeys(("runtime.fp16.onebit", "runtime.fp16.onebit_adam"), _ONE_BIT_ADAM),
+    **dict.fromkeys(("runtime.fp16.onebit_lamb", "runtime.compression"), _ONE_BIT_ADAM),
     **dict.fromkeys(("runtime.comm.nccl", "runtime.comm.mpi"), _ONE_BIT_ADAM),
     **dict.fromkeys(("runtime.hybrid_engine", "runtime.hybrid_engine_graph"), _INFERENCE),
     "runtime.superoffload": "set zero_optimization.offload_optimizer.super_offload in the config",
     **dict.fromkeys(("runtime.zenflow", "runtime.domino", "nebula", "datastates"), _ABSENT),
     "checkpoint": _CHECKPOINT_TOOLS,
+    "runtime.state_dict_factory": (
+        "it reads Megatron's checkpoints for inference; load the weights into the model before initialize"
+    ),
     "runtime.rollout": "call engine.generate() in a loop of your own",
     "runtime.zero.tiling": "cut wide layers by slices, section tensor_parallel of the config",
     "runtime.compiler": "use torch.compiler, and the config's section compile",
@@ -180,7 +205,10 @@ AREAS: dict[str, str] = {
     "utils.comms_logging": "set comms_logger in the config, and call engine.comms_summary()",
     "utils.zero_to_torch": "use `xds checkpoint export --dtype`",
     "utils.torch": "use torch's own functions",
-    "profiling": "use get_model_profile, or the config's section flops_profiler",
+    "profiling": (
+        "set flops_profiler.enabled in the config, and read engine.flops_profile(); without an engine use "
+        "torch.utils.flop_counter.FlopCounterMode"
+    ),
     "launcher": "start scripts with `xds`",
 }
 
@@ -216,16 +244,12 @@ class Missing(ABCMeta):
         return str(vars(found)["_why"])
 
 
+@cache
 def placeholder(inside: str, name: str) -> Any:
     """The stand-in for a name of DeepSpeed's module `inside`; the same one at each call.
 
     A name that ends with "Error" or "Exception" is an exception class, which can be caught.
     """
-    return _made(inside, name)
-
-
-@cache
-def _made(inside: str, name: str) -> Any:
     shown = f"deepspeed.{inside}.{name}".replace("..", ".")
     module = f"xds.{shown.rpartition('.')[0]}"
     if name.endswith(("Error", "Exception")):

@@ -25,18 +25,15 @@ _CHECKPOINTING = (
 )
 _SAFE = (
     "params.states: safe_get_full_fp32_param safe_set_full_fp32_param safe_get_full_grad safe_set_full_grad "
-    "safe_get_full_optimizer_state safe_set_full_optimizer_state safe_update_full_grad_vectorized "
-    "safe_get_local_fp32_param safe_set_local_fp32_param safe_get_local_grad safe_set_local_grad "
-    "safe_get_local_optimizer_state safe_set_local_optimizer_state"
+    "safe_get_full_optimizer_state safe_set_full_optimizer_state safe_get_local_fp32_param "
+    "safe_set_local_fp32_param safe_get_local_grad safe_set_local_grad safe_get_local_optimizer_state "
+    "safe_set_local_optimizer_state"
 )
 _LEAVES = (
     "params.leaves: get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module"
 )
 _LOG = "library.log: logger log_dist set_log_level_from_string"
-_ACCELERATOR = (
-    "library.accelerator: DeepSpeedAccelerator get_accelerator set_accelerator "
-    "is_current_accelerator_supported"
-)
+_ACCELERATOR = "library.accelerator: get_accelerator"
 _LAYERS = "training.pipeline: PipelineModule; .xds.pipe.layer_specs: LayerSpec TiedLayerSpec"
 _TOPOLOGY = (
     "training.topology: ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology "
@@ -53,13 +50,13 @@ _CHECKPOINT_CONSTANTS = (
     "PARAMETER_WITH_ROW_PARALLELISM_PATTERNS PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 PARAMETER_WITH_SUB_PARAMS"
 )
 _COMM = (
-    "library.comm: init_distributed is_initialized get_local_rank get_world_group configure log_summary "
-    "get_all_ranks_from_group initialize_mesh_device has_all_gather_into_tensor has_reduce_scatter_tensor "
-    "allgather_fn reduce_scatter_fn all_gather_into_tensor reduce_scatter_tensor all_to_all_single "
-    "all_to_all all_reduce_coalesced all_gather_coalesced inference_all_reduce; .torch.distributed: "
+    "library.comm: init_distributed is_initialized get_local_rank get_world_group configure "
+    "allgather_fn all_gather_into_tensor reduce_scatter_tensor all_to_all_single; "
+    "start: log_summary; .torch.distributed: "
     "ReduceOp ProcessGroup P2POp get_rank get_world_size get_global_rank new_group destroy_process_group "
     "is_available get_backend barrier monitored_barrier broadcast broadcast_object_list all_reduce reduce "
-    "all_gather all_gather_object gather scatter reduce_scatter send recv isend irecv batch_isend_irecv"
+    "all_gather all_gather_object gather scatter reduce_scatter send recv isend irecv batch_isend_irecv "
+    "all_to_all"
 )
 
 NAMES: dict[str, str] = {
@@ -70,7 +67,6 @@ NAMES: dict[str, str] = {
     "library.comm: init_distributed; library.accelerator: get_accelerator; library.log: logger log_dist; "
     "dist=:comm",
     "accelerator": _ACCELERATOR,
-    "accelerator.abstract_accelerator": _ACCELERATOR,
     "accelerator.real_accelerator": _ACCELERATOR,
     "accelerator.cpu_accelerator": "library.accelerator: CPU_Accelerator",
     "accelerator.cuda_accelerator": "library.accelerator: CUDA_Accelerator",
@@ -78,20 +74,15 @@ NAMES: dict[str, str] = {
     "checkpoint.constants": _CHECKPOINT_CONSTANTS,
     "checkpoint.deepspeed_checkpoint": "constants: ARGS_KEY",
     "checkpoint.ds_to_universal": "params.universal: main parse_arguments",
-    "checkpoint.utils": "training.checkpoints: clone_tensors_for_torch_save get_model_ckpt_name_for_rank",
+    "checkpoint.utils": "training.checkpoints: clone_tensors_for_torch_save",
     "checkpointing": _CHECKPOINTING,
     "comm": _COMM,
     "comm.comm": _COMM,
     "constants": "constants: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
     "env_report": "library.small: main=env_report cli_main=env_report",
     "git_version_info": "library.small: version git_hash git_branch installed_ops torch_info accelerator_name",
-    "launcher.constants": "constants: PDSH_LAUNCHER OPENMPI_LAUNCHER MPICH_LAUNCHER IMPI_LAUNCHER "
-    "SLURM_LAUNCHER MVAPICH_LAUNCHER PDSH_MAX_FAN_OUT",
-    "launcher.runner": "launcher: main fetch_hostfile parse_resource_filter "
-    "parse_inclusion_exclusion EXPORT_ENVS DEEPSPEED_ENVIRONMENT_NAME DEEPSPEED_ENVIRONMENT_PATHS "
-    "DLTS_HOSTFILE; constants: PDSH_MAX_FAN_OUT",
-    "moe.utils": "library.small: is_moe_param has_moe_layers "
-    "split_params_into_different_moe_groups_for_optimizer",
+    "launcher.runner": "launcher: main EXPORT_ENVS DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE",
+    "moe.utils": "library.small: is_moe_param split_params_into_different_moe_groups_for_optimizer",
     "ops": "library.ops: __compatible_ops__=COMPATIBLE_OPS",
     "ops.adam": "library.ops: FusedAdam DeepSpeedCPUAdam",
     "ops.adam.cpu_adam": "library.ops: DeepSpeedCPUAdam",
@@ -108,8 +99,6 @@ NAMES: dict[str, str] = {
     "ops.op_builder.all_ops": "library.ops: ALL_OPS",
     "ops.op_builder.builder": "library.ops: OpBuilder CUDAOpBuilder",
     "pipe": _LAYERS + "; training.pipeline: DualPipeVModule; training.topology: ProcessTopology",
-    "profiling.flops_profiler": "library.profiler: FlopsProfiler get_model_profile",
-    "profiling.flops_profiler.profiler": "library.profiler: FlopsProfiler get_model_profile",
     "runtime": "",
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "runtime.base_optimizer": "training.optimizer: DeepSpeedOptimizer ZeROOptimizer",
@@ -118,8 +107,8 @@ NAMES: dict[str, str] = {
     "runtime.checkpoint_engine.torch_checkpoint_engine": "library.small: TorchCheckpointEngine",
     "runtime.config": "config: DeepSpeedConfig DeepSpeedConfigError ADAM_OPTIMIZER ADAMW_OPTIMIZER "
     "LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER "
-    "ZERO_ONE_ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS TORCH_ADAM_PARAM ADAM_W_MODE_PARAM=ADAM_W_MODE; "
-    "config: DtypeEnum; library.small: get_scalar_param",
+    "ZERO_ONE_ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS TORCH_ADAM_PARAM ADAM_W_MODE_PARAM=ADAM_W_MODE "
+    "DtypeEnum",
     "runtime.constants": "constants: ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT PLD_THETA PLD_GAMMA",
     "runtime.data_pipeline.constants": "constants: CURRICULUM_LEARNING CURRICULUM_LEARNING_ENABLED "
     "DATA_SAMPLING DATA_SAMPLING_NUM_WORKERS DATA_EFFICIENCY DATA_ROUTING",
@@ -129,7 +118,7 @@ NAMES: dict[str, str] = {
     "library.small: DeepSpeedDataLoader",
     "runtime.fp16.fused_optimizer": "training.optimizer: FP16_Optimizer",
     "runtime.fp16.unfused_optimizer": "training.optimizer: FP16_UnfusedOptimizer",
-    "runtime.fp16.loss_scaler": "training.loss_scaler: LossScalerBase LossScaler DynamicLossScaler",
+    "runtime.fp16.loss_scaler": "training.optimizer: LossScalerBase LossScaler DynamicLossScaler",
     "runtime.lr_schedules": ".xds.engine.optim.schedules: LRRangeTest OneCycle WarmupLR WarmupDecayLR "
     "WarmupCosineLR; constants: VALID_LR_SCHEDULES LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR "
     "WARMUP_COSINE_LR",
@@ -138,14 +127,14 @@ NAMES: dict[str, str] = {
     "runtime.pipe.dualpipev": "training.pipeline: DualPipeVModule",
     "runtime.pipe.engine": "training.pipeline: PipelineEngine; training.engine: DeepSpeedEngine",
     "runtime.pipe.module": _LAYERS + "; training.pipeline: DualPipeVModule",
-    "runtime.pipe.schedule": "training.schedule: PipeInstruction BufferOpInstruction OptimizerStep ReduceGrads "
+    "runtime.pipe.schedule": "training.pipeline: PipeInstruction BufferOpInstruction OptimizerStep ReduceGrads "
     "ReduceTiedGrads CommitP2P LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation SendGrad "
     "RecvGrad",
     "runtime.pipe.topology": _TOPOLOGY,
-    "runtime.sequence_parallel.ulysses_sp": "library.tiles: SequenceTiledCompute TiledFusedLogitsLoss TiledMLP "
-    "sequence_tiled_compute; library.sequences: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+    "runtime.sequence_parallel.ulysses_sp": "library.tiles: TiledFusedLogitsLoss TiledMLP; "
+    "library.sequences: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "runtime.utils": "library.small: see_memory_usage PartitionedTensor set_random_seed move_to_device "
-    "is_model_parallel_parameter partition_uniform DummyOptim",
+    "is_model_parallel_parameter",
     "runtime.zero": _ZERO,
     "runtime.zero.config": "config: DeepSpeedZeroConfig ZeroStageEnum OffloadDeviceEnum; "
     "constants: ZERO_OPTIMIZATION ZERO_OPTIMIZATION_OPTIMIZER_STATES "
@@ -156,11 +145,9 @@ NAMES: dict[str, str] = {
     "runtime.zero.parameter_offload": "params.parameters: DeepSpeedZeRoOffload",
     "runtime.zero.partition_parameters": _ZERO,
     "runtime.zero.stage3": "training.optimizer: DeepSpeedZeroOptimizer_Stage3; params.estimate: "
-    "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_live "
-    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "runtime.zero.stage_1_and_2": "training.optimizer: DeepSpeedZeroOptimizer; params.estimate: "
-    "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_live "
-    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
     "runtime.zero.utils": "params.zero: ZeRORuntimeException is_zero_supported_optimizer; "
     "params.parameters: is_zero_param",
     "sequence.layer": "library.sequences: DistributedAttention",
@@ -179,7 +166,7 @@ NAMES: dict[str, str] = {
     "utils.logging": _LOG + "; library.log: log_levels warning_once print_rank_0",
     "utils.nvtx": "library.small: instrument_w_nvtx",
     "utils.tensor_fragment": _SAFE,
-    "utils.timer": "library.timer: SynchronizedWallClockTimer ThroughputTimer trim_mean FORWARD_MICRO_TIMER "
+    "utils.timer": "library.timer: SynchronizedWallClockTimer ThroughputTimer FORWARD_MICRO_TIMER "
     "FORWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER BACKWARD_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER "
     "BACKWARD_INNER_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER BACKWARD_REDUCE_GLOBAL_TIMER STEP_MICRO_TIMER "
     "STEP_GLOBAL_TIMER",
@@ -196,7 +183,7 @@ checkpoint.{reshape_3d_utils,reshape_meg_2d,reshape_utils,universal_checkpoint,z
 comm.{backend,ccl,config,constants,reduce_op,torch,utils}
 compression.{basic_layer,compress,config,constants,helper,scheduler,utils}
 elasticity.{config,constants,elastic_agent,elasticity,utils}
-launcher.{launch,launcher_helper,multinode_runner}
+accelerator.abstract_accelerator launcher.{constants,launch,launcher_helper,multinode_runner}
 linear.{config,context_manager,optimized_linear,quantization}
 moe.{experts,layer,mappings,sharded_moe}
 monitor.{comet,config,csv_monitor,monitor,tensorboard,utils,wandb}
@@ -206,7 +193,7 @@ ops.adagrad ops.adam.multi_tensor_apply ops.aio ops.compile ops.deepspeed4scienc
 ops.lamb ops.lion ops.quantizer ops.random_ltd
 ops.sparse_attention.{matmul,softmax,sparse_attention_utils,sparse_self_attention,sparsity_config}
 ops.sparse_attention.{bert_sparse_self_attention,trsrc} ops.transformer.{transformer,inference} ops.triton
-profiling.{config,constants}
+profiling.{config,constants} profiling.flops_profiler.profiler
 runtime.activation_checkpointing.{config,offload_activations}
 runtime.checkpoint_engine.{checkpoint_engine,decoupled_checkpoint_engine,fast_checkpoint_engine,utils}
 runtime.checkpoint_engine.nebula_checkpoint_engine
@@ -247,22 +234,28 @@ def modules() -> frozenset[str]:
         while name:
             name = name.rpartition(".")[0]
             found.add(name)
-    return _WithTrees(found)
+    return frozenset(found)
 
 
-class _WithTrees(frozenset[str]):
-    def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or str(name).startswith(tuple(f"{one}." for one in TREES))
+def _is_in_tree(name: str) -> bool:
+    return name.partition(".")[0] in TREES
+
+
+def is_module(name: str) -> bool:
+    """DeepSpeed has, or had, this module."""
+    return name in modules() or _is_in_tree(name)
+
+
+def is_package(name: str) -> bool:
+    """Modules can be inside."""
+    return bool(modules_in(name)) or _is_in_tree(name)
 
 
 @cache
 def modules_in(inside: str) -> frozenset[str]:
-    """The names of the modules directly in one."""
+    """The names of the known modules directly in one."""
     found = (name.rpartition(".") for name in modules() if name)
-    is_tree = inside.partition(".")[0] in TREES
-    return frozenset(own for parent, _, own in found if parent == inside) | (
-        {""} if is_tree else set()
-    )
+    return frozenset(own for parent, _, own in found if parent == inside)
 
 
 @cache
@@ -289,4 +282,4 @@ def main_file(inside: str) -> str:
     return str(folder.joinpath(*own[0].split(".")).with_suffix(".py") if own else Path(__file__))
 
 
-__all__ = ["NAMES", "listed", "main_file", "modules", "modules_in"]
+__all__ = ["NAMES", "is_module", "is_package", "listed", "main_file", "modules_in"]

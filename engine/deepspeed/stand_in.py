@@ -100,9 +100,8 @@ def spec_of(fullname: str) -> ModuleSpec | None:
         ModuleNotFoundError: the same, with a reason.
     """
     inside = fullname.removeprefix(PACKAGE).removeprefix(".")
-    if inside in names.modules():
-        is_package = not inside or bool(names.modules_in(inside))
-        return ModuleSpec(fullname, _loader, is_package=is_package)
+    if names.is_module(inside):
+        return ModuleSpec(fullname, _loader, is_package=names.is_package(inside))
     from .missing import reason_of
 
     why = reason_of(inside)
@@ -171,6 +170,13 @@ def _at_exit() -> None:
     from .accelerate import warn_of_unused
 
     warn_of_unused()
+
+
+def engine_was_made() -> None:
+    """So this run does not end with the warning that it has not used the stand-in."""
+    import atexit
+
+    atexit.unregister(_at_exit)
 
 
 def is_active() -> bool:

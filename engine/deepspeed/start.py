@@ -26,10 +26,9 @@ from ..engine import Engine
 from ..initialize import initialize as xds_initialize
 from ..telemetry.screen import run_in_words
 from . import stand_in as stand_in
-from .accelerate import note_use
 from .errors import raises_theirs
 from .library import groups as groups
-from .library.comm import init_distributed, log_collectives_of
+from .library.comm import init_distributed
 from .library.log import logger
 from .library.sequences import DistributedAttention as TheirAttention
 from .library.sequences import UlyssesGroups
@@ -53,8 +52,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--deepspeed", action="store_true", help="for the script itself; the engine ignores it"
     )
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON config")
-    for old in ("--deepscale", "--deepscale_config"):
-        group.add_argument(old, nargs="?", const=True, default=None, help=argparse.SUPPRESS)
     if "LOCAL_RANK" in os.environ:
         parser.set_defaults(local_rank=int(os.environ["LOCAL_RANK"]))
     return parser
@@ -69,7 +66,7 @@ def remember_engine(model: nn.Module, engine: Engine) -> None:
     The model holds the engine, as DeepSpeed's hooks do, so that a second engine of the model can end the first.
     """
     _engines[model] = weakref.ref(engine)
-    note_use("engine")
+    stand_in.engine_was_made()
     engine.access_guards.keep_with_model(model, engine)
 
 
@@ -88,6 +85,15 @@ def end_older_engine(model: nn.Module) -> None:
             "with the model's values, and with an optimizer of its own"
         )
     older.destroy()
+
+
+def log_summary(show_straggler: bool = False) -> None:
+    """Print the logs of the engines' collectives on rank 0, see `engine.comms_summary()`. A collective."""
+    for engine in [made() for made in _engines.values()]:
+        if engine is not None and not engine.is_destroyed:
+            summary = engine.comms_summary(show_straggler=show_straggler)
+            if dist.get_rank() == 0:
+                print(summary)
 
 
 FALLBACK = "gpipe"
@@ -226,8 +232,10 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         )
     remember_engine(model, made)
     engine = _adapter_of(made, collate_fn, isinstance(model, PipelineModule))
-    engine.keep_given_config(given, only_infers)
-    groups.follow(engine.mpu, None if num_sequence == 1 else mpu or UlyssesGroups(num_sequence))
+    engine.keep_given(
+        given, only_infers, None if num_sequence == 1 else mpu or UlyssesGroups(num_sequence)
+    )
+    groups.follow(engine)
     _say_who_trains(made)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -263,7 +271,6 @@ def _checked_model(model: nn.Module | None, mpu: Any) -> nn.Module:
 
 def _adapter_of(made: Engine, collate_fn: Any, is_cut: bool) -> EngineAdapter:
     """DeepSpeed's methods over `made`, whose parameters and collectives answer as DeepSpeed's do."""
-    log_collectives_of(made)
     if made.zero_optimization_stage() == 3:
         answer_for_model(made.module)
     # stock scripts save on rank 0, and ask every rank for a state_dict
@@ -297,7 +304,6 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-        "args.deepscale_config": getattr(args, "deepscale_config", None),
     }
     found = {name: value for name, value in given.items() if value is not None}
     if len(found) != 1:

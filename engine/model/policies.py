@@ -11,13 +11,15 @@ from .offloading import host_ratio
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+def compute_dtype(config: Config) -> torch.dtype | None:
+    """The 16 bits of parameters in forward and backward; None: fp32."""
+    if config.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.fp16.enabled else None
+
+
 def policy_of(config: Config, stage: int, world_size: int) -> Policy:
     """The policy of ZeRO stage `stage` over a group of `world_size` ranks."""
-    compute = None
-    if config.bf16.enabled:
-        compute = torch.bfloat16
-    elif config.fp16.enabled:
-        compute = torch.float16
     accumulate = config.data_types.grad_accum_dtype
     sent = config.communication_data_type
     return Policy.of_stage(
@@ -26,10 +28,10 @@ def policy_of(config: Config, stage: int, world_size: int) -> Policy:
         accumulation_steps=config.gradient_accumulation_steps,
         offloads=host_ratio(config) > 0,
         offloads_params=config.zero_optimization.offload_param.device != "none" and stage == 3,
-        compute=compute,
+        compute=compute_dtype(config),
         accumulate=DTYPES[accumulate] if accumulate else None,
         communicate=DTYPES[sent] if sent else None,
     )
 
 
-__all__ = ["DTYPES", "policy_of"]
+__all__ = ["DTYPES", "compute_dtype", "policy_of"]

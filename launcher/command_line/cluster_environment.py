@@ -16,6 +16,7 @@ from ...engine.process.foreign_launcher import USUAL_PORT, Place, place, slurm_n
 from ...utils.errors import UsageError
 from ...utils.quoting import printable, quoted
 from ..job import Host, Rendezvous
+from ..ranks.network import join_endpoint
 
 _USUAL_RANKS = 2  # on a machine without GPUs, as without a cluster
 _LAST_PORT = 65535
@@ -130,7 +131,7 @@ def _static_rendezvous(
 ) -> Rendezvous:
     return Rendezvous(
         kind="static",
-        endpoint=f"[{master}]:{port}" if ":" in master else f"{master}:{port}",
+        endpoint=join_endpoint(master, port),
         run_id=run_id,
         min_nodes=num_nodes,
         max_nodes=num_nodes,

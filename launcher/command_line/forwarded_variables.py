@@ -72,15 +72,6 @@ def forwarded_variables(
     return variables
 
 
-def is_secret(name: str) -> bool:
-    """Whether the variable's name suggests that its value is secret.
-
-    >>> is_secret("WANDB_API_KEY"), is_secret("NCCL_DEBUG")
-    (True, False)
-    """
-    return bool(re.search("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", name.upper()))
-
-
 def _is_forwarded(key: str) -> bool:
     if not _NAME.fullmatch(key) or _NEVER_FORWARDED.fullmatch(key):
         return False

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import final
 
 from ...utils.errors import UsageError
 from ...utils.quoting import printable, quoted
@@ -21,14 +20,13 @@ from ..job import Host
 _MAX_SLOTS = 4096
 _NEAR = 3  # number of known names that an error lists if none is similar
 _NEAR_CHARS = 64  # length of a name that is compared with the known ones
-_MAX_LISTED = 20  # errors of one file that are listed
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
     """The hosts of a hostfile, in its order.
 
     Raises:
-        UsageError: the file cannot be read, or lines are wrong. Lists all of them with their numbers.
+        UsageError: the file cannot be read, or a line is wrong.
     """
     try:
         text = read_small_text(path)
@@ -36,44 +34,25 @@ def read_hostfile(path: str | Path) -> list[Host]:
         raise UsageError(
             f"hostfile = {quoted(path)}: {error.strerror}; give a text file of lines such as `worker-1 slots=8`"
         ) from None
-    reader = _Reader()
+    hosts: dict[str, Host] = {}
     for number, line in enumerate(re.split("\r\n|\n|\r", text), 1):
-        reader.read(number, line)
-    if not (reader.hosts or reader.mistakes):
-        reader.mistakes.append("no host in it; write a line such as `worker-1 slots=8` for each")
-    if reader.mistakes:
-        listed, num_more = reader.mistakes[:_MAX_LISTED], len(reader.mistakes) - _MAX_LISTED
-        if num_more > 0:
-            listed.append(f"... and {num_more} more")
-        raise UsageError(f"hostfile = {quoted(path)}: " + "\n  ".join(listed))
-    return list(reader.hosts.values())
-
-
-@final
-class _Reader:
-    """Parses a hostfile line by line; collects its hosts and its errors."""
-
-    def __init__(self) -> None:
-        self.hosts: dict[str, Host] = {}
-        self.mistakes: list[str] = []
-        self._lines: dict[str, int] = {}
-
-    def read(self, number: int, line: str) -> None:
         fields = re.split("[ \t]+", line.partition("#")[0].strip(" \t"))
         if fields == [""]:
-            return
+            continue
         try:
             name, num_slots = host_name(fields[0]), _num_slots(fields)
-            if name in self.hosts:
+            if name in hosts:
                 raise UsageError(
-                    f"{quoted(name)} is already in line {self._lines[name]}; name each host once,"
-                    " with all of its slots"
+                    f"{quoted(name)} is already in an earlier line; name each host once, with all of its slots"
                 )
         except UsageError as error:
-            self.mistakes.append(f"line {number}: {error}")
-            return
-        self.hosts[name] = Host(name, tuple(range(num_slots)))
-        self._lines[name] = number
+            raise UsageError(f"hostfile = {quoted(path)}: line {number}: {error}") from None
+        hosts[name] = Host(name, tuple(range(num_slots)))
+    if not hosts:
+        raise UsageError(
+            f"hostfile = {quoted(path)}: no host in it; write a line such as `worker-1 slots=8` for each"
+        )
+    return list(hosts.values())
 
 
 def host_name(text: str) -> str:
@@ -181,18 +160,18 @@ def _named(setting: str, text: str, hosts: Sequence[Host]) -> dict[str, set[int]
                 f"{setting} = {printable(text)}: unknown host {quoted(name)}; {_nearest(name, list(known))}"
             )
         try:
-            numbers = set(_numbers(slots)) if slots is not None else set(known[name].slots)
+            named = set(numbers(slots)) if slots is not None else set(known[name].slots)
         except ValueError:
             raise UsageError(
                 f"{setting} = {printable(text)}: {quoted(slots)}: slots must be numbers, such as 0,2 or 0-3"
             ) from None
-        unknown = sorted(numbers.difference(known[name].slots))
+        unknown = sorted(named.difference(known[name].slots))
         if unknown:
             raise UsageError(
                 f"{setting} = {printable(text)}: no slot {unknown[0]} on host {quoted(name)}; it has"
                 f" {_ranges(known[name].slots)}"
             )
-        found.setdefault(name, set()).update(numbers)
+        found.setdefault(name, set()).update(named)
     return found
 
 
@@ -222,7 +201,7 @@ def _name_and_slots(spec: str, known: dict[str, Host]) -> tuple[str, str | None]
     return (name, slots) if colon else (spec, None)
 
 
-def _numbers(text: str) -> Iterator[int]:
+def numbers(text: str) -> Iterator[int]:
     """The numbers in "0,2,4-7".
 
     Raises:

@@ -54,9 +54,6 @@ OPTIONS = (
     Option("--no-python", _RUN, help="the script is a program of any kind", is_torchrun=True),
     Option("--as-deepspeed", _RUN,
         help="in each rank `import deepspeed` is xds.deepspeed: scripts for DeepSpeed run unchanged"),
-    Option("--python", _RUN, "PATH",
-        "the interpreter, a path on the other machines (default: the one that runs xds)"),
-    Option("--dry-run", _RUN, help="print the command lines; start nothing"),
 
     Option("--nproc-per-node", _HERE, "N",
         "ranks: a number, gpu, cpu (cores), or auto: one for each GPU, without one 2; on hosts: the first N"
@@ -64,8 +61,6 @@ OPTIONS = (
         aliases=("--num-gpus", "--num-accelerators"), is_torchrun=True),
     Option("--backend", _HERE, "NAME", "nccl, gloo or mpi (default: nccl on GPUs, gloo on CPUs)",
         choices=("nccl", "gloo", "mpi")),
-    Option("--threads-per-rank", _HERE, "N",
-        "OMP_NUM_THREADS (default: the variable, or cores divided by ranks)"),
     Option("--log-dir", _HERE, "DIR",
         "folder for the output of every rank (default: a new folder for each run under the cache folder)",
         aliases=("--enable-each-rank-log",), is_torchrun=True),
@@ -103,8 +98,7 @@ OPTIONS = (
         "the config whose elasticity section defines the valid numbers of ranks"),
 
     Option("--nnodes", _EACH, "N",
-        "number of machines, or MIN:MAX; with a hostfile: the hosts that run at a time, others are spares",
-        is_torchrun=True),
+        "number of machines, or MIN:MAX", is_torchrun=True),
     Option("--node-rank", _EACH, "N", "this machine's number, for the static rendezvous and --no-ssh",
         is_torchrun=True),
     Option("--rdzv-backend", _EACH, "NAME", "static (default), c10d, or another of torch's",
@@ -119,7 +113,6 @@ OPTIONS = (
         is_torchrun=True),
     Option("--no-ssh", _EACH, help="with --hostfile and --node-rank: xds is started on every host"),
 
-    Option("--save-pid", _MORE, help="write the process id to <pid>.ds in the temporary folder"),
     Option("--quiet", _MORE, help="show warnings and errors alone; as --log-level warning", aliases=("-q",)),
     Option("--log-level", _MORE, "LEVEL", "what rank 0 shows of xds's messages (default: info)",
         choices=("debug", "info", "warning", "error", "critical")),
@@ -150,10 +143,16 @@ OPTIONS = (
         note="all ranks have the same role"),
     Option("--event-log-handler", _MORE, "NAME", is_torchrun=True, harmless=("null",),
         note="xds logs events itself"),
+    Option("--save-pid", _MORE, note="the shell has the process id of xds in $!"),
     Option("--shutdown-timeout", _MORE, "SECONDS", is_torchrun=True,
         note="ranks have 3.5 s to end, or checkpoint.preemption_seconds of the config"),
 
     # refused
+    Option("--dry-run", _MORE,
+        refusal="was removed; `xds check` explains a config, and `xds --help` the options"),
+    Option("--python", _MORE, "PATH",
+        refusal="was removed; start xds with the interpreter whose path exists on all machines"),
+    Option("--threads-per-rank", _MORE, "N", refusal="was removed; set the variable OMP_NUM_THREADS"),
     Option("--autotuning", _MORE, "MODE",
         refusal="there is no autotuner yet; try sizes with `xds check`, and remove this option"),
     Option("--duplicate-stdout-filters", _MORE, "WORDS", is_torchrun=True,

@@ -7,13 +7,14 @@ dashes or underscores. The arguments after the script are passed to the script.
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import final
+from typing import NoReturn, final
 
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
@@ -26,7 +27,7 @@ usage: xds [options] script.py [arguments of the script]
        xds plan config.json --model MODEL --world-size N   draw who has and sends what, and the schedule
        xds checkpoint info|verify|export|import|diff   inspect, verify, convert and compare checkpoints
        xds ops build|list|clean                 compile the native ops ahead of time, list and remove them
-       xds env [--hostfile FILE]                print versions, devices and limits, of one or many hosts
+       xds env                                  print versions, devices, and settings that cost speed
        xds bench comm                           time the collectives, and compare with the link's speed
 
 Train PyTorch models on every device of this machine, or of many.
@@ -54,9 +55,34 @@ _NUMBERS = {  # the least and the largest value, checked also where a run does n
     "node_rank": (0, 2**31),
     "num_nodes": (1, 2**31),
     "ssh_port": (1, 65535),
-    "threads_per_rank": (1, 2**31),
 }
 _UNSET_BY_MINUS_ONE = ("num_nodes", "node_rank", "min_elastic_nodes", "max_elastic_nodes")
+
+
+# -- parsers of the subcommands ---------------------------------------------------------------------------
+
+
+@final
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, with escaped error messages."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message, 400))
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """The type of an option whose value is a whole number from `least` on."""
+
+    def read(text: str) -> int:
+        number = int(text) if text.strip().isdecimal() and len(text) <= 10 else least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be a whole number from {least}")
+        return number
+
+    return read
+
+
+# -- the options of a run ---------------------------------------------------------------------------------
 
 
 @final

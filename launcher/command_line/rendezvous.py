@@ -7,6 +7,7 @@ import re
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ..job import Rendezvous
+from ..ranks.network import join_endpoint
 from .options import ParsedArgs
 
 _C10D_PORT, _STATIC_PORT = 29400, 29500  # torchrun's defaults
@@ -34,7 +35,7 @@ def static(args: ParsedArgs, num_nodes: int, endpoint: str = "") -> Rendezvous:
         host, port = _split_endpoint(args.text("rdzv_endpoint"), _STATIC_PORT)
     return Rendezvous(
         kind="static",
-        endpoint=_endpoint(host, port),
+        endpoint=join_endpoint(host, port),
         run_id=args.text("rdzv_id", "none"),
         min_nodes=num_nodes,
         max_nodes=num_nodes,
@@ -54,7 +55,7 @@ def dynamic(args: ParsedArgs, kind: str, least: int, most: int) -> Rendezvous:
         )
     if kind == "c10d":
         host, port = _split_endpoint(endpoint or "127.0.0.1:0", _C10D_PORT)
-        endpoint = _endpoint(host, port)
+        endpoint = join_endpoint(host, port)
     return Rendezvous(
         kind=kind,
         endpoint=endpoint,
@@ -79,10 +80,6 @@ def _split_endpoint(text: str, default_port: int) -> tuple[str, int]:
     if port and int(port) > 65535:
         raise UsageError(f"endpoint = {printable(text)}: the port must be a number up to 65535")
     return found[1] or found[3], int(port) if port else default_port
-
-
-def _endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _settings(args: ParsedArgs) -> dict[str, str]:

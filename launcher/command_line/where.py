@@ -73,14 +73,7 @@ def where_to_run(
     _check_pairs(args)
     if not args.has("hostfile"):
         default_hostfile = found_hostfile(default_hostfile)
-    where = _where(args, environ, default_hostfile)
-    python = args.text("python", sys.executable)
-    if isinstance(where, Local) and os.path.realpath(python) != os.path.realpath(sys.executable):
-        raise UsageError(
-            f"--python = {printable(python)}: applies to other machines only; on this machine start xds with"
-            f" that interpreter: `{shlex.quote(python)} -m xds.launcher.cli ...`"
-        )
-    return where
+    return _where(args, environ, default_hostfile)
 
 
 def found_hostfile(path: str = DEFAULT_HOSTFILE) -> str:
@@ -109,7 +102,6 @@ def _check_pairs(args: ParsedArgs) -> None:
         (("module",), ("no_python",)),
         (("include",), ("exclude",)),
         (("include", "exclude"), ("num_nodes", "nproc_per_node")),
-        (("num_nodes",), ("nnodes",)),
         (_NAMING_HOSTS, _RENDEZVOUS_OPTIONS),
         (("hostfile",), ("node_rank",)),
         (("no_ssh",), ("force_multi", "launcher", *_RENDEZVOUS_OPTIONS)),
@@ -139,7 +131,6 @@ def _job(args: ParsedArgs) -> Job:
         args=args.command[1:],
         num_ranks=_num_ranks(args),
         backend=backend or None,  # type: ignore[arg-type]  # one of its choices
-        threads_per_rank=args.number("threads_per_rank", 0, least=1) or None,
         log_dir="" if log_dir == "None" else log_dir,  # deepspeed's default, meaning none
         bind_cores=args.has("bind_cores_to_rank"),
         core_list=args.text("bind_core_list"),
@@ -159,11 +150,10 @@ def _num_ranks(args: ParsedArgs) -> int | Literal["auto", "gpu", "cpu"]:
     return int(text)
 
 
-def _restarts(args: ParsedArgs, min_nodes: int = 0, max_nodes: int = 0) -> Restarts:
-    """The restart settings. min_nodes, max_nodes: the values of --nnodes, 0 if not given."""
+def _restarts(args: ParsedArgs) -> Restarts:
     is_elastic = args.has("elastic_training")
-    least = args.number("min_elastic_nodes", min_nodes or int(is_elastic), least=1)
-    most = args.number("max_elastic_nodes", max_nodes, least=1)
+    least = args.number("min_elastic_nodes", int(is_elastic), least=1)
+    most = args.number("max_elastic_nodes", 0, least=1)
     if most and least > most:
         raise UsageError(
             f"--min-elastic-nodes = {least}, --max-elastic-nodes = {most}: the minimum must not be"
@@ -247,7 +237,7 @@ def _on_slots(args: ParsedArgs, host: Host) -> Local:
     """Run on this machine with the slots of a hostfile that names only this machine."""
     job = replace(_job(args), num_ranks=len(host.slots))
     devices = host.slots if args.has("include", "exclude") else None
-    return Local(job, _alone(args), _restarts(args, *num_machines(args)), devices)
+    return Local(job, _alone(args), _restarts(args), devices)
 
 
 # -- hosts that xds connects to -----------------------------------------------------------------------
@@ -257,6 +247,11 @@ def _all_hosts(
     args: ParsedArgs, default_hostfile: str, environ: Mapping[str, str] | None = None
 ) -> list[Host]:
     """The hosts of the hostfile or of the allocation that the options select."""
+    if args.has("nnodes"):
+        raise UsageError(
+            f"{args.spelled['nnodes']}: is for machines that each start xds; of named hosts choose with"
+            " --num-nodes, or with --min-elastic-nodes and --max-elastic-nodes"
+        )
     path = args.text("hostfile") or default_hostfile
     if path and args.has("hostfile") and not Path(path).exists():
         raise UsageError(
@@ -268,7 +263,11 @@ def _all_hosts(
         hosts = [Host("localhost", tuple(range(_count_here(args))))]
     if not hosts:
         name = args.first("launcher", "force_multi", "no_ssh")
-        raise UsageError(f"{name}: no hosts are named; name them with --hostfile")
+        or_srun = " start xds by `srun --nodes=N --ntasks-per-node=1 xds ...`, or"
+        is_slurm = args.text("launcher").lower() == "slurm"
+        raise UsageError(
+            f"{name}: no hosts are named;{or_srun * is_slurm} name them with --hostfile"
+        )
     hosts = filter_hosts(hosts, args.text("include"), args.text("exclude"))
     num_ranks = _num_ranks(args)
     if num_ranks in ("gpu", "cpu"):
@@ -276,15 +275,6 @@ def _all_hosts(
             f"{args.spelled['nproc_per_node']} = {printable(num_ranks)}: the hostfile defines the"
             " slots of the hosts; set a number, or remove the option"
         )
-    least, most = num_machines(args)
-    if least > len(hosts):
-        raise UsageError(
-            f"{args.spelled['nnodes']} = {printable(args.text('nnodes'))}: there are only "
-            f"{len(hosts)} hosts; set a smaller number"
-        )
-    has_restarts = args.number("max_restarts", 0) > 0 or args.has("elastic_training")
-    if most and not has_restarts:
-        hosts = hosts[:most]  # without restarts there are no spare hosts
     num_nodes = args.number("num_nodes", 0, least=1)
     return first_hosts(hosts, num_nodes, 0 if isinstance(num_ranks, str) else num_ranks)
 
@@ -308,7 +298,7 @@ def _on_hosts(
     if launcher not in BACKENDS:
         backend_named(launcher)  # raises the error
     job = replace(_job(args), num_ranks="auto")  # the slots define the number
-    restarts = _restarts(args, *num_machines(args))
+    restarts = _restarts(args)
     # by default as many as run at a time, not all hosts
     if restarts.max_nodes and not restarts.min_nodes:
         restarts = replace(restarts, min_nodes=min(restarts.max_nodes, len(hosts)))
@@ -333,7 +323,7 @@ def remote(args: ParsedArgs, environ: Mapping[str, str]) -> Remote:
         ) from None
     return Remote(
         folder=folder,
-        python=args.text("python", sys.executable),
+        python=sys.executable,
         environment=forwarded_variables(environ, Path(folder), Path.home()),
         venv_script=args.text("venv_script"),
         ssh_port=_port(args, "ssh_port"),

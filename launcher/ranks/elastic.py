@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import uuid
 from dataclasses import replace
@@ -23,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ...utils.errors import UsageError
 from ...utils.sealing import RUN_KEY
+from ..command_line.hosts import numbers
 from ..job import Job, Order, Rendezvous
 from .network import address_towards, interface_towards, is_loopback, split_endpoint
 from .rendezvous_store import serve
@@ -118,10 +118,13 @@ def share_cores(core_list: str, num_ranks: int) -> list[list[int]]:
     """Equal slices of the cores for `num_ranks` ranks, in order. `core_list` is such as "0-3,8"; "" means all.
 
     Raises:
-        UsageError: this process may not use one of the cores, or there are fewer cores than ranks.
+        UsageError: it is no such list, a core may not be used, or there are fewer cores than ranks.
     """
     usable = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-    cores = read_cores(core_list) if core_list else usable
+    try:
+        cores = sorted(set(numbers(core_list))) if core_list else usable
+    except ValueError:
+        raise UsageError(f"--bind_core_list = {core_list}: must be cores as in 0-3,8") from None
     wrong = sorted(set(cores) - set(usable))
     if wrong:
         raise UsageError(
@@ -137,17 +140,6 @@ def share_cores(core_list: str, num_ranks: int) -> list[list[int]]:
     return [cores[rank * each : (rank + 1) * each] for rank in range(num_ranks)]
 
 
-def read_cores(core_list: str) -> list[int]:
-    """The numbers in "0-3,8". Raises UsageError if the text is not such a list."""
-    cores: list[int] = []
-    for part in core_list.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None:
-            raise UsageError(f"--bind_core_list = {core_list}: must be cores as in 0-3,8")
-        cores += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return sorted(set(cores))
-
-
 def num_cores() -> int:
     """The number of CPU cores that this process may use."""
     if sys.platform == "linux":
@@ -161,9 +153,7 @@ def _environment(order: Order, num_ranks: int) -> dict[str, str]:
     found = {"XDS_LAUNCHER_PID": str(os.getpid())}
     if order.key:
         found[RUN_KEY] = order.key
-    if job.threads_per_rank is not None:
-        found["OMP_NUM_THREADS"] = str(job.threads_per_rank)
-    elif "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:
         found["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
         found["XDS_DEFAULT_THREADS"] = "1"  # nobody has chosen the number
     if job.backend is not None:
@@ -197,7 +187,7 @@ class _RankFiles(LogsSpecs):
         extra: dict[str, str],
     ) -> None:
         super().__init__(log_dir=str(folder.path))
-        self._folder, self._order, self._ranks, self._extra = folder, order, ranks, extra
+        self._folder, self._ranks, self._extra = folder, ranks, extra
         self._environment = _environment(order, num_ranks)
         cores = share_cores(order.job.core_list, num_ranks) if order.job.bind_cores else []
         self._cores = [",".join(map(str, each)) for each in cores]
@@ -228,7 +218,6 @@ class _RankFiles(LogsSpecs):
                 env.update(self._extra)
             if self._cores:
                 env["XDS_RANK_CORES"] = self._cores[local_rank]
-                if self._order.job.threads_per_rank is None:
-                    env["OMP_NUM_THREADS"] = str(self._cores[local_rank].count(",") + 1)
+                env["OMP_NUM_THREADS"] = str(self._cores[local_rank].count(",") + 1)
         terminal = dict.fromkeys(envs, "")
         return LogsDest(stdouts=terminal, stderrs=dict(terminal), error_files=errors)

@@ -15,6 +15,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from ...utils.quoting import ranks_text
+
 _ROOT = Path(__file__).parents[2]
 SAVED_AND_LEFT = 128 + signal.SIGTERM  # the exit code of xds.Preempted
 _TAIL_LINES = 20
@@ -193,11 +195,6 @@ def _signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:  # a real-time signal
         return f"signal {signum}"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 0, 1, 2"."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def last_lines(log: Path) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def members(sessions: Iterable[int]) -> list[int]:
     found = []
     for name in os.listdir("/proc") if wanted else ():
         if name.isdecimal():
-            fields = _stat(int(name))
+            fields = stat(int(name))
             if fields and int(fields[3]) in wanted and fields[0] not in "ZX":
                 found.append(int(name))
     return found
@@ -55,7 +55,7 @@ def end_sessions(sessions: Iterable[int], patience_seconds: float) -> None:
         time.sleep(_TICK_SECONDS)
 
 
-def _stat(pid: int) -> list[str]:
+def stat(pid: int) -> list[str]:
     """State, parent, group, session, ... of a process; [] if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
@@ -67,7 +67,7 @@ def _stat(pid: int) -> list[str]:
 
 def started(pid: int) -> str:
     """The start time of a process in kernel ticks; "" if it does not exist."""
-    fields = _stat(pid)
+    fields = stat(pid)
     return fields[19] if fields else ""
 
 

@@ -1,30 +1,43 @@
 """Runs a script on the devices of this machine, restarts it if requested, and reports how it ended.
 
 Also runs this machine's part of a job on several machines that each start xds themselves. In that case torch's
-rendezvous connects them, and torch's agent does the restarts.
+rendezvous connects them, and torch's agent does the restarts. Agents restart together, but an agent without
+restarts left exits silently, and ranks on other machines would wait until their timeout. So a failure is
+published in the rendezvous store before the agent exits.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
-from dataclasses import replace
-from typing import Literal
+import threading
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal, final
 
 from ...utils.errors import UsageError, XdsError
 from ...utils.messages import OutputWriter, write_stderr
-from ...utils.quoting import quoted
+from ...utils.quoting import plain_lines, quoted
 from ...utils.sealing import new_key
 from ..job import Job, Order, Rendezvous, Restarts
 from .failure import first_failure, report, was_preempted
-from .peers import Peers
+from .network import split_endpoint
 from .rank_zero import RankZero
 from .run_folder import RunFolder, run_folder
 from .stop import Stop, stop_signals
 from .supervise import Outcome, import_torch, supervise
 
-_DRAIN_SECONDS = 1.0
+if TYPE_CHECKING:
+    from ...ops.watch.store import Store
 
+_DRAIN_SECONDS = 1.0
+_POLL_SECONDS = 1.0
+_DELIVERY_SECONDS = 2.5  # time for the others to read, before the store may end with this process
+_CONNECT_SECONDS = 20.0
+_ON_TCP_STORES = ("c10d", "static")
 
 _ONE_MACHINE = Rendezvous()
 _NO_RESTARTS = Restarts()
@@ -120,3 +133,69 @@ def _ending(outcome: Outcome, stop: Stop, peers: Peers) -> tuple[str, int]:
     if was_preempted(outcome.failures):
         return "xds: every rank has saved a checkpoint and stopped, as requested\n", code
     return report(outcome.failures, outcome.finished), code
+
+
+# -- other machines, for runs without a head process ----------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Ending:
+    """How the ranks of another machine ended. text: the report. exit_code: that of the first failure."""
+
+    text: str
+    exit_code: int
+
+
+@final
+class Peers(threading.Thread):
+    """A thread that receives another machine's failure, and publishes that of this machine."""
+
+    def __init__(self, rendezvous: Rendezvous, stop: Stop) -> None:
+        super().__init__(name="xds-peers", daemon=True)
+        self.received: Ending | None = None
+        self._rendezvous, self._stop_asked = rendezvous, stop
+        self._key = f"xds/{rendezvous.run_id}/failed"
+        self._store: Store | None = None
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        if self._rendezvous.kind not in _ON_TCP_STORES:
+            return
+        try:
+            self._listen()
+        except Exception:  # the store ended with its machine; the ranks here fail on the lost peer
+            self._store = None
+
+    def _listen(self) -> None:
+        from pydantic import TypeAdapter
+        from torch._C._distributed_c10d import TCPStore
+
+        from ...ops.watch.store import Store
+
+        kind = TypeAdapter(Ending)
+        host, port = split_endpoint(self._rendezvous.endpoint)
+        while not self._is_over.wait(_POLL_SECONDS):
+            if self._store is None:
+                store = TCPStore(
+                    host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
+                )
+                self._store = Store(store, "launcher", self._rendezvous.node_rank or 0)
+                continue
+            found = self._store.read_as(kind, self._key)
+            if found is not None:
+                self.received = Ending(plain_lines(found.text), found.exit_code % 256 or 1)
+                self._stop_asked.request(signal.SIGTERM, is_for_peer=True)
+                return
+
+    def publish(self, text: str, exit_code: int) -> None:
+        """Publish how the ranks ended on this machine, and give the others time to read it."""
+        self._is_over.set()
+        self.join(2 * _POLL_SECONDS)
+        if self._store is None or self.received:
+            return
+        try:
+            self._store.set(self._key, json.dumps({"text": text, "exit_code": exit_code}))
+        except Exception:
+            return
+        time.sleep(_DELIVERY_SECONDS)

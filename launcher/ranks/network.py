@@ -28,6 +28,11 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def join_endpoint(host: str, port: int) -> str:
+    """ "host:port", with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def address_towards(host: str) -> str:
     """This host's own address on the route to `host`; "" if there is none. Sends nothing."""
     with contextlib.suppress(OSError):
@@ -53,10 +58,10 @@ def interface_towards(endpoint: str) -> str:
         return ""
     if is_loopback(own):
         return _named_loopback()
-    return next((name for _, name in socket.if_nameindex() if ipv4(name) == own), "")
+    return next((name for _, name in socket.if_nameindex() if _ipv4(name) == own), "")
 
 
-def ipv4(interface: str) -> str:
+def _ipv4(interface: str) -> str:
     """The IPv4 address of a network interface on Linux; "" if it has none."""
     request = struct.pack("256s", os.fsencode(interface)[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):

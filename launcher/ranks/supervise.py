@@ -6,7 +6,8 @@
           +----- finds, signals, kills -------+-----> worker.py, one for each rank, each a session
 
 The agent runs in a thread, so that this module handles the signals. torch's own handling may take 30 s, and a
-second signal in that time makes it lose track of its workers.
+second signal in that time makes it lose track of its workers. The agent starts and reaps the workers, but gives
+neither their process ids while they run nor the time at which each one ended. So both are read from /proc.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import signal
 import socket
@@ -27,9 +29,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from ...utils.errors import XdsError
 from ..job import Order
-from .failure import Failure, last_lines
-from .guard import Guard
-from .processes import Workers
+from .failure import SAVED_AND_LEFT, Failure, last_lines
+from .guard import HELPERS_SECONDS, Guard, end_sessions, started, stat, still_ours
 from .run_folder import RunFolder
 from .stop import Stop
 
@@ -99,6 +100,93 @@ def supervise(
     ranks = agent.ranks()
     outcome.finished = [rank for rank in ranks.values() if folder.ended(rank).exists()]
     return outcome
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How and when a worker ended; `status` is negative for a signal, None if it is unknown."""
+
+    time_seconds: float
+    status: int | None
+
+
+@final
+class Workers:
+    """The direct children of this process that lead a session: one for each rank."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self.exits: dict[int, Exit] = {}
+        # killed by the launcher, so they are not the cause of a failure
+        self.killed: set[int] = set()
+        self._watched: dict[int, float] = {}  # pid to start time
+        self._began: dict[int, str] = {}  # the same in kernel ticks
+
+    def find(self) -> None:
+        """Find workers that have started since the last call, and monitor them."""
+        for pid, started_at in _session_leading_children().items():
+            if pid not in self._watched:
+                self._watched[pid] = started_at
+                self._began[pid] = started(pid)
+                self._guard.watch(pid)
+                threading.Thread(target=self._watch, args=(pid,), daemon=True).start()
+
+    def alive(self, started_before_seconds: float = math.inf) -> list[int]:
+        """The running workers that started before a time (wall clock). Later ones belong to a restart."""
+        return [
+            pid
+            for pid, started_at in self._watched.items()
+            if pid not in self.exits and started_at < started_before_seconds
+        ]
+
+    def first_bad_exit_seconds(self) -> float | None:
+        """The time at which the first failed worker ended; None if none has failed.
+
+        A worker that saved a checkpoint and exited on request has not failed.
+        """
+        fine = (0, SAVED_AND_LEFT)
+        times = [exit_.time_seconds for exit_ in self.exits.values() if exit_.status not in fine]
+        return min(times, default=None)
+
+    def send(self, pid: int, signum: int) -> None:
+        """Send a signal to one worker. SIGTERM also goes to its child processes.
+
+        SIGKILL goes only to the worker. Its helpers unlink shared memory after it ends, see `kill_remaining`.
+        """
+        if signum == signal.SIGKILL:
+            self.killed.add(pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if signum == signal.SIGTERM:
+                os.killpg(pid, signum)
+            else:
+                os.kill(pid, signum)
+
+    def kill_remaining(self) -> None:
+        """After a failure: wait briefly for the child processes of the workers, then kill the rest."""
+        end_sessions(still_ours(self._began), HELPERS_SECONDS)
+
+    def _watch(self, pid: int) -> None:
+        status: int | None = None
+        # WNOWAIT does not reap: the agent must still be able to wait for its child
+        with contextlib.suppress(ChildProcessError):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            if ended is not None:
+                is_exit = ended.si_code == os.CLD_EXITED
+                status = ended.si_status if is_exit else -ended.si_status
+        self.exits[pid] = Exit(time.time(), status)
+
+
+def _session_leading_children() -> dict[int, float]:
+    """The start time of each by process id (wall clock, accurate to 10 ms)."""
+    own_pid = str(os.getpid())
+    booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    ticks_a_second = os.sysconf("SC_CLK_TCK")
+    found = {}
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        fields = stat(int(pid))
+        if fields and fields[1] == own_pid and fields[3] == pid:
+            found[int(pid)] = booted_at + int(fields[19]) / ticks_a_second
+    return found
 
 
 @final

@@ -299,45 +299,27 @@ class Slurm(AllAtOnce):
         """The argv of srun. Slurm numbers the hosts differently, so orders are found by host name."""
         for host in hosts:
             check_host_name(host.name, also=", [ ] / : @ %")
+        check_environment(remote.environment)
+        names = [*_BASIC_KEYS, *(key for key in remote.environment if key not in _BASIC_KEYS)]
         return [
-            *_srun(len(hosts), remote),
+            *(
+                self.program,
+                f"--nodes={len(hosts)}",
+                f"--ntasks={len(hosts)}",
+                "--ntasks-per-node=1",
+            ),
+            *("--kill-on-bad-exit=1", "--input=none"),
+            "--cpu-bind=none",  # otherwise the task, and so every rank, may be bound to one core
+            "--overlap",  # otherwise, inside `srun --pty bash`, the step would wait for the end of that shell
+            f"--export={','.join(names)}",
             f"--nodelist={','.join(host.name for host in hosts)}",
             *remote.launcher_args,
             *shell_argv(remote, argv),
         ]
 
-    def own_allocation(self, num_nodes: int, remote: Remote, argv: Sequence[str]) -> list[str]:
-        """The argv of an srun that requests `num_nodes` machines and runs `argv` once on each.
-
-        The machines are not known yet, so `argv` does not start a node process. It starts xds itself without
-        its options about hosts, which takes the rendezvous from Slurm's variables (cluster_environment.py).
-        """
-        if num_nodes < 1:
-            raise UsageError(
-                "--launcher slurm outside of an allocation: set the number of machines with --num_nodes N,"
-                " or run it inside sbatch or salloc"
-            )
-        return [*_srun(num_nodes, remote), *remote.launcher_args, *shell_argv(remote, argv)]
-
     def environment(self, remote: Remote) -> dict[str, str]:
         """The values of the variables in `--export`. Not in the argv, which every user can read."""
         return dict(remote.environment)
-
-
-def _srun(num_nodes: int, remote: Remote) -> list[str]:
-    check_environment(remote.environment)
-    names = [*_BASIC_KEYS, *(key for key in remote.environment if key not in _BASIC_KEYS)]
-    return [
-        "srun",
-        f"--nodes={num_nodes}",
-        f"--ntasks={num_nodes}",
-        "--ntasks-per-node=1",
-        "--kill-on-bad-exit=1",
-        "--input=none",
-        "--cpu-bind=none",  # otherwise the task, and so every rank, may be bound to one core
-        "--overlap",  # otherwise, inside `srun --pty bash`, the step would wait for the end of that shell
-        f"--export={','.join(names)}",
-    ]
 
 
 @final

@@ -18,12 +18,13 @@ from typing import Any, final
 from ...utils.messages import write_stderr
 from ...utils.sealing import RUN_KEY, new_key
 from ..job import Host, Job, Remote, Rendezvous, Restarts
-from ..ranks.failure import Failure, first_failure, was_preempted
+from ..ranks.failure import first_failure, was_preempted
+from ..ranks.network import join_endpoint
 from ..ranks.stop import Stop, stop_signals
 from .backends import AllAtOnce
 from .link import Link
-from .orders import encode
-from .start import Lost, choose_hosts, final_report, make_orders, own_streams
+from .messages import pack_orders
+from .start import Lost, Results, choose_hosts, final_report, make_orders, own_streams
 
 _TICK_SECONDS = 0.1
 # After the first failure: time for the other hosts' ranks to end, and for their messages to arrive.
@@ -34,15 +35,12 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below the kernel's range of ephemera
 
 @final
 @dataclass
-class _Start:
+class _Start(Results):
     """The state of one start, from the messages of the hosts."""
 
     record: dict[str, float] = field(default_factory=dict)  # host to the time of its last message
     ahead_seconds: dict[str, float] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
-    failures: list[Failure] = field(default_factory=list)
-    finished: list[int] = field(default_factory=list)
-    errors: dict[str, str] = field(default_factory=dict)
     failed_at: float = 0.0
 
     def take(self, message: Mapping[str, Any]) -> None:
@@ -55,13 +53,8 @@ class _Start:
             self.failed_at = self.failed_at or time.monotonic()
         elif kind == "ended":
             self.ended.add(host)
-            self.finished += message["finished"]
-            for record in message["failures"]:
-                failure = Failure.from_dict(record)
-                at = failure.time_seconds - self.ahead_seconds.get(host, 0.0)
-                self.failures.append(replace(failure, time_seconds=at, host=host))
+            self.add(host, message, self.ahead_seconds.get(host, 0.0))
             if message["error"]:
-                self.errors[host] = message["error"]
                 self.failed_at = self.failed_at or time.monotonic()
 
 
@@ -123,7 +116,7 @@ def _one_start(
     port = remote.master_port or _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
     meeting = Rendezvous(
         kind="static",
-        endpoint=f"[{address}]:{port}" if ":" in address else f"{address}:{port}",
+        endpoint=join_endpoint(address, port),
         run_id=f"{token}.{generation}",
     )
     orders = [
@@ -136,7 +129,7 @@ def _one_start(
         "-m",
         "xds.launcher.remote.node",
         "--orders",
-        encode(token, orders),
+        pack_orders(token, orders),
     ]
     command = backend.command([host for host, _ in chosen], remote, argv)
     selector = selectors.DefaultSelector()

@@ -25,13 +25,15 @@ from ...utils.errors import UsageError
 from ...utils.messages import write_stderr
 from ...utils.sealing import new_key
 from ..job import Host, Job, Remote, Rendezvous, Restarts
-from ..ranks.failure import Failure, first_failure, was_preempted
+from ..ranks.failure import first_failure, was_preempted
+from ..ranks.network import join_endpoint
 from ..ranks.stop import Stop, stop_signals
 from .backends import PerHost
-from .frames import HEARTBEATS_PER_TIMEOUT
 from .link import Link
+from .messages import HEARTBEATS_PER_TIMEOUT
 from .start import (
     Lost,
+    Results,
     choose_hosts,
     final_report,
     heartbeat_seconds,
@@ -106,13 +108,10 @@ class _Member:
 
 @final
 @dataclass
-class _Start:
+class _Start(Results):
     """The state and the results of one start of all ranks."""
 
-    members: list[_Member]
-    failures: list[Failure] = field(default_factory=list)
-    finished: list[int] = field(default_factory=list)
-    errors: dict[str, str] = field(default_factory=dict)
+    members: list[_Member] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
     is_growing: bool = False  # stopped by the head to add hosts that came back
     # a node process got a stop signal on its host, for example from a cloud provider
@@ -217,7 +216,7 @@ class _Head:
 
     def _one_start(self, chosen: Sequence[tuple[_Member, int]]) -> _Start:
         """Send the orders, and run the loop until the last node process reports its end."""
-        start = self._start = _Start([member for member, _ in chosen])
+        start = self._start = _Start(members=[member for member, _ in chosen])
         self._lost = []
         ranks = sum(count for _, count in chosen)
         if self._generation:
@@ -362,14 +361,8 @@ class _Head:
                 self._stop_ranks(signal.SIGTERM, is_for_peer=True)
         elif kind == "ended" and message["generation"] == self._generation:
             member.state, member.port = "ready", message["port"]
-            start.finished += message["finished"]
             start.was_stopped_on_host |= message["was_stopped_here"]
-            for record in message["failures"]:
-                failure = Failure.from_dict(record)
-                at = failure.time_seconds - member.ahead_seconds
-                start.failures.append(replace(failure, time_seconds=at, host=member.host.name))
-            if message["error"]:
-                start.errors[member.host.name] = message["error"]
+            start.add(member.host.name, message, member.ahead_seconds)
 
     def _lose(self, member: _Member, why: str) -> None:
         """Mark the host as lost. Another attempt to connect follows later."""
@@ -420,5 +413,4 @@ class _Head:
 def _endpoint(remote: Remote, first: _Member, *, is_alone: bool) -> str:
     """The rendezvous endpoint: the first host, by the address at which the head reached it."""
     address = remote.master_addr or ("127.0.0.1" if is_alone else first.address)
-    port = remote.master_port or first.port
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    return join_endpoint(address, remote.master_port or first.port)

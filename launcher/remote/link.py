@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from ...utils.quoting import printable
-from .frames import Decoder
+from .messages import Decoder
 
 _READ_BYTES = 1 << 16
 _TAIL_LINES = 5

@@ -38,7 +38,7 @@ from ..ranks.rank_zero import RankZero
 from ..ranks.run_folder import RunFolder, run_folder
 from ..ranks.stop import Stop, stop_signals
 from ..ranks.supervise import Outcome, import_torch, supervise
-from .frames import HEARTBEATS_PER_TIMEOUT, PART_BYTES, encode
+from .messages import HEARTBEATS_PER_TIMEOUT, PART_BYTES, frame, unpack_order
 
 _DEFAULT_HEARTBEAT_SECONDS = 2.0
 _DRAIN_SECONDS = 1.0
@@ -76,7 +76,7 @@ class HeadWriter:
     def send(self, kind: str, **more: Any) -> None:
         """Send a message. Raises OSError if the head is lost."""
         message = {"kind": kind, "sender": self._sender, "now": time.time(), **more}
-        data = encode(self._token, message)
+        data = frame(self._token, message)
         with self._sending:  # parts of two messages of one sender must not mix
             for at in range(0, len(data), PART_BYTES):
                 time.sleep(_PART_SECONDS)
@@ -174,11 +174,10 @@ class _Node:
 def _run_order_in_arguments(arguments: list[str], stop: Stop) -> int:
     """Run the order in the arguments. They hold the orders of all hosts; this host's is found by its index."""
     from .backends import node_index
-    from .orders import decode
 
     has_index = arguments[2:3] == ["--index"]
     index = int(arguments[3]) if has_index else node_index(os.environ)
-    token, order = decode(arguments[1], index, None if has_index else os.environ)
+    token, order = unpack_order(arguments[1], index, None if has_index else os.environ)
     writer = HeadWriter(token, order.host)
     _start_heartbeat(writer, order.heartbeat_seconds, stop)
     writer.send("hello", pid=os.getpid(), address=_own_address(), port=0)

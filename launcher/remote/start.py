@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import final
+from dataclasses import dataclass, field, replace
+from typing import Any, final
 
 from ...utils.errors import UsageError
 from ...utils.messages import OutputWriter
+from ...utils.quoting import ranks_text
 from ..job import Host, Job, Order, Remote, Rendezvous, Restarts
-from ..ranks.failure import Failure, Kind, first_failure, ranks_text, report
+from ..ranks.failure import Failure, Kind, first_failure, report
 from ..ranks.stop import Stop
 from .link import Write
 
@@ -91,6 +92,25 @@ class Lost:
     exit_code: int
     was_reached: bool
     ranks: tuple[int, ...] = ()  # that ran there
+
+
+@dataclass
+class Results:
+    """How the ranks of one start ended. errors: why hosts could not start their ranks, by host."""
+
+    failures: list[Failure] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def add(self, host: str, message: Mapping[str, Any], ahead_seconds: float) -> None:
+        """Add the message "ended" of `host`. ahead_seconds: its clock minus ours."""
+        self.finished += message["finished"]
+        for record in message["failures"]:
+            failure = Failure.from_dict(record)
+            at = failure.time_seconds - ahead_seconds
+            self.failures.append(replace(failure, time_seconds=at, host=host))
+        if message["error"]:
+            self.errors[host] = message["error"]
 
 
 def own_streams(stop: Stop) -> Write:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launcher_stubs import calls, make_stub, with_stub
 
-from xds.launcher.remote.orders import _unpacked
+from xds.launcher.remote.messages import _unpacked
 
 SCRIPT = """
 import os, sys
@@ -100,25 +100,6 @@ def test_the_ranks_of_a_start_have_one_key_that_no_command_shows(
         packed = shown.partition("--orders ")[2].split(" ")[0].strip("'")
         orders = json.dumps(_unpacked(packed)) if packed else ""
         assert not any(key in shown + orders for key in keys.values())
-
-
-@pytest.mark.slow
-def test_srun_outside_of_an_allocation_asks_for_machines_and_starts_xds_on_each(
-    tmp_path: Path,
-) -> None:
-    environ = prepare(tmp_path)
-    record = make_stub(tmp_path, "srun")
-    words = ("--launcher", "slurm", "--num-nodes", "2", "--nproc-per-node", "1")
-    more = ("--launcher-args", "-p gpu", "train.py", *WORDS)
-    done = start(tmp_path, environ, "--dry-run", *words, *more)
-    assert done.returncode == 0 and "srun --nodes=2" in done.stdout and not record.exists()
-    done = start(tmp_path, environ, *words, *more)
-    assert (done.returncode, done.stdout) == (0, SAID), done.stderr
-    (call,) = calls(record)
-    assert "gpu" in call["argv"] and not any("nodelist" in word for word in call["argv"])  # type: ignore
-    assert not (tmp_path / "evil").exists()
-    done = start(tmp_path, environ, "--launcher", "slurm", "train.py")
-    assert done.returncode == 2 and "--num_nodes N" in done.stderr
 
 
 @pytest.mark.slow

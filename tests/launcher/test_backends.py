@@ -329,19 +329,17 @@ def test_a_process_s_place_is_mpi_s_before_that_of_slurm_s_step_around_it() -> N
     assert node_index({"PMI_RANK": "x", "HOME": "/"}) is None
 
 
-def test_slurm_can_be_asked_for_machines_in_the_same_command() -> None:
+def test_the_user_s_options_of_slurm_come_last() -> None:
+    remote = Remote("/w", "python", {"A": "1"}, launcher_args=("-p", "gpu", "--export=ALL"))
     slurm = BACKENDS["slurm"]
     assert isinstance(slurm, Slurm)
-    remote = Remote("/w", "python", {"A": "1"}, launcher_args=("-p", "gpu", "--export=ALL"))
-    command = slurm.own_allocation(4, remote, ["xds", "train.py", "$(x)"])
-    assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1"} <= set(command)
-    assert not any(word.startswith("--nodelist") for word in command)
+    hosts = [Host("a", (0,)), Host("b", (0,))]
+    command = slurm.command(hosts, remote, ["xds", "train.py", "$(x)"])
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= set(command)
     first = command.index("/bin/sh")
     assert command[first - 3 : first] == ["-p", "gpu", "--export=ALL"], (
         "of two settings srun takes the last"
     )
-    with pytest.raises(UsageError, match="--num_nodes N"):
-        slurm.own_allocation(0, remote, ["xds"])
 
 
 def test_a_backend_that_cannot_work_is_refused_with_the_remedy(

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,6 @@ def runs(monkeypatch, tmp_path):
         (["--nproc_per_node=gpu", "t.py"], Job("script", "t.py", num_ranks="gpu")),
         (["--nproc-per-node", "cpu", "t.py"], Job("script", "t.py", num_ranks="cpu")),
         (["--backend", "gloo", "t.py"], Job("script", "t.py", backend="gloo")),
-        (["--threads-per-rank=3", "t.py"], Job("script", "t.py", threads_per_rank=3)),
         (["--log_dir", "logs", "t.py"], Job("script", "t.py", log_dir="logs")),
         (["--nnodes", "1", "t.py"], Job("script", "t.py")),
     ],
@@ -58,9 +56,10 @@ def test_command_lines(runs, words, job):
         (["--num-gpu", "2", "t.py"], "unknown option --num-gpu; did you mean --num-gpus?"),
         (["--nproc-per-node", "0", "t.py"], "--nproc-per-node = 0: must be a number from 1, auto"),
         (["--nproc-per-node"], "--nproc-per-node: needs a value, N"),
-        (["--threads-per-rank", "many", "t.py"], "--threads-per-rank = many: must be a number"),
         (["--max-restarts", "-1", "t.py"], "--max-restarts = -1: must be a number from 0"),
-        (["--threads-per-rank", "-1", "t.py"], "--threads-per-rank = -1: must be a number from 1"),
+        (["--threads-per-rank", "2", "t.py"], "set the variable OMP_NUM_THREADS"),
+        (["--dry-run", "t.py"], "--dry-run: was removed"),
+        (["--python", "/p", "t.py"], "start xds with the interpreter"),
         (["--ssh-port", "-1", "t.py"], "--ssh-port = -1: must be a number from 1 to 65535"),
         (["--master-port", "x", "t.py"], "--master-port = x: must be a number from 1 to 65535"),
         (["--num_nodes", "2", "t.py"], "--num_nodes = 2: no other hosts are named"),
@@ -106,15 +105,6 @@ def test_options_without_effect_are_told_unless_quiet(runs, capsys):
     assert err.count("no effect") == 2
     assert cli.main(["-q", *words]) == 5
     assert capsys.readouterr().err == ""
-
-
-def test_the_process_id_is_in_a_file_while_it_runs(runs, monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    file = tmp_path / f"{os.getpid()}.ds"
-    seen = []
-    monkeypatch.setattr(local, "run", lambda *told: seen.append(file.read_text()) or 0)
-    assert cli.main(["--save_pid", "t.py"]) == 0
-    assert seen == [str(os.getpid())] and not file.exists()
 
 
 def test_a_script_that_is_not_there(capsys):

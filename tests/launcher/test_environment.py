@@ -1,6 +1,5 @@
 """`xds env`: every line is printed, also if something is missing or small; slow settings have a remedy."""
 
-import json
 import resource
 import shutil
 import subprocess
@@ -38,14 +37,6 @@ def test_every_line_is_key_and_value(capsys):
     assert expected | {"open files", "/dev/shm", "shared memory"} <= told.keys()
     assert "gloo yes" in told["backends"]
     assert not [line for line in lines if "unknown, " in line]
-
-
-def test_json_is_one_line_of_the_same_keys(capsys):
-    assert cli.main(["env", "--json"]) == 0
-    told = capsys.readouterr().out
-    assert told.count("\n") == 1
-    found = {line["key"]: line for line in json.loads(told)}
-    assert found["hostname"]["varies"] and not found["torch"]["varies"]
 
 
 def test_a_missing_torch_is_one_line():
@@ -116,25 +107,6 @@ def test_a_slow_value_has_a_remedy_and_a_good_one_has_none(key, slow, fast):
     assert not environment.slow_variable(key, fast)
 
 
-def test_cards_and_their_links_are_read_from_what_nvidia_smi_prints():
-    matrix = (
-        "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
-        "GPU0\t X \tNV18\tPIX\t0-31\t0\n"
-        "GPU1\tNV18\t X \tSYS\t32-63\t1\n"
-        "NIC0\tPIX\tSYS\t X \t\t\n\nLegend:\n\n  X    = Self\n"
-    )
-    assert [str(line) for line in environment.links(matrix)] == [
-        "links of gpu 0: GPU1 NV18, NIC0 PIX",
-        "links of gpu 1: GPU0 NV18, NIC0 SYS",
-    ]
-    assert list(environment.links("")) == []
-    table = "0, 700.00, 700.00, 16, 16\nwarning: something\n1, 250.00, 350.00, 8, 16\n2, [N/A], [N/A], 8, 8\n"
-    told = {line.key: line.remedy for line in environment.cards(table)}
-    assert not told["gpu 0 power limit"] and not told["gpu 0 PCIe lanes"]
-    assert told["gpu 1 power limit"].endswith("350.00 W; `nvidia-smi -i 1 -pl 350`")
-    assert "the card has 16" in told["gpu 1 PCIe lanes"] and "gpu 2 power limit" not in told
-
-
 @pytest.mark.parametrize(
     ("capability", "built", "has"),
     [
@@ -149,6 +121,7 @@ def test_a_torch_for_other_cards_is_told(capability, built, has):
     assert environment._has_kernels(*capability, built.split()) == has
 
 
-def test_words_that_are_no_options_are_refused(capsys):
-    assert cli.main(["env", "all"]) == 2
-    assert "takes options only" in capsys.readouterr().err
+@pytest.mark.parametrize("words", ["all", "--hostfile hosts", "--json"])
+def test_options_are_refused_with_what_to_do_instead(words, capsys):
+    assert cli.main(["env", *words.split()]) == 2
+    assert f"xds env {words}: takes no options" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xds.launcher.remote.frames import PART_BYTES, Decoder, encode
+from xds.launcher.remote.messages import PART_BYTES, Decoder, frame
 
 TOKEN = "0a1b2c"
 
@@ -36,7 +36,7 @@ pieces = st.lists(
 
 @given(pieces, st.lists(st.integers(0, 3000), max_size=6))
 def test_any_mixture_cut_anywhere_comes_apart_again(parts, cuts):
-    stream = b"".join(p if isinstance(p, bytes) else encode(TOKEN, p) for p in parts)
+    stream = b"".join(p if isinstance(p, bytes) else frame(TOKEN, p) for p in parts)
     user, messages = taken_apart(stream, [min(cut, len(stream)) for cut in cuts])
     wanted = [p for p in parts if isinstance(p, dict)]
     assert messages == wanted
@@ -46,8 +46,8 @@ def test_any_mixture_cut_anywhere_comes_apart_again(parts, cuts):
 def test_a_long_message_is_cut_into_parts_that_other_hosts_may_come_between():
     one = {"sender": "a", "text": "x" * 3 * PART_BYTES}
     two = {"sender": "b", "text": "y" * 2 * PART_BYTES}
-    first = encode(TOKEN, one).split(b"\x1f\n")[:-1]
-    second = encode(TOKEN, two).split(b"\x1f\n")[:-1]
+    first = frame(TOKEN, one).split(b"\x1f\n")[:-1]
+    second = frame(TOKEN, two).split(b"\x1f\n")[:-1]
     assert all(len(part) + 2 == 1024 for part in first + second), "a line that srun passes on whole"
     merged = [part for pair in zip(first, second, strict=False) for part in pair]
     merged += first[len(second) :]
@@ -57,9 +57,9 @@ def test_a_long_message_is_cut_into_parts_that_other_hosts_may_come_between():
 
 def test_a_part_that_another_host_s_come_into_is_mended():
     one, two, three = ({"sender": name, "text": "x" * 400} for name in "abc")
-    whole = encode(TOKEN, one)
+    whole = frame(TOKEN, one)
     for cut in (20, 700, 1023):
-        middle = whole[:cut] + encode(TOKEN, two) + encode(TOKEN, three) + whole[cut:]
+        middle = whole[:cut] + frame(TOKEN, two) + frame(TOKEN, three) + whole[cut:]
         user, messages = taken_apart(b"before" + middle + b"after", [5, 300, 1100, 2000])
         assert sorted(messages, key=str) == [one, two, three], cut
         assert user == b"beforeafter"
@@ -67,13 +67,13 @@ def test_a_part_that_another_host_s_come_into_is_mended():
 
 def test_a_part_that_is_torn_is_dropped_and_what_follows_is_not():
     one, two = {"sender": "a", "text": "x" * 3000}, {"sender": "a", "kind": "beat"}
-    torn = encode(TOKEN, one)
-    stream = torn[:1500] + b"output" + torn[1500:] + encode(TOKEN, two) + torn
+    torn = frame(TOKEN, one)
+    stream = torn[:1500] + b"output" + torn[1500:] + frame(TOKEN, two) + torn
     assert taken_apart(stream, [])[1] == [two, one]
 
 
 def test_what_a_script_prints_is_not_taken_for_a_frame():
-    forged = encode("guess", {"kind": "ended"})
+    forged = frame("guess", {"kind": "ended"})
     user, messages = taken_apart(forged, [3, 9])
     assert user == forged and not messages
 
@@ -81,4 +81,4 @@ def test_what_a_script_prints_is_not_taken_for_a_frame():
 @pytest.mark.parametrize("name", ["h 1", "a;b", "ü", "", "user@host-1"])
 def test_any_host_name_may_be_the_sender(name):
     message = {"sender": name, "kind": "beat"}
-    assert taken_apart(encode(TOKEN, message), [])[1] == [json.loads(json.dumps(message))]
+    assert taken_apart(frame(TOKEN, message), [])[1] == [json.loads(json.dumps(message))]

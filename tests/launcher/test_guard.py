@@ -56,7 +56,7 @@ def test_signals_do_not_end_it(rank):
     process = start_guard()
     process.stdin.write(b"%d\n" % session)
     process.stdin.flush()
-    while guard._stat(process.pid)[2] != str(process.pid):
+    while guard.stat(process.pid)[2] != str(process.pid):
         time.sleep(0.01)  # the group of its own comes first, then the handlers
     time.sleep(0.2)
     for signum in (1, 2, 15):

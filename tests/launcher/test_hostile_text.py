@@ -147,7 +147,7 @@ def test_environment_files(folder, capsys):
     (folder / "hosts").write_text("node-1 slots=2\nnode-2 slots=2\n")
     for text in (f"{ESCAPES}\n", LONG, LONG * 3):
         (folder / ".xds_env").write_text(text)
-        assert "environment file" in said(["--hostfile", "hosts", "--dry-run", "t.py"], capsys)
+        assert "environment file" in said(["--hostfile", "hosts", "t.py"], capsys)
 
 
 @pytest.mark.parametrize(

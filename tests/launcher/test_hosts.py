@@ -70,18 +70,11 @@ def test_what_a_hostfile_cannot_say(tmp_path, line, told):
     assert "line 3: " in str(error.value) and told in str(error.value)
 
 
-def test_every_mistake_of_a_hostfile_is_told_with_its_line(tmp_path):
-    (tmp_path / "hosts").write_text("a slots=1\nb\n\na slots=2\n-c slots=1\n")
-    with pytest.raises(UsageError) as error:
+def test_a_host_in_two_lines_is_refused(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=1\n\na slots=2\nb\n")
+    with pytest.raises(UsageError, match="line 3: 'a' is already in an earlier line") as error:
         read_hostfile(tmp_path / "hosts")
-    lines = str(error.value).splitlines()
-    assert [line.partition(": ")[0].strip() for line in lines[1:]] == ["line 4", "line 5"]
-    assert lines[0].startswith(f"hostfile = {str(tmp_path / 'hosts')!r}: line 2: 'b'")
-    assert "'a' is already in line 1" in lines[1]
-    (tmp_path / "hosts").write_text("bad\n" * 1000)
-    with pytest.raises(UsageError) as error:
-        read_hostfile(tmp_path / "hosts")
-    assert len(str(error.value).splitlines()) == 21 and "... and 980 more" in str(error.value)
+    assert str(error.value).startswith(f"hostfile = {str(tmp_path / 'hosts')!r}: line 3")
 
 
 def test_files_that_are_none(tmp_path):

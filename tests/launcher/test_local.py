@@ -119,7 +119,7 @@ def test_a_good_run_passes_arguments_and_environment_and_leaves_nothing(start, t
                 Path(f"told{os.environ['RANK']}.json").write_text(json.dumps(told))
                 print("to stdout"); print("to stderr", file=sys.stderr)
             """,
-            *("--num_gpus", "3", "--backend=gloo", "--threads-per-rank", "2", "train.py"),
+            *("--num_gpus", "3", "--backend=gloo", "train.py"),
             args=("--help", "$$ ${local_rank}", "--", "-x"),
         )
     )
@@ -129,7 +129,8 @@ def test_a_good_run_passes_arguments_and_environment_and_leaves_nothing(start, t
     assert [each["LOCAL_RANK"] for each in told] == ["0", "1", "2"]
     assert told[1]["WORLD_SIZE"] == "3" and told[1]["MASTER_ADDR"] == "127.0.0.1"
     assert told[1]["argv"] == ["train.py", "--help", "$$ ${local_rank}", "--", "-x"]
-    assert told[1]["OMP_NUM_THREADS"] == "2" and told[1]["XDS_BACKEND"] == "gloo"
+    assert int(told[1]["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 3)
+    assert told[1]["XDS_BACKEND"] == "gloo"
     assert told[1]["sibling"] == "sibling" and told[1]["spawned"] == [42]
     assert told[1]["file"] == str(tmp_path / "train.py")
     assert not list(start.temporary.iterdir()) and not marked(start.mark)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from xds.launcher.job import Job, Order, Rendezvous
-from xds.launcher.remote.orders import MAX_BYTES, decode, encode
+from xds.launcher.remote.messages import MAX_BYTES, pack_orders, unpack_order
 from xds.utils.errors import UsageError
 
 JOB = Job("script", "a b.py", ("$(x)", "ü\n"), num_ranks="auto")
@@ -34,43 +34,43 @@ def orders(num_hosts: int, **more: object) -> list[Order]:
 
 def test_each_host_finds_its_order_by_its_number() -> None:
     made = orders(3, devices=(0, 2), folder="/w 'x'")
-    text = encode("token", made)
+    text = pack_orders("token", made)
     assert text.isascii() and not set(text) - set(
         "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_="
     )
     for number, order in enumerate(made):
-        assert decode(text, number, {}) == ("token", order)
+        assert unpack_order(text, number, {}) == ("token", order)
 
 
 def test_a_name_that_fits_is_believed_before_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     made = orders(3)
-    text = encode("token", made)
-    assert decode(text, 0, {"SLURMD_NODENAME": "node0002"})[1] == made[2]
-    assert decode(text, None, {"SLURMD_NODENAME": "node0002"})[1] == made[2]
+    text = pack_orders("token", made)
+    assert unpack_order(text, 0, {"SLURMD_NODENAME": "node0002"})[1] == made[2]
+    assert unpack_order(text, None, {"SLURMD_NODENAME": "node0002"})[1] == made[2]
     monkeypatch.setattr(socket, "gethostname", lambda: "node0001.cluster")
-    assert decode(text, 0, {})[1] == made[1]
-    assert decode(text, 0, None)[1] == made[0], "a number that is certain, from pdsh"
+    assert unpack_order(text, 0, {})[1] == made[1]
+    assert unpack_order(text, 0, None)[1] == made[0], "a number that is certain, from pdsh"
     twice = [replace(order, host="node0001") for order in made]
-    assert decode(encode("token", twice), 2, {})[1] == twice[2]
+    assert unpack_order(pack_orders("token", twice), 2, {})[1] == twice[2]
 
 
 def test_the_only_host_needs_neither() -> None:
     made = orders(1)
-    assert decode(encode("token", made), None, {}) == ("token", made[0])
+    assert unpack_order(pack_orders("token", made), None, {}) == ("token", made[0])
 
 
 def test_2048_hosts_take_a_small_part_of_an_argument() -> None:
     made = orders(2048)
-    text = encode("token", made)
+    text = pack_orders("token", made)
     assert len(text) < MAX_BYTES / 4
-    assert decode(text, 2047, {})[1] == made[2047]
+    assert unpack_order(text, 2047, {})[1] == made[2047]
 
 
 def test_what_no_argument_can_hold_is_refused_with_a_way_out() -> None:
     noise = base64.b64encode(os.urandom(150_000)).decode()
     long = [replace(orders(1)[0], environment={"A": noise})]
     with pytest.raises(UsageError, match="forward fewer variables.*--launcher ssh"):
-        encode("token", long)
+        pack_orders("token", long)
 
 
 def packed(whole: object) -> str:
@@ -80,24 +80,24 @@ def packed(whole: object) -> str:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "%%", "AAAA", "x" * 99, encode("token", orders(2))[:-8]),
+        *("", "%%", "AAAA", "x" * 99, pack_orders("token", orders(2))[:-8]),
         *(packed([]), packed({"token": 1, "own": []}), packed({"token": "a"}), packed("x")),
     ],
 )
 def test_a_text_that_is_no_orders_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="orders in the command line cannot be decoded"):
-        decode(text, 0, {})
+        unpack_order(text, 0, {})
 
 
 def test_a_text_that_unpacks_to_too_much_is_refused() -> None:
     bomb = base64.urlsafe_b64encode(zlib.compress(b" " * (65 * 2**20), 9)).decode()
     with pytest.raises(UsageError, match="cannot be decoded"):
-        decode(bomb, 0, {})
+        unpack_order(bomb, 0, {})
 
 
 def test_a_host_that_is_not_among_them_is_told() -> None:
-    text = encode("token", orders(2))
+    text = pack_orders("token", orders(2))
     with pytest.raises(UsageError, match="the index of this host is unknown"):
-        decode(text, None, {})
+        unpack_order(text, None, {})
     with pytest.raises(UsageError, match="host number 2, but the orders are for 2 hosts"):
-        decode(text, 2, {})
+        unpack_order(text, 2, {})

@@ -370,7 +370,7 @@ def test_an_elastic_run_goes_on_with_fewer_hosts_and_grows_again(hosts, start, t
         here(f"began{AGAIN}.{size}.{RANK}")
         until("done")
         """,
-        *("--hostfile", str(file), "--nnodes", "2:3", "--max-restarts", "3"),
+        *("--hostfile", str(file), "--min-elastic-nodes", "2", "--max-restarts", "3"),
         env={"XDS_HEARTBEAT_SECONDS": "2"},
     )
     shared = tmp_path / "shared"

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from xds.launcher.job import Rendezvous
+from xds.launcher.ranks.local import Ending, Peers
 from xds.launcher.ranks.network import free_port
-from xds.launcher.ranks.peers import Ending, Peers
 from xds.launcher.ranks.rendezvous_store import serve
 from xds.launcher.ranks.stop import Stop
 
@@ -92,7 +92,7 @@ def test_each_start_has_a_key_of_its_own(start, tmp_path):
 
 def test_what_anybody_writes_as_a_failure_of_another_machine_is_ignored_or_escaped(monkeypatch):
     monkeypatch.delenv("XDS_RUN_KEY", raising=False)
-    monkeypatch.setattr("xds.launcher.ranks.peers._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("xds.launcher.ranks.local._POLL_SECONDS", 0.01)
     place = {"run_id": "run", "max_nodes": 2, "node_rank": 0}
     meeting, store = serve(Rendezvous("static", f"127.0.0.1:{free_port()}", **place))
     stop = Stop()

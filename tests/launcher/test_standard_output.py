@@ -33,7 +33,11 @@ COMMANDS = [
 
 def run(words, stdout):
     command = [sys.executable, "-m", "xds.launcher.cli", *words]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60)
+    # argparse ignores errors of unbuffered writes
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, env=environment
+    )
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

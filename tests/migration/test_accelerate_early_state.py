@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -68,22 +70,20 @@ def test_ranks_are_counted_again_for_an_accelerator_with_a_plugin(
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size", "rank", "was_used", "said"),
+    ("kind", "world_size", "rank", "said"),
     [
-        ("NO", "2", "0", False, "each rank alone"),
-        ("MULTI_GPU", "2", "0", False, "MULTI_GPU"),
-        ("DEEPSPEED", "2", "0", False, ""),
-        ("NO", "1", "0", False, ""),
-        ("NO", "2", "1", False, ""),
-        ("NO", "2", "0", True, ""),
-        (None, "2", "0", False, ""),
+        ("NO", "2", "0", "each rank alone"),
+        ("MULTI_GPU", "2", "0", "MULTI_GPU"),
+        ("DEEPSPEED", "2", "0", ""),
+        ("NO", "1", "0", ""),
+        ("NO", "2", "1", ""),
+        (None, "2", "0", ""),
     ],
 )
 def test_a_run_that_trained_without_deepspeed_is_told_at_its_end(
     kind: str | None,
     world_size: str,
     rank: str,
-    was_used: bool,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -91,7 +91,6 @@ def test_a_run_that_trained_without_deepspeed_is_told_at_its_end(
     state: Any = ModuleType("accelerate.state")
     shared = {} if kind is None else {"distributed_type": SimpleNamespace(name=kind)}
     state.AcceleratorState = type("AcceleratorState", (), {"_shared_state": shared})
-    monkeypatch.setattr(unused, "_used", {"engine"} if was_used else set())
     monkeypatch.setitem(sys.modules, "accelerate.state", state)
     monkeypatch.setenv("WORLD_SIZE", world_size)
     monkeypatch.setenv("RANK", rank)
@@ -99,3 +98,24 @@ def test_a_run_that_trained_without_deepspeed_is_told_at_its_end(
         unused.warn_of_unused()
     assert bool(caplog.records) is bool(said)
     assert said in caplog.text
+
+
+ENDS = """
+import sys
+from types import ModuleType, SimpleNamespace
+from xds.engine.deepspeed import stand_in
+
+stand_in.activate()
+state = sys.modules["accelerate.state"] = ModuleType("accelerate.state")
+state.AcceleratorState = SimpleNamespace(_shared_state={"distributed_type": SimpleNamespace(name="NO")})
+if sys.argv[1] == "used":
+    stand_in.engine_was_made()
+"""
+
+
+@pytest.mark.parametrize("how", ["used", "unused"])
+def test_a_run_that_made_an_engine_is_not_told(how: str) -> None:
+    environment = {**os.environ, "WORLD_SIZE": "2", "RANK": "0"}
+    command = [sys.executable, "-c", ENDS, how]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert ("each rank alone" in done.stderr) == (how == "unused")

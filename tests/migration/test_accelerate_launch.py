@@ -53,7 +53,7 @@ def test_a_plugin_that_accelerate_ignores_is_said_once(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
-    monkeypatch.setattr(accelerate, "_said", set())
+    accelerate._say_ignored.cache_clear()
     names: dict[str, Any] = {"__name__": "accelerate.accelerator"}
     exec(ACCELERATOR, names)
     with caplog.at_level(logging.WARNING, "xds"):

@@ -17,7 +17,6 @@ from xds.deepspeed.runtime.pipe.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
-from xds.engine.deepspeed.training.topology import _factored
 
 # -- topologies -------------------------------------------------------------------------------------------
 
@@ -64,13 +63,6 @@ def test_wrong_coordinates_and_axes() -> None:
         ProcessTopology(["pipe"], [2, 2])
     with pytest.raises(xds.UsageError, match="the length of axis data is 0"):
         PipeDataParallelTopology(2, 0)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "pipe", "data"), [(1, 1, 1), (2, 2, 1), (8, 4, 2), (12, 6, 2), (30, 10, 3)]
-)
-def test_no_topology_means_prime_factors_in_turn(world_size: int, pipe: int, data: int) -> None:
-    assert _factored(world_size).dims == [pipe, data]
 
 
 def _places() -> dict[str, Any]:

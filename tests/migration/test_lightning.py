@@ -95,6 +95,7 @@ def test_checkpoints_in_host_memory_are_accepted_and_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own, "_settings", own._Settings())
+    own.warning_once.cache_clear()
     checkpointing.configure(None, checkpoint_in_cpu=True)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -267,22 +267,6 @@ def test_deepspeeds_functions_equal_the_plain_ones(listed):
     output = ulysses_sp.TiledMLP.apply(lambda self, x: self(x), head, x, 3, params)
     assert_same(grads_of(output, tensors), grads_of(head(x), tensors), 2e-6)
 
-    def both(hidden, labels, factor):
-        return loss(head, hidden, labels) * factor
-
-    values, passed = {"hidden": x, "labels": y}, {"factor": 3.0}
-    for kind in ("mean", "sum"):
-        args = ("hidden", params, 0, kind)
-        tiled = ulysses_sp.sequence_tiled_compute(both, 8, 4, values, passed, *args)
-        keys = (["hidden", "labels"], ["factor"])
-        flat = ulysses_sp.SequenceTiledCompute.apply(both, 8, 4, *keys, *args, x, y, 3.0)
-        plain = 3.0 * loss(head, x, y) * (4 if kind == "sum" else 1)
-        assert torch.equal(tiled, flat)
-        found = torch.autograd.grad(tiled, tensors)
-        assert_same(found, torch.autograd.grad(plain, tensors), 1e-5)
-    with pytest.raises(xds.UsageError, match="pass the length of the sequences"):
-        ulysses_sp.sequence_tiled_compute(both, 7, 4, values, passed, "hidden")
-
 
 # -- engines ---------------------------------------------------------------------------------------------
 

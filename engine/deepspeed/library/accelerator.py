@@ -1,12 +1,11 @@
-"""`get_accelerator`: the type of device that this process uses. A script may set another one."""
+"""`get_accelerator`: the type of device that this process uses."""
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,46 +16,14 @@ from ...telemetry.timers import memory_use
 from ..errors import raises_theirs
 
 
-class DeepSpeedAccelerator(ABC):
-    """The base of every type of device. A subclass for another device defines the abstract methods.
+class _Device:
+    """What both types of device have.
 
     _name: the device type of torch. _communication_backend_name: the backend of its process groups.
     """
 
     _name = ""
     _communication_backend_name = "gloo"
-
-    @abstractmethod
-    def device_name(self, device_index: int | None = None) -> str:
-        """Such as "cuda", "cuda:1" or "cpu"."""
-
-    @abstractmethod
-    def current_device(self) -> Any:
-        """This process's device, in a form that torch takes as a device."""
-
-    @abstractmethod
-    def current_device_name(self) -> str:
-        """The name of this process's device."""
-
-    @abstractmethod
-    def device_count(self) -> int:
-        """The number of devices of this machine, one for each local rank."""
-
-    @abstractmethod
-    def is_available(self) -> bool:
-        """Whether such a device can be used."""
-
-    @abstractmethod
-    def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device."""
-
-    @abstractmethod
-    def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that are free."""
-
-    def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        """A context in which the device is current."""
-        return nullcontext()
 
     def is_synchronized_device(self) -> bool:
         """Whether an operation has ended when its call returns."""
@@ -85,25 +52,9 @@ class DeepSpeedAccelerator(ABC):
         """Whether `tensor` is on this type of device."""
         return tensor.device.type == self._name
 
-    def pin_memory(
-        self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True
-    ) -> Tensor:
-        """The tensor in page-locked memory where the device reads that faster; else the tensor itself.
-
-        Args:
-            make_copy: with the same values; else a tensor whose values are not set.
-            match_shape: False: [n] instead of the tensor's shape, where there is no copy.
-        """
-        if make_copy:
-            return self._torch_pin_memory(tensor)
-        shape = tuple(tensor.shape) if match_shape else (tensor.numel(),)
-        return self._torch_empty_pinned(tensor, shape)
-
-    def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
+    def pin_memory(self, tensor: Tensor, **unused: Any) -> Tensor:
+        """The tensor in page-locked memory where the device reads that faster; else the tensor itself."""
         return tensor
-
-    def _torch_empty_pinned(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        return tensor.new_empty(tuple(shape))
 
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.is_pinned()
@@ -172,7 +123,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 _STREAMS = ("current_stream", "default_stream")
 
 
-class CPU_Accelerator(DeepSpeedAccelerator):
+class CPU_Accelerator(_Device):
     """The CPU. Names that are not here are those of torch.cpu."""
 
     _name = "cpu"
@@ -252,7 +203,7 @@ _DTYPES = {
 }
 
 
-class CUDA_Accelerator(DeepSpeedAccelerator):
+class CUDA_Accelerator(_Device):
     """NVIDIA's and AMD's GPUs. Names that are not here are those of torch.cuda."""
 
     _name = "cuda"
@@ -288,11 +239,8 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     def is_triton_supported(self) -> bool:
         return torch.cuda.get_device_capability() >= (8, 0)
 
-    def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
+    def pin_memory(self, tensor: Tensor, **unused: Any) -> Tensor:
         return tensor.pin_memory()
-
-    def _torch_empty_pinned(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        return torch.empty(tuple(shape), dtype=tensor.dtype, pin_memory=True)
 
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         return torch.cuda.default_generators[device_index]
@@ -309,45 +257,20 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return other_name(_OLD_NAMES.get(name, name), torch.cuda)
 
 
-SUPPORTED_ACCELERATOR_LIST = ["cuda", "cpu"]
-
-ds_accelerator: DeepSpeedAccelerator | None = None  # scripts read it by this name
+SUPPORTED = ("cuda", "cpu")
 
 
 @raises_theirs
+@cache
 def get_accelerator() -> Any:
-    """The one that was set, or that of the variable DS_ACCELERATOR, or CUDA where there is a GPU, or the CPU.
+    """That of the variable DS_ACCELERATOR; else CUDA where there is a GPU, and the CPU where there is none.
 
     Raises:
         UsageError: DS_ACCELERATOR names a device that xds does not train on.
     """
-    global ds_accelerator
-    if ds_accelerator is None:
-        name = os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
-        if name not in SUPPORTED_ACCELERATOR_LIST:
-            raise UsageError(
-                f"DS_ACCELERATOR = {name!r}: xds trains on {' and '.join(SUPPORTED_ACCELERATOR_LIST)}; unset it"
-            )
-        ds_accelerator = CUDA_Accelerator() if name == "cuda" else CPU_Accelerator()
-    return ds_accelerator
-
-
-@raises_theirs
-def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
-    """Let `get_accelerator` return `accel_obj`. The engine's own device does not change.
-
-    Raises:
-        UsageError: it is not a DeepSpeedAccelerator.
-    """
-    global ds_accelerator
-    if not isinstance(accel_obj, DeepSpeedAccelerator):
+    name = os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in SUPPORTED:
         raise UsageError(
-            f"set_accelerator({type(accel_obj).__name__}): needs an object of a class that derives from "
-            "DeepSpeedAccelerator"
+            f"DS_ACCELERATOR = {name!r}: xds trains on {' and '.join(SUPPORTED)}; unset it"
         )
-    ds_accelerator = accel_obj
-
-
-def is_current_accelerator_supported() -> bool:
-    """Whether xds trains on the current type of device."""
-    return get_accelerator().device_name() in SUPPORTED_ACCELERATOR_LIST
+    return CUDA_Accelerator() if name == "cuda" else CPU_Accelerator()

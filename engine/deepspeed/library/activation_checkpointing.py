@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -17,8 +18,7 @@ from ....utils.errors import UsageError
 from ....utils.module_buffers import Buffers, modules_of
 from ...config.text import read_source
 from ..errors import methods_raise_theirs, raises_theirs
-from ..missing import placeholder
-from .log import logger
+from .log import warning_once
 
 
 def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, ...]:
@@ -137,33 +137,24 @@ def _seed(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-SECTION = "activation_checkpointing"
-# argument of configure -> (key of the section, DeepSpeed's name for the value)
+# argument of configure -> key of the config's section activation_checkpointing
 _KEYS = {
-    "partition_activations": ("partition_activations", "PARTITION_ACTIVATIONS"),
-    "contiguous_checkpointing": ("contiguous_memory_optimization", "CONTIGUOUS_CHECKPOINTING"),
-    "num_checkpoints": ("number_checkpoints", "num_layers"),
-    "checkpoint_in_cpu": ("cpu_checkpointing", "CPU_CHECKPOINT"),
-    "synchronize": ("synchronize_checkpoint_boundary", "SYNCHRONIZE"),
-    "profile": ("profile", "PROFILE_TIME"),
+    "partition_activations": "partition_activations",
+    "contiguous_checkpointing": "contiguous_memory_optimization",
+    "num_checkpoints": "number_checkpoints",
+    "checkpoint_in_cpu": "cpu_checkpointing",
+    "synchronize": "synchronize_checkpoint_boundary",
+    "profile": "profile",
 }
 
 
-@final
+@dataclass
 class _Settings:
     """What `configure` was last called with."""
 
-    def __init__(self) -> None:
-        self.is_configured = False
-        self.mpu: Any = None
-        self.values: dict[str, Any] = {name: None for name in _KEYS}
-        self.has_warned = False
-
-    def named(self, name: str) -> Any:
-        """The value by DeepSpeed's name; raises KeyError."""
-        named = {theirs: argument for argument, (_, theirs) in _KEYS.items()}
-        value = self.values[named[name]]
-        return value if name == "num_layers" else bool(value)
+    is_configured: bool = False
+    mpu: Any = None
+    in_cpu: bool = False
 
 
 _settings = _Settings()
@@ -174,9 +165,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Buffers of modules that the function calls, such as running statistics, are as after one call.
     """
-    if _settings.values["checkpoint_in_cpu"] and not _settings.has_warned:
-        _settings.has_warned = True
-        logger.warning(
+    if _settings.in_cpu:
+        warning_once(
             "checkpointing.configure(checkpoint_in_cpu=True) has no effect on checkpoints that the script "
             "calls: their inputs stay on the device; activation_checkpointing.cpu_checkpointing of the config "
             "recomputes the model's blocks, and moves theirs"
@@ -213,10 +203,14 @@ def configure(  # noqa: PLR0913 (DeepSpeed's arguments)
         "synchronize": synchronize,
         "profile": profile,
     }
-    section = {} if deepspeed_config is None else read_source(deepspeed_config)[0].get(SECTION, {})
+    section = (
+        {}
+        if deepspeed_config is None
+        else read_source(deepspeed_config)[0].get("activation_checkpointing", {})
+    )
     values = {
         name: section.get(key) if given[name] is None else given[name]
-        for name, (key, _) in _KEYS.items()
+        for name, key in _KEYS.items()
     }
     if values["contiguous_checkpointing"]:
         absent = [name for name in ("partition_activations", "num_checkpoints") if not values[name]]
@@ -226,7 +220,7 @@ def configure(  # noqa: PLR0913 (DeepSpeed's arguments)
             )
     _settings.is_configured = True
     _settings.mpu = mpu_ if mpu_ is not None else _settings.mpu
-    _settings.values = values
+    _settings.in_cpu = bool(values["checkpoint_in_cpu"])
 
 
 def is_configured() -> bool:
@@ -255,14 +249,3 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
 def _model_parallel_rank() -> int:
     return 0 if _settings.mpu is None else int(_settings.mpu.get_model_parallel_rank())
-
-
-def __getattr__(name: str) -> Any:
-    if name == "deepspeed_checkpointing_enabled":
-        return _settings.is_configured
-    if name == "mpu":
-        return _settings.mpu
-    try:
-        return _settings.named(name)
-    except KeyError:
-        return placeholder(__name__, name)

@@ -6,18 +6,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ....utils.errors import UsageError
-from ...engine import Engine
 from ...process.foreign_launcher import fill
 from ...process.process import join, local_rank, pick_device, start_group
 from ..accelerate import tell_accelerate
@@ -101,20 +98,6 @@ def get_world_group() -> dist.ProcessGroup:
     return group
 
 
-def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
-    """The global ranks of the members of `group`, in group order."""
-    return dist.get_process_group_ranks(group or get_world_group())
-
-
-@raises_theirs
-def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """A mesh of all ranks: `get_group(mesh_dim=name)` is the group of one dimension. A collective."""
-    if not dist.is_initialized():
-        raise UsageError("comm.initialize_mesh_device() before init_distributed(): call that first")
-    device = pick_device().type
-    return init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
-
-
 # -- collectives whose arguments or names differ from torch's ----------------------------------------------
 
 # torch 2.13 renamed two; the old names warn there and the new ones do not exist in 2.11
@@ -147,9 +130,6 @@ def reduce_scatter_tensor(
     return _scatter(output_tensor, tensor, op, group, async_op)
 
 
-reduce_scatter_fn = reduce_scatter_tensor
-
-
 def all_to_all_single(  # noqa: PLR0913 (DeepSpeed's arguments)
     output: Tensor,
     tensor: Tensor,
@@ -164,77 +144,6 @@ def all_to_all_single(  # noqa: PLR0913 (DeepSpeed's arguments)
     return dist.all_to_all_single(output, tensor, outputs, inputs, group, async_op)
 
 
-def all_to_all(
-    output_tensor_list: list[Tensor],
-    input_tensor_list: list[Tensor],
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    """torch's."""
-    return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
-
-
-inference_all_reduce: Callable[..., Any] = dist.all_reduce
-
-
-class _Works:
-    """Several works of one call, to wait for together."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = [work for work in works if work is not None]
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-def all_reduce_coalesced(
-    tensors: Sequence[Tensor],
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-) -> _Works | None:
-    """`all_reduce` of each tensor."""
-    works = _Works([dist.all_reduce(each, op, group, async_op=True) for each in tensors])
-    if async_op:
-        return works
-    works.wait()
-    return None
-
-
-def all_gather_coalesced(
-    output_tensors: Sequence[Tensor],
-    input_tensors: Sequence[Tensor],
-    group: Any = None,
-    async_op: bool = False,
-) -> _Works | None:
-    """`all_gather_into_tensor` of each pair."""
-    pairs = zip(output_tensors, input_tensors, strict=True)
-    works = _Works([_gather(out, each, group, True) for out, each in pairs])
-    if async_op:
-        return works
-    works.wait()
-    return None
-
-
-def _yes() -> bool:
-    """torch has it."""
-    return True
-
-
-has_reduce_scatter_tensor = has_all_gather_into_tensor = _yes
-
-
-# -- the log of the engines' collectives ------------------------------------------------------------------
-
-_engines: WeakSet[Engine] = WeakSet()
-
-
-def log_collectives_of(engine: Engine) -> None:
-    """From now on `log_summary` shows the collectives of this engine, if its config logs them."""
-    _engines.add(engine)
-
-
 @raises_theirs
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **options: Any) -> None:
     """Does nothing: an engine reads the section comms_logger of its config.
@@ -247,11 +156,3 @@ def configure(deepspeed_config: Any = None, enabled: bool | None = None, **optio
             "deepspeed.comm.configure(enabled=True): set comms_logger.enabled to true in the config, with "
             "the options prof_all, prof_ops, verbose and debug"
         )
-
-
-def log_summary(show_straggler: bool = False) -> None:
-    """Print the logs of the engines' collectives on rank 0, see `engine.comms_summary()`. A collective."""
-    for engine in list(_engines):
-        summary = engine.comms_summary(show_straggler=show_straggler)
-        if dist.get_rank() == 0:
-            print(summary)

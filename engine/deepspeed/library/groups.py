@@ -5,57 +5,58 @@ Without pipeline stages all ranks are data-parallel ranks.
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch.distributed as dist
 
 from ....utils.errors import UsageError
-from ..training.topology import PipelineParallelGrid
 from .comm import get_world_group
 
-
-@final
-class _Newest:
-    """The grid of the newest engine; none once that engine is gone."""
-
-    def __init__(self) -> None:
-        self._grid: ReferenceType[PipelineParallelGrid] | None = None
-        self.mpu: Any = None  # of `UlyssesSPAttentionHF`
-
-    def follow(self, grid: PipelineParallelGrid | None) -> None:
-        self._grid = None if grid is None else ref(grid)
-
-    def grid(self) -> PipelineParallelGrid | None:
-        return None if self._grid is None else self._grid()
+NO_SEQUENCE_RANKS = (
+    "there are no sequence ranks: pass the mpu of UlyssesSPAttentionHF.register_with_transformers to "
+    "deepspeed.initialize"
+)
 
 
-_newest = _Newest()
+_newest: list[ReferenceType[Any]] = []  # the adapter, as long as the script has it
 
 
-def follow(grid: PipelineParallelGrid | None, mpu: Any = None) -> None:
-    """From now on answer for the stages of `grid` and the sequence ranks of `mpu`; None: there are none."""
-    _newest.follow(grid)
-    _newest.mpu = mpu
+def follow(engine: Any) -> None:
+    """From now on answer for the `grid` and the `sequence_groups` of this engine."""
+    _newest[:] = [ref(engine)]
+
+
+def _sequence_groups() -> Any:
+    engine = _newest[0]() if _newest else None
+    return None if engine is None else engine.sequence_groups
+
+
+def _data_groups() -> Any:
+    """What has the groups of data ranks; None: there are no stages and no sequence ranks."""
+    engine = _newest[0]() if _newest else None
+    return None if engine is None else engine.mpu or engine.sequence_groups
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
     """The ranks with the same part of the model: all ranks, or those of one pipeline stage."""
-    grid = _newest.grid() or _newest.mpu
-    if grid is None:
+    groups = _data_groups()
+    if groups is None:
         return get_world_group()
-    found: dist.ProcessGroup = grid.get_data_parallel_group()
+    found: dist.ProcessGroup = groups.get_data_parallel_group()
     return found
 
 
 def get_data_parallel_world_size() -> int:
-    grid = _newest.grid() or _newest.mpu
-    return get_world_group().size() if grid is None else int(grid.get_data_parallel_world_size())
+    groups = _data_groups()
+    return (
+        get_world_group().size() if groups is None else int(groups.get_data_parallel_world_size())
+    )
 
 
 def get_data_parallel_rank() -> int:
-    grid = _newest.grid() or _newest.mpu
-    return get_world_group().rank() if grid is None else int(grid.get_data_parallel_rank())
+    groups = _data_groups()
+    return get_world_group().rank() if groups is None else int(groups.get_data_parallel_rank())
 
 
 def get_model_parallel_world_size() -> int:
@@ -73,21 +74,21 @@ def _get_sequence_parallel_group() -> dist.ProcessGroup:
     Raises:
         UsageError: there are none.
     """
-    if _newest.mpu is None:
-        raise UsageError(
-            "there are no sequence ranks: pass the mpu of UlyssesSPAttentionHF.register_with_transformers to "
-            "deepspeed.initialize"
-        )
-    found: dist.ProcessGroup = _newest.mpu.get_sequence_parallel_group()
+    groups = _sequence_groups()
+    if groups is None:
+        raise UsageError(NO_SEQUENCE_RANKS)
+    found: dist.ProcessGroup = groups.get_sequence_parallel_group()
     return found
 
 
 def _get_sequence_parallel_world_size() -> int:
-    return 1 if _newest.mpu is None else int(_newest.mpu.get_sequence_parallel_world_size())
+    groups = _sequence_groups()
+    return 1 if groups is None else int(groups.get_sequence_parallel_world_size())
 
 
 def _get_sequence_parallel_rank() -> int:
-    return 0 if _newest.mpu is None else int(_newest.mpu.get_sequence_parallel_rank())
+    groups = _sequence_groups()
+    return 0 if groups is None else int(groups.get_sequence_parallel_rank())
 
 
 _get_data_parallel_group = get_data_parallel_group
@@ -98,7 +99,7 @@ _get_model_parallel_world_size = get_model_parallel_world_size
 
 def _get_sequence_data_parallel_group() -> dist.ProcessGroup:
     """The ranks that share model states: data x sequence ranks."""
-    return get_data_parallel_group() if _newest.mpu is None else get_world_group()
+    return get_data_parallel_group() if _sequence_groups() is None else get_world_group()
 
 
 def _get_sequence_data_parallel_world_size() -> int:

@@ -25,9 +25,8 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 
 def _is_shown_here(record: logging.LogRecord) -> bool:
-    return (
-        not logging.getLogger().handlers
-    )  # the script has configured logging since: it shows the line
+    # a script that has configured logging since shows the line itself
+    return not logging.getLogger().handlers
 
 
 def _shown(logger: logging.Logger) -> logging.Logger:
@@ -58,29 +57,24 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
+@raises_theirs
 def set_log_level_from_string(
     log_level_str: str, custom_logger: logging.Logger | None = None
 ) -> None:
-    """Show lines from this level on: "debug", "info", "warning", "error" or "critical"."""
-    level = get_log_level_from_string(log_level_str)
-    chosen = custom_logger or logger
-    chosen.setLevel(level)
-    for handler in chosen.handlers:
-        handler.setLevel(level)
-
-
-@raises_theirs
-def get_log_level_from_string(log_level_str: str) -> int:
-    """The number of a level's name.
+    """Show lines from this level on.
 
     Raises:
         UsageError: there is no such level.
     """
-    if log_level_str.lower() not in log_levels:
+    level = log_levels.get(log_level_str.lower())
+    if level is None:
         raise UsageError(
             f"log level {log_level_str!r}: must be one of {', '.join(log_levels)}; use one of them"
         )
-    return log_levels[log_level_str.lower()]
+    chosen = custom_logger or logger
+    chosen.setLevel(level)
+    for handler in chosen.handlers:
+        handler.setLevel(level)
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader as DeepSpeedDataLoader
@@ -92,19 +92,6 @@ def is_model_parallel_parameter(p: Any) -> bool:
     return any(
         bool(getattr(p, name, False)) for name in ("model_parallel", "tensor_model_parallel")
     )
-
-
-def get_scalar_param(param_dict: Any, param_name: str, param_default_value: Any) -> Any:
-    """The value of a key, or the default."""
-    return param_dict.get(param_name, param_default_value)
-
-
-@final
-class DummyOptim:
-    """Parameters as the one group of an optimizer that does nothing."""
-
-    def __init__(self, params: Any) -> None:
-        self.param_groups = [{"params": params}]
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
@@ -269,11 +256,6 @@ class OnDevice:
 def is_moe_param(param: Tensor) -> bool:
     """DeepSpeed's mark of a parameter that not all data ranks share: `param.allreduce = False`."""
     return not getattr(param, "allreduce", True)
-
-
-def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """(False, 0): DeepSpeed's layers of experts cannot be built here."""
-    return False, 0
 
 
 @raises_theirs

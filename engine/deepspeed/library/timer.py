@@ -11,7 +11,6 @@ from typing import Any, final
 
 import torch
 
-from ....ops.comm.bandwidth import trimmed_mean
 from ....ops.comm.message_log import Clock, HostClock, clock_of
 from ....utils.errors import UsageError
 from ...process.process import pick_device
@@ -61,10 +60,6 @@ class NamedTimer:
         self.started_ = False
         start, end = self._start, self._clock.now()
         self._spans.append(lambda: self._clock.milliseconds(start, end))
-
-    def add(self, milliseconds: float) -> None:
-        """Count a time that something else has measured."""
-        self._spans.append(lambda: milliseconds)
 
     def reset(self) -> None:
         """Forget all times."""
@@ -237,13 +232,3 @@ class ThroughputTimer:
             f"RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, CurrSamplesPerSec={speed}, "
             f"MemAllocated={use.now_bytes / GIB:.2f}GB, MaxMemAllocated={use.peak_bytes / GIB:.2f}GB"
         )
-
-
-def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean without the least and the greatest part of the values; 0 of none.
-
-    trim_percent: the part that is left out at each end, 0 to 1.
-    """
-    if not 0 <= trim_percent <= 1:
-        raise UsageError(f"trim_percent = {trim_percent}: must be between 0 and 1")
-    return trimmed_mean(data, trim_percent)

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.zero.stage_1_and_2`: memory estimates for stage 2, with xds's formulas (py)."""
+"""Estimates of memory for stages 2 and 3 from a model alone. `xds plan` builds what runs, and is exact."""
 
 from __future__ import annotations
 
@@ -78,14 +78,12 @@ def measure(model: nn.Module) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-def table(stage: int, sizes: tuple[int, int], nodes: tuple[int, int], factor: float) -> str:
-    """The text that the `_all_live` and `_all_cold` functions print.
+def table(stage: int, model: nn.Module, nodes: tuple[int, int], factor: float) -> str:
+    """The text that the functions print.
 
-    Args:
-        sizes: elements of the model, and of its largest unit.
-        nodes: ranks per node, and number of nodes.
+    nodes: ranks per node, and number of nodes.
     """
-    numel, largest = sizes
+    numel, largest = measure(model)
     per_node, num_nodes = nodes
     lines = [
         "Estimated memory for parameters, gradients and optimizer state, Adam in 16 bits:",
@@ -108,37 +106,6 @@ def _words(offload: Offload) -> str:
     return ", optimizer on the host" if offload.optimizer else ""
 
 
-def estimate_zero3_model_states_mem_needs(  # noqa: PLR0913 (DeepSpeed's arguments)
-    total_params: int,
-    largest_layer_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    cpu_offload: bool = True,
-    cpu_offload_params: bool = True,
-    zero_init: bool = True,
-    additional_buffer_factor: float = 1.5,
-) -> tuple[int, int, int]:
-    """(bytes of a machine's host memory, of a rank's device memory, of its units in flight).
-
-    The device memory includes the units in flight. As in DeepSpeed, parameters are offloaded only together
-    with the optimizer.
-    """
-    world_size = num_gpus_per_node * num_nodes
-    offload = Offload(cpu_offload, cpu_offload and cpu_offload_params)
-    return (
-        host_bytes(
-            total_params,
-            largest_layer_params,
-            (num_gpus_per_node, num_nodes),
-            additional_buffer_factor,
-            zero_init,
-            offload,
-        ),
-        rank_bytes(3, world_size, total_params, largest_layer_params, offload),
-        PARAM_BYTES * UNITS_IN_FLIGHT[3] * largest_layer_params,
-    )
-
-
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module,
     num_gpus_per_node: int = 1,
@@ -146,36 +113,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the estimate for `model`, which may be on the meta device."""
-    sizes = measure(model)
-    nodes = (num_gpus_per_node, num_nodes)
-    print(table(3, sizes, nodes, additional_buffer_factor))
-
-
-def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int,
-    largest_layer_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-) -> None:
-    """Print the estimate for these numbers of elements."""
-    sizes, nodes = (total_params, largest_layer_params), (num_gpus_per_node, num_nodes)
-    print(table(3, sizes, nodes, additional_buffer_factor))
-
-
-def estimate_zero2_model_states_mem_needs(
-    total_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    cpu_offload: bool = True,
-    additional_buffer_factor: float = 1.5,
-) -> tuple[int, int]:
-    """(bytes of a machine's host memory, of a rank's device memory), without those of the largest unit."""
-    nodes, offload = (num_gpus_per_node, num_nodes), Offload(cpu_offload)
-    return (
-        host_bytes(total_params, 0, nodes, additional_buffer_factor, False, offload),
-        rank_bytes(2, num_gpus_per_node * num_nodes, total_params, 0, offload),
-    )
+    print(table(3, model, (num_gpus_per_node, num_nodes), additional_buffer_factor))
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -185,17 +123,4 @@ def estimate_zero2_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the estimate for `model`, which may be on the meta device."""
-    sizes = measure(model)
-    nodes = (num_gpus_per_node, num_nodes)
-    print(table(2, sizes, nodes, additional_buffer_factor))
-
-
-def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-) -> None:
-    """Print the estimate for this number of elements."""
-    sizes, nodes = (total_params, 0), (num_gpus_per_node, num_nodes)
-    print(table(2, sizes, nodes, additional_buffer_factor))
+    print(table(2, model, (num_gpus_per_node, num_nodes), additional_buffer_factor))

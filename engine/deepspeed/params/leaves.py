@@ -63,12 +63,10 @@ def set_z3_leaf_modules(
     return list(found.values())
 
 
-def _mark(model: nn.Module, found: dict[str, nn.Module], *, flag: bool = True) -> None:
+def _mark(model: nn.Module, found: dict[str, nn.Module]) -> None:
     """Mark modules, by name. A warning names those that the engine would cut into several units."""
     for module in found.values():
-        setattr(module, MARK, flag)
-    if not flag:
-        return
+        setattr(module, MARK, True)
     blocks = [name for name, _ in found_blocks(model)]
     cut = [name for name in found if any(block.startswith(f"{name}.") for block in blocks)]
     if cut:

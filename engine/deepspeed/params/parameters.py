@@ -113,7 +113,7 @@ class OwnSlice(Tensor):
 
     @property
     def data(self) -> Tensor:
-        return self._read()
+        return self  # so `ds_tensor.data.copy_(...)` writes too
 
     @data.setter
     def data(self, value: Tensor) -> None:

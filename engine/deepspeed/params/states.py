@@ -11,7 +11,7 @@ All are collectives: all ranks call them with the same parameter, in the same or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -96,21 +96,6 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     """`xds.zero.set_full_optimizer_state`; nothing if the parameter is frozen."""
     if find_owner(param) is None or _has_states(param):
         full.set_full_optimizer_state(param, value, optim_state_key)
-
-
-@raises_theirs
-def safe_update_full_grad_vectorized(
-    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
-) -> None:
-    """Set each gradient to `update_func(gradient, parameter)`, parameter by parameter.
-
-    Frozen parameters, and those without a gradient, are left out. `update_func` returns equal values on all
-    ranks.
-    """
-    for param in param_list:
-        grad = safe_get_full_grad(param)
-        if grad is not None:
-            safe_set_full_grad(param, update_func(grad, param))
 
 
 # -- a rank's own slice -------------------------------------------------------------------------------------

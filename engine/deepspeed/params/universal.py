@@ -16,10 +16,7 @@ from ...checkpoint.imports.deepspeed import is_deepspeed
 from ...checkpoint.imports.importing import DEEPSPEED, import_checkpoint
 from ...checkpoint.io.folders import MANIFEST
 from ..errors import raises_theirs
-
-LATEST_UNIVERSAL = (
-    "latest_universal"  # `load_checkpoint` reads it where checkpoint.load_universal is set
-)
+from ..training.checkpoints import LATEST_UNIVERSAL
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -20,6 +20,7 @@ from ....zero.access.gathered import LostEdit
 from ....zero.access.owners import Owner, find_owner
 from ...config.config import Config, parse_config
 from ...config.text import read_source
+from ...model.policies import compute_dtype
 from ...model.zero_init import Init as XdsInit
 from ..errors import methods_raise_theirs
 from ..library.log import logger
@@ -109,15 +110,14 @@ class Init:
         if data_parallel_group is None and mpu is not None:
             data_parallel_group = mpu.get_data_parallel_group()
         source = _without_auto(config_dict_or_path if config_dict_or_path is not None else config)
-        self._dtype = dtype or _dtype_of(source)
+        self._dtype = dtype or (None if source is None else compute_dtype(parse_config(source)))
         self._hook: Any = None
         self._built: list[nn.Parameter] = []
         self._init = XdsInit(
             source, module=module, dtype=self._dtype, enabled=enabled, group=data_parallel_group
         )
-        refusal = _contradicting_single_rank_pg_error(1, data_parallel_group)
-        if self._stays_whole and refusal is not None:
-            raise UsageError(refusal)
+        if self._stays_whole and data_parallel_group is None:
+            _refuse_one_rank_of_several()
         answer_for([self._init.store])
         refuse_edits(source, [self._init.store])
         if module is not None and self._stays_whole:
@@ -201,14 +201,6 @@ def _listed(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def _dtype_of(source: Any) -> torch.dtype | None:
-    """The 16 bits in which this config trains; None for fp32."""
-    if source is None:
-        return None
-    config = parse_config(source)
-    return torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
-
-
 def _check(remote_device: str | None, others: Mapping[str, Any]) -> None:
     if remote_device == "nvme":
         raise UsageError(
@@ -227,21 +219,15 @@ def _check(remote_device: str | None, others: Mapping[str, Any]) -> None:
         )
 
 
-def _contradicting_single_rank_pg_error(
-    dp_world_size: int, explicit_process_group: Any, env: Mapping[str, str] | None = None
-) -> str | None:
-    """What is wrong where one rank would have the whole model though the launcher started several ones."""
-    try:
-        launched = int((os.environ if env is None else env).get("WORLD_SIZE") or 1)
-    except (TypeError, ValueError):
-        return None
-    if dp_world_size != 1 or explicit_process_group is not None or launched <= 1:
-        return None
-    return (
-        f"zero.Init: its process group has one rank, but the launcher says WORLD_SIZE={launched}, so every "
-        "rank would have the whole model; call deepspeed.init_distributed() before the first process group "
-        "is made, or pass data_parallel_group where one rank is what you want"
-    )
+def _refuse_one_rank_of_several() -> None:
+    """Raise where this rank would have the whole model though the launcher started several."""
+    launched = os.environ.get("WORLD_SIZE", "")
+    if launched.isdecimal() and int(launched) > 1:
+        raise UsageError(
+            f"zero.Init: its process group has one rank, but the launcher says WORLD_SIZE={launched}, so "
+            "every rank would have the whole model; call deepspeed.init_distributed() before the first process "
+            "group is made, or pass data_parallel_group where one rank is what you want"
+        )
 
 
 def _without_auto(source: Any) -> Any:

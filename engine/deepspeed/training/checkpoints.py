@@ -11,6 +11,7 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,7 @@ def _clone(item: Any, device: torch.device, made: dict[int, Tensor]) -> Any:
         return made[id(item)]
     if isinstance(item, dict):
         return type(item)((key, _clone(value, device, made)) for key, value in item.items())
-    if isinstance(item, tuple) and hasattr(
-        item, "_fields"
-    ):  # a named tuple takes its values one by one
+    if isinstance(item, tuple) and hasattr(item, "_fields"):  # it takes its values one by one
         return type(item)(*(_clone(value, device, made) for value in item))
     if isinstance(item, list | tuple):
         return type(item)(_clone(value, device, made) for value in item)
@@ -112,24 +111,7 @@ if __name__ == "__main__":
 '''
 
 
-def write_recovery_scripts(folder: Path) -> None:
-    """Write the script into `folder`, unless it is there."""
-    path = folder / "zero_to_fp32.py"
-    if not path.is_file() or path.read_text() != _TO_FP32:
-        path.write_text(_TO_FP32)
-        make_executable(path)
-
-
-def make_executable(path: Path) -> OSError | None:
-    """Let the owner run `path`. Returns the error where that cannot be, as on some file shares."""
-    try:
-        path.chmod(os.stat(path).st_mode | stat.S_IEXEC)
-    except OSError as error:
-        return error
-    return None
-
-
-LATEST_UNIVERSAL = "latest_universal"
+LATEST_UNIVERSAL = "latest_universal"  # read where checkpoint.load_universal is set
 CustomLoad = Callable[..., Any]  # called with src=, the state dict, and dst=, the module
 
 
@@ -173,14 +155,19 @@ class Checkpoints(ABC):
         own = Path(get_model_ckpt_name_for_rank(save_dir / tag, "00"))
         try:
             own.unlink(missing_ok=True)  # that of an earlier save under this tag
-            write_recovery_scripts(save_dir)
+            self._copy_recovery_script(save_dir)
             if self._has_whole_weights():
                 _save_whole(self._model_state(client_state, exclude_frozen), own)
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # torch's writer raises RuntimeError on a full disk
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError on a full disk
             logger.warning("the checkpoint %s is complete, but not %s: %s", tag, own.name, error)
+
+    def _copy_recovery_script(self, save_path: str | Path) -> None:
+        """Write zero_to_fp32.py into the folder, unless it is there. Some scripts replace this method."""
+        path = Path(save_path) / "zero_to_fp32.py"
+        if not path.is_file() or path.read_text() != _TO_FP32:
+            path.write_text(_TO_FP32)
+            with suppress(OSError):  # some file shares have no such mode
+                path.chmod(path.stat().st_mode | stat.S_IEXEC)
 
     def _has_whole_weights(self) -> bool:
         engine = self._engine

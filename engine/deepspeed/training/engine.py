@@ -16,9 +16,11 @@ from ....utils.errors import UsageError
 from ....zero.access.owners import find_owner
 from ...data.loaders import build_loader
 from ...engine import Engine
+from ...model.policies import DTYPES, compute_dtype
 from ..config import GivenConfig
+from ..constants import ROUTE_TRAIN
 from ..errors import methods_raise_theirs, raises_theirs
-from ..library.profiler import FlopsProfiler
+from ..library.groups import NO_SEQUENCE_RANKS
 from ..missing import refuse_method
 from ..params.zero import refuse_edits
 from .as_module import AsModule
@@ -27,7 +29,6 @@ from .grads import OnlyInfers, ShownGrads, UnusedParams
 from .optimizer import norm_of_last_step, optimizer_of
 from .values import Values
 
-ROUTE_TRAIN = "train"
 NO_OWN_REDUCTION = (
     "engine.enable_backward_allreduce = False: gradients are reduced by the engine alone; leave it True, and "
     "put reductions off with `with engine.no_sync():`"
@@ -47,19 +48,16 @@ class EngineAdapter(Values, Checkpoints, AsModule):
     _shown_grads: ShownGrads
     _unused: UnusedParams
     _optimizer: Any
+    sequence_groups: Any
     _collate_fn: Callable[[list[Any]], Any] | None
 
     def __init__(self, engine: Engine, collate_fn: Callable[[list[Any]], Any] | None) -> None:
         optimizer = optimizer_of(engine)
         # not by assignment: __setattr__ sets attributes of the engine
         self.__dict__.update(_engine=engine, _optimizer=optimizer, _collate_fn=collate_fn)
-        self.__dict__.update(_only_infers=OnlyInfers())
+        self.__dict__.update(_only_infers=OnlyInfers(), sequence_groups=None)
         self.__dict__.update(_shown_grads=ShownGrads(engine), _unused=UnusedParams(engine, {}))
         engine.let_torch_calls_go_to(self)
-        profiler = engine.config.flops_profiler
-        if profiler.enabled:
-            own = FlopsProfiler.of_engine(self, profiler.recompute_fwd_factor)
-            self.__dict__["flops_profiler"] = own
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_engine", "_optimizer", "_collate_fn"):  # before __init__ has set them
@@ -80,9 +78,8 @@ class EngineAdapter(Values, Checkpoints, AsModule):
         if name == "enable_backward_allreduce" and not value:
             raise UsageError(NO_OWN_REDUCTION)
         is_method = isinstance(getattr(type(self), name, None), FunctionType)
-        if (
-            is_method or "_engine" not in self.__dict__
-        ):  # a script replaces a method, or made no engine
+        # a script replaces a method, or made no engine
+        if is_method or "_engine" not in self.__dict__:
             self.__dict__[name] = value
         else:
             setattr(self._engine, name, value)
@@ -109,8 +106,12 @@ class EngineAdapter(Values, Checkpoints, AsModule):
         given: GivenConfig = self.__dict__.get("_given_config") or GivenConfig(checked, checked)
         return given
 
-    def keep_given_config(self, source: Any, only_infers: OnlyInfers) -> None:
-        """Let `config` show what `initialize` got, and forwards run under `only_infers`."""
+    def keep_given(self, source: Any, only_infers: OnlyInfers, sequence_groups: Any) -> None:
+        """Let `config` show what `initialize` got, and forwards run under `only_infers`.
+
+        sequence_groups: the mpu of the sequence ranks; None: there are none.
+        """
+        self.__dict__["sequence_groups"] = sequence_groups
         self.__dict__["_only_infers"] = only_infers
         refuse_edits(source, (find_owner(param) for param in self._engine.module.parameters()))
         given = self.__dict__["_given_config"] = GivenConfig(source, self._engine.config)
@@ -249,14 +250,9 @@ class EngineAdapter(Values, Checkpoints, AsModule):
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of parameters, dtype of accumulated gradients)."""
         config = self._engine.config
-        compute = torch.float32
-        if config.fp16.enabled:
-            compute = torch.float16
-        elif config.bf16.enabled:
-            compute = torch.bfloat16
-        named = {"fp16": torch.float16, "bf16": torch.bfloat16}
         # gradients of 16-bit parameters are summed in fp32 unless the config sets another dtype
-        return compute, named.get(config.data_types.grad_accum_dtype or "fp32", torch.float32)
+        summed = DTYPES[config.data_types.grad_accum_dtype or "fp32"]
+        return compute_dtype(config) or torch.float32, summed
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """False only where the config says so. Where it says nothing, weights are gathered."""
@@ -290,18 +286,18 @@ class EngineAdapter(Values, Checkpoints, AsModule):
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks with other samples; those that share a sequence have the same ones."""
-        from ..library import groups as groups
-
-        if groups._get_sequence_parallel_world_size() > 1:
-            return groups.get_data_parallel_group()
-        return self._engine.data_group
+        if self.sequence_groups is None:
+            return self._engine.data_group
+        found: dist.ProcessGroup = self.sequence_groups.get_data_parallel_group()
+        return found
 
     @property
     def seq_parallel_group(self) -> dist.ProcessGroup:
         """The ranks that share a sequence, by `initialize(mpu=)` or `initialize(mesh_param=)`."""
-        from ..library import groups as groups
-
-        return groups._get_sequence_parallel_group()
+        if self.sequence_groups is None:
+            raise UsageError(NO_SEQUENCE_RANKS)
+        found: dist.ProcessGroup = self.sequence_groups.get_sequence_parallel_group()
+        return found
 
     def get_data_parallel_rank(self) -> int:
         return self._engine.dp_rank

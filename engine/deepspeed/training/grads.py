@@ -1,8 +1,4 @@
-"""An engine without an optimizer: its parameters are frozen while `initialize` and its forwards run.
-
-In between they keep `requires_grad`. TRL makes such an engine for the model that it trains afterwards, and the
-optimizer of the training takes the parameters that have it.
-"""
+"""What scripts see of gradients: `param.grad` at stage 0, unused parameters, an engine without an optimizer."""
 
 from __future__ import annotations
 
@@ -39,12 +35,7 @@ class ShownGrads:
             owner = find_owner(param)
             if param.requires_grad and owner is not None and owner.trains(param):
                 self._show_one(param, owner)
-        for (
-            param,
-            _,
-            grad,
-            _,
-        ) in self._shown:  # not earlier: the engine refuses unknown ones as it sums
+        for param, _, grad, _ in self._shown:  # not earlier: the engine refuses unknown ones
             param.grad = grad
         self._allow()
 
@@ -128,9 +119,8 @@ class UnusedParams:
             and engine.zero_optimization_stage() in (1, 2)
             and engine.config.zero_optimization.offload_optimizer.device != "none"
         )
-        self._absent: list[nn.Parameter] | None = (
-            None  # None: no backward of the engine since the last step
-        )
+        # None: no backward of the engine since the last step
+        self._absent: list[nn.Parameter] | None = None
 
     def after_backward(self) -> None:
         """Take note of the gradients of `engine.backward`."""
@@ -162,7 +152,11 @@ class UnusedParams:
 
 @final
 class OnlyInfers:
-    """A context in which parameters need no gradient. It may be entered again."""
+    """A context without gradients of parameters: `initialize` and forwards of an engine without an optimizer.
+
+    It may be entered again. In between the parameters keep `requires_grad`: TRL makes such an engine for the
+    model that it trains afterwards, and the optimizer of the training takes the parameters that have it.
+    """
 
     def __init__(self, params: Iterable[nn.Parameter] = ()) -> None:
         self._params = [param for param in params if param.requires_grad]

@@ -12,7 +12,7 @@ These lists have this rank's part of the fp32 values, one flat tensor for each g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -21,11 +21,121 @@ from torch import Tensor
 
 from ....utils.errors import UsageError
 from ...engine import Engine
+from ...model.policies import compute_dtype
+from ...optim.loss_scale import DynamicScale
+from ..constants import BASE_OPTIMIZER_STATE, FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 from ..errors import methods_raise_theirs
 from ..library.ops import FusedAdam
 from ..missing import refuse_method
 from ..params.parameters import DeepSpeedZeRoOffload
-from .loss_scaler import SCALE_FACTOR, LossScalerBase
+
+# -- loss scales: `deepspeed.runtime.fp16.loss_scaler`, for loops of scripts, and an engine's as scripts read it
+
+SCALE_FACTOR = 2.0
+
+
+class LossScalerBase:
+    """A factor on the loss, `loss_scale`."""
+
+    dynamic = False
+
+    def __init__(self, cur_scale: float) -> None:
+        self.cur_scale = cur_scale
+
+    @property
+    def loss_scale(self) -> float:
+        return self.cur_scale
+
+    def scale_gradient(
+        self, module: Any, grad_in: Iterable[Tensor], grad_out: Any
+    ) -> tuple[Tensor, ...]:
+        return tuple(self.loss_scale * one for one in grad_in)
+
+    def update_scale(self, overflow: bool) -> None:
+        """Take note of a step."""
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * self.loss_scale
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        self.scale_loss(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+
+@final
+class LossScaler(LossScalerBase):
+    """A factor that stays."""
+
+    def __init__(self, scale: float = 1) -> None:
+        super().__init__(scale)
+
+    def has_overflow(self, params: Any) -> bool:
+        return False
+
+
+@final
+class DynamicLossScaler(LossScalerBase):
+    """Halves after an overflow, doubles after `scale_window` steps without one: the engine's rule.
+
+    Args:
+        delayed_shift: the overflow that halves, counted from 1.
+        consecutive_hysteresis: a step without overflow restarts the count.
+        raise_error_at_min_scale: an overflow at `min_scale` raises; else the scale stays.
+    """
+
+    dynamic = True
+
+    def __init__(
+        self,
+        init_scale: float,
+        scale_window: int,
+        min_scale: float,
+        delayed_shift: int,
+        consecutive_hysteresis: bool,
+        raise_error_at_min_scale: bool = True,
+        dtype: torch.dtype = torch.half,
+    ) -> None:
+        super().__init__(init_scale)
+        self._rule = DynamicScale(
+            init_scale,
+            scale_window,
+            delayed_shift,
+            consecutive=consecutive_hysteresis,
+            minimum=min_scale,
+        )
+        self.scale_factor = SCALE_FACTOR
+        self.scale_window = scale_window
+        self.min_scale = min_scale
+        self.delayed_shift = delayed_shift
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self.raise_error_at_min_scale = raise_error_at_min_scale
+        self.dtype = dtype
+        self._read()
+
+    def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
+        """Some gradient is not finite."""
+        return any(
+            one.grad is not None and not bool(torch.isfinite(one.grad).all()) for one in params
+        )
+
+    def update_scale(self, overflow: bool) -> None:
+        at_end = self.cur_scale <= self.min_scale and self.cur_hysteresis <= 1
+        if overflow and at_end and not self.raise_error_at_min_scale:
+            state = {
+                **self._rule.state_dict(),
+                "last_overflow": self.cur_iter,
+                "step": self.cur_iter + 1,
+            }
+            self._rule.load_state_dict(state)
+        else:
+            self._rule.after_step(overflow=overflow)
+        self._read()
+
+    def _read(self) -> None:
+        state = self._rule.state_dict()
+        self.cur_scale = state["value"]
+        self.cur_iter, self.last_overflow_iter = int(state["step"]), int(state["last_overflow"])
+        self.cur_hysteresis = int(state["left"])
+
 
 # name -> key of the state of the engine's dynamic scale
 _STATE = {"cur_iter": "step", "last_overflow_iter": "last_overflow", "cur_hysteresis": "left"}
@@ -74,10 +184,8 @@ def norm_of_last_step(engine: Engine) -> float | None:
     return math.inf if norm is not None and math.isnan(norm) else norm
 
 
-MODES = (
-    "train",
-    "eval",
-)  # of optimizers without a schedule, which evaluate other values than they train
+# of optimizers without a schedule, which evaluate other values than they train
+MODES = ("train", "eval")
 
 
 class DeepSpeedOptimizer:
@@ -105,9 +213,6 @@ class DeepSpeedOptimizer:
     @property
     def loss_scaler(self) -> RunningScaler:
         """The scale and its state, always those of now."""
-        return self._scaler()
-
-    def _scaler(self) -> RunningScaler:
         kept: RunningScaler | None = self.__dict__.get("_kept_scaler")
         if kept is None:
             kept = self.__dict__["_kept_scaler"] = RunningScaler(self._engine)
@@ -116,8 +221,7 @@ class DeepSpeedOptimizer:
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale is adjusted automatically."""
-        fp16 = self._engine.config.fp16
-        return bool(fp16.enabled and not fp16.loss_scale)
+        return self.loss_scaler.dynamic
 
     @property
     def custom_loss_scaler(self) -> bool:
@@ -126,9 +230,7 @@ class DeepSpeedOptimizer:
     @property
     def low_precision_dtype(self) -> torch.dtype:
         """The dtype of the parameters in forward and backward."""
-        config = self._engine.config
-        half = torch.float16 if config.fp16.enabled else torch.bfloat16
-        return half if config.fp16.enabled or config.bf16.enabled else torch.float32
+        return compute_dtype(self._engine.config) or torch.float32
 
     @property
     def optimizer(self) -> Any:
@@ -165,7 +267,6 @@ class DeepSpeedOptimizer:
 
 
 _REMEDY = "engine.load_checkpoint takes states of any number of ranks"
-OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE = "optimizer_state_dict", "base_optimizer_state"
 _STATES_NAMES = (OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE)
 
 
@@ -279,7 +380,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 (DeepSpeed's n
     masters_name = "fp32_partitioned_groups_flat"
 
     def _saved_name(self) -> str:
-        return "fp32_flat_groups"
+        return FP32_FLAT_GROUPS
 
     @property
     def parameter_offload(self) -> DeepSpeedZeRoOffload:

@@ -19,6 +19,7 @@ from ...engine import Engine
 from ...telemetry.timers import memory_use
 from ..errors import raises_theirs
 from ..library.log import log_dist
+from ..missing import placeholder
 from .engine import DeepSpeedEngine, EngineAdapter
 from .topology import PipeDataParallelTopology, PipelineParallelGrid, topology_of
 
@@ -35,6 +36,8 @@ class PipelineEngine(EngineAdapter):
         total_loss: the sum of the losses of its micro-batches, averaged over data ranks, on ranks with the last
             stage; None on others. DeepSpeed's is the sum of one data rank.
     """
+
+    _INSTRUCTION_MAP = placeholder("runtime.pipe.engine", "_INSTRUCTION_MAP")
 
     def __init__(self, engine: Engine, collate_fn: Callable[[list[Any]], Any] | None) -> None:
         super().__init__(engine, collate_fn)
@@ -182,8 +185,6 @@ def _grid_of(engine: Engine) -> PipelineParallelGrid:
 class _Asked(module.PipelineModule, ABC):
     """The questions. This rank's layers are known where the constructor built them, see `num_stages`."""
 
-    is_checkpointable_results: list[bool] = []  # noqa: RUF012 (replaced, never changed)
-
     @property
     def global_rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
@@ -240,27 +241,12 @@ class _Asked(module.PipelineModule, ABC):
         """None: that of the config."""
         return self.num_stages
 
-    def get_additional_losses(self) -> None:
-        """Nothing: a class of the script may return a dict of losses to log."""
-        return
-
     @raises_theirs
     def set_checkpoint_interval(self, interval: int) -> None:
         """Recompute so many layers together in backward, from the next forward on; 0: none."""
         if interval < 0:
             raise UsageError(f"set_checkpoint_interval({interval}): must be 0 or more layers")
         self.activation_checkpoint_interval = interval
-        self._precompute_checkpointable_values()
-
-    def _precompute_checkpointable_values(self) -> None:
-        """Set `is_checkpointable_results`: whether each group of layers is recomputed."""
-        interval = self.activation_checkpoint_interval
-        if interval > 0 and self.built:
-            self.is_checkpointable_results = [
-                self._is_recomputed(first, min(first + interval, stop))
-                for start, stop in self._own_stages()
-                for first in range(start, stop, interval)
-            ]
 
     def _own_stages(self) -> list[tuple[int, int]]:
         """(first layer, end) of each stage of this rank."""
@@ -279,3 +265,72 @@ class PipelineModule(_Asked):
 
 class DualPipeVModule(_Asked, module.DualPipeVModule):
     """`xds.pipe.DualPipeVModule`, and DeepSpeed's questions."""
+
+
+# -- deepspeed.runtime.pipe.schedule: the instructions as plain data ---------------------------------------
+# The engine of xds runs tables. The lists of instructions (`TrainSchedule` and others) are refused.
+
+
+class PipeInstruction:
+    """One command for one stage; keyword arguments become attributes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.name = type(self).__name__
+        self.kwargs = kwargs
+        vars(self).update(kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.kwargs.items())})"
+
+
+class BufferOpInstruction(PipeInstruction):
+    """A command that uses the buffer `buffer_id` of its stage."""
+
+    buffer_id: int
+
+    def __init__(self, buffer_id: int, **kwargs: Any) -> None:
+        super().__init__(buffer_id=buffer_id, **kwargs)
+
+
+class OptimizerStep(PipeInstruction):
+    """Update the parameters, after all gradients are reduced."""
+
+
+class ReduceGrads(PipeInstruction):
+    """Reduce the gradients over the data ranks of the stage."""
+
+
+class ReduceTiedGrads(PipeInstruction):
+    """Reduce the gradients of weights that several stages share."""
+
+
+class CommitP2P(PipeInstruction):
+    """Start the messages since the last one as a batch, and wait for them."""
+
+
+class LoadMicroBatch(BufferOpInstruction):
+    """Load a micro-batch into a buffer: inputs on the first stage, labels on the last."""
+
+
+class ForwardPass(BufferOpInstruction):
+    """Run the stage's layers."""
+
+
+class BackwardPass(BufferOpInstruction):
+    """Run backward of the stage's layers."""
+
+
+class SendActivation(BufferOpInstruction):
+    """Send outputs to the next stage."""
+
+
+class RecvActivation(BufferOpInstruction):
+    """Receive inputs from the stage before."""
+
+
+class SendGrad(BufferOpInstruction):
+    """Send the gradient of the inputs to the stage before."""
+
+
+class RecvGrad(BufferOpInstruction):
+    """Receive the gradient of the outputs from the next stage."""

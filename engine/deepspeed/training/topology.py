@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from itertools import product
-from math import prod
 from typing import Any, final
 
 import torch.distributed as dist
@@ -145,8 +144,7 @@ class PipelineParallelGrid:
     """A rank's place on the axes pipe, data and model, with DeepSpeed's names.
 
     Args:
-        topology: the axes "pipe" and "data", and perhaps "model". None: the prime factors of the number of
-            ranks are given to pipe and data in turn, as in DeepSpeed.
+        topology: the axes "pipe" and "data", and perhaps "model".
         process_group: all ranks; None: the default group.
         known: groups that exist already, by their ranks; they are used instead of new ones.
 
@@ -158,7 +156,7 @@ class PipelineParallelGrid:
 
     def __init__(
         self,
-        topology: ProcessTopology | None = None,
+        topology: ProcessTopology,
         process_group: dist.ProcessGroup | None = None,
         known: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
     ) -> None:
@@ -168,7 +166,7 @@ class PipelineParallelGrid:
             )
         self.global_rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
-        self._topo = topology if topology is not None else _factored(self.world_size)
+        self._topo = topology
         if self._topo.world_size() != self.world_size:
             raise UsageError(
                 f"PipelineParallelGrid: the topology has {self._topo.world_size()} ranks and the process group "
@@ -191,11 +189,6 @@ class PipelineParallelGrid:
         self.dp_group = list(self._ranks("data"))
         self.pp_group = list(self._ranks("pipe"))
         self.slice_group = list(self._ranks("model"))
-        self.p2p_groups = [
-            [group[at], group[(at + 1) % len(group)]]
-            for group in self._topo.get_axis_comm_lists("pipe")
-            for at in range(len(group))
-        ]
 
     def topology(self) -> ProcessTopology:
         """The topology of all ranks."""
@@ -264,10 +257,6 @@ class PipelineParallelGrid:
     def get_slice_parallel_group(self) -> dist.ProcessGroup:
         return self._group("model")
 
-    def _is_grid_valid(self) -> bool:
-        """The topology has as many ranks as there are."""
-        return self._topo.world_size() == self.world_size
-
     def _at(self, axis: str) -> int:
         return int(getattr(self._place, axis, 0))
 
@@ -283,26 +272,3 @@ class PipelineParallelGrid:
             found = dist.new_group(list(ranks), use_local_synchronization=True)
             self._groups[ranks] = found
         return found
-
-
-def prime_factors(number: int) -> list[int]:
-    """The prime factors of a positive number, ascending.
-
-    Raises:
-        ValueError: the number is not positive.
-    """
-    if number <= 0:
-        raise ValueError(f"prime_factors({number}): the number must be positive")
-    factors, prime = [], 2
-    while number > 1:
-        while number % prime:
-            prime += 1
-        factors.append(prime)
-        number //= prime
-    return factors
-
-
-def _factored(world_size: int) -> PipeDataParallelTopology:
-    """The prime factors of `world_size`, ascending, given to pipe and data in turn."""
-    factors = prime_factors(world_size)
-    return PipeDataParallelTopology(num_pp=prod(factors[::2]), num_dp=prod(factors[1::2]))

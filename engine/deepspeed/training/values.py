@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...config.config import Config
 from ...config.text import read_source
+from ...model.policies import compute_dtype
 from ..config import DeepSpeedConfig, DtypeEnum
 from ..library.log import set_log_level_from_string
 
@@ -179,13 +180,8 @@ class Values:
     @property
     def communication_data_type(self) -> torch.dtype:
         """The config's dtype of collectives; else the dtype of parameters, as in DeepSpeed."""
-        config = self._config
-        given: torch.dtype | None = config.communication_data_type
-        if given is not None:
-            return given
-        if config.fp16_enabled:
-            return torch.float16
-        return torch.bfloat16 if config.bfloat16_enabled else torch.float32
+        given: torch.dtype | None = self._config.communication_data_type
+        return given or compute_dtype(self._engine.config) or torch.float32
 
     @property
     def dist_backend(self) -> str | None:

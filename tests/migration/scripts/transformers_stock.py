@@ -9,14 +9,13 @@ import json
 import sys
 from pathlib import Path
 
+import deepspeed
 import torch
 import transformers
+from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPT2Model
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
-
-import deepspeed
-from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
 
 TINY = {
     "bos_token_id": 1,
