@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import final
 
@@ -123,12 +123,8 @@ class RankObjects:
     ) -> None:
         numel = sum(param.numel() for param in module.parameters() if id(param) in trained.index)
         homes = paper_homes(config, numel)
-        mesh = opened.mesh
-        world = PaperCollectives(opened.rank, mesh.size, opened.world.axes)  # agrees on the host
         zero = config.zero_optimization
-        self.sharded = sharded = ShardedModel(
-            module, trained.index, replace(groups, world=world), zero, homes, runs
-        )
+        self.sharded = sharded = ShardedModel(module, trained.index, groups, zero, homes, runs)
         self._updater = Updater(sharded)
         self._opened = opened.opened
         with self._counting() as self.applied:

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
 import torch
 from torch import nn
 
-from ...ops.comm.on_paper import PaperGroups
+from ...ops.comm.on_paper import PaperCollectives, PaperGroups
 from ...ops.mesh import Mesh
 from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.outlines import outlined_part
@@ -217,9 +217,12 @@ class Shares:
         hosts = [rank // self._ranks_per_host for rank in range(self._mesh.size)]
         messages = Messages(self._config, groups.world, hosts)
         build_policy = partial(policy_of, self._config)
+        # ranks agree by values, which tensors of the meta device do not have
+        world = PaperCollectives(groups.rank, self._mesh.size, groups.world.axes)
+        is_one = found is None and self._mesh.tensor == 1
         flat_groups = open_flat_groups(
             groups,
-            groups.world,
+            groups.world if is_one else world,
             build_policy,
             zero.stage,
             found,
@@ -227,6 +230,7 @@ class Shares:
             messages.legs,
             self._shard_groups,
         )
+        flat_groups = replace(flat_groups, world=world)
         trained = trained_groups(module, self._config)
         with ShapesOnly(copies_zeros=True):
             built = RankObjects(module, runs, flat_groups, groups, trained, messages, self._config)
