@@ -14,7 +14,7 @@ from ..utils.quoting import printable
 from ..zero.access.whole import full_state_dict
 from ..zero.construction.weights import load_weights
 from ..zero.core.host_copies import HostCopies
-from ..zero.core.state_memory import StateMemory
+from ..zero.core.state_memory import StateMemory, memory_plan
 from .checkpoint.load import load_checkpoint
 from .checkpoint.load_plan import LoadOptions
 from .checkpoint.save import SaveOptions, save_checkpoint
@@ -85,11 +85,7 @@ class States:
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes of model states on this rank."""
-        memory = self._parts.sharded.memory
-        plan = {**memory.state_bytes(), **StateMemory(self._parts.updater).state_bytes()}
-        plan["host"] += memory.host_bytes() + self._parts.sharded.homes.shards.host_bytes
-        plan["disk"] += memory.disk_bytes()
-        return plan
+        return memory_plan(self._parts.sharded, self._parts.updater)
 
     def offload(self, include: Iterable[Any] | None, device: Any, *, pin_memory: bool) -> None:
         """Move the included states to host memory."""

@@ -61,7 +61,6 @@ class DeviceHome(Home):
         return OnDevice()
 
 
-@final
 class HostHome(Home):
     """Host memory, with what its users share: lanes, the outbox of gradients and the sender of parameters."""
 

@@ -71,7 +71,6 @@ class SumHome(ABC):
         """Bytes of host memory in use."""
 
 
-@final
 class OnDevice(SumHome):
     """The sum stays in the buffers of the reduction."""
 

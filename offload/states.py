@@ -70,7 +70,6 @@ class Residence(ABC):
         """The values of this master or state are in the file between updates."""
 
 
-@final
 class InMemory(Residence):
     """Memory that the master and its states keep."""
 

@@ -32,14 +32,16 @@ class Messages:
     legs: makes what a group sends. One-bit messages need `bind` before training.
     """
 
-    def __init__(self, config: Config, world: Collectives) -> None:
-        """world: all ranks. Those of ZeRO++ tell each other their hosts."""
+    def __init__(
+        self, config: Config, world: Collectives, hosts: Sequence[int] | None = None
+    ) -> None:
+        """world: all ranks. hosts: the number of each one's; None: those of ZeRO++ tell each other."""
         self._phase: Phase | None = None
         self._unit = GradientUnit()
         self.legs: BuildLegs = ExactLegs
         choice = _zeropp(config)
         if choice is not None:
-            self.legs = partial(ZeroppLegs, choice, self._unit, host_numbers(world))
+            self.legs = partial(ZeroppLegs, choice, self._unit, hosts or host_numbers(world))
         if config.optimizer is not None and config.optimizer.type in ONE_BIT_OPTIMIZERS:
             self._phase = Phase()
             self.legs = partial(OneBitLegs, self._phase)

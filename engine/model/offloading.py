@@ -12,6 +12,7 @@ from ...offload.disk.options import DiskOptions
 from ...offload.disk.shards import ShardsOnDisk
 from ...offload.disk.states import StatesOnDisk
 from ...offload.homes import Homes, HostHome
+from ...offload.on_paper import PaperHome, PaperShards
 from ...offload.shards import ShardHome, ShardsOnHost
 from ...offload.states import StateHome, StatesInMemory
 from ...zero.core.policy import master_dtype
@@ -52,6 +53,19 @@ def build_homes(config: Config, host: HostHome | None, total_numel: int) -> Home
         total_numel=total_numel,
         shards=_shard_home(config, host),
         defers=config.zero_optimization.offload_optimizer.overlap_step,
+    )
+
+
+def paper_homes(config: Config, total_numel: int) -> Homes:
+    """The homes of all flat buffers of a rank that does not run: see `offload/on_paper.py`."""
+    zero = config.zero_optimization
+    states, shards = zero.offload_optimizer.device, zero.offload_param.device
+    is_used = {states, shards} != {"none"}
+    return Homes(
+        PaperHome(on_disk=states == "nvme") if is_used else None,
+        ratio=host_ratio(config),
+        total_numel=total_numel,
+        shards=None if shards == "none" else PaperShards(on_disk=shards == "nvme"),
     )
 
 
@@ -113,4 +127,4 @@ def reserve(model: ShardedModel) -> None:
         together(model.collectives, "offload to NVMe", states.open)
 
 
-__all__ = ["build_homes", "build_host", "host_ratio", "reserve"]
+__all__ = ["build_homes", "build_host", "host_ratio", "paper_homes", "reserve"]

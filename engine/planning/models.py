@@ -82,8 +82,10 @@ def _sdpa(
 class ShapesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, nothing is computed. A model that reads a value gets True: masks are asked if they are full."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies_zeros: bool = False) -> None:
+        """copies_zeros: a copy to the host has zeros; else torch refuses it."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._copies_zeros = copies_zeros
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -92,9 +94,29 @@ class ShapesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].is_meta:
             return True
-        return func(*args, **(kwargs or {}))
+        if func is _aten.is_set_to.default:  # torch has no such kernel for the meta device
+            return _is_view_of(*args)
+        if self._copies_zeros and func is _aten._to_copy.default and args[0].is_meta:
+            to = {
+                "dtype": args[0].dtype,
+                **{k: v for k, v in kwargs.items() if k != "non_blocking"},
+            }
+            if str(to.get("device", "meta")) == "cpu":
+                return torch.zeros(args[0].shape, dtype=to["dtype"])
+        return func(*args, **kwargs)
+
+
+def _is_view_of(one: Tensor, other: Tensor) -> bool:
+    """They are the same elements of the same memory."""
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and (one.storage_offset(), one.shape, one.stride()) == (
+        other.storage_offset(),
+        other.shape,
+        other.stride(),
+    )
 
 
 @contextmanager

@@ -6,19 +6,18 @@ made as the engine makes it, with tensors on the meta device: cut, sliced, laid 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
+import torch
 from torch import nn
 
-from ...offload.homes import Homes
-from ...ops.comm.collectives import Collectives
-from ...ops.comm.on_paper import PaperGroups
-from ...ops.comm.pool import BufferPool
+from ...ops.comm.on_paper import PaperCollectives, PaperGroups
 from ...ops.mesh import Mesh
 from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.outlines import outlined_part
@@ -29,9 +28,9 @@ from ...pipe.schedules.plan import SchedulePlan
 from ...tensor.plan import Ways
 from ...tensor.slicing import Sliced, slice_model
 from ...tensor.ties import cut_names
-from ...zero.core.building import Builder, PlannedFlat
 from ...zero.core.discover import found_blocks
-from ...zero.core.policy import Policy
+from ...zero.core.sharded_model import ShardedModel
+from ...zero.core.stage_units import StageUnits
 from ..config.config import Config
 from ..model.compressing import Messages
 from ..model.pipelining import (
@@ -48,6 +47,7 @@ from ..model.shard_groups import Host, build_shard_groups
 from ..model.slicing import plan_slices, ways_here
 from ..optim.optimizers import Groups, read_groups, split_for_muon
 from .models import ModelSource, ShapesOnly, meta_device
+from .objects import FlatMessages, RankObjects, Sent
 
 
 @final
@@ -57,17 +57,23 @@ class Share:
 
     stages: the virtual stages. blocks: the names of the blocks of each of them.
     flats: the flat buffers in order. num_sliced: parameters of which these ranks have a slice.
-    policy: of the data ranks. opened: the groups of their first rank.
+    held, applied: see `RankObjects`. groups: those of the first rank.
+    units: unit -> how often it is gathered for a micro-batch without a pipeline; the root is "".
+    reduces_each: gradients are reduced after each micro-batch. stage_units: of a pipeline.
     """
 
     pipe: int
     tensors: tuple[int, ...]
     stages: tuple[int, ...]
     blocks: Mapping[int, tuple[str, ...]]
-    flats: tuple[PlannedFlat, ...]
+    flats: tuple[FlatMessages, ...]
     num_sliced: int
-    policy: Policy
-    opened: tuple[Collectives, ...]
+    held: Counter[str]
+    applied: Sent
+    groups: PaperGroups
+    units: Mapping[str, int]
+    reduces_each: bool
+    stage_units: StageUnits | None
 
     @property
     def outside(self) -> tuple[str, ...]:
@@ -111,6 +117,7 @@ class Shares:
         self._source = source
         self._config = config
         self._mesh = mesh
+        self._ranks_per_host = ranks_per_host
         hosts = [
             Host(number, str(number)) for number in (r // ranks_per_host for r in range(mesh.size))
         ]
@@ -152,16 +159,29 @@ class Shares:
             while left:
                 here = self._at(pipe, left[0])
                 with sliced_here(module, runs, found, self.ways, self._config, here) as cut:
-                    flats, policy = self._flats(module, runs, found, cut, here)
-                    opened = tuple(here.opened)
                     equal = [rank for rank in left if _widths(cut, rank) == _widths(cut, left[0])]
+                    built = self._built(module, runs, found, cut, here)
+                    sharded = built.sharded
                     yield Share(
-                        pipe, tuple(equal), stages, names, flats, len(cut.slices), policy, opened
+                        pipe,
+                        tuple(equal),
+                        stages,
+                        names,
+                        built.flats,
+                        len(cut.slices),
+                        built.held,
+                        built.applied,
+                        here,
+                        _gathers(sharded),
+                        sharded.reduces_each_backward,
+                        None if found is None else self._stage_units(sharded, found),
                     )
                 left = [rank for rank in left if rank not in equal]
 
     def _at(self, pipe: int, tensor: int) -> PaperGroups:
-        return PaperGroups(self._mesh, pipe=pipe, tensor=tensor)
+        return PaperGroups(
+            self._mesh, self._ranks_per_host, pipe=pipe, tensor=tensor, device=torch.device("meta")
+        )
 
     @contextmanager
     def _part(self, pipe: int) -> Iterator[tuple[nn.Module, Runs, Cut | None]]:
@@ -186,25 +206,44 @@ class Shares:
         found = Cut(part, schedule, pipe)
         return part.module, found.runs, found
 
-    def _flats(
+    def _stage_units(self, sharded: ShardedModel, found: Cut) -> StageUnits:
+        stage_of = {block.module: block.stage for block in found.part.blocks}
+        return StageUnits(sharded, stage_of, self._config.zero_optimization.max_live_parameters)
+
+    def _built(
         self, module: nn.Module, runs: Runs, found: Cut | None, sliced: Sliced, groups: PaperGroups
-    ) -> tuple[tuple[PlannedFlat, ...], Policy]:
+    ) -> RankObjects:
         zero = self._config.zero_optimization
+        hosts = [rank // self._ranks_per_host for rank in range(self._mesh.size)]
+        messages = Messages(self._config, groups.world, hosts)
         build_policy = partial(policy_of, self._config)
+        # ranks agree by values, which tensors of the meta device do not have
+        world = PaperCollectives(groups.rank, self._mesh.size, groups.world.axes)
+        is_one = found is None and self._mesh.tensor == 1
         flat_groups = open_flat_groups(
             groups,
-            groups.world,
+            groups.world if is_one else world,
             build_policy,
             zero.stage,
             found,
             sliced,
-            Messages(self._config, groups.world).legs,
+            messages.legs,
             self._shard_groups,
         )
-        trained = trained_groups(module, self._config).index
-        builder = Builder(trained, flat_groups, BufferPool(), Homes(None))
-        flats = builder.planned(module, runs, zero.unit_min_numel)
-        return tuple(flats), flat_groups.data.policy
+        flat_groups = replace(flat_groups, world=world)
+        trained = trained_groups(module, self._config)
+        with ShapesOnly(copies_zeros=True):
+            built = RankObjects(module, runs, flat_groups, groups, trained, messages, self._config)
+            built.end()
+        return built
+
+
+def _gathers(sharded: ShardedModel) -> dict[str, int]:
+    """How often each unit is gathered for a micro-batch; the root runs from the first call of a forward on."""
+    return {
+        "" if unit.is_root else unit.name: 1 if unit.is_root or unit.stays_until_backward else 2
+        for unit in sharded.units
+    }
 
 
 def trained_groups(model: nn.Module, config: Config) -> Groups:

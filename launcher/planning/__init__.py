@@ -1,1 +1,1 @@
-"""Shows a plan: as text, as a picture, and beside a real step."""
+"""Shows a plan: as text, and as a picture."""

@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import Any
 
 from ...engine.integrations.optional import need
+from ...engine.planning.objects import STATE_KINDS
 from ...engine.planning.plan import Plan, RankPlan
-from ...engine.planning.states import STATE_KINDS
 from ...engine.planning.timeline import Timeline
 from ...pipe.schedules.actions import COMPUTE, Op
 from ...utils.errors import UsageError

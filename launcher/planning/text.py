@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...engine.planning.messages import Link
+from ...engine.planning.objects import STATE_KINDS, Link
 from ...engine.planning.plan import Plan, RankPlan
-from ...engine.planning.states import STATE_KINDS
 from ...engine.planning.timeline import Timeline
 from ...ops.mesh import AXES
 from ...pipe.schedules.actions import COMPUTE, Op

@@ -16,10 +16,11 @@ from thinned import pairwise
 from warm_ranks import warm
 
 from xds.engine.config.config import parse_config
-from xds.engine.planning.messages import Link, peers_on_host, spread
 from xds.engine.planning.models import FolderModel, FunctionModel
+from xds.engine.planning.objects import Link, spread
 from xds.engine.planning.plan import Plan, RankPlan, make_plan
 from xds.launcher.plan import main
+from xds.ops.comm.on_paper import PaperGroups
 from xds.ops.mesh import Mesh
 from xds.zero.core.reuse import num_kept
 
@@ -44,11 +45,11 @@ def planned_for(plan: Plan, rank: int) -> RankPlan:
     )
 
 
-def compare(build: str, config: dict[str, Any], world_size: int, num_notes=0) -> None:
-    """Bytes held and sent, kind by kind, on every rank."""
+def compare(build: str, config: dict[str, Any], world_size: int, num_notes=0, last=None) -> None:
+    """Bytes held and sent, kind by kind, on every rank; on the first `last`, if that is given."""
     plan = plan_of(build, config, world_size)
     assert len(plan.notes) == num_notes
-    for rank, (held, sent) in enumerate(warm(world_size).run(run, build, config)):
+    for rank, (held, sent) in enumerate(warm(world_size).run(run, build, config)[:last]):
         planned = planned_for(plan, rank)
         assert {kind: planned.states.get(kind, 0) for kind in KINDS} == {k: held[k] for k in KINDS}
         found = {kind: size for kind, size in sent.items() if size and kind not in NOT_PLANNED}
@@ -138,6 +139,43 @@ def test_gathers_in_two_levels_send_fewer_bytes_between_hosts():
     assert one["all_reduce"].inside == 0 and one["all_reduce"] == two["all_reduce"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "params", "stage"),
+    [
+        ("Muon", {}, 2),
+        pytest.param("SGD", {"momentum": 0.9}, 1, marks=SLOW),
+        pytest.param("Adagrad", {}, 0, marks=SLOW),
+        pytest.param("RMSprop", {}, 1, marks=SLOW),
+        pytest.param("Lamb", {}, 1, marks=SLOW),
+    ],
+)
+def test_states_and_messages_are_those_of_the_optimizer(kind, params, stage):
+    config = config_of(stage, "bf16")
+    config["optimizer"] = {"type": kind, "params": {"lr": 1e-3, **params}}
+    is_even = kind != "Muon"
+    compare("plain", config, 2, num_notes=not is_even, last=None if is_even else 1)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        (2, {"zero_quantized_gradients": True}),
+        (3, {"zero_quantized_weights": True}),
+        (3, {"zero_hpz_partition_size": 2}),
+    ],
+)
+def test_bytes_of_quantized_messages_and_second_shards(stage, zero):
+    compare("plain", config_of(stage, "bf16", count=2, **zero), 4)
+
+
+@SLOW
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_of_states_on_the_host(stage):
+    config = config_of(stage, "bf16", count=2, offload_optimizer={"device": "cpu", "ratio": 0.5})
+    compare("plain", config, 2, num_notes=1)
+
+
 @SLOW
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b", "zero_bubble", "zbv"])
 @pytest.mark.parametrize("stage", [1, 3])
@@ -197,7 +235,7 @@ def test_a_list_of_layers_is_built_stage_by_stage():
 
 def test_uneven_slices_are_planned_one_by_one():
     plan = plan_of("plain", config_of(1, tensor=3), 3)
-    widths = [sum(flat.layout.payload_numel for flat in each.share.flats) for each in plan.ranks]
+    widths = [each.share.numel for each in plan.ranks]
     assert [each.share.tensors for each in plan.ranks] == [(0,), (1, 2)]  # 64 = 22 + 21 + 21
     assert widths[0] - widths[1] == 4 * (16 + 1 + 16)  # a column, its bias, a row; of 4 blocks
 
@@ -225,13 +263,17 @@ def test_activations_are_those_that_autograd_keeps():
 
 def test_the_links_of_a_group():
     mesh = Mesh(pipe=2, data=2, tensor=4)
-    assert peers_on_host(mesh, 0, ["tensor"], 8) == 3
-    assert peers_on_host(mesh, 0, ["data"], 8) == 1
-    assert peers_on_host(mesh, 0, ["data"], 4) == 0
-    assert peers_on_host(mesh, 5, ["data", "tensor"], 6) == 5
-    assert peers_on_host(mesh, 0, ["pipe"], 8) == 0
-    assert spread(90, 9, 3) == Link(30, 60)
-    assert spread(0, 0, 0) == Link()
+    for axes, ranks_per_host, num_near in (
+        (("tensor",), 8, 3),
+        (("data",), 8, 1),
+        (("data",), 4, 0),
+        (("data", "tensor"), 6, 5),
+        (("pipe",), 8, 0),
+    ):
+        group = PaperGroups(mesh, ranks_per_host).along(axes)
+        assert group.num_near == num_near
+    assert spread(70, PaperGroups(mesh, 6).along(("data", "tensor"))) == Link(50, 20)
+    assert spread(0, PaperGroups(Mesh(1, 1)).along("data")) == Link()
 
 
 def test_the_arithmetic_of_units():

@@ -45,21 +45,6 @@ class _Kind(NamedTuple):
     group: int
 
 
-class PlannedFlat(NamedTuple):
-    """A flat buffer before it is built.
-
-    unit: its name; "" is the root unit. unit_numel: elements of all buffers of its unit.
-    """
-
-    unit: str
-    unit_numel: int
-    trains: bool
-    is_single: bool
-    dtype: torch.dtype
-    group: FlatGroup
-    layout: FlatLayout
-
-
 @final
 class Builder:
     """Builds units with the values of rank 0. `groups` as in `ShardedModel`."""
@@ -97,32 +82,6 @@ class Builder:
         units = [self._build(plan, is_root=False) for plan in blocks]
         units.append(self._build(root, is_root=True))
         return [unit for unit in units if unit.params or unit.is_root]
-
-    def planned(
-        self, model: nn.Module, runs: Sequence[Sequence[tuple[str, nn.Module]]], min_numel: int
-    ) -> list[PlannedFlat]:
-        """The flat buffers that `build` would make, in the same order. Shapes alone count: nothing changes."""
-        blocks, root = self._plan(model, runs, min_numel)
-        found: list[PlannedFlat] = []
-        for plan in [*blocks, root]:
-            kinds = [(kind, self._flat_groups.of(e[0][1]), e) for kind, e in self._kinds(plan)]
-            kept = [
-                (kind, group, self._layout(entries, group))
-                for kind, group, entries in kinds
-                if kind.trains or group.policy.shards_params
-            ]
-            numel = sum(
-                self._most_numel(entries, group)
-                for kind, group, entries in kinds
-                if kind.trains or group.policy.shards_params
-            )
-            found += [
-                PlannedFlat(
-                    plan.name, numel, kind.trains, kind.is_single, kind.dtype, group, layout
-                )
-                for kind, group, layout in kept
-            ]
-        return found
 
     def _plan(
         self, model: nn.Module, runs: Sequence[Sequence[tuple[str, nn.Module]]], min_numel: int
@@ -254,4 +213,4 @@ class Builder:
         return own_memory(collectives, numel, kind.dtype, sender, is_dropped=is_dropped)
 
 
-__all__ = ["Builder", "PlannedFlat"]
+__all__ = ["Builder"]

@@ -160,7 +160,7 @@ class FlatGrads:
         local = self._local.tensor
         if self._total is None or local is None:
             return False
-        return self._total.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        return bool(self._total.untyped_storage()._cdata == local.untyped_storage()._cdata)
 
     # -- the reduction over ranks -----------------------------------------------------------------------
 

@@ -81,7 +81,8 @@ class FlatParams:
         self._views = views_in(self.raw, layout)
         memory.fill(self._fill)
         self._placeholder = placeholder_like((), dtype, collectives.device)
-        self._placeholder_bytes = bytes(bytes_of(self._placeholder).tolist())
+        bits = bytes_of(self._placeholder)  # checked on CPUs alone
+        self._placeholder_bytes = bytes(bits.tolist()) if bits.device.type == "cpu" else b""
         self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
         self._counted = tuple(param for param in self.params if not param.is_inference())
         self._versions = self._sum_versions()
@@ -334,9 +335,10 @@ class FlatParams:
             UsageError: a tensor of another shape or dtype was assigned, or `.data` was assigned while the
                 parameter was dropped; the parameter is unchanged.
         """
-        if not self.raw.data_ptr() or self._is_deferred:
+        has_memory = bool(self.raw.untyped_storage().nbytes())
+        if not has_memory or self._is_deferred:
             self._check_not_written(only)
-        if self._handle is not None or not self.is_unsharded or not self.raw.data_ptr():
+        if self._handle is not None or not self.is_unsharded or not has_memory:
             return
         with _NoTorchFunction():
             versions, self._versions = self._versions, self._sum_versions()

@@ -105,16 +105,19 @@ class Memory:
             for flat in self._params
             if not flat.is_on_host
         )
-        gathered = sum(
+        return {
+            "param": params + sum(flat.sender.held_bytes for flat in self._params),
+            "grad": sum(grads.held_bytes for grads in self._grads),
+            "buckets": self._pool.allocated_bytes + self.gathered_bytes() + self._scratch_bytes(),
+        }
+
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole buffers of sharded parameters that are in memory now."""
+        return sum(
             flat.full_bytes
             for flat in self._params
             if flat.is_sharded and flat.raw.untyped_storage().nbytes()
         )
-        return {
-            "param": params + sum(flat.sender.held_bytes for flat in self._params),
-            "grad": sum(grads.held_bytes for grads in self._grads),
-            "buckets": self._pool.allocated_bytes + gathered + self._scratch_bytes(),
-        }
 
     def _scratch_bytes(self) -> int:
         """Bytes of the receive buffers of all groups."""

@@ -41,6 +41,11 @@ class StageUnits:
         self.holds_all = self._root.most_numel + sum(numel.values()) <= max_live_numel
         self.holds_one = self._root.most_numel + max(numel.values(), default=0) <= max_live_numel
 
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """The stage of each unit but the root, by its name."""
+        return {unit.name: stage for stage, units in self._units.items() for unit in units}
+
     # -- parameters -------------------------------------------------------------------------------------
 
     def publish_shared(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...ops.optim.state_places import scalars_are_beside
 from .flat_grads import FlatGrads
 from .master import Master
+from .sharded_model import ShardedModel
 from .update import Updater
 
 
@@ -89,6 +90,15 @@ class StateMemory:
         return found
 
 
+def memory_plan(sharded: ShardedModel, updater: Updater) -> dict[str, int]:
+    """Bytes of model states on this rank, by kind: see `Memory.state_bytes` and `StateMemory.state_bytes`."""
+    memory = sharded.memory
+    plan = {**memory.state_bytes(), **StateMemory(updater).state_bytes()}
+    plan["host"] += memory.host_bytes() + sharded.homes.shards.host_bytes
+    plan["disk"] += memory.disk_bytes()
+    return plan
+
+
 def _most_bytes_of_sums(grads: FlatGrads) -> int:
     """The most bytes that sums of a step take if they stay on the device."""
     policy, layout = grads.group.policy, grads.layout
@@ -97,4 +107,4 @@ def _most_bytes_of_sums(grads: FlatGrads) -> int:
     return numel * policy.sum_dtype(grads.params[0].dtype).itemsize
 
 
-__all__ = ["StateMemory"]
+__all__ = ["StateMemory", "memory_plan"]

@@ -1,0 +1,117 @@
+"""Homes on the host, or on a disk, of a rank that does not run: on the meta device, without memory or files.
+
+The real ones copy values to the host, which values of the meta device do not allow. What these hold is counted
+where the real ones would hold it; buffers for copies, and sums of gradients, are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+
+from .homes import HostHome
+from .host_sums import OnDevice, SumHome
+from .lanes import Done, Ticket
+from .shards import Near, Shard, ShardHome
+from .states import Blocks, InMemory, OptimizerStates, Residence, StateHome, StatesInMemory
+
+
+@final
+class PaperHome(HostHome):
+    """The host; with `on_disk` masters and their states are in a file between updates."""
+
+    buffer_bytes = 0
+
+    def __init__(self, *, on_disk: bool) -> None:
+        self.device = torch.device("meta")
+        self.states: StateHome = StatesInMemory()
+        self.spare = None
+        self._on_disk = on_disk
+
+    def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        return values.to(dtype, copy=True)
+
+    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
+        return _Stored(master.nbytes * holds_master) if self._on_disk else InMemory()
+
+    def sums(self, sum_dtype: torch.dtype) -> SumHome:
+        return _Sums()
+
+    def close(self) -> None:
+        return
+
+
+@final
+class PaperShards(ShardHome):
+    """The host, or a disk."""
+
+    is_on_host = True
+
+    def __init__(self, *, on_disk: bool) -> None:
+        self._on_disk = on_disk
+
+    def store(self, index: int, values: Tensor, near: Near) -> Shard:
+        return _Shard(values.clone(), on_disk=self._on_disk)
+
+
+class _Stored(InMemory):
+    """In a file, as far as bytes are counted."""
+
+    is_on_disk = True
+
+    def __init__(self, master_bytes: int) -> None:
+        self._master_bytes = master_bytes
+        self._states: OptimizerStates = tuple
+
+    def bind(self, states: OptimizerStates) -> None:
+        self._states = states
+
+    @property
+    def disk_bytes(self) -> int:  # type: ignore[override]
+        of_items = (state.values() for _, _, state in self._states())
+        tensors = (value for values in of_items for value in values if isinstance(value, Tensor))
+        return self._master_bytes + sum(tensor.nbytes for tensor in tensors)
+
+    def is_stored(self, tensor: Tensor) -> bool:
+        return True
+
+
+class _Sums(OnDevice):
+    """A sum that leaves takes no memory."""
+
+    is_on_host = True
+
+    def add(self, source: Tensor, give_back: Callable[[], None]) -> None:
+        give_back()
+
+    def replace(self, total: Tensor) -> None:
+        return
+
+
+class _Shard(Shard):
+    is_on_host = True
+
+    def __init__(self, tensor: Tensor, *, on_disk: bool) -> None:
+        self.tensor = tensor
+        self.is_on_disk = on_disk
+
+    def bring(self) -> None:
+        return
+
+    def fetch(self, target: Tensor, after: Ticket | None) -> Ticket:
+        return Done()
+
+    def begin_receive(self) -> None:
+        return
+
+    def receive(self, values: Tensor) -> None:
+        return
+
+    def blocks(self) -> Blocks | None:
+        return None
+
+
+__all__ = ["PaperHome", "PaperShards"]
