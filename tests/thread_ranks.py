@@ -1,14 +1,15 @@
 """Ranks that are threads of one process: `run_on_threads` needs no start, and a debugger sees all of them.
 
-    rank 0   runs ─────┐ wait        ┌── runs          One rank runs at a time. A rank that waits for a message
-    rank 1             └─ runs ─ send┘                 hands over to the next one, so that every run is the same.
+    rank 0   runs ─────┐ wait        ┌── runs      One rank runs at a time. A rank that waits for a message
+    rank 1             └─ runs ─ send┘             hands over to the next one, so that every run is the same.
 
-Messages go through queues of one `Mail`. Everything above them is the product's own: `PeerToPeer` sums in rank order
-here as in processes, so the results have the same bits. A switch also exchanges what is one for each process: the
-random numbers, the default dtype, the process groups.
+Messages go through queues of one `Mail`. Everything above them is the product's own: `PeerToPeer` sums in rank
+order here as in processes, so the results have the same bits. A switch also exchanges what is one for each
+process: the random numbers, the default dtype, the process groups.
 
-Not here: a rank that dies, real sockets, memory that ranks share, anything that belongs to a process (signals, the
-current folder, environment variables). These need `run_new_ranks` of helpers.py.
+Not here: a rank that dies, real sockets, memory that ranks share, `xds.zero.Init`, DTensor, and anything else that
+belongs to a process (signals, the current folder, environment variables). These need `run_processes` or
+`run_new_ranks` of helpers.py.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from xds.engine.optim import backward_scale
 from xds.ops.comm import mesh_groups, opening, point_to_point
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 60
 BACKEND = "threads"
 
 
@@ -107,6 +109,7 @@ def _process_state() -> dict[str, Any]:
         "numbers": torch.get_rng_state(),
         "random": random.getstate(),
         "dtype": torch.get_default_dtype(),
+        "loss scales": list(backward_scale._loss_scales),
     }
 
 
@@ -114,6 +117,7 @@ def _restore(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["numbers"])
     random.setstate(state["random"])
     torch.set_default_dtype(state["dtype"])
+    backward_scale._loss_scales[:] = state["loss scales"]
 
 
 class Mail:
@@ -134,7 +138,7 @@ class Mail:
 
 
 class Receiving:
-    """A message on its way. `tensor` is filled in `wait`, or earlier in that of a later one of the same kind."""
+    """A message on its way. `tensor` is filled in `wait`, or in that of a later one of the same tag."""
 
     def __init__(self, pending: deque[Receiving], tensor: Tensor, take: Callable[[], Any]) -> None:
         self._pending, self._tensor, self._take, self._is_done = pending, tensor, take, False

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_processes
 from saved_checkpoints import Net, engine_of, save
 from torch import Tensor, nn
 
@@ -37,7 +37,7 @@ M_MMAP_THRESHOLD = -3  # of malloc.h: larger blocks go back to the system when t
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     """A checkpoint of two ranks at stage 3 in bf16, and its state dict in full precision."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    state, _ = run_ranks(save, 2, str(folder), 3, "bf16")[0]
+    state, _ = run_processes(save, 2, str(folder), 3, "bf16")[0]
     return folder, state
 
 
@@ -209,7 +209,7 @@ def sharded_load(out: str) -> Any:
 
 def test_dcp_loads_it_sharded(checkpoint: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     export("dcp", checkpoint[0], tmp_path / "out")
-    for whole in run_ranks(sharded_load, 2, str(tmp_path / "out")):
+    for whole in run_processes(sharded_load, 2, str(tmp_path / "out")):
         assert torch.equal(whole, checkpoint[1]["inner.weight"])
 
 
@@ -232,7 +232,7 @@ def save_gpt2(folder: str) -> Any:
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("gpt2")
-    return folder, run_ranks(save_gpt2, 2, str(folder))[0]
+    return folder, run_processes(save_gpt2, 2, str(folder))[0]
 
 
 @pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 20_000])
@@ -382,7 +382,9 @@ def peak_of_exports(folder: str) -> dict[str, float]:
     not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does"
 )
 def test_an_export_holds_a_tensor_and_little_more(tmp_path: Path) -> None:
-    run_ranks(save_wide, 1, str(tmp_path / "small"), 16)
-    run_ranks(save_wide, 1, str(tmp_path / "large"), 2048)  # 6 of 16 MiB, and moments twice as much
-    for way, peak in run_ranks(peak_of_exports, 1, str(tmp_path))[0].items():
+    run_processes(save_wide, 1, str(tmp_path / "small"), 16)
+    run_processes(
+        save_wide, 1, str(tmp_path / "large"), 2048
+    )  # 6 of 16 MiB, and moments twice as much
+    for way, peak in run_processes(peak_of_exports, 1, str(tmp_path))[0].items():
         assert peak < 16 + 24, way  # without an optimizer the whole is 96, with one 288 MiB

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_processes
 from saved_checkpoints import Net, save, save_each
 from torch import Tensor
 
@@ -42,13 +42,13 @@ def fp32(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A checkpoint of two ranks at stage 3 in bf16; its state dict and moments."""
     folder = tmp_path_factory.mktemp("two")
-    return folder, run_ranks(save, 2, str(folder), 3, "bf16")[0]
+    return folder, run_processes(save, 2, str(folder), 3, "bf16")[0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_reader_finds_what_the_engine_had(tmp_path: Path, world_size: int) -> None:
     cases = [case for case in CASES if world_size > 1 or case[0] == 0]
-    expected = run_ranks(save_each, world_size, str(tmp_path), cases)[0]
+    expected = run_processes(save_each, world_size, str(tmp_path), cases)[0]
     for (stage, precision), (state, moments) in zip(cases, expected, strict=True):
         folder = tmp_path / f"{stage}-{precision}"
         equal(xds.get_fp32_state_dict(folder), fp32(state))
@@ -130,7 +130,7 @@ def test_a_checkpoint_is_found_by_folder_tag_or_its_own_folder(two: tuple[Path, 
 
 
 def test_without_latest_the_tags_are_named(tmp_path: Path) -> None:
-    run_ranks(save_quietly, 1, str(tmp_path))
+    run_processes(save_quietly, 1, str(tmp_path))
     with pytest.raises(
         xds.UsageError, match="no file `latest`: give a tag; there are global_step2"
     ):
@@ -146,7 +146,7 @@ def save_quietly(folder: str) -> None:
 
 
 def test_what_was_not_saved_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_ranks(save_quietly, 1, str(tmp_path))
+    run_processes(save_quietly, 1, str(tmp_path))
     with caplog.at_level(logging.WARNING, logger="xds"):
         xds.get_fp32_state_dict(tmp_path, "global_step2", exclude_frozen_parameters=True)
         assert caplog.text == ""
@@ -190,7 +190,7 @@ def test_damage_is_named_by_file_wherever_it_is(two: tuple[Path, Any], tmp_path:
 
 
 def test_checkpoints_of_different_layouts_are_compared_by_name(tmp_path: Path) -> None:
-    run_ranks(save_and_move, 2, str(tmp_path))
+    run_processes(save_and_move, 2, str(tmp_path))
     with (
         CheckpointReader(tmp_path / "a") as a,
         CheckpointReader(tmp_path / "b") as b,

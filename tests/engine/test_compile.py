@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 from tiny_models import DEPTH, TinyModel, build, micro_batch
 from torch import nn
 
@@ -113,7 +113,7 @@ def check_equal(eager: dict[str, Any], compiled: dict[str, Any]) -> None:
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_stage_has_eager_numbers_one_graph_and_no_break(world_size, recompute):
     more = {"activation_checkpointing": {"enabled": recompute}}
-    for eager, compiled in run_ranks(both_at_stages, world_size, (0, 1, 2, 3), more)[0]:
+    for eager, compiled in run_processes(both_at_stages, world_size, (0, 1, 2, 3), more)[0]:
         check_equal(eager, compiled)
         assert eager["graphs"] == [0] * STEPS
         assert compiled["graphs"] == [1] * STEPS  # 3 equal blocks, and nothing compiled later
@@ -138,7 +138,7 @@ def shapes_with_inputs_on_the_host(more: dict[str, Any]) -> Any:
 
 
 def test_blocks_are_compiled_inside_of_a_recomputation_that_stores_inputs_on_the_host():
-    eager, compiled, graphs, breaks = run_ranks(shapes_with_inputs_on_the_host, 1, COMPILED)[0]
+    eager, compiled, graphs, breaks = run_processes(shapes_with_inputs_on_the_host, 1, COMPILED)[0]
     assert compiled == pytest.approx(eager, rel=1e-6)
     assert graphs and not breaks
 
@@ -147,7 +147,7 @@ def test_blocks_are_compiled_inside_of_a_recomputation_that_stores_inputs_on_the
 @pytest.mark.parametrize("precision", ["bf16", "torch_autocast"])
 def test_16_bits_have_eager_numbers_and_no_break(precision):
     more = {precision: {"enabled": True}}
-    for eager, compiled in run_ranks(both_at_stages, 2, (0, 3), more)[0]:
+    for eager, compiled in run_processes(both_at_stages, 2, (0, 3), more)[0]:
         assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-2)
         assert compiled["graphs"] == [1] * STEPS
         assert compiled["breaks"] == [0] * STEPS
@@ -155,7 +155,7 @@ def test_16_bits_have_eager_numbers_and_no_break(precision):
 
 @pytest.mark.slow
 def test_models_that_differ_compile_without_break_or_late_recompile():
-    for eager, compiled in run_ranks(both_at_stage_3, 2, *FEATURES)[0]:
+    for eager, compiled in run_processes(both_at_stage_3, 2, *FEATURES)[0]:
         check_equal(eager, compiled)
         assert compiled["breaks"] == [0] * STEPS
         assert compiled["graphs"] == [compiled["graphs"][0]] * STEPS
@@ -169,7 +169,7 @@ def compile_what_the_script_compiled() -> list[Any]:
 
 @pytest.mark.slow
 def test_what_the_script_compiled_stays_as_it_is():
-    for eager, compiled in run_ranks(both_at_stage_3, 2, "compiled", "compiled_blocks")[0]:
+    for eager, compiled in run_processes(both_at_stage_3, 2, "compiled", "compiled_blocks")[0]:
         check_equal(eager, compiled)
         assert compiled["graphs"] == eager["graphs"]
 
@@ -266,7 +266,7 @@ def bare_at_all_stages() -> list[Any]:
 
 @pytest.mark.contract
 def test_a_model_without_blocks_is_compiled_as_a_whole():
-    found = run_ranks(bare_at_all_stages, 2)[0]
+    found = run_processes(bare_at_all_stages, 2)[0]
     assert found == [(1, 0, found[0][2])] * 4
 
 
