@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import run_ranks
+from helpers import run_processes
 
 from xds import Config
 
@@ -41,7 +41,7 @@ def name_of(page: Path) -> str:
 @pytest.mark.contract
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_blocks_of_the_training_guide_run(world_size):
-    run_ranks(_run, world_size, blocks(ROOT / "docs" / "training.md", "python"))
+    run_processes(_run, world_size, blocks(ROOT / "docs" / "training.md", "python"))
 
 
 def _start(sources: list[str], folder: str) -> dict[str, float]:
@@ -57,12 +57,12 @@ def _start(sources: list[str], folder: str) -> dict[str, float]:
 
 def test_the_blocks_of_the_start_page_run_alike_on_any_number_of_ranks(tmp_path):
     plain, script, *pieces = blocks(ROOT / "docs" / "start.md", "python")
-    (whole,) = run_ranks(_start, 1, [plain, script, *pieces], str(tmp_path / "whole"))
+    (whole,) = run_processes(_start, 1, [plain, script, *pieces], str(tmp_path / "whole"))
     assert whole["accuracy"] > 0.9
     # two ranks stop after the first epoch, four do the second, one goes on to the end
     for world_size, epochs in [(2, 1), (4, 2), (1, 3)]:
         stopped = script.replace("range(first, 3)", f"range(first, {epochs})")
-        found = run_ranks(_start, world_size, [stopped, *pieces[:1]], str(tmp_path / "resumed"))
+        found = run_processes(_start, world_size, [stopped, *pieces[:1]], str(tmp_path / "resumed"))
         assert len({one["accuracy"] for one in found}) == 1
         assert found[0]["right"] / found[0]["seen"] == pytest.approx(found[0]["accuracy"])
     assert found[0]["accuracy"] == pytest.approx(whole["accuracy"], abs=2 / 501)
@@ -71,7 +71,7 @@ def test_the_blocks_of_the_start_page_run_alike_on_any_number_of_ranks(tmp_path)
 @pytest.mark.parametrize("page", ["from-accelerate.md", "from-fabric.md"])
 def test_the_loop_after_a_move_runs_on_two_ranks(page, tmp_path):
     _, after = blocks(ROOT / "docs" / page, "python")
-    first, second = run_ranks(_start, 2, [after], str(tmp_path))
+    first, second = run_processes(_start, 2, [after], str(tmp_path))
     assert first["accuracy"] == second["accuracy"] > 0.9
     assert (first["seen"], first["epoch"]) == (501, 2)
 
@@ -107,7 +107,7 @@ def test_the_start_page_has_twenty_keys_of_the_config():
 
 @pytest.mark.contract
 def test_the_first_example_of_the_readme_runs():
-    run_ranks(_run, 1, blocks(ROOT / "README.md", "python")[:1])
+    run_processes(_run, 1, blocks(ROOT / "README.md", "python")[:1])
 
 
 @pytest.mark.contract

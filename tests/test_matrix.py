@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 from thinned import RUNS_ALL, pairwise
 from tiny_models import FEATURES, build, micro_batch
 
@@ -167,7 +167,7 @@ def check_close(
     ids=lambda run: run.name,
 )
 def test_every_combination_matches_plain_pytorch(run: Run) -> None:
-    results = run_ranks(rank_main, run.world_size, run)
+    results = run_processes(rank_main, run.world_size, run)
     for case in run.cases:
         for other in results[1:]:  # every rank has the same parameters and norms
             check_equal(results[0][case], other[case])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 from real_runs import CLIP, DECAY, FP32_TOLERANCE, LR, STAGES, STEPS, add_gradients, values_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -160,7 +160,7 @@ def rank_main() -> dict[tuple[str, int, str], dict[str, Any]]:
 
 @cache
 def runs_by_rank() -> list[dict[tuple[str, int, str], dict[str, Any]]]:
-    return run_ranks(rank_main, WORLD_SIZE)
+    return run_processes(rank_main, WORLD_SIZE)
 
 
 def plain_run(precision: str, *, by_parts: bool) -> dict[str, Any]:
@@ -264,5 +264,5 @@ def torchs_own_error() -> str:
 
 
 def test_torchs_own_sync_batchnorm_does_not_run_on_cpu() -> None:
-    for message in run_ranks(torchs_own_error, WORLD_SIZE):
+    for message in run_processes(torchs_own_error, WORLD_SIZE):
         assert message.startswith("SyncBatchNorm expected input tensor to be on")

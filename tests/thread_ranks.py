@@ -7,7 +7,7 @@ Messages go through queues of one `Mail`. Everything above them is the product's
 order here as in processes, so the results have the same bits. A switch also exchanges what is one for each
 process: the random numbers, the default dtype, the process groups.
 
-Not here: a rank that dies, real sockets, memory that ranks share, `xds.zero.Init`, DTensor, and anything else that
+Not here: a rank that dies, real sockets, memory that ranks share, `xds.zero.Init`, DTensor, and what else
 belongs to a process (signals, the current folder, environment variables). These need `run_processes` or
 `run_new_ranks` of helpers.py.
 """
@@ -18,6 +18,7 @@ import contextlib
 import logging
 import random
 import threading
+import time
 import traceback
 import warnings
 from collections import defaultdict, deque
@@ -33,7 +34,8 @@ from torch.distributed import distributed_c10d as c10d
 from xds.engine.optim import backward_scale
 from xds.ops.comm import mesh_groups, opening, point_to_point
 
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 120
+IDLE_SECONDS = 20
 BACKEND = "threads"
 
 
@@ -50,6 +52,8 @@ class Baton:
         self._running = 0
         self._kept: list[dict[str, Any]] = [_process_state() for _ in range(world_size)]
         self.has_failed = False
+        self._num_idle = 0  # how often a rank handed over since the last message
+        self._idle_since_seconds = time.monotonic()
 
     def begin(self, rank: int) -> None:
         with self._turn:
@@ -78,12 +82,21 @@ class Baton:
                         raise RuntimeError("the other ranks have ended: Connection closed by peer")
                 else:
                     self._wait_for_turn(rank)
+                    self._check_idle()
                 if self.has_failed:
                     raise Stopped
+
+    def _check_idle(self) -> None:
+        self._num_idle += 1
+        if self._num_idle > 8 * len(self._living):
+            if time.monotonic() - self._idle_since_seconds > IDLE_SECONDS:
+                raise RuntimeError(f"all ranks wait for messages since {IDLE_SECONDS} s")
+            self._turn.wait(0.001)  # a thread that a rank has started may be about to send
 
     def changed(self) -> None:
         """Somebody has sent something."""
         with self._turn:
+            self._num_idle, self._idle_since_seconds = 0, time.monotonic()
             self._turn.notify_all()
 
     def _hand_over(self, rank: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_processes
 from same_bits import cases, run
 
 import xds
@@ -77,7 +77,7 @@ def test_each_command_runs(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    run_ranks(saved, 1, str(tmp_path / "out"))
+    run_processes(saved, 1, str(tmp_path / "out"))
     (tmp_path / "config.json").write_text('{"train_batch_size": 2, "optimizer": {"type": "AdamW"}}')
     elastic = {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [2, 4]}
     (tmp_path / "elastic.json").write_text(json.dumps({"elasticity": elastic}))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 from tiny_models import TinyModel, build, micro_batch
 from torch import Tensor, nn
 
@@ -75,7 +75,7 @@ def at_every_stage(check: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_whole_state_dict_goes_out_and_comes_in(world: int) -> None:
-    run_ranks(at_every_stage, world, "whole_state")
+    run_processes(at_every_stage, world, "whole_state")
 
 
 def away_and_back(stage: int, precision: str) -> None:
@@ -113,7 +113,7 @@ def away_and_back(stage: int, precision: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_states_go_to_the_host_and_come_back(world: int) -> None:
-    run_ranks(at_every_stage, world, "away_and_back")
+    run_processes(at_every_stage, world, "away_and_back")
 
 
 def refusals(stage: int, precision: str) -> None:
@@ -137,7 +137,7 @@ def refusals(stage: int, precision: str) -> None:
 
 
 def test_changes_that_would_be_lost_are_refused_where_they_are_made() -> None:
-    run_ranks(at_every_stage, 2, "refusals")
+    run_processes(at_every_stage, 2, "refusals")
 
 
 def from_files(folder: str, stage: int) -> None:
@@ -206,7 +206,7 @@ def from_files(folder: str, stage: int) -> None:
 def test_weights_are_loaded_from_outside(tmp_path: Path, world: int, stage: int) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    run_ranks(from_files, world, str(folder), stage)
+    run_processes(from_files, world, str(folder), stage)
 
 
 def rows_read(folder: str) -> int:
@@ -239,7 +239,7 @@ def rows_read(folder: str) -> int:
 
 def test_a_rank_reads_its_own_part_of_a_file_only(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    assert run_ranks(rows_read, 4, str(tmp_path)) == [2 * 1024 * 64 // 4] * 4
+    assert run_processes(rows_read, 4, str(tmp_path)) == [2 * 1024 * 64 // 4] * 4
 
 
 def inference(stage: int, precision: str) -> None:
@@ -258,4 +258,4 @@ def inference(stage: int, precision: str) -> None:
 
 
 def test_a_frozen_model_needs_no_optimizer() -> None:
-    run_ranks(at_every_stage, 2, "inference")
+    run_processes(at_every_stage, 2, "inference")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_processes
 
 from xds.launcher import bench, cli
 from xds.launcher.bench_ranks import Bench, bus_factor
@@ -52,7 +52,7 @@ class Damaged:
 
 
 def test_every_collective_is_right_and_timed():
-    answers = run_ranks(rows_on_a_rank, 3)
+    answers = run_processes(rows_on_a_rank, 3)
     (link, rows), (_, others) = answers[:2]
     assert link > 0 and [row.seconds for row in rows] == [row.seconds for row in others]
     assert {(row.op, row.by) for row in rows} == {
@@ -67,12 +67,12 @@ def test_every_collective_is_right_and_timed():
 
 
 def test_a_wrong_result_is_an_error_on_every_rank():
-    for answer in run_ranks(rows_on_a_rank, 2, "all_gather"):
+    for answer in run_processes(rows_on_a_rank, 2, "all_gather"):
         assert answer.startswith("all_gather by xds, 1024 bytes: a wrong result on rank 1 of 2")
 
 
 def test_one_rank_has_no_link_and_no_bus():
-    ((link, rows),) = run_ranks(rows_on_a_rank, 1)
+    ((link, rows),) = run_processes(rows_on_a_rank, 1)
     assert link == 0 and {row.op for row in rows} == set(bench.OPS) - {"send_recv"}
     assert all(row.bus_bytes_per_second == 0 and row.of_link is None for row in rows)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_processes
 from saved_checkpoints import engine_of, train
 
 from xds.launcher.checkpoint import main
@@ -29,7 +29,7 @@ def save_three(folder: str) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    run_ranks(save_three, 2, str(folder))
+    run_processes(save_three, 2, str(folder))
     return folder
 
 

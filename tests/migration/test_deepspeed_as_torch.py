@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 from torch import Tensor, nn
 
 import xds
@@ -73,7 +73,7 @@ def clip_by_torch(accumulated: int) -> None:
 
 @pytest.mark.parametrize(("world_size", "accumulated"), [(1, 1), (2, 1), (3, 2)])
 def test_gradients_of_stage_0_can_be_clipped_by_torch(world_size: int, accumulated: int) -> None:
-    run_ranks(clip_by_torch, world_size, accumulated)
+    run_processes(clip_by_torch, world_size, accumulated)
 
 
 def change_shown() -> None:
@@ -107,7 +107,7 @@ def change_shown() -> None:
 
 
 def test_shown_gradients_may_be_set_replaced_and_dropped() -> None:
-    run_ranks(change_shown, 2)
+    run_processes(change_shown, 2)
 
 
 ONE_BIT = {
@@ -118,7 +118,7 @@ ONE_BIT = {
 
 @pytest.mark.parametrize("kind", ONE_BIT)
 def test_one_bit_optimizers_train_and_show_no_gradient_once_they_compress(kind: str) -> None:
-    run_ranks(one_bit, 2, kind)
+    run_processes(one_bit, 2, kind)
 
 
 def one_bit(kind: str) -> None:
@@ -138,7 +138,7 @@ def one_bit(kind: str) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_shown_gradients_end_with_their_engine(stage: int) -> None:
-    run_ranks(second_engine, 1, stage)
+    run_processes(second_engine, 1, stage)
 
 
 def second_engine(stage: int) -> None:
@@ -168,7 +168,7 @@ def dropped_engine() -> None:
 
 
 def test_shown_gradients_end_with_a_dropped_engine() -> None:
-    run_ranks(dropped_engine, 1)
+    run_processes(dropped_engine, 1)
 
 
 def as_module() -> None:
@@ -198,7 +198,7 @@ def _inside(module: nn.Module) -> list[str]:
 
 
 def test_an_engine_has_the_names_of_a_module_with_one_child() -> None:
-    run_ranks(as_module, 1)
+    run_processes(as_module, 1)
 
 
 def test_numpy_is_seeded_too() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_processes
 from torch import nn
 
 import xds.deepspeed as deepspeed
@@ -79,7 +79,7 @@ def _one_micro_batch(folder: str) -> Any:
 
 def test_a_step_may_have_fewer_micro_batches_than_stages(tmp_path: Path) -> None:
     expected = plain(5)
-    for losses in run_ranks(_one_micro_batch, 2, str(tmp_path)):
+    for losses in run_processes(_one_micro_batch, 2, str(tmp_path)):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -89,7 +89,7 @@ def _enough() -> str:
 
 
 def test_with_enough_micro_batches_the_schedule_is_1f1b() -> None:
-    assert run_ranks(_enough, 2) == ["1f1b", "1f1b"]
+    assert run_processes(_enough, 2) == ["1f1b", "1f1b"]
 
 
 def _reads_data() -> list[Any]:
@@ -102,4 +102,4 @@ def _reads_data() -> list[Any]:
 
 
 def test_a_pipeline_reads_its_data_in_order() -> None:
-    assert run_ranks(_reads_data, 2)[0] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
+    assert run_processes(_reads_data, 2)[0] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]

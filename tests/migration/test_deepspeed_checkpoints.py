@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 from torch import Tensor, nn
 
 import xds
@@ -134,7 +134,7 @@ def _universal(folder: str) -> bool:
 
 
 def test_a_universal_checkpoint_loads_at_another_stage(tmp_path: Path) -> None:
-    assert run_ranks(_universal, 2, str(tmp_path)) == [True, True]
+    assert run_processes(_universal, 2, str(tmp_path)) == [True, True]
     with pytest.raises(ValueError, match="exists already"):
         ds_to_universal.main(Namespace(input_folder=tmp_path / "t", output_folder=tmp_path / "t"))
     (tmp_path / "empty").mkdir()
@@ -156,7 +156,7 @@ def _tags(folder: str) -> list[str]:
 
 
 def test_different_tags_are_refused_or_that_of_rank_0_is_used(tmp_path: Path) -> None:
-    assert run_ranks(_tags, 2, str(tmp_path))[0] == ["WARN0", "ignore0"]
+    assert run_processes(_tags, 2, str(tmp_path))[0] == ["WARN0", "ignore0"]
 
 
 def _custom(folder: str) -> Any:
@@ -175,7 +175,7 @@ def _custom(folder: str) -> Any:
 
 
 def test_a_function_of_the_script_loads_weights(tmp_path: Path) -> None:
-    assert run_ranks(_custom, 2, str(tmp_path)) == [True, True]
+    assert run_processes(_custom, 2, str(tmp_path)) == [True, True]
 
 
 def _optimizer(stage: int) -> Any:
@@ -200,7 +200,7 @@ def _optimizer(stage: int) -> Any:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_state_dict_of_the_optimizer(stage: int) -> None:
-    first, second = run_ranks(_optimizer, 2, stage)
+    first, second = run_processes(_optimizer, 2, stage)
     assert first + second >= 36 + 12  # the tied weight and two biases
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_processes
 from tiny_models import build, micro_batch
 
 import xds
@@ -47,7 +47,7 @@ def call_collectives() -> dict[str, Any]:
 
 
 def test_collectives_are_torchs() -> None:
-    for rank, found in enumerate(run_ranks(call_collectives, 2)):
+    for rank, found in enumerate(run_processes(call_collectives, 2)):
         assert found["sums"] == [18, 6, 6, 6]
         assert found["broadcast"] == [1.0, 1.0]
         assert found["received"] == [1.0 - rank] * 4
@@ -72,7 +72,7 @@ def the_log() -> None:
 
 
 def test_the_log_is_that_of_the_engines() -> None:
-    run_ranks(the_log, 2)
+    run_processes(the_log, 2)
 
 
 def test_timers(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -88,7 +88,7 @@ def results() -> None:
 
 
 def test_initialize_gives_engine_optimizer_dataloader_and_scheduler() -> None:
-    run_ranks(results, 2)
+    run_processes(results, 2)
 
 
 def an_optimizer_object_and_its_parameters() -> None:
@@ -105,7 +105,7 @@ def an_optimizer_object_and_its_parameters() -> None:
 
 
 def test_an_optimizer_object_wins_over_model_parameters() -> None:
-    run_ranks(an_optimizer_object_and_its_parameters, 1)
+    run_processes(an_optimizer_object_and_its_parameters, 1)
 
 
 # -- clipping ---------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def clipping() -> None:
 
 
 def test_gradients_are_clipped_at_deepspeeds_default_unless_the_config_says_otherwise() -> None:
-    run_ranks(clipping, 1)
+    run_processes(clipping, 1)
 
 
 # -- optimizers -------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def step_with(ours: Any, plain: Any, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_optimizer_by_deepspeeds_name_steps_like_torchs(stage: int) -> None:
-    run_ranks(step_all, 2, stage)
+    run_processes(step_all, 2, stage)
 
 
 def lion_and_lamb() -> None:
@@ -196,7 +196,7 @@ def lion_and_lamb() -> None:
 
 
 def test_lion_and_lamb_step_in_the_engine() -> None:
-    run_ranks(lion_and_lamb, 2)
+    run_processes(lion_and_lamb, 2)
 
 
 @pytest.mark.parametrize("make", [Adam, Lion, Lamb])
@@ -250,7 +250,7 @@ def questions() -> None:
 
 
 def test_the_engine_answers_deepspeeds_questions() -> None:
-    run_ranks(questions, 2)
+    run_processes(questions, 2)
 
 
 def refusals() -> dict[str, str]:
@@ -272,7 +272,7 @@ def refusals() -> dict[str, str]:
 
 
 def test_what_the_engine_lacks_it_says_in_a_sentence() -> None:
-    assert "engine.no_sync()" in run_ranks(refusals, 1)[0]["buffered_allreduce_fallback"]
+    assert "engine.no_sync()" in run_processes(refusals, 1)[0]["buffered_allreduce_fallback"]
 
 
 # -- data -------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def loaders() -> list[float]:
 
 
 def test_deepspeed_io_deals_a_dataset_out_over_the_ranks() -> None:
-    assert run_ranks(loaders, 2) == [[0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]]
+    assert run_processes(loaders, 2) == [[0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]]
 
 
 # -- weights and checkpoints ------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def weights(stage: int, folder: str) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_whole_weights_are_saved_in_the_dtype_that_computes(stage: int, tmp_path: Path) -> None:
-    run_ranks(weights, 2, stage, str(tmp_path))
+    run_processes(weights, 2, stage, str(tmp_path))
 
 
 def resume(folder: str) -> None:
@@ -330,7 +330,7 @@ def resume(folder: str) -> None:
 
 
 def test_checkpoints_take_deepspeeds_arguments(tmp_path: Path) -> None:
-    run_ranks(resume, 2, str(tmp_path))
+    run_processes(resume, 2, str(tmp_path))
 
 
 # -- construction and groups ------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def construction() -> None:
 
 
 def test_a_model_is_built_in_slices_and_read_whole() -> None:
-    run_ranks(construction, 2)
+    run_processes(construction, 2)
 
 
 class Mpu:
@@ -406,7 +406,7 @@ def wrong_calls() -> None:
 
 
 def test_calls_that_cannot_work_are_refused_before_anything_is_done() -> None:
-    run_ranks(wrong_calls, 1)
+    run_processes(wrong_calls, 1)
 
 
 @pytest.mark.parametrize(
@@ -474,7 +474,7 @@ def held_and_estimated(stage: int, **kinds: bool) -> tuple[int, int]:
 
 
 def test_at_stage_2_the_estimate_is_what_the_engine_holds() -> None:
-    for held, estimated in run_ranks(held_and_estimated, 2, 2):
+    for held, estimated in run_processes(held_and_estimated, 2, 2):
         assert held == pytest.approx(estimated, rel=0.03)
 
 
@@ -488,12 +488,12 @@ def optimizer_alone() -> tuple[int, int]:
 
 def test_with_offload_the_estimate_covers_what_the_engine_holds() -> None:
     for function in (both_kinds, optimizer_alone):
-        for held, estimated in run_ranks(function, 2):
+        for held, estimated in run_processes(function, 2):
             assert 0.6 * estimated < held <= estimated
 
 
 def test_at_stage_3_the_estimate_covers_what_is_gathered_in_between() -> None:
-    for held, estimated in run_ranks(held_and_estimated, 2, 3):
+    for held, estimated in run_processes(held_and_estimated, 2, 3):
         assert 0.9 * estimated < held <= estimated
 
 
@@ -591,7 +591,7 @@ def inner_names() -> None:
 
 
 def test_what_scripts_read_of_the_engine_and_its_optimizer() -> None:
-    run_ranks(inner_names, 1)
+    run_processes(inner_names, 1)
 
 
 def test_a_leaf_module_that_would_be_cut_is_told_how_to_stay_whole(

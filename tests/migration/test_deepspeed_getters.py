@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_processes
 from torch import nn
 
 import xds.deepspeed as deepspeed
@@ -74,7 +74,7 @@ def refused() -> None:
 
 @pytest.mark.parametrize("check", [defaults, given_values, refused])
 def test_names_of_the_engine(check: Any) -> None:
-    run_ranks(check, 1)
+    run_processes(check, 1)
 
 
 def stage_before_initialize() -> None:
@@ -86,4 +86,4 @@ def stage_before_initialize() -> None:
 
 
 def test_a_pipeline_module_knows_its_stage_before_initialize() -> None:
-    run_ranks(stage_before_initialize, 2)
+    run_processes(stage_before_initialize, 2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 
 import xds
 from xds.deepspeed.runtime.pipe import schedule
@@ -89,7 +89,7 @@ def _places() -> dict[str, Any]:
 
 
 def test_a_grid_has_the_groups_of_its_rank() -> None:
-    found = run_ranks(_places, 4)
+    found = run_processes(_places, 4)
     assert [each["stage"] for each in found] == [
         *[(0, True, False)] * 2,
         *[(1, False, True)] * 2,

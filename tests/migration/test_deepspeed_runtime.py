@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_processes
 from torch import nn
 
 import xds.deepspeed as deepspeed
@@ -129,7 +129,7 @@ def refusals_and_scales() -> None:
 
 
 def test_no_sync_refuses_and_the_optimizer_tells_its_loss_scale() -> None:
-    run_ranks(refusals_and_scales, 1)
+    run_processes(refusals_and_scales, 1)
 
 
 def without_optimizer(stage: int) -> None:
@@ -144,7 +144,7 @@ def without_optimizer(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_without_an_optimizer_the_engine_infers(stage: int) -> None:
-    run_ranks(without_optimizer, 1, stage)
+    run_processes(without_optimizer, 1, stage)
 
 
 def test_a_dynamic_scale_can_stay_at_its_minimum() -> None:

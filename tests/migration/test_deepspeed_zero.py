@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 from safetensors.torch import load_file, save_model
 from torch import nn
 
@@ -81,7 +81,7 @@ def ask_for_a_state_dict() -> None:
 
 
 def test_ranks_that_write_nothing_may_ask_for_a_state_dict() -> None:
-    run_ranks(ask_for_a_state_dict, 2)
+    run_processes(ask_for_a_state_dict, 2)
 
 
 def save_on_rank_0(folder: str) -> None:
@@ -123,7 +123,7 @@ def save_on_rank_0(folder: str) -> None:
 
 
 def test_a_save_on_rank_0_does_not_end_the_run(tmp_path: Path) -> None:
-    run_ranks(save_on_rank_0, 2, str(tmp_path))
+    run_processes(save_on_rank_0, 2, str(tmp_path))
 
 
 def answers() -> None:
@@ -173,7 +173,7 @@ def read_slice(weight: Any) -> None:
 
 
 def test_parameters_of_stage_3_answer_and_no_others_do() -> None:
-    run_ranks(answers, 2)
+    run_processes(answers, 2)
 
 
 def one_rank() -> None:
@@ -192,7 +192,7 @@ def one_rank() -> None:
 
 
 def test_one_rank_answers_too_and_lower_stages_do_not() -> None:
-    run_ranks(one_rank, 1)
+    run_processes(one_rank, 1)
 
 
 def states(stage: int) -> None:
@@ -237,7 +237,7 @@ def local_states(body: Any, frozen: Any) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_states_are_read_and_written_whole_and_in_slices(stage: int) -> None:
-    run_ranks(states, 2, stage)
+    run_processes(states, 2, stage)
 
 
 # -- leaves -----------------------------------------------------------------------------------------------

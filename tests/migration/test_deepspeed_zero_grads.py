@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 from torch import Tensor, nn
 
 import xds
@@ -82,7 +82,7 @@ def own_gradients_everywhere() -> None:
 
 
 def test_a_gradient_that_is_not_summed_yet_is_the_ranks_own() -> None:
-    run_ranks(own_gradients_everywhere, 2)
+    run_processes(own_gradients_everywhere, 2)
 
 
 def test_clipping_needs_the_norm_that_a_config_leaves_out() -> None:
@@ -110,4 +110,4 @@ def one_of_several() -> None:
 
 
 def test_one_rank_is_not_the_whole_model_where_the_launcher_started_several() -> None:
-    run_ranks(one_of_several, 1)
+    run_processes(one_of_several, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 from torch import nn
 
 import xds
@@ -84,7 +84,7 @@ def take_off_and_put_back() -> None:
 
 
 def test_hooks_are_taken_off_for_generation_and_put_back() -> None:
-    run_ranks(take_off_and_put_back, 2)
+    run_processes(take_off_and_put_back, 2)
 
 
 def copy_a_layer() -> None:
@@ -102,7 +102,7 @@ def copy_a_layer() -> None:
 
 
 def test_a_copy_of_a_sharded_layer_is_whole() -> None:
-    run_ranks(copy_a_layer, 2)
+    run_processes(copy_a_layer, 2)
 
 
 def merge_and_take_out(strict: bool) -> None:
@@ -129,7 +129,7 @@ def merge_and_take_out(strict: bool) -> None:
 def test_an_edit_of_gathered_parameters_is_dropped_unless_the_config_refuses_it(
     strict: bool,
 ) -> None:
-    run_ranks(merge_and_take_out, 2, strict)
+    run_processes(merge_and_take_out, 2, strict)
 
 
 # -- an engine that only infers, of a model that is trained afterwards --------------------------------------
@@ -158,7 +158,7 @@ def score_then_train(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_can_be_trained_after_it_has_scored(stage: int) -> None:
-    run_ranks(score_then_train, 2, stage)
+    run_processes(score_then_train, 2, stage)
 
 
 # -- a set of parameters, whose order is that of addresses --------------------------------------------------
@@ -186,7 +186,7 @@ def initialize_missing() -> None:
 
 
 def test_ranks_may_list_gathered_parameters_in_their_own_order() -> None:
-    run_ranks(initialize_missing, 2)
+    run_processes(initialize_missing, 2)
 
 
 # -- adapters -----------------------------------------------------------------------------------------------
@@ -223,4 +223,4 @@ def train_an_adapter(folder: str) -> None:
 @pytest.mark.filterwarnings("default")  # the packages warn about themselves
 def test_an_adapter_with_whole_layers_trains_and_is_saved_at_stage_3(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    run_ranks(train_an_adapter, 2, str(tmp_path))
+    run_processes(train_an_adapter, 2, str(tmp_path))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_new_ranks, run_ranks
+from helpers import run_new_ranks, run_processes
 from placed_ranks import placed
 
 import xds
@@ -103,7 +103,7 @@ def results_that_differ(layout: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_results_are_those_of_the_written_order(layout: str) -> None:
-    assert run_ranks(results_that_differ, len(layout), layout) == [[]] * len(layout)
+    assert run_processes(results_that_differ, len(layout), layout) == [[]] * len(layout)
 
 
 def whole_sums_that_differ(layout: str) -> list[str]:
@@ -138,7 +138,7 @@ def whole_sums_that_differ(layout: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whole_sums_have_the_bits_of_two_collectives(layout: str) -> None:
-    assert run_ranks(whole_sums_that_differ, len(layout), layout) == [[]] * len(layout)
+    assert run_processes(whole_sums_that_differ, len(layout), layout) == [[]] * len(layout)
 
 
 def bits_that_differ(layout: str) -> list[str]:
@@ -174,7 +174,7 @@ def bits_that_differ(layout: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_without_levels_bits_are_those_of_messages(layout: str) -> None:
-    assert run_ranks(bits_that_differ, len(layout), layout) == [[]] * len(layout)
+    assert run_processes(bits_that_differ, len(layout), layout) == [[]] * len(layout)
 
 
 def bytes_across(layout: str, numel: int) -> list[dict[str, int]]:
@@ -190,7 +190,7 @@ def bytes_across(layout: str, numel: int) -> list[dict[str, int]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_byte_crosses_once(layout: str) -> None:
     numel = 5  # parts of a machine are unequal
-    found = run_ranks(bytes_across, len(layout), layout, numel)
+    found = run_processes(bytes_across, len(layout), layout, numel)
     for letter in dict.fromkeys(layout):
         here, there = layout.count(letter), len(layout) - layout.count(letter)
         ranks = [of for of, at in zip(found, layout, strict=True) if at == letter]
@@ -228,7 +228,7 @@ def any_order(layout: str) -> list[bool]:
 
 
 def test_ranks_may_start_collectives_in_different_orders() -> None:
-    assert run_ranks(any_order, 4, "aabb") == [[True] * 6] * 4
+    assert run_processes(any_order, 4, "aabb") == [[True] * 6] * 4
 
 
 def losses(layout: str, stage: int, section: dict[str, Any]) -> list[float]:
@@ -260,11 +260,11 @@ def losses(layout: str, stage: int, section: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("layout", ["aab", "aaba"])
 def test_stages_are_equal_and_near_one_machine(layout: str) -> None:
     world = len(layout)
-    by_stage = [run_ranks(losses, world, layout, stage, {}) for stage in (0, 1, 2, 3)]
+    by_stage = [run_processes(losses, world, layout, stage, {}) for stage in (0, 1, 2, 3)]
     assert by_stage[0] == by_stage[1] == by_stage[2] == by_stage[3]
     pairs = {"hierarchical": False}
-    one_machine = run_ranks(losses, world, "a" * world, 2, {})
-    assert run_ranks(losses, world, layout, 2, pairs) == one_machine
+    one_machine = run_processes(losses, world, "a" * world, 2, {})
+    assert run_processes(losses, world, layout, 2, pairs) == one_machine
     for found, wanted in zip(by_stage[0], one_machine, strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 
 from xds.ops.comm.bandwidth import ALIASES, OPERATIONS, bus_factor, gbps
 from xds.ops.comm.collectives import Collectives
@@ -91,7 +91,7 @@ def logged(native: bool, options: LogOptions | None) -> dict[tuple[str, int, int
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_operations_and_whole_sizes(native: bool, world: int) -> None:
-    results = run_ranks(logged, world, native, LogOptions())
+    results = run_processes(logged, world, native, LogOptions())
     for rank, found in enumerate(results):
         want = {
             ("all_gather", 24 * world, world): 1,
@@ -109,14 +109,14 @@ def test_operations_and_whole_sizes(native: bool, world: int) -> None:
 
 
 def test_off_and_chosen() -> None:
-    assert run_ranks(logged, 2, False, None) == [{}, {}]
+    assert run_processes(logged, 2, False, None) == [{}, {}]
     chosen = LogOptions(prof_all=False, prof_ops=("all_gather_into_tensor", "broadcast"))
-    for found in run_ranks(logged, 2, False, chosen):
+    for found in run_processes(logged, 2, False, chosen):
         assert {operation for operation, *_ in found} == {"all_gather", "broadcast"}
 
 
 def test_debug_names_the_subject() -> None:
-    labels = {label for label, *_ in run_ranks(logged, 2, False, LogOptions(debug=True))[0]}
+    labels = {label for label, *_ in run_processes(logged, 2, False, LogOptions(debug=True))[0]}
     assert {"all_gather | [flat buffer 0]", "all_gather | [norms and flags]"} <= labels
     assert "send | [x]" in labels
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 from tiny_models import build, micro_batch
 
 import xds
@@ -128,4 +128,4 @@ def every(name: str) -> None:
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(SECTIONS))
 def test_sharded_equals_whole(name: str, world: int) -> None:
-    run_ranks(every, world, name)
+    run_processes(every, world, name)

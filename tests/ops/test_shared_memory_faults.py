@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_new_ranks, run_ranks
+from helpers import run_new_ranks, run_processes
 
 from xds.ops.comm.memory import operations
 from xds.ops.comm.opening import open_collectives
@@ -142,7 +142,7 @@ def flooding() -> bool:
 
 
 def test_more_messages_than_entries_arrive_in_order() -> None:
-    assert run_ranks(flooding, 2) == [True, True]
+    assert run_processes(flooding, 2) == [True, True]
 
 
 def ignored() -> str:
@@ -178,7 +178,7 @@ def dropping() -> tuple[list[float], int]:
 
 
 def test_a_dropped_handle_holds_up_nobody_and_leaves_nothing() -> None:
-    assert run_ranks(dropping, 2) == [([], 0), ([4.0] * 3, 0)]
+    assert run_processes(dropping, 2) == [([], 0), ([4.0] * 3, 0)]
 
 
 def in_threads() -> list[bool]:
@@ -202,7 +202,7 @@ def in_threads() -> list[bool]:
 
 
 def test_threads_may_call_at_once() -> None:
-    assert run_ranks(in_threads, 2) == [[True] * 4] * 2
+    assert run_processes(in_threads, 2) == [[True] * 4] * 2
 
 
 # -- forks, signals, leftovers ------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def forking() -> tuple[int, float]:
 
 
 def test_a_forked_child_takes_no_part_and_disturbs_nobody() -> None:
-    assert run_ranks(forking, 2) == [(0, 6.0)] * 2
+    assert run_processes(forking, 2) == [(0, 6.0)] * 2
 
 
 class Interrupt(Exception):
@@ -258,7 +258,7 @@ def interrupting() -> float:
 
 
 def test_an_interrupted_wait_can_be_taken_up_again() -> None:
-    assert run_ranks(interrupting, 2) == [7.0, 7.0]
+    assert run_processes(interrupting, 2) == [7.0, 7.0]
 
 
 def leftovers() -> list[tuple[int, int]]:

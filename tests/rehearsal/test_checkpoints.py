@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_ranks import ranks  # the next module of this folder goes on with them, and ends them
-from helpers import run_ranks
+from helpers import run_processes
 from test_features import engine_of, inputs_of, micro_batch, train
 from test_rehearsal import build, config_of, waits
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_the_device_is_that_of_the_cpu(
     states = found[0][0]
     assert ranks(2).run(resumed, folder, stage, precision)[1][1] == found[1][1]
     again, losses = ranks(1).run(resumed, folder, other, precision)[0]
-    elsewhere, plain = run_ranks(resumed, 1, folder, other, precision)[0]
+    elsewhere, plain = run_processes(resumed, 1, folder, other, precision)[0]
     exact = xds.get_fp32_state_dict(folder)
     assert all(same(states, one) for one in (again, elsewhere, exact))
     assert losses == pytest.approx(plain, rel=1e-5 if precision == "fp32" else 3e-2)
@@ -105,7 +105,7 @@ def test_another_number_of_ranks_resumes(before: int, after: int, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_checkpoint_of_the_cpu_loads_on_the_device(tmp_path: Path) -> None:
-    states = run_ranks(saved, 1, str(tmp_path), 0, "bf16", False)[0][0]
+    states = run_processes(saved, 1, str(tmp_path), 0, "bf16", False)[0][0]
     assert all(same(states, found) for found, _ in ranks(2).run(resumed, str(tmp_path), 3, "bf16"))
 
 
@@ -174,7 +174,7 @@ def accesses(stage: int, precision: str, given: str) -> list[list[float]]:
 def test_single_parameters_are_read_and_written(
     world_size: int, stage: int, precision: str, given: str
 ) -> None:
-    plain = run_ranks(accesses, world_size, stage, precision, given)
+    plain = run_processes(accesses, world_size, stage, precision, given)
     for found, expected in zip(
         ranks(world_size).run(accesses, stage, precision, given), plain, strict=True
     ):
@@ -232,7 +232,7 @@ def _has_device() -> bool:
     ],
 )
 def test_a_model_is_built_in_shards(world_size: int, precision: str, where: str) -> None:
-    plain = run_ranks(constructed, world_size, precision, where)
+    plain = run_processes(constructed, world_size, precision, where)
     for found, expected in zip(
         ranks(world_size).run(constructed, precision, where), plain, strict=True
     ):

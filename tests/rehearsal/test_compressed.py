@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from device_ranks import ranks
-from helpers import run_ranks
+from helpers import run_processes
 from placed_ranks import placed
 from test_parallel import STEPS, Trained, config_of, trained
 from torch import Tensor
@@ -80,7 +80,7 @@ def test_compressed_messages_have_the_numbers_of_the_cpu(
 ) -> None:
     config = config_with(stage, precision, more)
     found = ranks(world_size).run(train_vector, config, 2)
-    assert_near(found, run_ranks(train_vector, world_size, config, 2), precision)
+    assert_near(found, run_processes(train_vector, world_size, config, 2), precision)
     for here in found:
         assert here.in_micro_batches == 0
         if num_waits is not None:

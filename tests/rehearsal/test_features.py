@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from device_ranks import ranks  # the next module of this folder goes on with them, and ends them
-from helpers import run_ranks
+from helpers import run_processes
 from test_rehearsal import batch, build, config_of, waits
 from torch import nn
 
@@ -224,7 +224,7 @@ def test_the_loss_scale_goes_down_and_up(
     world_size: int, stage: int, accumulation: int, native: bool
 ) -> None:
     run = partial(overflowing, accumulation=accumulation, native=native)
-    plain = run_ranks(
+    plain = run_processes(
         partial(overflowing, accumulation=accumulation, native=False), world_size, stage
     )
     for number, found in enumerate(ranks(world_size, kernels=native).run(run, stage)):
@@ -299,7 +299,7 @@ def whole_batches(stage: int, precision: str, accumulation: int) -> tuple[list[f
 def test_batches_of_the_engines_loader_come_on_a_stream_of_their_own(
     world_size: int, stage: int, precision: str, accumulation: int
 ) -> None:
-    plain = run_ranks(whole_batches, world_size, stage, precision, accumulation)
+    plain = run_processes(whole_batches, world_size, stage, precision, accumulation)
     found = ranks(world_size).run(whole_batches, stage, precision, accumulation)
     for (losses, num_waits), (expected, _) in zip(found, plain, strict=True):
         assert losses == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 3e-2)

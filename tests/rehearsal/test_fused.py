@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from device_ranks import ranks
-from helpers import run_new_ranks, run_ranks
+from helpers import run_new_ranks, run_processes
 from test_rehearsal import batch, build, config_of
 from torch import Tensor
 
@@ -74,7 +74,7 @@ def test_torchs_fused_kernels_run_where_they_exist(name: str, is_there: bool) ->
     config["optimizer"] = {"type": name, "params": {"lr": 1e-2, "eps": 1e-3}}
     if name == "SGD":
         config["optimizer"]["params"] = {"lr": 1e-2, "momentum": 0.9}
-    ((_, expected),) = run_ranks(train, 1, config)
+    ((_, expected),) = run_processes(train, 1, config)
     for place, wanted in zip(("none", "cpu"), FUSED[name, is_there], strict=True):
         config["zero_optimization"]["offload_optimizer"] = {"device": place}
         ((whose, losses),) = ranks(1).run(train_with, name, is_there, config)

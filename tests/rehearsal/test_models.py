@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from device_ranks import ranks
-from helpers import run_ranks
+from helpers import run_processes
 from test_features import inputs_of
 from test_rehearsal import config_of, waits
 from torch import Tensor, nn
@@ -155,7 +155,7 @@ def test_models_train_as_on_the_cpu_with_one_wait_a_step(
     world_size: int, stage: int, precision: str, accumulation: int, case: dict[str, Any]
 ) -> None:
     call = (stage, precision, accumulation, case | {"ops": {"native": True}})
-    plain = run_ranks(trained, world_size, *call)
+    plain = run_processes(trained, world_size, *call)
     tolerance = 1e-4 if precision == "fp32" and case not in (AUTOCAST, MUON) else 5e-2
     for found, expected in zip(
         ranks(world_size, kernels=True).run(trained, *call), plain, strict=True

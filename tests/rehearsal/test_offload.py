@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_ranks import ranks
-from helpers import run_ranks
+from helpers import run_processes
 from test_rehearsal import batch, build, config_of, waits
 from torch import Tensor, nn
 
@@ -150,7 +150,7 @@ def check(
     """Compare with the CPU; returns for each rank what it counted."""
     config = config_of(stage, precision, accumulation, **zero)
     found = ranks(world_size).run(train, config)
-    plain = run_ranks(train, world_size, config)
+    plain = run_processes(train, world_size, config)
     tolerance = 1e-5 if precision == "fp32" else 2e-2
     for one, other in zip(found, plain, strict=True):
         for mine, expected in zip(one[:3], other[:3], strict=True):
@@ -210,7 +210,7 @@ def test_an_overflow_is_skipped_as_on_the_cpu(
 ) -> None:
     config = config_of(stage, "fp16", accumulation, **offloaded(optimizer, params, tmp_path))
     for mine, expected in zip(
-        ranks(2).run(overflowed, config), run_ranks(overflowed, 2, config), strict=True
+        ranks(2).run(overflowed, config), run_processes(overflowed, 2, config), strict=True
     ):
         assert mine[2] == expected[2] and mine[2][0] == 1
         assert mine[0] == pytest.approx(expected[0], rel=2e-2)
@@ -284,7 +284,7 @@ def test_what_a_script_writes_counts(
 ) -> None:
     config = config_of(3, precision, 1, **offloaded(optimizer, params, tmp_path))
     for mine, expected in zip(
-        ranks(2).run(accessed, config), run_ranks(accessed, 2, config), strict=True
+        ranks(2).run(accessed, config), run_processes(accessed, 2, config), strict=True
     ):
         tolerance = 1e-5 if precision == "fp32" else 3e-2
         assert mine[0] == pytest.approx(expected[0], rel=tolerance)

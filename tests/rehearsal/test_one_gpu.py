@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_ranks import ranks
-from helpers import run_new_ranks, run_ranks
+from helpers import run_new_ranks, run_processes
 from test_compressed import (
     ADAM,
     GRADS,
@@ -107,7 +107,7 @@ def assert_equal(found: list[dict[str, Any]], on_cpu: list[dict[str, Any]]) -> N
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_collective_has_the_bits_and_bytes_of_the_cpu(world: int, dtype: torch.dtype) -> None:
     found = ranks(world, gloo=True).run(call_all, "cuda", dtype)
-    assert_equal(found, run_ranks(call_all, world, "cpu", dtype))
+    assert_equal(found, run_processes(call_all, world, "cpu", dtype))
 
 
 @pytest.mark.gpu
@@ -175,7 +175,7 @@ def test_the_first_rank_says_once_that_messages_go_through_the_host() -> None:
 def on_both(world_size: int, function: Any, *args: Any) -> tuple[Any, Any]:
     """The results on the device, and on the CPU."""
     found = ranks(world_size, gloo=True).run(function, *args)
-    return found, run_ranks(function, world_size, *args)
+    return found, run_processes(function, world_size, *args)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from device_ranks import ranks
-from helpers import run_ranks
+from helpers import run_processes
 from pipeline_runs import Model, batches
 from test_rehearsal import config_of as config_of_one
 from test_rehearsal import waits
@@ -137,7 +137,7 @@ def test_a_pipeline_has_the_numbers_of_the_cpu_and_waits_before_a_step_and_at_it
 ) -> None:
     config = config_of(stage, precision, pipeline={"stages": 2, "schedule": schedule})
     found = ranks(world_size).run(train_in_stages, config, kind)
-    assert_same(found, run_ranks(train_in_stages, world_size, config, kind), precision)
+    assert_same(found, run_processes(train_in_stages, world_size, config, kind), precision)
     for each in found:
         assert math.isfinite(each.losses[-1])
         # what the first stage has read, where this is another one; whether all ranks go on; the norm
@@ -187,7 +187,7 @@ def test_slices_and_sequences_have_the_numbers_of_the_cpu_and_wait_for_the_norm_
 ) -> None:
     config = config_of(stage, precision, **more)
     found = ranks(world_size).run(train_whole, name, config)
-    assert_same(found, run_ranks(train_whole, world_size, name, config), precision)
+    assert_same(found, run_processes(train_whole, world_size, name, config), precision)
     for each in found:
         assert each.in_micro_batches == OF_TRANSFORMERS[name] * COUNT * (STEPS - FIRST)
         assert each.in_steps[FIRST:] == [1] * (STEPS - FIRST)
@@ -227,7 +227,7 @@ def test_rings_have_the_numbers_of_the_cpu(kind: str, stage: int, precision: str
     more = {"sequence_parallel_size": 2, "gradient_accumulation_steps": 1}
     args = (("llama", 1, 1), kind, config_of(stage, precision, **more))
     found = ranks(2).run(train_in_a_ring, *args)
-    assert_same(found, run_ranks(train_in_a_ring, 2, *args), precision)
+    assert_same(found, run_processes(train_in_a_ring, 2, *args), precision)
     for each in found:
         assert each.in_micro_batches == 0
         assert each.in_steps[FIRST:] == [1] * (STEPS - FIRST)
@@ -263,7 +263,7 @@ def train_padded_in_stages(config: dict[str, Any]) -> Trained:
 def test_stages_look_at_all_masks_of_a_step_with_one_wait() -> None:
     config = config_of(1, "fp32", pipeline={"stages": 2})
     found = ranks(2).run(train_padded_in_stages, config)
-    assert_same(found, run_ranks(train_padded_in_stages, 2, config), "fp32")
+    assert_same(found, run_processes(train_padded_in_stages, 2, config), "fp32")
     for each in found:
         own = 3 if each.first_in_pipeline else 4
         of_transformers = 2 * COUNT  # its code looks at the mask twice in each forward
@@ -283,7 +283,7 @@ def test_stages_of_slices_and_sequences_have_the_numbers_of_the_cpu(
 ) -> None:
     config = config_of(stage, "fp32", **more)
     found = ranks(4).run(train_padded_in_stages, config)
-    assert_same(found, run_ranks(train_padded_in_stages, 4, config), "fp32")
+    assert_same(found, run_processes(train_padded_in_stages, 4, config), "fp32")
     # transformers' own code looks at masks of the model, and of whole sequences
     each_forward = 2 * COUNT * len({"tensor_parallel", "sequence_parallel_size"} & {*more})
     if (

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device_ranks import ranks
-from helpers import run_ranks
+from helpers import run_processes
 from torch import Tensor, nn
 
 STEPS, FIRST = (
@@ -103,7 +103,7 @@ def test_training_has_the_numbers_of_the_cpu_and_no_race(
 ) -> None:
     config = config_of(stage, precision, 2)
     found = ranks(world_size).run(train, config)
-    plain = run_ranks(train, world_size, config)
+    plain = run_processes(train, world_size, config)
     tolerance = 1e-5 if precision == "fp32" else 2e-2
     for (losses, norms, in_micro_batches, in_steps), expected in zip(found, plain, strict=True):
         assert losses == pytest.approx(expected[0], rel=tolerance, abs=tolerance / 10)

@@ -1,6 +1,7 @@
 """The tests of ranks on the device of stand_in.py: `XDS_REHEARSE=1 pytest tests/zero`.
 
-Ranks of `helpers.run_ranks`, `run_new_ranks` and `warm_ranks` are then processes that have loaded the device.
+Ranks of `helpers.run_ranks`, `run_processes`, `run_new_ranks` and `warm_ranks` are then processes that have
+loaded the device.
 What changes in a rank, see rank_on_device.py. A fault of the device fails the call, as in device_ranks.py.
 With `XDS_REHEARSE=gloo` the ranks send as several ranks on one GPU do.
 """
@@ -27,6 +28,7 @@ def use() -> None:
     import helpers
     import warm_ranks
 
+    helpers.run_ranks = helpers.run_processes
     helpers._context.set_forkserver_preload(["rank_on_device"])
     kept = os.environ.get("PYTHONPATH")
     paths = [str(HERE), str(HERE.parent), kept or ""]
