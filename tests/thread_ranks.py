@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,7 +35,7 @@ from torch.distributed import distributed_c10d as c10d
 from xds.engine.optim import backward_scale
 from xds.ops.comm import mesh_groups, opening, point_to_point
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
 IDLE_SECONDS = 20
 BACKEND = "threads"
 
@@ -121,6 +122,7 @@ def _process_state() -> dict[str, Any]:
     return {
         "numbers": torch.get_rng_state(),
         "random": random.getstate(),
+        "numpy": np.random.get_state(),
         "dtype": torch.get_default_dtype(),
         "loss scales": list(backward_scale._loss_scales),
     }
@@ -129,6 +131,7 @@ def _process_state() -> dict[str, Any]:
 def _restore(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["numbers"])
     random.setstate(state["random"])
+    np.random.set_state(state["numpy"])
     torch.set_default_dtype(state["dtype"])
     backward_scale._loss_scales[:] = state["loss scales"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes
 from threaded_ranks import run_threads
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -229,7 +229,7 @@ def every_pair(folder: str) -> int:
 
 @pytest.mark.slow
 def test_every_layout_loads_at_every_other(tmp_path: Path) -> None:
-    loads = run_ranks(every_pair, 2, str(tmp_path))
+    loads = run_processes(every_pair, 2, str(tmp_path))
     assert sum(loads) == len(PRECISIONS) * len(RANKS) ** 2 * len(STAGES) ** 2
 
 
@@ -357,7 +357,7 @@ def leave_out(folder: str, stages: tuple[int, int]) -> None:
 
 
 def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
-    run_ranks(leave_out, 2, str(tmp_path), (3, 1))
+    run_processes(leave_out, 2, str(tmp_path), (3, 1))
     leave_out(str(tmp_path / "alone"), (0, 2))
 
 
