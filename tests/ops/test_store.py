@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -91,9 +92,12 @@ def test_an_old_message_is_not_read_again(raw: Any, ranks: tuple[Store, Store]) 
 
 
 def test_what_is_not_of_the_run_is_told_once(
-    raw: Any, ranks: tuple[Store, Store], caplog: pytest.LogCaptureFixture
+    raw: Any,
+    ranks: tuple[Store, Store],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store._warn.cache_clear()
+    monkeypatch.setattr(store, "_first_warning", threading.Lock())
     with caplog.at_level(logging.WARNING, "xds"):
         for number in range(5):
             raw.set(f"{number}", ESCAPE)
