@@ -14,8 +14,8 @@ says where: `zero_...` runs tests/zero first. Each fault passes through these st
   left out, here and for all later faults, and the stage runs again.
 - The copies lie in a temporary folder. A link named xds on PYTHONPATH stands for the installed package. A test
   that starts Python with another PYTHONPATH sees the checkout, which has no fault.
-- A run that lasts longer than --timeout is killed. The test that was running counts as the finding if it fails
-  alone, too, or lasts as long again.
+- A folder is one run of pytest. One that lasts longer than --timeout is killed. The test that was running then is
+  the finding, unless it passes alone.
 - --json keeps the results. Faults that were found, and stages that found nothing, are not run again.
 - One job at a time: ranks of two runs would disturb one another.
 """
@@ -37,6 +37,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FOLDERS = {"checkpoint": "engine", "config": "engine"}  # by the first word; others have its name
+BROAD = (
+    "contract",
+    "fuzz",
+    "zero",
+    "engine",
+)  # folders that find most faults of others, so they come first
 STAGES = ("nearest", "rest", "nearest-slow", "rest-slow")
 ALONE_SECONDS = 300
 
@@ -113,14 +119,18 @@ class Copy:
         return file.read_text() if file.exists() else ""
 
 
-def arguments_of(stage: str, name: str, tests: Path) -> list[str] | None:
-    """What pytest runs in a stage; None: there is no such folder."""
+def calls_of(stage: str, name: str, tests: Path) -> list[list[str]]:
+    """The arguments of each run of pytest in a stage."""
     word = name.partition("_")[0]
-    nearest = f"tests/{FOLDERS.get(word, word)}"
+    nearest = FOLDERS.get(word, word)
     marks = ["-m", "slow"] if stage.endswith("slow") else []
-    if stage.startswith("rest"):
-        return ["tests", f"--ignore={nearest}", *marks]
-    return [nearest, *marks] if (tests / nearest).is_dir() else None
+    folders = sorted({str(file.relative_to(tests).parent) for file in tests.rglob("test_*.py")})
+    folders.sort(key=lambda folder: BROAD.index(folder) if folder in BROAD else len(BROAD))
+    if stage.startswith("nearest"):
+        return [[f"tests/{nearest}", *marks]] if nearest in folders else []
+    others = [folder for folder in folders if folder not in (nearest, ".")]
+    files = [f"tests/{file.name}" for file in sorted(tests.glob("test_*.py"))]
+    return [[f"tests/{folder}", *marks] for folder in others] + [[*files, *marks]]
 
 
 class Trial:
@@ -129,8 +139,11 @@ class Trial:
     def __init__(self, faulty: Copy, plain: Copy, known: list[str]) -> None:
         self._faulty, self._plain, self._known = faulty, plain, known
 
-    def run(self, arguments: list[str]) -> str:
+    def run(self, calls: list[list[str]]) -> str:
         """The first test that finds the fault; "" if none does."""
+        return next(filter(None, map(self._run, calls)), "")
+
+    def _run(self, arguments: list[str]) -> str:
         while True:
             left_out = [f"--deselect={test}" for test in self._known]
             how, test = self._faulty.pytest(*arguments, *left_out)
@@ -140,7 +153,8 @@ class Trial:
             if how == "timeout" and test:
                 alone = self._faulty.pytest(test, *marks, timeout_seconds=ALONE_SECONDS)[0]
                 if alone == "passed":
-                    return ""  # it was only slow: the stage has an end, and found nothing so far
+                    print(f"    not run to its end: {' '.join(arguments)}", flush=True)
+                    return ""
             if not test:
                 return "(pytest itself)"
             if self._plain.pytest(test, *marks, timeout_seconds=ALONE_SECONDS)[0] == "passed":
@@ -183,9 +197,8 @@ def main() -> int:
             subprocess.run(patch, cwd=faulty.root, check=True)
             trial = Trial(faulty, plain, saved["known"])
             for stage in left:
-                arguments = arguments_of(stage, name, plain.root)
                 start = time.monotonic()
-                found = "" if arguments is None else trial.run(arguments)
+                found = trial.run(calls_of(stage, name, plain.root / "tests"))
                 result["seconds"] += time.monotonic() - start
                 result |= {"found": found, "stage": stage, "done": [*result["done"], stage]}
                 saved["faults"][name] = result
