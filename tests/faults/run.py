@@ -14,8 +14,8 @@ says where: `zero_...` runs tests/zero first. Each fault passes through these st
   left out, here and for all later faults, and the stage runs again.
 - The copies lie in a temporary folder. A link named xds on PYTHONPATH stands for the installed package. A test
   that starts Python with another PYTHONPATH sees the checkout, which has no fault.
-- A folder is one run of pytest. One that lasts longer than --timeout is killed. The test that was running then is
-  the finding, unless it passes alone.
+- A folder is one run of pytest. One that lasts longer than --timeout is killed. The test that was running then
+  is the finding, unless it passes alone.
 - --json keeps the results. Faults that were found, and stages that found nothing, are not run again.
 - One job at a time: ranks of two runs would disturb one another.
 """
