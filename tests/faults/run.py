@@ -6,16 +6,16 @@ A fault is one file NAME.patch: its first line says what is wrong, the rest is a
 says where: `zero_...` runs tests/zero first. Each fault passes through these stages, until a test fails:
 
     nearest         the default tests of that folder, with -x
-    rest            all other default tests, with -x
+    rest            all other default tests, with -x, folder by folder
     nearest-slow    the slow tests of the folder; only with --whole, or --stages
     rest-slow       all other slow tests; the same
 
-- A test that fails is run once more in a copy without the fault. If it fails there too, it is no finding: it is
-  left out, here and for all later faults, and the stage runs again.
+- A test that fails runs once more in a copy without the fault. If it fails there too, it is no finding: it is
+  left out, here and for all later faults, and its folder runs again.
 - The copies lie in a temporary folder. A link named xds on PYTHONPATH stands for the installed package. A test
   that starts Python with another PYTHONPATH sees the checkout, which has no fault.
-- A folder is one run of pytest. One that lasts longer than --timeout is killed. The test that was running then
-  is the finding, unless it passes alone.
+- A folder that takes longer than --timeout is killed. The test that was running then is the finding, unless it
+  passes alone.
 - --json keeps the results. Faults that were found, and stages that found nothing, are not run again.
 - One job at a time: ranks of two runs would disturb one another.
 """
@@ -42,9 +42,10 @@ BROAD = (
     "fuzz",
     "zero",
     "engine",
-)  # folders that find most faults of others, so they come first
+)  # they find most faults of others, so they come first
 STAGES = ("nearest", "rest", "nearest-slow", "rest-slow")
-ALONE_SECONDS = 300
+ALONE = ("-m", "slow or not slow")
+ALONE_SECONDS = 300.0
 
 # writes the test that runs, and the first one that fails
 PLUGIN = """
@@ -66,57 +67,53 @@ pytest_runtest_logreport = pytest_collectreport = _failed
 """
 
 
-def copy_of(checkout: Path, tests: Path, folder: Path) -> Path:
-    """A copy of the files that git knows or does not ignore, with tests/ and pyproject.toml of `tests`."""
-    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
-    for source in dict.fromkeys((checkout, tests)):
-        listed = subprocess.run(command, cwd=source, check=True, capture_output=True, text=True)
-        for name in filter(None, listed.stdout.split("\0")):
-            is_test = name == "pyproject.toml" or name.startswith("tests/")
-            wanted = (source == tests) if is_test else (source == checkout)
-            if wanted and (source / name).exists():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source / name, folder / name, follow_symlinks=False)
-    return folder
+def copy_files(source: Path, target: Path, *, tests: bool) -> None:
+    """Copy what git knows or does not ignore: tests/ and pyproject.toml, or all but them."""
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=source, check=True, capture_output=True, text=True)
+    for name in listed.stdout.splitlines():
+        if (name == "pyproject.toml" or name.startswith("tests/")) == tests:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, target / name, follow_symlinks=False)
 
 
 class Copy:
-    """One copy, where pytest runs. `timeout_seconds`: of each run."""
+    """A copy of the checkout, where pytest runs."""
 
-    def __init__(self, work: Path, name: str, timeout_seconds: float) -> None:
+    def __init__(self, work: Path, name: str) -> None:
         self.root = work / name
         self._path = work / f"path_{name}"
         self._path.mkdir()
         (self._path / "xds").symlink_to(self.root, target_is_directory=True)
         (self._path / "first_failure.py").write_text(PLUGIN)
-        self._timeout_seconds = timeout_seconds
 
-    def pytest(self, *args: str, timeout_seconds: float = 0.0) -> tuple[str, str]:
-        """("passed", ""), ("failed", test), ("timeout", test) or ("none", "") where nothing was collected."""
+    def pytest(self, *args: str, seconds: float) -> tuple[str, str]:
+        """("passed", ""), ("failed", test), or ("timeout", the test that ran after so many seconds)."""
         for name in ("failed", "running"):
             (self._path / name).unlink(missing_ok=True)
-        options = ["-x", "-q", "--tb=short", "-p", "first_failure", "-p", "no:cacheprovider"]
-        command = [sys.executable, "-m", "pytest", *options, *args]
-        environment = os.environ | {"PYTHONPATH": str(self._path), "PYTHONSAFEPATH": "1"}
+        options = ["-x", "-q", "-p", "first_failure", "-p", "no:cacheprovider"]
         with open(self._path / "output", "w") as output:
             process = subprocess.Popen(
-                *(command,),
-                **{"cwd": self.root, "env": environment, "start_new_session": True},
-                **{"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT},
+                [sys.executable, "-m", "pytest", *options, *args],
+                cwd=self.root,
+                env=os.environ | {"PYTHONPATH": str(self._path), "PYTHONSAFEPATH": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             try:
-                status = process.wait(timeout_seconds or self._timeout_seconds)
+                status = process.wait(seconds)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 return "timeout", self._read("running")
-        if status in (0, 5):
-            return ("passed" if status == 0 else "none"), ""
-        return "failed", self._read("failed")
+        # 5: nothing was collected
+        return ("passed", "") if status in (0, 5) else ("failed", self._read("failed"))
 
     def _read(self, name: str) -> str:
         file = self._path / name
-        return file.read_text() if file.exists() else ""
+        return file.read_text() if file.exists() else "(pytest itself)"
 
 
 def calls_of(stage: str, name: str, tests: Path) -> list[list[str]]:
@@ -133,34 +130,23 @@ def calls_of(stage: str, name: str, tests: Path) -> list[list[str]]:
     return [[f"tests/{folder}", *marks] for folder in others] + [[*files, *marks]]
 
 
-class Trial:
-    """Runs stages for one fault. `known`: tests that fail without a fault."""
-
-    def __init__(self, faulty: Copy, plain: Copy, known: list[str]) -> None:
-        self._faulty, self._plain, self._known = faulty, plain, known
-
-    def run(self, calls: list[list[str]]) -> str:
-        """The first test that finds the fault; "" if none does."""
-        return next(filter(None, map(self._run, calls)), "")
-
-    def _run(self, arguments: list[str]) -> str:
-        while True:
-            left_out = [f"--deselect={test}" for test in self._known]
-            how, test = self._faulty.pytest(*arguments, *left_out)
-            if how in ("passed", "none"):
-                return ""
-            marks = ["-m", "slow or not slow"]
-            if how == "timeout" and test:
-                alone = self._faulty.pytest(test, *marks, timeout_seconds=ALONE_SECONDS)[0]
-                if alone == "passed":
-                    print(f"    not run to its end: {' '.join(arguments)}", flush=True)
-                    return ""
-            if not test:
-                return "(pytest itself)"
-            if self._plain.pytest(test, *marks, timeout_seconds=ALONE_SECONDS)[0] == "passed":
-                return f"{test} ({how})" if how == "timeout" else test
-            print(f"    fails without a fault, too: {test}", flush=True)
-            self._known.append(test)
+def find(faulty: Copy, plain: Copy, call: list[str], known: list[str], seconds: float) -> str:
+    """The first test of a call that finds the fault; "" if none does. known: those that fail without one."""
+    while True:
+        left_out = [f"--deselect={test}" for test in known]
+        how, test = faulty.pytest(*call, *left_out, seconds=seconds)
+        if how == "timeout":
+            how, _ = faulty.pytest(test, *ALONE, seconds=ALONE_SECONDS)
+            if how == "passed":
+                print(f"    not run to its end: {' '.join(call)}", flush=True)
+        if how == "passed":
+            return ""
+        if plain.pytest(test, *ALONE, seconds=ALONE_SECONDS)[0] == "passed":
+            return test
+        print(f"    fails without a fault, too: {test}", flush=True)
+        if test in known:
+            return ""
+        known.append(test)
 
 
 def main() -> int:
@@ -173,7 +159,7 @@ def main() -> int:
     parser.add_argument("--stages", nargs="+", choices=STAGES, help="only these")
     parser.add_argument("--json", type=Path, help="file of the results")
     parser.add_argument("--jobs", type=int, default=1, choices=[1])
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a pytest run")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a folder")
     options = parser.parse_args()
     names = options.names or sorted(path.stem for path in HERE.glob("*.patch"))
     stages = options.stages or (STAGES if options.whole else STAGES[:2])
@@ -182,32 +168,32 @@ def main() -> int:
         saved = json.loads(options.json.read_text())
     with tempfile.TemporaryDirectory(prefix="faults") as folder:
         work = Path(folder)
-        copy_of(ROOT, options.tests.resolve(), work / "plain")
-        plain = Copy(work, "plain", options.timeout)
-        faulty = Copy(work, "faulty", options.timeout)
-        plain.pytest("tests", "--collect-only")  # leaves bytecode for all copies
+        copy_files(ROOT, work / "plain", tests=False)
+        copy_files(options.tests.resolve(), work / "plain", tests=True)
+        plain, faulty = Copy(work, "plain"), Copy(work, "faulty")
+        plain.pytest("tests", "--collect-only", seconds=ALONE_SECONDS)  # leaves bytecode for all
         for name in names:
-            result = saved["faults"].setdefault(name, {"found": "", "seconds": 0.0, "done": []})
+            result = saved["faults"].setdefault(name, {"found": "", "seconds": 0, "done": []})
             left = [stage for stage in stages if stage not in result["done"]]
             if result["found"] or not left:
                 continue
             shutil.rmtree(faulty.root, ignore_errors=True)
             shutil.copytree(plain.root, faulty.root, symlinks=True)
-            patch = ["git", "apply", "--whitespace=nowarn", str(HERE / f"{name}.patch")]
+            patch = ["git", "apply", str(HERE / f"{name}.patch")]
             subprocess.run(patch, cwd=faulty.root, check=True)
-            trial = Trial(faulty, plain, saved["known"])
             for stage in left:
                 start = time.monotonic()
-                found = trial.run(calls_of(stage, name, plain.root / "tests"))
-                result["seconds"] += time.monotonic() - start
-                result |= {"found": found, "stage": stage, "done": [*result["done"], stage]}
-                saved["faults"][name] = result
+                calls = calls_of(stage, name, plain.root / "tests")
+                each = (find(faulty, plain, c, saved["known"], options.timeout) for c in calls)
+                result["found"] = next(filter(None, each), "")
+                result["seconds"] += round(time.monotonic() - start)
+                result["done"].append(stage)
                 if options.json:
                     options.json.write_text(json.dumps(saved, indent=1))
-                if found:
+                if result["found"]:
                     break
-            said = result["found"] or "NOT FOUND"
-            print(f"{name}: {said} [{result['stage']}, {result['seconds']:.0f} s]", flush=True)
+            said = f"found by {result['found']}" if result["found"] else "NOT FOUND"
+            print(f"{name}: {said}; {result['done'][-1]}, {result['seconds']} s", flush=True)
     return 0
 
 
