@@ -109,11 +109,15 @@ class Copy:
                 process.wait()
                 return "timeout", self._read("running")
         # 5: nothing was collected
-        return ("passed", "") if status in (0, 5) else ("failed", self._read("failed"))
+        return (
+            ("passed", "")
+            if status in (0, 5)
+            else ("failed", self._read("failed") or self._read("running"))
+        )
 
     def _read(self, name: str) -> str:
         file = self._path / name
-        return file.read_text() if file.exists() else "(pytest itself)"
+        return file.read_text() if file.exists() else ""
 
 
 def calls_of(stage: str, name: str, tests: Path) -> list[list[str]]:
@@ -135,12 +139,14 @@ def find(faulty: Copy, plain: Copy, call: list[str], known: list[str], seconds: 
     while True:
         left_out = [f"--deselect={test}" for test in known]
         how, test = faulty.pytest(*call, *left_out, seconds=seconds)
-        if how == "timeout":
+        if how == "timeout" and test:
             how, _ = faulty.pytest(test, *ALONE, seconds=ALONE_SECONDS)
             if how == "passed":
                 print(f"    not run to its end: {' '.join(call)}", flush=True)
         if how == "passed":
             return ""
+        if not test:
+            return "(pytest itself)"
         if plain.pytest(test, *ALONE, seconds=ALONE_SECONDS)[0] == "passed":
             return test
         print(f"    fails without a fault, too: {test}", flush=True)
