@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -121,17 +122,22 @@ class Copy:
 
 
 def calls_of(stage: str, name: str, tests: Path) -> list[list[str]]:
-    """The arguments of each run of pytest in a stage."""
+    """The arguments of each run of pytest in a stage: the files of one folder, the likeliest first."""
     word = name.partition("_")[0]
     nearest = FOLDERS.get(word, word)
-    marks = ["-m", "slow"] if stage.endswith("slow") else []
-    folders = sorted({str(file.relative_to(tests).parent) for file in tests.rglob("test_*.py")})
-    folders.sort(key=lambda folder: BROAD.index(folder) if folder in BROAD else len(BROAD))
-    if stage.startswith("nearest"):
-        return [[f"tests/{nearest}", *marks]] if nearest in folders else []
-    others = [folder for folder in folders if folder not in (nearest, ".")]
-    files = [f"tests/{file.name}" for file in sorted(tests.glob("test_*.py"))]
-    return [[f"tests/{folder}", *marks] for folder in others] + [[*files, *marks]]
+    changed = re.findall(r"^\+\+\+ b/(.*)\.py", (HERE / f"{name}.patch").read_text(), re.MULTILINE)
+    words = {each for each in re.split("[_/]", "_".join([name, *changed])) if len(each) > 3}
+    by_folder: dict[str, list[str]] = {}
+    for file in sorted(tests.rglob("test_*.py")):
+        here = str(file.relative_to(tests).parent)
+        by_folder.setdefault(here, []).append(f"tests/{file.relative_to(tests)}")
+    for files in by_folder.values():
+        files.sort(key=lambda file: -sum(each in Path(file).stem for each in words))
+    folders = [nearest] if stage.startswith("nearest") else [*BROAD, *by_folder]
+    chosen = [one for one in dict.fromkeys(folders) if one in by_folder]
+    if stage.startswith("rest"):
+        chosen = [folder for folder in chosen if folder != nearest]
+    return [[*by_folder[folder], *(["-m", "slow"] if "slow" in stage else [])] for folder in chosen]
 
 
 def find(faulty: Copy, plain: Copy, call: list[str], known: list[str], seconds: float) -> str:
@@ -142,7 +148,7 @@ def find(faulty: Copy, plain: Copy, call: list[str], known: list[str], seconds: 
         if how == "timeout" and test:
             how, _ = faulty.pytest(test, *ALONE, seconds=ALONE_SECONDS)
             if how == "passed":
-                print(f"    not run to its end: {' '.join(call)}", flush=True)
+                print(f"    not run to its end: {Path(call[0]).parent}", flush=True)
         if how == "passed":
             return ""
         if not test:
