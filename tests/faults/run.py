@@ -10,8 +10,8 @@ says where: `zero_...` runs tests/zero first. Each fault passes through these st
     nearest-slow    the slow tests of the folder; only with --whole, or --stages
     rest-slow       all other slow tests; the same
 
-- A test that fails runs once more in a copy without the fault. If it fails there too, it is no finding: it is
-  left out, here and for all later faults, and its folder runs again.
+- A test that fails runs once more alone, without the fault and with it. Where it fails without the fault, or
+  passes with it, it is no finding: it is left out, here and for all later faults, and its folder runs again.
 - The copies lie in a temporary folder. A link named xds on PYTHONPATH stands for the installed package. A test
   that starts Python with another PYTHONPATH sees the checkout, which has no fault.
 - A folder that takes longer than --timeout is killed. The test that was running then is the finding, unless it
@@ -154,8 +154,11 @@ def find(faulty: Copy, plain: Copy, call: list[str], known: list[str], seconds: 
         if not test:
             return "(pytest itself)"
         if plain.pytest(test, *ALONE, seconds=ALONE_SECONDS)[0] == "passed":
-            return test
-        print(f"    fails without a fault, too: {test}", flush=True)
+            if faulty.pytest(test, *ALONE, seconds=ALONE_SECONDS)[0] != "passed":
+                return test
+            print(f"    fails once, and then passes with the fault: {test}", flush=True)
+        else:
+            print(f"    fails without a fault, too: {test}", flush=True)
         if test in known:
             return ""
         known.append(test)
