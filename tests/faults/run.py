@@ -145,8 +145,8 @@ def find(faulty: Copy, plain: Copy, call: list[str], known: list[str], seconds: 
     while True:
         left_out = [f"--deselect={test}" for test in known]
         how, test = faulty.pytest(*call, *left_out, seconds=seconds)
-        if how == "timeout" and test:
-            how, _ = faulty.pytest(test, *ALONE, seconds=ALONE_SECONDS)
+        if how == "timeout":
+            how = faulty.pytest(test, *ALONE, seconds=ALONE_SECONDS)[0] if test else "passed"
             if how == "passed":
                 print(f"    not run to its end: {Path(call[0]).parent}", flush=True)
         if how == "passed":
