@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from torch import nn
 
 import xds
 from xds.engine.checkpoint.io.folders import MAX_TAG_BYTES, committed
+from xds.engine.checkpoint.manifest import Manifest
+from xds.engine.checkpoint.order import newest_first
 
 
 def engine_of(**checkpoint: Any) -> Any:
@@ -143,3 +147,18 @@ def test_a_tag_that_is_saved_is_loaded_by_latest(tmp_path: Path, tag: Any) -> No
     engine.save_checkpoint(tmp_path, tag)
     assert engine.load_checkpoint(tmp_path)[0] == f"{tmp_path}/{tag}"
     assert engine.load_checkpoint(tmp_path, tag)[0] == f"{tmp_path}/{tag}"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_newest_time_of_a_kind_counts_in_any_order(order: tuple[int, ...]) -> None:
+    """Of one step: "best" was saved between two tags of another kind."""
+
+    def of(tag: str, saved_seconds: float) -> Manifest:
+        return cast(
+            Manifest,
+            SimpleNamespace(tag=tag, saved_seconds=saved_seconds, global_steps=3, micro_steps=3),
+        )
+
+    found = [of("step3_part1", 9.0), of("step3_part2", 1.0), of("best", 5.0)]
+    tags = [one.tag for one in newest_first(found[at] for at in order)]
+    assert tags == ["step3_part2", "step3_part1", "best"]

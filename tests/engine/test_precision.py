@@ -22,6 +22,7 @@ from xds.utils.errors import XdsError
         ("xx.x", 100, 2, False, [16, 8, 8, 4]),
         ("x.x.x", 100, 2, True, [16, 16, 16, 16, 16]),
         ("x.x.x", 100, 2, False, [16, 16, 8, 8, 4]),
+        (".x...", 3, 2, False, [16, 16, 16, 16, 32]),  # what hysteresis absorbs begins a new window
     ],
 )
 def test_dynamic_scale(
@@ -33,6 +34,21 @@ def test_dynamic_scale(
         scale.after_step(overflow=step == "x")
         seen.append(scale.value)
     assert seen == want
+
+
+@pytest.mark.parametrize("saved_after", range(6))
+def test_a_restored_scale_goes_on_as_the_saved_one(saved_after: int) -> None:
+    def new() -> DynamicScale:
+        return DynamicScale(16.0, 2, 3, consecutive=False, minimum=1.0)
+
+    scale, restored = new(), new()
+    for number, step in enumerate("xx.x..x.xxx...xx"):
+        if number == saved_after:
+            restored.load_state_dict(scale.state_dict())
+        scale.after_step(overflow=step == "x")
+        if number >= saved_after:
+            restored.after_step(overflow=step == "x")
+            assert restored.value == scale.value and restored.state_dict() == scale.state_dict()
 
 
 def test_the_minimum_ends_the_run_with_a_sentence() -> None:

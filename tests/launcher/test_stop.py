@@ -43,6 +43,12 @@ def test_asking_twice_is_urgent_and_nothing_is_due_before():
     assert stop.due(0.0) == signal.SIGKILL
 
 
+def test_a_peer_that_fails_after_the_users_signal_makes_nothing_urgent():
+    stop = Stop()
+    assert stop.request(signal.SIGINT) and not stop.request(signal.SIGTERM, is_for_peer=True)
+    assert stop.due(0.0) == signal.SIGINT
+
+
 def test_a_follower_gets_the_same_requests():
     follower = Stop()
     stop = Stop(follower)

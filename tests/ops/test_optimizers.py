@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_processes
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import build, micro_batch
 
 import xds
+from xds.ops.optim.shard_optimizer import VECTOR_NUMEL, Item, Part
 
 LR = 1e-2
 
@@ -129,3 +132,16 @@ def every(name: str) -> None:
 @pytest.mark.parametrize("name", list(SECTIONS))
 def test_sharded_equals_whole(name: str, world: int) -> None:
     run_processes(every, world, name)
+
+
+@given(st.lists(st.integers(1, 5 * VECTOR_NUMEL), min_size=1, max_size=6))
+def test_a_run_goes_on_only_after_whole_vectors(lengths: list[int]) -> None:
+    """Parameters of any length, each on a boundary of 64 bytes."""
+    parts, start = [], 0
+    for number, numel in enumerate(lengths):
+        parts.append(Part(str(number), (numel,), 0, start, start + numel, 0))
+        start += -(-numel // VECTOR_NUMEL) * VECTOR_NUMEL
+    runs = Item(torch.zeros(start), 0, tuple(parts), 0, 0).runs
+    ends = {part.stop for part in parts if part.stop % VECTOR_NUMEL} | {parts[-1].stop}
+    assert {run.stop for run in runs} == ends
+    assert all(any(run.start <= p.start and p.stop <= run.stop for run in runs) for p in parts)

@@ -12,6 +12,7 @@ from torch import nn
 from warm_ranks import warm
 
 import xds
+from xds.tensor.sequence.batches import positions_of
 
 pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 LLAMA = {
@@ -138,3 +139,8 @@ def refused(kind: str) -> str:
 )
 def test_what_needs_whole_activations_is_refused(kind: str, part: str) -> None:
     assert all(part in said for said in warm(2).run(refused, kind))
+
+
+def test_positions_count_tokens_and_mark_all_padding() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]])
+    assert positions_of(mask).tolist() == [[-1, -1, 0, 1], [0, 1, -1, -1], [0, -1, 1, 2]]
