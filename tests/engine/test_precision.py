@@ -22,7 +22,13 @@ from xds.utils.errors import XdsError
         ("xx.x", 100, 2, False, [16, 8, 8, 4]),
         ("x.x.x", 100, 2, True, [16, 16, 16, 16, 16]),
         ("x.x.x", 100, 2, False, [16, 16, 8, 8, 4]),
-        (".x...", 3, 2, False, [16, 16, 16, 16, 32]),  # what hysteresis absorbs begins a new window
+        (
+            ".x....",
+            3,
+            2,
+            False,
+            [16, 16, 16, 16, 16, 32],
+        ),  # what hysteresis absorbs begins a new window
     ],
 )
 def test_dynamic_scale(
@@ -39,7 +45,7 @@ def test_dynamic_scale(
 @pytest.mark.parametrize("saved_after", range(6))
 def test_a_restored_scale_goes_on_as_the_saved_one(saved_after: int) -> None:
     def new() -> DynamicScale:
-        return DynamicScale(16.0, 2, 3, consecutive=False, minimum=1.0)
+        return DynamicScale(2.0**20, 2, 3, consecutive=False, minimum=1.0)
 
     scale, restored = new(), new()
     for number, step in enumerate("xx.x..x.xxx...xx"):
