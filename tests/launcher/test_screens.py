@@ -77,6 +77,7 @@ CHANGES = (
     (r"(?m)^ +[~^]+$\n", ""),  # of Python 3.11 and later
     (r"(?m)^xds: (compil|waiting for another process).*\n", ""),  # where nothing is in the cache
     (r"[^\n]*\r", ""),  # a progress bar redraws its line
+    (r"█+\|", "█|"),  # its length follows the width of the terminal and of the rate
     (r"\d+/\d+ \[.*\]", "PROGRESS"),
     (r"(runtime|per_second)': '[\d.]+'", r"\1': 'N'"),
 )
