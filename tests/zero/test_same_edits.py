@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_processes
 from torch import Tensor, nn
 
 import xds
@@ -81,12 +81,12 @@ def on_one_rank(stage: int, edit: Callable[[Tensor], None], more: dict[str, Any]
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("edit", [fill, assign, one_element, many_times])
 def test_a_write_on_one_rank(stage: int, edit: Callable[[Tensor], None]) -> None:
-    run_ranks(on_one_rank, 2, stage, edit, {}, 0)
+    run_processes(on_one_rank, 2, stage, edit, {}, 0)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_in_bf16_on_another_rank(stage: int) -> None:
-    run_ranks(on_one_rank, 2, stage, one_element, {"bf16": {"enabled": True}}, 1)
+    run_processes(on_one_rank, 2, stage, one_element, {"bf16": {"enabled": True}}, 1)
 
 
 def on_every_rank(stage: int) -> None:
@@ -112,7 +112,7 @@ def on_every_rank(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_same_values_on_every_rank(stage: int) -> None:
-    run_ranks(on_every_rank, 2, stage)
+    run_processes(on_every_rank, 2, stage)
 
 
 def before_clipping(stage: int) -> None:
@@ -130,7 +130,7 @@ def before_clipping(stage: int) -> None:
 
 
 def test_clip_grad_norm_keeps_the_gradients() -> None:
-    run_ranks(before_clipping, 2, 3)
+    run_processes(before_clipping, 2, 3)
 
 
 def num_messages(stage: int) -> int:
@@ -158,4 +158,4 @@ def num_messages(stage: int) -> int:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_it_costs_no_message(stage: int) -> None:
     """One with the norms, as without the check."""
-    assert run_ranks(num_messages, 2, stage) == [1, 1]
+    assert run_processes(num_messages, 2, stage) == [1, 1]

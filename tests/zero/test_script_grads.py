@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMALL_NUMEL, run_ranks
+from helpers import SMALL_NUMEL, run_processes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,7 +105,7 @@ def both(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_goes_on_as_if_it_were_not_set(stage: int, world_size: int) -> None:
-    run_ranks(both, world_size, stage)
+    run_processes(both, world_size, stage)
 
 
 def set_all(engine: xds.Engine) -> None:
@@ -141,7 +141,7 @@ def held_back(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_after_no_sync(stage: int) -> None:
-    run_ranks(held_back, 2, stage)
+    run_processes(held_back, 2, stage)
 
 
 def on_one_rank(stage: int) -> None:
@@ -155,7 +155,7 @@ def on_one_rank(stage: int) -> None:
 
 
 def test_a_rank_that_catches_it_goes_on_with_the_others() -> None:
-    run_ranks(on_one_rank, 2, 0)
+    run_processes(on_one_rank, 2, 0)
 
 
 def before_backward(stage: int) -> None:
@@ -172,7 +172,7 @@ def before_backward(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_before_the_first_backward(stage: int) -> None:
-    run_ranks(before_backward, 1, stage)
+    run_processes(before_backward, 1, stage)
 
 
 class Late(Net):
@@ -206,7 +206,7 @@ def late(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_late_gradients_are_not_the_script_s(stage: int, world_size: int) -> None:
-    run_ranks(late, world_size, stage)
+    run_processes(late, world_size, stage)
 
 
 def checkpointed(stage: int, folder: str) -> None:
@@ -221,4 +221,4 @@ def checkpointed(stage: int, folder: str) -> None:
 
 
 def test_a_save_does_not_take_it(tmp_path) -> None:
-    run_ranks(checkpointed, 1, 2, str(tmp_path))
+    run_processes(checkpointed, 1, 2, str(tmp_path))
