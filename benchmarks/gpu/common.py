@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks")]
-from offload.model import GPT, Shape  # noqa: E402  (tied embeddings, fused attention)
+from gpt import GPT, Shape  # noqa: E402  (tied embeddings, fused attention)
 
 DEVICE = os.environ.get("XDS_BENCH_DEVICE", "cuda")
 IS_CUDA = DEVICE == "cuda"
