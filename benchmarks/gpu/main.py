@@ -37,7 +37,7 @@ from table import table  # noqa: E402
 # what decides a result; main.py, runner.py and table.py only run the parts
 PLACES = "utils ops offload compression zero pipe tensor engine launcher deepspeed examples/gpt"
 SOURCES = (
-    *("*.py", *PLACES.split(), "tests/ops", "tests/offload", "benchmarks/offload/model.py"),
+    *("*.py", *PLACES.split(), "tests/ops", "tests/offload", "benchmarks/gpu/gpt.py"),
     *(f"benchmarks/gpu/{name}.py" for name in ("common", "correct", "ranks", "timing", "more")),
 )
 INDUCTOR = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}

@@ -26,7 +26,7 @@ import common
 import torch
 import torch.distributed as dist
 from common import ADAMW, DEVICE, IS_CUDA, IS_NATIVE, IS_TINY, Shape, figure
-from offload.model import build
+from gpt import build
 from torch import Tensor, nn
 
 Step = Callable[[], Tensor]

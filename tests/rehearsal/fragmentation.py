@@ -27,7 +27,7 @@ def trace(size: str, config: dict[str, Any], *, varies: bool, recomputes: bool) 
     import torch
     import torch.nn.functional as F
 
-    from offload.model import Shape, build, draw  # isort: skip
+    from gpt import Shape, build, draw  # isort: skip
 
     layers, width, heads, sequences = SIZES[size]
     context, vocabulary = 2048 // SHRINK, 50304 // SHRINK
