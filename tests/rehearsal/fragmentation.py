@@ -15,7 +15,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [path for path in sys.path if path]  # the root has an offload/, too
-sys.path[:0] = [str(HERE.parents[1] / "benchmarks"), str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE.parents[1] / "benchmarks" / "gpu"), str(HERE), str(HERE.parent)]
 
 SHRINK = 8
 SIZES = {"350M": (24, 1024, 16, 8), "1.3B": (24, 2048, 16, 4)}  # layers, width, heads, sequences
