@@ -7,6 +7,7 @@ on a shared machine are notes. One thread per rank.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gc
 import importlib.metadata
@@ -338,6 +339,20 @@ def wait_until_quiet(minutes: float, limit: float = BUSY) -> None:
             time.sleep(3)
         if watch.others is None or watch.others <= limit:
             return
+
+
+def comparison_parser(about: str, *, example: str, quick: str) -> argparse.ArgumentParser:
+    """The options of a script that compares xds with peers: --only, --rounds, --quick, --patience.
+
+    example: a pattern of names for --only. quick: what --quick runs.
+    """
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+    parser.add_argument("--only", default="*", help=f"rows whose name matches, such as '{example}'")
+    parser.add_argument("--rounds", type=int, help="turns of each contestant")
+    parser.add_argument("--quick", action="store_true", help=f"{quick}; keeps nothing")
+    help_text = "before each comparison, wait so long for others to leave the machine alone"
+    parser.add_argument("--patience", type=float, default=0, metavar="MINUTES", help=help_text)
+    return parser
 
 
 def machine() -> dict[str, Any]:

@@ -12,7 +12,6 @@ All use AdamW with the same settings and clip the global gradient norm at 1.0. O
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import logging
 import statistics
@@ -38,6 +37,7 @@ from harness import (  # noqa: E402
     Skip,
     Watch,
     alternate,
+    comparison_parser,
     finish,
     print_rows,
     ratio_row,
@@ -304,17 +304,9 @@ def _compute(layers: list[nn.Module], bf16: bool) -> Step:
     return step
 
 
-__all__ = ["STAGES", "Batch", "Step", "build", "layers_of", "loss_of"]
-
-
 def main() -> int:
     """Run the chosen comparisons; 1 if a row misses its target."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="*", help="rows whose name matches, such as '*torch'")
-    parser.add_argument("--rounds", type=int, help="turns of each contestant (default: 9)")
-    parser.add_argument("--quick", action="store_true", help="11M, torch, 3 rounds; keeps nothing")
-    help_text = "before each comparison, wait so long for others to leave the machine alone"
-    parser.add_argument("--patience", type=float, default=0, metavar="MINUTES", help=help_text)
+    parser = comparison_parser(__doc__ or "", example="*torch", quick="11M, torch, 3 rounds")
     options = parser.parse_args()
     rows = []
     for comparison in COMPARISONS:

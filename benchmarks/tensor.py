@@ -8,7 +8,6 @@ neighbouring turns. Their losses must agree; otherwise the row is invalid.
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import statistics
 import sys
@@ -30,6 +29,7 @@ from harness import (  # noqa: E402
     Row,
     Watch,
     alternate,
+    comparison_parser,
     finish,
     ratio_row,
     run_ranks,
@@ -236,12 +236,7 @@ def row_of(comparison: Comparison) -> Row:
 
 def main() -> int:
     """Run the chosen comparisons; 1 if a row misses its target."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="*", help="rows whose name matches, such as '*tiny*'")
-    parser.add_argument("--rounds", type=int, help="turns of each contestant (default: 11)")
-    parser.add_argument("--quick", action="store_true", help="tiny, 3 rounds; keeps nothing")
-    help_text = "before each comparison, wait so long for others to leave the machine alone"
-    parser.add_argument("--patience", type=float, default=0, metavar="MINUTES", help=help_text)
+    parser = comparison_parser(__doc__ or "", example="*tiny*", quick="tiny, 3 rounds")
     options = parser.parse_args()
     rounds = 3 if options.quick else options.rounds
     rows = []

@@ -26,6 +26,7 @@ from harness import (  # noqa: E402
     Skip,
     Watch,
     alternate,
+    comparison_parser,
     finish,
     mean_over_ranks,
     print_rows,
@@ -194,13 +195,8 @@ def print_notes(comparison: Comparison, found: dict[str, Any], busy: float | Non
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="*", help="rows whose name matches, such as '11M fp32*'")
-    parser.add_argument("--rounds", type=int, help="turns of each contestant (default: 9 or 15)")
-    parser.add_argument("--quick", action="store_true", help="a slice of about 20 s; keeps nothing")
+    parser = comparison_parser(__doc__ or "", example="11M fp32*", quick="a slice of about 20 s")
     parser.add_argument("--peers", action="store_true", help="the peers among themselves")
-    help_text = "before each comparison, wait so long for others to leave the machine alone"
-    parser.add_argument("--patience", type=float, default=0, metavar="MINUTES", help=help_text)
     return parser.parse_args()
 
 
