@@ -35,6 +35,12 @@ _NUL = "the command for other hosts contains a NUL character, which is not possi
 # MPI's variables first: in a Slurm job MPI processes see both, and Slurm's belongs to another step
 _INDEX_KEYS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _VERSION_SECONDS = 10.0
+_INDEX_MARK = "XDSINDEXOFHOST"  # pdsh's %n takes its place
+# variables that every process needs, in addition to the forwarded ones
+_BASIC_KEYS = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "TERM"),
+    RUN_KEY,
+)
 
 
 class Backend(ABC):
@@ -275,16 +281,6 @@ class Pdsh(AllAtOnce):
         users = os.environ.get("PDSH_SSH_ARGS_APPEND", "").split()
         port = ["-p", str(remote.ssh_port)] if remote.ssh_port else []
         return {"PDSH_SSH_ARGS_APPEND": " ".join([*users, "-T", *port, *_ssh_options()])}
-
-
-_INDEX_MARK = "XDSINDEXOFHOST"
-
-
-# variables that every process needs, in addition to the forwarded ones
-_BASIC_KEYS = (
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "TERM"),
-    RUN_KEY,
-)
 
 
 @final
