@@ -45,77 +45,81 @@ class Stopped(BaseException):
 
 
 class Baton:
-    """Lets one rank run at a time, in order, and hands over where a rank waits."""
+    """Lets one rank run at a time. A rank that waits hands over to the next one that can go on."""
 
     def __init__(self, world_size: int) -> None:
-        self._turn = threading.Condition()
-        self._living = list(range(world_size))
-        self._running = 0
-        self._kept: list[dict[str, Any]] = [_process_state() for _ in range(world_size)]
+        self._lock = threading.Lock()
+        self._turns = [threading.Condition(self._lock) for _ in range(world_size)]
+        self._others = threading.Condition(self._lock)  # threads that ranks have started
+        self._kept = [_process_state() for _ in range(world_size)]
+        # what each rank waits for; nothing of one that can run. A rank that has ended is not in it
+        self._waits: dict[int, Callable[[], bool]] = {rank: _nothing for rank in range(world_size)}
+        self._running: int | None = None
+        self._changed_seconds = time.monotonic()
         self.has_failed = False
-        self._num_idle = 0  # how often a rank handed over since the last message
-        self._idle_since_seconds = time.monotonic()
 
     def begin(self, rank: int) -> None:
-        with self._turn:
+        with self._lock:
+            if self._running is None and rank == 0:
+                self._choose(after=-1)
             self._wait_for_turn(rank)
 
     def end(self, rank: int) -> None:
-        with self._turn:
-            self._hand_over(rank)
-            self._living.remove(rank)
-            self._turn.notify_all()
+        with self._lock:
+            del self._waits[rank]
+            self._running = None
+            self._choose(after=rank)
 
     def fail(self) -> None:
-        with self._turn:
+        """Stop all other ranks."""
+        with self._lock:
             self.has_failed = True
-            self._turn.notify_all()
+            for condition in (*self._turns, self._others):
+                condition.notify_all()
 
     def wait_until(self, rank: int | None, is_done: Callable[[], bool]) -> None:
-        """rank: None in a thread that a rank has started; it polls beside the ranks."""
-        with self._turn:
-            while not is_done():
-                if rank is None:
-                    if not self._turn.wait(TIMEOUT_SECONDS):
-                        raise RuntimeError(f"no message within {TIMEOUT_SECONDS} s")
-                elif len(self._living) == 1 or not self._hand_over(rank):
-                    if not self._turn.wait_for(is_done, TIMEOUT_SECONDS):
-                        raise RuntimeError("the other ranks have ended: Connection closed by peer")
-                else:
-                    self._wait_for_turn(rank)
-                    self._check_idle()
-                if self.has_failed:
-                    raise Stopped
-
-    def _check_idle(self) -> None:
-        self._num_idle += 1
-        if self._num_idle > 8 * len(self._living):
-            if time.monotonic() - self._idle_since_seconds > IDLE_SECONDS:
-                raise RuntimeError(f"all ranks wait for messages since {IDLE_SECONDS} s")
-            self._turn.wait(0.001)  # a thread that a rank has started may be about to send
+        """rank: None in a thread that a rank has started, which runs beside the ranks."""
+        with self._lock:
+            if is_done():
+                return
+            if rank is None:
+                if not self._others.wait_for(lambda: is_done() or self.has_failed, TIMEOUT_SECONDS):
+                    raise RuntimeError(f"no message within {TIMEOUT_SECONDS} s")
+            else:
+                self._waits[rank], self._kept[rank] = is_done, _process_state()
+                self._running = None
+                self._choose(after=rank)
+                self._wait_for_turn(rank)
+            if self.has_failed:
+                raise Stopped
 
     def changed(self) -> None:
         """Somebody has sent something."""
-        with self._turn:
-            self._num_idle, self._idle_since_seconds = 0, time.monotonic()
-            self._turn.notify_all()
+        with self._lock:
+            self._changed_seconds = time.monotonic()
+            self._others.notify_all()
+            if self._running is None:  # a thread that a rank has started has sent it
+                self._choose(after=-1)
 
-    def _hand_over(self, rank: int) -> bool:
-        others = [other for other in self._living if other != rank]
-        if not others:
-            return False
-        later = [other for other in others if other > rank]
-        self._kept[rank] = _process_state()
-        self._running = (later or others)[0]
-        _restore(self._kept[self._running])
-        self._turn.notify_all()
-        return True
+    def _choose(self, after: int) -> None:
+        """Let the next rank run that can; none where all wait."""
+        ranks = sorted(self._waits, key=lambda rank: (rank <= after, rank))
+        self._running = next((rank for rank in ranks if self._waits[rank]()), None)
+        if self._running is not None:
+            _restore(self._kept[self._running])
+            self._turns[self._running].notify_all()
 
     def _wait_for_turn(self, rank: int) -> None:
-        if not self._turn.wait_for(
-            lambda: self._running == rank or self.has_failed, TIMEOUT_SECONDS
-        ):
-            raise RuntimeError(f"rank {self._running} did not hand over in {TIMEOUT_SECONDS} s")
+        while self._running != rank and not self.has_failed:
+            self._turns[rank].wait(IDLE_SECONDS)
+            idle_seconds = time.monotonic() - self._changed_seconds
+            if self._running is None and idle_seconds > IDLE_SECONDS and not self.has_failed:
+                raise RuntimeError(f"all ranks wait for messages since {IDLE_SECONDS} s")
+        self._waits[rank] = _nothing
+
+
+def _nothing() -> bool:
+    return True
 
 
 def _process_state() -> dict[str, Any]:
