@@ -30,6 +30,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _NEEDS_HJSON = (
     "; keys without quotes, trailing commas and other comments than // need pip install hjson"
 )
+_HJSON_ONLY = re.compile(r"\w+\s*:|#|/\*|'|[}\]]")  # keys without quotes, comments, a trailing comma
 _OPENS_JSON = re.compile(r"\s*(?:[{\[]|//|#|/\*)")
 
 
@@ -155,9 +156,14 @@ def _pairs(text: str) -> Any:
         raise _Unreadable(_malformed(text, position, reason + _NEEDS_HJSON)) from None
     try:
         return hjson.loads(text, object_pairs_hook=_Pairs)
+    except RecursionError:
+        raise
     except hjson.HjsonDecodeError as error:
-        if error.pos > position:
+        # Where JSON stopped at what Hjson allows, the mistake is the one that Hjson's reader found.
+        if error.pos > position and _HJSON_ONLY.match(text, position):
             position, reason = error.pos, _reason(error)
+    except Exception:  # the package raises IndexError at a comment that does not end, and others
+        pass
     raise _Unreadable(_malformed(text, position, reason))
 
 

@@ -84,10 +84,12 @@ def test_hjson_is_read_by_its_package():
         ('{\n  "train_batch_size": 8,\n  "fp16" {}\n}', 3, 10, "':' delimiter"),
         ("{\n  train_batch_size\n}", 2, 3, "key in double quotes"),
         ("{\n  {}: 8\n}", 2, 3, "key in double quotes"),
-        ('{"a": 1 // x\n "b": 2}', 2, 2, "',' delimiter"),
+        ('{"a": 1, // x\n "b" 2}', 2, 6, "':' delimiter"),
         ('{"fp16": {"enabled": False}}', 1, 22, "False is Python: write false"),
         ('{"a": tru}', 1, 7, "expecting value"),
         ('{"a": 1', 1, 8, "',' delimiter"),
+        ('{"a": 1 /* x', 1, 9, "',' delimiter"),
+        ('{/*', 1, 2, "key in double quotes"),
     ],
 )
 def test_malformed_json_names_line_and_column_and_shows_the_line(text, line, column, reason):
