@@ -7,8 +7,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from models import build, micro_batch
 from offload_runs import SAMPLES, config_of
-from tiny_models import build, micro_batch
 
 import xds
 from xds.engine.steps.forecast import Forecast

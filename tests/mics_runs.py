@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import build, micro_batch
 from placed_ranks import placed
-from tiny_models import build, micro_batch
 from torch import Tensor
 
 import xds

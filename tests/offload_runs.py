@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tiny_models import build, micro_batch
+from models import build, micro_batch
 
 import xds
 from xds.engine.steps.forecast import Forecast

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_processes
+from models import FEATURES, build, micro_batch
 from thinned import RUNS_ALL, pairwise
-from tiny_models import FEATURES, build, micro_batch
 
 import xds
 

@@ -30,7 +30,9 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _NEEDS_HJSON = (
     "; keys without quotes, trailing commas and other comments than // need pip install hjson"
 )
-_HJSON_ONLY = re.compile(r"\w+\s*:|#|/\*|'|[}\]]")  # keys without quotes, comments, a trailing comma
+_HJSON_ONLY = re.compile(
+    r"\w+\s*:|#|/\*|'|[}\]]"
+)  # keys without quotes, comments, a trailing comma
 _OPENS_JSON = re.compile(r"\s*(?:[{\[]|//|#|/\*)")
 
 

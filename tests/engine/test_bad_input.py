@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_new_ranks
-from tiny_models import build, micro_batch
+from models import build, micro_batch
 
 import xds
 

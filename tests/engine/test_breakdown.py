@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from helpers import run_new_ranks
-from tiny_models import build, micro_batch
+from models import build, micro_batch
 
 import xds
 import xds.deepspeed as deepspeed

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers import run_ranks
-from tiny_models import build, micro_batch
+from models import build, micro_batch
 
 import xds
 from xds.ops.comm.bandwidth import bus_factor

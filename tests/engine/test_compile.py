@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_processes
-from tiny_models import DEPTH, TinyModel, build, micro_batch
+from models import DEPTH, TinyModel, build, micro_batch
 from torch import nn
 
 import xds

@@ -89,7 +89,7 @@ def test_hjson_is_read_by_its_package():
         ('{"a": tru}', 1, 7, "expecting value"),
         ('{"a": 1', 1, 8, "',' delimiter"),
         ('{"a": 1 /* x', 1, 9, "',' delimiter"),
-        ('{/*', 1, 2, "key in double quotes"),
+        ("{/*", 1, 2, "key in double quotes"),
     ],
 )
 def test_malformed_json_names_line_and_column_and_shows_the_line(text, line, column, reason):

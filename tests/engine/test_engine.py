@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
-from tiny_models import TinyModel, build, micro_batch
+from models import TinyModel, build, micro_batch
 
 import xds
 

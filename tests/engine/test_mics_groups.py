@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from mics_runs import RANKS, check_near, config_of, plain, same_bits, train_each
+from models import build
 from placed_ranks import placed
-from tiny_models import build
 from warm_ranks import warm
 
 import xds

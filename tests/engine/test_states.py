@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_processes
-from tiny_models import TinyModel, build, micro_batch
+from models import TinyModel, build, micro_batch
 from torch import Tensor, nn
 
 import xds

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_processes
-from tiny_models import build, micro_batch
+from models import build, micro_batch
 
 import xds
 import xds.deepspeed as deepspeed

@@ -12,9 +12,9 @@ import offload_runs
 import pytest
 import torch
 import torch.distributed as dist
+from models import build, micro_batch
 from offload_runs import PARAMS, check_equal, config_of
 from thinned import few_of
-from tiny_models import build, micro_batch
 from torch import nn
 from warm_ranks import warm
 

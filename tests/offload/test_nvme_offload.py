@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from broken_disk import READ_CALLS, BrokenDisk
+from models import build, micro_batch
 from offload_runs import CPU, PARAMS, check_equal
 from test_auto_ratio import EVERYTHING, with_memory
 from thinned import few_of
-from tiny_models import build, micro_batch
 from warm_ranks import warm
 
 import xds

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import build, micro_batch
 from offload_runs import CPU, HALF, OVERLAP, PARAMS, SAMPLES, config_of
 from thinned import pairwise
-from tiny_models import build, micro_batch
 from warm_ranks import warm
 
 import xds

@@ -10,10 +10,10 @@ import offload_runs
 import pytest
 import torch
 import torch.distributed as dist
+from models import build, micro_batch
 from offload_runs import CPU, GUESS, HALF, OVERLAP, PARAMS, config_of
 from test_auto_ratio import AUTO, with_memory
 from thinned import few_of
-from tiny_models import build, micro_batch
 from two_places import DEVICE, HOST, READ, TOUCHED, Mixed, place_of, put, two_places
 from warm_ranks import warm
 

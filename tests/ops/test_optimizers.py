@@ -10,7 +10,7 @@ import torch.distributed as dist
 from helpers import run_processes
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import build, micro_batch
+from models import build, micro_batch
 
 import xds
 from xds.ops.optim.shard_optimizer import VECTOR_NUMEL, Item, Part

@@ -2,8 +2,8 @@
 
 import copy
 
+import models
 import pytest
-import tiny_models
 import torch
 from pipelines_in_one_process import Loop, cut_all, gradients, plain_training, train
 from torch import nn
@@ -99,8 +99,8 @@ FEATURES = (
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_of_models_equal_the_whole_model(feature):
-    batches = [tiny_models.micro_batch(0, number) for number in range(2)]
-    model = tiny_models.build(feature)
+    batches = [models.micro_batch(0, number) for number in range(2)]
+    model = models.build(feature)
     parts = check_equal(model, Loop(3), batches, partition="uniform")
     shared = {"tied": "embed.weight", "tied_blocks": "blocks.0.up.weight", "mixed_shapes": "gain"}
     if feature in shared:
@@ -288,14 +288,14 @@ def test_models_without_one_list_and_collected_outputs_are_refused():
 
 
 def test_other_stages_take_no_memory_and_classes_come_back():
-    model = tiny_models.build("mixed_shapes")
+    model = models.build("mixed_shapes")
     kinds = [type(module) for module in model.modules()]
     part = cut_model(model, found_blocks(model), Loop(3), 1, "uniform")
     assert part.module is model and set(part.names.values()) == {
         f"blocks.1.{name}.{kind}" for name in ("norm", "up", "down") for kind in ("weight", "bias")
     }
     assert [block.name for block in part.blocks] == ["blocks.1"]
-    assert isinstance(model.blocks[1], tiny_models.Block)
+    assert isinstance(model.blocks[1], models.Block)
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
     assert model.gain.untyped_storage().nbytes() == 4 and model.blocks[0].up.weight.is_meta
     assert type(model.blocks[1]) not in kinds
@@ -322,14 +322,14 @@ def test_stand_ins_follow_casts_after_the_cut(name):
 
 def test_models_on_the_meta_device_are_cut_without_memory():
     with torch.device("meta"):
-        model = tiny_models.TinyModel("mixed_shapes")
+        model = models.TinyModel("mixed_shapes")
     part = cut_model(model, found_blocks(model), Loop(3), 1, "uniform")
     assert all(param.is_meta for param in part.module.parameters())
     assert sorted(part.names.values())[0] == "blocks.1.down.bias" and len(part.names) == 6
-    assert part.whole["head.weight"] == (tiny_models.VOCAB, tiny_models.WIDTH)
+    assert part.whole["head.weight"] == (models.VOCAB, models.WIDTH)
 
 
-class Segments(tiny_models.TinyModel):
+class Segments(models.TinyModel):
     """Recomputes its first two blocks together."""
 
     is_reentrant = False
@@ -344,7 +344,7 @@ class Segments(tiny_models.TinyModel):
 
 def test_blocks_of_two_stages_that_are_recomputed_together():
     torch.manual_seed(0)
-    model, batches = Segments(), [tiny_models.micro_batch(0, number) for number in range(2)]
+    model, batches = Segments(), [models.micro_batch(0, number) for number in range(2)]
     check_equal(model, Loop(3), batches, partition="uniform")
     model.is_reentrant = True
     check_equal(model, Loop(2), batches, partition="uniform")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_ranks
+from models import FEATURES, build, micro_batch
 from thinned import pairwise
-from tiny_models import FEATURES, build, micro_batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint

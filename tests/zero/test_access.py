@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_new_ranks, run_ranks
-from tiny_models import build, micro_batch
+from models import build, micro_batch
 from torch import nn
 from warm_ranks import warm
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from helpers import run_ranks
-from tiny_models import build, micro_batch
+from models import build, micro_batch
 
 import xds
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_models import TinyModel
+from models import TinyModel
 from torch import nn
 
 from xds.utils.errors import UsageError

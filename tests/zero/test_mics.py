@@ -13,8 +13,8 @@ from mics_runs import (
     same_bits,
     train_each,
 )
+from models import FEATURES
 from thinned import pairwise
-from tiny_models import FEATURES
 from warm_ranks import warm
 
 SLOW = pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mics_runs import RANKS, SAMPLES, a_step, check_near, config_of, plain, same_bits, train_each
-from tiny_models import VOCAB, build, micro_batch
+from models import VOCAB, build, micro_batch
 from torch import Tensor, nn
 from warm_ranks import warm
 
