@@ -33,8 +33,8 @@ def config(
 ) -> dict[str, Any]:
     """A config whose units are as small as the modules, so that a tiny model has several.
 
-    `samples`: of a micro-batch and rank. `params`: of the optimizer, beside a rate of 0.01. `zero`: more keys of
-    `zero_optimization`. `sections`: further keys of the config; they replace those above.
+    `samples`: of a micro-batch and rank. `params`: of the optimizer, beside a rate of 0.01. `zero`: more keys
+    of `zero_optimization`. `sections`: further keys of the config; they replace those above.
     """
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": samples,
