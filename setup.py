@@ -80,7 +80,7 @@ setup(
     install_requires=["torch>=2.11", "pydantic>=2.5", "ninja", "numpy", "py-cpuinfo", "tqdm"],
     extras_require={
         "test": [
-            *("pytest", "hypothesis", "ruff", "mypy", "safetensors", "hjson"),
+            *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "safetensors", "hjson"),
             *("transformers>=5", "accelerate", "peft"),
         ],
         "plot": ["matplotlib"],

@@ -1,4 +1,4 @@
-"""Fails early, with the remedy, when xds is not installed. Messages are shown to each test as to the first."""
+"""Fails early, with the remedy, when xds is not installed. Each test begins as the first one does."""
 
 import logging
 import os
@@ -32,3 +32,21 @@ def _messages_as_at_the_start() -> Iterator[None]:
     os.environ.pop("XDS_LOG_LEVEL", None)
     if variable is not None:
         os.environ["XDS_LOG_LEVEL"] = variable
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """A process group that a file has opened ends with it, and so does its hook for exceptions."""
+    hook = sys.excepthook
+    yield
+    sys.excepthook = hook
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def pytest_sessionfinish() -> None:
+    """The ranks that tests have reused end before the folder of their fork server is removed."""
+    warm_ranks = sys.modules.get("warm_ranks")
+    if warm_ranks is not None:
+        warm_ranks.stop_all()

@@ -62,9 +62,9 @@ def run_processes(
     The processes are those of the last call, seeded anew: starting them takes longer than most tests.
     A function that changes its process, or ends it, needs `run_new_ranks`.
     """
-    from warm_ranks import reused
+    from warm_ranks import warm
 
-    return reused(world_size).run(_call_again, small_numel, function, *args)
+    return warm(world_size).run(_call_again, small_numel, function, *args)
 
 
 def run_new_ranks(

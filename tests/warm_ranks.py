@@ -81,13 +81,18 @@ class WarmRanks:
 @cache
 def warm(world_size: int) -> WarmRanks:
     """The same ranks for every test of a run; they end with it."""
-    return WarmRanks(world_size)
+    ranks = WarmRanks(world_size)
+    _all.append(ranks)
+    return ranks
 
 
-@cache
-def reused(world_size: int) -> WarmRanks:
-    """The ranks of `helpers.run_processes`: they import nothing slow, so that each call begins at once."""
-    return WarmRanks(world_size)
+_all: list[WarmRanks] = []
+
+
+def stop_all() -> None:
+    """End the ranks of every size."""
+    for ranks in _all:
+        ranks.stop()
 
 
 def _serve(rank: int, world_size: int, where: tuple[str, int], pipe: Any) -> None:

@@ -32,7 +32,7 @@ def living_bytes() -> int:
     storages = {
         one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
         for one in gc.get_objects()
-        if isinstance(one, Tensor) and one.device.type != "meta"
+        if type(one) in (Tensor, torch.nn.Parameter) and one.device.type != "meta"
     }
     return sum(storages.values())
 

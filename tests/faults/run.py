@@ -92,7 +92,7 @@ class Copy:
         """("passed", ""), ("failed", test), or ("timeout", the test that ran after so many seconds)."""
         for name in ("failed", "running"):
             (self._path / name).unlink(missing_ok=True)
-        options = ["-x", "-q", "-p", "first_failure", "-p", "no:cacheprovider"]
+        options = ["-x", "-q", "-n0", "-p", "first_failure", "-p", "no:cacheprovider"]
         with open(self._path / "output", "w") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *options, *args],

@@ -263,7 +263,19 @@ def report_of(folder: Path, fault: Fault) -> tuple[bool, str]:
     root = copied(folder, fault)
     paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider"]
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-n0",
+            "-m",
+            "",
+            "-p",
+            "no:cacheprovider",
+        ]
         + [f"{root}/{HERE}/{fault.test}"],
         cwd=root,
         env={**os.environ, "PYTHONPATH": paths},

@@ -24,6 +24,7 @@ def test_a_selection_passes_on_the_device() -> None:
     command = [
         str(Path(sys.executable).with_name("pytest")),
         "-q",
+        "-n0",
         "-p",
         "no:cacheprovider",
         *files,
