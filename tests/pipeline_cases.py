@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -162,15 +160,3 @@ def examine(case: Case) -> tuple[float, list[str]]:
         if case.is_exact and (names := result.unequal(plain)):
             found.append(f"masters differ from those without a pipeline: {names}")
     return difference, found
-
-
-def matrix() -> Iterator[Case]:
-    """Every cut, ZeRO stage and schedule in fp32, and each precision and kind with each of them."""
-    cuts = [(2, 1), (2, 2), (4, 1), (4, 2)]
-    for number, ((pipe, data), stage, schedule) in enumerate(
-        itertools.product(cuts, range(4), SCHEDULES)
-    ):
-        yield Case(pipe, data, stage, schedule, kind=KINDS[(number + number // 6) % 6])
-    for number, (stage, schedule, kind) in enumerate(itertools.product(range(4), SCHEDULES, KINDS)):
-        pipe, data = cuts[number % 2]
-        yield Case(pipe, data, stage, schedule, ("bf16", "fp16")[number // 2 % 2], kind)

@@ -153,17 +153,10 @@ def config_of(tensor: int, stage: int, **section: Any) -> dict[str, Any]:
     [
         ("gpt2", 1, 2, True),
         ("opt", 1, 1, False),
-        *(
-            pytest.param(name, data, stage, cut, marks=SLOW)
-            for name in ("gpt2", "opt", "bloom")
-            for data, stage in ((1, 0), (2, 1), (2, 3))
-            for cut in (False, True)
-        ),
-        *(
-            pytest.param("gpt", data, stage, False, marks=SLOW)
-            for data in (1, 2)
-            for stage in (0, 2)
-        ),
+        pytest.param("gpt2", 2, 3, True, marks=SLOW),
+        pytest.param("opt", 2, 1, True, marks=SLOW),
+        pytest.param("bloom", 1, 0, False, marks=SLOW),
+        pytest.param("gpt", 2, 2, False, marks=SLOW),
         ("gpt", 1, 3, False),
     ],
 )
@@ -193,9 +186,7 @@ def train_in_stages(name: str, config: dict[str, Any]) -> list[tuple[float, floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "stage", "cut"), [("gpt2", 1, True), ("opt", 3, True), ("gpt2", 0, False)]
-)
+@pytest.mark.parametrize(("name", "stage", "cut"), [("opt", 3, True), ("gpt2", 0, False)])
 def test_found_plans_in_two_pipeline_stages_equal_one_process(
     name: str, stage: int, cut: bool
 ) -> None:

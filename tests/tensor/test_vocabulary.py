@@ -126,20 +126,15 @@ def compare(model: tuple[Any, ...], data: int, config: dict[str, Any]) -> None:
     [
         (True, 2, 3),
         (False, 2, 1),
-        *(
-            pytest.param(tied, data, stage, marks=SLOW)
-            for tied in (True, False)
-            for data in (1, 2)
-            for stage in range(4)
-            if (tied, data, stage) not in ((True, 2, 3), (False, 2, 1))
-        ),
+        pytest.param(True, 1, 0, marks=SLOW),
+        pytest.param(True, 2, 2, marks=SLOW),
     ],
 )
 def test_a_cut_vocabulary_equals_one_process(tied: bool, data: int, stage: int) -> None:
     compare(("llama", tied), data, config_of(2, stage, vocab_parallel_lm_head=True))
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=SLOW)])
 def test_three_ranks_with_a_plan_of_embeddings_equal_one_process(stage: int) -> None:
     config = config_of(3, stage, vocab_parallel_lm_head=True)
     config["tensor_parallel"]["plan"] = {
@@ -156,13 +151,8 @@ def test_three_ranks_with_a_plan_of_embeddings_equal_one_process(stage: int) -> 
     ("model", "tensor", "data", "stage"),
     [
         (("llama", True, 8, 2), 4, 1, 3),
-        *(
-            pytest.param(("llama", True, 8, 2), 4, data, stage, marks=SLOW)
-            for data in (1, 2)
-            for stage in range(4)
-            if (data, stage) != (1, 3)
-        ),
-        *(pytest.param(("qwen3", False, 4, 1), 2, 1, stage, marks=SLOW) for stage in range(4)),
+        pytest.param(("llama", True, 8, 2), 4, 2, 1, marks=SLOW),
+        pytest.param(("qwen3", False, 4, 1), 2, 1, 2, marks=SLOW),
         pytest.param(("llama", False, 8, 2), 3, 1, 2, marks=SLOW),  # shares of 2, 2 and 4 heads
         pytest.param(("llama", False, 4, 2), 3, 1, 0, marks=SLOW),  # shares of 1, 1 and 2 heads
     ],
@@ -177,8 +167,6 @@ def test_copied_heads_equal_one_process(
     ("tied", "stage", "cut"),
     [
         (True, 3, True),
-        pytest.param(True, 1, True, marks=SLOW),
-        pytest.param(True, 2, False, marks=SLOW),
         pytest.param(False, 0, True, marks=SLOW),
     ],
 )
@@ -417,9 +405,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         ("copied", "cut"),
         *(
             pytest.param(saved, loaded, marks=SLOW)
-            for saved in LAYOUTS
-            for loaded in LAYOUTS
-            if saved != loaded and (saved, loaded) != ("copied", "cut")
+            for saved, loaded in zip(LAYOUTS, [*LAYOUTS][1:], strict=False)
         ),
     ],
 )
