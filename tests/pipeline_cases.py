@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from helpers import run_ranks
 from pipeline_runs import Model, batches, config_of, worst
 from torch import Tensor, nn
-from warm_ranks import warm
 
 import xds
 
@@ -109,7 +109,7 @@ def run(case: Case) -> Result:
 def without_pipeline(case: Case) -> Result:
     """The same data ranks, ZeRO stage and precision, without a pipeline."""
     plain = replace(case, pipe=1, schedule="1f1b")
-    result: Result = warm(case.data).run(run, plain)[0]
+    result: Result = run_ranks(run, case.data, plain)[0]
     return result
 
 
@@ -142,7 +142,7 @@ def faults(case: Case) -> list[str]:
 
 def examine(case: Case) -> tuple[float, list[str]]:
     """The largest relative difference of loss and norm, and what is wrong."""
-    results: list[Result] = warm(case.world_size).run(run, case)
+    results: list[Result] = run_ranks(run, case.world_size, case)
     first = results[0]
     found = []
     if any(result.steps != first.steps for result in results):

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from pipeline_runs import VOCAB, Model, batches, config_of, worst
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
-from warm_ranks import warm
 
 import xds
 
@@ -95,8 +95,8 @@ def train(name: str, stages: int, schedule: str) -> list[tuple[float, float]]:
 
 
 def check(name: str, schedule: str, data: int = 2) -> None:
-    expected = warm(data).run(train, name, 1, "1f1b")[0]
-    by_rank = warm(2 * data).run(train, name, 2, schedule)
+    expected = run_ranks(train, data, name, 1, "1f1b")[0]
+    by_rank = run_ranks(train, 2 * data, name, 2, schedule)
     assert all(found == by_rank[0] for found in by_rank)
     assert worst(by_rank[0], expected) <= 1e-6
 
@@ -132,7 +132,7 @@ def from_training_data() -> list[Any]:
 
 
 def test_every_stage_reads_training_data() -> None:
-    first, second, third, last = warm(4).run(from_training_data)
+    first, second, third, last = run_ranks(from_training_data, 4)
     assert [one[0] for one in (first, second, third, last)] == [first[0]] * 4
     assert first[2] == last[2]
     assert [one[3] for one in (first, second, third, last)] == [None, None, 3, 3]

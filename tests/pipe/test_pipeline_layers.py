@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from pipeline_runs import VOCAB, batches, config_of, worst
 from torch import Tensor, nn
-from warm_ranks import warm
 
 import xds
 from xds.pipe.layer_specs import LayerSpec, TiedLayerSpec
@@ -107,8 +107,8 @@ def check(
     cut: tuple[int, int], kind: str, stage: int, lengths: bool = False, **pipeline: Any
 ) -> None:
     stages, data = cut
-    expected = warm(data).run(train, 1, kind, {}, 0, lengths)[0]
-    by_rank = warm(stages * data).run(train, stages, kind, pipeline, stage, lengths)
+    expected = run_ranks(train, data, 1, kind, {}, 0, lengths)[0]
+    by_rank = run_ranks(train, stages * data, stages, kind, pipeline, stage, lengths)
     assert all(found == by_rank[0] for found in by_rank)
     assert worst(by_rank[0], expected) <= 1e-6
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from pipeline_runs import config_of, worst
 from real_models import LENGTH, build
 from torch import Tensor, nn
-from warm_ranks import warm
 
 import xds
 
@@ -75,7 +75,7 @@ def check(name: str, data: int, stage: int, schedule: str, given: str = "all") -
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     config = config_of(2, COUNT, zero=zero, pipeline={"schedule": schedule, **chunks})
     config["optimizer"] = {"type": "AdamW", "params": ADAMW}
-    by_rank = warm(2 * data).run(train, name, config, given)
+    by_rank = run_ranks(train, 2 * data, name, config, given)
     assert all(found == by_rank[0] for found in by_rank)
     assert worst(by_rank[0], one_process(name, data)) <= 5e-6
 
