@@ -7,18 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
 from pipeline_runs import worst
-from thinned import RUNS_ALL
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from warm_ranks import warm
 
 import xds
 from xds.tensor import DistributedAttention
 
 WIDTH, TOKENS, SAMPLES, STEPS = 8, 8, 2, 3
 COMPILE: dict[str, Any] = {"enabled": True, "backend": "aot_eager"}
-INDUCTOR = ("llama", "padded", 1, {"backend": "inductor"})  # it compiles for a long time
 ONE_GRAPH = {**COMPILE, "kwargs": {"fullgraph": True}}
 
 
@@ -38,7 +36,6 @@ def compiled(model: tuple[Any, ...], kind: str, config: dict[str, Any]) -> Any:
     ("model", "kind", "stage", "more"),
     [
         pytest.param("llama", "padded", 3, {}, marks=pytest.mark.slow),
-        *([pytest.param(*INDUCTOR, marks=pytest.mark.slow)] if RUNS_ALL else []),
         pytest.param("llama", "packed", 2, {"checkpoint": True}, marks=pytest.mark.slow),
         pytest.param("mistral", "odd", 0, ONE_GRAPH, marks=pytest.mark.slow),
     ],
@@ -52,7 +49,7 @@ def test_a_model_of_transformers_equals_one_process(
     config = config_of(2, stage, compile={**COMPILE, **more})
     if config["compile"].pop("checkpoint", False):
         config["activation_checkpointing"] = {"enabled": True}
-    (found, has_graphs), other = run_ranks(compiled, 2, (model,), kind, config)
+    (found, has_graphs), other = warm(2).run(compiled, (model,), kind, config)
     assert has_graphs and (found, True) == other
     assert worst(found, one_process((model,), kind, 1)) <= 1e-5
 
@@ -117,8 +114,8 @@ def plain(size: int, section: dict[str, Any] | None) -> Any:
 
 @pytest.mark.slow
 def test_a_plain_model_equals_one_process() -> None:
-    wanted, _ = run_ranks(plain, 1, 1, None)[0]
-    for found, graphs in run_ranks(plain, 2, 2, ONE_GRAPH):
+    wanted, _ = warm(1).run(plain, 1, None)[0]
+    for found, graphs in warm(2).run(plain, 2, ONE_GRAPH):
         assert graphs and worst(found, wanted) <= 1e-5
 
 
@@ -138,7 +135,7 @@ def theirs() -> list[Tensor]:
 
 
 def test_the_class_with_the_arguments_of_deepspeed_is_not_compiled() -> None:
-    for out, grad, compiled_out, compiled_grad in run_ranks(theirs, 2):
+    for out, grad, compiled_out, compiled_grad in warm(2).run(theirs):
         assert torch.equal(compiled_out, 2 * out)
         assert torch.allclose(compiled_grad, 2 * grad)
 
@@ -154,4 +151,4 @@ def ring_in_one_graph() -> str:
 @pytest.mark.slow
 def test_a_ring_is_not_in_one_graph() -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
-    assert len({*run_ranks(ring_in_one_graph, 4)}) == 1
+    assert len({*warm(4).run(ring_in_one_graph)}) == 1
