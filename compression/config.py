@@ -5,13 +5,12 @@ Compressed training is not supported yet, so every key that would enable it is r
 
 from __future__ import annotations
 
-from typing import Annotated, final
+from typing import Any, final
 
 from pydantic import Field
 
-from ..utils.schema.keys import Detail, Entry, Group, Refused, details
-from ..utils.schema.rules import ANYTHING, FLAG, LIST, NUMBER, TEXT, number, whole
-from ..utils.schema.section import Section
+from ..utils.schema.section import Entry, Group, Refused, Section, details
+from ..utils.schema.values import Count, Flag, Items, Natural, Number, Share, Text
 
 ONE_BIT_OPTIMIZERS = ("OneBitAdam", "OneBitLamb")
 
@@ -20,11 +19,11 @@ ONE_BIT_OPTIMIZERS = ("OneBitAdam", "OneBitLamb")
 class Loco(Section):
     """Feeds back what 4-bit gradients lose: zeropp_loco_param."""
 
-    err_beta: Annotated[float, number(0, 1)] = Field(
+    err_beta: Share = Field(
         0.8,
         description="the weight of the earlier error in the running mean; 0 keeps the last error only",
     )
-    reset_T: Annotated[int, whole(1)] = Field(  # noqa: N815 (DeepSpeed's name)
+    reset_T: Count = Field(  # noqa: N815 (DeepSpeed's name)
         1024, description="steps after which the error is set to 0"
     )
 
@@ -33,19 +32,19 @@ _COMPRESSED = "compressed training is not supported yet; set it to false or remo
 
 
 def _switch() -> Refused:
-    return Refused(FLAG, _COMPRESSED, harmless=(False,))
+    return Refused(Flag, _COMPRESSED, harmless=(False,))
 
 
 _MIXED = Group(
-    {"enabled": Detail(FLAG), "quantize_change_ratio": Detail(NUMBER)},
+    {**details(Flag, "enabled"), **details(Number, "quantize_change_ratio")},
     "moves gradually from fp16 to quantised weights",
 )
 _GROUPS = Group({}, "groups of modules, named freely", open=True)
 
 _PRUNING = {
     "enabled": _switch(),
-    "method": Detail(TEXT),
-    **details(whole(0), "schedule_offset", "schedule_offset_end", "schedule_offset_stride"),
+    **details(Text, "method"),
+    **details(Natural, "schedule_offset", "schedule_offset_end", "schedule_offset_stride"),
 }
 
 
@@ -59,9 +58,9 @@ COMPRESSION_TRAINING = Group(
         "layer_reduction": Group(
             {
                 "enabled": _switch(),
-                "keep_number_layer": Detail(whole(1)),
-                "module_name_prefix": Detail(TEXT),
-                **details(LIST, "teacher_layer", "other_module_name"),
+                **details(Count, "keep_number_layer"),
+                **details(Text, "module_name_prefix"),
+                **details(Items, "teacher_layer", "other_module_name"),
             },
             "a student model with fewer layers",
         ),
@@ -69,10 +68,10 @@ COMPRESSION_TRAINING = Group(
             {
                 "enabled": _switch(),
                 **details(
-                    FLAG, "quantizer_kernel", "quantize_verbose", "quantize_weight_in_forward"
+                    Flag, "quantizer_kernel", "quantize_verbose", "quantize_weight_in_forward"
                 ),
-                **details(whole(0), "schedule_offset", "quantize_groups"),
-                **details(TEXT, "quantization_type", "rounding"),
+                **details(Natural, "schedule_offset", "quantize_groups"),
+                **details(Text, "quantization_type", "rounding"),
                 "fp16_mixed_quantize": _MIXED,
             },
             "weights in few bits",
@@ -80,43 +79,43 @@ COMPRESSION_TRAINING = Group(
         "activation_quantization": _technique(
             {
                 "enabled": _switch(),
-                **details(TEXT, "quantization_type", "range_calibration"),
-                "schedule_offset": Detail(whole(0)),
+                **details(Text, "quantization_type", "range_calibration"),
+                **details(Natural, "schedule_offset"),
             },
             "activations in few bits",
         ),
         "sparse_pruning": _technique(
             {
                 **_PRUNING,
-                "block_pattern": Detail(TEXT),
-                "dense_ratio": Detail(NUMBER),
-                "excluded_modules": Detail(LIST),
+                **details(Text, "block_pattern"),
+                **details(Number, "dense_ratio"),
+                **details(Items, "excluded_modules"),
             },
             "individual weights set to zero",
         ),
         "row_pruning": _technique(dict(_PRUNING), "rows set to zero"),
         "head_pruning": _technique(
-            {**_PRUNING, "num_heads": Detail(whole(1))}, "attention heads set to zero"
+            {**_PRUNING, **details(Count, "num_heads")}, "attention heads set to zero"
         ),
         "channel_pruning": _technique(dict(_PRUNING), "channels set to zero"),
     },
     "compresses the model while it trains",
 )
 
-_ALGORITHM = Group(details(TEXT, "q_type", "rounding"), "how values are rounded")
+_ALGORITHM = Group(details(Text, "q_type", "rounding"), "how values are rounded")
 
 QUANTIZE_TRAINING = Group(
     {
         "enabled": _switch(),
-        **details(FLAG, "quantize_verbose", "quantizer_kernel"),
+        **details(Flag, "quantize_verbose", "quantizer_kernel"),
         "quantize_eigenvalue": _switch(),
-        "quantize_type": Detail(TEXT),
-        "quantize_groups": Detail(whole(1)),
+        **details(Text, "quantize_type"),
+        **details(Count, "quantize_groups"),
         "quantize_bits": Group(
-            details(whole(1), "start_bits", "target_bits"), "first and last number of bits"
+            details(Count, "start_bits", "target_bits"), "first and last number of bits"
         ),
         "quantize_schedule": Group(
-            details(whole(0), "quantize_period", "schedule_offset"),
+            details(Natural, "quantize_period", "schedule_offset"),
             "when the number of bits is reduced",
         ),
         "quantize_algo": _ALGORITHM,
@@ -130,16 +129,16 @@ QUANTIZE_TRAINING = Group(
 EIGENVALUE = Group(
     {
         "enabled": _switch(),
-        "verbose": Detail(FLAG),
-        **details(NUMBER, "tol", "stability"),
-        **details(whole(0), "max_iter", "gas_boundary_resolution", "layer_num"),
-        **details(TEXT, "layer_name", "model_name"),
+        **details(Flag, "verbose"),
+        **details(Number, "tol", "stability"),
+        **details(Natural, "max_iter", "gas_boundary_resolution", "layer_num"),
+        **details(Text, "layer_name", "model_name"),
     },
     "curvature of the layers, for quantize_training",
 )
 
 WEIGHT_QUANTIZATION = Group(
-    details(ANYTHING, "enabled", "quantized_initialization", "post_init_quant"),
+    details(Any, "enabled", "quantized_initialization", "post_init_quant"),
     "quantised weights for inference",
     present="quantised inference is not part of xds; remove the section",
 )

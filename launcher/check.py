@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
-from ..engine.config.auto import COMPUTED, trainer_values
-from ..engine.config.batch import MICRO, TRAIN
+from ..engine.config.auto import trainer_values
+from ..engine.config.batch import COMPUTED, MICRO, TRAIN, mesh_of
 from ..engine.config.config import Config, canonical_path, parse_config
 from ..engine.config.differences import (
     differences,
@@ -17,14 +17,12 @@ from ..engine.config.differences import (
     differs_without_effect,
 )
 from ..engine.config.optimizer import OptimizerConfig
-from ..engine.config.ranks import mesh_of
 from ..engine.config.scheduler import SchedulerConfig
 from ..engine.config.text import ConfigText, open_source, read_source
 from ..utils.errors import ConfigError
 from ..utils.quoting import escaped, printable
-from ..utils.schema.keys import AUTO
-from ..utils.schema.rules import shown
-from ..utils.schema.section import Section
+from ..utils.schema.section import AUTO, Section
+from ..utils.schema.values import shown
 from ..zero.config import STAGES
 from .command_line.options import Parser, whole_number
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from ...compression.config import ONE_BIT_OPTIMIZERS
-from ...utils.schema.keys import is_auto, is_comment, joined
+from ...utils.schema.section import is_auto, is_comment, joined
 from .config import Config, canonical_path
 
 ZERO = "zero_optimization"

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, final
+from typing import Annotated, ClassVar, final
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from ...utils.schema.keys import Entry, NoEffect
-from ...utils.schema.rules import FLAG, NULL, TEXT, Rule, either, number, whole
-from ...utils.schema.section import Section
+from ...utils.schema.section import Entry, NoEffect, Section
+from ...utils.schema.values import WHOLE, Count, Flag, Natural, NonNegative, needs
+
+
+def _check_steps(value: int | tuple[int, int]) -> int | tuple[int, int]:
+    if isinstance(value, tuple) and value[0] > value[1]:
+        raise ValueError(f"must be {_STEPS_NEED}, the first not above the last")
+    return value
+
 
 _STEPS_NEED = "a whole number, at least 0, or a list [first, last] of two of them"
-
-
-def _read_steps(value: object) -> Any:
-    if isinstance(value, (list, tuple)):
-        found = [whole(0).read(each) for each in value]
-        if len(found) == 2 and found[0] <= found[1]:
-            return tuple(found)
-        raise ValueError(f"must be {_STEPS_NEED}, the first not above the last")
-    try:
-        return whole(0).read(value)
-    except ValueError:
-        raise ValueError(f"must be {_STEPS_NEED}") from None
+Steps = Annotated[
+    Natural | Annotated[tuple[Natural, Natural], Field(strict=False)],
+    needs(_STEPS_NEED),
+    AfterValidator(_check_steps),
+]
 
 
 @final
@@ -31,30 +30,28 @@ class FlopsProfiler(Section):
     """Count the operations of a training step, by module."""
 
     others: ClassVar[Mapping[str, Entry]] = {
-        "step": NoEffect(whole(0), "profile_step chooses the step, here and in DeepSpeed")
+        "step": NoEffect(Natural, "profile_step chooses the step, here and in DeepSpeed")
     }
 
-    enabled: Annotated[bool, FLAG] = Field(False, description="a step is profiled and printed")
-    recompute_fwd_factor: Annotated[float, number(0)] = Field(
+    enabled: Flag = Field(False, description="a step is profiled and printed")
+    recompute_fwd_factor: NonNegative = Field(
         0.0,
         description="forwards that a backward runs again; only for a backward that the script calls itself, "
         "because others are counted",
     )
-    profile_step: Annotated[int | tuple[int, int], Rule(_STEPS_NEED, _read_steps)] = Field(
+    profile_step: Steps = Field(
         1,
         description="updates before the profiled step: 1 is the second step; [first, last]: the mean of "
         "several steps",
     )
-    module_depth: Annotated[int, whole(-1)] = Field(
+    module_depth: Annotated[int, Field(ge=-1), WHOLE] = Field(
         -1, description="depth down to which modules are printed; 0 is the model itself, -1 is all"
     )
-    top_modules: Annotated[int, whole(1)] = Field(
+    top_modules: Count = Field(
         1, description="classes of modules that are printed at each depth, those that take most"
     )
-    detailed: Annotated[bool, FLAG] = Field(True, description="the tree of modules is printed")
-    output_file: Annotated[str | None, either(TEXT, NULL)] = Field(
-        None, description="rank 0 writes this file; null: it prints"
-    )
+    detailed: Flag = Field(True, description="the tree of modules is printed")
+    output_file: str | None = Field(None, description="rank 0 writes this file; null: it prints")
 
     @property
     def steps(self) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from typing import Any, final
 
 from ...utils.errors import ConfigError
 from ...utils.quoting import printable
-from ...utils.schema.keys import joined
-from ...utils.schema.rules import shown
+from ...utils.schema.section import joined
+from ...utils.schema.values import shown
 from ...utils.small_files import MOST_BYTES, read_small_text
 
 _EXCERPT_CHARS = 1000  # 100 characters of the file, each escaped

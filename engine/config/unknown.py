@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import final
 
 from ...utils.quoting import printable
-from ...utils.schema.keys import joined
-from ...utils.schema.section import Section, known_names, subsection
+from ...utils.schema.section import Report, Section, joined, known_names, subsection
 from .optimizer import OPTIMIZERS
 from .scheduler import SCHEDULERS
 
@@ -66,52 +67,52 @@ _OF_LOSS_SCALE = (
     *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
     "consecutive_hysteresis",
 )
-_NO_SCALE = "bf16 has the range of fp32, so it has no loss scale: remove it"
 
 
 @final
-class Meanings:
-    """Answers `Report.meant` for a config of the class `model`."""
+@dataclass(kw_only=True)
+class ConfigReport(Report):
+    """The findings of reading a whole config of the class `model`, whose keys it knows."""
 
-    def __init__(self, model: type[Section]) -> None:
-        self._sections: dict[str, set[str]] = {}  # name -> the sections that have it
-        for section, name in _all_names(model, ""):
-            self._sections.setdefault(name, set()).add(section)
+    model: type[Section]
 
-    def __call__(self, section: str, key: str, names: list[str]) -> str | None:
-        """What `key` may mean in `section`, which has `names`; None if nothing is known about it."""
+    def hint(self, section: str, key: str, names: list[str]) -> str:
+        """What an unknown key of a section with the keys `names` may mean."""
         if "." in key:
-            return self._nested(key)
+            *parts, last = printable(key).split(".")
+            opened = "".join(f'"{part}": {{' for part in parts)
+            return f'keys are nested, not joined by dots: write {opened}"{last}": ...{"}" * len(parts)}'
         if section == "bf16" and key in _OF_LOSS_SCALE:
-            return _NO_SCALE
-        return self._other_name(section, key, names) or self._other_place(section, key)
+            return "bf16 has the range of fp32, so it has no loss scale: remove it"
+        found = _other_name(section, key, names) or self._other_place(section, key)
+        return found or super().hint(section, key, names)
 
-    def _nested(self, key: str) -> str:
-        *parts, last = printable(key).split(".")
-        opened = "".join(f'"{part}": {{' for part in parts)
-        text = f'{opened}"{last}": ...{"}" * len(parts)}'
-        return f"keys are nested, not joined by dots: write {text}"
-
-    def _other_name(self, section: str, key: str, names: list[str]) -> str | None:
-        known = OTHER_NAMES.get(key.casefold())
-        if known is None:
-            return None
-        outer, _, name = known.rpartition(".")
-        if outer == section:
-            return f'did you mean "{name}"?' if name in names else None
-        is_near = not section or outer.startswith(f"{section}.")
-        return f'did you mean "{known}"?' if is_near else None
-
-    def _other_place(self, section: str, key: str) -> str | None:
-        places = sorted(self._sections.get(key, ()))
+    def _other_place(self, section: str, key: str) -> str:
+        places = sorted(_places(self.model).get(key, ()))
         found = [each for each in places if section and each.startswith(f"{section}.")]
         if not found and key not in GENERAL:
             found = [each for each in places if each in CLEAR_SECTIONS and each != section]
             found = found if len(found) == 1 else []
-        if not found:
-            return None
         listed = " or ".join(f'"{joined(each, key)}"' for each in found)
-        return f"it belongs to {listed}"
+        return f"it belongs to {listed}" if listed else ""
+
+
+def _other_name(section: str, key: str, names: list[str]) -> str:
+    known = OTHER_NAMES.get(key.casefold(), "")
+    outer, _, name = known.rpartition(".")
+    if known and outer == section:
+        return f'did you mean "{name}"?' if name in names else ""
+    is_near = not section or outer.startswith(f"{section}.")
+    return f'did you mean "{known}"?' if known and is_near else ""
+
+
+@cache
+def _places(model: type[Section]) -> dict[str, set[str]]:
+    """name -> the sections that have a key of this name."""
+    found: dict[str, set[str]] = {}
+    for section, name in _all_names(model, ""):
+        found.setdefault(name, set()).add(section)
+    return found
 
 
 def _all_names(model: type[Section], path: str) -> Iterator[tuple[str, str]]:
@@ -128,4 +129,4 @@ def _all_names(model: type[Section], path: str) -> Iterator[tuple[str, str]]:
                 yield from ((f"{path}.params", name) for name in table)
 
 
-__all__ = ["Meanings"]
+__all__ = ["ConfigReport"]
