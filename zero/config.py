@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ..compression import config as compression
 from ..offload import config as offload
-from ..utils.schema.section import Entry, NoEffect, Refused, Section
+from ..utils.schema.section import Entry, NoEffect, Refused, Section, nested
 from ..utils.schema.values import WHOLE, Elements, Flag, Names, Natural, SomeElements, needs
 
 STAGES = {
@@ -161,13 +161,10 @@ class ZeroConfig(Section):
     unit_min_numel: Elements = Field(
         2_097_152, description="blocks with fewer elements share a unit with their neighbours"
     )
-    leaf_module: LeafModules = Field(
-        default_factory=LeafModules,
-        description="DeepSpeed's names for units; merged into units",
-    )
+    leaf_module: LeafModules = nested(LeafModules, "DeepSpeed's names for units; merged into units")
 
-    offload_optimizer: offload.OffloadOptimizer = Field(default_factory=offload.OffloadOptimizer)
-    offload_param: offload.OffloadParam = Field(default_factory=offload.OffloadParam)
+    offload_optimizer: offload.OffloadOptimizer = nested(offload.OffloadOptimizer)
+    offload_param: offload.OffloadParam = nested(offload.OffloadParam)
     cpu_offload_param: Flag = Field(
         False, description='DeepSpeed\'s old name of offload_param.device = "cpu"'
     )

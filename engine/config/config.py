@@ -22,7 +22,7 @@ from ...ops.watch.config import WatchConfig
 from ...pipe.config import ONE_STAGE, Pipeline
 from ...tensor.config import LongSequences, TensorParallel
 from ...utils.errors import ConfigError
-from ...utils.schema.section import Entry, Report, Section, read_section, subsection
+from ...utils.schema.section import Entry, Report, Section, nested, read_section, subsection
 from ...utils.schema.values import ANY_CASE, Count, Dtype, Flag, NonNegative, needs, shown
 from ...zero.config import ZeroConfig
 from .auto import fill_auto, note_auto
@@ -128,31 +128,29 @@ class Config(Section):
     scheduler: SchedulerConfig | None = Field(
         None, description="the learning-rate schedule, unless the script passes one"
     )
-    fp16: Fp16 = Field(default_factory=Fp16)
-    bf16: Bf16 = Field(default_factory=Bf16)
-    comms_logger: CommsLog = Field(default_factory=CommsLog)
-    flops_profiler: FlopsProfiler = Field(default_factory=FlopsProfiler)
-    torch_autocast: TorchAutocast = Field(default_factory=TorchAutocast)
-    data_types: DataTypes = Field(default_factory=DataTypes)
-    zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
-    activation_checkpointing: ActivationCheckpointing = Field(
-        default_factory=ActivationCheckpointing
-    )
-    pipeline: Pipeline = Field(default_factory=Pipeline)
-    tensor_parallel: TensorParallel = Field(default_factory=TensorParallel)
-    sequence: LongSequences = Field(default_factory=LongSequences)
-    aio: Aio = Field(default_factory=Aio)
-    elasticity: Elasticity = Field(default_factory=Elasticity)
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    compile: Compile = Field(default_factory=Compile)
-    ops: Ops = Field(default_factory=Ops)
-    communication: Communication = Field(default_factory=Communication)
-    watch: WatchConfig = Field(default_factory=WatchConfig)
-    tensorboard: TensorBoard = Field(default_factory=TensorBoard)
-    wandb: Wandb = Field(default_factory=Wandb)
-    csv_monitor: CsvMonitor = Field(default_factory=CsvMonitor)
-    comet: Comet = Field(default_factory=Comet)
-    timers: Timers = Field(default_factory=Timers)
+    fp16: Fp16 = nested(Fp16)
+    bf16: Bf16 = nested(Bf16)
+    comms_logger: CommsLog = nested(CommsLog)
+    flops_profiler: FlopsProfiler = nested(FlopsProfiler)
+    torch_autocast: TorchAutocast = nested(TorchAutocast)
+    data_types: DataTypes = nested(DataTypes)
+    zero_optimization: ZeroConfig = nested(ZeroConfig)
+    activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing)
+    pipeline: Pipeline = nested(Pipeline)
+    tensor_parallel: TensorParallel = nested(TensorParallel)
+    sequence: LongSequences = nested(LongSequences)
+    aio: Aio = nested(Aio)
+    elasticity: Elasticity = nested(Elasticity)
+    checkpoint: Checkpoint = nested(Checkpoint)
+    compile: Compile = nested(Compile)
+    ops: Ops = nested(Ops)
+    communication: Communication = nested(Communication)
+    watch: WatchConfig = nested(WatchConfig)
+    tensorboard: TensorBoard = nested(TensorBoard)
+    wandb: Wandb = nested(Wandb)
+    csv_monitor: CsvMonitor = nested(CsvMonitor)
+    comet: Comet = nested(Comet)
+    timers: Timers = nested(Timers)
 
     source: str = Field("config", description="where the config came from")
     notes: tuple[str, ...] = Field((), description="effects that the file does not show")
@@ -286,31 +284,29 @@ def parse_config(
     if isinstance(data, dict):
         _write_out(data, report)
         fill_auto(data, auto or {}, canonical_path, report)
-    config = read_section(Config, data, "", report)
-    if config is None or report.complaints:
+    read = read_section(Config, data, "", report)
+    if read is None or report.complaints:
         raise ConfigError(report.complaints, name)
-    for section in (config.optimizer, config.scheduler):
+    for section in (read.optimizer, read.scheduler):
         if section is not None and not report.complaints:
             section.check(report)
     if report.complaints:
         raise ConfigError(report.complaints, name)
-    config = check_together(config, data, report)
+    config: Config = check_together(read, data, report)
     note_auto(report, config, canonical_path)
-    config = config.model_copy(update={"auto_keys": tuple(report.auto_keys)})
-    sizes: dict[str, int] = {}
+    results: dict[str, Any] = {"auto_keys": tuple(report.auto_keys)}
     if one_replica:
         world_size = config.model_ranks
     if world_size is not None:
-        wrong, sizes = batch_of(config, world_size)
+        wrong, sizes = batch_of(config.model_copy(update=results), world_size)
         report.complaints.extend(each for each in wrong if each not in report.complaints)
+        results.update(sizes)
     if report.complaints:
         raise ConfigError(report.complaints, name)
-    results = {
-        "source": name,
-        "notes": tuple(report.notes),
-        "without_effect": tuple(report.without_effect),
-    }
-    return config.model_copy(update={**results, **sizes})
+    results.update(
+        source=name, notes=tuple(report.notes), without_effect=tuple(report.without_effect)
+    )
+    return config.model_copy(update=results)
 
 
 def _write_out(data: dict[str, Any], report: Report) -> None:

@@ -6,7 +6,7 @@ What stands before the mark in that file is written by hand.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import Parameter, signature
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def reference() -> str:
     return "\n".join([auto, *_sections(Config, ""), *_classes()])
 
 
-def _table(head: str, rows: list[tuple[str, ...]]) -> str:
+def _table(head: str, rows: Sequence[tuple[str, ...]]) -> str:
     if not rows:
         return ""
     line = "|---" * len(rows[0]) + "|"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, final
 
 from pydantic import Field
 
-from ...utils.schema.section import Entry, NoEffect, Refused, Report, Section
+from ...utils.schema.section import Entry, NoEffect, Refused, Report, Section, nested
 from ...utils.schema.values import (
     WHOLE,
     Count,
@@ -247,4 +247,4 @@ class Throughput(Section):
 class Timers(Section):
     """Measurements besides wall_clock_breakdown."""
 
-    throughput: Throughput = Field(default_factory=Throughput, description="samples per second")
+    throughput: Throughput = nested(Throughput, "samples per second")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, TypeVar, final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..quoting import printable
 from .nearest import nearest
@@ -147,6 +147,11 @@ class Section(BaseModel):
         return "***" if is_secret and value is not None else _as_json(value)
 
 
+def nested(model: type[Section], description: str = "") -> Any:
+    """A field that is a section, with its defaults where it is not given."""
+    return Field(default_factory=model, description=description)
+
+
 S = TypeVar("S", bound=Section)
 
 
@@ -213,9 +218,10 @@ def _known_keys(
             continue
         spelled[name] = here
         if _is_field(model, name, value, path, here, report):
-            inner, written[(*place, name)] = subsection(model, name), here
+            inner, there = subsection(model, name), (*place, name)
+            written[there] = here
             if inner is not None:
-                value = _known_keys(inner, value, here, (*place, name), written, report)
+                value = _known_keys(inner, value, here, there, written, report)
             values[name] = value
     for name, each in model.model_fields.items():
         if each.default_factory is not None and subsection(model, name):
@@ -251,7 +257,7 @@ def _complain_of(
     found: dict[tuple[str, ...], list[Any]] = {}
     for each in error.errors(include_url=False, include_input=False):
         section, length = model, 1
-        while inner := subsection(section, each["loc"][length - 1]):  # type: ignore[arg-type]
+        while inner := subsection(section, each["loc"][length - 1]):
             section, length = inner, length + 1
         found.setdefault(each["loc"][:length], []).append((section, each))  # type: ignore[arg-type]
     for place, errors in found.items():
