@@ -44,7 +44,7 @@ _GROUPS = Group({}, "groups of modules, named freely", open=True)
 _PRUNING = {
     "enabled": _switch(),
     **details(Text, "method"),
-    **details(Natural, "schedule_offset", "schedule_offset_end", "schedule_offset_stride"),
+    **details(Natural, "schedule_offset schedule_offset_end schedule_offset_stride"),
 }
 
 
@@ -60,18 +60,16 @@ COMPRESSION_TRAINING = Group(
                 "enabled": _switch(),
                 **details(Count, "keep_number_layer"),
                 **details(Text, "module_name_prefix"),
-                **details(Items, "teacher_layer", "other_module_name"),
+                **details(Items, "teacher_layer other_module_name"),
             },
             "a student model with fewer layers",
         ),
         "weight_quantization": _technique(
             {
                 "enabled": _switch(),
-                **details(
-                    Flag, "quantizer_kernel", "quantize_verbose", "quantize_weight_in_forward"
-                ),
-                **details(Natural, "schedule_offset", "quantize_groups"),
-                **details(Text, "quantization_type", "rounding"),
+                **details(Flag, "quantizer_kernel quantize_verbose quantize_weight_in_forward"),
+                **details(Natural, "schedule_offset quantize_groups"),
+                **details(Text, "quantization_type rounding"),
                 "fp16_mixed_quantize": _MIXED,
             },
             "weights in few bits",
@@ -79,7 +77,7 @@ COMPRESSION_TRAINING = Group(
         "activation_quantization": _technique(
             {
                 "enabled": _switch(),
-                **details(Text, "quantization_type", "range_calibration"),
+                **details(Text, "quantization_type range_calibration"),
                 **details(Natural, "schedule_offset"),
             },
             "activations in few bits",
@@ -102,20 +100,20 @@ COMPRESSION_TRAINING = Group(
     "compresses the model while it trains",
 )
 
-_ALGORITHM = Group(details(Text, "q_type", "rounding"), "how values are rounded")
+_ALGORITHM = Group(details(Text, "q_type rounding"), "how values are rounded")
 
 QUANTIZE_TRAINING = Group(
     {
         "enabled": _switch(),
-        **details(Flag, "quantize_verbose", "quantizer_kernel"),
+        **details(Flag, "quantize_verbose quantizer_kernel"),
         "quantize_eigenvalue": _switch(),
         **details(Text, "quantize_type"),
         **details(Count, "quantize_groups"),
         "quantize_bits": Group(
-            details(Count, "start_bits", "target_bits"), "first and last number of bits"
+            details(Count, "start_bits target_bits"), "first and last number of bits"
         ),
         "quantize_schedule": Group(
-            details(Natural, "quantize_period", "schedule_offset"),
+            details(Natural, "quantize_period schedule_offset"),
             "when the number of bits is reduced",
         ),
         "quantize_algo": _ALGORITHM,
@@ -130,15 +128,15 @@ EIGENVALUE = Group(
     {
         "enabled": _switch(),
         **details(Flag, "verbose"),
-        **details(Number, "tol", "stability"),
-        **details(Natural, "max_iter", "gas_boundary_resolution", "layer_num"),
-        **details(Text, "layer_name", "model_name"),
+        **details(Number, "tol stability"),
+        **details(Natural, "max_iter gas_boundary_resolution layer_num"),
+        **details(Text, "layer_name model_name"),
     },
     "curvature of the layers, for quantize_training",
 )
 
 WEIGHT_QUANTIZATION = Group(
-    details(Any, "enabled", "quantized_initialization", "post_init_quant"),
+    details(Any, "enabled quantized_initialization post_init_quant"),
     "quantised weights for inference",
     present="quantised inference is not part of xds; remove the section",
 )

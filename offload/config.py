@@ -95,10 +95,10 @@ class OffloadOptimizer(Section):
 
 ZENFLOW = Group(
     {
-        **details(Number, "topk_ratio", "auto_ratio", "pt_reserved_cores_perc"),
+        **details(Number, "topk_ratio auto_ratio pt_reserved_cores_perc"),
         "select_strategy": Value(Annotated[Literal["auto", "step", "epoch"], ANY_CASE]),
-        **details(Count, "select_interval", "update_interval", "steps_per_epoch"),
-        **details(Flag, "overlap_step", "offload"),
+        **details(Count, "select_interval update_interval steps_per_epoch"),
+        **details(Flag, "overlap_step offload"),
         "full_warm_up_rounds": NATURAL,
     },
     "updates the largest gradients on the device and the rest later on the host",

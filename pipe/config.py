@@ -98,7 +98,7 @@ Schedule = Annotated[
     AfterValidator(_read_schedule),
 ]
 Partition = Annotated[
-    str | Annotated[tuple[Natural, ...], Field(min_length=2)],
+    str | Annotated[tuple[Natural, ...], Field(min_length=2, fail_fast=True)],
     needs('"uniform", "parameters", "type:REGEX", "best", or a list of bounds such as [0, 3, 6]'),
     BeforeValidator(_read_partition),
     AfterValidator(_check_bounds),

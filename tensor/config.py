@@ -20,17 +20,17 @@ class TensorParallel(Section):
 
     aliases: ClassVar[Mapping[str, str]] = {"autotp_size": "tp_size"}
     others: ClassVar[Mapping[str, Entry]] = {
-        **details(Flag, "enabled", "keep_module_on_host", "kernel_inject"),
+        **details(Flag, "enabled keep_module_on_host kernel_inject"),
         **details(Flag, "replace_with_kernel_inject"),
         "tp": Group(
             {
                 "tp_size": Refused(Count, _OWN_KEY, harmless=(1,)),
                 **details(Count, "tp_grain_size"),
-                **details(Any, "mpu", "tp_group"),
+                **details(Any, "mpu tp_group"),
             },
             "size of a group",
         ),
-        **details(Text, "dtype", "preset_model", "vocab_parallel_ce_backend"),
+        **details(Text, "dtype preset_model vocab_parallel_ce_backend"),
         **details(Any, "injection_policy_tuple"),
     }
 
@@ -95,13 +95,12 @@ EXPERT_PARALLEL = Group(
         "enabled": Refused(Flag, _EXPERT, harmless=(False,)),
         **details(
             Any,
-            *("autoep_size", "expert_tensor_parallel_size", "preset_model", "moe_layer_pattern"),
-            *("expert_pattern", "router_pattern", "use_grouped_mm", "disable_triton_grouped_mm"),
-            *("route_norm", "route_scale", "score_func", "score_apply", "combine_impl", "top_k"),
-            *("routed_scaling_factor", "num_expert_groups", "num_limited_groups"),
-            *("load_balance_coeff", "expert_w1", "expert_w2", "expert_w3", "num_experts_attr"),
-            *("top_k_attr", "has_shared_experts", "shared_experts_pattern"),
-            *("shared_experts_gate_pattern", "validate_folding_routing"),
+            "autoep_size expert_tensor_parallel_size preset_model moe_layer_pattern "
+            "expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm "
+            "route_scale score_func score_apply combine_impl top_k routed_scaling_factor "
+            "num_expert_groups num_limited_groups load_balance_coeff expert_w1 expert_w2 "
+            "expert_w3 num_experts_attr top_k_attr has_shared_experts shared_experts_pattern "
+            "shared_experts_gate_pattern validate_folding_routing",
         ),
     },
     "distributes the experts of a mixture over ranks",

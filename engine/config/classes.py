@@ -25,7 +25,7 @@ Rate = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]  # of learnin
 RATE = Value(Rate)  # in a checkpoint as well
 DECAY = EPS = AT_LEAST_0 = Value(NonNegative)
 BETA = Value(BelowOne)
-BETAS = Value(Annotated[tuple[BelowOne, BelowOne], Field(strict=False)])
+BETAS = Value(Annotated[tuple[BelowOne, BelowOne], Field(strict=False, fail_fast=True)])
 FLAG_OR_NULL = Value(Flag | None)
 COUNT_OR_NULL = Value(Count | None)
 FREEZE_STEP = Value(Count | Annotated[Literal["auto"], ANY_CASE])

@@ -63,10 +63,10 @@ class Compile(Section):
         ),
         **details(
             Flag,
-            *("autoep_non_moe", "free_activation", "offload_activation", "double_buffer"),
-            *("offload_activation_pin_memory", "offload_opt_states", "offload_parameters"),
-            *("symmetric_memory", "debug_log", "sync_before_reduce", "sync_after_reduce"),
-            *("sync_before_allgather", "sync_after_allgather", "keep_int_input_tensors"),
+            "autoep_non_moe free_activation offload_activation double_buffer "
+            "offload_activation_pin_memory offload_opt_states offload_parameters "
+            "symmetric_memory debug_log sync_before_reduce sync_after_reduce "
+            "sync_before_allgather sync_after_allgather keep_int_input_tensors "
             "keep_all_input_tensors",
         ),
         **details(Natural, "free_activation_threshold"),

@@ -10,16 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from inspect import Parameter, signature
 from pathlib import Path
 
-from ...utils.schema.section import (
-    Entry,
-    Group,
-    NoEffect,
-    Refused,
-    Section,
-    field_needs,
-    subsection,
-)
-from ...utils.schema.values import Value, shown
+from ...utils.schema.section import Entry, Group, NoEffect, Refused, Section, subsection
+from ...utils.schema.values import Value, need_of, shown
 from .auto import MUST_BE_FILLED
 from .batch import COMPUTED
 from .classes import ClassTable
@@ -58,12 +50,12 @@ def _sections(model: type[Section], path: str) -> Iterator[str]:
     for other, name in model.aliases.items():
         spelled[name] = f"{spelled.get(name, f'`{name}`')}, `{other}`"
     rows = []
-    for name, field in model.model_fields.items():
+    for name, schema in model.model_json_schema()["properties"].items():
         if name in model.results or subsection(model, name):
             continue
-        default = shown(field.get_default(call_default_factory=True))
+        default = shown(schema.get("default", {}))  # a schema does not have what a factory makes
         ends = "computed if it is not given" if name in COMPUTED else f"default `{default}`"
-        text = f"{field.description}; {field_needs(model)[name]}; {ends}"
+        text = f"{schema['description']}; {need_of(schema)}; {ends}"
         rows.append((spelled.get(name, f"`{name}`"), "supported", text))
     values = {name: each for name, each in model.others.items() if isinstance(each, Value)}
     rows += [(spelled.get(name, f"`{name}`"), *_status(each)) for name, each in values.items()]

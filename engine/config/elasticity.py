@@ -36,7 +36,9 @@ class Elasticity(Section):
     max_train_batch_size: Count = Field(
         2000, description="the largest batch; must be given if the section is enabled"
     )
-    micro_batch_sizes: Annotated[tuple[Count, ...], Field(min_length=1, strict=False)] = Field(
+    micro_batch_sizes: Annotated[
+        tuple[Count, ...], Field(min_length=1, strict=False, fail_fast=True)
+    ] = Field(
         (2, 4, 6),
         description="micro-batches that fit in memory; must be given if the section is enabled",
     )

@@ -19,7 +19,7 @@ def _check_steps(value: int | tuple[int, int]) -> int | tuple[int, int]:
 
 _STEPS_NEED = "a whole number, at least 0, or a list [first, last] of two of them"
 Steps = Annotated[
-    Natural | Annotated[tuple[Natural, Natural], Field(strict=False)],
+    Natural | Annotated[tuple[Natural, Natural], Field(strict=False, fail_fast=True)],
     needs(_STEPS_NEED),
     AfterValidator(_check_steps),
 ]

@@ -39,15 +39,14 @@ AMP = Group(
 AUTOTUNING = Group(
     {
         "enabled": _switch("autotuning"),
-        **details(Flag, "fast", "overwrite"),
-        **details(Text, "results_dir", "exps_dir", "metric", "metric_path", "tuner_type"),
+        **details(Flag, "fast overwrite"),
+        **details(Text, "results_dir exps_dir metric metric_path tuner_type"),
         **details(Text, "model_info_path"),
         **details(
             Natural,
-            *("start_profile_step", "end_profile_step", "tuner_early_stopping"),
-            *("tuner_num_trials", "mp_size", "max_train_batch_size", "min_train_batch_size"),
-            *("max_train_micro_batch_size_per_gpu", "min_train_micro_batch_size_per_gpu"),
-            "num_tuning_micro_batch_sizes",
+            "start_profile_step end_profile_step tuner_early_stopping tuner_num_trials mp_size "
+            "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu "
+            "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes",
         ),
         **details(Object, "arg_mappings"),
         **details(Object, "model_info"),
@@ -58,8 +57,8 @@ AUTOTUNING = Group(
 HYBRID_ENGINE = Group(
     {
         "enabled": _switch("the hybrid engine"),
-        **details(Count, "max_out_tokens", "inference_tp_size", "tp_gather_partition_size"),
-        **details(Flag, "release_inference_cache", "pin_parameters", "enable_cuda_graph"),
+        **details(Count, "max_out_tokens inference_tp_size tp_gather_partition_size"),
+        **details(Flag, "release_inference_cache pin_parameters enable_cuda_graph"),
     },
     "inference kernels inside training",
 )
@@ -67,23 +66,23 @@ HYBRID_ENGINE = Group(
 NEBULA = Group(
     {
         "enabled": _switch("saving to Nebula"),
-        **details(Text, "persistent_storage_path", "nebula_load_path"),
-        **details(Natural, "persistent_time_interval", "num_of_version_in_retention"),
+        **details(Text, "persistent_storage_path nebula_load_path"),
+        **details(Natural, "persistent_time_interval num_of_version_in_retention"),
         **details(Flag, "enable_nebula_load"),
     },
     "checkpoints in a cloud service",
 )
 
 PROGRESSIVE_LAYER_DROP = Group(
-    {"enabled": _switch("progressive layer drop"), **details(Number, "theta", "gamma")},
+    {"enabled": _switch("progressive layer drop"), **details(Number, "theta gamma")},
     "skips layers at random",
 )
 
 CURRICULUM_LEARNING = Group(
     {
         "enabled": _switch("curriculum learning"),
-        **details(Text, "curriculum_type", "schedule_type"),
-        **details(Natural, "min_difficulty", "max_difficulty"),
+        **details(Text, "curriculum_type schedule_type"),
+        **details(Natural, "min_difficulty max_difficulty"),
         **details(Object, "schedule_config"),
     },
     "shorter sequences first",
@@ -95,8 +94,8 @@ DATA_EFFICIENCY = Group(
         **details(Natural, "seed"),
         "data_sampling": Group(
             {
-                **details(Flag, "enabled", "pin_memory"),
-                **details(Natural, "num_epochs", "num_workers"),
+                **details(Flag, "enabled pin_memory"),
+                **details(Natural, "num_epochs num_workers"),
                 **details(Object, "curriculum_learning"),
                 **details(Object, "dynamic_batching"),
             },
@@ -117,12 +116,12 @@ SPARSE_ATTENTION = Group(
         "mode": Refused(Text, _SPARSE, harmless=("dense",), missing="fixed"),
         **details(
             Natural,
-            *("block", "num_local_blocks", "num_global_blocks", "num_random_blocks"),
-            *("num_different_global_patterns", "num_sliding_window_blocks"),
+            "block num_local_blocks num_global_blocks num_random_blocks "
+            "num_different_global_patterns num_sliding_window_blocks",
         ),
-        **details(Flag, "different_layout_per_head", "horizontal_global_attention"),
+        **details(Flag, "different_layout_per_head horizontal_global_attention"),
         **details(Text, "attention"),
-        **details(Items, "local_window_blocks", "global_block_indices", "global_block_end_indices"),
+        **details(Items, "local_window_blocks global_block_indices global_block_end_indices"),
     },
     "attention over blocks",
 )

@@ -23,10 +23,12 @@ from ...utils.schema.values import (
 from .classes import AT_LEAST_0, BETA, COUNT_OR_NULL, RATE, ClassTable, Rate
 
 # one for all parameter groups, or one for each
-_Rates = Rate | Annotated[tuple[Rate, ...], Field(min_length=1, strict=False)]
+_Rates = Rate | Annotated[tuple[Rate, ...], Field(min_length=1, strict=False, fail_fast=True)]
 _RATES = Value(_Rates)
 _SHARE = Value(Share)
-_SHARES = Value(Share | Annotated[tuple[Share, ...], Field(min_length=1, strict=False)])
+_SHARES = Value(
+    Share | Annotated[tuple[Share, ...], Field(min_length=1, strict=False, fail_fast=True)]
+)
 _ABOVE_0 = Value(Positive)
 
 
@@ -91,7 +93,7 @@ _FROM_TORCH: dict[str, dict[str, Value]] = {
     "StepLR": {**_TORCH, "step_size": COUNT, "gamma": AT_LEAST_0},
     "MultiStepLR": {
         **_TORCH,
-        "milestones": Value(Annotated[tuple[Natural, ...], Field(strict=False)]),
+        "milestones": Value(Annotated[tuple[Natural, ...], Field(strict=False, fail_fast=True)]),
         "gamma": AT_LEAST_0,
     },
     "ConstantLR": {**_TORCH, "factor": _SHARE, "total_iters": NATURAL},

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, TypeVar, final
+from operator import getitem
+from typing import Annotated, Any, ClassVar, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from ..quoting import printable
 from .nearest import nearest
-from .values import Value, need_of, sentence, shown
+from .values import Value, sentence, shown
 
 AUTO = "auto"
 HINTS = 20  # how many unknown keys get a hint: finding the nearest name takes milliseconds
@@ -77,9 +79,9 @@ class Group:
 Entry = Value | Group  # a plain Value is a detail of a refused feature: only its type is checked
 
 
-def details(kind: Any, *names: str) -> dict[str, Entry]:
+def details(kind: Any, names: str) -> dict[str, Entry]:
     """Several keys of one type that belong to a feature which another key switches on."""
-    return dict.fromkeys(names, Value(kind))
+    return dict.fromkeys(names.split(), Value(kind))
 
 
 @dataclass
@@ -170,13 +172,6 @@ def known_names(model: type[Section]) -> set[str]:
     return {*model.model_fields, *model.others, *model.aliases} - model.results
 
 
-@cache
-def field_needs(model: type[Section]) -> dict[str, str]:
-    """What the value of each field must be, in words."""
-    properties = model.model_json_schema()["properties"]
-    return {name: need_of(schema) for name, schema in properties.items()}
-
-
 def read_section(model: type[S], data: object, path: str, report: Report) -> S | None:
     """Read one object of the JSON. None, and complaints in `report`, where a key or a type is wrong."""
     before = len(report.complaints)
@@ -264,9 +259,19 @@ def _complain_of(
         value: Any = values
         for name in place:
             value = value[name]
-        need = field_needs(errors[0][0])[place[-1]]
+        need = _need_of(errors[0][0].model_fields[place[-1]])
         text = sentence([each for _, each in errors], need, value)
         report.complain(written[place], value, text)
+
+
+def _need_of(info: FieldInfo) -> str:
+    """What the value of a field must be, in words."""
+    if isinstance(info.json_schema_extra, dict):
+        return str(info.json_schema_extra["need"])
+    kind = info.annotation
+    for each in info.metadata:
+        kind = getitem(Annotated, (kind, each))
+    return Value(kind).need
 
 
 def check_entry(entry: Entry, value: object, path: str, report: Report) -> None:

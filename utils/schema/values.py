@@ -79,7 +79,7 @@ Flag = bool
 Text = str
 Object = dict[str, Any]
 Items = Annotated[list[Any], Field()]
-Names = Annotated[tuple[str, ...], Field(strict=False)]
+Names = Annotated[tuple[str, ...], Field(strict=False, fail_fast=True)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
