@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from ..utils.patterns import check_expression
 from ..utils.schema.section import Entry, NoEffect, Report, Section, is_auto
-from ..utils.schema.values import ANY_CASE, WHOLE, Count, Flag, Names, Natural, needs, shown
+from ..utils.schema.values import ANY_CASE, Count, Flag, Names, Natural, needs, read_whole, shown
 
 
 @final
@@ -52,7 +52,7 @@ BY_TYPE = "type:"
 
 
 def _read_stages(value: object) -> object:
-    return 1 if is_auto(value) else value
+    return 1 if is_auto(value) else read_whole(value)
 
 
 def _read_schedule(value: str) -> str:
@@ -90,7 +90,7 @@ def _check_bounds(bounds: str | tuple[int, ...]) -> str | tuple[int, ...]:
 
 _SCHEDULES = ", ".join(f'"{name}"' for name in NUMBERS)
 Stages = Annotated[
-    int, needs('a whole number, at least 1 (or "auto")', ge=1), WHOLE, BeforeValidator(_read_stages)
+    int, needs('a whole number, at least 1 (or "auto")', ge=1), BeforeValidator(_read_stages)
 ]
 Schedule = Annotated[
     str,

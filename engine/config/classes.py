@@ -19,13 +19,13 @@ from ...utils.schema.section import (
     is_comment,
     joined,
 )
-from ...utils.schema.values import ANY_CASE, BelowOne, Count, Flag, NonNegative, Value
+from ...utils.schema.values import ANY_CASE, TUPLE, BelowOne, Count, Flag, NonNegative, Value
 
 Rate = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]  # of learning
 RATE = Value(Rate)  # in a checkpoint as well
 DECAY = EPS = AT_LEAST_0 = Value(NonNegative)
 BETA = Value(BelowOne)
-BETAS = Value(Annotated[tuple[BelowOne, BelowOne], Field(strict=False, fail_fast=True)])
+BETAS = Value(Annotated[tuple[BelowOne, BelowOne], Field(fail_fast=True), TUPLE])
 FLAG_OR_NULL = Value(Flag | None)
 COUNT_OR_NULL = Value(Count | None)
 FREEZE_STEP = Value(Count | Annotated[Literal["auto"], ANY_CASE])

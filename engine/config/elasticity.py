@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, final
 from pydantic import Field
 
 from ...utils.schema.section import Entry, NoEffect, Report, Section, is_auto
-from ...utils.schema.values import Count, Flag, Natural, checked, needs
+from ...utils.schema.values import TUPLE, Count, Flag, Natural, checked, needs
 from ..elastic.rules import Limits, Plan, plan
 from .batch import MICRO, STEPS, TRAIN
 
@@ -36,11 +36,11 @@ class Elasticity(Section):
     max_train_batch_size: Count = Field(
         2000, description="the largest batch; must be given if the section is enabled"
     )
-    micro_batch_sizes: Annotated[
-        tuple[Count, ...], Field(min_length=1, strict=False, fail_fast=True)
-    ] = Field(
-        (2, 4, 6),
-        description="micro-batches that fit in memory; must be given if the section is enabled",
+    micro_batch_sizes: Annotated[tuple[Count, ...], Field(min_length=1, fail_fast=True), TUPLE] = (
+        Field(
+            (2, 4, 6),
+            description="micro-batches that fit in memory; must be given if the section is enabled",
+        )
     )
     min_gpus: Count = Field(1, description="the smallest number of ranks")
     max_gpus: Count = Field(10000, description="the largest number of ranks")

@@ -16,6 +16,7 @@ from ...utils.schema.values import (
     COUNT,
     FLAG,
     NUMBER,
+    TUPLE,
     Flag,
     NonNegative,
     Object,
@@ -138,20 +139,19 @@ _TORCH_COMMON: dict[str, Value] = {
 _TORCH: dict[str, Value] = {**_TORCH_COMMON, "capturable": FLAG, "differentiable": DIFFERENTIABLE}
 _TWO_EPS = Annotated[
     tuple[NonNegative | None, NonNegative],
-    needs(
-        "a list of a number or null, and a number, each at least 0", strict=False, fail_fast=True
-    ),
+    needs("a list of a number or null, and a number, each at least 0"),
+    TUPLE,
 ]
 _ETAS = Annotated[
     tuple[Positive, Positive],
-    needs(
-        "a list of two numbers, one between 0 and 1 and one above 1", strict=False, fail_fast=True
-    ),
+    needs("a list of two numbers, one between 0 and 1 and one above 1"),
+    TUPLE,
     checked("", lambda etas: etas[0] < 1 < etas[1]),
 ]
 _STEP_SIZES = Annotated[
     tuple[Positive, Positive],
-    needs("a list of two numbers above 0, the smaller one first", strict=False, fail_fast=True),
+    needs("a list of two numbers above 0, the smaller one first"),
+    TUPLE,
     checked("", lambda sizes: sizes[0] <= sizes[1]),
 ]
 _FROM_TORCH: dict[str, dict[str, Value]] = {

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, final
 from pydantic import AfterValidator, Field
 
 from ...utils.schema.section import Entry, NoEffect, Section
-from ...utils.schema.values import WHOLE, Count, Flag, Natural, NonNegative, needs
+from ...utils.schema.values import TUPLE, WHOLE, Count, Flag, Natural, NonNegative, needs
 
 
 def _check_steps(value: int | tuple[int, int]) -> int | tuple[int, int]:
@@ -19,7 +19,7 @@ def _check_steps(value: int | tuple[int, int]) -> int | tuple[int, int]:
 
 _STEPS_NEED = "a whole number, at least 0, or a list [first, last] of two of them"
 Steps = Annotated[
-    Natural | Annotated[tuple[Natural, Natural], Field(strict=False, fail_fast=True)],
+    Natural | Annotated[tuple[Natural, Natural], Field(fail_fast=True), TUPLE],
     needs(_STEPS_NEED),
     AfterValidator(_check_steps),
 ]

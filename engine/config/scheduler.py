@@ -13,6 +13,7 @@ from ...utils.schema.values import (
     FLAG,
     NATURAL,
     NUMBER,
+    TUPLE,
     WHOLE,
     Natural,
     Object,
@@ -23,12 +24,10 @@ from ...utils.schema.values import (
 from .classes import AT_LEAST_0, BETA, COUNT_OR_NULL, RATE, ClassTable, Rate
 
 # one for all parameter groups, or one for each
-_Rates = Rate | Annotated[tuple[Rate, ...], Field(min_length=1, strict=False, fail_fast=True)]
+_Rates = Rate | Annotated[tuple[Rate, ...], Field(min_length=1, fail_fast=True), TUPLE]
 _RATES = Value(_Rates)
 _SHARE = Value(Share)
-_SHARES = Value(
-    Share | Annotated[tuple[Share, ...], Field(min_length=1, strict=False, fail_fast=True)]
-)
+_SHARES = Value(Share | Annotated[tuple[Share, ...], Field(min_length=1, fail_fast=True), TUPLE])
 _ABOVE_0 = Value(Positive)
 
 
@@ -93,7 +92,7 @@ _FROM_TORCH: dict[str, dict[str, Value]] = {
     "StepLR": {**_TORCH, "step_size": COUNT, "gamma": AT_LEAST_0},
     "MultiStepLR": {
         **_TORCH,
-        "milestones": Value(Annotated[tuple[Natural, ...], Field(strict=False, fail_fast=True)]),
+        "milestones": Value(Annotated[tuple[Natural, ...], Field(fail_fast=True), TUPLE]),
         "gamma": AT_LEAST_0,
     },
     "ConstantLR": {**_TORCH, "factor": _SHARE, "total_iters": NATURAL},

@@ -12,48 +12,31 @@ from ...utils.schema.section import Report, Section, joined, known_names, subsec
 from .optimizer import OPTIMIZERS
 from .scheduler import SCHEDULERS
 
-OTHER_NAMES = {
-    **dict.fromkeys(
-        (
-            *("max_grad_norm", "max_norm", "clip_grad", "clip_grad_norm", "grad_clip"),
-            *("gradient_clip", "gradient_clip_val", "grad_clipping"),
-        ),
-        "gradient_clipping",
-    ),
-    **dict.fromkeys(
-        (
-            *("micro_batch_size", "train_micro_batch_size", "micro_batch_size_per_gpu"),
-            *("per_device_train_batch_size", "train_micro_batch_size_per_device"),
-        ),
-        "train_micro_batch_size_per_gpu",
-    ),
-    **dict.fromkeys(("batch_size", "global_batch_size"), "train_batch_size"),
-    **dict.fromkeys(
-        ("accumulation_steps", "grad_accum_steps", "accumulate_grad_batches", "grad_acc_steps"),
-        "gradient_accumulation_steps",
-    ),
-    **dict.fromkeys(("zero", "zero_optim"), "zero_optimization"),
-    **dict.fromkeys(("zero_stage", "stage_zero"), "zero_optimization.stage"),
-    "learning_rate": "optimizer.params.lr",
-    **dict.fromkeys(("adam_epsilon", "epsilon"), "optimizer.params.eps"),
-    **dict.fromkeys(("wd", "decay"), "optimizer.params.weight_decay"),
-    **dict.fromkeys(("warmup_steps", "num_warmup_steps"), "scheduler.params.warmup_num_steps"),
-    **dict.fromkeys(
-        ("num_training_steps", "total_steps", "max_steps"), "scheduler.params.total_num_steps"
-    ),
-    **dict.fromkeys(("optim", "optimizers"), "optimizer"),
-    **dict.fromkeys(("lr_scheduler", "schedule", "schedulers"), "scheduler"),
-    **dict.fromkeys(("float16", "half"), "fp16"),
-    "torch_amp": "torch_autocast",
-    **dict.fromkeys(
-        ("gradient_checkpointing", "activation_checkpoint", "activation_recomputation"),
-        "activation_checkpointing",
-    ),
-    "fp32_allreduce": "communication_data_type",
-    "sequence_parallel": "sequence_parallel_size",
-    "tensor_parallel_size": "tensor_parallel.tp_size",
-    "pipeline_stages": "pipeline.stages",
+_NAMES_FOR = {
+    "gradient_clipping": "max_grad_norm max_norm clip_grad clip_grad_norm grad_clip gradient_clip "
+    "gradient_clip_val grad_clipping",
+    "train_micro_batch_size_per_gpu": "micro_batch_size train_micro_batch_size micro_batch_size_per_gpu "
+    "per_device_train_batch_size train_micro_batch_size_per_device",
+    "train_batch_size": "batch_size global_batch_size",
+    "gradient_accumulation_steps": "accumulation_steps grad_accum_steps accumulate_grad_batches grad_acc_steps",
+    "zero_optimization": "zero zero_optim",
+    "zero_optimization.stage": "zero_stage stage_zero",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon epsilon",
+    "optimizer.params.weight_decay": "wd decay",
+    "scheduler.params.warmup_num_steps": "warmup_steps num_warmup_steps",
+    "scheduler.params.total_num_steps": "num_training_steps total_steps max_steps",
+    "optimizer": "optim optimizers",
+    "scheduler": "lr_scheduler schedule schedulers",
+    "fp16": "float16 half",
+    "torch_autocast": "torch_amp",
+    "activation_checkpointing": "gradient_checkpointing activation_checkpoint activation_recomputation",
+    "communication_data_type": "fp32_allreduce",
+    "sequence_parallel_size": "sequence_parallel",
+    "tensor_parallel.tp_size": "tensor_parallel_size",
+    "pipeline.stages": "pipeline_stages",
 }
+OTHER_NAMES = {each: name for name, names in _NAMES_FOR.items() for each in names.split()}
 # a name in one of these sections means the same wherever it is written
 CLEAR_SECTIONS = (
     *("", "zero_optimization", "fp16", "activation_checkpointing"),

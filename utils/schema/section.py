@@ -268,7 +268,7 @@ def _need_of(info: FieldInfo) -> str:
     """What the value of a field must be, in words."""
     if isinstance(info.json_schema_extra, dict):
         return str(info.json_schema_extra["need"])
-    kind = info.annotation
+    kind: Any = info.annotation
     for each in info.metadata:
         kind = getitem(Annotated, (kind, each))
     return Value(kind).need

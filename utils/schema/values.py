@@ -26,7 +26,7 @@ STRICT = ConfigDict(strict=True)
 _ENCODER = json.JSONEncoder(default=repr)
 
 
-def _read_whole(value: object) -> object:
+def read_whole(value: object) -> object:
     """8.0 and 5e8 are whole numbers; 2.5 is not, and no number that is beyond a float."""
     try:
         is_number = isinstance(value, (int, float)) and math.isfinite(value)
@@ -39,7 +39,7 @@ def _read_whole(value: object) -> object:
 
 def _round(value: object) -> object:
     """Fractions of elements are rounded: integrations such as transformers compute them."""
-    read = _read_whole(value)
+    read = read_whole(value)
     return round(read) if isinstance(read, float) and math.isfinite(read) else read
 
 
@@ -72,14 +72,15 @@ DTYPE_NAMES = {
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16", "bfp16", "torch.bfloat16"), "bf16"),
 }
-WHOLE = BeforeValidator(_read_whole)
+WHOLE = BeforeValidator(read_whole)
 ANY_CASE = BeforeValidator(_fold)
+TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
 Flag = bool
 Text = str
 Object = dict[str, Any]
 Items = Annotated[list[Any], Field()]
-Names = Annotated[tuple[str, ...], Field(strict=False, fail_fast=True)]
+Names = Annotated[tuple[str, ...], Field(fail_fast=True), TUPLE]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
