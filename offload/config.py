@@ -10,7 +10,6 @@ from pydantic import Field
 from ..utils.schema.section import Entry, Group, NoEffect, Section, details
 from ..utils.schema.values import (
     ANY_CASE,
-    NATURAL,
     WHOLE,
     Count,
     Elements,
@@ -18,7 +17,6 @@ from ..utils.schema.values import (
     Natural,
     Number,
     Share,
-    Value,
     needs,
 )
 
@@ -94,14 +92,12 @@ class OffloadOptimizer(Section):
 
 
 ZENFLOW = Group(
-    {
-        **details(Number, "topk_ratio auto_ratio pt_reserved_cores_perc"),
-        "select_strategy": Value(Annotated[Literal["auto", "step", "epoch"], ANY_CASE]),
-        **details(Count, "select_interval update_interval steps_per_epoch"),
-        **details(Flag, "overlap_step offload"),
-        "full_warm_up_rounds": NATURAL,
-    },
     "updates the largest gradients on the device and the rest later on the host",
+    details(Number, "topk_ratio auto_ratio pt_reserved_cores_perc"),
+    details(Annotated[Literal["auto", "step", "epoch"], ANY_CASE], "select_strategy"),
+    details(Count, "select_interval update_interval steps_per_epoch"),
+    details(Flag, "overlap_step offload"),
+    details(Natural, "full_warm_up_rounds"),
     present="ZenFlow is not supported: it changes the numbers; remove the section",
 )
 

@@ -23,12 +23,10 @@ class TensorParallel(Section):
         **details(Flag, "enabled keep_module_on_host kernel_inject"),
         **details(Flag, "replace_with_kernel_inject"),
         "tp": Group(
-            {
-                "tp_size": Refused(Count, _OWN_KEY, harmless=(1,)),
-                **details(Count, "tp_grain_size"),
-                **details(Any, "mpu tp_group"),
-            },
             "size of a group",
+            {"tp_size": Refused(Count, _OWN_KEY, harmless=(1,))},
+            details(Count, "tp_grain_size"),
+            details(Any, "mpu tp_group"),
         ),
         **details(Text, "dtype preset_model vocab_parallel_ce_backend"),
         **details(Any, "injection_policy_tuple"),
@@ -90,10 +88,11 @@ class LongSequences(Section):
     )
 
 
-EXPERT_PARALLEL = Group(
-    {
-        "enabled": Refused(Flag, _EXPERT, harmless=(False,)),
-        **details(
+TOP_LEVEL_KEYS: dict[str, Entry] = {
+    "expert_parallel": Group(
+        "distributes the experts of a mixture over ranks",
+        {"enabled": Refused(Flag, _EXPERT, harmless=(False,))},
+        details(
             Any,
             "autoep_size expert_tensor_parallel_size preset_model moe_layer_pattern "
             "expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm "
@@ -102,12 +101,7 @@ EXPERT_PARALLEL = Group(
             "expert_w3 num_experts_attr top_k_attr has_shared_experts shared_experts_pattern "
             "shared_experts_gate_pattern validate_folding_routing",
         ),
-    },
-    "distributes the experts of a mixture over ranks",
-)
-
-TOP_LEVEL_KEYS: dict[str, Entry] = {
-    "expert_parallel": EXPERT_PARALLEL,
+    ),
     "use_data_before_expert_parallelism": NoEffect(
         Flag, "it only matters with expert parallelism, which is not supported yet", same=(False,)
     ),

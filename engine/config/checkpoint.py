@@ -17,8 +17,8 @@ class Checkpoint(Section):
 
     others: ClassVar[Mapping[str, Entry]] = {
         "parallel_write": Group(
-            {"pipeline_stage": NoEffect(Flag, "every rank writes its share", same=(False,))},
             "which ranks write",
+            {"pipeline_stage": NoEffect(Flag, "every rank writes its share", same=(False,))},
         ),
         "use_node_local_storage": Refused(
             Flag,

@@ -210,23 +210,17 @@ class Config(Section):
         Raises:
             ConfigError: the file gives another number, or settings that several stages do not allow.
         """
-        own = self.pipeline.stages
+        own, report = self.pipeline.stages, Report()
         if stages == own:
             return self
-        report = Report()
         if own != 1:
-            report.complain(
-                "pipeline.stages",
-                own,
-                f"must equal the number of stages of the model ({stages}); remove it, or change one of the two",
-            )
+            text = f"must equal the stages of the model ({stages}); remove it, or change one of the two"
+            report.complain("pipeline.stages", own, text)
         pipeline = self.pipeline.model_copy(update={"stages": stages})
         notes = tuple(note for note in self.notes if not note.endswith(ONE_STAGE))
         changed = self.model_copy(update={"pipeline": pipeline, "notes": notes})
         check_stages(changed, report)
-        if report.complaints:
-            raise ConfigError(report.complaints, self.source)
-        return changed
+        return changed._unless(report)
 
     def with_tensor_ranks(self, ranks: int) -> Config:
         """This config, which is not resolved, with the number of tensor ranks that the script gives.
@@ -234,22 +228,16 @@ class Config(Section):
         Raises:
             ConfigError: the file gives another number, or settings that do not allow it.
         """
-        own = self.tensor_parallel.size
+        own, report = self.tensor_parallel.size, Report()
         if ranks == own:
             return self
-        report = Report()
         if own != 1:
-            report.complain(
-                "tensor_parallel.tp_size",
-                own,
-                f"must equal the number that the script gives ({ranks}); remove it, or change one of the two",
-            )
+            text = f"must equal the number that the script gives ({ranks}); remove it, or change one of the two"
+            report.complain("tensor_parallel.tp_size", own, text)
         section = self.tensor_parallel.model_copy(update={"tp_size": ranks})
         changed = self.model_copy(update={"tensor_parallel": section})
         check_slices(changed, report)
-        if report.complaints:
-            raise ConfigError(report.complaints, self.source)
-        return changed
+        return changed._unless(report)
 
     def with_sequences(self, ranks: int, *, in_eval: bool = True) -> Config:
         """This config, which is not resolved, with so many sequence ranks, whose batches the script cuts.
@@ -259,14 +247,18 @@ class Config(Section):
         Raises:
             ConfigError: the file has settings that do not allow it.
         """
+        report = Report()
         update = {"cut_by": "script", "cut_in_eval": in_eval and self.sequence.cut_in_eval}
         section = self.sequence.model_copy(update=update)
         changed = self.model_copy(update={"sequence_parallel_size": ranks, "sequence": section})
-        report = Report()
         check_sequences(changed, report)
+        return changed._unless(report)
+
+    def _unless(self, report: Report) -> Config:
+        """This config, unless the report has complaints."""
         if report.complaints:
             raise ConfigError(report.complaints, self.source)
-        return changed
+        return self
 
 
 def parse_config(

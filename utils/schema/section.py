@@ -66,14 +66,17 @@ class Refused(Value):
 
 
 @final
-@dataclass(frozen=True)
 class Group:
-    """An object with keys of its own. Where `present` is set, a non-empty object is refused with that text."""
+    """An object with keys of its own, in one or several tables. `open`: other keys may appear as well.
 
-    keys: Mapping[str, Entry]
-    what: str
-    open: bool = False
-    present: str = ""
+    Where `present` is set, a non-empty object is refused with that text.
+    """
+
+    def __init__(
+        self, what: str, *tables: Mapping[str, Entry], open: bool = False, present: str = ""
+    ) -> None:
+        self.what, self.open, self.present = what, open, present
+        self.keys = {key: entry for table in tables for key, entry in table.items()}
 
 
 Entry = Value | Group  # a plain Value is a detail of a refused feature: only its type is checked
