@@ -59,7 +59,7 @@ Interval = Annotated[
 ]
 FlagOrNumber = Annotated[  # DeepSpeed's scripts set it to 1
     Flag,
-    BeforeValidator(lambda value: bool(value) if value in (0, 1) else value),
+    BeforeValidator(lambda value: bool(value) if type(value) is int and value in (0, 1) else value),
 ]
 
 
