@@ -51,7 +51,7 @@ class Elasticity(Section):
     ignore_non_elastic_batch_info: Flag = Field(
         False, description="other batch sizes in the file are ignored instead of an error"
     )
-    version: Annotated[float, needs("0.1 or 0.2"), checked("", VERSIONS.__contains__)] = Field(
+    version: Annotated[float, needs("0.1 or 0.2"), checked(VERSIONS.__contains__)] = Field(
         0.2, description="0.1 counts ranks, 0.2 counts whole nodes"
     )
     model_parallel_size: Count = Field(

@@ -146,13 +146,13 @@ _ETAS = Annotated[
     tuple[Positive, Positive],
     needs("a list of two numbers, one between 0 and 1 and one above 1"),
     TUPLE,
-    checked("", lambda etas: etas[0] < 1 < etas[1]),
+    checked(lambda etas: etas[0] < 1 < etas[1]),
 ]
 _STEP_SIZES = Annotated[
     tuple[Positive, Positive],
     needs("a list of two numbers above 0, the smaller one first"),
     TUPLE,
-    checked("", lambda sizes: sizes[0] <= sizes[1]),
+    checked(lambda sizes: sizes[0] <= sizes[1]),
 ]
 _FROM_TORCH: dict[str, dict[str, Value]] = {
     "ASGD": {**_TORCH, "lambd": NUMBER, "alpha": NUMBER, "t0": NUMBER},

@@ -25,7 +25,7 @@ _SCALE_NEED = f"0 or a number, at least {SCALES[0]:g} and at most {SCALES[1]:g}"
 Scale = Annotated[
     float,
     needs(_SCALE_NEED, allow_inf_nan=False),
-    checked("", lambda scale: scale == 0 or SCALES[0] <= scale <= SCALES[1]),
+    checked(lambda scale: scale == 0 or SCALES[0] <= scale <= SCALES[1]),
 ]
 
 _MASTER = Refused(

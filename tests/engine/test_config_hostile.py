@@ -191,6 +191,24 @@ def test_files_with_mistakes(seed, tmp_path):
         read(text)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"zero_optimization": {"units": [1] * 300_000}},
+        {"elasticity": {"micro_batch_sizes": [0] * 300_000}},
+        {"optimizer": {"type": "Adam", "params": {"betas": [2] * 300_000}}},
+        {"scheduler": {"type": "MultiStepLR", "params": {"milestones": ["x"] * 300_000}}},
+        {"wandb": {"project": ["x" * 10_000_000]}},
+    ],
+    ids=["units", "sizes", "betas", "milestones", "text"],
+)
+def test_a_long_value_is_one_sentence(source):
+    with pytest.raises(xds.ConfigError) as caught:
+        parse_config(source)
+    (complaint,) = caught.value.complaints
+    assert len(complaint) < 200
+
+
 @SLOW
 @given(configs() | nearly_right())
 def test_check_prints_or_refuses(source):

@@ -37,10 +37,14 @@ def read_whole(value: object) -> object:
     return value
 
 
-def _round(value: object) -> object:
-    """Fractions of elements are rounded: integrations such as transformers compute them."""
-    read = read_whole(value)
-    return round(read) if isinstance(read, float) and math.isfinite(read) else read
+def _round_from(least: int) -> BeforeValidator:
+    """Annotation: fractions of elements are rounded. Integrations such as transformers compute them."""
+
+    def read(value: object) -> object:
+        read = read_whole(value)
+        return round(read) if isinstance(read, float) and least <= read < math.inf else read
+
+    return BeforeValidator(read)
 
 
 def _fold(value: object) -> object:
@@ -56,12 +60,12 @@ def needs(text: str, **bounds: Any) -> Any:
     return Field(json_schema_extra={"need": text}, **bounds)
 
 
-def checked(text: str, holds: Callable[[Any], bool]) -> AfterValidator:
-    """Annotation: the value must pass `holds`. `text` completes "must be ...", "" where the type says it."""
+def checked(holds: Callable[[Any], bool]) -> AfterValidator:
+    """Annotation: the value must pass `holds`, which `needs` of the same type says in words."""
 
     def check(value: Any) -> Any:
         if not holds(value):
-            raise ValueError(text)
+            raise ValueError
         return value
 
     return AfterValidator(check)
@@ -88,10 +92,8 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Natural = Annotated[int, Field(ge=0), WHOLE]
 Count = Annotated[int, Field(ge=1), WHOLE]
-Elements = Annotated[int, needs("a number of elements, at least 0", ge=0), BeforeValidator(_round)]
-SomeElements = Annotated[
-    int, needs("a number of elements, at least 1", ge=1), BeforeValidator(_round)
-]
+Elements = Annotated[int, needs("a number of elements, at least 0", ge=0), _round_from(0)]
+SomeElements = Annotated[int, needs("a number of elements, at least 1", ge=1), _round_from(1)]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_name_dtype)]
 HalfDtype = Annotated[Literal["bf16", "fp16"], BeforeValidator(_name_dtype)]
 
@@ -121,9 +123,8 @@ class Value:
             ) from None
 
 
-FLAG, TEXT, OBJECT, NUMBER = Value(Flag), Value(Text), Value(Object), Value(Number)
-NATURAL, COUNT, ELEMENTS, LIST = Value(Natural), Value(Count), Value(Elements), Value(Items)
-ANYTHING = Value(Any)
+FLAG, NUMBER, NATURAL, COUNT = Value(Flag), Value(Number), Value(Natural), Value(Count)
+OBJECT = Value(Object)
 
 
 def sentence(errors: list[Any], need: str, value: object) -> str:
