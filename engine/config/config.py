@@ -27,21 +27,21 @@ from ...utils.schema.values import ANY_CASE, Count, Dtype, Flag, NonNegative, ne
 from ...zero.config import ZeroConfig
 from .auto import fill_auto, note_auto
 from .batch import batch_of
-from .checkpoint import Checkpoint
 from .compile import Compile
 from .elasticity import Elasticity
 from .optimizer import OptimizerConfig
-from .profiling import FlopsProfiler
 from .refused import TOP_LEVEL_KEYS
 from .rules import check_sequences, check_slices, check_stages, check_together
 from .scheduler import SchedulerConfig
 from .sections import (
     ActivationCheckpointing,
     Bf16,
+    Checkpoint,
     Comet,
     CommsLog,
     CsvMonitor,
     DataTypes,
+    FlopsProfiler,
     Fp16,
     TensorBoard,
     Timers,

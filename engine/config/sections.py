@@ -1,14 +1,16 @@
-"""The config sections for precision, activation checkpointing, monitors and timers."""
+"""The config sections for precision, activation checkpointing, checkpoints, profiles, monitors and timers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from ...utils.schema.section import Entry, NoEffect, Refused, Report, Section, nested
+from ...utils.schema.section import Entry, Group, NoEffect, Refused, Report, Section, nested
 from ...utils.schema.values import (
+    ANY_CASE,
+    TUPLE,
     WHOLE,
     Count,
     Dtype,
@@ -16,6 +18,9 @@ from ...utils.schema.values import (
     HalfDtype,
     Names,
     Natural,
+    NonNegative,
+    Object,
+    Positive,
     checked,
     needs,
 )
@@ -136,6 +141,55 @@ class CommsLog(Section):
     )
 
 
+def _check_steps(value: int | tuple[int, int]) -> int | tuple[int, int]:
+    if isinstance(value, tuple) and value[0] > value[1]:
+        raise ValueError(f"must be {_STEPS_NEED}, the first not above the last")
+    return value
+
+
+_STEPS_NEED = "a whole number, at least 0, or a list [first, last] of two of them"
+Steps = Annotated[
+    Natural | Annotated[tuple[Natural, Natural], Field(fail_fast=True), TUPLE],
+    needs(_STEPS_NEED),
+    AfterValidator(_check_steps),
+]
+
+
+@final
+class FlopsProfiler(Section):
+    """Count the operations of a training step, by module."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        "step": NoEffect(Natural, "profile_step chooses the step, here and in DeepSpeed")
+    }
+
+    enabled: Flag = Field(False, description="a step is profiled and printed")
+    recompute_fwd_factor: NonNegative = Field(
+        0.0,
+        description="forwards that a backward runs again; only for a backward that the script calls itself, "
+        "because others are counted",
+    )
+    profile_step: Steps = Field(
+        1,
+        description="updates before the profiled step: 1 is the second step; [first, last]: the mean of "
+        "several steps",
+    )
+    module_depth: Annotated[int, Field(ge=-1), WHOLE] = Field(
+        -1, description="depth down to which modules are printed; 0 is the model itself, -1 is all"
+    )
+    top_modules: Count = Field(
+        1, description="classes of modules that are printed at each depth, those that take most"
+    )
+    detailed: Flag = Field(True, description="the tree of modules is printed")
+    output_file: str | None = Field(None, description="rank 0 writes this file; null: it prints")
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The first and the last profiled step, counted from 0."""
+        found = self.profile_step
+        return found if isinstance(found, tuple) else (found, found)
+
+
 @final
 class DataTypes(Section):
     """Dtypes of gradients and buffers."""
@@ -184,6 +238,59 @@ class ActivationCheckpointing(Section):
     cpu_checkpointing: Flag = Field(
         False,
         description="the inputs of recomputed blocks are in host memory between forward and backward",
+    )
+
+
+@final
+class Checkpoint(Section):
+    """How `save_checkpoint` writes checkpoints, and how many it keeps."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        "parallel_write": Group(
+            "which ranks write",
+            {"pipeline_stage": NoEffect(Flag, "every rank writes its share", same=(False,))},
+        ),
+        "use_node_local_storage": Refused(
+            Flag,
+            "a folder on each node was removed; set it to false, and save into a folder that all ranks share",
+            harmless=(False,),
+        ),
+        "checkpoint_serialization": NoEffect(
+            Flag, "checkpoints are safetensors files and JSON; nothing is pickled", same=(True,)
+        ),
+        "async_io": NoEffect(Flag, "checkpoint.async_save writes in the background", same=(False,)),
+        "writer": NoEffect(Object, "there is only one writer"),
+    }
+
+    tag_validation: Annotated[Literal["fail", "warn", "ignore"], ANY_CASE] = Field(
+        "fail",
+        description="ranks that give save_checkpoint different tags: fail refuses; warn and ignore save under "
+        "the tag of rank 0, with a warning or without",
+    )
+    load_universal: Flag = Field(
+        False,
+        description="deepspeed's load_checkpoint takes the tag in `latest_universal`; checkpoints load at "
+        "any stage and number of ranks without it",
+    )
+    async_save: Flag = Field(
+        False,
+        description="save_checkpoint returns after the states are copied to host memory; they are written in "
+        "the background",
+    )
+    keep_last: Natural = Field(
+        0,
+        description="how many checkpoints are kept among those whose tags differ only in their numbers; 0 "
+        "keeps all",
+    )
+    preemption_save_dir: str = Field(
+        "",
+        description="after SIGTERM or SIGUSR1 to any rank, all ranks save there at the same step and exit "
+        'with code 143; "": such a signal ends the process as usual',
+    )
+    preemption_seconds: Positive = Field(
+        30.0,
+        description="a rank that has not saved this many seconds after the signal exits without saving; the "
+        "launcher waits as long",
     )
 
 

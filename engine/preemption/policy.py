@@ -11,7 +11,7 @@ from typing import final
 
 from ...ops.comm.collectives import Collectives
 from ...utils.errors import UsageError
-from ..config.checkpoint import Checkpoint
+from ..config.sections import Checkpoint
 from .coordinator import Coordinator, Participant, Preempted, Saving
 
 _coordinator: Coordinator | None = None  # of this process, while an engine needs it
