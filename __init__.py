@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .engine.config.config import Config as Config
     from .engine.engine import Engine as Engine
     from .engine.initialize import initialize as initialize
-    from .engine.preemption.coordinator import Preempted as Preempted
+    from .engine.preemption import Preempted as Preempted
     from .utils.errors import ConfigError as ConfigError
     from .utils.errors import UsageError as UsageError
     from .utils.errors import XdsError as XdsError
@@ -32,7 +32,7 @@ _LOCATIONS = {
     "initialize": ".engine.initialize",
     "Engine": ".engine.engine",
     "Config": ".engine.config.config",
-    "Preempted": ".engine.preemption.coordinator",
+    "Preempted": ".engine.preemption",
     "newest_checkpoint": ".engine.checkpoint.io.folders",
     "get_fp32_state_dict": ".engine.checkpoint.io.reader",
     "XdsError": ".utils.errors",

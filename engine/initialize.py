@@ -66,7 +66,7 @@ from .optim.optimizers import (
 from .optim.schedules import build_scheduler
 from .optim.state_count import count_states
 from .parts import LoopFactory, Parts
-from .preemption.policy import NoPreemptionSave, Preemption, SaveOnPreemption
+from .preemption import NoPreemptionSave, Preemption, SaveOnPreemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.comms import start_logging

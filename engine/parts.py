@@ -19,7 +19,7 @@ from .checkpoint.training import Scheduler, Training
 from .config.config import Config
 from .model.compiling import Compiler
 from .optim.loss_scale import LossScale
-from .preemption.policy import Preemption
+from .preemption import Preemption
 from .steps.counters import Counters
 from .telemetry.monitor import Monitor
 from .telemetry.report import StepReport

@@ -33,7 +33,7 @@ class Run:
     at_end: str = "destroy"  # or "stay": the process continues after its last step
     unequal: int = 0  # rank 0 sleeps so many seconds after its last step, before destroy
     stuck_rank: int = -1  # sleeps for ever in its third step
-    script_signals: bool = False  # another handler and wakeup pipe were there first
+    script_signals: bool = False  # another handler was there first
 
     @property
     def checkpoints(self) -> Path:
@@ -175,9 +175,6 @@ def _rank_main(run: Run, rank: int, port: int) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     if run.script_signals:
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write)
         signal.signal(signal.SIGTERM, lambda *_: print("the script's own handler", flush=True))
     train(run)
     import torch.distributed as dist

@@ -289,7 +289,7 @@ class Checkpoint(Section):
     )
     preemption_seconds: Positive = Field(
         30.0,
-        description="a rank that has not saved this many seconds after the signal exits without saving; the "
+        description="a rank that has not saved this many seconds after its signal exits without saving; the "
         "launcher waits as long",
     )
 

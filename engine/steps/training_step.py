@@ -319,16 +319,20 @@ class TrainingStep:
     @torch.no_grad()
     def _measure(self) -> float:
         with self._report.region("reduce"):
-            return self._norm(self._sharded.start_finish())
+            return self._norm(self._start_finish())
+
+    def _start_finish(self) -> Agreement:
+        return self._sharded.start_finish(is_asked=self._parts.preemption.is_asked)
 
     def _norm(self, agreement: Agreement) -> float:
         square = self._sharded.end_finish(agreement)
+        self._parts.preemption.agree(agreement)
         return math.sqrt(square) * self.gradient_factor() if square >= 0 else math.nan
 
     def _measure_for_update(self) -> tuple[float, list[bool]]:
         """The norm, and where a script has written, which the host reads in the same wait."""
         with self._report.region("reduce"), self._dropping():
-            agreement = self._sharded.start_finish()
+            agreement = self._start_finish()
             agreement.attach(self._parts.updater.ask_written())
             return self._norm(agreement), agreement.flags
 
@@ -339,7 +343,7 @@ class TrainingStep:
         """
         limit, factor = self._parts.config.gradient_clipping, self.gradient_factor()
         with self._report.region("reduce"), self._dropping():
-            agreement = self._sharded.start_finish()
+            agreement = self._start_finish()
         scale = Scale(None, agreement.decide(factor, limit))
         is_done = self._parts.updater.step(scale, decided=agreement)
         with self._dropping():

@@ -2,23 +2,16 @@
 
 import contextlib
 import os
-import random
 import signal
-import threading
 import time
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import run_new_ranks
 from preempted_runs import Ranks, Run, config_of, final, preempt_and_resume
 
 import xds
-from xds.engine.preemption.coordinator import Coordinator, Participant
-from xds.ops.watch import Store
-from xds.utils.sealing import RUN_KEY
 
 KINDS = {
     "two ranks": (Run("", 2, stage=1), signal.SIGTERM),
@@ -61,28 +54,33 @@ def test_signals_of_a_launcher_and_of_a_group_that_come_together_are_one_request
     assert said.count("; exiting") == 1 and "SIGTERM on rank" in said
 
 
-def test_ranks_that_cannot_reach_a_boundary_leave_at_the_deadline(tmp_path):
+def test_a_rank_that_reaches_no_boundary_leaves_at_the_deadline(tmp_path):
     run = Run(str(tmp_path), 2, seconds=1.0, stuck_rank=1)
     ranks = Ranks(run)
     ranks.await_step(3)  # rank 0 is in a collective that rank 1 never joins
     ranks.send(0, signal.SIGTERM)
-    assert ranks.codes() == [143, 143], ranks.said()
+    time.sleep(0.3)
+    assert ranks.processes[0].exitcode is None  # inside the collective Python handles no signal
+    ranks.send(1, signal.SIGTERM)
+    ranks.processes[1].join(20)
+    assert ranks.processes[1].exitcode == 143
     assert run.tags() == []
     assert "preemption_seconds are over, nothing saved" in ranks.said()
+    ranks.processes[0].kill()
+    ranks.codes()
 
 
-@pytest.mark.slow
-def test_a_rank_blocked_in_a_collective_gives_up_when_it_is_asked_again(tmp_path):
+def test_a_rank_that_reaches_no_boundary_gives_up_when_it_is_asked_again(tmp_path):
     run = Run(str(tmp_path), 2, seconds=50.0, stuck_rank=1)
     ranks = Ranks(run)
     ranks.await_step(3)
-    ranks.send(0, signal.SIGTERM)
+    ranks.send(1, signal.SIGTERM)
     time.sleep(2.5)
-    ranks.send(0, signal.SIGTERM)
-    ranks.processes[0].join(20)
-    assert ranks.processes[0].exitcode == 143
+    ranks.send(1, signal.SIGTERM)
+    ranks.processes[1].join(20)
+    assert ranks.processes[1].exitcode == 143
     assert "the signal came again, nothing saved" in ranks.said()
-    ranks.processes[1].kill()
+    ranks.processes[0].kill()
     ranks.codes()
 
 
@@ -101,11 +99,12 @@ def test_a_script_that_stays_after_its_last_step_is_ended_at_the_deadline(tmp_pa
     ranks = Ranks(run)
     ranks.await_step(2)
     time.sleep(0.3)
-    ranks.send(0, signal.SIGTERM)
+    for rank in (0, 1):
+        ranks.send(rank, signal.SIGTERM)
     assert ranks.codes() == [143, 143], ranks.said()
 
 
-def test_handlers_and_wakeup_pipes_of_the_script_are_kept(tmp_path):
+def test_handlers_of_the_script_are_kept(tmp_path):
     run = Run(str(tmp_path), 2, steps=1000, step_seconds=0.01, script_signals=True)
     ranks = Ranks(run)
     ranks.await_step(3)
@@ -153,13 +152,11 @@ def _handlers_come_and_go(folder):
     other.destroy()
     after = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
     assert before == after and before[0] != during[0] and between == during[0]
-    assert signal.set_wakeup_fd(-1) == -1
     assert not os.path.exists(f"{folder}/grace")
-    assert not [each for each in threading.enumerate() if each.name == "xds-preemption"]
     return float(asked)
 
 
-def test_handlers_thread_and_grace_file_go_with_the_last_engine(tmp_path):
+def test_handlers_and_grace_file_go_with_the_last_engine(tmp_path):
     (asked,) = run_new_ranks(_handlers_come_and_go, 1, str(tmp_path))
     assert asked == 32.0  # preemption_seconds, and a margin
 
@@ -178,15 +175,18 @@ def test_an_ignored_signal_stays_ignored(tmp_path):
 
 def _child_is_ended(folder):
     engine = _engine(folder)
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
+        os.write(writer, b"here")
         time.sleep(30)
         os._exit(0)
+    os.read(reader, 4)
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     time.sleep(0.6)
     assert os.WTERMSIG(status) == signal.SIGTERM
-    assert not engine._parts.preemption._coordinator._reason
+    assert not engine._parts.preemption.is_asked
     engine.destroy()
 
 
@@ -248,152 +248,3 @@ def _preempted_unread(folder, kind):
 @pytest.mark.parametrize("kind", ["nobody", "a full pipe", "a full disk"])
 def test_it_saves_whoever_reads_standard_error(kind, tmp_path):
     run_new_ranks(_preempted_unread, 1, str(tmp_path), kind)
-
-
-def _late_unread(folder):
-    reader, writer = os.pipe()
-    os.dup2(writer, 2)
-    os.set_blocking(2, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(2, b"x" * 4096)
-    os.set_blocking(2, True)
-    child = os.fork()
-    if not child:
-        Coordinator()._give_up("it is late")
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 143
-    os.close(reader)
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_the_deadline_ends_a_process_whoever_reads_standard_error(tmp_path):
-    run_new_ranks(_late_unread, 1, str(tmp_path))
-
-
-def test_a_notice_of_anybody_cannot_control_the_terminal_or_end_the_thread(monkeypatch, capfd):
-    monkeypatch.delenv(RUN_KEY, raising=False)
-    raw, engine, coordinator = dist.HashStore(), _Engine(None, 0), Coordinator()
-    ranks, shared = _Collectives(0, 2), Store(raw, "0", 0)
-    leader = Participant(weakref.ref(engine), "folder", 30.0, ranks, shared)
-    coordinator._participants = [leader]
-    raw.set("xds/preemption/0/notice", b"\xff")
-    coordinator._check_other_ranks()
-    assert not coordinator._reason
-    raw.set("xds/preemption/0/notice", "\x1b]0;PWNED\x07\nxds: update your password")
-    coordinator._check_other_ranks()
-    assert "PWNED" in coordinator._reason and coordinator._reason.isprintable()
-    raw.set("xds/preemption/0/0", "9" * 5000)
-    raw.set("xds/preemption/0/1", "1")
-    assert coordinator._agreed(leader, 1) == 0
-    assert "rank 0 takes no more steps" in capfd.readouterr().err
-
-
-# -- how ranks agree: many ranks as threads, with steps that only let a rank run a little ahead -------------
-
-
-class _Collectives:
-    instance = 0
-
-    def __init__(self, rank, world_size):
-        self.rank, self.world_size = rank, world_size
-
-
-class _Engine:
-    """Steps that meet: nobody is more than one step ahead of the slowest."""
-
-    def __init__(self, trial, rank):
-        self.trial, self.rank, self.global_steps = trial, rank, 0
-        self.saved_at = None
-
-    def step(self):
-        with self.trial.moved:
-            self.global_steps += 1
-            self.trial.at[self.rank] = self.global_steps
-            self.trial.moved.notify_all()
-            while self.global_steps > min(self.trial.at) + 1:
-                assert self.trial.moved.wait(20), f"blocked at {self.trial.at}"
-
-    def save_checkpoint(self, folder):
-        self.saved_at = self.global_steps
-        self.trial.meeting.wait(20)
-
-    def wait_for_checkpoint(self):
-        pass
-
-
-class _Trial:
-    def __init__(self, world_size, steps, seed):
-        self.world_size, self.steps, self.random = world_size, steps, random.Random(seed)
-        self.at, self.moved = [0] * world_size, threading.Condition()
-        self.meeting = threading.Barrier(world_size)
-        self.store = Store(dist.HashStore(), "0", 0)
-        self.engines = [_Engine(self, rank) for rank in range(world_size)]
-        self.coordinators = [Coordinator() for _ in range(world_size)]
-        self.problems = []
-
-    def rank_main(self, rank, pauses):
-        engine, coordinator = self.engines[rank], self.coordinators[rank]
-        participant = Participant(
-            weakref.ref(engine),
-            f"folder{rank}",
-            30.0,
-            _Collectives(rank, self.world_size),
-            self.store,
-        )
-        try:
-            coordinator.join(participant)
-            for pause in pauses:
-                time.sleep(pause)
-                coordinator.check()
-                engine.step()
-                coordinator.boundary(participant)
-        except xds.Preempted:
-            pass
-        except BaseException as error:
-            self.problems.append(repr(error))
-        coordinator.leave(participant)
-
-    def run(self, asked):
-        """`asked`: how many ranks get the signal."""
-        threads = []
-        for rank in range(self.world_size):
-            pauses = [self.random.random() * 0.004 for _ in range(self.steps)]
-            threads.append(threading.Thread(target=self.rank_main, args=(rank, pauses)))
-        for thread in threads:
-            thread.start()
-        for rank in self.random.sample(range(self.world_size), asked):
-            time.sleep(self.random.random() * 0.05)
-            try:
-                os.write(self.coordinators[rank]._signals._write_fd, bytes([signal.SIGTERM]))
-            except OSError:
-                pass  # it is done
-        for thread in threads:
-            thread.join(40)
-        if any(thread.is_alive() for thread in threads):
-            self.problems.append(f"blocked at {self.at}")
-        for (
-            coordinator
-        ) in self.coordinators:  # one that was asked too late would wait for its deadline
-            coordinator._is_closing = True
-            coordinator._thread.join(20)
-        return [engine.saved_at for engine in self.engines]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("num_seeds", [20, pytest.param(100, marks=pytest.mark.slow)])
-def test_ranks_always_agree_on_a_step_or_all_come_to_the_end(num_seeds, monkeypatch, capsys):
-    monkeypatch.setattr("xds.engine.preemption.coordinator.POLL_SECONDS", 0.005)
-    monkeypatch.setattr(
-        "xds.engine.preemption.coordinator.Coordinator._give_up", lambda self, why: pytest.fail(why)
-    )
-    agreed = 0
-    for seed in range(num_seeds):
-        trial = _Trial(world_size=2 + seed % 4, steps=24, seed=seed)
-        saved = trial.run(asked=1 + seed % 2)
-        assert trial.problems == [], seed
-        assert len(set(saved)) == 1, (seed, saved)
-        if saved[0] is None:
-            assert trial.at == [24] * trial.world_size
-        agreed += saved[0] is not None
-    assert agreed > num_seeds // 3

@@ -12,6 +12,8 @@ from ...ops.kernels.decide import decide
 from ...ops.kernels.square_sum import is_in_range
 from .same_edits import NUM_COUNTS
 
+LATE, ASKED = NUM_COUNTS, 2 * NUM_COUNTS  # flags beside the number of writes
+
 
 @final
 class Agreement:
@@ -20,8 +22,8 @@ class Agreement:
     def __init__(self, table: Tensor, numel: int) -> None:
         """
         Args:
-            table: fp64 [world_size, 2], by rank: its part of the squared norm; its writes, plus NUM_COUNTS if
-                it has late gradients.
+            table: fp64 [world_size, 2], by rank: its part of the squared norm; its writes, plus LATE if
+                it has late gradients, plus ASKED if its process was asked to stop.
             numel: elements of all gradients, on the rank that has the most.
         """
         self._table, self._numel = table, numel
@@ -76,7 +78,12 @@ class Agreement:
     @property
     def is_late(self) -> bool:
         """Some rank has late gradients."""
-        return any(number >= NUM_COUNTS for _, number in self._rows)
+        return any(int(number) & LATE for _, number in self._rows)
+
+    @property
+    def asked(self) -> list[bool]:
+        """By rank: its process was asked to stop."""
+        return [bool(int(number) & ASKED) for _, number in self._rows]
 
     @property
     def edits(self) -> list[int]:
@@ -94,4 +101,4 @@ class Agreement:
         return self.is_in_range and not any(number for _, number in self._rows)
 
 
-__all__ = ["Agreement"]
+__all__ = ["ASKED", "LATE", "Agreement"]

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ...ops.comm.handles import Handle
 from ...ops.from_host import moved
-from .agreement import Agreement
+from .agreement import ASKED, LATE, Agreement
 from .flat_grads import FlatGrads
 from .groups import FlatGroups
-from .same_edits import NUM_COUNTS, SameEdits
+from .same_edits import SameEdits
 
 REDUCTIONS_IN_FLIGHT = 2  # one is sent while the one before it is summed; 0 without overlap_comm
 
@@ -170,14 +170,16 @@ class Reduction:
         for grads in self.order:
             grads.scale_by(factor)
 
-    def start_finish(self, edits: SameEdits) -> Agreement:
+    def start_finish(self, edits: SameEdits, *, is_asked: bool) -> Agreement:
         """Sum every gradient over the ranks, also those that were held back. The host waits for no device.
+
+        is_asked: this rank's process was asked to stop, which the others hear.
 
         Sends 16 bytes to each rank beside the gradients, or one (stage 0 on devices). `end_finish` must follow.
         """
         self.reduce_held()
         self.complete()
-        return self._agree(exact=False, edits=edits.count())
+        return self._agree(exact=False, said=edits.count() + ASKED * is_asked)
 
     def end_finish(self, agreed: Agreement, edits: SameEdits) -> float:
         """Check `edits`, and reduce late gradients.
@@ -216,9 +218,9 @@ class Reduction:
                 self._start(grads)
         self._held = self._held.difference(only)
 
-    def _agree(self, *, exact: bool, edits: int = 0) -> Agreement:
-        """The squared norm of the reduced sums, and what each rank has to say: late gradients, its `edits`."""
-        said = edits + NUM_COUNTS * any(grads.is_late for grads in self.order)
+    def _agree(self, *, exact: bool, said: int = 0) -> Agreement:
+        """The squared norm of the reduced sums, and what each rank has `said`, with its late gradients."""
+        said += LATE * any(grads.is_late for grads in self.order)
         if self._spans_stages or self._groups.data.policy.shards_optimizer:
             return Agreement(self._by_norms(said, exact=exact), self._numel)
         if not self._sent and all(grads.gathers_exactly for grads in self.order):

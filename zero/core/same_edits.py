@@ -19,7 +19,7 @@ from ...utils.errors import UsageError
 from .flat_params import FlatParams
 from .groups import FlatGroups
 
-NUM_COUNTS = 1 << 7  # a number below it fits into one byte with a flag
+NUM_COUNTS = 1 << 6  # a number below it fits into one byte with two flags
 
 
 @final

@@ -211,10 +211,10 @@ class ShardedModel:
             for unit in dropped:
                 unit.reshard()
 
-    def start_finish(self) -> Agreement:
+    def start_finish(self, *, is_asked: bool) -> Agreement:
         """Every gradient is summed over the ranks on return. See `Reduction.start_finish`."""
         self.backwards.end()  # a loss.backward() of the script's own
-        return self._reduction.start_finish(self._same_edits)
+        return self._reduction.start_finish(self._same_edits, is_asked=is_asked)
 
     def end_finish(self, agreement: Agreement) -> float:
         """The squared norm. See `Reduction.end_finish`."""

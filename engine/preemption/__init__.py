@@ -1,1 +1,0 @@
-"""Saves a checkpoint after a signal to stop, before the process exits."""
