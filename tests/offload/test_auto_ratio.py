@@ -12,11 +12,11 @@ import offload_runs
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import run_ranks
 from models import build, micro_batch
 from offload_runs import PARAMS, check_equal, config_of
 from thinned import few_of
 from torch import nn
-from warm_ranks import warm
 
 import xds
 from xds.offload.device_memory import DeviceMemory, memory_of, spare
@@ -161,7 +161,7 @@ def moves() -> None:
 
 
 def test_masters_move_in_the_order_of_forward() -> None:
-    warm(1).run(moves)
+    run_ranks(moves, 1)
 
 
 def resumes(folder: str) -> None:
@@ -188,7 +188,7 @@ def resumes(folder: str) -> None:
 
 
 def test_a_load_measures_again(tmp_path: Path) -> None:
-    warm(1).run(resumes, str(tmp_path))
+    run_ranks(resumes, 1, str(tmp_path))
 
 
 def a_graph_that_outlives_a_step() -> list[bool]:
@@ -214,7 +214,7 @@ def a_graph_that_outlives_a_step() -> list[bool]:
 
 
 def test_a_graph_that_outlives_a_step_is_noticed_as_before() -> None:
-    ((without, moved),) = warm(1).run(a_graph_that_outlives_a_step)
+    ((without, moved),) = run_ranks(a_graph_that_outlives_a_step, 1)
     assert without == moved
 
 
@@ -239,12 +239,12 @@ def sentences(on_cpu: bool) -> list[str]:
 
 
 def test_one_sentence_on_rank_0() -> None:
-    one, other = warm(2).run(sentences, True)
+    one, other = run_ranks(sentences, 2, True)
     assert one == [
         'offload_optimizer.ratio = "auto": the device is a CPU, so all optimizer states stay on the host'
     ]
     assert other == []
-    (one,), other = warm(2).run(sentences, False)
+    (one,), other = run_ranks(sentences, 2, False)
     assert "of the optimizer states are on the device now" in one and other == []
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_new_ranks
-from warm_ranks import warm
 
 import xds
 from xds.offload.cores import (
@@ -239,4 +238,4 @@ def each_number_of_threads(optimizer: str, precision: str) -> None:
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "Lion", "Adagrad", "SGD"])
 def test_bits_do_not_depend_on_the_number_of_threads(optimizer: str) -> None:
     for precision in ("bf16", "fp32"):
-        warm(1).run(each_number_of_threads, optimizer, precision)
+        run_ranks(each_number_of_threads, 1, optimizer, precision)

@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from broken_disk import READ_CALLS, BrokenDisk
+from helpers import run_ranks
 from models import build, micro_batch
 from offload_runs import CPU, PARAMS, check_equal
 from test_auto_ratio import EVERYTHING, with_memory
 from thinned import few_of
-from warm_ranks import warm
 
 import xds
 from xds.engine.optim.state_count import count_states
@@ -104,10 +104,10 @@ def test_late_reads_and_updates(tmp_path: Path, stage: int) -> None:
 
 
 def test_masters_that_fit_the_device_leave_the_disk(tmp_path: Path) -> None:
-    (plain,) = warm(1).run(offload_runs.train, 2, "bf16", 1, None)
+    (plain,) = run_ranks(offload_runs.train, 1, 2, "bf16", 1, None)
     for spare in (100_000, EVERYTHING):
         case = (2, "bf16", 1, nvme(tmp_path, ratio="auto"))
-        (found,) = warm(1).run(with_memory, spare, offload_runs.train, *case)
+        (found,) = run_ranks(with_memory, 1, spare, offload_runs.train, *case)
         check_equal(plain, found)
 
 
@@ -150,14 +150,14 @@ def test_checkpoints_go_from_any_place_to_any_place(tmp_path: Path) -> None:
     places: dict[str, dict[str, Any] | None] = {"none": None, "cpu": CPU, "nvme": disk}
     for name, place in places.items():
         more = {"checkpoint": {"async_save": True}} if name == "nvme" else {}
-        warm(2).run(partial(save_and_load, **more), place, str(tmp_path / name), "")
+        run_ranks(partial(save_and_load, **more), 2, place, str(tmp_path / name), "")
     expected = None
     for source in places:
         for world_size, place in ((1, disk), (2, CPU), (2, disk), (2, None)):
             if world_size == 1 and source != "nvme":
                 continue
-            found = warm(world_size).run(
-                save_and_load, place, str(tmp_path / "again"), str(tmp_path / source)
+            found = run_ranks(
+                save_and_load, world_size, place, str(tmp_path / "again"), str(tmp_path / source)
             )[0]
             if world_size == 2:
                 expected = expected or found
@@ -197,8 +197,8 @@ def resume(offload: dict[str, Any], folder: str, feature: str) -> dict[str, Any]
 @pytest.mark.parametrize("feature", ["plain", "frozen"])
 def test_a_checkpoint_of_parameters_on_a_disk(tmp_path: Path, feature: str) -> None:
     disk = nvme(tmp_path / "disk") | params_on(tmp_path / "disk")
-    found = warm(2).run(resume, disk, str(tmp_path / "one"), feature)[0]
-    plain = warm(2).run(resume, CPU | PARAMS, str(tmp_path / "two"), feature)[0]
+    found = run_ranks(resume, 2, disk, str(tmp_path / "one"), feature)[0]
+    plain = run_ranks(resume, 2, CPU | PARAMS, str(tmp_path / "two"), feature)[0]
     for name, value in plain.items():
         assert torch.equal(value, found[name]), name
 
@@ -244,7 +244,7 @@ def look(folder: str) -> dict[str, Any]:
 
 
 def test_states_on_a_disk_read_as_nan(tmp_path: Path) -> None:
-    warm(1).run(look, str(tmp_path))
+    run_ranks(look, 1, str(tmp_path))
 
 
 # -- disks that fail ----------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def fail(
 def test_a_disk_that_fails_is_an_error_on_every_rank(
     tmp_path: Path, stage: int, fails_at: int
 ) -> None:
-    for said in warm(2).run(fail, str(tmp_path), stage, fails_at, READ_CALLS):
+    for said in run_ranks(fail, 2, str(tmp_path), stage, fails_at, READ_CALLS):
         assert len(said) == 2, said
         for text in said:
             assert re.search(
@@ -300,7 +300,7 @@ def test_a_disk_that_fails_is_an_error_on_every_rank(
 @pytest.mark.parametrize("calls", [READ_CALLS, ()])
 def test_parameters_on_a_disk_that_fails(tmp_path: Path, calls: tuple[str, ...]) -> None:
     """One rank: reads fail in forward, writes are an error of a later step."""
-    (said,) = warm(1).run(fail, str(tmp_path), 3, 0, calls, params_on(tmp_path))
+    (said,) = run_ranks(fail, 1, str(tmp_path), 3, 0, calls, params_on(tmp_path))
     assert len(said) == 2 and all("EIO" in text for text in said), said
 
 
@@ -316,7 +316,7 @@ def refused(offload: dict[str, Any], free_bytes: int) -> str:
 
 
 def test_too_little_space_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    for said in warm(2).run(refused, nvme(tmp_path), 8192):
+    for said in run_ranks(refused, 2, nvme(tmp_path), 8192):
         assert re.search(
             r"nvme_path = .*rank 0 needs .* \(\d+ bytes\) there, and .* \(8192 bytes\)", said
         )
@@ -351,7 +351,7 @@ def train_many(offload: dict[str, Any] | None) -> list[torch.Tensor]:
 
 
 def test_more_states_than_space_stay_in_memory(tmp_path: Path) -> None:
-    (plain,), (found,) = (warm(1).run(train_many, place) for place in (None, nvme(tmp_path)))
+    (plain,), (found,) = (run_ranks(train_many, 1, place) for place in (None, nvme(tmp_path)))
     assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
 
 

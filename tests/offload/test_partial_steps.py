@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import run_ranks
 from models import build, micro_batch
 from offload_runs import CPU, HALF, OVERLAP, PARAMS, SAMPLES, config_of
 from thinned import pairwise
-from warm_ranks import warm
 
 import xds
 
@@ -70,7 +70,7 @@ def check(
 ) -> None:
     pairs = [pair for pair in itertools.product((PLAIN, *homes), repeat=2) if pair[0] != pair[1]]
     for at in ats:
-        found = warm(world_size).run(continue_each, str(folder), case, at, pairs)
+        found = run_ranks(continue_each, world_size, str(folder), case, at, pairs)
         assert found == [[]] * world_size, (world_size, case, at)
 
 

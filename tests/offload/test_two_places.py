@@ -10,12 +10,12 @@ import offload_runs
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import run_ranks
 from models import build, micro_batch
 from offload_runs import CPU, GUESS, HALF, OVERLAP, PARAMS, config_of
 from test_auto_ratio import AUTO, with_memory
 from thinned import few_of
 from two_places import DEVICE, HOST, READ, TOUCHED, Mixed, place_of, put, two_places
-from warm_ranks import warm
 
 import xds
 from xds.offload.lanes import ThreadLane
@@ -148,7 +148,7 @@ def num_reads(stage: int, precision: str, accumulation: int, offload: dict[str, 
 )
 def test_reads_that_wait_for_the_device(stage: int, offload: dict[str, Any], expected: int) -> None:
     for world_size, accumulation in ((1, 2), (2, 1)):
-        for found in warm(world_size).run(num_reads, stage, "bf16", accumulation, offload):
+        for found in run_ranks(num_reads, world_size, stage, "bf16", accumulation, offload):
             assert found[3:] == [expected] * 2, (world_size, found)
 
 
@@ -173,11 +173,11 @@ def host_bytes(stage: int, offload: dict[str, Any]) -> tuple[float, list[str]]:
     ("stage", "offload"), [(2, CPU), (3, CPU), (3, CPU | PARAMS), (2, OVERLAP)]
 )
 def test_an_update_is_one_pass_over_host_memory(stage: int, offload: dict[str, Any]) -> None:
-    for found, ops in warm(1).run(host_bytes, stage, offload):
+    for found, ops in run_ranks(host_bytes, 1, stage, offload):
         # a gradient and a new value of 2 bytes, and the master and two moments, read and written
         assert (found, ops) == (28, ["xds.adam_.default"])
 
 
 def test_a_mistake_is_found() -> None:
-    (found,) = warm(1).run(mixes)
+    (found,) = run_ranks(mixes, 1)
     assert "equal" in found

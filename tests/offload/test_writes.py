@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import run_ranks
 from offload_runs import CPU, GUESS, ON_CPU, PARAMS, config_of
 from torch import nn
-from warm_ranks import warm
 
 import xds
 
@@ -119,12 +119,12 @@ def differing(stage: int, offload: dict[str, Any], persistence: int, writes: Any
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_writes_count_as_without_offload(case: Any, size: int) -> None:
-    assert warm(size).run(differing, *case) == [[]] * size
+    assert run_ranks(differing, size, *case) == [[]] * size
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_writes_count_with_states_on_a_disk(tmp_path: Any, size: int) -> None:
     disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     for offload in (disk, {**disk, "offload_param": ON_CPU}):
-        assert warm(size).run(differing, 3, offload, 0, FROZEN) == [[]] * size
-    assert warm(size).run(differing, 3, disk, KEPT, BETWEEN) == [[]] * size
+        assert run_ranks(differing, size, 3, offload, 0, FROZEN) == [[]] * size
+    assert run_ranks(differing, size, 3, disk, KEPT, BETWEEN) == [[]] * size
