@@ -16,6 +16,8 @@ from broken_disk import READ_CALLS, BrokenDisk
 from helpers import run_processes, run_ranks
 from models import build, micro_batch
 from offload_runs import SAMPLES, config_of, nvme, params_on
+from runs import config
+from torch import nn
 
 import xds
 from xds.engine.optim.state_count import count_states
@@ -23,8 +25,7 @@ from xds.offload.disk import creation
 
 
 def look(folder: str) -> dict[str, Any]:
-    config = config_of(2, "bf16", 1, nvme(Path(folder)), "AdamW")
-    engine = xds.initialize(build("plain"), config)
+    engine = xds.initialize(build("plain"), config_of(2, "bf16", 1, nvme(Path(folder)), "AdamW"))
 
     def train() -> None:
         engine.backward(engine(micro_batch(0, 0, SAMPLES), 0))
@@ -76,8 +77,7 @@ def fail(
     """Train while the disk of the last rank fails; the error of each of two steps on this rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     places = offload or nvme(Path(folder))
-    config = config_of(stage, "bf16", 1, places, "AdamW")
-    engine = xds.initialize(build("plain"), config)
+    engine = xds.initialize(build("plain"), config_of(stage, "bf16", 1, places, "AdamW"))
     said: list[str] = []
 
     def train() -> None:
@@ -133,6 +133,45 @@ def test_too_little_space_is_an_error_on_every_rank(tmp_path: Path) -> None:
             )
 
 
+def states_of_two_groups(offload: dict[str, Any], folder: str) -> list[torch.Tensor]:
+    """Saved with `offload`, and loaded without: a buffer has the tensors of both groups."""
+    x = torch.randn(2, 40, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    for zero in (offload, {}):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(6)))  # more than stay in memory
+        groups = [
+            {
+                "params": [param for param in model.parameters() if param.dim() == dim],
+                "lr": dim / 100,
+            }
+            for dim in (1, 2)
+        ]
+        engine = xds.initialize(model, config(1, "bf16", zero=zero), model_parameters=groups)
+        if zero is offload:
+            for _ in range(2):
+                engine.backward(engine(x).float().square().mean())
+                engine.step()
+            engine.save_checkpoint(folder)
+            engine.destroy()
+    engine.load_checkpoint(folder)
+    found = [
+        xds.zero.get_full_optimizer_state(param, key)
+        for param in model.parameters()
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
+    engine.destroy()
+    return found
+
+
+def test_states_of_several_groups_are_saved_from_their_place(tmp_path: Path) -> None:
+    for world_size in (1, 2):
+        wanted = run_ranks(states_of_two_groups, world_size, {}, str(tmp_path / "plain"))
+        disk = nvme(tmp_path / "disk")
+        found = run_ranks(states_of_two_groups, world_size, disk, str(tmp_path / "saved"))
+        for one, other in zip(wanted, found, strict=True):
+            assert all(map(torch.equal, one, other))
+
+
 class ManyStates(torch.optim.Optimizer):
     """Keeps three states, one more than there is space for."""
 
@@ -150,9 +189,8 @@ class ManyStates(torch.optim.Optimizer):
 
 
 def train_many(offload: dict[str, Any] | None) -> list[torch.Tensor]:
-    config = config_of(0, "bf16", 1, offload, "AdamW")
-    del config["scheduler"]
-    engine = xds.initialize(build("plain"), config, optimizer=ManyStates)
+    settings = config(0, "bf16", zero=offload)
+    engine = xds.initialize(build("plain"), settings, optimizer=ManyStates)
     for step in range(3):
         engine.backward(engine(micro_batch(step, 0, SAMPLES), 0))
         engine.step()
@@ -185,10 +223,7 @@ def test_states_are_counted_before_the_optimizer_is_built(given: Any, num_states
 
 @pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
 def test_state_dicts_of_the_optimizer_alone_are_refused(tmp_path: Path, call: str) -> None:
-    zero = {"stage": 2, **nvme(tmp_path)}
-    section = {"type": "AdamW", "params": {"lr": 1e-2}}
-    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": section, "zero_optimization": zero}
-    engine = xds.initialize(torch.nn.Linear(4, 4), config)
+    engine = xds.initialize(nn.Linear(4, 4), config(2, samples=4, zero=nvme(tmp_path)))
     engine.backward(engine(torch.ones(4, 4)).square().mean())
     engine.step()
     given = [{"state": {}, "param_groups": []}] if call == "load_state_dict" else []

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from helpers import run_ranks
 from offload_runs import (
     AUTO,
     CPU,
@@ -15,9 +17,14 @@ from offload_runs import (
     OVERLAP,
     PARAMS,
     check,
+    late_lanes,
     nvme,
     params_on,
 )
+from runs import config, differing
+from torch import Tensor, nn
+
+import xds
 
 AUTO_LATER: dict[str, Any] = {
     "offload_optimizer": {**AUTO["offload_optimizer"], "overlap_step": True}
@@ -102,3 +109,36 @@ def test_copies_and_updates_that_are_as_late_as_they_may_be(
 def test_masters_that_all_fit_the_device_leave_the_host_and_the_disk(tmp_path: Path) -> None:
     disk = nvme(tmp_path, ratio="auto")
     check(1, (2, "bf16", 2), [AUTO, AUTO_LATER, disk], spare_bytes=EVERYTHING)
+
+
+class Skips(nn.Module):
+    """Layers, of which some steps leave out one: its sum of zeros does not wait for the update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+
+    def forward(self, x: Tensor, left_out: int) -> Tensor:
+        for at, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) if at != left_out else x
+        return x.float().square().mean()
+
+
+def values_with_skips(offload: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    engine = xds.initialize(Skips(), config(2, "bf16", zero=offload))
+    for step in range(6):
+        x = torch.randn(2, 16, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x.bfloat16(), step % 4))
+        engine.step()
+    found = engine.full_state_dict(rank0_only=False, full_precision=True)
+    engine.destroy()
+    return found
+
+
+def test_a_late_update_reads_its_sum_before_the_next_one_replaces_it() -> None:
+    wanted = run_ranks(values_with_skips, 2, {})
+    for offload in (CPU, OVERLAP):
+        with late_lanes(0):
+            found = run_ranks(values_with_skips, 2, offload)
+        assert not differing(found[0], wanted[0]), offload

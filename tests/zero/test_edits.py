@@ -418,6 +418,38 @@ def test_frozen_parameters_do_not_change_and_train_again() -> None:
             assert got[stage][:steps] == pytest.approx(want, rel=1e-4), (kind, stage)
 
 
+def frozen_for_a_step(stage: int, zero: dict[str, Any]) -> None:
+    """Values and states of frozen parameters stay, also of the second of two groups in one buffer."""
+    model = build(Net)
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if (p.dim() == 2) == square]} for square in (True, False)
+    ]
+    config = config_of(stage)
+    config["zero_optimization"] |= zero
+    engine = xds.initialize(model, config, model_parameters=groups)
+    step_of(engine, 0)
+    frozen = [*model.blocks[1].parameters(), model.first.bias]
+    for param in frozen:
+        param.requires_grad_(False)
+
+    def held() -> list[Tensor]:
+        states = [xds.zero.get_full_optimizer_state(p, "exp_avg_sq") for p in frozen]
+        return [*states, *(xds.zero.get_full_param(p) for p in frozen)]
+
+    before = held()
+    step_of(engine, 1)
+    assert all(map(torch.equal, before, held()))
+    engine.destroy()
+
+
+def test_states_of_frozen_parameters_stay_in_groups_and_replicas() -> None:
+    for stage in (0, 1, 3):
+        run_ranks(frozen_for_a_step, 2, stage, {})
+        if stage:
+            run_ranks(frozen_for_a_step, 4, stage, {"mics_shard_size": 2})
+
+
 def unfreeze() -> list[str]:
     told = []
     for stage in STAGES:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import xds
+from xds.zero.core.arrivals import Arrivals
 
 WIDTH = 12
 assert WIDTH < SMALL_NUMEL < WIDTH**2  # gradients are copied in both ways
@@ -150,6 +151,9 @@ def cases() -> list[Case]:
     found += [Case(1, by_script=True, reentrant=lambda rank: rank == 0)]
     found += [Case(2, unit_min_numel=1 << 20), Case(3, unit_min_numel=1 << 20)]
     found += [Case(3, stage3_max_reuse_distance=0, overlap_comm=False)]
+    # the sums leave for the host, and late gradients come after them
+    found += [Case(stage, offload_optimizer={"device": "cpu"}) for stage in (0, 2)]
+    found += [Case(0, offload_optimizer={"device": "cpu"}, reentrant=lambda rank: rank == 0)]
     return found
 
 
@@ -163,6 +167,17 @@ def test_norms_are_those_of_plain_torch() -> None:
         for number, (case, norms) in enumerate(zip(cases(), of_rank, strict=True)):
             kind = MODELS[number % 3]
             assert norms == pytest.approx(wanted[kind, case.micro], rel=1e-4), (kind, vars(case))
+
+
+def test_a_second_gradient_of_one_slot_does_not_stand_for_another_slot() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    arrivals = Arrivals(params, [False, False], [False, False])
+    arrivals.begin_backward()
+    arrivals.open()
+    assert [arrivals.add(position) for position in (0, 0, 1)] == [False, False, True]
+    arrivals.begin_backward()
+    arrivals.open()  # two gradients of slot 0 are expected now
+    assert [arrivals.add(position) for position in (0, 1, 0, 0)] == [False, False, True, False]
 
 
 def train_on_machines(layout: str) -> list[list[float]]:
