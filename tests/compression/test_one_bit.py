@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 from one_bit_reference import LambReference, Reference
+from real_hosts import why_not
 from runs import PRECISIONS, config
 from threaded_ranks import run_threads
 from torch import Tensor, nn
@@ -590,3 +595,28 @@ def test_a_rank_of_padding_knows_the_step(
     for found in (*whole, *resumed):
         for (value, is_frozen), (expected, was_frozen) in zip(found, whole[0], strict=True):
             assert value.equal(expected) and is_frozen == was_frozen
+
+
+# -- hosts with slow links -----------------------------------------------------------------------------------
+
+LINKS = Path(__file__).resolve().parents[2] / "benchmarks" / "compression" / "links.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not(False)), reason=why_not(False) or "hosts can be made")
+def test_a_run_over_slow_links_sends_what_the_formula_says() -> None:
+    """Four hosts at 100 Mb/s, 40 steps with 8 of warm-up."""
+    done = subprocess.run(
+        [sys.executable, str(LINKS), "--quick", "--pairs", "1", "--only", "run, stage 1, bf16"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"},
+    )
+    if "SKIP: " in done.stdout:
+        pytest.skip(done.stdout.partition("SKIP: ")[2])
+    assert done.returncode == 0, done.stdout + done.stderr
+    name = "run, stage 1, bf16: bytes, off the formula"
+    rows = [line for line in done.stdout.splitlines() if line.startswith(name)]
+    assert len(rows) == 1 and "  met" in rows[0], done.stdout

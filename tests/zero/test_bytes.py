@@ -60,3 +60,26 @@ def test_counted_bytes_equal_theory() -> None:
             # the norm, and whether any gradient was late
             assert control == 16 * (world - 1), (stage, k)
             assert sum(got["sent"].values()) == want, (stage, k, got)
+
+
+def sent_after_no_sync(stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    """The bytes of a step of one backward, and of one whose first of two backwards was held back."""
+    engine = xds.initialize(build("plain"), config(stage, samples=1))
+    found = []
+    for holds in (False, True):
+        before = engine.bytes_sent()
+        if holds:
+            with engine.no_sync():
+                engine.backward(engine(micro_batch(0, 0, 1)))
+        engine.backward(engine(micro_batch(0, 1, 1)))
+        engine.step()
+        after = engine.bytes_sent()
+        found.append({kind: after[kind] - before.get(kind, 0) for kind in after})
+    engine.destroy()
+    return found[0], found[1]
+
+
+def test_gradients_that_were_held_back_are_sent_once() -> None:
+    for stage in (1, 2):
+        for plain, held in run_ranks(sent_after_no_sync, 2, stage):
+            assert plain["reduce_scatter"] == held["reduce_scatter"] > 0, stage
