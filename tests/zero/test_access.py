@@ -161,6 +161,24 @@ def test_an_edit_leaves_the_masters_of_other_elements_exact() -> None:
         assert (after[0] == 0.5).all() and after[1:].equal(before[1:]), stage
 
 
+def read_what_was_written_through_data() -> None:
+    """Parameters that stay gathered; `.data` has no version that counts the writes."""
+    settings = config(3, zero={"stage3_param_persistence_threshold": 10**6})
+    engine = xds.initialize(build("plain"), settings)
+    train(engine, 0)
+    engine.step()
+    with torch.no_grad():
+        engine(micro_batch(0, 0))
+    for number, param in enumerate(engine.module.parameters()):
+        param.data.fill_(0.5 + number)
+        assert (zero.get_full_param(param) == 0.5 + number).all()
+    engine.destroy()
+
+
+def test_a_write_through_data_is_read_at_once() -> None:
+    run_ranks(read_what_was_written_through_data, 2)
+
+
 def refusals() -> list[str]:
     model, other = build("plain"), build("frozen")
     engine = engine_of(model, 3)

@@ -72,8 +72,8 @@ class Borrower(nn.Module):
         return F.cross_entropy(self.embed.weight.matmul(x.flatten(0, 1).T).T, tokens.flatten())
 
 
-def compare(model: nn.Module, plain: nn.Module, steps: int = 4) -> None:
-    engine = xds.initialize(model, config())
+def compare(model: nn.Module, plain: nn.Module, steps: int = 4, **zero_: Any) -> None:
+    engine = xds.initialize(model, config(**zero_))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(steps):
         tokens = micro_batch(step, 0) % 31
@@ -105,6 +105,51 @@ def borrowed(recomputed: bool) -> None:
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_parameters_are_used_outside_of_their_unit(recomputed: bool) -> None:
     run_ranks(borrowed, 2, recomputed)
+
+
+class Calling(nn.Module):
+    """Calls another unit, which uses this one's weight, between two uses of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x: Tensor, other: nn.Module) -> Tensor:
+        return other(x @ self.weight, self) @ self.weight
+
+
+class Called(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, caller: Calling) -> Tensor:
+        return torch.tanh(self.linear(x) @ caller.weight)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 16)
+        self.calling = nn.ModuleList([Calling() for _ in range(3)])
+        self.called = nn.ModuleList([Called() for _ in range(3)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for one, other in zip(self.calling, self.called, strict=True):
+            x = x + one(x, other)
+        return F.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), tokens.flatten())
+
+
+def nested() -> None:
+    torch.manual_seed(2)
+    model = Nested()
+    torch.manual_seed(2)
+    compare(model, Nested(), units=["Calling", "Called"])
+
+
+def test_a_unit_that_runs_is_kept_when_one_that_it_calls_has_used_its_weight() -> None:
+    run_ranks(nested, 2)
 
 
 class Late(nn.Module):

@@ -63,6 +63,20 @@ class Inner(Net):
         return self.last(x @ self.blocks[0].weight).square().mean()
 
 
+class Beside(Net):
+    """One checkpoint calls a block twice, and neither call needs the other's output."""
+
+    def forward(self, x: Tensor, reentrant: bool = True) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+
+            def both(x: Tensor, block: nn.Module = block) -> Tensor:
+                return torch.tanh(block(x)) + torch.tanh(block(-0.5 * x))
+
+            x = checkpoint(both, x, use_reentrant=reentrant)
+        return self.last(x).square().mean()
+
+
 MODELS: list[type[Net]] = [Twice, Pairs, Inner]
 
 
@@ -155,6 +169,19 @@ def cases() -> list[Case]:
     found += [Case(stage, offload_optimizer={"device": "cpu"}) for stage in (0, 2)]
     found += [Case(0, offload_optimizer={"device": "cpu"}, reentrant=lambda rank: rank == 0)]
     return found
+
+
+def beside() -> list[list[float]]:
+    reuse = [{}, {"stage3_max_reuse_distance": 0}]
+    return [
+        ours(Beside, Case(3, **zero, overlap_comm=on)) for zero in reuse for on in (True, False)
+    ]
+
+
+def test_a_checkpoint_that_calls_a_unit_twice_keeps_it_for_both() -> None:
+    want = plain(Beside, 1)
+    for norms in run_ranks(beside, 3):
+        assert norms == [pytest.approx(want, rel=1e-4)] * 4
 
 
 def train() -> list[list[float]]:
