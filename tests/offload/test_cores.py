@@ -70,12 +70,10 @@ UNBOUND: Any = None
     ("given", "where", "share", "expected"),
     [
         (BIG, environment(0, 1), 0.8, (25, UNBOUND)),  # alone
-        (BIG, {}, 0.8, (25, UNBOUND)),
         (BIG, environment(1, 2), 0.8, (12, {*range(8, 16), *range(24, 32)})),
         (BIG, environment(0, 1), None, (30, UNBOUND)),  # two are left free
         (BIG, environment(1, 8), None, (3, {2, 3, 18, 19})),  # 80 % of few
         (BIG, environment(3, 4), 1.0, (8, {*range(12, 16), *range(28, 32)})),
-        (BIG, environment(3, 4), 0.01, (1, {*range(12, 16), *range(28, 32)})),
         (BIG, environment(0, 2, OMP_NUM_THREADS="9"), 0.8, (25, UNBOUND)),  # 32 are given below
         (BIG, environment(0, 2, OMP_PROC_BIND="true"), 0.8, (25, UNBOUND)),
         (

@@ -35,13 +35,6 @@ RANGES = [
 ]
 
 
-def test_pieces_of_a_range() -> None:
-    assert pieces(FLATS[0], 4, 20) == [
-        Piece("param", "a", 4, 9, target=0),
-        Piece("param", "b", 0, 4, target=12),
-    ]
-
-
 def test_copies_end_at_file_boundaries() -> None:
     found = Catalogue(FLATS, RANGES).copies(Piece("param", "b", 2, 12, target=5), "value")
     assert found == [
@@ -170,12 +163,6 @@ def test_a_catalogue_joins_slices() -> None:
 
 COLUMNS = Box((4, 6), 1, ((0, 3),))
 ROWS = Box((4, 6), 0, ((1, 3),))
-
-
-def test_the_shape_of_a_slice() -> None:
-    packed = Box((8, 5), 0, ((0, 2), (4, 6)))
-    assert (packed.length, packed.shape) == (4, (4, 5))
-    assert Slot("w", (4, 5), 0, 0, packed).whole_shape == (8, 5)
 
 
 @pytest.mark.parametrize(
