@@ -38,6 +38,8 @@ def _messages_as_at_the_start() -> Iterator[None]:
 def _each_file_begins_anew() -> Iterator[None]:
     """The process group of a file ends with it, its hook for exceptions, and what it has compiled."""
     hook = sys.excepthook
+    if "torch" in sys.modules:  # files run side by side, and torch's threads wait for one another
+        sys.modules["torch"].set_num_threads(1)
     yield
     sys.excepthook = hook
     torch = sys.modules.get("torch")
