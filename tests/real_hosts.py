@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 import pwd
+import random
 import re
 import shlex
 import shutil
@@ -26,11 +27,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from real_links import HEAD, NOWHERE, Links
-
 from xds.ops.build.build_cache import default_folder
 
-_START_SECONDS = 30.0
+HEAD = "head"
+NOWHERE = "nowhere"  # resolves to an unused address
+# A link that was idle sends so many bytes at once. Packets are cut to this size before they are counted.
+_BURST_BYTES = 16 * 1024
+_QUEUE_BYTES = 1 << 20  # packets beyond are dropped
 _END_SECONDS = 10.0
 _PREFIX = "xds-hosts-"
 _SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin:/usr/bin")
@@ -109,6 +112,62 @@ def why_not(needs_ssh: bool = True) -> str:
 def _unshare(has_pids: bool) -> list[str]:
     words = ["unshare", "--net", "--uts", "--mount"]
     return [*words, "--pid", "--fork", "--kill-child", "--mount-proc"] if has_pids else words
+
+
+class Links:
+    """The links of `places`, the first of which is the head. Each place has a name and an address."""
+
+    def __init__(self, places: Sequence[str]) -> None:
+        self._places = list(places)
+        self._subnet = f"10.{random.randrange(64, 250)}.{random.randrange(250)}"
+        self._first: dict[str, subprocess.Popen[str]] = {}  # each namespace's first process
+
+    def address(self, place: str) -> str:
+        """The IPv4 address of a host, of the head, or of NOWHERE."""
+        number = 250 if place == NOWHERE else 10 + self._places.index(place)
+        return f"{self._subnet}.{number}"
+
+    def cut(self, place: str) -> None:
+        """Cut the link of `place` to the others."""
+        self._switch(f"link set {self._port(place)} down")
+
+    def mend(self, place: str) -> None:
+        """Undo `cut`."""
+        self._switch(f"link set {self._port(place)} up")
+
+    def limit(self, place: str, megabits: float) -> str:
+        """Let `place` send and receive `megabits` per second at most; why that cannot be, "" when it is done.
+
+        The headers of packets count: of 100 Mb/s, 11.9 MB/s are left for what is sent.
+        """
+        if shutil.which("tc") is None:
+            return "not installed: tc"
+        rate = f"tbf rate {megabits}mbit burst {_BURST_BYTES} limit {_QUEUE_BYTES}"
+        for where, device in ((place, "eth0"), ("switch", self._port(place))):
+            self._tc(where, "del", device)  # there may be none
+            reason = self._tc(where, "add", device, f"root handle 1: {rate}")
+            if reason:
+                return f"tc tbf: {reason}"
+        return ""
+
+    def _tc(self, place: str, verb: str, device: str, words: str = "root") -> str:
+        enter = ["nsenter", "-t", str(self._first[place].pid), "-n"]
+        asked = [*enter, "tc", "qdisc", verb, "dev", device, *words.split()]
+        done = subprocess.run(asked, capture_output=True, text=True)
+        return done.stderr.strip() if done.returncode else ""
+
+    def _port(self, place: str) -> str:
+        return f"port{self._places.index(place)}"
+
+    def _switch(self, *lines: str) -> None:
+        self._ip("switch", *lines)
+
+    def _ip(self, place: str, *lines: str) -> None:
+        words = ["nsenter", "-t", str(self._first[place].pid), "-n", "ip", "-batch", "-"]
+        text = "\n".join(lines) + "\n"
+        done = subprocess.run(words, input=text, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"ip in {place}: {done.stderr.strip()}")
 
 
 class Hosts(Links):
@@ -240,14 +299,6 @@ class Hosts(Links):
             and _stat(pid)[1:2] != [str(first)]  # the first process within
         }
 
-    def all_processes(self) -> dict[str, str]:
-        """Living processes of every host (not of the head), for a message: "host0 123" to words."""
-        return {
-            f"{name} {pid}": words
-            for name in self.names
-            for pid, words in self.processes(name).items()
-        }
-
     def wait_until_empty(self, seconds: float, places: Sequence[str] | None = None) -> float:
         """Wait until no process is left on `places` (default: the hosts); the seconds that took.
 
@@ -265,19 +316,6 @@ class Hosts(Links):
             if time.monotonic() - begin > seconds:
                 raise AssertionError(f"left after {seconds} s: {left}")
             time.sleep(0.02)
-
-    def pid_here(self, place: str, pid: int) -> int:
-        """The pid that a process of `place` has here; `pid` is what it calls itself."""
-        for here in self.processes(place):
-            with contextlib.suppress(OSError, IndexError):
-                status = Path(f"/proc/{here}/status").read_text()
-                if int(status.split("NSpid:")[1].split("\n")[0].split()[-1]) == pid:
-                    return here
-        raise ProcessLookupError(f"no process {pid} on {place}")
-
-    def kill(self, place: str, pid: int, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to a process of `place`; `pid` is what it calls itself."""
-        os.kill(self.pid_here(place, pid), signum)
 
     def left_files(self, place: str) -> list[str]:
         """What lies in the temporary folder and in /dev/shm of `place`."""

@@ -1,6 +1,6 @@
 """Measure the time from `kill -9` of a worker to the next step, and to the detection of a kill or a cut link.
 
-The training is tests/soak_training.py at ZeRO stage 3 with a checkpoint each step; it is killed by its process
+The training is toy_training.py at ZeRO stage 3 with a checkpoint each step; it is killed by its process
 id. Hosts are namespaces (tests/real_hosts.py); without root these rows are skipped.
 """
 
@@ -104,7 +104,7 @@ def seconds_to_step(place: Place, times: int) -> list[float]:
     """Seconds from each of `times` kills of rank 1 to the next step that rank 0 reports."""
     with tempfile.TemporaryDirectory(prefix="restart-") as name:
         steps = Path(name, "steps")
-        script = str(TESTS / "soak_training.py")
+        script = str(FOLDER / "toy_training.py")
         words = ["--max-restarts", str(times), script, name, "3", "0", "1000000", "1", "0.1"]
 
         def count() -> int:

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -526,26 +525,3 @@ def test_which_numbers_of_ranks_fit(folder):
     fits = where("--hostfile hosts --elastic-config config.json").restarts.fits
     assert fits is not None and fits(4) and not fits(5)
     assert where("").restarts.fits is None
-
-
-# -- whole runs -----------------------------------------------------------------------------------------
-
-
-def xds(folder, *words):
-    return subprocess.run(
-        [sys.executable, "-m", "xds.launcher.cli", *words],
-        cwd=folder,
-        env=os.environ | {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_deepspeeds_command_line_runs(folder):
-    (folder / "t.py").write_text("import os, sys\nprint(os.environ['WORLD_SIZE'], sys.argv[1:])\n")
-    line = "--hostfile here --no_local_rank --master_port 29511 --no_ssh_check --log_level info"
-    done = xds(folder, *line.split(), "t.py", "--deepspeed", "--local_rank")
-    assert (done.returncode, done.stdout) == (0, "3 ['--deepspeed', '--local_rank']\n"), done.stderr

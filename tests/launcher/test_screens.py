@@ -132,7 +132,6 @@ def first_example() -> str:
 
 CASES = {
     "first": (first_example(), (), ""),
-    "quiet": (first_example(), ("--quiet",), ""),
     "fails": (FAILS, (), ""),
     "interrupted": (SLEEPS, (), "step 1"),
     "trainer": (TRAINER, ("--as-deepspeed",), ""),
@@ -143,14 +142,9 @@ CASES = {
     ("case", "is_terminal"),
     [
         ("first", True),
-        ("fails", False),
-        pytest.param("first", False, marks=pytest.mark.slow),
-        pytest.param("quiet", True, marks=pytest.mark.slow),
-        pytest.param("fails", True, marks=pytest.mark.slow),
+        pytest.param("fails", False, marks=pytest.mark.slow),
         pytest.param("interrupted", True, marks=pytest.mark.slow),
-        pytest.param("interrupted", False, marks=pytest.mark.slow),
         pytest.param("trainer", True, marks=pytest.mark.slow),
-        pytest.param("trainer", False, marks=pytest.mark.slow),
     ],
 )
 def test_the_screen_of(case: str, is_terminal: bool, tmp_path: Path) -> None:

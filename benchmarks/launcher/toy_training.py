@@ -1,6 +1,6 @@
-"""Test helper: the training script of the soak test: a toy GPT that resumes from its last checkpoint.
+"""The training that restart.py kills: a toy GPT that resumes from its last checkpoint.
 
-    xds tests/soak_training.py FOLDER STAGE SEED NUM_STEPS SAVE_EVERY STEP_SECONDS
+    xds benchmarks/launcher/toy_training.py FOLDER STAGE SEED NUM_STEPS SAVE_EVERY STEP_SECONDS
 
 Batches are a function of the step only, divided among the ranks, so every number of ranks that divides 12
 trains the same. Rank 0 appends "step world_size" to FOLDER/steps, and at the end writes the loss on held-out
@@ -17,7 +17,7 @@ import torch
 
 import xds
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "gpt"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "gpt"))
 from model import GPT, Shape  # noqa: E402
 
 BATCH = 12
