@@ -141,7 +141,10 @@ FAILS_IN_FOUR_WAYS = """
             raise ValueError("the data of rank 1 are wrong")
         dist.all_reduce(torch.ones(1))
     if rank == "0":
+        open(f"started{count}", "w").close()
         time.sleep(600)
+    while count and not os.path.exists(f"started{count}"):  # else rank 0 could end before its line
+        time.sleep(0.01)
     if count == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if count == 2:

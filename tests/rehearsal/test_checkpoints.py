@@ -71,10 +71,6 @@ def _whole(module: nn.Module) -> Any:
     ("stage", "precision", "background", "other"),
     [
         pytest.param(3, "bf16", True, 0, marks=pytest.mark.slow),
-        pytest.param(0, "fp16", False, 3, marks=pytest.mark.slow),
-        pytest.param(1, "fp32", True, 2, marks=pytest.mark.slow),
-        pytest.param(2, "fp16", True, 3, marks=pytest.mark.slow),
-        pytest.param(3, "fp32", False, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_of_the_device_is_that_of_the_cpu(
@@ -95,7 +91,7 @@ def test_a_checkpoint_of_the_device_is_that_of_the_cpu(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 8), (8, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3)])
 def test_another_number_of_ranks_resumes(before: int, after: int, tmp_path: Path) -> None:
     states = ranks(before).run(saved, str(tmp_path), 3, "bf16", True)[0][0]
     assert all(
@@ -165,10 +161,7 @@ def accesses(stage: int, precision: str, given: str) -> list[list[float]]:
     ("world_size", "stage", "precision", "given"),
     [
         (2, 3, "bf16", "cpu"),
-        pytest.param(2, 0, "fp16", "", marks=pytest.mark.slow),
         pytest.param(2, 1, "bf16", "cpu", marks=pytest.mark.slow),
-        pytest.param(2, 2, "fp32", "", marks=pytest.mark.slow),
-        pytest.param(1, 3, "fp16", "", marks=pytest.mark.slow),
     ],
 )
 def test_single_parameters_are_read_and_written(
@@ -226,9 +219,7 @@ def _has_device() -> bool:
     ("world_size", "precision", "where"),
     [
         (2, "bf16", "host"),
-        pytest.param(2, "fp32", "device", marks=pytest.mark.slow),
         pytest.param(2, "fp16", "meta", marks=pytest.mark.slow),
-        pytest.param(1, "bf16", "meta", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_is_built_in_shards(world_size: int, precision: str, where: str) -> None:

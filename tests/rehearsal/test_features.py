@@ -106,14 +106,10 @@ def away_and_back(stage: int, precision: str, include: list[str] | None, pins: b
         *(
             pytest.param(2, stage, precision, include, pins, marks=pytest.mark.slow)
             for stage, precision, include, pins in (
-                (0, "fp32", None, True),
-                (1, "fp16", None, False),
                 (2, "bf16", ["optim_states"], True),
                 (3, "fp32", ["optim_states"], False),
             )
         ),
-        pytest.param(1, 0, "fp16", None, True, marks=pytest.mark.slow),
-        pytest.param(1, 3, "fp32", None, True, marks=pytest.mark.slow),
     ],
 )
 def test_states_go_to_the_host_and_come_back_as_they_were(
@@ -215,7 +211,6 @@ def overflowing(
     ("world_size", "stage", "accumulation", "native"),
     [
         (2, 2, 3, True),
-        pytest.param(2, 0, 1, False, marks=pytest.mark.slow),
         pytest.param(2, 3, 1, False, marks=pytest.mark.slow),
         pytest.param(1, 1, 3, True, marks=pytest.mark.slow),
     ],
@@ -291,8 +286,6 @@ def whole_batches(stage: int, precision: str, accumulation: int) -> tuple[list[f
     ("world_size", "stage", "precision", "accumulation"),
     [
         (2, 3, "bf16", 2),
-        pytest.param(2, 1, "fp16", 3, marks=pytest.mark.slow),
-        pytest.param(2, 2, "fp32", 1, marks=pytest.mark.slow),
         pytest.param(1, 0, "bf16", 3, marks=pytest.mark.slow),
     ],
 )

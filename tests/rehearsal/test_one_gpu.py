@@ -104,7 +104,7 @@ def assert_equal(found: list[dict[str, Any]], on_cpu: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2])
 def test_every_collective_has_the_bits_and_bytes_of_the_cpu(world: int, dtype: torch.dtype) -> None:
     found = ranks(world, gloo=True).run(call_all, "cuda", dtype)
     assert_equal(found, run_processes(call_all, world, "cpu", dtype))
@@ -183,9 +183,6 @@ def on_both(world_size: int, function: Any, *args: Any) -> tuple[Any, Any]:
     [
         (2, 1, "1f1b", "fp32", "tied"),
         pytest.param(2, 3, "zero_bubble", "bf16", "tied", marks=pytest.mark.slow),
-        pytest.param(2, 2, "interleaved_1f1b", "fp16", "plain", marks=pytest.mark.slow),
-        pytest.param(2, 0, "dualpipev", "bf16", "plain", marks=pytest.mark.slow),
-        pytest.param(4, 3, "1f1b", "bf16", "tied", marks=pytest.mark.slow),
     ],
 )
 def test_pipelines(world_size: int, stage: int, schedule: str, precision: str, kind: str) -> None:

@@ -121,10 +121,7 @@ PIPELINES = [
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             (2, 3, "zbv", "bf16", "plain"),
-            (2, 1, "gpipe", "fp16", "tied"),
-            (2, 2, "interleaved_1f1b", "bf16", "plain"),
-            (2, 3, "zero_bubble", "fp32", "tied"),
-            (2, 1, "dualpipev", "bf16", "plain"),
+            (2, 2, "interleaved_1f1b", "fp16", "plain"),
             (4, 3, "1f1b", "bf16", "tied"),
         )
     ),
@@ -172,10 +169,7 @@ TENSOR, OVERLAPPED = {"tp_size": 2}, {"tp_size": 2, "tp_overlap_comm": True}
 RANKS_OF_A_MODEL = [
     (2, 3, "bf16", "llama", {"tensor_parallel": OVERLAPPED}),
     (2, 2, "fp32", "llama", {"sequence_parallel_size": 2}),
-    (2, 0, "fp32", "gpt2", {"tensor_parallel": TENSOR}),
-    (2, 1, "fp16", "qwen3", {"tensor_parallel": OVERLAPPED}),
     (2, 2, "bf16", "gpt", {"tensor_parallel": TENSOR}),
-    (2, 3, "bf16", "gpt", {"sequence_parallel_size": 2}),
     (4, 3, "bf16", "llama", {"sequence_parallel_size": 2, "tensor_parallel": TENSOR}),
 ]
 
@@ -221,7 +215,7 @@ def train_in_a_ring(model: tuple[Any, ...], kind: str, config: dict[str, Any]) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stage", "precision"),
-    [("plain", 3, "bf16"), ("packed", 1, "fp32"), ("padded", 2, "fp16")],
+    [("packed", 3, "bf16")],
 )
 def test_rings_have_the_numbers_of_the_cpu(kind: str, stage: int, precision: str) -> None:
     more = {"sequence_parallel_size": 2, "gradient_accumulation_steps": 1}

@@ -91,9 +91,10 @@ def train(config: dict[str, Any]) -> tuple[list[float], list[float], int, int]:
 
 
 CASES = [
-    *((2, stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16", "fp16")),
-    *(pytest.param(1, stage, "bf16", marks=pytest.mark.slow) for stage in (0, 3)),
-    *(pytest.param(8, stage, "bf16", marks=pytest.mark.slow) for stage in (0, 1, 2, 3)),
+    *((2, stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
+    (2, 2, "fp16"),
+    pytest.param(1, 3, "bf16", marks=pytest.mark.slow),
+    pytest.param(4, 3, "bf16", marks=pytest.mark.slow),
 ]
 
 
