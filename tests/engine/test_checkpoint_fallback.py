@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from checkpoint_runs import check_same, damage, engine_of, states_of, train
 from helpers import run_new_ranks
-from test_checkpoint import check_same, damage, engine_of, states_of, train
 from torch import nn
 
 import xds

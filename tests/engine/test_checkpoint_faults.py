@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from broken_disk import BrokenDisk
+from checkpoint_runs import check_same, engine_of, states_of
 from helpers import run_new_ranks
-from test_checkpoint import check_same, engine_of, states_of
 from torch import nn
 
 import xds

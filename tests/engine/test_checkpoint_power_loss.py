@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_runs import engine_of
 from power_loss import Recorder, lay_out
-from test_checkpoint import engine_of
 from torch import nn
 
 from xds.engine.checkpoint.io import folders

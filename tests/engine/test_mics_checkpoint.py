@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint import check_each, load_at, resume_each, same, save_at, whole
+from checkpoint_runs import load_at, resume_each, same, save_at, whole
 from torch import Tensor, nn
 from warm_ranks import warm
 
@@ -53,7 +53,7 @@ def with_offload(stage: int, **offload: Any) -> dict[str, Any]:
 def test_a_resumed_run_equals_the_one_that_never_stopped(
     tmp_path: Path, stage: int, more: dict[str, Any], numbers: tuple[int, int]
 ) -> None:
-    check_each(warm(4).run(resume_each, str(tmp_path), [(stage, more, numbers)]))
+    warm(4).run(resume_each, str(tmp_path), [(stage, more, *numbers)])
 
 
 def check_replicas(states: list[Any], size: int) -> None:
@@ -93,7 +93,7 @@ def test_states_are_bit_equal_in_other_groups(
         for states, (_, stage, size) in ((saved, old), (loaded, new)):
             if stage and size > 1:
                 check_replicas(states, size)
-        same(whole(saved[::-1]), whole(loaded[::-1]), skip=("param",))
+        same(whole(saved), whole(loaded))
 
 
 def save_large(folder: str) -> Any:

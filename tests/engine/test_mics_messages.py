@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_runs import resume_each
 from mics_runs import config_of, same_bits, train_each
-from test_checkpoint import check_each, resume_each
 from warm_ranks import warm
 
 import xds
@@ -49,7 +49,7 @@ def test_few_bits_inside_a_shard_group(
 def test_a_resumed_run_keeps_the_errors_of_each_rank(tmp_path: Path, stage: int) -> None:
     zero = config_of(stage, 2, **GRADS, **LOCO)["zero_optimization"]
     more = {"zero_optimization": zero, "bf16": {"enabled": True}}
-    check_each(warm(4).run(resume_each, str(tmp_path), [(stage, more, (3, 6))]))
+    warm(4).run(resume_each, str(tmp_path), [(stage, more)])
 
 
 def owed_in_all(folder: str, stage: int, size: int, does_save: bool) -> Any:
