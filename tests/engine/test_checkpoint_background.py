@@ -169,17 +169,29 @@ def fail_in_each_way(folder: str) -> None:
     wait_fails("taken was not saved in .*: rank 0 failed: NotADirect")
     check({"taken"})
 
-    # the process of rank 0 is killed, and replaced
-    if rank == 0:
-        os.kill(writer_pid(engine), signal.SIGKILL)
-    engine.save_checkpoint(folder, "killed")
-    wait_fails(r"rank 0 failed: the process that writes .* with -9")
-    check({"taken"})
     engine.save_checkpoint(folder)
     train(engine, 3, 4)
     engine.destroy()
     assert tags(folder) == ["global_step1", "global_step2"]
     assert (root / "latest").read_text() == "global_step2"
+
+
+def killed_writer(folder: str) -> None:
+    engine = engine_of(3, **BACKGROUND)
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+    if dist.get_rank() == 0:
+        os.kill(writer_pid(engine), signal.SIGKILL)
+    engine.save_checkpoint(folder, "killed")
+    with pytest.raises(xds.XdsError, match=r"rank 0 failed: the process that writes .* with -9"):
+        engine.wait_for_checkpoint()
+    engine.save_checkpoint(folder, "again")
+    engine.destroy()
+    assert tags(folder) == ["again", "global_step0"]
+
+
+def test_a_killed_writer_is_named_and_replaced(tmp_path: Path) -> None:
+    run_processes(killed_writer, 2, str(tmp_path))
 
 
 def test_a_failure_on_one_rank_is_raised_on_every_rank_and_the_next_save_works(
