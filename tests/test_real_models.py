@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_new_ranks
-from real_models import LORA_SAVED, NAMES, batch, build, part_of
+from real_models import NAMES, batch, build, part_of
 from real_runs import (
     EVERY_CASE,
     FP32_ENDS,
@@ -25,7 +25,6 @@ from real_runs import (
     engine_runs,
     plain_run,
 )
-from thinned import RUNS_ALL
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -84,9 +83,6 @@ def encoder_apart(model: Any, inputs: Any) -> Tensor:
     return (first + second) / 2
 
 
-CACHED = ("gpt2", "llama", "t5")  # a key-value cache is made in training, too
-
-
 def evaluated_before(model: Any, inputs: Any) -> Tensor:
     """A pass without gradients before each step."""
     with torch.no_grad():
@@ -100,40 +96,44 @@ def with_router_loss(model: Any, inputs: Any) -> Tensor:
     return loss
 
 
-def _variants_of(name: str) -> dict[str, Plan]:
-    kinds = ["plain", "lora"]
-    if name in LORA_SAVED:
-        kinds.append("lora_saved")
-    # every model runs every stage and precision as it is, every kind of adapter does so on some models
-    full = {"plain": NAMES, "lora": LORA_FULL, "lora_saved": DEFAULT_RUN}
-    plans = {
-        kind: Plan(name, kind, cases=EVERY_CASE if RUNS_ALL or name in full[kind] else FP32_ENDS)
-        for kind in kinds
-    }
-    for kind in ("recomputed", "recomputed_reentrant", "lora_recomputed_reentrant"):
-        plans[kind] = Plan(name, kind, cases=FP32_ENDS)
-    more: dict[str, dict[str, Any]] = {
-        "recomputed_by_config": {"config": {"activation_checkpointing": {}}},
-        "default_units": {"zero": DEFAULTS},
-        "evaluated_before": {"loss": evaluated_before, "zero": NOTHING_KEPT},
-    }
-    if name == "mixtral":
-        more["lora_experts"] = {"variant": "lora_experts"}
-        more["router_loss"] = {"loss": with_router_loss, "by_parts": True}
-    if name in CACHED:
-        # a block that will be recomputed gets no cache; T5 adds up in another order with one
-        more["recomputed_by_config"]["plain_inputs"] = {"use_cache": False}
-        more["cached_and_tuple"] = {"loss": cached_and_tuple}
-    if name in ("gpt2", "llama"):
-        more["head_outside"] = {"loss": head_outside, "zero": NOTHING_KEPT}
-    if name in ("t5", "whisper"):
-        more["encoder_apart"] = {"loss": encoder_apart, "zero": NOTHING_KEPT}
-    return plans | {kind: Plan(name, cases=FP32_ENDS, **options) for kind, options in more.items()}
-
-
-DEFAULT_RUN = ("gpt2",)  # the others run with `pytest -m slow`
-LORA_FULL = ("gpt2", "llama", "vit")
-VARIANTS = {name: _variants_of(name) for name in NAMES}
+# a block that will be recomputed gets no cache; T5 adds up in another order with one
+NO_CACHE = {"use_cache": False}
+RECOMPUTED = {"activation_checkpointing": {}}
+FULL, ENDS = EVERY_CASE, FP32_ENDS
+# gpt2 runs by default; each of the others runs what only its layers have with `pytest -m slow`
+VARIANTS: dict[str, dict[str, Plan]] = {
+    "gpt2": {
+        "plain": Plan("gpt2", cases=FULL),
+        "lora": Plan("gpt2", "lora", cases=FULL),
+        "lora_saved": Plan("gpt2", "lora_saved", cases=ENDS),
+        "recomputed_reentrant": Plan("gpt2", "recomputed_reentrant", cases=ENDS),
+        "recomputed_by_config": Plan("gpt2", config=RECOMPUTED, plain_inputs=NO_CACHE, cases=ENDS),
+        "default_units": Plan("gpt2", zero=DEFAULTS, cases=ENDS),
+        "evaluated_before": Plan("gpt2", loss=evaluated_before, zero=NOTHING_KEPT, cases=ENDS),
+        "cached_and_tuple": Plan("gpt2", loss=cached_and_tuple, cases=ENDS),
+        "head_outside": Plan("gpt2", loss=head_outside, zero=NOTHING_KEPT, cases=ENDS),
+    },
+    "llama": {
+        "plain": Plan("llama", cases=FULL),
+        "recomputed": Plan("llama", "recomputed", cases=ENDS),
+        "lora_recomputed_reentrant": Plan("llama", "lora_recomputed_reentrant", cases=ENDS),
+    },
+    "mixtral": {
+        "plain": Plan("mixtral", cases=FULL),
+        "lora_experts": Plan("mixtral", "lora_experts", cases=ENDS),
+        "router_loss": Plan("mixtral", loss=with_router_loss, by_parts=True, cases=ENDS),
+    },
+    "t5": {
+        "plain": Plan("t5", cases=ENDS),
+        "encoder_apart": Plan("t5", loss=encoder_apart, zero=NOTHING_KEPT, cases=ENDS),
+        "cached_and_tuple": Plan("t5", loss=cached_and_tuple, cases=ENDS),
+    },
+    "vit": {"plain": Plan("vit", cases=ENDS), "lora": Plan("vit", "lora", cases=ENDS)},
+    "whisper": {
+        "plain": Plan("whisper", cases=ENDS),
+        "encoder_apart": Plan("whisper", loss=encoder_apart, zero=NOTHING_KEPT, cases=ENDS),
+    },
+}
 
 
 @cache
@@ -160,7 +160,7 @@ def runs_of(name: str) -> dict[str, dict[tuple[int, str], Any]]:
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
-        pytest.param(name, variant, marks=() if name in DEFAULT_RUN else pytest.mark.slow)
+        pytest.param(name, variant, marks=() if name == "gpt2" else pytest.mark.slow)
         for name in NAMES
         for variant in VARIANTS[name]
     ],
