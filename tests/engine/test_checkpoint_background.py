@@ -229,8 +229,8 @@ if sys.argv[2] == "is slow":
 def test_a_script_waits_at_its_end_for_its_last_checkpoint_which(tmp_path: Path, what: str) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert not is_running(int(done.stdout))
     if what == "is slow":
+        assert not is_running(int(done.stdout))
         assert done.returncode == 0, done.stderr
         assert tags(tmp_path) == ["first", "second"]
         return
