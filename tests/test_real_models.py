@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_new_ranks
-from real_models import LORA_SAVED, NAMES, batch, build, part_of
+from real_models import NAMES, batch, build, part_of
 from real_runs import (
     EVERY_CASE,
     FP32_ENDS,
@@ -25,7 +25,6 @@ from real_runs import (
     engine_runs,
     plain_run,
 )
-from thinned import RUNS_ALL
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -84,9 +83,6 @@ def encoder_apart(model: Any, inputs: Any) -> Tensor:
     return (first + second) / 2
 
 
-CACHED = ("gpt2", "llama", "t5")  # a key-value cache is made in training, too
-
-
 def evaluated_before(model: Any, inputs: Any) -> Tensor:
     """A pass without gradients before each step."""
     with torch.no_grad():
@@ -101,38 +97,37 @@ def with_router_loss(model: Any, inputs: Any) -> Tensor:
 
 
 def _variants_of(name: str) -> dict[str, Plan]:
-    kinds = ["plain", "lora"]
-    if name in LORA_SAVED:
-        kinds.append("lora_saved")
-    # every model runs every stage and precision as it is, every kind of adapter does so on some models
-    full = {"plain": NAMES, "lora": LORA_FULL, "lora_saved": DEFAULT_RUN}
-    plans = {
-        kind: Plan(name, kind, cases=EVERY_CASE if RUNS_ALL or name in full[kind] else FP32_ENDS)
-        for kind in kinds
-    }
-    for kind in ("recomputed", "recomputed_reentrant", "lora_recomputed_reentrant"):
-        plans[kind] = Plan(name, kind, cases=FP32_ENDS)
-    more: dict[str, dict[str, Any]] = {
-        "recomputed_by_config": {"config": {"activation_checkpointing": {}}},
-        "default_units": {"zero": DEFAULTS},
-        "evaluated_before": {"loss": evaluated_before, "zero": NOTHING_KEPT},
-    }
+    """GPT-2 has all variants. The others have what only they can show."""
+    ends = FP32_ENDS
+    if name == "gpt2":
+        kinds = ("lora", "lora_saved", "recomputed", "lora_recomputed_reentrant")
+        return {
+            "plain": Plan(name, cases=EVERY_CASE),
+            **{kind: Plan(name, kind, cases=ends) for kind in kinds},
+            "recomputed_by_config": Plan(
+                name,
+                config={"activation_checkpointing": {}},
+                plain_inputs={"use_cache": False},  # a block that will be recomputed gets no cache
+                cases=ends,
+            ),
+            "default_units": Plan(name, zero=DEFAULTS, cases=ends),
+            "evaluated_before": Plan(name, loss=evaluated_before, zero=NOTHING_KEPT, cases=ends),
+            "cached_and_tuple": Plan(name, loss=cached_and_tuple, cases=ends),
+            "head_outside": Plan(name, loss=head_outside, zero=NOTHING_KEPT, cases=ends),
+        }
+    plans = {"plain": Plan(name, cases=ends)}
+    if name == "llama":
+        plans["lora_saved"] = Plan(name, "lora_saved", cases=ends)
+        plans["recomputed_reentrant"] = Plan(name, "recomputed_reentrant", cases=ends)
     if name == "mixtral":
-        more["lora_experts"] = {"variant": "lora_experts"}
-        more["router_loss"] = {"loss": with_router_loss, "by_parts": True}
-    if name in CACHED:
-        # a block that will be recomputed gets no cache; T5 adds up in another order with one
-        more["recomputed_by_config"]["plain_inputs"] = {"use_cache": False}
-        more["cached_and_tuple"] = {"loss": cached_and_tuple}
-    if name in ("gpt2", "llama"):
-        more["head_outside"] = {"loss": head_outside, "zero": NOTHING_KEPT}
+        plans["lora_experts"] = Plan(name, "lora_experts", cases=ends)
+        plans["router_loss"] = Plan(name, loss=with_router_loss, by_parts=True, cases=ends)
     if name in ("t5", "whisper"):
-        more["encoder_apart"] = {"loss": encoder_apart, "zero": NOTHING_KEPT}
-    return plans | {kind: Plan(name, cases=FP32_ENDS, **options) for kind, options in more.items()}
+        plans["encoder_apart"] = Plan(name, loss=encoder_apart, zero=NOTHING_KEPT, cases=ends)
+    return plans
 
 
 DEFAULT_RUN = ("gpt2",)  # the others run with `pytest -m slow`
-LORA_FULL = ("gpt2", "llama", "vit")
 VARIANTS = {name: _variants_of(name) for name in NAMES}
 
 
@@ -190,7 +185,6 @@ def test_lora_keeps_the_units_of_its_base(name: str) -> None:
     assert [unit.name for unit in units] == [f"base_model.model.{block}" for block in BLOCKS[name]]
 
 
-@pytest.mark.slow
 def test_the_ranks_of_the_mixtral_runs_use_different_experts_and_leave_some_unused() -> None:
     model = build("mixtral")
     used = []
