@@ -77,7 +77,7 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.10",
-    install_requires=["torch>=2.11", "pydantic>=2.5", "ninja", "numpy", "py-cpuinfo", "tqdm"],
+    install_requires=["torch>=2.11", "pydantic>=2.10", "ninja", "numpy", "py-cpuinfo", "tqdm"],
     extras_require={
         "test": [
             *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "safetensors", "hjson"),

@@ -35,9 +35,9 @@ from ..zero.core.update import Updater
 from .checkpoint.io.background import Background
 from .checkpoint.saver import Direct, Saver
 from .checkpoint.training import Scheduler
+from .config.batch import mesh_of
 from .config.config import Config
-from .config.messages import warmup_steps
-from .config.ranks import mesh_of
+from .config.scheduler import warmup_steps
 from .data.loaders import build_loader, keeps_position
 from .engine import Engine
 from .model.arguments import check_arguments

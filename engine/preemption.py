@@ -29,7 +29,7 @@ from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError, XdsError
 from ..utils.messages import write_stderr
 from ..zero.core.agreement import Agreement
-from .config.checkpoint import Checkpoint
+from .config.sections import Checkpoint
 
 log = logging.getLogger("xds")
 EXIT_CODE = 128 + signal.SIGTERM

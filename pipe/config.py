@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, final
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ..utils.patterns import check_expression
-from ..utils.schema.keys import Entry, NoEffect, Report
-from ..utils.schema.rules import FLAG, NULL, TEXT, Rule, either, list_of, one_of, shown, whole
-from ..utils.schema.section import Section
+from ..utils.schema.section import Entry, NoEffect, Report, Section, is_auto
+from ..utils.schema.values import ANY_CASE, Count, Flag, Names, Natural, needs, read_whole, shown
 
 
 @final
@@ -43,66 +43,66 @@ NUMBERS: dict[str, Numbers] = {
 AUTO_SCHEDULE = "auto"  # the shortest step in a simulation
 TABLE_END = ".csv"
 ONE_STAGE = "used with several pipeline stages only, and pipeline.stages is 1"
+_OF_STAGES = (
+    *("schedule", "chunks", "partition", "reduce", "dynamic_shape", "first_stage_modules"),
+    *("last_stage_modules", "activation_checkpoint_interval"),
+)
 METHODS = ("uniform", "parameters", "best")
 BY_TYPE = "type:"
 
 
-def _read_stages(value: object) -> int:
-    if isinstance(value, str) and value.casefold() == "auto":
-        return 1
-    try:
-        return int(whole(1).read(value))
-    except ValueError as error:
-        raise ValueError(f'{error} (or "auto")') from None
+def _read_stages(value: object) -> object:
+    return 1 if is_auto(value) else read_whole(value)
 
 
-def _read_schedule(value: object) -> str:
-    if isinstance(value, str) and value.casefold().endswith(TABLE_END):
+def _read_schedule(value: str) -> str:
+    if value.casefold().endswith(TABLE_END):
         return value
-    try:
-        return str(one_of(*NUMBERS, AUTO_SCHEDULE).read(value))
-    except ValueError as error:
-        raise ValueError(f"{error}, or the path of a {TABLE_END} file") from None
+    if value.casefold() not in (*NUMBERS, AUTO_SCHEDULE):
+        raise ValueError
+    return value.casefold()
 
 
-def _read_partition(value: object) -> str | tuple[int, ...]:
-    if isinstance(value, (list, tuple)):
-        return _read_bounds(value)
+def _read_partition(value: object) -> object:
     if not isinstance(value, str):
-        raise ValueError(f"must be {PARTITION.need}")
+        return tuple(value) if isinstance(value, list) else value
     if value.casefold() in METHODS:
         return value.casefold()
-    if not value.casefold().startswith(BY_TYPE):
-        raise ValueError(f"must be {PARTITION.need}")
+    kind, pattern = value[: len(BY_TYPE)], value[len(BY_TYPE) :]
+    if kind.casefold() != BY_TYPE:
+        raise ValueError
     try:
-        check_expression(value[len(BY_TYPE) :])
+        check_expression(pattern)
     except ValueError as error:
         raise ValueError(f"what follows {BY_TYPE} {error}") from None
-    if len(value) == len(BY_TYPE):
+    if not pattern:
         raise ValueError(f'a regular expression must follow {BY_TYPE}, as in "type:Block"')
-    return BY_TYPE + value[len(BY_TYPE) :]
+    return BY_TYPE + pattern
 
 
-def _read_bounds(value: object) -> tuple[int, ...]:
-    bounds: tuple[int, ...] = list_of(whole(0), least=2).read(value)
-    if bounds[0] != 0 or any(end <= start for start, end in zip(bounds, bounds[1:], strict=False)):
+def _check_bounds(bounds: str | tuple[int, ...]) -> str | tuple[int, ...]:
+    if isinstance(bounds, tuple) and (
+        bounds[0] != 0 or any(end <= start for start, end in pairwise(bounds))
+    ):
         raise ValueError("bounds must begin with 0, and each must be larger than the one before it")
     return bounds
 
 
-STAGES = Rule('a whole number, at least 1, or "auto"', _read_stages, takes_auto=True)
-SCHEDULE = Rule(
-    f"{one_of(*NUMBERS, AUTO_SCHEDULE).need}, or the path of a {TABLE_END} file",
-    _read_schedule,
-    takes_auto=True,
-)
-PARTITION = Rule(
-    '"uniform", "parameters", "type:REGEX", "best", or a list of bounds such as [0, 3, 6]',
-    _read_partition,
-)
-Flag = Annotated[bool, FLAG]
-Names = Annotated[tuple[str, ...], list_of(TEXT)]
-OptionalCount = Annotated[int | None, either(whole(1), NULL)]
+_SCHEDULES = ", ".join(f'"{name}"' for name in NUMBERS)
+Stages = Annotated[
+    int, needs('a whole number, at least 1 (or "auto")', ge=1), BeforeValidator(_read_stages)
+]
+Schedule = Annotated[
+    str,
+    needs(f'{_SCHEDULES} or "{AUTO_SCHEDULE}", or the path of a {TABLE_END} file'),
+    AfterValidator(_read_schedule),
+]
+Partition = Annotated[
+    str | Annotated[tuple[Natural, ...], Field(min_length=2, fail_fast=True)],
+    needs('"uniform", "parameters", "type:REGEX", "best", or a list of bounds such as [0, 3, 6]'),
+    BeforeValidator(_read_partition),
+    AfterValidator(_check_bounds),
+]
 
 
 @final
@@ -110,15 +110,17 @@ class Pipeline(Section):
     """The model is cut into stages of consecutive layers, and each rank has one stage or several chunks."""
 
     others: ClassVar[Mapping[str, Entry]] = {
-        "use_reentrant": NoEffect(FLAG, "recomputation does not need torch's reentrant checkpoint"),
+        "use_reentrant": NoEffect(Flag, "recomputation does not need torch's reentrant checkpoint"),
     }
 
-    stages: Annotated[int, STAGES] = Field(
+    own_auto: ClassVar[frozenset[str]] = frozenset({"stages", "schedule"})
+
+    stages: Stages = Field(
         1,
         description='ranks that share one model; the others are data-parallel ranks. "auto": 1, or the number '
         "that a PipelineModule gives",
     )
-    schedule: Annotated[str, SCHEDULE] = Field(
+    schedule: Schedule = Field(
         "1f1b",
         description='the order of forwards and backwards of a step. "auto": the shortest step '
         "in a simulation with equal times. A file has one line of actions for each rank, as torch writes them",
@@ -131,18 +133,18 @@ class Pipeline(Section):
     grad_partitioned: Flag = Field(
         True, description="the same for the gradients that go back to the stage before"
     )
-    chunks: OptionalCount = Field(
+    chunks: Count | None = Field(
         None,
         description="parts of the model on each rank; null: the schedule's own number, 1 or 2. "
         "interleaved_1f1b takes 2 or more",
     )
-    partition: Annotated[str | tuple[int, ...], PARTITION] = Field(
+    partition: Partition = Field(
         "best",
         description="where the layers are cut. uniform: equal numbers of layers. parameters: equal numbers of "
         "parameters. type: equal numbers of layers whose class name matches. best: the slowest part is as fast "
         "as possible, by counted operations. Bounds: part i has the layers from bound i to before bound i + 1",
     )
-    reduce: Annotated[Literal["step", "micro_batch"], one_of("step", "micro_batch")] = Field(
+    reduce: Annotated[Literal["step", "micro_batch"], ANY_CASE] = Field(
         "step",
         description='"step": gradients are summed over the micro-batches and reduced once. "micro_batch": '
         "they are reduced after each micro-batch, which at stages 2 and 3 needs less memory",
@@ -161,10 +163,10 @@ class Pipeline(Section):
     last_stage_modules: Names = Field(
         (), description="dotted-name globs of modules that belong to the last stage"
     )
-    activation_checkpoint_interval: Annotated[int, whole(0)] = Field(
+    activation_checkpoint_interval: Natural = Field(
         0, description="layers that are recomputed together in backward; 0: none are recomputed"
     )
-    micro_batches: OptionalCount = Field(
+    micro_batches: Count | None = Field(
         None, description="must equal gradient_accumulation_steps, if it is given"
     )
 
@@ -199,57 +201,48 @@ class Pipeline(Section):
             return None
         return waits / (works + waits)
 
+    def check(self, report: Report) -> None:
+        """Report what the section's keys do not allow one another, and what one stage leaves without effect."""
+        if self.stages == 1:
+            self._note_one_stage(report)
+            return
+        numbers = NUMBERS.get(self.schedule)
+        if numbers is not None and self.chunks is not None and not numbers.allows(self.chunks):
+            least = "at least " if numbers.any_more else ""
+            others = ", ".join(name for name, each in NUMBERS.items() if each.allows(self.chunks))
+            report.complain(
+                "pipeline.chunks",
+                self.chunks,
+                f'the schedule "{self.schedule}" needs {least}{numbers.chunks} on each rank; remove chunks, or '
+                f"set pipeline.schedule to one with {self.chunks}: {others}",
+            )
+        elif self.num_chunks and isinstance(self.partition, tuple):
+            self._check_number_of_bounds(self.partition, report)
+        both = sorted({*self.first_stage_modules} & {*self.last_stage_modules})
+        if both:
+            report.complain(
+                "pipeline.last_stage_modules",
+                list(self.last_stage_modules),
+                f"{shown(both[0])} is in first_stage_modules too; remove it from one of the two",
+            )
 
-def check_pipeline(section: Pipeline, report: Report) -> None:
-    """Report what the section's keys do not allow one another, and what one stage leaves without effect."""
-    if section.stages == 1:
-        _note_one_stage(section, report)
-        return
-    numbers = NUMBERS.get(section.schedule)
-    if numbers is not None and section.chunks is not None and not numbers.allows(section.chunks):
-        least = "at least " if numbers.any_more else ""
-        others = ", ".join(name for name, each in NUMBERS.items() if each.allows(section.chunks))
+    def _check_number_of_bounds(self, bounds: tuple[int, ...], report: Report) -> None:
+        parts = self.stages * self.num_chunks
+        if len(bounds) == parts + 1:
+            return
+        factor = f" x pipeline.chunks ({self.num_chunks})" if self.num_chunks > 1 else ""
         report.complain(
-            "pipeline.chunks",
-            section.chunks,
-            f'the schedule "{section.schedule}" needs {least}{numbers.chunks} on each rank; remove chunks, or '
-            f"set pipeline.schedule to one with {section.chunks}: {others}",
-        )
-    elif section.num_chunks and isinstance(section.partition, tuple):
-        _check_number_of_bounds(section, section.partition, report)
-    both = sorted({*section.first_stage_modules} & {*section.last_stage_modules})
-    if both:
-        report.complain(
-            "pipeline.last_stage_modules",
-            list(section.last_stage_modules),
-            f"{shown(both[0])} is in first_stage_modules too; remove it from one of the two",
+            "pipeline.partition",
+            list(bounds),
+            f"these bounds make {len(bounds) - 1} parts, and pipeline.stages ({self.stages}){factor} = {parts} "
+            f"are needed; give {parts + 1} bounds",
         )
 
-
-def _check_number_of_bounds(section: Pipeline, bounds: tuple[int, ...], report: Report) -> None:
-    parts = section.stages * section.num_chunks
-    if len(bounds) == parts + 1:
-        return
-    factor = f" x pipeline.chunks ({section.num_chunks})" if section.num_chunks > 1 else ""
-    report.complain(
-        "pipeline.partition",
-        list(bounds),
-        f"these bounds make {len(bounds) - 1} parts, and pipeline.stages ({section.stages}){factor} = {parts} "
-        f"are needed; give {parts + 1} bounds",
-    )
-
-
-_OF_STAGES = (
-    *("schedule", "chunks", "partition", "reduce", "dynamic_shape", "first_stage_modules"),
-    *("last_stage_modules", "activation_checkpoint_interval"),
-)
-
-
-def _note_one_stage(section: Pipeline, report: Report) -> None:
-    ignored = [
-        f"pipeline.{name}"
-        for name in _OF_STAGES
-        if getattr(section, name) != Pipeline.model_fields[name].default
-    ]
-    if ignored:
-        report.notes.append(f"{', '.join(ignored)}: {ONE_STAGE}")
+    def _note_one_stage(self, report: Report) -> None:
+        ignored = [
+            f"pipeline.{name}"
+            for name in _OF_STAGES
+            if getattr(self, name) != Pipeline.model_fields[name].default
+        ]
+        if ignored:
+            report.notes.append(f"{', '.join(ignored)}: {ONE_STAGE}")

@@ -7,19 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import Field
 
-from ..utils.schema.keys import Detail, Entry, Group, NoEffect, Refused, details
-from ..utils.schema.rules import (
-    ANYTHING,
-    FLAG,
-    NULL,
-    OBJECT,
-    TEXT,
-    either,
-    list_of,
-    one_of,
-    whole,
-)
-from ..utils.schema.section import Section
+from ..utils.schema.section import Entry, Group, NoEffect, Refused, Section, details
+from ..utils.schema.values import ANY_CASE, Count, Flag, Names, Natural, Object, Text
 
 _EXPERT = "expert parallelism is not supported yet; set it to false or remove the section"
 _OWN_KEY = "write the number of ranks as tensor_parallel.tp_size"
@@ -31,39 +20,36 @@ class TensorParallel(Section):
 
     aliases: ClassVar[Mapping[str, str]] = {"autotp_size": "tp_size"}
     others: ClassVar[Mapping[str, Entry]] = {
-        "enabled": Detail(FLAG),
-        "dtype": Detail(TEXT),
+        **details(Flag, "enabled keep_module_on_host kernel_inject"),
+        **details(Flag, "replace_with_kernel_inject"),
         "tp": Group(
-            {
-                "tp_size": Refused(whole(1), _OWN_KEY, harmless=(1,)),
-                "tp_grain_size": Detail(whole(1)),
-                **details(ANYTHING, "mpu", "tp_group"),
-            },
             "size of a group",
+            {"tp_size": Refused(Count, _OWN_KEY, harmless=(1,))},
+            details(Count, "tp_grain_size"),
+            details(Any, "mpu tp_group"),
         ),
-        **details(TEXT, "preset_model", "vocab_parallel_ce_backend"),
-        **details(FLAG, "keep_module_on_host", "kernel_inject", "replace_with_kernel_inject"),
-        "injection_policy_tuple": Detail(ANYTHING),
+        **details(Text, "dtype preset_model vocab_parallel_ce_backend"),
+        **details(Any, "injection_policy_tuple"),
     }
 
-    tp_size: Annotated[int, whole(0)] = Field(
+    tp_size: Natural = Field(
         1, description="ranks that share the layers of a model; 0 and 1: layers are not cut"
     )
-    plan: Annotated[dict[str, Any] | None, either(OBJECT, NULL)] = Field(
+    plan: Object | None = Field(
         None,
         description="module-name glob -> colwise, colwise_gather_output, packed_colwise, rowwise, "
         "embedding_rowwise, sequence_parallel ...; null: the plan of the model, or one that is found",
     )
-    partition_config: Annotated[dict[str, Any] | None, either(OBJECT, NULL)] = Field(
+    partition_config: Object | None = Field(
         None,
         description="DeepSpeed's layer_specs, which come before every plan; with use_default_specs "
         "false other layers stay whole",
     )
-    tp_overlap_comm: Annotated[bool, FLAG] = Field(
+    tp_overlap_comm: Flag = Field(
         False,
         description="the sums of input gradients travel while the gradients of weights are computed",
     )
-    vocab_parallel_lm_head: Annotated[bool, FLAG] = Field(
+    vocab_parallel_lm_head: Flag = Field(
         False,
         description="the logits stay cut over tensor ranks, and the loss is computed from them; "
         "false: they are gathered",
@@ -79,49 +65,44 @@ class TensorParallel(Section):
 class LongSequences(Section):
     """Long sequences: who cuts them over sequence ranks, and what computes one tile of the tokens at a time."""
 
-    cut_by: Annotated[Literal["engine", "script"], one_of("engine", "script")] = Field(
+    cut_by: Annotated[Literal["engine", "script"], ANY_CASE] = Field(
         "engine",
         description="who gives each sequence rank its tokens, and sums the losses; script: each rank passes "
         "its own tokens with their position_ids",
     )
-    cut_in_eval: Annotated[bool, FLAG] = Field(
+    cut_in_eval: Flag = Field(
         True,
         description="false: after eval() each rank passes whole batches of its own, where cut_by is script",
     )
-    tiled_mlp: Annotated[bool | int, either(FLAG, whole(1))] = Field(
+    tiled_mlp: Flag | Count = Field(
         False,
         description="tokens of a tile in the MLPs of the blocks; true: as many as the model is wide",
     )
-    tiled_loss: Annotated[bool | int, either(FLAG, whole(1))] = Field(
+    tiled_loss: Flag | Count = Field(
         False,
         description="tokens of a tile in head and loss of a causal language model of transformers; true: 1024",
     )
-    tiled_modules: Annotated[list[str] | None, either(list_of(TEXT), NULL)] = Field(
+    tiled_modules: Names | None = Field(
         None,
         description='names of the MLPs inside of a block; null: "mlp", "feed_forward" or "ffn"',
     )
 
 
-EXPERT_PARALLEL = Group(
-    {
-        "enabled": Refused(FLAG, _EXPERT, harmless=(False,)),
-        **details(
-            ANYTHING,
-            *("autoep_size", "expert_tensor_parallel_size", "preset_model", "moe_layer_pattern"),
-            *("expert_pattern", "router_pattern", "use_grouped_mm", "disable_triton_grouped_mm"),
-            *("route_norm", "route_scale", "score_func", "score_apply", "combine_impl", "top_k"),
-            *("routed_scaling_factor", "num_expert_groups", "num_limited_groups"),
-            *("load_balance_coeff", "expert_w1", "expert_w2", "expert_w3", "num_experts_attr"),
-            *("top_k_attr", "has_shared_experts", "shared_experts_pattern"),
-            *("shared_experts_gate_pattern", "validate_folding_routing"),
-        ),
-    },
-    "distributes the experts of a mixture over ranks",
-)
-
 TOP_LEVEL_KEYS: dict[str, Entry] = {
-    "expert_parallel": EXPERT_PARALLEL,
+    "expert_parallel": Group(
+        "distributes the experts of a mixture over ranks",
+        {"enabled": Refused(Flag, _EXPERT, harmless=(False,))},
+        details(
+            Any,
+            "autoep_size expert_tensor_parallel_size preset_model moe_layer_pattern "
+            "expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm "
+            "route_scale score_func score_apply combine_impl top_k routed_scaling_factor "
+            "num_expert_groups num_limited_groups load_balance_coeff expert_w1 expert_w2 "
+            "expert_w3 num_experts_attr top_k_attr has_shared_experts shared_experts_pattern "
+            "shared_experts_gate_pattern validate_folding_routing",
+        ),
+    ),
     "use_data_before_expert_parallelism": NoEffect(
-        FLAG, "it only matters with expert parallelism, which is not supported yet", same=(False,)
+        Flag, "it only matters with expert parallelism, which is not supported yet", same=(False,)
     ),
 }

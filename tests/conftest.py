@@ -35,14 +35,18 @@ def _messages_as_at_the_start() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_group_is_left() -> Iterator[None]:
-    """A process group that a file has opened ends with it, and so does its hook for exceptions."""
+def _each_file_begins_anew() -> Iterator[None]:
+    """The process group of a file ends with it, its hook for exceptions, and what it has compiled."""
     hook = sys.excepthook
+    if "torch" in sys.modules:  # files run side by side, and torch's threads wait for one another
+        sys.modules["torch"].set_num_threads(1)
     yield
     sys.excepthook = hook
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    if "torch._dynamo" in sys.modules:  # else torch compiles a function of many files no more
+        sys.modules["torch._dynamo"].reset()
 
 
 def pytest_sessionfinish() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
+from helpers import run_ranks
 from pipeline_runs import Model, batches, config_of, worst
 from torch import Tensor, nn
-from warm_ranks import warm
 
 import xds
 
@@ -111,7 +109,7 @@ def run(case: Case) -> Result:
 def without_pipeline(case: Case) -> Result:
     """The same data ranks, ZeRO stage and precision, without a pipeline."""
     plain = replace(case, pipe=1, schedule="1f1b")
-    result: Result = warm(case.data).run(run, plain)[0]
+    result: Result = run_ranks(run, case.data, plain)[0]
     return result
 
 
@@ -144,7 +142,7 @@ def faults(case: Case) -> list[str]:
 
 def examine(case: Case) -> tuple[float, list[str]]:
     """The largest relative difference of loss and norm, and what is wrong."""
-    results: list[Result] = warm(case.world_size).run(run, case)
+    results: list[Result] = run_ranks(run, case.world_size, case)
     first = results[0]
     found = []
     if any(result.steps != first.steps for result in results):
@@ -162,15 +160,3 @@ def examine(case: Case) -> tuple[float, list[str]]:
         if case.is_exact and (names := result.unequal(plain)):
             found.append(f"masters differ from those without a pipeline: {names}")
     return difference, found
-
-
-def matrix() -> Iterator[Case]:
-    """Every cut, ZeRO stage and schedule in fp32, and each precision and kind with each of them."""
-    cuts = [(2, 1), (2, 2), (4, 1), (4, 2)]
-    for number, ((pipe, data), stage, schedule) in enumerate(
-        itertools.product(cuts, range(4), SCHEDULES)
-    ):
-        yield Case(pipe, data, stage, schedule, kind=KINDS[(number + number // 6) % 6])
-    for number, (stage, schedule, kind) in enumerate(itertools.product(range(4), SCHEDULES, KINDS)):
-        pipe, data = cuts[number % 2]
-        yield Case(pipe, data, stage, schedule, ("bf16", "fp16")[number // 2 % 2], kind)

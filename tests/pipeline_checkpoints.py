@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from helpers import run_ranks
 from torch import Tensor, nn
-from warm_ranks import warm
 
 import xds
 from xds.ops.flat import numel_of
@@ -290,10 +290,10 @@ def random_loads(folder: str, count: int, seed: int) -> Iterator[tuple[str, Cut,
         while len(there) < wanted:
             fresh = cut_of(*kind)
             if fresh not in there:
-                there[fresh] = Saved(fresh, warm(fresh.world_size).run(write, folder, fresh))
+                there[fresh] = Saved(fresh, run_ranks(write, fresh.world_size, folder, fresh))
         chosen = draw.sample(list(there.values()), LOADS_OF_ONE)
         here = cut_of(*kind)
         tags = [one.cut.tag for one in chosen]
-        results = warm(here.world_size).run(read, folder, here, tags)
+        results = run_ranks(read, here.world_size, folder, here, tags)
         for at, one in enumerate(chosen):
             yield one.cut.tag, here, one.differences(here, [held[at] for held in results])

@@ -32,5 +32,5 @@ def test_the_page_is_current() -> None:
         return
     said = cells(PAGE.read_text())
     assert said.keys() == set(pairs()), f"run: {command}"
-    for pair in pairs()[::5]:
+    for pair in pairs()[::12]:
         assert outcome(pair) == said[pair], f"{pair}; run: {command}"

@@ -1,6 +1,4 @@
-"""The test matrix: every stage x precision x accumulation x ranks x feature against plain PyTorch.
-
-The slow tests run all stages in fp32 and in one more precision, at combinations that `thinned.py` chooses.
+"""Every stage, precision and accumulation against plain PyTorch.
 
 fp32: loss and gradient norm within 1e-6 relative per step, parameters within 1e-6 of their norm per step,
 of plain torch.optim.AdamW on one process; stages 0-3 bit-equal to one another (with accumulation 0 = 1
@@ -18,12 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_processes
-from models import FEATURES, build, micro_batch
-from thinned import RUNS_ALL, pairwise
+from models import build, micro_batch
+from runs import config
 
 import xds
 
-# each feature has tests of its own; combinations of the others run with `pytest -m slow`
 DEFAULT_RUN = ("mixed_shapes", "checkpointed_reentrant")
 STEPS, SAMPLES, CLIP, LR = 3, 4, 0.5, 3e-3
 LOW, ACCUMULATIONS = ("bf16", "fp16"), (1, 2)
@@ -49,32 +46,24 @@ class Run:
         return "-".join([self.feature, str(self.world_size), *more])
 
 
+# others have tests of their own, and the fuzzer draws combinations
 SLOW_RUNS = [
-    Run(feature, world_size, (low,), (accumulation,))
-    for feature, world_size, low, accumulation in pairwise(FEATURES, (1, 2, 4), LOW, ACCUMULATIONS)
-    if (feature, world_size) not in itertools.product(DEFAULT_RUN, (2,))
-    # four ranks compile for a minute; "compiled_blocks" runs on four, "compiled" on one and two
-    and (RUNS_ALL or (feature, world_size) != ("compiled", 4))
+    Run("compiled", 1, ("bf16",), (1,)),
+    Run("compiled_blocks", 2, ("fp16",), (2,)),
+    Run("lora", 4, ("bf16",), (2,)),
+    Run("unused", 2, ("fp16",), (1,)),
 ]
 
 
 def config_of(stage: int, precision: str, accumulation: int, world_size: int) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": SAMPLES // world_size,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
-        "zero_optimization": {
-            "stage": stage,
-            "unit_min_numel": 0,
-            "stage3_param_persistence_threshold": 0,
-        },
-    }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
-    if precision == "fp16":
-        config["fp16"]["initial_scale_power"] = 8
-    return config
+    return config(
+        stage,
+        precision,
+        samples=SAMPLES // world_size,
+        accumulation=accumulation,
+        params={"lr": LR, "weight_decay": 0.1},
+        clip=CLIP,
+    )
 
 
 def plain_run(feature: str, accumulation: int, world_size: int) -> dict[str, Any]:
@@ -105,15 +94,11 @@ def _values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def engine_run(
-    feature: str, stage: int, precision: str, accumulation: int, **zero: Any
-) -> dict[str, Any]:
-    """The same three steps on this rank of an engine. zero: more keys of zero_optimization."""
+def engine_run(feature: str, stage: int, precision: str, accumulation: int) -> dict[str, Any]:
+    """The same three steps on this rank of an engine."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build(feature)
-    config = config_of(stage, precision, accumulation, world_size)
-    config["zero_optimization"] |= zero
-    engine = xds.initialize(model, config)
+    engine = xds.initialize(model, config_of(stage, precision, accumulation, world_size))
     losses, norms = [], []
     for step in range(STEPS):
         total = torch.zeros((), dtype=torch.float64)

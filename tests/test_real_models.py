@@ -96,39 +96,44 @@ def with_router_loss(model: Any, inputs: Any) -> Tensor:
     return loss
 
 
-def _variants_of(name: str) -> dict[str, Plan]:
-    """GPT-2 has all variants. The others have what only they can show."""
-    ends = FP32_ENDS
-    if name == "gpt2":
-        kinds = ("lora", "lora_saved", "recomputed", "lora_recomputed_reentrant")
-        return {
-            "plain": Plan(name, cases=EVERY_CASE),
-            **{kind: Plan(name, kind, cases=ends) for kind in kinds},
-            "recomputed_by_config": Plan(
-                name,
-                config={"activation_checkpointing": {}},
-                plain_inputs={"use_cache": False},  # a block that will be recomputed gets no cache
-                cases=ends,
-            ),
-            "default_units": Plan(name, zero=DEFAULTS, cases=ends),
-            "evaluated_before": Plan(name, loss=evaluated_before, zero=NOTHING_KEPT, cases=ends),
-            "cached_and_tuple": Plan(name, loss=cached_and_tuple, cases=ends),
-            "head_outside": Plan(name, loss=head_outside, zero=NOTHING_KEPT, cases=ends),
-        }
-    plans = {"plain": Plan(name, cases=ends)}
-    if name == "llama":
-        plans["lora_saved"] = Plan(name, "lora_saved", cases=ends)
-        plans["recomputed_reentrant"] = Plan(name, "recomputed_reentrant", cases=ends)
-    if name == "mixtral":
-        plans["lora_experts"] = Plan(name, "lora_experts", cases=ends)
-        plans["router_loss"] = Plan(name, loss=with_router_loss, by_parts=True, cases=ends)
-    if name in ("t5", "whisper"):
-        plans["encoder_apart"] = Plan(name, loss=encoder_apart, zero=NOTHING_KEPT, cases=ends)
-    return plans
-
-
-DEFAULT_RUN = ("gpt2",)  # the others run with `pytest -m slow`
-VARIANTS = {name: _variants_of(name) for name in NAMES}
+# a block that will be recomputed gets no cache; T5 adds up in another order with one
+NO_CACHE = {"use_cache": False}
+RECOMPUTED = {"activation_checkpointing": {}}
+FULL, ENDS = EVERY_CASE, FP32_ENDS
+# gpt2 runs by default; each of the others runs what only its layers have with `pytest -m slow`
+VARIANTS: dict[str, dict[str, Plan]] = {
+    "gpt2": {
+        "plain": Plan("gpt2", cases=FULL),
+        "lora": Plan("gpt2", "lora", cases=FULL),
+        "lora_saved": Plan("gpt2", "lora_saved", cases=ENDS),
+        "recomputed_reentrant": Plan("gpt2", "recomputed_reentrant", cases=ENDS),
+        "recomputed_by_config": Plan("gpt2", config=RECOMPUTED, plain_inputs=NO_CACHE, cases=ENDS),
+        "default_units": Plan("gpt2", zero=DEFAULTS, cases=ENDS),
+        "evaluated_before": Plan("gpt2", loss=evaluated_before, zero=NOTHING_KEPT, cases=ENDS),
+        "cached_and_tuple": Plan("gpt2", loss=cached_and_tuple, cases=ENDS),
+        "head_outside": Plan("gpt2", loss=head_outside, zero=NOTHING_KEPT, cases=ENDS),
+    },
+    "llama": {
+        "plain": Plan("llama", cases=FULL),
+        "recomputed": Plan("llama", "recomputed", cases=ENDS),
+        "lora_recomputed_reentrant": Plan("llama", "lora_recomputed_reentrant", cases=ENDS),
+    },
+    "mixtral": {
+        "plain": Plan("mixtral", cases=FULL),
+        "lora_experts": Plan("mixtral", "lora_experts", cases=ENDS),
+        "router_loss": Plan("mixtral", loss=with_router_loss, by_parts=True, cases=ENDS),
+    },
+    "t5": {
+        "plain": Plan("t5", cases=ENDS),
+        "encoder_apart": Plan("t5", loss=encoder_apart, zero=NOTHING_KEPT, cases=ENDS),
+        "cached_and_tuple": Plan("t5", loss=cached_and_tuple, cases=ENDS),
+    },
+    "vit": {"plain": Plan("vit", cases=ENDS), "lora": Plan("vit", "lora", cases=ENDS)},
+    "whisper": {
+        "plain": Plan("whisper", cases=ENDS),
+        "encoder_apart": Plan("whisper", loss=encoder_apart, zero=NOTHING_KEPT, cases=ENDS),
+    },
+}
 
 
 @cache
@@ -155,7 +160,7 @@ def runs_of(name: str) -> dict[str, dict[tuple[int, str], Any]]:
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
-        pytest.param(name, variant, marks=() if name in DEFAULT_RUN else pytest.mark.slow)
+        pytest.param(name, variant, marks=() if name == "gpt2" else pytest.mark.slow)
         for name in NAMES
         for variant in VARIANTS[name]
     ],
@@ -185,6 +190,7 @@ def test_lora_keeps_the_units_of_its_base(name: str) -> None:
     assert [unit.name for unit in units] == [f"base_model.model.{block}" for block in BLOCKS[name]]
 
 
+@pytest.mark.slow
 def test_the_ranks_of_the_mixtral_runs_use_different_experts_and_leave_some_unused() -> None:
     model = build("mixtral")
     used = []

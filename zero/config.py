@@ -9,9 +9,8 @@ from pydantic import Field
 
 from ..compression import config as compression
 from ..offload import config as offload
-from ..utils.schema.keys import Entry, NoEffect, Refused
-from ..utils.schema.rules import FLAG, TEXT, Rule, list_of, one_of, size, whole
-from ..utils.schema.section import AsRead, Section
+from ..utils.schema.section import Entry, NoEffect, Refused, Section, nested
+from ..utils.schema.values import WHOLE, Elements, Flag, Names, Natural, SomeElements, needs
 
 STAGES = {
     0: "nothing is sharded; gradients are averaged over the ranks",
@@ -26,15 +25,15 @@ _SAVE = "a save of full weights always gathers them"
 
 
 def _always(why: str) -> NoEffect:
-    return NoEffect(FLAG, why, same=(True,))
+    return NoEffect(Flag, why, same=(True,))
 
 
 def _never(why: str) -> NoEffect:
-    return NoEffect(FLAG, why, same=(False,))
+    return NoEffect(Flag, why, same=(False,))
 
 
 def _refused_flag(why: str) -> Refused:
-    return Refused(FLAG, why, harmless=(False,))
+    return Refused(Flag, why, harmless=(False,))
 
 
 _OTHERS: dict[str, Entry] = {
@@ -43,20 +42,20 @@ _OTHERS: dict[str, Entry] = {
     "use_multi_rank_bucket_allreduce": _always("gradients are reduce-scattered, not all-reduced"),
     "contiguous_gradients": _always(_FLAT),
     "round_robin_gradients": _never("every rank has an equal shard of every unit"),
-    "parameter_alignment": NoEffect(FLAG, "parameters are always aligned in their flat buffer"),
+    "parameter_alignment": NoEffect(Flag, "parameters are always aligned in their flat buffer"),
     "load_from_fp32_weights": _always("load_checkpoint reads the fp32 masters"),
     "elastic_checkpoint": _never("checkpoints load at any number of ranks without it"),
     "ignore_unused_parameters": _always("parameters without a gradient contribute zeros"),
     "reduce_bucket_size": NoEffect(
-        size(1), "the gradients of a unit are reduced in one call; see units"
+        SomeElements, "the gradients of a unit are reduced in one call; see units"
     ),
-    "allgather_bucket_size": NoEffect(size(1), "a unit is gathered in one call; see units"),
-    "sub_group_size": NoEffect(size(), "the update runs unit by unit"),
+    "allgather_bucket_size": NoEffect(SomeElements, "a unit is gathered in one call; see units"),
+    "sub_group_size": NoEffect(Elements, "the update runs unit by unit"),
     "model_persistence_threshold": NoEffect(
-        size(), "only param_persistence_threshold decides what stays gathered"
+        Elements, "only param_persistence_threshold decides what stays gathered"
     ),
     "module_granularity_threshold": NoEffect(
-        size(), "unit_min_numel sets the minimum size of a unit", same=(0,)
+        Elements, "unit_min_numel sets the minimum size of a unit", same=(0,)
     ),
     "use_all_reduce_for_fetch_params": _never(_FETCH),
     "allgather_sequential": _never(_FETCH),
@@ -72,7 +71,7 @@ _OTHERS: dict[str, Entry] = {
     "save_muon_momentum_buffer_in_memory": _never("offload_optimizer decides where states are"),
     "grad_hooks": _always("old name: gradients are always reduced by hooks, as they arrive"),
     "legacy_stage1": _refused_flag("the legacy stage 1 is not supported; remove the key"),
-    **offload.ZERO_KEYS,
+    "zenflow": offload.ZENFLOW,
 }
 
 _PREFIXED = (
@@ -81,17 +80,6 @@ _PREFIXED = (
     *("use_all_reduce_for_fetch_params", "allgather_sequential"),
     *("gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save"),
 )
-
-Names = Annotated[tuple[str, ...], list_of(TEXT)]
-Elements = Annotated[int, size()]
-Flag = Annotated[bool, FLAG]
-
-
-def _read_stage(value: object) -> object:
-    found = value
-    if isinstance(value, float) and value in STAGES:
-        found = int(value)
-    return one_of(*STAGES).read(found)
 
 
 @final
@@ -117,7 +105,7 @@ class ZeroConfig(Section):
         "cpu_offload_params": "cpu_offload_param",
     }
 
-    stage: Annotated[int, Rule("0, 1, 2 or 3", _read_stage)] = Field(
+    stage: Annotated[int, needs("0, 1, 2 or 3", ge=0, le=3), WHOLE] = Field(
         0, description="0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters"
     )
     overlap_comm: Flag = Field(
@@ -156,7 +144,7 @@ class ZeroConfig(Section):
         description="stage 3: ranks may call different units. They exchange requests before each gather, and "
         "each rank keeps full gradients until the end of backward",
     )
-    mics_shard_size: Annotated[int, whole(-1)] = Field(
+    mics_shard_size: Annotated[int, Field(ge=-1), WHOLE] = Field(
         -1,
         description="MiCS: so many neighbouring data-parallel ranks share one copy of the model states, and "
         "gradients are summed over the copies once in a step; -1 or 0: all ranks share one. No effect at "
@@ -173,17 +161,10 @@ class ZeroConfig(Section):
     unit_min_numel: Elements = Field(
         2_097_152, description="blocks with fewer elements share a unit with their neighbours"
     )
-    leaf_module: Annotated[LeafModules, AsRead()] = Field(
-        default_factory=LeafModules.model_construct,
-        description="DeepSpeed's names for units; merged into units",
-    )
+    leaf_module: LeafModules = nested(LeafModules, "DeepSpeed's names for units; merged into units")
 
-    offload_optimizer: Annotated[offload.OffloadOptimizer, AsRead()] = Field(
-        default_factory=offload.OffloadOptimizer.model_construct
-    )
-    offload_param: Annotated[offload.OffloadParam, AsRead()] = Field(
-        default_factory=offload.OffloadParam.model_construct
-    )
+    offload_optimizer: offload.OffloadOptimizer = nested(offload.OffloadOptimizer)
+    offload_param: offload.OffloadParam = nested(offload.OffloadParam)
     cpu_offload_param: Flag = Field(
         False, description='DeepSpeed\'s old name of offload_param.device = "cpu"'
     )
@@ -201,7 +182,7 @@ class ZeroConfig(Section):
     zero_quantized_nontrainable_weights: Flag = Field(
         False, description="stage 3: the same for parameters that are frozen at `initialize`"
     )
-    zero_hpz_partition_size: Annotated[int, whole(0)] = Field(
+    zero_hpz_partition_size: Natural = Field(
         1,
         description="stage 3: so many neighbouring ranks of a host keep the parameters from a gather to "
         "the update; 0 and 1 do not",
@@ -210,7 +191,7 @@ class ZeroConfig(Section):
         False,
         description="stages 1 to 3: gradients are sent in 4 bits, inside each host and then across",
     )
-    zeropp_loco_param: Annotated[compression.Loco | None, AsRead()] = Field(
+    zeropp_loco_param: compression.Loco | None = Field(
         None, description="feeds back what 4-bit gradients lose; {} takes the defaults"
     )
 

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from torch import Tensor
 
-from ...utils.schema.rules import FLAG, NULL, Rule, either, number, one_of
+from ...utils.schema.values import FLAG, WHOLE, Value
+from ..config.classes import RATE, Rate
 from ..config.optimizer import OPTIMIZERS
-from ..config.params import RATE
 from ..config.scheduler import SCHEDULERS
 from .io.tensor_table import shown
 
 RATES = ("base_lrs", "_last_lr")  # of torch's schedules, one for each group
 POSITIONS = ("last_epoch", "_step_count", "last_batch_iteration")
-_SWITCH = one_of(False, True, 0, 1)
-_POSITION = number(-1)
+_SWITCH = Value(bool | Annotated[Literal[0, 1], WHOLE])
+_POSITION = Value(Annotated[float, Field(ge=-1, allow_inf_nan=False)])
+_RATE_OR_NULL = Value(Rate | None)
 _OF_FUNCTIONS = ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler")
 
 
@@ -56,18 +58,17 @@ def check_groups(kind: str, groups: Iterable[Mapping[str, Any]]) -> None:
                 _check(rules.get(key), value, f"{where}.{shown(key)[1:-1]}")
 
 
-def _rules_of(kind: str) -> dict[str, Rule]:
+def _rules_of(kind: str) -> dict[str, Value]:
     """The rules for the hyperparameters of the class; of one that is not known, those for its rates."""
-    table = OPTIMIZERS.built_in.get(kind) or OPTIMIZERS.from_torch.get(kind)
-    if table is None:
-        return dict.fromkeys(("lr", "initial_lr"), either(RATE, NULL))
-    rules = {key: rule for key, rule in table.items() if isinstance(rule, Rule)}
+    rules = OPTIMIZERS.arguments(kind)
+    if not rules:
+        return dict.fromkeys(("lr", "initial_lr"), _RATE_OR_NULL)
     return {key: _SWITCH if rule is FLAG else rule for key, rule in rules.items()} | {
         "initial_lr": RATE
     }
 
 
-def _check(rule: Rule | None, value: Any, where: str) -> None:
+def _check(rule: Value | None, value: Any, where: str) -> None:
     plain = _plain(value)
     if rule is None:
         if _has_nan(plain):

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...utils.schema.keys import AUTO, Report, is_auto, is_comment, joined, plain
-from .batch import MICRO, STEPS, TRAIN
+from ...utils.schema.section import AUTO, Report, is_auto, is_comment, joined, plain
+from ...utils.schema.values import shown
+from .batch import COMPUTED, MICRO, STEPS, TRAIN
 
 MUST_BE_FILLED: dict[str, str] = {
     "optimizer.type": "a name such as AdamW",
@@ -35,7 +36,6 @@ MUST_BE_FILLED: dict[str, str] = {
 }
 OWN_VALUE = "optimizer.params.freeze_step"  # "auto" is a value of its own there
 CLIPPING_OF_INTEGRATIONS = 1.0
-COMPUTED = (TRAIN, MICRO, STEPS)
 _ACCELERATOR = (  # what accelerate's plugin or its DummyOptim and DummyScheduler know
     *("optimizer.params.lr", "optimizer.params.weight_decay", "scheduler.params.warmup_*_lr"),
     *("scheduler.params.*_num_steps", "fp16.enabled", "bf16.enabled", "zero_optimization.stage"),
@@ -145,9 +145,11 @@ def _is_open(data: Mapping[str, Any], key: str) -> bool:
     return data.get(key) is None or is_auto(data.get(key))
 
 
-def note_auto(report: Report, shown_default: Callable[[str], str]) -> None:
+def note_auto(report: Report, config: Any, canonical: Callable[[str], str]) -> None:
     """Add a note for each "auto" that means the default."""
     for path in report.auto_keys:
-        default = shown_default(path)
-        if path not in COMPUTED and default != '"auto"':
-            report.notes.append(f'{path} = "auto": the default is used, {default}')
+        default = config
+        for part in canonical(path).split("."):
+            default = getattr(default, part, None)
+        if path not in COMPUTED and default != AUTO:
+            report.notes.append(f'{path} = "auto": the default is used, {shown(default)}')

@@ -1,16 +1,93 @@
-"""The three batch sizes: train_batch_size = micro-batch x accumulation steps x data-parallel ranks.
+"""What a number of ranks means for a config: the mesh, and the three batch sizes.
 
-DeepSpeed's rules: any two give the third. train_batch_size alone, or the micro-batch alone, means no
-accumulation. gradient_accumulation_steps alone is not enough. 0 means "not given".
+train_batch_size = micro-batch x accumulation steps x data-parallel ranks, by DeepSpeed's rules: any two give
+the third. train_batch_size alone, or the micro-batch alone, means no accumulation.
+gradient_accumulation_steps alone is not enough. 0 means "not given".
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from ...ops.mesh import Mesh
+from ...pipe.config import Pipeline
+from ...tensor.config import TensorParallel
+
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
+COMPUTED = (TRAIN, MICRO, STEPS)
 WORLD_SIZE = "world size"  # what a message calls the data-parallel ranks where all ranks are
 DATA_RANKS = "data-parallel ranks"  # ... and where a model has several pipeline stages
+
+
+def mesh_of(pipeline: Pipeline, tensor: TensorParallel, world_size: int, sequence: int = 1) -> Mesh:
+    """The mesh of `world_size` ranks. Raises ValueError with the product if it is not a whole one."""
+    return Mesh.of(world_size, pipe=pipeline.stages, sequence=sequence, tensor=tensor.size)
+
+
+def batch_of(config: Any, world_size: int) -> tuple[list[str], dict[str, int]]:
+    """(complaints, the fields of `Config` that depend on the number of ranks)."""
+    if world_size < 1:
+        return [f"world size = {world_size}: must be at least 1"], {}
+    try:
+        mesh = mesh_of(
+            config.pipeline, config.tensor_parallel, world_size, config.sequence_parallel_size
+        )
+    except ValueError as error:
+        return [str(error)], {}
+    if config.elasticity.enabled:
+        (train, micro, steps), complaints = config.elasticity.batch_for(mesh.data)
+    else:
+        (train, micro, steps), complaints = solve_batch(
+            config.train_batch_size,
+            config.train_micro_batch_size_per_gpu,
+            config.gradient_accumulation_steps,
+            mesh.data,
+            auto=tuple(key for key in config.auto_keys if key in COMPUTED),
+            named=WORLD_SIZE if config.model_ranks == 1 else DATA_RANKS,
+        )
+    complaints = [*complaints, *_wrong_micro_batches(config.pipeline, steps)]
+    complaints += _wrong_shard_groups(config.zero_optimization, mesh)
+    wanted = config.data_parallel_size
+    if wanted is not None and wanted != mesh.data:
+        complaints.append(
+            f"data_parallel_size = {wanted}: must equal the number of data-parallel ranks "
+            f"({mesh.data}); remove it or start {wanted * config.model_ranks}"
+        )
+    sizes = dict(zip(COMPUTED, (train, micro, steps), strict=True))
+    return complaints, {**sizes, "world_size": world_size, "data_parallel_ranks": mesh.data}
+
+
+def _wrong_micro_batches(section: Pipeline, steps: int) -> list[str]:
+    """Complaints about `steps` micro-batches in a step of the pipeline; 0: the number is not known."""
+    found = []
+    if steps and section.micro_batches not in (None, steps):
+        found.append(
+            f"pipeline.micro_batches = {section.micro_batches}: must equal {STEPS} ({steps}); remove it, and "
+            f"set {STEPS} to the number of micro-batches"
+        )
+    least = section.least_micro_batches
+    if section.stages > 1 and 0 < steps < least:
+        found.append(
+            f'{STEPS} = {steps}: the schedule "{section.schedule}" with pipeline.stages = {section.stages} '
+            f"needs at least {least} micro-batches in a step; raise {STEPS} to {least}, or set "
+            'pipeline.schedule to "gpipe"'
+        )
+    return found
+
+
+def _wrong_shard_groups(zero: Any, mesh: Mesh) -> list[str]:
+    """Complaints about data-parallel ranks that are no multiple of a shard group."""
+    size, ranks = zero.mics_shard_size, mesh.data * mesh.sequence
+    if size <= 0 or zero.stage == 0 or ranks % size == 0:
+        return []
+    named = DATA_RANKS if mesh.sequence == 1 else "data-parallel and sequence ranks"
+    fits = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
+    return [
+        f"zero_optimization.mics_shard_size = {size}: must divide the number of {named} ({ranks}), so that "
+        f"every shard group has as many ranks; set it to {' or '.join(fits[:8])}, or start a multiple of {size}"
+    ]
 
 
 def solve_batch(
@@ -37,53 +114,27 @@ def solve_batch(
             f"(samples per step over all ranks) or {MICRO} (samples per rank and forward)"
         ]
     if train and micro and steps:
-        return (train, micro, steps), _check_all(train, micro, steps, ranks, named)
+        product = micro * steps * ranks
+        wrong = (
+            f"{TRAIN} = {train}: must equal {MICRO} ({micro}) x {STEPS} ({steps}) x {named} "
+            f"({ranks}) = {product}; remove one of the three keys or set {TRAIN} to {product}"
+        )
+        return (train, micro, steps), [] if train == product else [wrong]
     if not train:
         steps = steps or 1
         return (micro * steps * ranks, micro, steps), []
-    if micro:
-        return _divide_steps(train, micro, ranks, named)
-    return _divide_micro(train, steps or 1, ranks, named, given=bool(steps))
-
-
-def _check_all(train: int, micro: int, steps: int, ranks: int, named: str) -> list[str]:
-    product = micro * steps * ranks
-    if train == product:
-        return []
-    return [
-        f"{TRAIN} = {train}: must equal {MICRO} ({micro}) x {STEPS} ({steps}) x {named} "
-        f"({ranks}) = {product}; remove one of the three keys or set {TRAIN} to {product}"
-    ]
-
-
-def _divide_steps(
-    train: int, micro: int, ranks: int, named: str
-) -> tuple[tuple[int, int, int], list[str]]:
-    chunk = micro * ranks
+    chunk = (micro or steps or 1) * ranks
     if train % chunk == 0:
-        return (train, micro, train // chunk), []
-    return (train, micro, 0), [
-        f"{TRAIN} = {train}: must be a multiple of {MICRO} ({micro}) x {named} ({ranks}) "
-        f"= {chunk}; set {TRAIN} to {_nearby(train, chunk)}, or change {MICRO} or the "
-        "number of ranks"
-    ]
-
-
-def _divide_micro(
-    train: int, steps: int, ranks: int, named: str, *, given: bool
-) -> tuple[tuple[int, int, int], list[str]]:
-    chunk = steps * ranks
-    if train % chunk == 0:
-        return (train, train // chunk, steps), []
-    factors = f"{STEPS} ({steps}) x {named} ({ranks}) = {chunk}"
-    if not given:
-        factors = f"the {named} ({ranks})"
-    return (train, 0, steps), [
-        f"{TRAIN} = {train}: must be a multiple of {factors}; set {TRAIN} to "
-        f"{_nearby(train, chunk)}, or change the number of ranks"
-    ]
-
-
-def _nearby(train: int, chunk: int) -> str:
+        found = train // chunk
+        return ((train, micro, found) if micro else (train, found, steps or 1)), []
     below = train // chunk * chunk
-    return f"{below} or {below + chunk}" if below else str(chunk)
+    near = f"{below} or {below + chunk}" if below else str(chunk)
+    factor, more = f"the {named} ({ranks})", ""
+    if micro:
+        factor, more = f"{MICRO} ({micro}) x {named} ({ranks}) = {chunk}", f"{MICRO} or "
+    elif steps:
+        factor = f"{STEPS} ({steps}) x {named} ({ranks}) = {chunk}"
+    return (train, micro, 0 if micro else steps or 1), [
+        f"{TRAIN} = {train}: must be a multiple of {factor}; set {TRAIN} to {near}, or change {more}"
+        "the number of ranks"
+    ]

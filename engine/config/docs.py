@@ -1,177 +1,113 @@
-"""Generates docs/config.md from the config classes: `python -m xds.engine.config.docs > docs/config.md`."""
+"""Writes the reference in docs/config.md: `python -m xds.engine.config.docs docs/config.md`.
+
+What stands before the mark in that file is written by hand.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import Parameter, signature
-from typing import Any
+from pathlib import Path
 
-from ...utils.schema.keys import Detail, Entry, Group, NoEffect, Refused
-from ...utils.schema.rules import Rule, shown
-from ...utils.schema.section import Section, rule_of, subsection
-from .auto import COMPUTED, MUST_BE_FILLED
+from ...utils.schema.section import Entry, Group, NoEffect, Refused, Section, subsection
+from ...utils.schema.values import Value, need_of, shown
+from .auto import MUST_BE_FILLED
+from .batch import COMPUTED
+from .classes import ClassTable
 from .config import Config
 from .optimizer import OPTIMIZERS
-from .params import ClassTable, describe
 from .scheduler import SCHEDULERS
 
-INTRO = """\
-# The config
-
-<!-- `python -m xds.engine.config.docs > docs/config.md` generates this page from the config classes. -->
-
-- The keys are DeepSpeed's, with DeepSpeed's meaning.
-- `xds check FILE --world-size N` shows what a file means.
-- `xds.Config.load` takes a path, JSON text, base64 of it, a dict (which is never changed) or a `Config`.
-
-## Rules
-
-- **Every key has a status.**
-  - *Supported*: it does what its description says.
-  - *No effect*: xds accepts the key but does not need it. One line of the log names all such keys of a
-    file, once. `xds check` gives the reasons. A value that describes what xds does is not named.
-  - *Refused*: an error with reason and remedy, unless the value changes nothing (`false`, `"none"`,
-    size 1).
-  - *Detail*: it belongs to a feature that another key enables. xds checks only its type.
-- **Unknown keys are errors**; the message names the nearest key. Duplicate keys are errors too.
-- **All wrong and unknown keys are reported at once**, each with its full key path; where there is none, all
-  that do not go together. For malformed JSON the message names line and column.
-- **Files** may contain `//` comments. With the package `hjson` they may also be
-  [Hjson](https://hjson.github.io), as in DeepSpeed: other comments, trailing commas, keys and text
-  without quotes.
-- **Comment keys** begin with `_` (`"_comment": "..."`). They are ignored in every section.
-- **Numbers.** `5e8` is a whole number. Sizes in elements are rounded (`0.9 * hidden * hidden`);
-  counts such as batch sizes are not. `"1.0"` is text, and `true` is not a number.
-- **null** means "not set": the default is used. For some keys null is a value of its own; their
-  descriptions name it.
-- **Batch sizes.** `train_batch_size` = `train_micro_batch_size_per_gpu` x
-  `gradient_accumulation_steps` x data-parallel ranks. Any two give the third. `train_batch_size`
-  alone, or the micro-batch alone, means no accumulation. At least one of these two must be given.
-  Data-parallel ranks are all ranks divided by `pipeline.stages`.
-  This is checked when the number of ranks is known: in `xds.initialize` and `xds check`.
-- **gradient_clipping**: without this key gradients are not clipped (DeepSpeed: 1.0 since version 0.19).
-- **Adam** decouples weight decay like AdamW unless `adam_w_mode` is false, as in DeepSpeed.
-- **activation_checkpointing**: the section alone enables it. `"enabled": false` disables it, and so do flags
-  that are all false.
-- **dtypes** have their usual names: `bf16`, `bfloat16`, `torch.bfloat16`, ...
-
-## "auto"
-
-1. An integration fills it in: `Config.load(source, auto={"optimizer.params.lr": 1e-4})`, or
-   `xds check FILE --auto optimizer.params.lr=1e-4`. `xds check` alone fills in what a Trainer knows, with the
-   defaults of TrainingArguments.
-2. The batch sizes are computed from one another and the number of ranks.
-3. `gradient_clipping` becomes 1.0, the value that Trainer and Accelerate fill in by default.
-4. It is an error for these keys, which only the training script can know:
-"""
-
-_OPTIMIZER_NOTES = (
-    "No argument is required.",
-    "Muon, for matrices: the first of `muon_lr`, `lr` and 0.02. For other parameters: the first of `adam_lr`, "
-    "`lr` and 3e-4.",
-    "`torch_adam`: the default of `weight_decay` is 0.01, unless `adam_w_mode` is false.",
-)
-_SCHEDULER_NOTES = (
-    "`warmup_max_lr` = null: the learning rate of each parameter group.",
-    "`warmup_num_steps` = 0 or 1: taken as 2, as in DeepSpeed before 0.19.6.",
-    "`cycle_second_step_size`, `cycle_second_stair_count` = null: as in the first half.",
-)
-
-AUTO_END = """\
-5. For `zero_optimization.offload_optimizer.ratio` it is a value of its own.
-6. For all other keys it means the default; the config's notes list them.
-"""
+MARK = "<!-- `python -m xds.engine.config.docs docs/config.md` writes what follows. -->\n"
+_NOTES = {
+    "optimizer": "No argument is required. Muon, for matrices: the first of `muon_lr`, `lr` and 0.02; for "
+    "other parameters: the first of `adam_lr`, `lr` and 3e-4. `torch_adam`: the default of `weight_decay` "
+    "is 0.01, unless `adam_w_mode` is false.",
+    "scheduler": "`warmup_max_lr` = null: the learning rate of each parameter group. `warmup_num_steps` = 0 "
+    "or 1: taken as 2, as in DeepSpeed before 0.19.6. `cycle_second_step_size`, `cycle_second_stair_count` "
+    "= null: as in the first half.",
+}
 
 
-def main() -> None:
-    """Print the page."""
-    print(page(), end="")
+def reference() -> str:
+    """The part of the page after the mark, as Markdown."""
+    filled = [(f"`{glob}`", wanted) for glob, wanted in MUST_BE_FILLED.items()]
+    auto = '## Keys whose "auto" only an integration fills\n\n' + _table("key | write", filled)
+    return "\n".join([auto, *_sections(Config, ""), *_classes()])
 
 
-def page() -> str:
-    """The whole page as Markdown."""
-    refused_auto = "".join(
-        f"   - `{glob}`: write {wanted}\n" for glob, wanted in MUST_BE_FILLED.items()
-    )
-    parts = [INTRO + refused_auto + AUTO_END, *_sections(Config, ""), *_classes()]
-    return "\n".join(parts)
+def _table(head: str, rows: Sequence[tuple[str, ...]]) -> str:
+    if not rows:
+        return ""
+    line = "|---" * len(rows[0]) + "|"
+    return "\n".join([f"| {head} |", line, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 
 def _sections(model: type[Section], path: str) -> Iterator[str]:
-    title = f"`{path}`" if path else "Top level"
-    doc = "" if not path else f"{_first_line(model)}\n\n"
-    yield f"## {title}\n\n{doc}{_table(_rows(model))}"
+    """The table of a section, and those of the sections in it."""
+    spelled: dict[str, str] = {}
+    for other, name in model.aliases.items():
+        spelled[name] = f"{spelled.get(name, f'`{name}`')}, `{other}`"
+    rows = []
+    for name, schema in model.model_json_schema()["properties"].items():
+        if name in model.results or subsection(model, name):
+            continue
+        default = shown(schema.get("default", {}))  # a schema does not have what a factory makes
+        ends = "computed if it is not given" if name in COMPUTED else f"default `{default}`"
+        text = f"{schema['description']}; {need_of(schema)}; {ends}"
+        rows.append((spelled.get(name, f"`{name}`"), "supported", text))
+    values = {name: each for name, each in model.others.items() if isinstance(each, Value)}
+    rows += [(spelled.get(name, f"`{name}`"), *_status(each)) for name, each in values.items()]
+    doc = f"{(model.__doc__ or '').splitlines()[0]}\n\n" if path else ""
+    yield f"## {f'`{path}`' if path else 'Top level'}\n\n{doc}" + _table(
+        "key | status | meaning", rows
+    )
     for name in model.model_fields:
         inner = subsection(model, name)
         if inner is not None:
             yield from _sections(inner, f"{path}.{name}" if path else name)
-    for name, entry in model.others.items():
-        if isinstance(entry, Group):
-            yield from _group(entry, f"{path}.{name}" if path else name)
+    yield from _groups(model.others, path)
 
 
-def _first_line(model: type[Section]) -> str:
-    return (model.__doc__ or "").strip().splitlines()[0]
-
-
-def _rows(model: type[Section]) -> Iterator[tuple[str, str, str]]:
-    spellings: dict[str, list[str]] = {}
-    for other, name in model.aliases.items():
-        spellings.setdefault(name, []).append(other)
-    for name, field in model.model_fields.items():
-        if name in model.results or subsection(model, name) is not None:
+def _groups(entries: Mapping[str, Entry], path: str) -> Iterator[str]:
+    for name, group in entries.items():
+        if not isinstance(group, Group):
             continue
-        need = rule_of(model, name).need
-        default = shown(field.get_default(call_default_factory=True))
-        ends = "computed if it is not given" if name in COMPUTED else f"default `{default}`"
-        yield _named(name, spellings), "supported", f"{field.description}; {need}; {ends}"
-    for name, entry in model.others.items():
-        if not isinstance(entry, Group):
-            yield _named(name, spellings), *_status(entry)
+        here = f"{path}.{name}" if path else name
+        values = {key: each for key, each in group.keys.items() if isinstance(each, Value)}
+        details = [f"`{key}`" for key, each in values.items() if type(each) is Value]
+        rows = [
+            (f"`{key}`", *_status(each)) for key, each in values.items() if type(each) is not Value
+        ]
+        text = " ".join(
+            [
+                f"{group.what[:1].upper()}{group.what[1:]}.",
+                *([f"Refused if it is given: {group.present}."] if group.present else []),
+                *(["Other keys may appear and are not checked."] if group.open else []),
+                *(
+                    [f"Details, checked for their type only: {', '.join(details)}."]
+                    if details
+                    else []
+                ),
+            ]
+        )
+        table = _table("key | status | meaning", rows)
+        yield f"## `{here}`\n\n{text}\n" + (f"\n{table}" if table else "")
+        yield from _groups(group.keys, here)
 
 
-def _named(name: str, spellings: Mapping[str, list[str]]) -> str:
-    return ", ".join(f"`{each}`" for each in (name, *spellings.get(name, ())))
-
-
-def _group(group: Group, path: str) -> Iterator[str]:
-    what = [f"{group.what[:1].upper()}{group.what[1:]}."]
-    if group.present:
-        what.append(f"Refused if it is given: {group.present}.")
-    if group.open:
-        what.append("Other keys may appear and are not checked.")
-    only_typed = [f"`{name}`" for name, entry in group.keys.items() if isinstance(entry, Detail)]
-    if only_typed:
-        what.append(f"Details, checked for their type only: {', '.join(only_typed)}.")
-    rows = [
-        (f"`{name}`", *_status(entry))
-        for name, entry in group.keys.items()
-        if isinstance(entry, (NoEffect, Refused))
-    ]
-    yield f"## `{path}`\n\n{' '.join(what)}\n\n{_table(iter(rows))}".rstrip("\n") + "\n"
-    for name, entry in group.keys.items():
-        if isinstance(entry, Group):
-            yield from _group(entry, f"{path}.{name}")
-
-
-def _status(entry: Entry) -> tuple[str, str]:
+def _status(entry: Value) -> tuple[str, str]:
     if isinstance(entry, NoEffect):
-        quiet = f"; no warning for {_listed(entry.same)}" if entry.same else ""
+        quiet = f"; no warning for {_listed(*entry.same)}" if entry.same else ""
         return "no effect", f"{entry.why}{quiet}"
     if isinstance(entry, Refused):
-        return "refused", f"{entry.why}; accepted values: {_listed((*entry.harmless, None))}"
+        return "refused", f"{entry.why}; accepted values: {_listed(*entry.harmless, None)}"
     return "detail", "checked for its type only"
 
 
-def _listed(values: tuple[Any, ...]) -> str:
+def _listed(*values: object) -> str:
     return " or ".join(f"`{shown(value)}`" for value in values)
-
-
-def _table(rows: Iterator[tuple[str, str, str]]) -> str:
-    lines = [f"| {key} | {status} | {meaning} |" for key, status, meaning in rows]
-    if not lines:
-        return ""
-    return "\n".join(["| key | status | meaning |", "|---|---|---|", *lines]) + "\n"
 
 
 def _classes() -> Iterator[str]:
@@ -179,49 +115,52 @@ def _classes() -> Iterator[str]:
     from ..optim import schedules
     from ..optim.optimizers import ONE_PASS, OWN
 
-    yield _types(OPTIMIZERS, {**OWN, **ONE_PASS, "Adam": Adam, "AdamW": Adam}, _OPTIMIZER_NOTES)
-    yield _types(
-        SCHEDULERS,
-        {name: getattr(schedules, name) for name in SCHEDULERS.built_in},
-        _SCHEDULER_NOTES,
+    yield _arguments(OPTIMIZERS, {**OWN, **ONE_PASS, "Adam": Adam, "AdamW": Adam})
+    yield _arguments(SCHEDULERS, {name: getattr(schedules, name) for name in SCHEDULERS.built_in})
+
+
+def _arguments(classes: ClassTable, built: Mapping[str, type]) -> str:
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for name, table in classes.built_in.items():
+        parameters = signature(built[name]).parameters
+        for key, entry in table.items():
+            status, text = _status(entry)
+            if type(entry) is Value:
+                row = key, entry.need, _default(parameters.get(key))
+            else:
+                row = key, f"{status}: {text}", ""
+            found.setdefault(row, []).append(name)
+    rows = [
+        (f"`{key}`", "all" if len(names) == len(classes.built_in) else ", ".join(names), *more)
+        for (key, *more), names in found.items()
+    ]
+    reasons: dict[str, list[str]] = {}
+    for name, why in classes.refused.items():
+        reasons.setdefault(why, []).append(name)
+    return "\n\n".join(
+        [
+            f"## `{classes.section}.params`",
+            f"Types: {', '.join(classes.built_in)}.",
+            _table("argument | of | value | default", rows).rstrip(),
+            _NOTES[classes.section],
+            f"Classes of torch, with torch's own arguments and defaults: {', '.join(classes.from_torch)}.",
+            "Refused types:",
+            "\n".join(f"- {', '.join(names)}: {why}" for why, names in reasons.items()) + "\n",
+        ]
     )
 
 
 def _default(parameter: Parameter | None) -> str:
     if parameter is None:
         return ""
-    if parameter.default is Parameter.empty:
-        return "required"
-    return f"`{shown(parameter.default)}`"
+    return "required" if parameter.default is Parameter.empty else f"`{shown(parameter.default)}`"
 
 
-def _types(classes: ClassTable, built: Mapping[str, type], notes: Sequence[str]) -> str:
-    arguments: dict[tuple[str, str, str], list[str]] = {}
-    for name, table in classes.built_in.items():
-        parameters = signature(built[name]).parameters
-        for key, value in describe(table):
-            is_read = isinstance(table[key], Rule)
-            default = _default(parameters.get(key)) if is_read else ""
-            arguments.setdefault((key, value, default), []).append(name)
-    num_all = len(classes.built_in)
-    rows = [
-        f"| `{key}` | {'all' if len(names) == num_all else ', '.join(names)} | {value} | {default} |"
-        for (key, value, default), names in arguments.items()
-    ]
-    reasons: dict[str, list[str]] = {}
-    for name, why in classes.refused.items():
-        reasons.setdefault(why, []).append(name)
-    lines = [f"- {', '.join(names)}: {why}" for why, names in reasons.items()]
-    header = ["| argument | of | value | default |", "|---|---|---|---|"]
-    table_text = "\n".join([*header, *rows])
-    notes_text = "\n".join(f"- {note}" for note in notes)
-    return (
-        f"## `{classes.section}.params`\n\nTypes: {', '.join(classes.built_in)}.\n\n{table_text}\n\n"
-        f"{notes_text}\n\n"
-        f"Classes of torch, with torch's own arguments and defaults: {', '.join(classes.from_torch)}.\n\n"
-        "Refused types:\n\n" + "\n".join(lines) + "\n"
-    )
+def main(path: str) -> None:
+    """Rewrite the reference in the page at `path`."""
+    page = Path(path)
+    page.write_text(page.read_text().partition(MARK)[0] + MARK + "\n" + reference())
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, final
 
 from pydantic import Field
 
-from ...utils.schema.keys import Entry, NoEffect, Report, is_auto
-from ...utils.schema.rules import FLAG, list_of, one_of, whole
-from ...utils.schema.section import Section
+from ...utils.schema.section import Entry, NoEffect, Report, Section, is_auto
+from ...utils.schema.values import TUPLE, Count, Flag, Natural, checked, needs
 from ..elastic.rules import Limits, Plan, plan
 from .batch import MICRO, STEPS, TRAIN
 
+VERSIONS = (0.1, 0.2)
 SHOWN_NEAR = 3  # valid numbers of ranks on either side of one that is refused
 REQUIRED = ("max_train_batch_size", "micro_batch_sizes")
 
@@ -24,39 +24,41 @@ class Elasticity(Section):
 
     others: ClassVar[Mapping[str, Entry]] = {
         "min_time": NoEffect(
-            whole(0), "only schedulers that read the file use it: minutes between two changes", (0,)
+            Natural, "only schedulers that read the file use it: minutes between two changes", (0,)
         ),
     }
 
-    enabled: Annotated[bool, FLAG] = Field(
+    enabled: Flag = Field(
         False,
         description="the batch sizes are computed from this section. The last batch of an epoch of "
         "training_data is filled up with samples of that epoch, or dropped with dataloader_drop_last",
     )
-    max_train_batch_size: Annotated[int, whole(1)] = Field(
+    max_train_batch_size: Count = Field(
         2000, description="the largest batch; must be given if the section is enabled"
     )
-    micro_batch_sizes: Annotated[tuple[int, ...], list_of(whole(1), least=1)] = Field(
-        (2, 4, 6),
-        description="micro-batches that fit in memory; must be given if the section is enabled",
+    micro_batch_sizes: Annotated[tuple[Count, ...], Field(min_length=1, fail_fast=True), TUPLE] = (
+        Field(
+            (2, 4, 6),
+            description="micro-batches that fit in memory; must be given if the section is enabled",
+        )
     )
-    min_gpus: Annotated[int, whole(1)] = Field(1, description="the smallest number of ranks")
-    max_gpus: Annotated[int, whole(1)] = Field(10000, description="the largest number of ranks")
-    prefer_larger_batch: Annotated[bool, FLAG] = Field(
+    min_gpus: Count = Field(1, description="the smallest number of ranks")
+    max_gpus: Count = Field(10000, description="the largest number of ranks")
+    prefer_larger_batch: Flag = Field(
         True,
         description="if two batch sizes allow the same number of rank counts, use the larger",
     )
-    ignore_non_elastic_batch_info: Annotated[bool, FLAG] = Field(
+    ignore_non_elastic_batch_info: Flag = Field(
         False, description="other batch sizes in the file are ignored instead of an error"
     )
-    version: Annotated[float, one_of(0.1, 0.2)] = Field(
+    version: Annotated[float, needs("0.1 or 0.2"), checked(VERSIONS.__contains__)] = Field(
         0.2, description="0.1 counts ranks, 0.2 counts whole nodes"
     )
-    model_parallel_size: Annotated[int, whole(1)] = Field(
+    model_parallel_size: Count = Field(
         1,
         description="ranks that hold one model. Training needs the number pipeline.stages; planning takes any",
     )
-    num_gpus_per_node: Annotated[int, whole(1)] = Field(
+    num_gpus_per_node: Count = Field(
         1, description="ranks per node, which join and leave together (version 0.2)"
     )
 
@@ -80,25 +82,37 @@ class Elasticity(Section):
             )
         )
 
+    def check(self, data: Mapping[str, Any], report: Report) -> None:
+        """Report an enabled section that training cannot use, and other batch sizes in the file."""
+        if not self.enabled:
+            return
+        for key in (TRAIN, MICRO, STEPS):
+            value = data.get(key)
+            if value is None or is_auto(value):
+                continue
+            if self.ignore_non_elastic_batch_info:
+                report.without_effect.append((key, "elasticity sets the batch sizes"))
+            else:
+                report.complain(
+                    key,
+                    value,
+                    "elasticity sets the batch sizes; remove the key, or set "
+                    "elasticity.ignore_non_elastic_batch_info to true",
+                )
+        report.complaints += unplannable(self, data["elasticity"])
 
-def check_elasticity(section: Elasticity, data: Mapping[str, Any], report: Report) -> None:
-    """Report an enabled section that training cannot use, and other batch sizes in the file."""
-    if not section.enabled:
-        return
-    for key in (TRAIN, MICRO, STEPS):
-        value = data.get(key)
-        if value is None or is_auto(value):
-            continue
-        if section.ignore_non_elastic_batch_info:
-            report.without_effect.append((key, "elasticity sets the batch sizes"))
-        else:
-            report.complain(
-                key,
-                value,
-                "elasticity sets the batch sizes; remove the key, or set "
-                "elasticity.ignore_non_elastic_batch_info to true",
-            )
-    report.complaints += unplannable(section, data["elasticity"])
+    def batch_for(self, replicas: int) -> tuple[tuple[int, int, int], list[str]]:
+        """((train, micro, steps), complaints) for `replicas` data-parallel ranks, as `solve_batch`."""
+        try:
+            found = self.plan()
+        except ValueError as error:
+            return (0, 0, 0), [str(error)]
+        if replicas not in found.replicas:
+            world_size = replicas * self.model_parallel_size
+            return (found.batch_size, 0, 0), [
+                f"world size = {world_size}: {refusal(found, world_size, found.world_sizes)}"
+            ]
+        return (found.batch_size, *found.split(replicas)), []
 
 
 def unplannable(section: Elasticity, given: Mapping[str, Any]) -> list[str]:
@@ -114,20 +128,6 @@ def unplannable(section: Elasticity, given: Mapping[str, Any]) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
-
-
-def elastic_batch(section: Elasticity, replicas: int) -> tuple[tuple[int, int, int], list[str]]:
-    """((train, micro, steps), complaints) for `replicas` data-parallel ranks, as `solve_batch`."""
-    try:
-        found = section.plan()
-    except ValueError as error:
-        return (0, 0, 0), [str(error)]
-    if replicas not in found.replicas:
-        world_size = replicas * section.model_parallel_size
-        return (found.batch_size, 0, 0), [
-            f"world size = {world_size}: {refusal(found, world_size, found.world_sizes)}"
-        ]
-    return (found.batch_size, *found.split(replicas)), []
 
 
 def refusal(found: Plan, asked: int, valid: Sequence[int]) -> str:

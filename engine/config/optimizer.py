@@ -1,151 +1,189 @@
-"""The config section `optimizer`: known types, their arguments, and refused types."""
+"""The config section `optimizer`: known types, their arguments, and refused types.
+
+The names of arguments are those of the constructors. Bounds are where these, or arithmetic, fail.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import Field
 
-from ...utils.schema.keys import Entry, NoEffect, Refused, Report
-from ...utils.schema.rules import (
+from ...utils.schema.section import Entry, NoEffect, Refused, Report, Section
+from ...utils.schema.values import (
+    ANY_CASE,
+    COUNT,
     FLAG,
     NUMBER,
-    OBJECT,
-    TEXT,
-    list_of,
-    number,
-    one_of,
-    or_auto,
-    whole,
+    TUPLE,
+    Flag,
+    NonNegative,
+    Object,
+    Positive,
+    Share,
+    Text,
+    Value,
+    checked,
+    needs,
 )
-from ...utils.schema.section import Section
-from . import torch_classes
-from .params import RATE, ClassTable, Param, read_params
+from .classes import (
+    AT_LEAST_0,
+    BETA,
+    BETAS,
+    DECAY,
+    DIFFERENTIABLE,
+    EPS,
+    FLAG_OR_NULL,
+    FREEZE_STEP,
+    MAX_GRAD_NORM,
+    RATE,
+    ClassTable,
+)
 
 BESIDE_PARAMS = "its place is optimizer.params, in DeepSpeed too"
-
-
-@final
-class OptimizerConfig(Section):
-    """The optimizer that the engine builds if the script passes none."""
-
-    others: ClassVar[Mapping[str, Entry]] = {
-        "legacy_fusion": NoEffect(FLAG, "the update is always one fused pass", same=(False,)),
-        **dict.fromkeys(
-            ("adam_w_mode", "amsgrad", "bias_correction", "torch_adam"),
-            NoEffect(FLAG, BESIDE_PARAMS),
-        ),
-    }
-
-    type: Annotated[str, TEXT] = Field(
-        "", description="name of the optimizer, in any case; must be given"
-    )
-    params: Annotated[dict[str, Any], OBJECT] = Field(
-        default_factory=dict, description="its arguments"
-    )
-
-
 TORCH_DECAY = 0.01  # the default of torch.optim.AdamW
 FUSED = "there is one implementation, and it is fused"
-_LR = RATE
-_DECAY = number(0)
-_EPS = number(0)
-# an element without gradients would be 0 / 0, and others share its norm or its message
-_SHARED_EPS = number(above=0)
-_BETA = number(0, below=1)
-_BETAS = list_of(_BETA, 2, 2)
-_AMSGRAD = Refused(FLAG, "AMSGrad is not supported; set it to false", harmless=(False,))
-_MAX_GRAD_NORM = Refused(
-    NUMBER, "set the top-level key gradient_clipping instead", harmless=(0, 0.0)
-)
-_ALL: dict[str, Param] = {
-    "lr": _LR,
-    "weight_decay": _DECAY,
-    "max_grad_norm": _MAX_GRAD_NORM,
-    "fused": NoEffect(FLAG, FUSED, same=(True,)),
-    "foreach": NoEffect(FLAG, FUSED, same=(False,)),
-    "capturable": NoEffect(FLAG, "the update is not captured", same=(False,)),
-    "set_grad_none": NoEffect(FLAG, "gradients stay in their flat buffers"),
-    "maximize": Refused(FLAG, "negate the loss instead", harmless=(False,)),
-    "differentiable": Refused(
-        FLAG, "differentiating through the update is not supported; set it to false", (False,)
-    ),
+_MESSAGES = "messages are sent by the backend of torch.distributed, on any device"
+_ABOVE_0 = Value(
+    Positive
+)  # as eps: an element without gradients would be 0 / 0, and others share its norm
+_AMSGRAD = Refused(Flag, "AMSGrad is not supported; set it to false", harmless=(False,))
+_EPS_INSIDE = Refused(Flag, "eps is added outside the root", harmless=(False,))
+
+_ALL: dict[str, Value] = {
+    "lr": RATE,
+    "weight_decay": DECAY,
+    "max_grad_norm": MAX_GRAD_NORM,
+    "fused": NoEffect(Flag, FUSED, same=(True,)),
+    "foreach": NoEffect(Flag, FUSED, same=(False,)),
+    "capturable": NoEffect(Flag, "the update is not captured", same=(False,)),
+    "set_grad_none": NoEffect(Flag, "gradients stay in their flat buffers"),
+    "maximize": Refused(Flag, "negate the loss instead", harmless=(False,)),
+    "differentiable": DIFFERENTIABLE,
 }
-_ADAM: dict[str, Param] = {
+_ADAM: dict[str, Value] = {
     **_ALL,
-    "betas": _BETAS,
-    "eps": _EPS,
+    "betas": BETAS,
+    "eps": EPS,
     "bias_correction": FLAG,
     "amsgrad": _AMSGRAD,
     "torch_adam": FLAG,
-    "fp32_optimizer_states": NoEffect(FLAG, "optimizer states are always fp32", same=(True,)),
-    "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
-    "disable_fused_adam": NoEffect(FLAG, FUSED, same=(False,)),
+    "fp32_optimizer_states": NoEffect(Flag, "optimizer states are always fp32", same=(True,)),
+    "eps_inside_sqrt": _EPS_INSIDE,
+    "disable_fused_adam": NoEffect(Flag, FUSED, same=(False,)),
 }
-
-_MESSAGES = "messages are sent by the backend of torch.distributed, on any device"
-_ONE_BIT: dict[str, Param] = {
-    "cuda_aware": NoEffect(FLAG, _MESSAGES),
-    "comm_backend_name": NoEffect(TEXT, _MESSAGES),
-    "eps": _SHARED_EPS,
+_SHARES_NORMS: dict[str, Value] = {
+    **_ALL,
+    "betas": BETAS,
+    "eps": _ABOVE_0,
     "bias_correction": FLAG,
-    "betas": _BETAS,
     "amsgrad": _AMSGRAD,
-    "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
+    "eps_inside_sqrt": _EPS_INSIDE,
 }
-_FREEZE_STEP = or_auto(whole(1))
-
-_BUILT_IN: dict[str, dict[str, Param]] = {
+_COEFFICIENTS: dict[str, Value] = {"max_coeff": _ABOVE_0, "min_coeff": AT_LEAST_0}
+_ONE_BIT: dict[str, Value] = {
+    **_SHARES_NORMS,
+    "cuda_aware": NoEffect(Flag, _MESSAGES),
+    "comm_backend_name": NoEffect(Text, _MESSAGES),
+    "freeze_step": FREEZE_STEP,
+}
+_BUILT_IN: dict[str, dict[str, Value]] = {
     "Adam": {**_ADAM, "adam_w_mode": FLAG},
     "AdamW": {
         **_ADAM,
-        "adam_w_mode": NoEffect(FLAG, "AdamW always decouples weight decay", same=(True,)),
+        "adam_w_mode": NoEffect(Flag, "AdamW always decouples weight decay", same=(True,)),
     },
-    "SGD": {**_ALL, "momentum": number(0), "dampening": NUMBER, "nesterov": FLAG},
+    "SGD": {**_ALL, "momentum": AT_LEAST_0, "dampening": NUMBER, "nesterov": FLAG},
     "Adagrad": {
         **_ALL,
-        "eps": _EPS,
-        "lr_decay": number(0),
-        "initial_accumulator_value": number(0),
+        "eps": EPS,
+        "lr_decay": AT_LEAST_0,
+        "initial_accumulator_value": AT_LEAST_0,
         "amsgrad": _AMSGRAD,
     },
-    "Lion": {**_ALL, "betas": _BETAS},
-    "Lamb": {
-        **_ALL,
-        "betas": _BETAS,
-        "eps": _SHARED_EPS,
-        "bias_correction": FLAG,
-        "amsgrad": _AMSGRAD,
-        "max_coeff": number(above=0),
-        "min_coeff": number(0),
-        "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
-    },
+    "Lion": {**_ALL, "betas": BETAS},
+    "Lamb": {**_SHARES_NORMS, **_COEFFICIENTS},
     "Muon": {
         **_ALL,
-        "muon_lr": _LR,
-        "adam_lr": _LR,
-        "momentum": _BETA,
+        "muon_lr": RATE,
+        "adam_lr": RATE,
+        "momentum": BETA,
         "nesterov": FLAG,
-        "ns_steps": whole(1),
+        "ns_steps": COUNT,
         "ns_method": NoEffect(
-            one_of("gram", "standard"), "both orthogonalize; there is one implementation"
+            Annotated[Literal["gram", "standard"], ANY_CASE],
+            "both orthogonalize; there is one implementation",
         ),
-        "betas": _BETAS,
-        "eps": _EPS,
+        "betas": BETAS,
+        "eps": EPS,
     },
     "OneBitLamb": {
-        **_ALL,
         **_ONE_BIT,
-        "freeze_step": _FREEZE_STEP,
-        "max_coeff": number(above=0),
-        "min_coeff": number(0),
-        "coeff_beta": _BETA,
-        "factor_max": number(above=0),
-        "factor_min": number(0),
-        "factor_threshold": number(0, 1),
+        **_COEFFICIENTS,
+        "coeff_beta": BETA,
+        "factor_max": _ABOVE_0,
+        "factor_min": AT_LEAST_0,
+        "factor_threshold": Value(Share),
     },
-    "OneBitAdam": {**_ALL, **_ONE_BIT, "freeze_step": _FREEZE_STEP},
+    "OneBitAdam": _ONE_BIT,
+}
+
+_TORCH_COMMON: dict[str, Value] = {
+    "lr": RATE,
+    "weight_decay": DECAY,
+    "max_grad_norm": MAX_GRAD_NORM,
+    "foreach": FLAG_OR_NULL,
+    "maximize": FLAG,
+}
+_TORCH: dict[str, Value] = {**_TORCH_COMMON, "capturable": FLAG, "differentiable": DIFFERENTIABLE}
+_TWO_EPS = Annotated[
+    tuple[NonNegative | None, NonNegative],
+    needs("a list of a number or null, and a number, each at least 0"),
+    TUPLE,
+]
+_ETAS = Annotated[
+    tuple[Positive, Positive],
+    needs("a list of two numbers, one between 0 and 1 and one above 1"),
+    TUPLE,
+    checked(lambda etas: etas[0] < 1 < etas[1]),
+]
+_STEP_SIZES = Annotated[
+    tuple[Positive, Positive],
+    needs("a list of two numbers above 0, the smaller one first"),
+    TUPLE,
+    checked(lambda sizes: sizes[0] <= sizes[1]),
+]
+_FROM_TORCH: dict[str, dict[str, Value]] = {
+    "ASGD": {**_TORCH, "lambd": NUMBER, "alpha": NUMBER, "t0": NUMBER},
+    "Adadelta": {**_TORCH, "rho": Value(Share), "eps": EPS},
+    "Adafactor": {
+        **_TORCH_COMMON,
+        "beta2_decay": Value(Annotated[float, Field(le=0, allow_inf_nan=False)]),
+        "eps": Value(_TWO_EPS),
+        "d": Value(Annotated[float, Field(ge=1, allow_inf_nan=False)]),
+    },
+    "Adamax": {**_TORCH, "betas": BETAS, "eps": EPS},
+    "NAdam": {
+        **_TORCH,
+        "betas": BETAS,
+        "eps": EPS,
+        "momentum_decay": AT_LEAST_0,
+        "decoupled_weight_decay": FLAG,
+    },
+    "RAdam": {**_TORCH, "betas": BETAS, "eps": EPS, "decoupled_weight_decay": FLAG},
+    "RMSprop": {
+        **_TORCH,
+        "alpha": AT_LEAST_0,
+        "eps": EPS,
+        "momentum": AT_LEAST_0,
+        "centered": FLAG,
+    },
+    "Rprop": {
+        **{name: entry for name, entry in _TORCH.items() if name != "weight_decay"},
+        "etas": Value(_ETAS),
+        "step_sizes": Value(_STEP_SIZES),
+    },
 }
 
 # they use norms or products of whole tensors, so an element's update depends on others
@@ -156,7 +194,8 @@ OPTIMIZERS = ClassTable(
     what="optimizer",
     example="AdamW",
     built_in=_BUILT_IN,
-    from_torch=torch_classes.OPTIMIZERS,
+    from_torch=_FROM_TORCH,
+    required={},
     refused={
         **dict.fromkeys(
             ("MuAdam", "MuAdamW", "MuSGD"),
@@ -176,42 +215,50 @@ OPTIMIZERS = ClassTable(
 )
 
 
-def check_optimizer(given: OptimizerConfig, report: Report) -> OptimizerConfig:
-    """The section with the canonical type and only the arguments that take effect."""
-    name = OPTIMIZERS.find(given.type, report)
-    if name is None:
-        return given
-    table = OPTIMIZERS.table(name)
-    params = read_params(table, given.params, "optimizer.params", report)
-    # DeepSpeed builds torch.optim.AdamW then, and torch.optim.Adam if adam_w_mode is false
-    if params.pop("torch_adam", False) and params.get("adam_w_mode", True):
-        if "weight_decay" not in params:
-            params["weight_decay"] = TORCH_DECAY
+@final
+class OptimizerConfig(Section):
+    """The optimizer that the engine builds if the script passes none."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        "legacy_fusion": NoEffect(Flag, "the update is always one fused pass", same=(False,)),
+        **dict.fromkeys(
+            ("adam_w_mode", "amsgrad", "bias_correction", "torch_adam"),
+            NoEffect(Flag, BESIDE_PARAMS),
+        ),
+    }
+
+    type: str = Field("", description="name of the optimizer, in any case; must be given")
+    params: Object = Field(default_factory=dict, description="its arguments")
+
+    @classmethod
+    def read_own(cls, values: dict[str, Any], path: str, report: Report) -> None:
+        """Read the arguments of this type."""
+        kind = OPTIMIZERS.read(values, report)
+        if not kind:
+            return
+        params = values["params"]
+        # DeepSpeed builds torch.optim.AdamW then, and torch.optim.Adam if adam_w_mode is false
+        if params.pop("torch_adam", False) and params.get("adam_w_mode", True):
+            if "weight_decay" not in params:
+                params["weight_decay"] = TORCH_DECAY
+                report.notes.append(
+                    f"optimizer.params.torch_adam = true: weight_decay is {TORCH_DECAY}, torch's default"
+                )
+        if kind == "Adam" and params.get("adam_w_mode", True) and params.get("weight_decay"):
             report.notes.append(
-                f"optimizer.params.torch_adam = true: weight_decay is {TORCH_DECAY}, torch's default"
+                "optimizer.type = Adam: weight decay is decoupled, as in AdamW and as DeepSpeed does; "
+                "set adam_w_mode to false for L2"
             )
-    _check_together(name, params, report)
-    return OptimizerConfig.model_construct(type=name, params=params)
+        pairs = "min_coeff <= max_coeff", "factor_min <= factor_max"
+        OPTIMIZERS.complain_order(params, report, *pairs)
 
-
-def _check_together(name: str, params: Mapping[str, Any], report: Report) -> None:
-    if name == "Adam" and params.get("adam_w_mode", True) and params.get("weight_decay"):
-        report.notes.append(
-            "optimizer.type = Adam: weight decay is decoupled, as in AdamW and as DeepSpeed does; "
-            "set adam_w_mode to false for L2"
-        )
-    if name == "SGD" and params.get("nesterov") and not report.complaints:
-        if not params.get("momentum") or params.get("dampening"):
+    def check(self, report: Report) -> None:
+        """Check what is missing, and arguments that exclude one another."""
+        OPTIMIZERS.complain_missing(self, report)
+        needs_momentum = self.type == "SGD" and self.params.get("nesterov")
+        if needs_momentum and (not self.params.get("momentum") or self.params.get("dampening")):
             report.complain(
                 "optimizer.params.nesterov",
                 True,
                 "needs momentum above 0 and dampening 0; set both, or nesterov to false",
-            )
-    for lowest, highest in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
-        low, high = params.get(lowest), params.get(highest)
-        if low is not None and high is not None and low > high:
-            report.complain(
-                f"optimizer.params.{lowest}",
-                low,
-                f"must not exceed {highest} ({high:g}); swap the two",
             )

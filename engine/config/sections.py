@@ -1,35 +1,40 @@
-"""The config sections for precision, activation checkpointing, monitors and timers."""
+"""The config sections for precision, activation checkpointing, checkpoints, profiles, monitors and timers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from ...utils.schema.keys import Entry, NoEffect, Refused
-from ...utils.schema.rules import (
-    ANYTHING,
-    FLAG,
-    NULL,
-    TEXT,
-    dtype_name,
-    either,
-    list_of,
-    number,
-    whole,
+from ...utils.schema.section import Entry, Group, NoEffect, Refused, Report, Section, nested
+from ...utils.schema.values import (
+    ANY_CASE,
+    TUPLE,
+    WHOLE,
+    Count,
+    Dtype,
+    Flag,
+    HalfDtype,
+    Names,
+    Natural,
+    NonNegative,
+    Object,
+    Positive,
+    checked,
+    needs,
 )
-from ...utils.schema.section import AsRead, Section
-
-Flag = Annotated[bool, FLAG]
-OptionalText = Annotated[str | None, either(TEXT, NULL)]
 
 SCALES = 1e-30, 1e30  # fp32, which scales and unscales, holds these and their inverses
-_ZERO = replace(number(0, 0), need="0")
+_SCALE_NEED = f"0 or a number, at least {SCALES[0]:g} and at most {SCALES[1]:g}"
+Scale = Annotated[
+    float,
+    needs(_SCALE_NEED, allow_inf_nan=False),
+    checked(lambda scale: scale == 0 or SCALES[0] <= scale <= SCALES[1]),
+]
 
 _MASTER = Refused(
-    FLAG,
+    Flag,
     "16-bit master weights and optimizer states are not supported yet; set it to false",
     harmless=(False,),
 )
@@ -43,27 +48,36 @@ class Fp16(Section):
 
     enabled: Flag = Field(False, description="parameters and gradients are fp16, the master fp32")
     auto_cast: Flag = Field(False, description="floating-point inputs of forward are cast to fp16")
-    loss_scale: Annotated[float, either(_ZERO, number(*SCALES))] = Field(
-        0.0, description="a fixed loss scale; 0 means dynamic"
-    )
-    initial_scale_power: Annotated[int, whole(0, 127)] = Field(
+    loss_scale: Scale = Field(0.0, description="a fixed loss scale; 0 means dynamic")
+    initial_scale_power: Annotated[int, Field(ge=0, le=127), WHOLE] = Field(
         16, description="the dynamic loss scale starts at 2 to this power"
     )
-    loss_scale_window: Annotated[int, whole(0)] = Field(
+    loss_scale_window: Natural = Field(
         1000,
         description="steps without overflow after which the loss scale doubles; above 0 unless loss_scale is "
         "fixed",
     )
-    hysteresis: Annotated[int, whole(1)] = Field(
+    hysteresis: Count = Field(
         2, description="overflows that are tolerated before the loss scale is halved"
     )
     consecutive_hysteresis: Flag = Field(
         False, description="a step without overflow restores the tolerance at once"
     )
-    min_loss_scale: Annotated[float, either(_ZERO, number(*SCALES))] = Field(
+    min_loss_scale: Scale = Field(
         1.0,
         description="the dynamic loss scale never falls below this; above 0 unless loss_scale is fixed",
     )
+
+    def check(self, report: Report) -> None:
+        """A dynamic loss scale cannot fall to 0, and has to grow; a fixed one has neither limit."""
+        is_dynamic = self.enabled and not self.loss_scale
+        for key, need in (
+            ("min_loss_scale", "never falls to 0: set it above 0"),
+            ("loss_scale_window", "grows after so many steps: set it to 1 or more"),
+        ):
+            if is_dynamic and getattr(self, key) == 0:
+                text = f"a dynamic loss scale {need}, or set a fixed fp16.loss_scale"
+                report.complain(f"fp16.{key}", 0, text)
 
 
 @final
@@ -72,7 +86,7 @@ class Bf16(Section):
 
     others: ClassVar[Mapping[str, Entry]] = {
         "immediate_grad_update": NoEffect(
-            FLAG, "gradients are always accumulated in place immediately", same=(True,)
+            Flag, "gradients are always accumulated in place immediately", same=(True,)
         ),
         "bf16_master_weights_and_grads": _MASTER,
         "bf16_optimizer_states": _MASTER,
@@ -96,15 +110,13 @@ class TorchAutocast(Section):
 
     others: ClassVar[Mapping[str, Entry]] = {
         "lower_precision_safe_modules": NoEffect(
-            either(list_of(TEXT), NULL),
+            Names,
             "communication_data_type sets the dtype of all sent gradients",
         )
     }
 
     enabled: Flag = Field(False, description="forward runs under torch.autocast")
-    dtype: Annotated[Literal["bf16", "fp16"], dtype_name("bf16", "fp16")] = Field(
-        "bf16", description="the dtype of autocast"
-    )
+    dtype: HalfDtype = Field("bf16", description="the dtype of autocast")
 
 
 @final
@@ -118,7 +130,7 @@ class CommsLog(Section):
         "of what was not sent",
     )
     prof_all: Flag = Field(True, description="all operations are counted and timed")
-    prof_ops: Annotated[tuple[str, ...], list_of(TEXT)] = Field(
+    prof_ops: Names = Field(
         (),
         description='the operations that are counted and timed where prof_all is false, e.g. "all_reduce"',
     )
@@ -129,27 +141,76 @@ class CommsLog(Section):
     )
 
 
+def _check_steps(value: int | tuple[int, int]) -> int | tuple[int, int]:
+    if isinstance(value, tuple) and value[0] > value[1]:
+        raise ValueError(f"must be {_STEPS_NEED}, the first not above the last")
+    return value
+
+
+_STEPS_NEED = "a whole number, at least 0, or a list [first, last] of two of them"
+Steps = Annotated[
+    Natural | Annotated[tuple[Natural, Natural], Field(fail_fast=True), TUPLE],
+    needs(_STEPS_NEED),
+    AfterValidator(_check_steps),
+]
+
+
+@final
+class FlopsProfiler(Section):
+    """Count the operations of a training step, by module."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        "step": NoEffect(Natural, "profile_step chooses the step, here and in DeepSpeed")
+    }
+
+    enabled: Flag = Field(False, description="a step is profiled and printed")
+    recompute_fwd_factor: NonNegative = Field(
+        0.0,
+        description="forwards that a backward runs again; only for a backward that the script calls itself, "
+        "because others are counted",
+    )
+    profile_step: Steps = Field(
+        1,
+        description="updates before the profiled step: 1 is the second step; [first, last]: the mean of "
+        "several steps",
+    )
+    module_depth: Annotated[int, Field(ge=-1), WHOLE] = Field(
+        -1, description="depth down to which modules are printed; 0 is the model itself, -1 is all"
+    )
+    top_modules: Count = Field(
+        1, description="classes of modules that are printed at each depth, those that take most"
+    )
+    detailed: Flag = Field(True, description="the tree of modules is printed")
+    output_file: str | None = Field(None, description="rank 0 writes this file; null: it prints")
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The first and the last profiled step, counted from 0."""
+        found = self.profile_step
+        return found if isinstance(found, tuple) else (found, found)
+
+
 @final
 class DataTypes(Section):
     """Dtypes of gradients and buffers."""
 
     others: ClassVar[Mapping[str, Entry]] = {
         "buffer_dtype": Refused(
-            ANYTHING, "buffers keep their dtype; cast them in the script, remove the key"
+            Any, "buffers keep their dtype; cast them in the script, remove the key"
         ),
         "keep_in_fp32_modules": Refused(
-            ANYTHING,
+            Any,
             "mixing dtypes by module name is not supported yet; remove the key",
             harmless=([],),
         ),
     }
 
-    grad_accum_dtype: Annotated[
-        Literal["fp32", "fp16", "bf16"] | None, either(dtype_name("fp32", "fp16", "bf16"), NULL)
-    ] = Field(None, description="the dtype in which gradients of several micro-batches are summed")
-    param_dtype: Annotated[
-        Literal["fp32", "fp16", "bf16"] | None, either(dtype_name("fp32", "fp16", "bf16"), NULL)
-    ] = Field(None, description="must equal the precision that fp16 or bf16 enables")
+    grad_accum_dtype: Dtype | None = Field(
+        None, description="the dtype in which gradients of several micro-batches are summed"
+    )
+    param_dtype: Dtype | None = Field(
+        None, description="must equal the precision that fp16 or bf16 enables"
+    )
 
 
 @final
@@ -158,12 +219,12 @@ class ActivationCheckpointing(Section):
 
     others: ClassVar[Mapping[str, Entry]] = {
         "contiguous_memory_optimization": NoEffect(
-            FLAG, "kept inputs need no common buffer", same=(False,)
+            Flag, "kept inputs need no common buffer", same=(False,)
         ),
-        "number_checkpoints": NoEffect(either(whole(0), FLAG), "xds finds the blocks in the model"),
-        "profile": NoEffect(FLAG, "use wall_clock_breakdown", same=(False,)),
+        "number_checkpoints": NoEffect(Natural | Flag, "xds finds the blocks in the model"),
+        "profile": NoEffect(Flag, "use wall_clock_breakdown", same=(False,)),
         "synchronize_checkpoint_boundary": NoEffect(
-            FLAG, "there is nothing to synchronize", same=(False,)
+            Flag, "there is nothing to synchronize", same=(False,)
         ),
     }
 
@@ -181,12 +242,65 @@ class ActivationCheckpointing(Section):
 
 
 @final
+class Checkpoint(Section):
+    """How `save_checkpoint` writes checkpoints, and how many it keeps."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        "parallel_write": Group(
+            "which ranks write",
+            {"pipeline_stage": NoEffect(Flag, "every rank writes its share", same=(False,))},
+        ),
+        "use_node_local_storage": Refused(
+            Flag,
+            "a folder on each node was removed; set it to false, and save into a folder that all ranks share",
+            harmless=(False,),
+        ),
+        "checkpoint_serialization": NoEffect(
+            Flag, "checkpoints are safetensors files and JSON; nothing is pickled", same=(True,)
+        ),
+        "async_io": NoEffect(Flag, "checkpoint.async_save writes in the background", same=(False,)),
+        "writer": NoEffect(Object, "there is only one writer"),
+    }
+
+    tag_validation: Annotated[Literal["fail", "warn", "ignore"], ANY_CASE] = Field(
+        "fail",
+        description="ranks that give save_checkpoint different tags: fail refuses; warn and ignore save under "
+        "the tag of rank 0, with a warning or without",
+    )
+    load_universal: Flag = Field(
+        False,
+        description="deepspeed's load_checkpoint takes the tag in `latest_universal`; checkpoints load at "
+        "any stage and number of ranks without it",
+    )
+    async_save: Flag = Field(
+        False,
+        description="save_checkpoint returns after the states are copied to host memory; they are written in "
+        "the background",
+    )
+    keep_last: Natural = Field(
+        0,
+        description="how many checkpoints are kept among those whose tags differ only in their numbers; 0 "
+        "keeps all",
+    )
+    preemption_save_dir: str = Field(
+        "",
+        description="after SIGTERM or SIGUSR1 to any rank, all ranks save there at the same step and exit "
+        'with code 143; "": such a signal ends the process as usual',
+    )
+    preemption_seconds: Positive = Field(
+        30.0,
+        description="a rank that has not saved this many seconds after its signal exits without saving; the "
+        "launcher waits as long",
+    )
+
+
+@final
 class TensorBoard(Section):
     """Scalars for TensorBoard, written by rank 0."""
 
     enabled: Flag = Field(False, description="scalars are written for TensorBoard")
-    output_path: Annotated[str, TEXT] = Field("", description="folder of the event files")
-    job_name: Annotated[str, TEXT] = Field("xds", description="name of the sub-folder")
+    output_path: str = Field("", description="folder of the event files")
+    job_name: str = Field("xds", description="name of the sub-folder")
 
 
 @final
@@ -194,9 +308,9 @@ class Wandb(Section):
     """Scalars for Weights & Biases, sent by rank 0."""
 
     enabled: Flag = Field(False, description="scalars are sent to Weights & Biases")
-    group: OptionalText = Field(None, description="group of runs")
-    team: OptionalText = Field(None, description="team, also called entity")
-    project: Annotated[str, TEXT] = Field("xds", description="project")
+    group: str | None = Field(None, description="group of runs")
+    team: str | None = Field(None, description="team, also called entity")
+    project: str = Field("xds", description="project")
 
 
 @final
@@ -207,29 +321,23 @@ class CsvMonitor(Section):
         False,
         description="scalars are written as CSV files, one for each name, with the columns step and value",
     )
-    output_path: Annotated[str, TEXT] = Field("", description="folder of the files")
-    job_name: Annotated[str, TEXT] = Field("xds", description="name of the sub-folder")
+    output_path: str = Field("", description="folder of the files")
+    job_name: str = Field("xds", description="name of the sub-folder")
 
 
 @final
 class Comet(Section):
     """Scalars for Comet, sent by rank 0."""
 
-    secrets: ClassVar[frozenset[str]] = frozenset({"api_key"})
-
     enabled: Flag = Field(False, description="scalars are sent to Comet")
-    samples_log_interval: Annotated[int, whole(1)] = Field(
-        100, description="samples between two reports"
-    )
-    project: OptionalText = Field(None, description="project")
-    workspace: OptionalText = Field(None, description="workspace")
-    api_key: OptionalText = Field(None, description="key; better set COMET_API_KEY")
-    experiment_name: OptionalText = Field(None, description="name of the experiment")
-    experiment_key: OptionalText = Field(None, description="key of an experiment to continue")
-    online: Annotated[bool | None, either(FLAG, NULL)] = Field(
-        None, description="false keeps the data on this machine"
-    )
-    mode: OptionalText = Field(None, description="get, create or get_or_create")
+    samples_log_interval: Count = Field(100, description="samples between two reports")
+    project: str | None = Field(None, description="project")
+    workspace: str | None = Field(None, description="workspace")
+    api_key: str | None = Field(None, description="key; better set COMET_API_KEY", repr=False)
+    experiment_name: str | None = Field(None, description="name of the experiment")
+    experiment_key: str | None = Field(None, description="key of an experiment to continue")
+    online: Flag | None = Field(None, description="false keeps the data on this machine")
+    mode: str | None = Field(None, description="get, create or get_or_create")
 
 
 @final
@@ -246,6 +354,4 @@ class Throughput(Section):
 class Timers(Section):
     """Measurements besides wall_clock_breakdown."""
 
-    throughput: Annotated[Throughput, AsRead()] = Field(
-        default_factory=Throughput.model_construct, description="samples per second"
-    )
+    throughput: Throughput = nested(Throughput, "samples per second")

@@ -18,11 +18,12 @@ from typing import Any, final
 
 from ...utils.errors import ConfigError
 from ...utils.quoting import printable
-from ...utils.schema.keys import joined
-from ...utils.schema.rules import shown
+from ...utils.schema.section import joined
+from ...utils.schema.values import shown
 from ...utils.small_files import MOST_BYTES, read_small_text
 
 _EXCERPT_CHARS = 1000  # 100 characters of the file, each escaped
+SCALARS = frozenset((str, int, float, bool, type(None)))
 MAX_DEPTH = 40  # real configs are at most eight levels deep
 
 _TEXT_OR_COMMENT = re.compile(r'("[^"\\\n]*(?:\\.[^"\\\n]*)*"?)|//[^\n]*', re.DOTALL)
@@ -199,8 +200,8 @@ def _copy(value: Any, path: str, complaints: list[str], depth: int) -> Any:
         return _copy_object(list(value.items()), path, complaints, depth)
     if isinstance(value, (list, tuple)):
         return [
-            _copy(item, f"{path}[{place}]", complaints, depth + 1)
-            for place, item in enumerate(value)
+            item if type(item) in SCALARS else _copy(item, f"{path}[{at}]", complaints, depth + 1)
+            for at, item in enumerate(value)
         ]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

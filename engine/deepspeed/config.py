@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ...utils.arguments import wrong
 from ...utils.errors import ConfigError, UsageError
-from ...utils.schema.keys import AUTO, is_auto
+from ...utils.schema.section import AUTO, is_auto
 from ...zero.config import ZeroConfig
 from ..config.batch import MICRO, STEPS, TRAIN, solve_batch
 from ..config.config import Config

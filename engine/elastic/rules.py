@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import final
 
-from ...utils.schema.rules import shown
+from ...utils.schema.values import shown
 
 LARGEST_FACTOR = 720_720  # DeepSpeed's list of highly composite numbers ends there
 MOST_SAMPLES = 10**9  # these two bound the time of a plan

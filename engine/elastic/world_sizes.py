@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...utils.errors import ConfigError
-from ...utils.schema.keys import Report
-from ...utils.schema.section import read_section
+from ...utils.schema.section import Report, read_section
 from ..config.elasticity import Elasticity, refusal, unplannable
 from ..config.text import read_source
 from .rules import Plan
@@ -31,15 +30,13 @@ def elastic_plan(config_source: object) -> Plan:
         raise ConfigError(complaints or [why + '"micro_batch_sizes": [2, 4, 6]}'], name)
     report = Report()
     read = read_section(Elasticity, section, "elasticity", report)
-    if not read.enabled and not report.complaints:
+    if read is not None and not read.enabled:
         report.complain("elasticity.enabled", False, "must be true to train elastically")
-    found = None
-    if not report.complaints:
+    elif read is not None:
         report.complaints += unplannable(read, section)
-        found = None if report.complaints else read.plan()
-    if found is None:
+    if read is None or report.complaints:
         raise ConfigError(report.complaints, name)
-    return found
+    return read.plan()
 
 
 def fits(config_source: object) -> Callable[[int], bool]:

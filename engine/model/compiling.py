@@ -24,9 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from ...tensor.same_batches import has_dropout
 from ...tensor.sequence.attention import ARGUMENT
 from ...utils.errors import ConfigError, UsageError
-from ...utils.schema.keys import Report
-from ...utils.schema.section import read_section
-from ..config.compile import Compile, check_compile
+from ...utils.schema.section import Report, read_section
+from ..config.compile import Compile
 from ..config.config import Config
 from .forwards import replace_forwards
 from .recomputing import Recomputing
@@ -146,10 +145,13 @@ class Compiler:
             "kwargs": {**section.arguments(), **given},
         }
         read = read_section(Compile, data, "engine.compile", report)
-        check_compile(read, self._config.zero_optimization.stage, report, "engine.compile")
-        problem = None if report.complaints else _problem(chosen, read.arguments())
-        if report.complaints or problem:
-            raise UsageError("; ".join(report.complaints or [f"engine.compile: {problem}"]))
+        if read is not None:
+            read.check(self._config.zero_optimization.stage, report, "engine.compile")
+        if read is None or report.complaints:
+            raise UsageError("; ".join(report.complaints))
+        problem = _problem(chosen, read.arguments())
+        if problem:
+            raise UsageError(f"engine.compile: {problem}")
         return chosen, read.arguments()
 
     def _refuse_dropout(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -56,7 +56,7 @@ def tile_layers(divided: Divided, section: LongSequences) -> Callable[[], None]:
     return undo_all
 
 
-def _mlps(runs: Runs, given: list[str] | None) -> list[nn.Module]:
+def _mlps(runs: Runs, given: Sequence[str] | None) -> list[nn.Module]:
     found = []
     for name, block in (block for run in runs for block in run):
         inner = dict(block.named_modules())

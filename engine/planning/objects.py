@@ -29,8 +29,8 @@ from ...zero.core.sharded_model import ShardedModel
 from ...zero.core.state_memory import memory_plan
 from ...zero.core.update import Updater
 from ..config.config import Config
-from ..config.messages import warmup_steps
 from ..config.optimizer import OptimizerConfig
+from ..config.scheduler import warmup_steps
 from ..model.compressing import Messages
 from ..model.offloading import paper_homes
 from ..model.pipelining import Runs

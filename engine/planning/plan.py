@@ -13,8 +13,8 @@ from ...pipe.channel import JOINS
 from ...pipe.module import PipelineModule
 from ...pipe.schedules.actions import Op
 from ...pipe.schedules.lowering import with_states
+from ..config.batch import mesh_of
 from ..config.config import Config
-from ..config.ranks import mesh_of
 from ..model.pipelining import is_part, with_model
 from .activations import Activations, held_by, sent_by
 from .models import ModelSource

@@ -18,7 +18,7 @@ from torch import nn
 
 from ...ops.comm.collectives import Collectives
 from ..config.config import Config
-from ..config.profiling import FlopsProfiler
+from ..config.sections import FlopsProfiler
 from .clock import Clock
 from .profile import Profile
 from .recorder import Recorder

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, final
+from typing import final
 
 from pydantic import Field
 
-from ...utils.schema.rules import FLAG
 from ...utils.schema.section import Section
+from ...utils.schema.values import Flag
 
 
 @final
 class Communication(Section):
     """Messages between CPU ranks. GPUs use NCCL."""
 
-    shared_memory: Annotated[bool, FLAG] = Field(
+    shared_memory: Flag = Field(
         True,
         description="CPU ranks of one machine read each other's memory; false: they send messages through "
         "gloo. It needs native ops; a line in the log says where it is not possible",
     )
-    hierarchical: Annotated[bool, FLAG] = Field(
+    hierarchical: Flag = Field(
         True,
         description="CPU ranks on several machines add gradients inside a machine first, and each byte goes to "
         "each other machine once; false: to each of its ranks. Sums are taken in another order. It needs "

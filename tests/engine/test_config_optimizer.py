@@ -20,7 +20,6 @@ from xds.ops.optim.lion import Lion
 from xds.ops.optim.muon import Muon
 from xds.ops.optim.one_bit_adam import OneBitAdam
 from xds.ops.optim.one_bit_lamb import OneBitLamb
-from xds.utils.schema.rules import Rule
 
 
 def read(section, type_, params=None):
@@ -76,8 +75,7 @@ def test_every_argument_that_takes_effect_is_one_of_the_optimizer(name):
     own = {"Adam": Adam, "AdamW": Adam, "Lamb": Lamb, "Lion": Lion, "Muon": Muon}
     own |= {"OneBitAdam": OneBitAdam, "OneBitLamb": OneBitLamb}
     built = own.get(name) or getattr(torch.optim, name)
-    table = OPTIMIZERS.built_in[name]
-    read = {key for key, entry in table.items() if isinstance(entry, Rule)}
+    read = {*OPTIMIZERS.arguments(name)}
     only_a_default = {"torch_adam"}  # chooses that of weight_decay
     assert read - only_a_default <= set(inspect.signature(built).parameters)
 

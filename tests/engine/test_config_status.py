@@ -156,9 +156,11 @@ def test_a_config_travels_to_another_process():
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_a_section_is_not_made_from_a_dict():
-    with pytest.raises(ValueError, match="Config.load"):
-        Config(train_batch_size=8, zero_optimization={"stage": 1})
+def test_a_section_is_a_model_that_checks_its_types():
+    for wrong in ({"stage": "1"}, {"stage": 4}, {"stag": 1}):
+        with pytest.raises(ValueError, match="zero_optimization.stag"):
+            Config(train_batch_size=8, zero_optimization=wrong)
+    assert Config(zero_optimization={"stage": 2.0}).zero_optimization.stage == 2
     assert Config(train_batch_size=8).zero_optimization.stage == 0
 
 

@@ -7,10 +7,9 @@ import torch
 from torch.optim import lr_scheduler
 
 import xds
-from xds.engine.config import torch_classes
 from xds.engine.config.config import parse_config
-from xds.engine.config.scheduler import REQUIRED
-from xds.utils.schema.rules import Rule
+from xds.engine.config.optimizer import OPTIMIZERS
+from xds.engine.config.scheduler import SCHEDULERS
 
 OWN = ("max_grad_norm",)  # for a message; torch does not have it
 
@@ -22,16 +21,17 @@ def signature_of(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "table"), [*torch_classes.OPTIMIZERS.items(), *torch_classes.SCHEDULERS.items()]
+    ("classes", "name"),
+    [(classes, name) for classes in (OPTIMIZERS, SCHEDULERS) for name in classes.from_torch],
 )
-def test_the_arguments_are_torchs_and_its_defaults_are_accepted(name, table):
+def test_the_arguments_are_torchs_and_its_defaults_are_accepted(classes, name):
     parameters = signature_of(name)
-    assert {*table} - {*OWN} == {*parameters}
+    assert {*classes.from_torch[name]} - {*OWN} == {*parameters}
     missing = {key for key, each in parameters.items() if each.default is inspect.Parameter.empty}
-    assert missing == {*REQUIRED.get(name, ())}
+    assert missing == {*classes.required.get(name, ())}
     for key, each in parameters.items():
-        entry = table[key]
-        if isinstance(entry, Rule) and key not in missing and each.default is not None:
+        entry = classes.arguments(name).get(key)
+        if entry is not None and key not in missing and each.default is not None:
             entry.read(each.default)
 
 

@@ -102,12 +102,3 @@ def test_inputs_leave_the_device() -> None:
     gone.step()
     for engine in (kept, gone):
         engine.destroy()
-
-
-def test_small_inputs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "MIN_BYTES", 1 << 20)
-    engine = engine_of(on_host=True)
-    monkeypatch.setattr(activations.Activations, "_move", None)
-    engine.backward(engine(batch(0)))
-    engine.step()
-    engine.destroy()

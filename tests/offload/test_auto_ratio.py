@@ -1,108 +1,23 @@
-"""Tests: a ratio of "auto" moves masters to the device after two updates, without a changed bit."""
+"""A ratio of "auto" moves masters to the device after two updates, as many as fit there."""
 
 from __future__ import annotations
 
 import logging
-from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import offload_runs
 import pytest
 import torch
-import torch.distributed as dist
+from helpers import run_ranks
 from models import build, micro_batch
-from offload_runs import PARAMS, check_equal, config_of
-from thinned import few_of
+from offload_runs import AUTO, EVERYTHING, config_of, device_with
 from torch import nn
-from warm_ranks import warm
 
 import xds
-from xds.offload.device_memory import DeviceMemory, memory_of, spare
+from xds.offload.device_memory import spare
 from xds.ops.optim.state_places import scalars_are_beside
 from xds.utils.errors import ConfigError
-from xds.zero.core import filling
 from xds.zero.core.state_memory import StateMemory
-
-AUTO: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}
-DEFERRED: dict[str, Any] = {
-    "offload_optimizer": {"device": "cpu", "ratio": "auto", "overlap_step": True}
-}
-EVERYTHING = 1 << 40
-
-
-class Fixed(DeviceMemory):
-    """A device with `spare` bytes on rank 0, and as many more on the others as they have a rank."""
-
-    def __init__(self, spare: int) -> None:
-        self._spare = spare
-
-    def begin(self) -> None:
-        return
-
-    def spare_bytes(self) -> int:
-        return self._spare + dist.get_rank()
-
-
-def with_memory(spare: int, function: Any, *args: Any) -> Any:
-    with mock.patch.object(filling, "memory_of", lambda device: Fixed(spare)):
-        return function(*args)
-
-
-def check(world_size: int, case: tuple[Any, ...], spares: tuple[int, ...], *offloads: Any) -> None:
-    """case: stage, precision, accumulation, optimizer, model."""
-    stage, precision, accumulation, *rest = case
-    ranks = warm(world_size)
-    plain = ranks.run(offload_runs.train, stage, precision, accumulation, None, *rest)
-    for offload in offloads or (AUTO,):
-        for spare_bytes in spares:
-            args = (stage, precision, accumulation, offload, *rest)
-            found = ranks.run(with_memory, spare_bytes, offload_runs.train, *args)
-            for one, other in zip(plain, found, strict=True):
-                check_equal(one, other)
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (3, "fp32")])
-def test_two_ranks(stage: int, precision: str) -> None:
-    check(2, (stage, precision, 2 if stage == 1 else 1), (100_000,))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_one_rank(precision: str) -> None:
-    check(1, (2, precision, 2), (150_000, EVERYTHING), AUTO, DEFERRED)
-
-
-def test_parameters_on_the_host_and_overlapping_steps() -> None:
-    check(2, (3, "bf16", 1), (EVERYTHING,), AUTO | PARAMS)
-    check(2, (2, "fp32", 1), (100_000,), DEFERRED)
-
-
-MODELS = [  # feature, world_size
-    *(("plain", 1), ("plain", 2), ("tied", 2), ("frozen", 1), ("checkpointed_reentrant", 2)),
-]
-OFFLOADS = {"auto": AUTO, "deferred": DEFERRED, "params": AUTO | PARAMS}
-EVERY = product(MODELS, (0, 1, 2, 3), ("fp32", "bf16", "fp16"), OFFLOADS, (100_000, EVERYTHING))
-CHOSEN = few_of([case for case in EVERY if (case[1] == 3) == (case[3] == "params")], tuple)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("feature", "world_size"), MODELS)
-def test_combinations(world_size: int, feature: str) -> None:
-    for model, stage, precision, name, spare_bytes in CHOSEN:
-        if model == (feature, world_size):
-            case = (stage, precision, 2, "AdamW", feature)
-            check(world_size, case, (spare_bytes,), OFFLOADS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["Lion", "Lamb", "Muon", "Adagrad", "RMSprop", "SGD"])
-def test_other_optimizers(optimizer: str) -> None:
-    for stage in (1, 3):
-        check(2, (stage, "bf16", 1, optimizer), (60_000, EVERYTHING))
-
-
-# -- what moves ---------------------------------------------------------------------------------------------
 
 
 def run(engine: xds.Engine, steps: range) -> None:
@@ -113,7 +28,7 @@ def run(engine: xds.Engine, steps: range) -> None:
 
 def engine_of(spare_bytes: int, offload: dict[str, Any] = AUTO, stage: int = 2) -> xds.Engine:
     config = config_of(stage, "bf16", 1, offload, "AdamW")
-    with mock.patch.object(filling, "memory_of", lambda device: Fixed(spare_bytes)):
+    with device_with(spare_bytes):
         return xds.initialize(build("plain"), config)
 
 
@@ -161,7 +76,7 @@ def moves() -> None:
 
 
 def test_masters_move_in_the_order_of_forward() -> None:
-    warm(1).run(moves)
+    run_ranks(moves, 1)
 
 
 def resumes(folder: str) -> None:
@@ -188,7 +103,7 @@ def resumes(folder: str) -> None:
 
 
 def test_a_load_measures_again(tmp_path: Path) -> None:
-    warm(1).run(resumes, str(tmp_path))
+    run_ranks(resumes, 1, str(tmp_path))
 
 
 def a_graph_that_outlives_a_step() -> list[bool]:
@@ -196,7 +111,7 @@ def a_graph_that_outlives_a_step() -> list[bool]:
     raised = []
     for offload in ({}, AUTO):
         config = config_of(0, "fp32", 1, offload, "AdamW")
-        with mock.patch.object(filling, "memory_of", lambda device: Fixed(EVERYTHING)):
+        with device_with(EVERYTHING):
             engine = xds.initialize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), config)
         for _ in range(3):
             engine.backward(engine(torch.ones(4, 4)).sum())
@@ -214,41 +129,32 @@ def a_graph_that_outlives_a_step() -> list[bool]:
 
 
 def test_a_graph_that_outlives_a_step_is_noticed_as_before() -> None:
-    ((without, moved),) = warm(1).run(a_graph_that_outlives_a_step)
+    ((without, moved),) = run_ranks(a_graph_that_outlives_a_step, 1)
     assert without == moved
 
 
-def sentences(on_cpu: bool) -> list[str]:
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("xds")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    config = config_of(2, "bf16", 1, AUTO, "AdamW")
-    measure = memory_of if on_cpu else lambda device: Fixed(80_000)
-    with mock.patch.object(filling, "memory_of", measure):
-        engine = xds.initialize(build("plain"), config)
-    for step in range(3):
-        engine.backward(engine(micro_batch(step, 0)))
-        engine.step()
-    assert all(homes(engine)) == on_cpu
+def three_steps(on_host: bool) -> None:
+    engine = xds.initialize(build("plain"), config_of(2, "bf16", 1, AUTO, "AdamW"))
+    run(engine, range(3))
+    assert all(homes(engine)) == on_host
     engine.destroy()
-    log.removeHandler(handler)
-    return [text for text in found if "auto" in text]
 
 
-def test_one_sentence_on_rank_0() -> None:
-    one, other = warm(2).run(sentences, True)
-    assert one == [
+def test_one_sentence_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    def said() -> list[str]:
+        texts = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return [text for text in texts if "auto" in text]
+
+    caplog.set_level(logging.INFO, "xds")
+    run_ranks(three_steps, 2, True)
+    assert said() == [
         'offload_optimizer.ratio = "auto": the device is a CPU, so all optimizer states stay on the host'
     ]
-    assert other == []
-    (one,), other = warm(2).run(sentences, False)
-    assert "of the optimizer states are on the device now" in one and other == []
-
-
-# -- arithmetic and settings --------------------------------------------------------------------------------
+    with device_with(80_000):
+        run_ranks(three_steps, 2, False)
+    (text,) = said()
+    assert "of the optimizer states are on the device now" in text
 
 
 @pytest.mark.parametrize(

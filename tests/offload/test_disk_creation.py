@@ -49,14 +49,6 @@ def test_a_file_has_no_name_and_its_space_is_reserved(tmp_path):
     os.close(new.fd)
 
 
-def test_direct_io_is_used_where_it_works(tmp_path):
-    new = create_file(tmp_path, SIZE, rank=0)
-    flags = fcntl.fcntl(new.fd, fcntl.F_GETFL)
-    assert new.is_direct == bool(flags & os.O_DIRECT)
-    assert not flags & os.O_APPEND
-    os.close(new.fd)
-
-
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL])
 def test_a_file_system_without_nameless_files(tmp_path, monkeypatch, code):
     plain, names = os.open, []
@@ -151,23 +143,12 @@ def test_space_that_others_take_meanwhile_is_the_same_error(tmp_path, monkeypatc
         create_file(tmp_path, SIZE, rank=1)
 
 
-def test_a_file_system_that_does_not_tell_its_space_is_used(tmp_path, monkeypatch):
-    space(monkeypatch, 0, blocks=0)
-    assert comes_back(tmp_path)
-
-
 def test_a_file_where_the_folder_should_be(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(UsageError, match=r"nvme_path = .*taken: rank 2 .*EEXIST.*to a folder"):
         create_file(tmp_path / "taken", SIZE, rank=2)
     with pytest.raises(UsageError, match=r"nvme_path = .*ENOTDIR.*to a folder"):
         create_file(tmp_path / "taken" / "below", SIZE, rank=2)
-
-
-def test_a_folder_without_the_right_to_write(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "open", refuse(errno.EACCES))
-    with pytest.raises(UsageError, match=r"EACCES, Permission denied; give this user the right"):
-        create_file(tmp_path, SIZE, rank=0)
 
 
 @pytest.mark.parametrize("kind", ["eio", "full"])

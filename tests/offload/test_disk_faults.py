@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
@@ -25,7 +24,7 @@ SIZE = 40_960  # five blocks
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
-@pytest.mark.parametrize("fails_at", range(5))
+@pytest.mark.parametrize("fails_at", [0, 4])
 def test_an_io_error_names_the_operation_the_place_and_the_remedy(tmp_path, operation, fails_at):
     disk, (_, extent) = file_of(tmp_path, 4096, SIZE, options=ONE)
     broken = BrokenDisk(tmp_path, fails_at, "eio", READ_CALLS)
@@ -49,8 +48,8 @@ def test_an_io_error_names_the_operation_the_place_and_the_remedy(tmp_path, oper
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
-@pytest.mark.parametrize("fails_at", range(5))
-@pytest.mark.parametrize("block_bytes", [4096, 8192, 12_288])  # half of it is a page, or is not
+@pytest.mark.parametrize("fails_at", [0, 4])
+@pytest.mark.parametrize("block_bytes", [8192, 12_288])  # half of it is a page, or is not
 def test_a_partial_transfer_is_continued(tmp_path, operation, fails_at, block_bytes):
     options = DiskOptions(block_bytes, queue_depth=1)
     disk, (extent,) = file_of(tmp_path, 5 * block_bytes, options=options)
@@ -77,18 +76,6 @@ def test_a_full_disk_says_what_to_do(tmp_path):
         with pytest.raises(XdsError, match=r"ENOSPC, No space left.*free space there.*more ranks"):
             ticket.wait()
         disk.read(extent, pages(SIZE)).wait()
-    disk.close()
-
-
-def test_an_unknown_error_has_its_name_and_a_remedy(tmp_path, monkeypatch):
-    disk, (extent,) = file_of(tmp_path, SIZE)
-
-    def refuse(*_):
-        raise OSError(errno.EREMOTEIO, os.strerror(errno.EREMOTEIO))
-
-    monkeypatch.setattr(os, "pwritev", refuse)
-    with pytest.raises(XdsError, match="EREMOTEIO, Remote I/O error; look at the kernel log"):
-        disk.write(extent, pages(SIZE)).wait()
     disk.close()
 
 
@@ -177,16 +164,6 @@ def test_a_slow_disk_is_reported_once_while_a_caller_waits(tmp_path, monkeypatch
     (said,) = warnings_of(caplog)
     place = rf"a write at byte \d+ of the file of rank 0 in {tmp_path}"
     assert re.search(rf"{place} has taken [\d.]+ s so far", said)
-    disk.close()
-
-
-def test_a_slow_disk_is_reported_when_nobody_waits(tmp_path, monkeypatch, caplog):
-    slow_down(monkeypatch, lambda: time.sleep(0.06))
-    disk, (extent,) = file_of(tmp_path, SIZE, options=DiskOptions(8192, 2, slow_seconds=0.05))
-    ticket = disk.read(extent, pages(SIZE))
-    while not ticket.is_done():
-        time.sleep(0.01)
-    assert len(warnings_of(caplog)) == 1 and "a read at byte" in warnings_of(caplog)[0]
     disk.close()
 
 

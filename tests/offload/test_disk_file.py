@@ -21,7 +21,6 @@ from xds.offload.disk.extents import Extent, Extents
 from xds.offload.disk.file import DiskFile
 from xds.offload.disk.options import ALIGN_BYTES, DiskOptions, aligned
 from xds.offload.pinned import host_memory
-from xds.offload.ring import Ring
 from xds.utils.errors import UsageError, XdsError
 
 SMALL = DiskOptions(block_bytes=8192, queue_depth=4)
@@ -126,22 +125,6 @@ def test_a_part_of_an_extent_is_written_and_read(tmp_path):
     disk.close()
 
 
-def test_what_was_never_written_is_zero(tmp_path):
-    disk, (extent,) = file_of(tmp_path, 20_000)
-    copy = pages(20_000, 1)
-    disk.read(extent, copy).wait()
-    assert not copy.any()
-    disk.close()
-
-
-def test_empty_requests_are_done_at_once(tmp_path):
-    disk, (empty,) = file_of(tmp_path, 0)
-    ticket = disk.read(empty, pages(0))
-    assert ticket.is_done()
-    ticket.wait()
-    disk.close()
-
-
 # -- order ----------------------------------------------------------------------------------------------
 
 
@@ -192,20 +175,6 @@ def test_reads_of_the_same_bytes_do_not_wait_for_each_other(tmp_path, gate):
     disk.close()
 
 
-def test_a_ring_carries_an_extent_that_is_larger_than_its_slots(tmp_path):
-    disk, (extent,) = file_of(tmp_path, 200_000)
-    ring, source, copy = Ring(16_384, 3, pin=False), pages(200_000, 1), pages(200_000)
-    for start in range(0, len(source), 16_384):
-        part = source[start : start + 16_384]
-        slot = ring.take()
-        slot[: len(part)] = part
-        ticket = disk.write(extent, slot[: len(part)], start=start)
-        ring.give(slot, after=ticket.wait)
-    disk.read(extent, copy).wait()
-    assert torch.equal(source, copy)
-    disk.close()
-
-
 # -- requests that are refused --------------------------------------------------------------------------
 
 
@@ -229,13 +198,6 @@ def test_a_request_that_cannot_work_is_refused(tmp_path, memory, start, what):
     for request in (disk.read, disk.write):
         with pytest.raises(XdsError, match=f"internal error.*extent state 0.*{what}"):
             request(extent, memory(), start)
-    disk.close()
-
-
-def test_an_extent_of_another_file_is_refused(tmp_path):
-    disk, _ = file_of(tmp_path, 4096)
-    with pytest.raises(XdsError, match="outside of the extent or the file"):
-        disk.write(Extent("alien", 4096, 4096), pages(4096))
     disk.close()
 
 
@@ -342,13 +304,3 @@ def test_a_process_ends_with_requests_in_flight_and_without_a_word(tmp_path):
     process = run_script(tmp_path, 1, "-X", "dev", "-W", "error")
     out, said = process.communicate(timeout=60)
     assert (process.returncode, out, said) == (0, "ready\n", "")
-
-
-def test_a_killed_process_leaves_no_file(tmp_path):
-    process = run_script(tmp_path, 1_000_000)
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.1)
-    assert not list(tmp_path.iterdir())
-    process.kill()
-    process.communicate(timeout=60)
-    assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import config
 from torch import nn
 
 import xds
@@ -21,15 +22,9 @@ def model() -> nn.Module:
 
 
 def engine_of(stage: int, accumulation: int, **offload: Any) -> xds.Engine:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "units": ["Linear"], "unit_min_numel": 0, **offload},
-    }
-    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return xds.initialize(model(), config)
+    zero = {"units": ["Linear"], **offload}
+    settings = config(stage, "bf16", accumulation=accumulation, params={"lr": 1e-3}, zero=zero)
+    return xds.initialize(model(), settings)
 
 
 def train(engine: xds.Engine) -> None:
@@ -112,8 +107,8 @@ def test_wrong_sections_are_refused(section: dict[str, Any], words: str) -> None
 
 def test_a_section_without_a_device_is_noted() -> None:
     zero = {"stage": 1, "offload_optimizer": {"ratio": 0.5}}
-    config = xds.Config.load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
-    assert any("offload_optimizer has no device" in note for note in config.notes)
+    found = xds.Config.load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
+    assert any("offload_optimizer has no device" in note for note in found.notes)
 
 
 def test_deepspeeds_old_names() -> None:

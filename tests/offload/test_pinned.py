@@ -97,11 +97,6 @@ def test_memory_has_the_exact_size_is_zeroed_and_aligned_to_a_page(num_bytes, pi
     assert cudart.asked == ([num_bytes] if pin else [])
 
 
-def test_no_bytes_need_no_memory(cudart):
-    assert host_memory(0, pin=True).shape == (0,)
-    assert not cudart.asked
-
-
 def test_memory_is_unregistered_and_then_unmapped_with_the_last_tensor(cudart, mappings):
     memory = host_memory(10_000, pin=True)
     address = memory.data_ptr()
@@ -126,19 +121,6 @@ def test_memory_is_unregistered_where_the_device_has_failed(cudart, monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     del memory
     assert cudart.events == ["unregister 3"]
-
-
-def test_memory_that_is_not_registered_is_unmapped_as_well(cudart, mappings):
-    memory = host_memory(1 << 20, pin=False)
-    assert mappings[0]() is not None
-    del memory
-    assert mappings[0]() is None and not cudart.events
-
-
-def test_pinning_is_ignored_without_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("CUDA is not available"))
-    host_memory(4096, pin=True).fill_(1)
 
 
 @pytest.mark.parametrize(

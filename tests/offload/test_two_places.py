@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -10,78 +9,49 @@ import offload_runs
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import run_processes
 from models import build, micro_batch
-from offload_runs import CPU, GUESS, HALF, OVERLAP, PARAMS, config_of
-from test_auto_ratio import AUTO, with_memory
-from thinned import few_of
+from offload_runs import (
+    AUTO,
+    CPU,
+    GUESS,
+    HALF,
+    OVERLAP,
+    PARAMS,
+    config_of,
+    device_with,
+    every_update_is_guessed,
+)
 from two_places import DEVICE, HOST, READ, TOUCHED, Mixed, place_of, put, two_places
-from warm_ranks import warm
 
 import xds
 from xds.offload.lanes import ThreadLane
 from xds.zero.core.master import Master
 
 
-def train(*case: Any) -> list[Any]:
-    with two_places():
-        numbers = offload_runs.train(*case)["numbers"]
-    return list(map(repr, numbers))
-
-
-def check(world_size: int, offload: dict[str, Any], *case: Any) -> None:
-    ranks = warm(world_size)
-    stage, precision, accumulation, *rest = case
-    full = (stage, precision, accumulation, offload, *rest)
-    numbers = ranks.run(with_memory, 60_000, train, *full)
-    plain = ranks.run(offload_runs.train, stage, precision, accumulation, None, *rest)
-    for one, other in zip(plain, numbers, strict=True):
-        assert list(map(repr, one["numbers"][:-1])) == other[:-1]
+def train(*case: Any) -> list[str]:
+    with two_places(), device_with(60_000), every_update_is_guessed():
+        return list(map(repr, offload_runs.train(*case)["numbers"]))
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage", "precision", "offload"),
+    ("world_size", "offload", "case"),
     [
-        (1, 2, "fp32", OVERLAP | GUESS),
-        (2, 1, "bf16", HALF),
-        (2, 3, "fp32", CPU | PARAMS),
-        pytest.param(1, 2, "bf16", CPU, marks=pytest.mark.slow),
-        pytest.param(2, 0, "fp32", CPU, marks=pytest.mark.slow),
-        pytest.param(2, 2, "bf16", AUTO, marks=pytest.mark.slow),
-        pytest.param(2, 3, "bf16", GUESS | PARAMS, marks=pytest.mark.slow),
+        (1, OVERLAP | GUESS, (2, "fp32", 1)),
+        (2, HALF, (1, "bf16", 2)),
+        (2, CPU | PARAMS, (3, "fp32", 1)),
+        (2, AUTO, (2, "bf16", 1, "Lion")),
+        (2, GUESS | PARAMS, (3, "bf16", 1)),
     ],
 )
 def test_ops_stay_in_one_place(
-    world_size: int, stage: int, precision: str, offload: dict[str, Any]
+    world_size: int, offload: dict[str, Any], case: tuple[Any, ...]
 ) -> None:
-    check(world_size, offload, stage, precision, 2 if stage < 2 else 1)
-
-
-OFFLOADS = {"cpu": CPU, "half": HALF, "auto": AUTO, "overlap": OVERLAP, "params": PARAMS}
-OFFLOADS |= {"cpu, params": CPU | PARAMS, "auto, params": AUTO | PARAMS}
-EVERY = product((1, 2), (0, 1, 2, 3), ("fp32", "bf16", "fp16"), OFFLOADS)
-CHOSEN = few_of(
-    [case for case in EVERY if (case[3] != "overlap" if case[1] == 3 else "params" not in case[3])],
-    tuple,
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_combinations(world_size: int) -> None:
-    for ranks, stage, precision, name in CHOSEN:
-        if ranks == world_size:
-            accumulation = 2 if precision == "bf16" else 1
-            check(world_size, OFFLOADS[name], stage, precision, accumulation)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["Lion", "Lamb", "Muon", "Adagrad", "SGD", "RMSprop"])
-def test_other_optimizers(optimizer: str) -> None:
-    for precision in ("fp32", "bf16"):
-        for stage, offload in ((1, HALF), (3, CPU), (3, CPU | PARAMS)):
-            # torch's own classes group tensors by their devices, which are one device here
-            is_own = optimizer in ("Lion", "Lamb", "Muon") or precision == "bf16"
-            check(2, offload if is_own else CPU, stage, precision, 1, optimizer)
+    stage, precision, accumulation, *rest = case
+    plain = offload_runs.results(world_size, case, None)
+    found = run_processes(train, world_size, stage, precision, accumulation, offload, *rest)
+    for one, other in zip(plain, found, strict=True):
+        assert list(map(repr, one["numbers"][:-1])) == other[:-1]
 
 
 def test_the_helper_itself() -> None:
@@ -138,18 +108,11 @@ def num_reads(stage: int, precision: str, accumulation: int, offload: dict[str, 
     return counts
 
 
-@pytest.mark.parametrize(
-    ("stage", "offload", "expected"),
-    [
-        *((2, {}, 1), (2, CPU, 1), (3, CPU | PARAMS, 1)),
-        *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in ((2, HALF), (2, OVERLAP))),
-        pytest.param(3, CPU, 1, marks=pytest.mark.slow),
-    ],
-)
-def test_reads_that_wait_for_the_device(stage: int, offload: dict[str, Any], expected: int) -> None:
-    for world_size, accumulation in ((1, 2), (2, 1)):
-        for found in warm(world_size).run(num_reads, stage, "bf16", accumulation, offload):
-            assert found[3:] == [expected] * 2, (world_size, found)
+def test_one_read_a_step_waits_for_the_device() -> None:
+    for stage, offload in ((2, {}), (2, HALF), (3, CPU | PARAMS)):
+        for world_size, accumulation in ((1, 2), (2, 1)):
+            for found in run_processes(num_reads, world_size, stage, "bf16", accumulation, offload):
+                assert found[3:] == [1, 1], (world_size, offload, found)
 
 
 def host_bytes(stage: int, offload: dict[str, Any]) -> tuple[float, list[str]]:
@@ -169,15 +132,13 @@ def host_bytes(stage: int, offload: dict[str, Any]) -> tuple[float, list[str]]:
     return sum(count for _, count in found) / numel, sorted({op for op, _ in found})
 
 
-@pytest.mark.parametrize(
-    ("stage", "offload"), [(2, CPU), (3, CPU), (3, CPU | PARAMS), (2, OVERLAP)]
-)
-def test_an_update_is_one_pass_over_host_memory(stage: int, offload: dict[str, Any]) -> None:
-    for found, ops in warm(1).run(host_bytes, stage, offload):
-        # a gradient and a new value of 2 bytes, and the master and two moments, read and written
-        assert (found, ops) == (28, ["xds.adam_.default"])
+def test_an_update_is_one_pass_over_host_memory() -> None:
+    for stage, offload in ((2, CPU), (3, CPU), (3, CPU | PARAMS), (2, OVERLAP)):
+        for found, ops in run_processes(host_bytes, 1, stage, offload):
+            # a gradient and a new value of 2 bytes, and the master and two moments, read and written
+            assert (found, ops) == (28, ["xds.adam_.default"]), offload
 
 
 def test_a_mistake_is_found() -> None:
-    (found,) = warm(1).run(mixes)
+    (found,) = run_processes(mixes, 1)
     assert "equal" in found

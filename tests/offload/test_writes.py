@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from offload_runs import CPU, GUESS, ON_CPU, PARAMS, config_of
+from helpers import run_ranks
+from offload_runs import CPU, GUESS, PARAMS, config_of, nvme
 from torch import nn
-from warm_ranks import warm
 
 import xds
 
@@ -99,32 +100,28 @@ def values_of(
 BETWEEN = (clip_and_read_one, clip_and_set_one, assign_and_read_one)
 FROZEN = (write_while_frozen, write_in_forward_while_frozen)
 KEPT = 10**6  # parameters stay gathered between steps
-CASES = [
-    *((stage, offload, KEPT, BETWEEN) for stage, offload in ((2, CPU), (3, CPU), (3, GUESS))),
-    *((3, offload, 0, FROZEN) for offload in (PARAMS, ALL, ALL_EARLY)),
-]
 
 
-def differing(stage: int, offload: dict[str, Any], persistence: int, writes: Any) -> list[str]:
-    found = []
-    for precision in ("fp32", "bf16"):
-        for write in writes:
-            want = values_of(stage, precision, None, write, persistence)
-            got = values_of(stage, precision, offload, write, persistence)
-            if not all(map(torch.equal, got, want)):
-                found.append(f"{write.__name__}, {precision}")
-    return found
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("case", CASES)
-def test_writes_count_as_without_offload(case: Any, size: int) -> None:
-    assert warm(size).run(differing, *case) == [[]] * size
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_writes_count_with_states_on_a_disk(tmp_path: Any, size: int) -> None:
-    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    for offload in (disk, {**disk, "offload_param": ON_CPU}):
-        assert warm(size).run(differing, 3, offload, 0, FROZEN) == [[]] * size
-    assert warm(size).run(differing, 3, disk, KEPT, BETWEEN) == [[]] * size
+@pytest.mark.parametrize(
+    ("size", "stage", "precision", "persistence", "writes"),
+    [
+        (1, 2, "bf16", KEPT, BETWEEN),
+        (2, 2, "fp32", KEPT, BETWEEN),
+        (2, 3, "bf16", KEPT, BETWEEN),
+        (1, 3, "bf16", 0, FROZEN),
+        (2, 3, "bf16", 0, FROZEN),
+        (2, 3, "fp32", 0, FROZEN),
+    ],
+)
+def test_writes_count_as_without_offload(
+    tmp_path: Path, size: int, stage: int, precision: str, persistence: int, writes: Any
+) -> None:
+    offloads = [CPU, GUESS, nvme(tmp_path)]
+    if persistence == 0:
+        offloads = [PARAMS, ALL, ALL_EARLY, nvme(tmp_path), nvme(tmp_path) | PARAMS]
+    for write in writes:
+        want = run_ranks(values_of, size, stage, precision, None, write, persistence)
+        for offload in offloads:
+            got = run_ranks(values_of, size, stage, precision, offload, write, persistence)
+            for one, other in zip(want, got, strict=True):
+                assert all(map(torch.equal, one, other)), (write.__name__, offload)

@@ -10,9 +10,9 @@ import pytest
 from xds.utils import small_files
 from xds.utils.errors import BuildError, ConfigError, DamagedError, PeerError, UsageError, XdsError
 from xds.utils.quoting import escaped, plain_lines, printable, quoted
-from xds.utils.schema import keys
-from xds.utils.schema.keys import Report, unknown_key
-from xds.utils.schema.rules import shown
+from xds.utils.schema import section
+from xds.utils.schema.section import Report
+from xds.utils.schema.values import shown
 from xds.utils.small_files import read_small_file
 
 # colour, title, bell, new line, C1 control, reversed writing, half of a surrogate pair
@@ -57,11 +57,11 @@ def test_a_config_error_lists_the_first_of_many_and_carries_all():
 
 def test_keys_and_values_are_cut_and_only_the_first_unknown_ones_are_compared(monkeypatch):
     compared = []
-    monkeypatch.setattr(keys, "nearest", lambda key, names: compared.append(key) or [])
+    monkeypatch.setattr(section, "nearest", lambda key, names: compared.append(key) or [])
     report = Report()
-    unknown_key("fp16", "x" * 10**7, "v" * 10**7, ["enabled"], report)
+    report.complain_unknown("fp16", "x" * 10**7, "v" * 10**7, ["enabled"])
     for number in range(1000):
-        unknown_key("", f"key{number}", [["v"] * 10**4], ["enabled"], report)
+        report.complain_unknown("", f"key{number}", [["v"] * 10**4], ["enabled"])
     assert len(report.complaints) == 1001 and max(map(len, report.complaints)) < 400
     assert len(compared) < 25 and max(map(len, compared)) < 100
 

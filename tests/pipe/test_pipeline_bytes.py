@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+from helpers import run_ranks
 from pipeline_cases import COUNT, Case
 from pipeline_runs import LENGTH, WIDTH, batches
 from thinned import pairwise
-from warm_ranks import warm
 
 import xds
 
@@ -81,7 +81,7 @@ def check_held(found: Counted, case: Case) -> None:
 
 
 def check(case: Case, reduce: str = "step") -> None:
-    for rank, found in enumerate(warm(case.world_size).run(count, case, reduce)):
+    for rank, found in enumerate(run_ranks(count, case.world_size, case, reduce)):
         each = reduce == "micro_batch" and case.stage >= 2
         check_sent(found, case, rank, COUNT if each else 1)
         if case.precision == "fp32":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import run_ranks
 from pipeline_calls import calls, plain
-from warm_ranks import warm
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_evaluation_gives_losses_everywhere_and_outputs_on_the_last_stage(
     schedule: str, ends: list[tuple[bool, bool]]
 ) -> None:
     losses, outputs = plain()
-    ranks = warm(2).run(calls, schedule)
+    ranks = run_ranks(calls, 2, schedule)
     for rank, found in enumerate(ranks):
         assert found["place"] == (rank, 2)
         assert found["ends"] == ends[rank]

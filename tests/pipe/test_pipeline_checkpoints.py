@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers import run_processes, run_ranks
 from manifest_damages import manifest_text
 from pipeline_checkpoints import Cut, Net, Saved, engine_of, random_loads, read, write
 from torch import Tensor
-from warm_ranks import warm
 
 import xds
 from xds.engine.checkpoint.format import dump, parse
@@ -31,13 +31,13 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def save(folder: Path, cut: Cut) -> Saved:
-    return Saved(cut, warm(cut.world_size).run(write, str(folder), cut))
+    return Saved(cut, run_ranks(write, cut.world_size, str(folder), cut))
 
 
 def load(folder: Path, cut: Cut, *saved: Saved) -> None:
     """Load every checkpoint at this cut, and compare what all ranks then hold."""
     tags = [one.cut.tag for one in saved]
-    by_rank = warm(cut.world_size).run(read, str(folder), cut, tags)
+    by_rank = run_ranks(read, cut.world_size, str(folder), cut, tags)
     for number, one in enumerate(saved):
         assert one.differences(cut, [held[number] for held in by_rank]) == []
 
@@ -128,7 +128,7 @@ def test_version_1_loads_into_a_pipeline(tmp_path: Path) -> None:
     old = (folder / "global_step2" / "manifest.json").read_bytes()
     assert b'"version": 1' in old and b"holders" not in old
     wanted = torch.load(folder / "wanted.pt")
-    by_rank = warm(2).run(load_version_1, str(folder), Cut(2, 1, 1))
+    by_rank = run_ranks(load_version_1, 2, str(folder), Cut(2, 1, 1))
     found = by_rank[0] | by_rank[1]
     for name, value in wanted["model"].items():
         assert torch.equal(found[name], value), name
@@ -206,7 +206,7 @@ def test_state_dicts_span_the_stages(tmp_path: Path, cut: Cut) -> None:
     first = Net(tied=True, frozen=1).state_dict()
     torch.manual_seed(3)
     source = Net(tied=True, frozen=1).state_dict()
-    ranks = warm(cut.world_size).run(whole_states, str(tmp_path), cut)
+    ranks = run_ranks(whole_states, cut.world_size, str(tmp_path), cut)
     for rank, found in enumerate(ranks):
         assert found["rank0"].keys() == (first.keys() if rank == 0 else set())
         partly = {**source, "norm.bias": torch.ones(13)}
@@ -240,7 +240,7 @@ def save_in_background(folder: str, cut: Cut) -> dict[str, Tensor]:
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     """A checkpoint of two stages, saved in the background, and the whole model's values."""
     folder = tmp_path_factory.mktemp("pipeline")
-    return folder, warm(2).run(save_in_background, str(folder), Cut(2, 1, 1))[0]
+    return folder, run_processes(save_in_background, 2, str(folder), Cut(2, 1, 1))[0]
 
 
 def _without_stage(raw: dict[str, Any]) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from pipeline_runs import config_of, worst
 from real_models import LENGTH, build
-from thinned import pairwise
 from torch import Tensor, nn
-from warm_ranks import warm
 
 import xds
 
@@ -76,7 +75,7 @@ def check(name: str, data: int, stage: int, schedule: str, given: str = "all") -
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     config = config_of(2, COUNT, zero=zero, pipeline={"schedule": schedule, **chunks})
     config["optimizer"] = {"type": "AdamW", "params": ADAMW}
-    by_rank = warm(2 * data).run(train, name, config, given)
+    by_rank = run_ranks(train, 2 * data, name, config, given)
     assert all(found == by_rank[0] for found in by_rank)
     assert worst(by_rank[0], one_process(name, data)) <= 5e-6
 
@@ -88,7 +87,7 @@ def test_gpt2_with_tied_weights_equals_one_process() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "schedule"),
-    pairwise(("gpt2", "llama", "mixtral"), (0, 1, 2, 3), ("1f1b", "zero_bubble")),
+    [("gpt2", 0, "zero_bubble"), ("llama", 2, "1f1b"), ("mixtral", 3, "zero_bubble")],
 )
 def test_models_equal_one_process(name: str, stage: int, schedule: str) -> None:
     check(name, 2, stage, schedule)

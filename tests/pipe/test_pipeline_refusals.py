@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_new_ranks
+from helpers import run_new_ranks, run_ranks
 from pipeline_runs import WIDTH, Model, batches, config_of
 from torch import Tensor, nn
-from warm_ranks import warm
 
 import xds
 from xds.utils.errors import XdsError
@@ -60,7 +59,7 @@ def bad_batches() -> list[str]:
 
 
 def test_batches_that_one_rank_cannot_use_stop_no_other() -> None:
-    by_rank = warm(4).run(bad_batches)
+    by_rank = run_ranks(bad_batches, 4)
     expected = ("ended after 2 of 4", "is a object", "make it dense", "must be text")
     expected += ("train_batch: data_iter = None", "eval_batch: data_iter = None")
     for rank, messages in enumerate(by_rank):
@@ -92,7 +91,7 @@ def refused_calls() -> list[str]:
 
 
 def test_calls_of_single_micro_batches_say_what_to_call() -> None:
-    assert warm(2).run(refused_calls) == [[], []]
+    assert run_ranks(refused_calls, 2) == [[], []]
 
 
 def refused_models() -> list[str]:
@@ -104,7 +103,7 @@ def refused_models() -> list[str]:
 
 
 def test_models_and_configs_that_cannot_be_cut() -> None:
-    for messages in warm(4).run(refused_models):
+    for messages in run_ranks(refused_models, 4):
         few, none, short, group = messages
         assert "needs at least 2 micro-batches" in few
         assert "has no list of blocks" in none
@@ -125,7 +124,7 @@ def other_number_of_samples() -> list[Any]:
 
 
 def test_the_batch_size_changes_between_steps() -> None:
-    for counts, message in warm(2).run(other_number_of_samples):
+    for counts, message in run_ranks(other_number_of_samples, 2):
         assert counts == [2, COUNT + 6, 2 * (COUNT + 6)]
         assert "needs at least 2 micro-batches, not 1" in message
 
@@ -144,7 +143,7 @@ def overflow() -> list[Any]:
 
 
 def test_an_overflow_skips_the_step_on_all_stages() -> None:
-    assert warm(2).run(overflow) == [[True, 1, False, 2.0**39]] * 2
+    assert run_ranks(overflow, 2) == [[True, 1, False, 2.0**39]] * 2
 
 
 def frozen_stage() -> list[Any]:
@@ -160,7 +159,7 @@ def frozen_stage() -> list[Any]:
 
 
 def test_a_stage_may_be_all_frozen() -> None:
-    assert warm(2).run(frozen_stage) == [[True, True], [True, False]]
+    assert run_ranks(frozen_stage, 2) == [[True, True], [True, False]]
 
 
 class Broken(nn.Module):

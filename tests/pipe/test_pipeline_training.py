@@ -7,8 +7,7 @@ pipeline. 16 bits: near the same precision without a pipeline.
 from __future__ import annotations
 
 import pytest
-from pipeline_cases import Case, faults, matrix
-from thinned import few_of
+from pipeline_cases import Case, faults
 
 SHARP = [  # every value of every axis once
     Case(2, 1, 0, "1f1b", "fp32", "checkpointed"),
@@ -24,23 +23,8 @@ SHARP = [  # every value of every axis once
 
 @pytest.mark.parametrize(
     "case",
-    [
-        case if number in (1, 3, 4, 6) else pytest.param(case, marks=pytest.mark.slow)
-        for number, case in enumerate(SHARP)
-    ],
+    SHARP,
     ids=lambda case: case.name,
 )
 def test_steps_equal_those_of_one_process(case: Case) -> None:
-    assert faults(case) == []
-
-
-CHOSEN = few_of(
-    sorted(matrix(), key=lambda case: case.world_size),  # the smallest of equals
-    lambda case: (case.pipe, case.data, case.stage, case.schedule, case.precision, case.kind),
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
-def test_every_way_of_cutting_equals_one_process(case: Case) -> None:
     assert faults(case) == []

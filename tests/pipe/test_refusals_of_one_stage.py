@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from torch import Tensor, nn
-from warm_ranks import warm
 
 import xds
 
@@ -82,7 +82,7 @@ def refused(kind: str) -> tuple[str, str]:
     ],
 )
 def test_a_refusal_reaches_the_other_stages(kind: str, rank: int, name: str, text: str) -> None:
-    found = warm(2).run(refused, kind)
+    found = run_ranks(refused, 2, kind)
     assert found[rank][0] == name and text in found[rank][1]
     kind_of_other, said = found[1 - rank]
     assert kind_of_other == "UsageError"

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_ranks
-from models import FEATURES, build, micro_batch
-from thinned import pairwise
+from models import build, micro_batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
@@ -403,12 +402,15 @@ def test_every_stage_gets_the_same_sums() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("feature", "world_size", "precision", "place"),
-    pairwise(
-        [name for name in FEATURES if name != "compiled"],
-        (1, 2),
-        ("fp32", "bf16"),
-        ("device", "cpu"),
-    ),
+    [
+        ("tied", 2, "bf16", "device"),
+        ("lora", 2, "fp32", "cpu"),
+        ("unused", 1, "fp32", "device"),
+        ("reused", 2, "fp32", "device"),
+        ("checkpointed_reentrant", 2, "bf16", "cpu"),
+        ("compiled_blocks", 1, "fp32", "cpu"),
+        ("mixed_shapes", 2, "bf16", "cpu"),
+    ],
 )
 def test_every_feature_at_every_stage(
     feature: str, world_size: int, precision: str, place: str

@@ -68,10 +68,7 @@ def both(seed: int) -> tuple[Found, Found]:
     return ours(seed), theirs(seed)
 
 
-SLOW = [pytest.param(ranks, seed, marks=pytest.mark.slow) for ranks in (2, 4) for seed in range(5)]
-
-
-@pytest.mark.parametrize(("num_ranks", "seed"), [(2, 7), *SLOW])
+@pytest.mark.parametrize(("num_ranks", "seed"), [(2, 7), (4, 1)])
 def test_slices_compute_what_dtensor_computes(num_ranks, seed):
     for (loss, grads), (their_loss, their_grads) in warm(num_ranks).run(both, seed):
         torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipeline_runs import worst
-from thinned import RUNS_ALL
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from warm_ranks import warm
@@ -18,7 +17,6 @@ from xds.tensor import DistributedAttention
 
 WIDTH, TOKENS, SAMPLES, STEPS = 8, 8, 2, 3
 COMPILE: dict[str, Any] = {"enabled": True, "backend": "aot_eager"}
-INDUCTOR = ("llama", "padded", 1, {"backend": "inductor"})  # it compiles for a long time
 ONE_GRAPH = {**COMPILE, "kwargs": {"fullgraph": True}}
 
 
@@ -38,7 +36,6 @@ def compiled(model: tuple[Any, ...], kind: str, config: dict[str, Any]) -> Any:
     ("model", "kind", "stage", "more"),
     [
         pytest.param("llama", "padded", 3, {}, marks=pytest.mark.slow),
-        *([pytest.param(*INDUCTOR, marks=pytest.mark.slow)] if RUNS_ALL else []),
         pytest.param("llama", "packed", 2, {"checkpoint": True}, marks=pytest.mark.slow),
         pytest.param("mistral", "odd", 0, ONE_GRAPH, marks=pytest.mark.slow),
     ],

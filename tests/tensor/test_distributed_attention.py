@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from warm_ranks import warm
 
 import xds
 from xds.tensor import DistributedAttention
@@ -59,7 +59,7 @@ def test_outputs_and_gradients_are_those_of_all_tokens(
     whole = [x.requires_grad_() for x in inputs(heads, kv_heads)]
     out = attend(*whole, scale=0.3 if kind == "ours" else None)
     out.square().sum().backward()
-    ranks = warm(RANKS).run(on_rank, heads, kv_heads, kind)
+    ranks = run_ranks(on_rank, RANKS, heads, kv_heads, kind)
     wanted = [out, *(x.grad for x in whole)]
     for parts, expected in zip(zip(*ranks, strict=True), wanted, strict=True):
         torch.testing.assert_close(torch.cat(parts, 1), expected)
@@ -76,7 +76,7 @@ def refused() -> list[str]:
 
 
 def test_too_few_heads_are_one_sentence() -> None:
-    for found in warm(RANKS).run(refused):
+    for found in run_ranks(refused, RANKS):
         assert "1 heads of queries and 1 of keys on 2 ranks" in found[0]
         assert "needs four dimensions" in found[1]
     with pytest.raises(xds.UsageError, match="must be two of the dimensions"):
@@ -133,8 +133,8 @@ def train_plain(config: dict[str, Any]) -> tuple[list[float], Tensor]:
 
 
 def test_a_plain_model_with_positions_trains_as_on_one_rank() -> None:
-    ranks = warm(RANKS).run(train_plain, CONFIG)
-    wanted = warm(1).run(train_plain, CONFIG | {"sequence_parallel_size": 1})[0]
+    ranks = run_ranks(train_plain, RANKS, CONFIG)
+    wanted = run_ranks(train_plain, 1, CONFIG | {"sequence_parallel_size": 1})[0]
     for losses, logits in ranks:
         assert losses == pytest.approx(wanted[0], rel=1e-6)
         assert torch.allclose(logits, wanted[1], atol=1e-5)
@@ -171,4 +171,4 @@ def refused_model(kind: str) -> str:
     ],
 )
 def test_a_plain_model_that_cannot_be_cut_is_refused_on_every_rank(kind: str, part: str) -> None:
-    assert all(part in message for message in warm(RANKS).run(refused_model, kind))
+    assert all(part in message for message in run_ranks(refused_model, RANKS, kind))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from warm_ranks import warm
 
 import xds
 
@@ -76,9 +76,9 @@ def first_forward(precision: str, std: float, is_right: bool) -> str:
 @pytest.mark.parametrize("std", [0.02, 1e-4, 0.0])
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16", "fp16", "autocast"])
 def test_a_small_difference_is_found_in_every_precision(precision: str, std: float) -> None:
-    for text in warm(2).run(first_forward, precision, std, False):
+    for text in run_ranks(first_forward, 2, precision, std, False):
         assert "blocks.0 computes something else in 2 slices" in text
-    assert warm(2).run(first_forward, precision, std, True) == ["", ""]
+    assert run_ranks(first_forward, 2, precision, std, True) == ["", ""]
 
 
 def compiled_with_inputs_on_the_host(axis: str) -> list[float]:
@@ -109,7 +109,7 @@ def compiled_with_inputs_on_the_host(axis: str) -> list[float]:
 @pytest.mark.parametrize("axis", ["tensor", "sequence"])
 def test_compiled_blocks_are_recomputed_by_the_same_graph(axis: str) -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
-    for first, second in warm(2).run(compiled_with_inputs_on_the_host, axis):
+    for first, second in run_ranks(compiled_with_inputs_on_the_host, 2, axis):
         assert first == pytest.approx(second, rel=1e-6)
 
 
@@ -147,8 +147,8 @@ def in_16_bits_alone(is_right: bool) -> str:
 
 
 def test_a_block_that_needs_16_bits_is_proven_in_them() -> None:
-    assert warm(2).run(in_16_bits_alone, True) == ["", ""]
-    assert all("something else" in text for text in warm(2).run(in_16_bits_alone, False))
+    assert run_ranks(in_16_bits_alone, 2, True) == ["", ""]
+    assert all("something else" in text for text in run_ranks(in_16_bits_alone, 2, False))
 
 
 def llama() -> nn.Module:
@@ -191,8 +191,8 @@ def step_of(stage: int, how: str, size: int) -> tuple[float, Tensor, Tensor]:
 @pytest.mark.parametrize("how", ["hook before", "hook after", "freeze"])
 def test_hooks_and_frozen_parameters_are_those_of_the_script(how: str, stage: int) -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
-    ((loss, up, norm),) = warm(1).run(step_of, stage, how, 1)
-    for found in warm(2).run(step_of, stage, how, 2):
+    ((loss, up, norm),) = run_ranks(step_of, 1, stage, how, 1)
+    for found in run_ranks(step_of, 2, stage, how, 2):
         assert found[0] == pytest.approx(loss, rel=1e-5)
         torch.testing.assert_close(found[1], up, rtol=0, atol=1e-6)
         torch.testing.assert_close(found[2], norm, rtol=0, atol=1e-6)
@@ -222,4 +222,4 @@ def qwen3_in_fp64() -> float:
 
 def test_fp64_with_norms_in_fp32_is_not_refused() -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
-    assert warm(2).run(qwen3_in_fp64) == pytest.approx([0, 0], abs=1e-5)
+    assert run_ranks(qwen3_in_fp64, 2) == pytest.approx([0, 0], abs=1e-5)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from warm_ranks import warm
 
 import xds
 from xds.tensor.regions import layers_in, regions
@@ -117,7 +117,7 @@ def cut_head() -> str:
 
 def test_logits_that_are_not_gathered_are_found() -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
-    for text in warm(2).run(cut_head):
+    for text in run_ranks(cut_head, 2):
         assert "the model cannot run in 2 slices: Expected input batch_size" in text
 
 
@@ -146,9 +146,9 @@ def run(kind: str, is_right: bool, stage: int) -> Any:
     [("module", 3), ("module", 1), ("root", 2), ("root", 3), ("second block", 3), ("same cut", 1)],
 )
 def test_a_right_plan_trains_and_a_wrong_one_is_refused(kind: str, stage: int) -> None:
-    for found in warm(2).run(run, kind, True, stage):
+    for found in run_ranks(run, 2, kind, True, stage):
         assert abs(found) <= 1e-6
-    for text in warm(2).run(run, kind, False, stage):
+    for text in run_ranks(run, 2, kind, False, stage):
         assert "something else in 2 slices than whole: the output of down differs" in text
 
 
@@ -179,9 +179,9 @@ def hidden_by_zeros(word: str) -> str:
 
 
 def test_what_zeros_hide_is_found_in_the_first_forward() -> None:
-    for text in warm(2).run(hidden_by_zeros, "replicate"):
+    for text in run_ranks(hidden_by_zeros, 2, "replicate"):
         assert text.startswith("0: ") and "the gradient of inner.weight differs" in text
-    assert warm(2).run(hidden_by_zeros, "replicated_with_grad_allreduce") == ["", ""]
+    assert run_ranks(hidden_by_zeros, 2, "replicated_with_grad_allreduce") == ["", ""]
 
 
 class Odd(nn.Module):
@@ -229,7 +229,7 @@ def odd_batches() -> list[Any]:
 
 def test_a_batch_at_fault_is_not_the_plans_fault_and_buffers_stay() -> None:
     # the second batch ends before the count
-    for found in warm(2).run(odd_batches):
+    for found in run_ranks(odd_batches, 2):
         assert found[:3] == [True, False, True] and found[3] in (2.0, 3.0)
 
 
@@ -245,7 +245,7 @@ def shared_weight() -> float:
 
 
 def test_layers_beside_a_shared_weight_stay_whole() -> None:
-    assert max(warm(2).run(shared_weight)) <= 1e-6
+    assert max(run_ranks(shared_weight, 2)) <= 1e-6
 
 
 def refused(kind: str) -> str:
@@ -276,7 +276,7 @@ class Normed(torch.optim.Optimizer):
     ],
 )
 def test_what_slices_cannot_do_is_refused(kind: str, part: str) -> None:
-    assert all(part in text for text in warm(2).run(refused, kind))
+    assert all(part in text for text in run_ranks(refused, 2, kind))
 
 
 def second_block() -> str:
@@ -299,5 +299,5 @@ def second_block() -> str:
 
 def test_a_block_after_others_is_proven_with_a_cache() -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
-    for text in warm(2).run(second_block):
+    for text in run_ranks(second_block, 2):
         assert "model.layers.1 computes something else" in text

@@ -99,13 +99,11 @@ def config_of(sequence: int, stage: int, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "kind", "sequence", "stage"),
     [
-        pytest.param(("llama",), "plain", 2, 1, marks=pytest.mark.slow),
         (("llama",), "padded", 2, 3),
         (("llama", 1), "packed", 2, 2),  # one head of keys, copied
         (("mistral",), "odd", 2, 1),  # a sliding window
         (("opt",), "left", 2, 1),  # positions without padding
         pytest.param(("biogpt",), "left", 2, 1, marks=pytest.mark.slow),
-        pytest.param(("llama",), "left", 2, 1, marks=pytest.mark.slow),
         # heads and tokens that do not divide
         pytest.param(("llama", 2, 4), "odd", 3, 0, marks=pytest.mark.slow),
     ],

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from pipeline_checkpoints import Cut, engine_of, samples
 from torch import nn
-from warm_ranks import warm
 
 import xds
 from xds import zero
@@ -84,9 +84,9 @@ def accesses(cut: Cut) -> dict[str, Any]:
     ids=lambda cut: cut.tag,
 )
 def test_full_tensors_of_slices_are_those_of_one_rank(cut: Cut) -> None:
-    wanted = warm(1).run(accesses, Cut(1, 1, 0, precision=cut.precision))[0]
+    wanted = run_ranks(accesses, 1, Cut(1, 1, 0, precision=cut.precision))[0]
     near = 1e-5 if cut.precision == "fp32" else 6e-2
-    for rank, found in enumerate(warm(cut.world_size).run(accesses, cut)):
+    for rank, found in enumerate(run_ranks(accesses, cut.world_size, cut)):
         for key, values in wanted.items():
             if key == "modified":
                 values = [torch.full_like(value, cut.world_size - 1.0) for value in values]
@@ -122,7 +122,7 @@ def test_slices_are_built_from_meta(stage: int) -> None:
     given = copy.deepcopy(nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).state_dict())
     for weights in (None, given):
         wanted = plain if weights is None else given
-        for found in warm(2).run(from_meta, Cut(1, 1, stage, tensor=2), weights):
+        for found in run_ranks(from_meta, 2, Cut(1, 1, stage, tensor=2), weights):
             assert found.keys() == wanted.keys()
             for name, value in wanted.items():
                 assert torch.equal(found[name], value), name
@@ -183,12 +183,12 @@ def frozen_accesses(stage: int, name: str, section: dict[str, Any]) -> list[bool
 def test_a_frozen_slice_is_whole_inside_gathered_parameters(stage: int) -> None:
     plan = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
     section = {"tensor_parallel": {"tp_size": 2, "plan": plan}}
-    found = warm(2).run(frozen_accesses, stage, "blocks.1.0.weight", section)
+    found = run_ranks(frozen_accesses, 2, stage, "blocks.1.0.weight", section)
     assert found == [[True] * 5] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_frozen_weight_of_two_stages_is_read_and_written(stage: int) -> None:
     section = {"pipeline": {"stages": 2}}
-    found = warm(2).run(frozen_accesses, stage, "embed.weight", section)
+    found = run_ranks(frozen_accesses, 2, stage, "embed.weight", section)
     assert found == [[True] * 5] * 2

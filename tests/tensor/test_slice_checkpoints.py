@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_processes, run_ranks
 from pipeline_checkpoints import Cut, config_of, engine_of, samples
 from torch import Tensor, nn
-from warm_ranks import warm
 
 import xds
 from xds.engine.checkpoint.io.checked_file import CheckedFile
@@ -59,8 +59,8 @@ def test_a_rank_reads_its_columns_or_whole_rows(tmp_path: Path, saved: Cut) -> N
         ("colwise_gather_output", 1.1 * whole / 2),
         ("rowwise_split_input", 1.02 * whole),
     ):
-        warm(saved.world_size).run(save_wide, str(tmp_path), saved, word)
-        for found in warm(2).run(bytes_read, str(tmp_path), Cut(1, 1, 1, tensor=2), word):
+        run_ranks(save_wide, saved.world_size, str(tmp_path), saved, word)
+        for found in run_processes(bytes_read, 2, str(tmp_path), Cut(1, 1, 1, tensor=2), word):
             assert 0.99 * whole / 2 < found <= most, word
 
 
@@ -90,7 +90,7 @@ def half_a_step(folder: str, cut: Cut, is_loaded: bool) -> list[Tensor]:
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_half_a_step_continues(tmp_path: Path, stage: int) -> None:
     cut = Cut(1, 2, stage, tensor=2)
-    straight = warm(4).run(half_a_step, str(tmp_path), cut, False)
-    loaded = warm(4).run(half_a_step, str(tmp_path), cut, True)
+    straight = run_ranks(half_a_step, 4, str(tmp_path), cut, False)
+    loaded = run_ranks(half_a_step, 4, str(tmp_path), cut, True)
     for one, two in zip(straight, loaded, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from test_tensor_training import PLAN, Mlps
-from warm_ranks import warm
 
 import xds
 from xds.ops.comm import light_thread
@@ -45,11 +45,11 @@ def config_of(stage: int) -> dict[str, Any]:
 
 
 def test_a_step_of_two_blocks_has_four_sums_one_reduction_and_one_norm() -> None:
-    ranks = warm(2).run(messages_of_a_step, config_of(0))
+    ranks = run_ranks(messages_of_a_step, 2, config_of(0))
     for kinds, _, _ in ranks:
         assert sorted(kinds) == ["exchange", "reduce_scatter"] + ["tensor sums"] * 4
         assert kinds[-1] == "exchange"
-    sharded = warm(2).run(messages_of_a_step, config_of(1))
+    sharded = run_ranks(messages_of_a_step, 2, config_of(1))
     for (_, values, norm), (_, others, other_norm) in zip(ranks, sharded, strict=True):
         assert norm == other_norm == ranks[0][2]
         assert all(one.equal(other) for one, other in zip(values, others, strict=True))

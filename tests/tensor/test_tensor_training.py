@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from pipeline_runs import SAME, worst
 from torch import nn
-from warm_ranks import warm
 
 import xds
 
@@ -87,7 +87,7 @@ SLOW = [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 2)]
     [(2, 1), (2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_llama_in_two_slices_equals_one_process(data: int, stage: int) -> None:
-    by_rank = warm(2 * data).run(train, "llama", config_of(2, stage))
+    by_rank = run_ranks(train, 2 * data, "llama", config_of(2, stage))
     for first, second in zip(by_rank[::2], by_rank[1::2], strict=True):
         assert first == second
     mean = [
@@ -111,7 +111,7 @@ def train_in_stages(name: str, config: dict[str, Any]) -> list[tuple[float, floa
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_slices_in_two_pipeline_stages_equal_one_process(stage: int) -> None:
     config = config_of(2, stage) | {"gradient_accumulation_steps": 2, "pipeline": {"stages": 2}}
-    by_rank = warm(4).run(train_in_stages, "llama", config)
+    by_rank = run_ranks(train_in_stages, 4, "llama", config)
     assert all(found == by_rank[0] for found in by_rank)
     assert worst(by_rank[0], one_process("llama", 2)) <= SAME
 
@@ -120,7 +120,7 @@ def test_slices_in_two_pipeline_stages_equal_one_process(stage: int) -> None:
     "name", ["qwen3", pytest.param("phi3", marks=pytest.mark.slow)]
 )  # norms of heads; fused layers
 def test_models_with_other_words_equal_one_process(name: str) -> None:
-    found = warm(2).run(train, name, config_of(2, 2))[0]
+    found = run_ranks(train, 2, name, config_of(2, 2))[0]
     assert worst(found[:3], one_process(name, 1)[:3]) <= SAME
 
 
@@ -177,7 +177,7 @@ def train_mlps(config: dict[str, Any]) -> tuple[list[float], int]:
 def test_uneven_packed_slices_on_three_ranks_and_the_bytes_of_their_sums() -> None:
     config = config_of(3, 1) | {"train_micro_batch_size_per_gpu": 4}
     config["tensor_parallel"]["plan"] = PLAN
-    by_rank = warm(3).run(train_mlps, config)
+    by_rank = run_ranks(train_mlps, 3, config)
     model = Mlps()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses = []
@@ -204,7 +204,7 @@ def initialized_again(config: dict[str, Any]) -> None:
 def test_a_model_in_slices_is_not_taken_again() -> None:
     config = config_of(2, 0) | {"train_micro_batch_size_per_gpu": 4}
     config["tensor_parallel"]["plan"] = PLAN
-    warm(2).run(initialized_again, config)
+    run_ranks(initialized_again, 2, config)
 
 
 def bad_plan(plan: dict[str, str] | None, tensor: int) -> str:
@@ -226,7 +226,7 @@ def bad_plan(plan: dict[str, str] | None, tensor: int) -> str:
 def test_a_plan_that_does_not_fit_is_one_sentence_on_every_rank(
     plan: dict[str, str] | None, message: str
 ) -> None:
-    assert all(message in found for found in warm(2).run(bad_plan, plan, 2))
+    assert all(message in found for found in run_ranks(bad_plan, 2, plan, 2))
 
 
 def different_batches(config: dict[str, Any]) -> str:
@@ -239,7 +239,7 @@ def different_batches(config: dict[str, Any]) -> str:
 def test_different_batches_on_a_tensor_group_are_one_sentence_on_every_rank() -> None:
     config = config_of(2, 1) | {"train_micro_batch_size_per_gpu": 4}
     config["tensor_parallel"]["plan"] = PLAN
-    assert all("different batches" in text for text in warm(2).run(different_batches, config))
+    assert all("different batches" in text for text in run_ranks(different_batches, 2, config))
 
 
 NOT_PACKED = {"blocks.*.packed": "colwise", "blocks.*.down": "rowwise"}
@@ -266,7 +266,7 @@ class Even(Mlps):
 
 @pytest.mark.parametrize("samples", ["different", "equal"])
 def test_a_plan_that_computes_something_else_is_found_in_the_first_forward(samples: str) -> None:
-    for text in warm(2).run(unproven, NOT_PACKED, samples):
+    for text in run_ranks(unproven, 2, NOT_PACKED, samples):
         assert "blocks.0 computes something else in 2 slices than whole" in text
         assert "the output of down differs" in text
 
@@ -288,7 +288,7 @@ def without_norms() -> str:
 
 
 def test_a_gradient_that_is_not_summed_is_found_in_the_first_forward() -> None:
-    for text in warm(2).run(without_norms):
+    for text in run_ranks(without_norms, 2):
         assert "the gradient of self_attn.q_norm.weight differs" in text
 
 
@@ -311,5 +311,5 @@ def same_tokens(name: str, trained: tuple[str, ...]) -> tuple[float, float]:
 def test_gradients_that_are_zero_but_for_rounding_are_not_refused(
     name: str, trained: tuple[str, ...]
 ) -> None:
-    for found, wanted in warm(2).run(same_tokens, name, trained):
+    for found, wanted in run_ranks(same_tokens, 2, name, trained):
         assert found == pytest.approx(wanted, rel=1e-5)

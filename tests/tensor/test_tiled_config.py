@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import tensor_cases
 import torch
+from helpers import run_ranks
 from pipeline_runs import SAME, worst
 from tensor_cases import STEPS, Case, batches, build, one_process
 from torch import nn
-from warm_ranks import warm
 
 import xds
 
@@ -67,7 +67,7 @@ SLOW = [
     ids=lambda one: one.name if isinstance(one, Case) else "",
 )
 def test_tiles_of_the_config_equal_one_process(case: Case, more: dict[str, Any]) -> None:
-    for found, largest in warm(case.mesh.size).run(train, case, TILES, more):
+    for found, largest in run_ranks(train, case.mesh.size, case, TILES, more):
         assert worst(found, one_process(case.model, case.data)) <= SAME
         assert largest == 0
 
@@ -95,7 +95,7 @@ CUT_HEAD = {"tensor_parallel": {"tp_size": 2, "vocab_parallel_lm_head": True}}
 def test_tiles_with_slices_and_sequence_ranks_equal_one_process(
     case: Case, more: dict[str, Any]
 ) -> None:
-    for found, largest in warm(case.mesh.size).run(train, case, TILES, more):
+    for found, largest in run_ranks(train, case.mesh.size, case, TILES, more):
         assert worst(found, one_process(case.model, case.data)) <= SAME
         assert largest == 0 or case.sequence > 1  # the proof of sequences computes a few
 
@@ -132,7 +132,7 @@ def test_what_cannot_run_in_tiles_is_refused(
     tiles: dict[str, Any], kind: str, tensor: int, text: str
 ) -> None:
     case = replace(Case("llama", 1, 1, 1, 1, 0), tensor=tensor)
-    assert all(text in said for said in warm(tensor).run(refused, case, tiles, kind))
+    assert all(text in said for said in run_ranks(refused, tensor, case, tiles, kind))
 
 
 def with_adapters(tiles: dict[str, Any], stages: int) -> list[float]:
@@ -152,7 +152,7 @@ def with_adapters(tiles: dict[str, Any], stages: int) -> list[float]:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_loss_of_a_model_with_adapters_runs_in_tiles(stages: int) -> None:
     pytest.importorskip("peft", reason="pip install peft")
-    wanted = warm(stages).run(with_adapters, {}, stages)
-    found = warm(stages).run(with_adapters, {"tiled_loss": 5}, stages)
+    wanted = run_ranks(with_adapters, stages, {}, stages)
+    found = run_ranks(with_adapters, stages, {"tiled_loss": 5}, stages)
     for losses, expected in zip(found, wanted, strict=True):
         assert losses == pytest.approx(expected, rel=SAME)

@@ -7,9 +7,9 @@ import copy
 import pytest
 import tiled_runs
 import torch
+from helpers import run_ranks
 from torch import nn
 from torch.nn import functional as F
-from warm_ranks import warm
 
 import xds
 from xds.deepspeed.runtime.sequence_parallel import ulysses_sp
@@ -272,15 +272,15 @@ def test_deepspeeds_functions_equal_the_plain_ones(listed):
 
 
 def test_training_in_tiles_equals_plain_pytorch_at_every_stage():
-    warm(2).run(tiled_runs.compare, [0, 1, 2, 3])
+    run_ranks(tiled_runs.compare, 2, [0, 1, 2, 3])
 
 
 def test_a_whole_unit_runs_in_tiles_at_stage_3():
-    warm(2).run(tiled_runs.compare, [3], "Mlp")
+    run_ranks(tiled_runs.compare, 2, [3], "Mlp")
 
 
 def test_units_are_dropped_in_backward_as_in_plain_code():
-    for plain, tiled in warm(2).run(tiled_runs.gathered_in_backward):
+    for plain, tiled in run_ranks(tiled_runs.gathered_in_backward, 2):
         assert tiled == plain
         assert len(plain) == 3 and len(plain[-1]) < 4
 

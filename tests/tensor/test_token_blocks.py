@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from pipeline_runs import SAME, worst
 from tensor_cases import LENGTH, SAMPLES, STEPS, Case, batches, build, one_process
 from torch import nn
-from warm_ranks import warm
 
 import xds
 from xds.tensor.sequence.batches import positions_of
@@ -93,7 +93,7 @@ RECOMPUTED = {"activation_checkpointing": {"enabled": True}}
     ids=lambda one: one.name if isinstance(one, Case) else "",
 )
 def test_blocks_with_own_tokens_equal_one_process(case: Case, more: dict[str, Any]) -> None:
-    for found, seen, _ in warm(case.mesh.size).run(train, case, more, PLANS[case.model]):
+    for found, seen, _ in run_ranks(train, case.mesh.size, case, more, PLANS[case.model]):
         assert worst(found, one_process(case.model, case.data)) <= SAME
         own = LENGTH // case.sequence // case.tensor
         assert seen == ({own, LENGTH // case.tensor} if case.sequence > 1 else {own})  # the proof
@@ -102,7 +102,7 @@ def test_blocks_with_own_tokens_equal_one_process(case: Case, more: dict[str, An
 def test_a_block_sends_as_many_bytes_as_with_whole_activations() -> None:
     case = Case("llama", 1, 1, 1, 2, 0)
     one = SAMPLES * LENGTH * 32 * 4  # activations of a micro-batch, fp32
-    for _, _, sent in warm(2).run(train, case, {}, LLAMA):
+    for _, _, sent in run_ranks(train, 2, case, {}, LLAMA):
         # of half of them: a gather and a sum in both passes, twice in each of 4 blocks; a cut and a join
         assert sent == 4 * (8 * 4 + 2) * one // 2
 
@@ -138,7 +138,7 @@ def refused(kind: str) -> str:
     ],
 )
 def test_what_needs_whole_activations_is_refused(kind: str, part: str) -> None:
-    assert all(part in said for said in warm(2).run(refused, kind))
+    assert all(part in said for said in run_ranks(refused, 2, kind))
 
 
 def test_positions_count_tokens_and_mark_all_padding() -> None:

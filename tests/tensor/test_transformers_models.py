@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from torch import nn
-from warm_ranks import warm
 
 import xds
 
@@ -108,5 +108,5 @@ def test_models_of_transformers_in_slices_equal_one_process(tensor: int, cut: bo
     from transformers import CONFIG_MAPPING
 
     known = [name for name in MODELS if name in CONFIG_MAPPING]
-    far = {name: max(warm(tensor).run(difference, name, tensor, cut)) for name in known}
+    far = {name: max(run_ranks(difference, tensor, name, tensor, cut)) for name in known}
     assert known and {name: found for name, found in far.items() if found > 1e-6} == {}

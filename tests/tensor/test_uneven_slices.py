@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from pipeline_runs import SAME
 from torch import nn
-from warm_ranks import warm
 
 import xds
 
@@ -83,7 +83,7 @@ def alone() -> list[float]:
 def test_a_threshold_between_the_sizes_of_slices_decides_alike(
     stage: int, zero: dict[str, int]
 ) -> None:
-    (first, units), (second, others) = warm(2).run(train, config_of(stage, **zero))
+    (first, units), (second, others) = run_ranks(train, 2, config_of(stage, **zero))
     assert first == second and units == others
     assert first == pytest.approx(alone(), rel=SAME)
 
@@ -99,7 +99,7 @@ def forwards_of_slices(config: dict[str, Any]) -> list[float]:
 
 
 def test_data_ranks_run_unequal_numbers_of_forwards_of_slices() -> None:
-    found = warm(4).run(forwards_of_slices, config_of(3, unit_min_numel=0))
+    found = run_ranks(forwards_of_slices, 4, config_of(3, unit_min_numel=0))
     wanted = pytest.approx(alone()[0], rel=SAME)
     assert [len(losses) for losses in found] == [1, 1, 3, 3]
     assert all(loss == wanted for losses in found for loss in losses)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from helpers import run_ranks
 from models import build, micro_batch
+from runs import config
 
 import xds
 
@@ -15,19 +15,9 @@ import xds
 def sent(stage: int, accumulation: int, reuse: int) -> dict[str, Any]:
     """The bytes of the second step on this rank, and the sizes that the theory uses."""
     world = dist.get_world_size()
-    zero = {
-        "stage": stage,
-        "unit_min_numel": 0,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_reuse_distance": reuse,
-    }
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": zero,
-    }
-    engine = xds.initialize(build("plain"), config)
+    zero = {"stage3_max_reuse_distance": reuse}
+    given = config(stage, samples=1, accumulation=accumulation, zero=zero)
+    engine = xds.initialize(build("plain"), given)
     before: dict[str, int] = {}
     for step in range(2):
         before = engine.bytes_sent()
@@ -54,20 +44,42 @@ def theory(stage: int, k: int, numel: int, kept: int, world: int) -> int:
     return 4 * passes * (world - 1) // world
 
 
-def cases() -> list[tuple[int, int, int]]:
-    return [(s, k, r) for s in (0, 1, 2, 3) for k in (1, 4) for r in (0, 10**9)]
+CASES = [(0, 1, 0), (1, 4, 0), (2, 4, 0), *((3, k, reuse) for k in (1, 4) for reuse in (0, 10**9))]
 
 
 def count() -> list[dict[str, Any]]:
-    return [sent(*case) for case in cases()]
+    return [sent(*case) for case in CASES]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_counted_bytes_equal_theory(world: int) -> None:
+def test_counted_bytes_equal_theory() -> None:
+    world = 3
     for per_rank in run_ranks(count, world):
-        for (stage, k, _), got in zip(cases(), per_rank, strict=True):
+        for (stage, k, _), got in zip(CASES, per_rank, strict=True):
             want = theory(stage, k, got["numel"], got["kept"], world)
             control = got["sent"].pop("control", 0)
             # the norm, and whether any gradient was late
             assert control == 16 * (world - 1), (stage, k)
             assert sum(got["sent"].values()) == want, (stage, k, got)
+
+
+def sent_after_no_sync(stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    """The bytes of a step of one backward, and of one whose first of two backwards was held back."""
+    engine = xds.initialize(build("plain"), config(stage, samples=1))
+    found = []
+    for holds in (False, True):
+        before = engine.bytes_sent()
+        if holds:
+            with engine.no_sync():
+                engine.backward(engine(micro_batch(0, 0, 1)))
+        engine.backward(engine(micro_batch(0, 1, 1)))
+        engine.step()
+        after = engine.bytes_sent()
+        found.append({kind: after[kind] - before.get(kind, 0) for kind in after})
+    engine.destroy()
+    return found[0], found[1]
+
+
+def test_gradients_that_were_held_back_are_sent_once() -> None:
+    for stage in (1, 2):
+        for plain, held in run_ranks(sent_after_no_sync, 2, stage):
+            assert plain["reduce_scatter"] == held["reduce_scatter"] > 0, stage

@@ -35,11 +35,6 @@ def test_units_inside_a_sequential_of_different_children_are_found() -> None:
     assert [name for name, _ in root.params] == ["0.weight"]
 
 
-def test_a_model_without_containers_is_one_root() -> None:
-    units, root = find_units(nn.Bilinear(2, 3, 4))
-    assert units == [] and len(root.params) == 2
-
-
 def test_experts_inside_a_block_do_not_split_it() -> None:
     class Moe(nn.Module):
         def __init__(self) -> None:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import helpers
 import pytest
+import runs
 import torch
-import torch.distributed as dist
+from helpers import SMALL_NUMEL, run_ranks
 from torch import Tensor, nn
 
 import xds
 from xds.utils.errors import UsageError
 
-run_ranks = partial(helpers.run_ranks, small_numel=None)  # with the real threshold
-WIDTHS = (8, 132)  # below and above SMALL_NUMEL = 16 Ki elements
+WIDTH = 12
+assert WIDTH < SMALL_NUMEL < WIDTH**2  # gradients are copied in both ways
 STAGES = range(4)
+CASES = ((1, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32"))
 
 
 class Block(nn.Module):
@@ -104,43 +104,28 @@ class Renormed(Net):
         return super().forward(x + self.table(rows)[: len(x)])
 
 
-def build(kind: type[Net], width: int) -> Net:
+def build(kind: type[Net]) -> Net:
     torch.manual_seed(0)
-    return kind(width)
+    return kind(WIDTH)
 
 
-def samples(step: int, rank: int, width: int) -> Tensor:
-    return torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + rank))
+def samples(step: int, rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def config_of(stage: int, precision: str = "fp32", **optimizer: Any) -> dict[str, Any]:
-    params = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1, **optimizer}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 3,
-        "optimizer": {"type": "AdamW", "params": params},
-        "zero_optimization": {
-            "stage": stage,
-            "unit_min_numel": 0,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": 0,
-        },
-    }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
-    return config
-
-
-def step_of(engine: xds.Engine, step: int, width: int) -> float:
-    x = samples(step, engine.global_rank, width).to(
-        torch.bfloat16 if engine.config.bf16.enabled else torch.float32
+def config_of(stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
+    params = {"eps": 1e-4, "weight_decay": 0.1}
+    return runs.config(
+        stage, precision, samples=3, params=params, zero={"stage3_max_reuse_distance": 0}, **more
     )
-    loss = engine(x)
+
+
+def step_of(engine: xds.Engine, step: int) -> float:
+    x = samples(step, engine.global_rank)
+    loss = engine(x.bfloat16() if engine.config.bf16.enabled else x)
     engine.backward(loss)
     engine.step()
-    mean = loss.detach().double()
-    if dist.is_initialized() and engine.world_size > 1:
-        dist.all_reduce(mean)
-    return float(mean) / engine.world_size
+    return runs.mean_over_ranks(loss)
 
 
 class Plain:
@@ -160,14 +145,14 @@ class Plain:
             self.masters.values(), lr=1e-2, eps=1e-4, weight_decay=0.1
         )
 
-    def step(self, step: int, width: int) -> float:
+    def step(self, step: int) -> float:
         kept = {name: param.detach().clone() for name, param in self.model.named_parameters()}
         total = 0.0
         for rank in range(self.world_size):
             with torch.no_grad():  # every rank's forward begins with the same values
                 for name, param in self.model.named_parameters():
                     param.data.copy_(kept[name])
-            loss = self.model(samples(step, rank, width).to(self.dtype)) / self.world_size
+            loss = self.model(samples(step, rank).to(self.dtype)) / self.world_size
             loss.backward()
             total += float(loss.detach())
         with torch.no_grad():
@@ -184,31 +169,27 @@ class Plain:
         return total
 
 
-def train(kind: type[Net], width: int) -> dict[str, list[float]]:
+def train(kind: type[Net]) -> dict[tuple[int, str], list[float]]:
     found = {}
-    for stage in STAGES:
-        for precision in ("fp32", "bf16"):
-            engine = xds.initialize(build(kind, width), config_of(stage, precision))
-            found[f"{stage} {precision}"] = [step_of(engine, step, width) for step in range(4)]
-            engine.destroy()
+    for case in CASES:
+        engine = xds.initialize(build(kind), config_of(*case))
+        found[case] = [step_of(engine, step) for step in range(4)]
+        engine.destroy()
     return found
 
 
 @pytest.mark.parametrize(
     "kind", [Clamps, Shrinks, Teacher, Renormed], ids=lambda kind: kind.__name__
 )
-@pytest.mark.parametrize(
-    ("world_size", "width"),
-    [(2, 132), *(pytest.param(world, 8, marks=pytest.mark.slow) for world in (1, 2))],
-)
-def test_writes_inside_of_forward_count(kind: type[Net], world_size: int, width: int) -> None:
-    got = run_ranks(train, world_size, kind, width)[0]
+def test_writes_inside_of_forward_count(kind: type[Net]) -> None:
+    got = run_ranks(train, 2, kind)[0]
+    wanted = {}
     for precision in ("fp32", "bf16"):
-        plain = Plain(build(kind, width), world_size, precision)
-        want = [plain.step(step, width) for step in range(4)]
-        for stage in STAGES:
-            bound = 1e-4 if precision == "fp32" else 2e-2  # a loss in bf16 has 8 bits
-            assert got[f"{stage} {precision}"] == pytest.approx(want, rel=bound), (stage, precision)
+        plain = Plain(build(kind), 2, precision)
+        wanted[precision] = [plain.step(step) for step in range(4)]
+    for case, losses in got.items():
+        bound = 1e-4 if case[1] == "fp32" else 2e-2  # a loss in bf16 has 8 bits
+        assert losses == pytest.approx(wanted[case[1]], rel=bound), case
 
 
 # -- between steps ------------------------------------------------------------------------------------------
@@ -278,32 +259,31 @@ def state_at_last(engine: xds.Engine) -> dict[str, Tensor]:
 
 def edit(folder: str) -> list[Any]:
     results = []
-    for stage in STAGES:
-        for precision in ("fp32", "bf16"):
-            for number, change in enumerate(EDITS):
-                model = build(Net, 132)
-                engine = xds.initialize(model, config_of(stage, precision))
-                step_of(engine, 0, 132)
-                before = engine.full_state_dict()
-                try:
-                    change(model)
-                    engine.optimizer.param_groups[0]["lr"] = 0.0
-                    told = sum(float(v.abs().sum()) for v in engine.full_state_dict().values())
-                    path = f"{folder}/{stage}{precision}{number}"
-                    engine.save_checkpoint(path)
-                    step_of(engine, 1, 132)
-                    after = engine.full_state_dict()
-                    engine.load_checkpoint(path)
-                    again = engine.full_state_dict()
-                    total = [float(sum(v.abs().sum() for v in s.values())) for s in (after, again)]
-                    results.append((stage, precision, change.__name__, told, *total))
-                except (UsageError, RuntimeError) as error:
-                    same = state_at_last(engine)
-                    # one element: never dropped, so such a write counts at stage 3 too
-                    large = [key for key in before if before[key].numel() > 1]
-                    kept = all(torch.equal(same[key], before[key]) for key in large)
-                    results.append((stage, precision, change.__name__, str(error), kept))
-                engine.destroy()
+    for stage, precision in ((0, "bf16"), (2, "fp32"), (3, "bf16")):
+        for number, change in enumerate(EDITS):
+            model = build(Net)
+            engine = xds.initialize(model, config_of(stage, precision))
+            step_of(engine, 0)
+            before = engine.full_state_dict()
+            try:
+                change(model)
+                engine.optimizer.param_groups[0]["lr"] = 0.0
+                told = sum(float(v.abs().sum()) for v in engine.full_state_dict().values())
+                path = f"{folder}/{stage}{precision}{number}"
+                engine.save_checkpoint(path)
+                step_of(engine, 1)
+                after = engine.full_state_dict()
+                engine.load_checkpoint(path)
+                again = engine.full_state_dict()
+                total = [float(sum(v.abs().sum() for v in s.values())) for s in (after, again)]
+                results.append((stage, precision, change.__name__, told, *total))
+            except (UsageError, RuntimeError) as error:
+                same = state_at_last(engine)
+                # one element: never dropped, so such a write counts at stage 3 too
+                large = [key for key in before if before[key].numel() > 1]
+                kept = all(torch.equal(same[key], before[key]) for key in large)
+                results.append((stage, precision, change.__name__, str(error), kept))
+            engine.destroy()
     return results
 
 
@@ -321,21 +301,20 @@ def test_writes_between_steps_count_or_raise(tmp_path: Path) -> None:
 
 def other_dtype() -> list[str]:
     told = []
-    for stage in STAGES:
-        for precision in ("fp32", "bf16"):
-            model = build(Net, 132)
-            plain = xds.initialize(build(Net, 132), config_of(stage, precision))
-            engine = xds.initialize(model, config_of(stage, precision))
-            assert step_of(engine, 0, 132) == step_of(plain, 0, 132)
-            model.double() if precision == "fp32" else model.float()
-            with pytest.raises(UsageError, match="changed their dtype after") as caught:
-                engine(samples(1, 0, 132))
-            told.append(str(caught.value))
-            # nothing is lost, and gradients arrive as before
-            for step in range(1, 4):
-                assert step_of(engine, step, 132) == step_of(plain, step, 132)
-            engine.destroy()
-            plain.destroy()
+    for stage, precision in ((0, "bf16"), (2, "fp32"), (3, "fp32")):
+        model = build(Net)
+        plain = xds.initialize(build(Net), config_of(stage, precision))
+        engine = xds.initialize(model, config_of(stage, precision))
+        assert step_of(engine, 0) == step_of(plain, 0)
+        model.double() if precision == "fp32" else model.float()
+        with pytest.raises(UsageError, match="changed their dtype after") as caught:
+            engine(samples(1, 0))
+        told.append(str(caught.value))
+        # nothing is lost, and gradients arrive as before
+        for step in range(1, 4):
+            assert step_of(engine, step) == step_of(plain, step)
+        engine.destroy()
+        plain.destroy()
     return told
 
 
@@ -347,24 +326,24 @@ def test_another_dtype_raises_and_training_continues() -> None:
 def turn() -> list[list[float]]:
     found = []
     for stage in range(3):
-        model = build(Net, 132)
+        model = build(Net)
         engine = xds.initialize(model, config_of(stage))
-        losses = [step_of(engine, 0, 132)]
+        losses = [step_of(engine, 0)]
         turned(model)
-        losses += [step_of(engine, step, 132) for step in range(1, 4)]
+        losses += [step_of(engine, step) for step in range(1, 4)]
         found.append(losses)
         engine.destroy()
     return found
 
 
 def test_another_view_of_its_own_memory_counts() -> None:
-    plain = Plain(build(Net, 132), 2, "fp32")
-    want = [plain.step(0, 132)]
+    plain = Plain(build(Net), 2, "fp32")
+    want = [plain.step(0)]
     with torch.no_grad():
         for param in plain.model.parameters():
             if param.dim() == 2 and param.shape[0] == param.shape[1]:
                 param.copy_(param.t().clone())
-    want += [plain.step(step, 132) for step in range(1, 4)]
+    want += [plain.step(step) for step in range(1, 4)]
     for got in run_ranks(turn, 2)[0]:
         assert got == pytest.approx(want, rel=1e-4)
 
@@ -372,16 +351,16 @@ def test_another_view_of_its_own_memory_counts() -> None:
 def other_shape() -> list[str]:
     told = []
     for stage in range(3):
-        model = build(Net, 8)
+        model = build(Net)
         engine = xds.initialize(model, config_of(stage))
-        step_of(engine, 0, 8)
-        engine.backward(engine(samples(1, engine.global_rank, 8)))
-        model.first.weight.data = torch.zeros(3, 8)
+        step_of(engine, 0)
+        engine.backward(engine(samples(1, engine.global_rank)))
+        model.first.weight.data = torch.zeros(3, WIDTH)
         with pytest.raises(
             UsageError, match="and is unchanged; assign a tensor of that shape"
         ) as caught:
             engine.step()
-        assert model.first.weight.shape == (8, 8) and model.first.weight.abs().sum() > 0
+        assert model.first.weight.shape == (WIDTH, WIDTH) and model.first.weight.abs().sum() > 0
         told.append(str(caught.value))
         engine.destroy()
     return told
@@ -395,75 +374,95 @@ def test_another_shape_raises_before_the_update() -> None:
 # -- freezing -----------------------------------------------------------------------------------------------
 
 
-def freeze(width: int, optimizer: str) -> dict[str, list[float]]:
-    found = {}
+MOMENTUM = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}}
+
+
+def freeze(optimizer: dict[str, Any]) -> list[list[float]]:
+    found = []
     for stage in STAGES:
-        model = build(Net, width)
-        config = config_of(stage)
-        config["optimizer"]["type"] = optimizer
-        if optimizer == "SGD":
-            config["optimizer"]["params"] = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}
-        engine = xds.initialize(model, config)
+        model = build(Net)
+        engine = xds.initialize(model, {**config_of(stage), **optimizer})
         losses = []
         for step in range(8):
-            frozen = 2 <= step < 5
-            model.blocks[1].requires_grad_(not frozen)
-            model.first.bias.requires_grad_(not frozen)
-            losses.append(step_of(engine, step, width))
-        found[str(stage)] = losses
+            set_frozen(model, step)
+            losses.append(step_of(engine, step))
+        found.append(losses)
         engine.destroy()
     return found
 
 
-@pytest.mark.parametrize(
-    ("width", "optimizer"),
-    [
-        (WIDTHS[0], "SGD"),
-        (WIDTHS[-1], "AdamW"),
-        pytest.param(WIDTHS[-1], "SGD", marks=pytest.mark.slow),
-        pytest.param(WIDTHS[0], "AdamW", marks=pytest.mark.slow),
-    ],
-)
-def test_frozen_parameters_do_not_change_and_train_again(width: int, optimizer: str) -> None:
+def set_frozen(model: Net, step: int) -> None:
+    model.blocks[1].requires_grad_(not 2 <= step < 5)
+    model.first.bias.requires_grad_(not 2 <= step < 5)
+
+
+def test_frozen_parameters_do_not_change_and_train_again() -> None:
     """Momentum and decay would change them. AdamW counts the steps of a range, so it is compared until then."""
-    world_size, steps = 2, 8 if optimizer == "SGD" else 6
-    got = run_ranks(freeze, world_size, width, optimizer)[0]
-    model = build(Net, width)
-    made: torch.optim.Optimizer
-    if optimizer == "SGD":
-        made = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1)
-    else:
-        made = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
-    want = []
-    for step in range(steps):
-        frozen = 2 <= step < 5
-        model.blocks[1].requires_grad_(not frozen)
-        model.first.bias.requires_grad_(not frozen)
-        made.zero_grad()
-        total = 0.0
-        for rank in range(world_size):
-            loss = model(samples(step, rank, width)) / world_size
-            loss.backward()
-            total += float(loss.detach())
-        made.step()
-        want.append(total)
-    for stage in STAGES:
-        assert got[str(stage)][:steps] == pytest.approx(want, rel=1e-4), stage
+    for kind, steps in (("SGD", 8), ("AdamW", 6)):
+        got = run_ranks(freeze, 2, {"optimizer": MOMENTUM} if kind == "SGD" else {})[0]
+        model = build(Net)
+        plain: torch.optim.Optimizer
+        if kind == "SGD":
+            plain = torch.optim.SGD(model.parameters(), **MOMENTUM["params"])
+        else:
+            plain = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
+        want = []
+        for step in range(steps):
+            set_frozen(model, step)
+            plain.zero_grad()
+            losses = [model(samples(step, rank)) / 2 for rank in range(2)]
+            sum(losses).backward()
+            plain.step()
+            want.append(float(sum(losses).detach()))
+        for stage in STAGES:
+            assert got[stage][:steps] == pytest.approx(want, rel=1e-4), (kind, stage)
+
+
+def frozen_for_a_step(stage: int, zero: dict[str, Any]) -> None:
+    """Values and states of frozen parameters stay, also of the second of two groups in one buffer."""
+    model = build(Net)
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if (p.dim() == 2) == square]} for square in (True, False)
+    ]
+    config = config_of(stage)
+    config["zero_optimization"] |= zero
+    engine = xds.initialize(model, config, model_parameters=groups)
+    step_of(engine, 0)
+    frozen = [*model.blocks[1].parameters(), model.first.bias]
+    for param in frozen:
+        param.requires_grad_(False)
+
+    def held() -> list[Tensor]:
+        states = [xds.zero.get_full_optimizer_state(p, "exp_avg_sq") for p in frozen]
+        return [*states, *(xds.zero.get_full_param(p) for p in frozen)]
+
+    before = held()
+    step_of(engine, 1)
+    assert all(map(torch.equal, before, held()))
+    engine.destroy()
+
+
+def test_states_of_frozen_parameters_stay_in_groups_and_replicas() -> None:
+    for stage in (0, 1, 3):
+        run_ranks(frozen_for_a_step, 2, stage, {})
+        if stage:
+            run_ranks(frozen_for_a_step, 4, stage, {"mics_shard_size": 2})
 
 
 def unfreeze() -> list[str]:
     told = []
     for stage in STAGES:
-        model = build(Net, 8)
+        model = build(Net)
         model.blocks[1].requires_grad_(False)
         engine = xds.initialize(model, config_of(stage))
-        step_of(engine, 0, 8)
+        step_of(engine, 0)
         model.blocks[1].linear.requires_grad_(True)
         with pytest.raises(UsageError) as caught:
-            engine(samples(1, engine.global_rank, 8))
+            engine(samples(1, engine.global_rank))
         told.append(str(caught.value))
         model.blocks[1].linear.requires_grad_(False)
-        step_of(engine, 1, 8)
+        step_of(engine, 1)
         engine.destroy()
     return told
 
@@ -476,12 +475,12 @@ def test_unfreezing_what_was_frozen_at_the_start_raises() -> None:
 def read_states_of_several_dtypes() -> float:
     """Ranks that hold nothing of a parameter read its states in the dtype of another."""
     worst = 0.0
-    for stage in STAGES:
-        model = build(Net, 8)
+    for stage in (0, 1, 3):
+        model = build(Net)
         model.last.double()
         model.last.register_forward_pre_hook(lambda _, args: (args[0].double(),))
         engine = xds.initialize(model, config_of(stage))
-        step_of(engine, 0, 8)
+        step_of(engine, 0)
         for param in model.parameters():
             state = xds.zero.get_full_optimizer_state(param, "exp_avg_sq")
             grown = xds.zero.get_full_optimizer_state(param, "exp_avg")
@@ -510,8 +509,7 @@ class TwoDtypes(nn.Module):
 
 
 def places_of(kind: str) -> None:
-    """Every tensor that the optimizer holds is known by itself, wherever its memory lies."""
-    engine = xds.initialize(TwoDtypes(), {**config_of(0), "optimizer": {"type": kind}})
+    engine = xds.initialize(TwoDtypes(), config_of(0) | {"optimizer": {"type": kind}})
     updater = engine._parts.updater
     for group in engine.optimizer.param_groups:
         for tensor in group["params"]:
@@ -523,12 +521,9 @@ def places_of(kind: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", ["AdamW", "Lion", "Muon"])
-def test_an_optimizers_tensors_are_known_by_identity_not_by_address(
-    kind: str, world_size: int
-) -> None:
-    helpers.run_ranks(places_of, world_size, kind)
+def test_an_optimizers_tensors_are_known_by_identity_not_by_address() -> None:
+    for kind in ("AdamW", "Muon"):
+        run_ranks(places_of, 2, kind)
 
 
 class WideScale(nn.Module):
@@ -545,17 +540,12 @@ class WideScale(nn.Module):
 
 def load_wide_scale(folder: str) -> None:
     torch.manual_seed(0)
-    x, seen = torch.ones(2, 40), []
-    for saved, loaded in ((0, 1), (1, 0), (1, 2), (2, 3)):
+    x = torch.ones(2, 40)
+    for saved, loaded in ((0, 1), (1, 2), (2, 3)):
         values = []
         for stage in (saved, loaded):
             model = WideScale()
-            config = {
-                "train_micro_batch_size_per_gpu": 1,
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-                "zero_optimization": {"stage": stage},
-            }
-            engine = xds.initialize(model, config)
+            engine = xds.initialize(model, runs.config(stage, samples=1))
             where = f"{folder}/{saved}{loaded}"
             if stage == loaded and values:
                 engine.load_checkpoint(where)
@@ -570,9 +560,7 @@ def load_wide_scale(folder: str) -> None:
             values.append((xds.zero.get_full_param(model.scale).item(), state.item()))
             engine.destroy()
         assert values[0] == values[1], (saved, loaded)
-        seen.append(values)
-    assert len(seen) == 4
 
 
 def test_states_of_several_dtypes_load_where_a_rank_has_only_padding(tmp_path: Path) -> None:
-    helpers.run_ranks(load_wide_scale, 2, str(tmp_path))
+    run_ranks(load_wide_scale, 2, str(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import runs
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
@@ -18,23 +19,9 @@ from xds import zero
 from xds.zero.core.flat_params import FlatParams
 
 
-def config(stage: int = 3, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {
-            "stage": stage,
-            "unit_min_numel": 0,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": 0,
-            **more,
-        },
-    }
-
-
-def shared_out(tokens: Tensor) -> Tensor:
-    rank = dist.get_rank()
-    return tokens[2 * rank : 2 * rank + 2]
+def config(stage: int = 3, **zero: Any) -> dict[str, Any]:
+    zero = {"stage3_max_reuse_distance": 0, **zero}
+    return runs.config(stage, optimizer="SGD", params={"lr": 0.1}, zero=zero)
 
 
 def forgotten(engine: xds.Engine) -> bool:
@@ -85,8 +72,8 @@ class Borrower(nn.Module):
         return F.cross_entropy(self.embed.weight.matmul(x.flatten(0, 1).T).T, tokens.flatten())
 
 
-def compare(model: nn.Module, plain: nn.Module, steps: int = 4) -> None:
-    engine = xds.initialize(model, config())
+def compare(model: nn.Module, plain: nn.Module, steps: int = 4, **zero_: Any) -> None:
+    engine = xds.initialize(model, config(**zero_))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(steps):
         tokens = micro_batch(step, 0) % 31
@@ -94,7 +81,7 @@ def compare(model: nn.Module, plain: nn.Module, steps: int = 4) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        mine = engine(shared_out(tokens))
+        mine = engine(runs.of_rank(tokens))
         engine.backward(mine)
         engine.step()
         mean = engine._batches.average(mine.detach().double())
@@ -118,6 +105,51 @@ def borrowed(recomputed: bool) -> None:
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_parameters_are_used_outside_of_their_unit(recomputed: bool) -> None:
     run_ranks(borrowed, 2, recomputed)
+
+
+class Calling(nn.Module):
+    """Calls another unit, which uses this one's weight, between two uses of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x: Tensor, other: nn.Module) -> Tensor:
+        return other(x @ self.weight, self) @ self.weight
+
+
+class Called(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, caller: Calling) -> Tensor:
+        return torch.tanh(self.linear(x) @ caller.weight)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 16)
+        self.calling = nn.ModuleList([Calling() for _ in range(3)])
+        self.called = nn.ModuleList([Called() for _ in range(3)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for one, other in zip(self.calling, self.called, strict=True):
+            x = x + one(x, other)
+        return F.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), tokens.flatten())
+
+
+def nested() -> None:
+    torch.manual_seed(2)
+    model = Nested()
+    torch.manual_seed(2)
+    compare(model, Nested(), units=["Calling", "Called"])
+
+
+def test_a_unit_that_runs_is_kept_when_one_that_it_calls_has_used_its_weight() -> None:
+    run_ranks(nested, 2)
 
 
 class Late(nn.Module):
@@ -186,7 +218,7 @@ def parts_equal_plain() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        mine = called_in_parts(engine.module, shared_out(x))
+        mine = called_in_parts(engine.module, runs.of_rank(x))
         engine.backward(mine)
         engine.step()
         mean = engine._batches.average(mine.detach().double())
@@ -231,9 +263,8 @@ def unequal(stage: int) -> int:
     return 3 * rank + 1
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_run_unequal_numbers_of_forwards(world: int) -> None:
-    for stage in (1, 3):
+def test_ranks_run_unequal_numbers_of_forwards() -> None:
+    for world, stage in ((2, 1), (3, 3)):
         assert run_ranks(unequal, world, stage) == [3 * rank + 1 for rank in range(world)]
 
 

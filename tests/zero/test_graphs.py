@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import helpers
 import pytest
+import runs
 import torch
 import torch.distributed as dist
+from helpers import SMALL_NUMEL, run_ranks
 from torch import Tensor, nn
 
 import xds
 
-run_ranks = partial(helpers.run_ranks, small_numel=None)  # with the real threshold
-WIDTHS = (8, 132)  # below and above SMALL_NUMEL
-STAGES = range(4)
+WIDTH = 12
+assert WIDTH < SMALL_NUMEL < WIDTH**2  # gradients are copied in both ways
 
 
 class Block(nn.Module):
@@ -158,13 +157,11 @@ class OddParameters(Net):
 MODELS: list[type[Net]] = [Views, HeldViews, Nothing, After, Penalty, Passed, OddParameters]
 
 
-def build(kind: type[Net], width: int) -> Net:
+def build(kind: type[Net]) -> Net:
     torch.manual_seed(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            nn.init, "kaiming_uniform_", _uniform
-        )  # torch warns of layers without elements
-        return kind(width)
+    with pytest.MonkeyPatch.context() as patch:  # torch warns of layers without elements
+        patch.setattr(nn.init, "kaiming_uniform_", _uniform)
+        return kind(WIDTH)
 
 
 def _uniform(tensor: Tensor, a: float = 0) -> Tensor:
@@ -173,36 +170,44 @@ def _uniform(tensor: Tensor, a: float = 0) -> Tensor:
         return tensor.uniform_(-bound, bound)
 
 
-def samples(step: int, rank: int, width: int) -> Tensor:
-    return torch.randn(2, width, generator=torch.Generator().manual_seed(10 * step + rank))
+def samples(step: int, rank: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def plain(kind: type[Net], width: int, world_size: int, retains: bool) -> list[float]:
-    model = build(kind, width)
+def plain(kind: type[Net]) -> list[float]:
+    model = build(kind)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(trained, 0.05)
     norms = []
     for step in range(3):
-        for rank in range(world_size):
-            (model(samples(step, rank, width)) / world_size).backward()
+        for rank in range(2):
+            (model(samples(step, rank)) / 2).backward()
         norms.append(nn.utils.clip_grad_norm_(trained, 1e9).item())
         optimizer.step()
         optimizer.zero_grad()
     return norms
 
 
-def train(kind: type[Net], width: int, zeros: list[dict[str, Any]]) -> list[list[float]]:
+SETTINGS: list[tuple[int, dict[str, Any]]] = [
+    *((stage, {}) for stage in (0, 2, 3)),
+    (3, {"stage3_max_reuse_distance": 0, "overlap_comm": False}),
+    (3, {"divergent_graphs": True}),
+]
+
+
+def start(model: nn.Module, stage: int, zero: dict[str, Any]) -> xds.Engine:
+    return xds.initialize(
+        model, runs.config(stage, optimizer="SGD", params={"lr": 0.05}, zero=zero)
+    )
+
+
+def train(kind: type[Net]) -> list[list[float]]:
     found = []
-    for zero in zeros:
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
-            "zero_optimization": {"unit_min_numel": 0, **zero},
-        }
-        engine = xds.initialize(build(kind, width), config)
+    for setting in SETTINGS:
+        engine = start(build(kind), *setting)
         norms = []
         for step in range(3):
-            x = samples(step, dist.get_rank(), width)
+            x = samples(step, dist.get_rank())
             loss = engine(x)
             if step == 1:  # in between nothing may be dropped that the backward needs
                 engine.eval()
@@ -215,87 +220,45 @@ def train(kind: type[Net], width: int, zeros: list[dict[str, Any]]) -> list[list
             else:
                 engine.backward(loss)
             engine.step()
-            norms.append(engine.get_global_grad_norm() or 0.0)
+            norms.append(engine.get_global_grad_norm())
         engine.destroy()
         found.append(norms)
     return found
 
 
-def settings() -> list[dict[str, Any]]:
-    small = {"stage3_param_persistence_threshold": 0}
-    return [
-        *({"stage": stage, **small} for stage in STAGES),
-        {"stage": 3, "stage3_max_reuse_distance": 0, **small},
-        {"stage": 3, "stage3_max_reuse_distance": 0, "overlap_comm": False, **small},
-        {"stage": 3, "divergent_graphs": True, **small},
-    ]
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_norms_are_those_of_plain_torch(kind: type[Net]) -> None:
+    want = plain(kind)
+    for of_rank in run_ranks(train, 2, kind):
+        for setting, norms in zip(SETTINGS, of_rank, strict=True):
+            assert norms == pytest.approx(want, rel=2e-4), setting
 
 
-@pytest.mark.parametrize(
-    "width", [WIDTHS[-1], *(pytest.param(width, marks=pytest.mark.slow) for width in WIDTHS[:-1])]
-)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind
-        if kind not in (HeldViews, After, Passed)
-        else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in MODELS
-    ],
-    ids=lambda kind: kind.__name__,
-)
-def test_norms_are_those_of_plain_torch(kind: type[Net], width: int) -> None:
-    want = plain(kind, width, 2, retains=False)
-    per_rank = run_ranks(train, 2, kind, width, settings())
-    for setting, *got in zip(settings(), *per_rank, strict=True):
-        for norms in got:
-            assert norms == pytest.approx(want, rel=2e-4), (width, setting)
-
-
-def evaluate(width: int) -> list[float]:
+def evaluate() -> None:
     """A view of a parameter as the result of the whole model, too."""
-    found = []
+    x = samples(0, 0)
     for kind in (Views, HeldViews, Nothing):
-        for zero in settings():
-            engine = xds.initialize(
-                build(kind, width),
-                {
-                    "train_micro_batch_size_per_gpu": 2,
-                    "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
-                    "zero_optimization": {"unit_min_numel": 0, **zero},
-                },
-            )
-            engine.eval()
+        plain = build(kind).eval()
+        for setting in SETTINGS:
+            engine = start(build(kind), *setting).eval()
             with torch.no_grad():
-                want = build(kind, width).eval()(samples(0, 0, width))
-                found.append(abs(float(engine(samples(0, 0, width)) - want)))
+                torch.testing.assert_close(engine(x), plain(x))
                 if kind is Views:  # a direct call of a part
-                    view = engine.module.blocks[0](samples(0, 0, width))[0]
-                    found.append(
-                        abs(float(view.sum() - build(kind, width).blocks[0].table[0].sum()))
-                    )
+                    view = engine.module.blocks[0](x)[0]
+                    torch.testing.assert_close(view[0], plain.blocks[0].table[0])
             engine.destroy()
-    return found
 
 
 def test_evaluation_of_views_is_right() -> None:
-    for found in run_ranks(evaluate, 2, 132):
-        assert max(found) < 1e-4
+    run_ranks(evaluate, 2)
 
 
 def count_hooks() -> list[int]:
     found = []
-    for stage in STAGES:
-        model = build(Passed, 8)
-        engine = xds.initialize(
-            model,
-            {
-                "train_micro_batch_size_per_gpu": 2,
-                "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
-                "zero_optimization": {"stage": stage, "unit_min_numel": 0},
-            },
-        )
-        kept = torch.ones(2, 8, requires_grad=True)  # an input that a script keeps
+    for stage in range(4):
+        model = build(Passed)
+        engine = start(model, stage, {})
+        kept = torch.ones(2, WIDTH, requires_grad=True)  # an input that a script keeps
         for _ in range(5):
             engine.backward(engine(kept))
             engine.step()
@@ -328,14 +291,10 @@ def spread_buffers() -> list[bool]:
         "scalar": torch.tensor(rank + 1.0),
         "conjugate": torch.full((3,), rank + 1.0j).conj(),
     }
-    model = build(Net, 8)
+    model = build(Net)
     for name, value in values.items():
         model.register_buffer(f"of_{name}", value)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    engine = xds.initialize(model, {**config, "zero_optimization": {"stage": 2}})
+    engine = start(model, 2, {})
     first = torch.tensor(1.0)
     same = []
     for name, value in values.items():
@@ -354,37 +313,27 @@ def test_buffers_of_every_kind_begin_as_rank_0s() -> None:
         assert all(same), same
 
 
-def ask_autograd() -> list[bool]:
+def ask_autograd() -> None:
     """torch.autograd.grad, vmap and inference mode beside training."""
-    found = []
-    x = samples(0, dist.get_rank(), 132)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    for zero in settings():
+    x = samples(0, dist.get_rank())
+    for setting in SETTINGS:
         with torch.inference_mode(), pytest.raises(xds.UsageError, match="inference_mode"):
-            xds.initialize(build(Net, 132), {**config, "zero_optimization": zero})
-        model, plain = build(Net, 132), build(Net, 132)
-        engine = xds.initialize(
-            model, {**config, "zero_optimization": {"unit_min_numel": 0, **zero}}
-        )
+            start(build(Net), *setting)
+        model, plain = build(Net), build(Net)
+        engine = start(model, *setting)
         loss = engine(x)
         (own,) = torch.autograd.grad(loss, [model.first.weight], retain_graph=True)
         (want,) = torch.autograd.grad(plain(x), [plain.first.weight])
-        found.append(torch.allclose(own, want, atol=1e-6))
+        torch.testing.assert_close(own, want)
         engine.backward(loss)
         engine.step()
-        norm = engine.get_global_grad_norm()
         for rank in range(engine.world_size):
-            (plain(samples(0, rank, 132)) / engine.world_size).backward()
+            (plain(samples(0, rank)) / engine.world_size).backward()
         total = nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
-        found.append(norm == pytest.approx(total, rel=1e-4))
-        found.append(torch.func.vmap(model.outputs)(x).shape == (2, 1))
+        assert engine.get_global_grad_norm() == pytest.approx(total, rel=1e-4), setting
+        assert torch.func.vmap(model.outputs)(x).shape == (2, 1)
         engine.destroy()
-    return found
 
 
 def test_autograd_grad_and_vmap_beside_training() -> None:
-    for found in run_ranks(ask_autograd, 2):
-        assert all(found), found
+    run_ranks(ask_autograd, 2)

@@ -1,29 +1,27 @@
 """Gradients that arrive more than once in a backward, or after their buffer was sent: none is lost.
 
-A reentrant checkpoint runs a graph of its own for every call. Each case runs with weights below and above
-SMALL_NUMEL, whose gradients are copied in different ways.
+A reentrant checkpoint runs a graph of its own for every call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import helpers
 import pytest
+import runs
 import torch
 import torch.distributed as dist
+from helpers import SMALL_NUMEL, run_ranks
 from placed_ranks import placed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import xds
-from xds.zero.core.local_sum import SMALL_NUMEL
+from xds.zero.core.arrivals import Arrivals
 
-run_ranks = partial(helpers.run_ranks, small_numel=None)  # with the real threshold
-NARROW, WIDE = 8, 132
-assert NARROW**2 < SMALL_NUMEL < WIDE**2
+WIDTH = 12
+assert WIDTH < SMALL_NUMEL < WIDTH**2  # gradients are copied in both ways
 
 
 class Net(nn.Module):
@@ -65,43 +63,61 @@ class Inner(Net):
         return self.last(x @ self.blocks[0].weight).square().mean()
 
 
+class Beside(Net):
+    """One checkpoint calls a block twice, and neither call needs the other's output."""
+
+    def forward(self, x: Tensor, reentrant: bool = True) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+
+            def both(x: Tensor, block: nn.Module = block) -> Tensor:
+                return torch.tanh(block(x)) + torch.tanh(block(-0.5 * x))
+
+            x = checkpoint(both, x, use_reentrant=reentrant)
+        return self.last(x).square().mean()
+
+
 MODELS: list[type[Net]] = [Twice, Pairs, Inner]
 
 
-def samples(step: int, rank: int, width: int) -> Tensor:
-    return torch.randn(2, width, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def plain(kind: type[Net], width: int, world_size: int, steps: int, micro: int) -> list[float]:
+def build(kind: type[Net] = Twice) -> Net:
     torch.manual_seed(0)
-    model = kind(width)
+    return kind(WIDTH)
+
+
+def samples(step: int, rank: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def plain(kind: type[Net], micro: int) -> list[float]:
+    """Norms of two steps on three ranks."""
+    model = build(kind)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     norms = []
-    for step in range(steps):
+    for step in range(2):
         for part in range(micro):
-            for rank in range(world_size):
-                loss = model(samples(micro * step + part, rank, width), False)
-                (loss / world_size / micro).backward()
+            for rank in range(3):
+                loss = model(samples(micro * step + part, rank), False)
+                (loss / 3 / micro).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
         optimizer.step()
         optimizer.zero_grad()
     return norms
 
 
-def ours(kind: type[Net], width: int, case: Case, steps: int) -> list[float]:
-    torch.manual_seed(0)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": case.micro,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": case.stage, **case.zero},
-    }
-    engine = xds.initialize(kind(width), config)
+def start(model: nn.Module, stage: int, micro: int = 1, **zero: Any) -> xds.Engine:
+    params = {"lr": 0.1}
+    config = runs.config(stage, accumulation=micro, optimizer="SGD", params=params, zero=zero)
+    return xds.initialize(model, config)
+
+
+def ours(kind: type[Net], case: Case) -> list[float]:
+    engine = start(build(kind), case.stage, case.micro, **case.zero)
     norms = []
     rank = dist.get_rank()
-    for step in range(steps):
+    for step in range(2):
         for part in range(case.micro):
-            loss = engine(samples(case.micro * step + part, rank, width), case.reentrant(rank))
+            loss = engine(samples(case.micro * step + part, rank), case.reentrant(rank))
             if case.by_script:
                 loss.backward()
             else:
@@ -137,7 +153,7 @@ class Case:
         self.reads = reads
         self.by_script = by_script
         self.reentrant = reentrant
-        self.zero = {"unit_min_numel": 0, "stage3_param_persistence_threshold": 0, **zero}
+        self.zero = zero
 
 
 def cases() -> list[Case]:
@@ -149,61 +165,71 @@ def cases() -> list[Case]:
     found += [Case(1, by_script=True, reentrant=lambda rank: rank == 0)]
     found += [Case(2, unit_min_numel=1 << 20), Case(3, unit_min_numel=1 << 20)]
     found += [Case(3, stage3_max_reuse_distance=0, overlap_comm=False)]
+    # the sums leave for the host, and late gradients come after them
+    found += [Case(stage, offload_optimizer={"device": "cpu"}) for stage in (0, 2)]
+    found += [Case(0, offload_optimizer={"device": "cpu"}, reentrant=lambda rank: rank == 0)]
     return found
 
 
-def train(kind: type[Net], width: int, steps: int) -> list[list[float]]:
-    return [ours(kind, width, case, steps) for case in cases()]
+def beside() -> list[list[float]]:
+    reuse = [{}, {"stage3_max_reuse_distance": 0}]
+    return [
+        ours(Beside, Case(3, **zero, overlap_comm=on)) for zero in reuse for on in (True, False)
+    ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "world_size", "width"),
-    [
-        (Twice, 3, WIDE),
-        *(pytest.param(kind, 3, WIDE, marks=pytest.mark.slow) for kind in (Pairs, Inner)),
-        *(pytest.param(kind, 2, NARROW, marks=pytest.mark.slow) for kind in MODELS),
-        *(pytest.param(kind, 2, WIDE, marks=pytest.mark.slow) for kind in MODELS),
-    ],
-)
-def test_norms_are_those_of_plain_torch(kind: type[Net], world_size: int, width: int) -> None:
-    steps = 2
-    per_rank = run_ranks(train, world_size, kind, width, steps)
-    for number, case in enumerate(cases()):
-        want = plain(kind, width, world_size, steps, case.micro)
-        for rank in range(world_size):
-            assert per_rank[rank][number] == pytest.approx(want, rel=1e-4), (vars(case), rank)
+def test_a_checkpoint_that_calls_a_unit_twice_keeps_it_for_both() -> None:
+    want = plain(Beside, 1)
+    for norms in run_ranks(beside, 3):
+        assert norms == [pytest.approx(want, rel=1e-4)] * 4
 
 
-def train_on_machines(layout: str, width: int, steps: int) -> list[list[float]]:
+def train() -> list[list[float]]:
+    return [ours(MODELS[number % 3], case) for number, case in enumerate(cases())]
+
+
+def test_norms_are_those_of_plain_torch() -> None:
+    wanted = {(kind, micro): plain(kind, micro) for kind in MODELS for micro in (1, 2)}
+    for of_rank in run_ranks(train, 3):
+        for number, (case, norms) in enumerate(zip(cases(), of_rank, strict=True)):
+            kind = MODELS[number % 3]
+            assert norms == pytest.approx(wanted[kind, case.micro], rel=1e-4), (kind, vars(case))
+
+
+def test_a_second_gradient_of_one_slot_does_not_stand_for_another_slot() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    arrivals = Arrivals(params, [False, False], [False, False])
+    arrivals.begin_backward()
+    arrivals.open()
+    assert [arrivals.add(position) for position in (0, 0, 1)] == [False, False, True]
+    arrivals.begin_backward()
+    arrivals.open()  # two gradients of slot 0 are expected now
+    assert [arrivals.add(position) for position in (0, 1, 0, 0)] == [False, False, True, False]
+
+
+def train_on_machines(layout: str) -> list[list[float]]:
     found = []
     for reentrant in (lambda rank: True, lambda rank: rank == 0):
         with placed(layout):
-            found += [ours(Twice, width, Case(0, reentrant=reentrant), steps) for _ in range(4)]
+            found += [ours(Twice, Case(0, reentrant=reentrant)) for _ in range(2)]
     return found
 
 
-@pytest.mark.parametrize("width", [NARROW, WIDE])
-def test_sums_that_are_gathered_meanwhile_on_other_machines_lose_nothing(width: int) -> None:
+def test_sums_that_are_gathered_meanwhile_on_other_machines_lose_nothing() -> None:
     """At stage 0 a thread gathers a sum while late gradients of its buffer arrive: a race, so many tries."""
-    want = plain(Twice, width, 3, 2, 1)
-    for norms in run_ranks(train_on_machines, 3, "aab", width, 2):
-        assert norms == [pytest.approx(want, rel=1e-4)] * 8
+    want = plain(Twice, 1)
+    for norms in run_ranks(train_on_machines, 3, "aab"):
+        assert norms == [pytest.approx(want, rel=1e-4)] * 4
 
 
 def leave_nothing() -> list[list[bool]]:
     """Which parameters have a gradient after a hook of the script has raised in a backward."""
     found = []
     for stage in (0, 2, 3):
-        torch.manual_seed(0)
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage},
-        }
-        engine = xds.initialize(Twice(WIDE), config)
+        engine = start(build(), stage)
         raises = engine.module.blocks[0].weight.register_post_accumulate_grad_hook(_raise)
         with pytest.raises(ZeroDivisionError):
-            engine.backward(engine(samples(0, dist.get_rank(), WIDE), False))
+            engine.backward(engine(samples(0, dist.get_rank()), False))
         raises.remove()
         found.append([param.grad is not None for param in engine.module.parameters()])
         engine.destroy()
@@ -222,22 +248,16 @@ def test_a_hook_that_raises_leaves_no_gradient() -> None:
 def watch_small_and_large() -> dict[str, list[bool]]:
     seen: dict[str, list[bool]] = {}
     for stage in range(4):
-        torch.manual_seed(0)
-        model = Twice(WIDE)
+        model = build()
         watched = [model.first.weight, model.first.bias, model.blocks[0].weight, model.last.bias]
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage},
-        }
-        engine = xds.initialize(model, config)
+        engine = start(model, stage)
         for param in watched:
             param.register_post_accumulate_grad_hook(
                 lambda param, stage=stage: seen.setdefault(str(stage), []).append(
                     param.grad is not None and param.grad.shape == param.shape
                 )
             )
-        engine.backward(engine(samples(0, dist.get_rank(), WIDE), False))
+        engine.backward(engine(samples(0, dist.get_rank()), False))
         engine.step()
         engine.destroy()
     return seen
@@ -257,18 +277,12 @@ def halve(param: Tensor) -> None:
 def halve_by_hook() -> list[float]:
     norms = []
     for halves in (False, True):
-        torch.manual_seed(0)
-        model = Twice(WIDE)
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 2},
-        }
-        engine = xds.initialize(model, config)
+        model = build()
+        engine = start(model, 2)
         if halves:
             for param in model.parameters():
                 param.register_post_accumulate_grad_hook(halve)
-        engine.backward(engine(samples(0, dist.get_rank(), WIDE), False))
+        engine.backward(engine(samples(0, dist.get_rank()), False))
         engine.step()
         norms.append(engine.get_global_grad_norm() or 0.0)
         engine.destroy()

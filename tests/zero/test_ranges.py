@@ -1,4 +1,4 @@
-"""The arithmetic of a checkpoint: tables to check by eye, and every layout against every other."""
+"""The arithmetic of a checkpoint: tables to check by eye, every layout and every slice against every other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from xds.zero.checkpoint.ranges import (
     Catalogue,
-    ConstantRange,
     Copy,
     Piece,
     Range,
@@ -18,7 +17,8 @@ from xds.zero.checkpoint.ranges import (
     pieces,
     share,
 )
-from xds.zero.core.layout import Entry, Slot, plan_flat
+from xds.zero.core.boxes import Runs, clipped, common_runs
+from xds.zero.core.layout import Box, Entry, Slot, plan_flat
 
 
 def flat_of(*slots: tuple[str, int, int], numel: int = 32) -> SavedFlat:
@@ -35,39 +35,12 @@ RANGES = [
 ]
 
 
-def test_pieces_of_a_range() -> None:
-    assert pieces(FLATS[0], 4, 20) == [
-        Piece("param", "a", 4, 9, target=0),
-        Piece("param", "b", 0, 4, target=12),
-    ]
-
-
 def test_copies_end_at_file_boundaries() -> None:
     found = Catalogue(FLATS, RANGES).copies(Piece("param", "b", 2, 12, target=5), "value")
     assert found == [
         Copy(1, "v1", "float32", source=10, target=5, numel=6),
         Copy(2, "v2", "float32", source=0, target=11, numel=4),
     ]
-
-
-def test_missing_elements_are_left_out() -> None:
-    catalogue = Catalogue(FLATS, RANGES[:1])
-    assert catalogue.copies(Piece("param", "c", 0, 4, target=0), "value") == []
-    assert catalogue.copies(Piece("param", "a", 0, 9, target=0), "grad") == []
-    assert catalogue.copies(Piece("param", "a", 0, 9, target=0), "value") == [
-        Copy(0, "v0", "float32", source=0, target=0, numel=8)
-    ]
-    assert catalogue.keys_of(Piece("param", "b", 0, 4, target=0)) == {}
-
-
-def test_constants_hold_for_ranges() -> None:
-    constants = [
-        ConstantRange(0, "state/step", 0, 16, 3.0),
-        ConstantRange(0, "state/step", 16, 32, 5.0),
-    ]
-    catalogue = Catalogue(FLATS, [], constants)
-    assert catalogue.constants_of(Piece("param", "a", 3, 4, target=0)) == constants[:1]
-    assert catalogue.constants_of(Piece("param", "b", 3, 4, target=0)) == constants[1:]
 
 
 def test_overlapping_ranges_are_refused() -> None:
@@ -99,6 +72,7 @@ def test_states_of_whole_parameters_are_found_by_parameter() -> None:
     assert catalogue.compare([]).extra == ()
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 1 << 20), st.integers(0, 20), st.sampled_from("ps"))
 def test_shares_cover_everything_once(world_size: int, numel: int, turn: int, kind: str) -> None:
     flat = SavedFlat("param" if kind == "p" else "buffer", False, "float32", numel, ())
@@ -161,3 +135,88 @@ def test_every_layout_finds_its_elements_in_every_other(
     assert read == sum(
         len(one) for one in values.values()
     )  # no layout reads elements that it does not need
+
+
+def test_a_catalogue_joins_slices() -> None:
+    """Two ranks have the columns of a matrix; a third wants its second row, and another the whole."""
+    halves = [Box((2, 4), 1, ((2 * rank, 2 * rank + 2),)) for rank in range(2)]
+    flats = [
+        SavedFlat("param", True, "float32", 16, (Slot("w", (2, 2), 0, 4, box),)) for box in halves
+    ]
+    ranges = [Range(rank, "value", 0, 16, rank, f"v{rank}", "float32") for rank in range(2)]
+    catalogue = Catalogue(flats, ranges)
+    assert catalogue.uncovered() == []
+    row = Piece("param", "w", 0, 4, 0, Box((2, 4), 0, ((1, 2),)))
+    assert catalogue.copies(row, "value") == [
+        Copy(0, "v0", "float32", source=6, target=0, numel=2),
+        Copy(1, "v1", "float32", source=6, target=2, numel=2),
+    ]
+    assert catalogue.copies(Piece("param", "w", 0, 8, 0), "value") == [
+        Copy(0, "v0", "float32", 4, 0, 2, 2, 2, 4),
+        Copy(1, "v1", "float32", 4, 2, 2, 2, 2, 4),
+    ]
+    assert Catalogue(flats, ranges[:1]).uncovered() == ["w"]
+    assert Catalogue(flats[:1], ranges[:1]).uncovered() == ["w"]
+
+
+# -- slices -------------------------------------------------------------------------------------------------
+
+COLUMNS = Box((4, 6), 1, ((0, 3),))
+ROWS = Box((4, 6), 0, ((1, 3),))
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "wanted"),
+    [
+        (COLUMNS, None, [Runs(0, 0, 3, 4, 3, 6)]),
+        (None, COLUMNS, [Runs(0, 0, 3, 4, 6, 3)]),
+        (COLUMNS, Box((4, 6), 1, ((2, 6),)), [Runs(2, 0, 1, 4, 3, 4)]),
+        (ROWS, COLUMNS, [Runs(0, 3, 3, 2, 6, 3)]),
+    ],
+)
+def test_runs_that_two_slices_share(here: Box, there: Box, wanted: list[Runs]) -> None:
+    assert common_runs(here, there, (4, 6)) == wanted
+
+
+@st.composite
+def boxes(draw: st.DrawFn, whole: tuple[int, ...]) -> Box | None:
+    dim = draw(st.integers(-1, len(whole) - 1))
+    if dim < 0:
+        return None
+    numbers = range(whole[dim] + 1)
+    ends = draw(st.lists(st.sampled_from(numbers), min_size=2, max_size=6, unique=True))
+    ends = sorted(ends)[: len(ends) // 2 * 2]
+    return Box(whole, dim, tuple(zip(ends[::2], ends[1::2], strict=True)))
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], Box | None, Box | None]:
+    whole = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    return whole, draw(boxes(whole)), draw(boxes(whole))
+
+
+def sliced(whole: torch.Tensor, box: Box | None) -> torch.Tensor:
+    if box is None:
+        return whole.flatten()
+    parts = [whole.narrow(box.dim, start, stop - start) for start, stop in box.ranges]
+    return torch.cat(parts, box.dim).flatten()
+
+
+@settings(deadline=None)
+@given(pairs(), st.data())
+def test_runs_are_the_common_elements(
+    pair: tuple[tuple[int, ...], Box | None, Box | None], data: st.DataObject
+) -> None:
+    shape, here, there = pair
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    a, b = sliced(whole, here), sliced(whole, there)
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(a))] * 2)))
+    found = []
+    for runs in common_runs(here, there, shape):
+        for part in clipped(runs, start, stop):
+            for k in range(part.count):
+                at, to = part.here + k * part.here_step, part.there + k * part.there_step
+                assert torch.equal(a[at : at + part.numel], b[to : to + part.numel])
+                found += a[at : at + part.numel].tolist()
+    assert len(found) == len(set(found))
+    assert set(found) == set(a[start:stop].tolist()) & set(b.tolist())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, partialmethod
-from typing import Any
 
 import pytest
 import torch
-from helpers import run_processes
+from helpers import run_ranks
+from runs import config
 from torch import Tensor, nn
 
 import xds
@@ -17,16 +16,12 @@ WRITTEN = r"^0\.weight was written on some ranks only: rank 0 and rank 1 have di
 OLD, OWN = WRITTEN + "it has its old values again", WRITTEN + "each rank still has its own values"
 
 
-def engine_of(stage: int, **more: Any) -> xds.Engine:
+def engine_of(stage: int, precision: str = "fp32") -> xds.Engine:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        **more,
-    }
-    return xds.initialize(model, config)
+    zero = {"stage3_param_persistence_threshold": 10**6}  # weights stay gathered
+    settings = config(stage, precision, optimizer="SGD", params={"lr": 0.1}, zero=zero)
+    return xds.initialize(model, settings)
 
 
 def step(engine: xds.Engine) -> None:
@@ -56,8 +51,8 @@ def values(engine: xds.Engine) -> Tensor:
     return engine.full_state_dict(rank0_only=False)["0.weight"]
 
 
-def on_one_rank(stage: int, edit: Callable[[Tensor], None], more: dict[str, Any], of: int) -> None:
-    engine = engine_of(stage, **more)
+def on_one_rank(stage: int, edit: Callable[[Tensor], None], precision: str, of: int) -> None:
+    engine = engine_of(stage, precision)
     weight = engine.module[0].weight
     step(engine)
     before = values(engine)
@@ -78,15 +73,15 @@ def on_one_rank(stage: int, edit: Callable[[Tensor], None], more: dict[str, Any]
     engine.destroy()
 
 
+def each_edit_on_one_rank(stage: int) -> None:
+    for edit in (fill, assign, one_element, many_times):
+        on_one_rank(stage, edit, "fp32", 0)
+    on_one_rank(stage, one_element, "bf16", 1)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("edit", [fill, assign, one_element, many_times])
-def test_a_write_on_one_rank(stage: int, edit: Callable[[Tensor], None]) -> None:
-    run_processes(on_one_rank, 2, stage, edit, {}, 0)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_in_bf16_on_another_rank(stage: int) -> None:
-    run_processes(on_one_rank, 2, stage, one_element, {"bf16": {"enabled": True}}, 1)
+def test_a_write_on_one_rank(stage: int) -> None:
+    run_ranks(each_edit_on_one_rank, 2, stage)
 
 
 def on_every_rank(stage: int) -> None:
@@ -112,7 +107,7 @@ def on_every_rank(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_same_values_on_every_rank(stage: int) -> None:
-    run_processes(on_every_rank, 2, stage)
+    run_ranks(on_every_rank, 2, stage)
 
 
 def before_clipping(stage: int) -> None:
@@ -130,32 +125,21 @@ def before_clipping(stage: int) -> None:
 
 
 def test_clip_grad_norm_keeps_the_gradients() -> None:
-    run_processes(before_clipping, 2, 3)
+    run_ranks(before_clipping, 2, 3)
 
 
-def num_messages(stage: int) -> int:
+def num_messages(stage: int) -> float:
     """Small messages of a step without writes."""
     engine = engine_of(stage)
     step(engine)
-    sent: list[str] = []
-    collectives = type(engine._sharded.collectives)
-    names = ("gather_small", "start_gather_small")
-    originals = {name: getattr(collectives, name) for name in names}
-
-    def counted(name: str, self: Any, values: Tensor, *rest: Any) -> Any:
-        sent.append(str(values.dtype))
-        return originals[name](self, values, *rest)
-
-    for name in names:
-        setattr(collectives, name, partialmethod(partial(counted, name)))
+    before = engine.bytes_sent()["control"]
     step(engine)
-    for name in names:
-        setattr(collectives, name, originals[name])
+    sent = engine.bytes_sent()["control"] - before
     engine.destroy()
-    return len(sent)
+    return sent
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_it_costs_no_message(stage: int) -> None:
-    """One with the norms, as without the check."""
-    assert run_processes(num_messages, 2, stage) == [1, 1]
+def test_it_costs_no_message() -> None:
+    """The flag travels with the norm, 8 bytes each."""
+    for stage in (0, 3):
+        assert run_ranks(num_messages, 2, stage) == [16, 16]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMALL_NUMEL, run_processes
+from helpers import SMALL_NUMEL, run_ranks
+from runs import config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,16 +37,11 @@ assert Net().large.weight.numel() > SMALL_NUMEL > Net().small.weight.numel()
 NAMES = ("large.weight", "small.weight", "small.bias", "unused")
 
 
-def engine_of(stage: int, *, steps: int = 1, **more: Any) -> xds.Engine:
+def engine_of(stage: int, *, model: nn.Module | None = None, steps: int = 1) -> xds.Engine:
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": steps,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0},
-        **more,
-    }
-    return xds.initialize(Net(), config)
+    params = {"lr": 0.001 if model else 0.5}
+    settings = config(stage, samples=4, accumulation=steps, optimizer="SGD", params=params)
+    return xds.initialize(model or Net(), settings)
 
 
 def batch(seed: int) -> Tensor:
@@ -103,9 +99,8 @@ def both(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_training_goes_on_as_if_it_were_not_set(stage: int, world_size: int) -> None:
-    run_processes(both, world_size, stage)
+def test_training_goes_on_as_if_it_were_not_set(stage: int) -> None:
+    run_ranks(both, 2, stage)
 
 
 def set_all(engine: xds.Engine) -> None:
@@ -141,7 +136,7 @@ def held_back(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_after_no_sync(stage: int) -> None:
-    run_processes(held_back, 2, stage)
+    run_ranks(held_back, 2, stage)
 
 
 def on_one_rank(stage: int) -> None:
@@ -155,7 +150,7 @@ def on_one_rank(stage: int) -> None:
 
 
 def test_a_rank_that_catches_it_goes_on_with_the_others() -> None:
-    run_processes(on_one_rank, 2, 0)
+    run_ranks(on_one_rank, 2, 0)
 
 
 def before_backward(stage: int) -> None:
@@ -172,7 +167,7 @@ def before_backward(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_before_the_first_backward(stage: int) -> None:
-    run_processes(before_backward, 1, stage)
+    run_ranks(before_backward, 1, stage)
 
 
 class Late(Net):
@@ -188,13 +183,7 @@ class Late(Net):
 
 
 def late(stage: int) -> None:
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.001}},
-        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0},
-    }
-    engine = xds.initialize(Late(), config)
+    engine = engine_of(stage, model=Late())
     for calls in (1, 3, 2, 1, 3):
         engine.module.calls = calls
         engine.backward(engine(batch(calls)))
@@ -204,9 +193,8 @@ def late(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_late_gradients_are_not_the_script_s(stage: int, world_size: int) -> None:
-    run_processes(late, world_size, stage)
+def test_late_gradients_are_not_the_script_s(stage: int) -> None:
+    run_ranks(late, 2, stage)
 
 
 def checkpointed(stage: int, folder: str) -> None:
@@ -221,4 +209,4 @@ def checkpointed(stage: int, folder: str) -> None:
 
 
 def test_a_save_does_not_take_it(tmp_path) -> None:
-    run_processes(checkpointed, 1, 2, str(tmp_path))
+    run_ranks(checkpointed, 1, 2, str(tmp_path))

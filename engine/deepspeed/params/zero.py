@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ....utils.errors import UsageError
-from ....utils.schema.keys import is_auto
+from ....utils.schema.section import is_auto
 from ....zero.access.gathered import GatheredParameters as XdsGathered
 from ....zero.access.gathered import LostEdit
 from ....zero.access.owners import Owner, find_owner

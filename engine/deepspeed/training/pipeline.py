@@ -14,7 +14,7 @@ from torch import Tensor
 from ....pipe import module
 from ....utils.arguments import wrong
 from ....utils.errors import UsageError
-from ...config.ranks import mesh_of
+from ...config.batch import mesh_of
 from ...engine import Engine
 from ...telemetry.timers import memory_use
 from ..errors import raises_theirs

@@ -6,19 +6,24 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import runs
 import torch
 import torch.distributed as dist
+from helpers import run_ranks
 from models import build, micro_batch
 
 import xds
 from xds.engine.steps.forecast import Forecast
 from xds.offload import host_sums, lanes, ring, rotation
+from xds.offload.device_memory import DeviceMemory
 from xds.offload.disk import transfers
 from xds.ops.comm.pool import BufferPool
+from xds.zero.core import filling
 
 SAMPLES, STEPS = 4, 8
 ON_CPU = {"device": "cpu"}
@@ -29,29 +34,88 @@ PARAMS: dict[str, Any] = {"offload_param": ON_CPU}
 GUESS: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
 
 
+AUTO: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}
+EVERYTHING = 1 << 40
+
+
+def nvme(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder), **more}}
+
+
+def params_on(folder: Path, keep: int = 0) -> dict[str, Any]:
+    section = {"device": "nvme", "nvme_path": str(folder), "max_in_cpu": keep}
+    return {"offload_param": section}
+
+
 def config_of(
     stage: int, precision: str, accumulation: int, offload: dict[str, Any] | None, optimizer: str
 ) -> dict[str, Any]:
-    params: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": SAMPLES // dist.get_world_size(),
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 1.1,  # about every second step is clipped
-        "optimizer": {"type": optimizer, "params": params},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
-        "zero_optimization": {
-            "stage": stage,
-            "unit_min_numel": 0,
-            "stage3_param_persistence_threshold": 0,
-        },
-    }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
+    config = runs.config(
+        stage,
+        precision,
+        samples=SAMPLES // dist.get_world_size(),
+        accumulation=accumulation,
+        optimizer=optimizer,
+        params={"lr": 3e-3, "weight_decay": 0.1},
+        clip=1.1,  # about every second step is clipped
+        zero=offload,
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+    )
     if precision == "fp16":
-        config["fp16"]["initial_scale_power"] = 19  # the first steps overflow
-    if offload is not None:
-        config["zero_optimization"] |= offload
+        config["fp16"] = {"enabled": True, "initial_scale_power": 19}  # the first steps overflow
     return config
+
+
+class Fixed(DeviceMemory):
+    """A device with `spare` bytes on rank 0, and as many more on the others as they have a rank."""
+
+    def __init__(self, spare: int) -> None:
+        self._spare = spare
+
+    def begin(self) -> None:
+        return
+
+    def spare_bytes(self) -> int:
+        return self._spare + dist.get_rank()
+
+
+def device_with(spare_bytes: int) -> Any:
+    """A patch: what the engine finds free on the device."""
+    return mock.patch.object(filling, "memory_of", lambda device: Fixed(spare_bytes))
+
+
+def every_update_is_guessed() -> Any:
+    """A patch: with `super_offload` those of clipped and skipped steps are undone."""
+    return mock.patch.object(Forecast, "is_plain", lambda forecast, limit: True)
+
+
+def results(
+    world_size: int,
+    case: tuple[Any, ...],
+    offload: dict[str, Any] | None,
+    seed: int | None = None,
+    spare_bytes: int = 100_000,
+) -> list[dict[str, Any]]:
+    """Of each rank. case: stage, precision, accumulation, optimizer, model. seed: of late lanes."""
+    stage, precision, accumulation, *rest = case
+    lanes_ = nullcontext() if seed is None else late_lanes(seed)
+    with every_update_is_guessed(), device_with(spare_bytes), lanes_:
+        return run_ranks(train, world_size, stage, precision, accumulation, offload, *rest)
+
+
+def check(
+    world_size: int,
+    case: tuple[Any, ...],
+    offloads: list[dict[str, Any]],
+    seed: int | None = None,
+    spare_bytes: int = 100_000,
+) -> None:
+    """Each of `offloads` gives the bits of a run without."""
+    plain = results(world_size, case, None)
+    for offload in offloads:
+        found = results(world_size, case, offload, seed, spare_bytes)
+        for one, other in zip(plain, found, strict=True):
+            check_equal(one, other, f"{offload}")
 
 
 def train(
@@ -62,22 +126,7 @@ def train(
     optimizer: str = "AdamW",
     feature: str = "plain",
 ) -> dict[str, Any]:
-    """Steps that clip, overflow or are edited by the script; every number that results from them.
-
-    With `super_offload` every update is guessed, so that those of clipped and skipped steps are undone.
-    """
-    with mock.patch.object(Forecast, "is_plain", lambda forecast, limit: True):
-        return _train(stage, precision, accumulation, offload, optimizer, feature)
-
-
-def _train(
-    stage: int,
-    precision: str,
-    accumulation: int,
-    offload: dict[str, Any] | None,
-    optimizer: str,
-    feature: str,
-) -> dict[str, Any]:
+    """Steps that clip, overflow or are edited by the script; every number that results from them."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     engine = xds.initialize(
         build(feature), config_of(stage, precision, accumulation, offload, optimizer)
@@ -121,14 +170,13 @@ def _edit(params: dict[str, Any], trained: set[str], step: int) -> None:
         xds.zero.set_full_param(norm, torch.full(norm.shape, 1.25))
 
 
-def check_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+def check_equal(one: dict[str, Any], other: dict[str, Any], message: str = "") -> None:
     """`other` ran with offload: the same bits everywhere, and states on the host."""
     # as text: norms that are nan are equal
-    assert repr(one["numbers"][:-1]) == repr(other["numbers"][:-1])
-    assert (one["numbers"][-1], other["numbers"][-1]) == (False, True)
+    assert repr(one["numbers"][:-1]) == repr(other["numbers"][:-1]), message
+    assert (one["numbers"][-1], other["numbers"][-1]) == (False, True), message
     for kind in ("values", "computed", "states"):
-        for name, value in one[kind].items():
-            assert torch.equal(value, other[kind][name]), name
+        assert not runs.differing(other[kind], one[kind]), (message, kind)
 
 
 # -- lanes that are late, and memory that is not ready ------------------------------------------------------
@@ -229,17 +277,15 @@ def late_lanes(seed: int) -> Iterator[None]:
         buffer.fill_(torch.nan)
         give(pool, buffer)
 
-    with (
-        mock.patch.object(lanes.Lanes, "of", of),
-        mock.patch.object(rotation.Rotation, "take", spoiled(rotation.Rotation.take)),
-        mock.patch.object(host_sums.OnHost, "_allocate", spoiled(host_sums.OnHost._allocate)),
-        mock.patch.object(BufferPool, "give", give_spoiled),
-        mock.patch.object(ring.Ring, "_hand_out", spoiled_slot),
-        mock.patch.object(transfers, "ThreadLane", lambda name: LateLane(seed + 3)),
-    ):
+    patches: list[tuple[Any, str, Any]] = [
+        (lanes.Lanes, "of", of),
+        (rotation.Rotation, "take", spoiled(rotation.Rotation.take)),
+        (host_sums.OnHost, "_allocate", spoiled(host_sums.OnHost._allocate)),
+        (BufferPool, "give", give_spoiled),
+        (ring.Ring, "_hand_out", spoiled_slot),
+        (transfers, "ThreadLane", lambda name: LateLane(seed + 3)),
+    ]
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
         yield
-
-
-def train_late(seed: int, *case: Any) -> dict[str, Any]:
-    with late_lanes(seed):
-        return train(*case)
