@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from runs import config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xds
 
 WIDTH = 9
-PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 
 
 class Net(nn.Module):
@@ -37,13 +37,8 @@ class Net(nn.Module):
 
 def engine_of(stage: int, precision: str = "fp32", model: nn.Module | None = None) -> Any:
     torch.manual_seed(stage)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": stage, "unit_min_numel": 0},
-        **PRECISIONS[precision],
-    }
-    return xds.initialize(model or Net(), config)
+    settings = config(stage, precision, samples=4, params={"weight_decay": 0.1})
+    return xds.initialize(model or Net(), settings)
 
 
 def train(engine: Any, steps: int, width: int = WIDTH) -> None:

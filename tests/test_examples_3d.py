@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from script_runs import run_script
 from warm_ranks import warm
 
@@ -13,11 +12,10 @@ EXAMPLE = ROOT / "examples" / "3d"
 TINY = "--layers 4 --width 32 --heads 4 --context 16 --checkpoints saved --save-every 2"
 
 
-@pytest.mark.parametrize(("first", "second"), [(4, 4), pytest.param(8, 4, marks=pytest.mark.slow)])
-def test_trains_saves_and_resumes_on_other_ranks(tmp_path: Path, first: int, second: int) -> None:
+def test_trains_saves_and_resumes(tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text((ROOT / "examples" / "gpt" / "train.py").read_text() * 3)
-    for ranks, steps in ((first, 2), (second, 4)):
+    for steps in (2, 4):
         options = [*TINY.split(), "--data", str(text), "--steps", str(steps)]
-        warm(ranks).run(run_script, str(EXAMPLE / "train.py"), str(tmp_path), *options)
+        warm(4).run(run_script, str(EXAMPLE / "train.py"), str(tmp_path), *options)
         assert (tmp_path / "saved" / "latest").read_text() == f"global_step{steps}"

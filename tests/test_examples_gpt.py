@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from thinned import RUNS_ALL
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt"
 # the examples import the files beside them, which -P and PYTHONSAFEPATH forbid
@@ -38,8 +37,6 @@ def run(start: list[str], folder: Path, *options: str) -> str:
 @pytest.mark.parametrize(
     ("start", "config"),
     [
-        *([pytest.param(TWO_RANKS, "zero0.json", marks=pytest.mark.slow)] if RUNS_ALL else []),
-        pytest.param(TWO_RANKS, "zero3.json", marks=pytest.mark.slow),
         (TWO_RANKS, "zero3_bf16.json"),
         pytest.param(ONE_PROCESS, "zero2.json", marks=pytest.mark.slow),
     ],

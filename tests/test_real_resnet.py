@@ -205,7 +205,6 @@ def check_buffers(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
         torch.testing.assert_close(got[name], value, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.slow
 def test_buffers_are_those_of_rank_0_at_the_start() -> None:
     first, second = runs_by_rank()
     for case, run in first.items():

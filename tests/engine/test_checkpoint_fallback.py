@@ -1,36 +1,117 @@
-"""The newest committed checkpoint is found, and with `fallback` the one before a damaged one is loaded."""
+"""Which checkpoint is the newest, whatever the clock says; what a fallback loads; names of tags and folders."""
 
 from __future__ import annotations
 
 import errno
-import json
+import itertools
 import logging
 import os
+import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
-from helpers import run_new_ranks
-from test_checkpoint import check_same, damage, engine_of, states_of, train
+from checkpoint_runs import check_same, damage, engine_of, states_of, train
+from helpers import run_processes
+from manifest_damages import rewrite
 from torch import nn
 
 import xds
-from xds.engine.checkpoint.io.folders import committed
+from xds.engine.checkpoint.io.folders import MAX_TAG_BYTES, committed
+from xds.engine.checkpoint.manifest import Manifest
+from xds.engine.checkpoint.order import newest_first
 
 
-def file_of(folder: Path) -> str:
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    return str(files[0]["path"])
+def tiny(**checkpoint: Any) -> Any:
+    return engine_of(0, model=nn.Linear(2, 2), checkpoint=checkpoint)
+
+
+def data_of(folder: Path) -> Path:
+    return next(folder.glob("rank_*"))
+
+
+# -- the newest ---------------------------------------------------------------------------------------------
+
+
+def tags_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A clock that goes back a day with every look."""
+    now = [time.time()]
+
+    def earlier() -> float:
+        now[0] -= 86_400
+        return now[0]
+
+    monkeypatch.setattr(time, "time", earlier)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_clock_that_goes_back_changes_nothing(tmp_path: Path) -> None:
+    engine = tiny(keep_last=2)
+    for step in range(8, 12):  # 11 is more than 9, and "11" is less than "9"
+        engine.global_steps = engine.micro_steps = step
+        engine.save_checkpoint(tmp_path)
+        kept = [f"global_step{one}" for one in (step - 1, step) if one > 7]
+        assert tags_in(tmp_path) == sorted(kept)
+        assert xds.newest_checkpoint(tmp_path) == f"global_step{step}"
+    data_of(tmp_path / "global_step11").write_bytes(b"")
+    assert engine.load_checkpoint(tmp_path, fallback=True)[0] == f"{tmp_path}/global_step10"
+
+
+@pytest.mark.usefixtures("clock")
+def test_tags_of_the_same_step_are_ordered_by_their_numbers(tmp_path: Path) -> None:
+    engine = tiny(keep_last=2)
+    for number in (2, 9, 10, 11):
+        engine.save_checkpoint(tmp_path, f"part-{number}")
+        engine.save_checkpoint(tmp_path, "best", save_latest=False)
+    assert tags_in(tmp_path) == ["best", "part-10", "part-11"]
+    assert [one.tag for one in committed(tmp_path) if one.tag != "best"] == ["part-11", "part-10"]
+    engine.micro_steps += 1  # half a step is further than none
+    engine.save_checkpoint(tmp_path, "half", save_latest=False)
+    assert xds.newest_checkpoint(tmp_path) == "half"
+
+
+def test_a_run_that_went_back_falls_back_along_its_own_steps(tmp_path: Path) -> None:
+    engine = tiny()
+    for step in (100, 200, 300, 110, 120):
+        engine.global_steps = engine.micro_steps = step
+        engine.save_checkpoint(tmp_path)
+    data_of(tmp_path / "global_step120").unlink()
+    assert engine.load_checkpoint(tmp_path, fallback=True)[0] == f"{tmp_path}/global_step110"
+
+
+def test_without_latest_a_fallback_takes_the_newest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny()
+    assert engine.load_checkpoint(tmp_path, fallback=True) == (None, None)
+    for step in (1, 2, 3):
+        engine.global_steps = step
+        engine.save_checkpoint(tmp_path, save_latest=False)
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    assert "fallback=True loads the newest checkpoint there" in caplog.text
+    assert engine.load_checkpoint(tmp_path, fallback=True)[0] == f"{tmp_path}/global_step3"
+    assert f"no file `latest` in {tmp_path}; falling back to global_step3" in caplog.text
+    data_of(tmp_path / "global_step3").write_bytes(b"")
+    assert engine.load_checkpoint(tmp_path, fallback=True)[0] == f"{tmp_path}/global_step2"
+    data = data_of(tmp_path / "global_step2")
+    damage(data, data.stat().st_size - 1)  # found out only when it is read
+    assert engine.load_checkpoint(tmp_path, fallback=True)[0] == f"{tmp_path}/global_step1"
 
 
 def test_the_newest_committed_checkpoint_is_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert xds.newest_checkpoint(tmp_path / "empty") is None
-    engine = engine_of(0)
+    engine = tiny()
     for number in range(3):
-        train(engine, number, number + 1)
+        engine.global_steps = number
         engine.save_checkpoint(tmp_path, f"tag{9 - number}", save_latest=number == 0)
     engine.save_checkpoint(tmp_path, "again", save_latest=False)  # the same step, later
     (tmp_path / ".tag99.tmp-0123abcd").mkdir()
@@ -45,10 +126,11 @@ def test_the_newest_committed_checkpoint_is_found(
     damage(tmp_path / "again" / "manifest.json", 200)
     (tmp_path / "tag7" / "manifest.json").unlink()
     assert xds.newest_checkpoint(tmp_path) == "tag8"
-    next((tmp_path / "tag8").glob("rank_*")).rename(tmp_path / "elsewhere")
+    data = data_of(tmp_path / "tag8")
+    data.rename(tmp_path / "elsewhere")
     assert xds.newest_checkpoint(tmp_path) == "tag9"
     assert "tag8 is left out" in caplog.text and "is missing or has another length" in caplog.text
-    (tmp_path / "elsewhere").rename(tmp_path / "tag8" / file_of(tmp_path / "tag8"))
+    (tmp_path / "elsewhere").rename(data)
     assert xds.newest_checkpoint(tmp_path) == "tag8"
     assert "again is left out" in caplog.text and "manifest.json is damaged" in caplog.text
     (tmp_path / "tag8").rename(tmp_path / "renamed")
@@ -56,18 +138,26 @@ def test_the_newest_committed_checkpoint_is_found(
 
 
 def test_a_manifest_without_a_time_is_read(tmp_path: Path) -> None:
-    from xds.engine.checkpoint import format as formats
-
-    engine = engine_of(0)
+    engine = tiny()
     engine.save_checkpoint(tmp_path, "old")
-    path = tmp_path / "old" / "manifest.json"
-    raw = json.loads(path.read_text())
-    assert raw.pop("saved_seconds") > 1.7e9
-    raw["sha256"] = formats.NO_SUM
-    text = json.dumps(raw).encode()
-    path.write_bytes(formats._with_sum(text, formats.sha256(text).hexdigest()))
+    rewrite(tmp_path / "old", lambda raw: raw.pop("saved_seconds"))
     assert xds.newest_checkpoint(tmp_path) == "old"
     engine.load_checkpoint(tmp_path, "old")
+
+
+def test_the_newest_time_of_a_kind_counts_in_any_order() -> None:
+    """Of one step: "best" was saved between two tags of another kind."""
+
+    def of(tag: str, saved_seconds: float) -> Manifest:
+        return cast(
+            Manifest,
+            SimpleNamespace(tag=tag, saved_seconds=saved_seconds, global_steps=3, micro_steps=3),
+        )
+
+    found = [of("step3_part1", 9.0), of("step3_part2", 1.0), of("best", 5.0)]
+    for order in itertools.permutations(found):
+        tags = [one.tag for one in newest_first(order)]
+        assert tags == ["step3_part2", "step3_part1", "best"]
 
 
 # -- falling back -------------------------------------------------------------------------------------------
@@ -141,25 +231,24 @@ def fall_back(folder: str) -> None:
 
 @pytest.mark.contract
 def test_every_rank_falls_back_to_the_same_older_checkpoint(tmp_path: Path) -> None:
-    run_new_ranks(fall_back, 2, str(tmp_path))
+    run_processes(fall_back, 2, str(tmp_path))
 
 
 def test_what_does_not_fit_is_never_fallen_back_from(tmp_path: Path) -> None:
-    small = engine_of(0, model=nn.Linear(3, 3))
+    small = tiny()
     small.save_checkpoint(tmp_path, "small")
     engine = engine_of(0)
     train(engine, 0, 1)
     engine.save_checkpoint(tmp_path, "large")
     with pytest.raises(xds.UsageError, match="large does not fit this model"):
         small.load_checkpoint(tmp_path, fallback=True)
-    data = next((tmp_path / "large").glob("rank_*"))
-    data.unlink()
+    data_of(tmp_path / "large").unlink()
     with pytest.raises(xds.UsageError, match="small does not fit this model"):
         engine.load_checkpoint(tmp_path, fallback=True)
 
 
 def test_a_latest_that_is_no_tag_is_refused_by_name(tmp_path: Path) -> None:
-    engine = engine_of(0)
+    engine = tiny()
     engine.save_checkpoint(tmp_path, "tag")
     for content in (b"", b"\xff\xfe", b"a/b", b"t\x00g", b"ta", b".tag"):
         (tmp_path / "latest").write_bytes(content)
@@ -171,11 +260,11 @@ def test_a_latest_that_is_no_tag_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_file_that_the_disk_cannot_read_counts_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(0)
+    engine = tiny()
     engine.save_checkpoint(tmp_path, "old")
-    train(engine, 0, 1)
+    engine.global_steps += 1
     engine.save_checkpoint(tmp_path, "new")
-    data = next((tmp_path / "new").glob("rank_*"))
+    data = data_of(tmp_path / "new")
     read = os.preadv
 
     def bad_sector(fd: int, buffers: Any, start: int) -> int:
@@ -189,3 +278,44 @@ def test_a_file_that_the_disk_cannot_read_counts_as_damaged(
         engine.load_checkpoint(tmp_path)
     assert engine.load_checkpoint(tmp_path, fallback=True)[0] == f"{tmp_path}/old"
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+# -- names --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["", " ", None, 5, b"out", "a\0b"], ids=repr)
+def test_what_is_no_folder_is_refused_in_one_sentence(
+    tmp_path: Path, folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = tiny()
+    with pytest.raises(
+        xds.UsageError, match=r"save_checkpoint: save_dir = .* is not the path of a f"
+    ):
+        engine.save_checkpoint(folder)
+    with pytest.raises(
+        xds.UsageError, match=r"load_checkpoint: load_dir = .* is not the path of a f"
+    ):
+        engine.load_checkpoint(folder)
+    assert os.listdir(tmp_path) == []
+    engine.save_checkpoint(Path())  # the working folder, said aloud
+    assert engine.load_checkpoint(".")[0] == "global_step0"
+
+
+def test_a_tag_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    engine = tiny()
+    bad = [" lead", "trail ", "a\nb", "a\0b", "a\x1b[31m", "\ud800", "a\u2028b", "manifest.json"]
+    for tag in (*bad, "x" * (MAX_TAG_BYTES + 1), "ü" * 200, True, 1.5, b"bytes", ["tag"]):
+        for call in (engine.save_checkpoint, engine.load_checkpoint):
+            with pytest.raises(xds.UsageError, match=r"_checkpoint: tag = ") as found:
+                call(tmp_path / "new", tag)
+            assert str(found.value).isprintable() and len(str(found.value)) < 400, ascii(tag)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_tag_that_is_saved_is_loaded_by_latest(tmp_path: Path) -> None:
+    engine = tiny()
+    for tag in ("ünï 日本", "[a]*", "-1", "LATEST", 7, "x" * MAX_TAG_BYTES):
+        engine.save_checkpoint(tmp_path, tag)
+        assert engine.load_checkpoint(tmp_path)[0] == f"{tmp_path}/{tag}"
+        assert engine.load_checkpoint(tmp_path, tag)[0] == f"{tmp_path}/{tag}"

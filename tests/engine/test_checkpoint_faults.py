@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
-import resource
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,22 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from broken_disk import BrokenDisk
-from helpers import run_new_ranks
-from test_checkpoint import check_same, engine_of, states_of
+from checkpoint_runs import check_same, engine_of, states_of
+from helpers import run_processes
 from torch import nn
 
 import xds
+from xds.engine.checkpoint.io import folders, writer
 from xds.engine.checkpoint.io.folders import MANIFEST, committed
 
 WIDTH = 5
 MAX_CALLS = 200
 IN_BACKGROUND = {"checkpoint": {"async_save": True, "keep_last": 2}}
-# the modules that open files for writing
-WRITERS = [
-    importlib.import_module(f"xds.engine.checkpoint.{name}")
-    for name in ("folders", "tensor_file", "writer")
-    if importlib.util.find_spec(f"xds.engine.checkpoint.{name}")
-]
 
 
 def tiny(stage: int = 1, **more: Any) -> Any:
@@ -91,7 +84,7 @@ def every_call(folder: str, victim: int, kind: str, tag: str | None, more: dict[
         disk = BrokenDisk(root, fails_at, kind if dist.get_rank() == victim else "eio")
         if dist.get_rank() != victim:
             disk.fails_at = -1
-        with disk.in_place(*WRITERS):
+        with disk.in_place(folders, writer):
             said = save(engine, root, tag)
         sentences = everybodys(said)
         hit, count = everybodys((disk.hit, disk.count))[victim]
@@ -117,31 +110,21 @@ def every_call(folder: str, victim: int, kind: str, tag: str | None, more: dict[
     raise AssertionError("a save never came to its end")
 
 
-def every_kind(folder: str, kinds: tuple[str, ...], more: dict[str, Any]) -> list[int]:
-    counts = []
-    for kind in kinds:
-        for tag in (None, "again"):
-            for victim in (0, 1):
-                here = f"{folder}/{kind}-{tag}-{victim}"
-                counts.append(every_call(here, victim, kind, tag, more))
-    return counts
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "kind", "tag", "more", "least"),
+    [
+        (0, "eio", "again", {"checkpoint": {"keep_last": 2}}, 13),
+        (0, "full", None, {"checkpoint": {"keep_last": 2}}, 13),
+        (1, "short", None, {}, 3),  # open, write, fsync
+        (1, "full", "again", {}, 3),
+        (0, "eio", "again", IN_BACKGROUND, 8),  # the files are written by another process
+    ],
+)
 def test_whichever_call_fails_all_ranks_raise_and_both_checkpoints_are_whole(
-    tmp_path: Path,
+    tmp_path: Path, victim: int, kind: str, tag: str | None, more: Any, least: int
 ) -> None:
-    keep = {"checkpoint": {"keep_last": 2}}
-    counts = run_new_ranks(every_kind, 2, str(tmp_path), ("eio", "full", "short"), keep)[0]
-    assert min(counts) >= 3 and counts[0] > 12  # rank 1: open, write, fsync
-
-
-@pytest.mark.slow
-def test_whichever_call_of_a_commit_in_the_background_fails_all_ranks_hear_of_it(
-    tmp_path: Path,
-) -> None:
-    counts = run_new_ranks(every_kind, 2, str(tmp_path), ("eio",), IN_BACKGROUND)[0]
-    assert counts[0] > 7  # the files are written by another process
+    counts = run_processes(every_call, 2, str(tmp_path), victim, kind, tag, more)
+    assert counts[0] >= least
 
 
 # -- a file system that is full -----------------------------------------------------------------------------
@@ -188,40 +171,9 @@ def test_on_a_full_disk_every_rank_raises_and_the_last_checkpoint_loads(
     if done.returncode:
         pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
     try:
-        run_new_ranks(fill_up, 2, str(tmp_path), more)
+        run_processes(fill_up, 2, str(tmp_path), more)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def too_large(folder: str, more: dict[str, Any]) -> None:
-    """The system refuses files of more than some bytes on rank 1: what a quota does."""
-    engine, other = tiny(**more), tiny(seed=9)
-    assert save(engine, Path(folder), None) == ""
-    take_step(engine)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # the process that writes in the background, if any: the ranks' store is a file, too
-    writers: list[int] = []
-    for task in Path("/proc/self/task").glob("*/children"):
-        writers += map(int, task.read_text().split())
-    writers = writers or [os.getpid()]
-    for pid in writers if dist.get_rank() == 1 else ():
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (700, limits[1]))
-    said = save(engine, Path(folder), None)
-    for pid in writers:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
-    assert os.strerror(errno.EFBIG) in said and "rank 1" in said, said
-    assert len(set(everybodys(said))) == 1
-    other.load_checkpoint(folder)
-    assert other.global_steps == 0 and not leftovers(Path(folder))
-    dist.barrier()
-    assert save(engine, Path(folder), None) == ""
-    other.load_checkpoint(folder)
-    assert other.global_steps == 1
-
-
-@pytest.mark.parametrize("more", [{}, IN_BACKGROUND], ids=["direct", "background"])
-def test_a_file_that_may_not_grow_raises_on_every_rank(tmp_path: Path, more: Any) -> None:
-    run_new_ranks(too_large, 2, str(tmp_path), more)
 
 
 # -- a file system on which only rank 0 makes folders -------------------------------------------------------
@@ -245,4 +197,4 @@ def only_the_first(folder: str) -> None:
 
 
 def test_only_rank_0_makes_renames_and_removes(tmp_path: Path) -> None:
-    run_new_ranks(only_the_first, 2, str(tmp_path))
+    run_processes(only_the_first, 2, str(tmp_path))

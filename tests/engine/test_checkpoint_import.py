@@ -11,20 +11,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import checkpoint_runs
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from helpers import run_ranks
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from warm_ranks import warm
+from torch import Tensor, nn
 
 import xds
+from xds.engine.checkpoint.imports.deepspeed import read_deepspeed
 from xds.engine.checkpoint.imports.deepspeed_shards import places_in_parts, places_in_rows
 from xds.engine.checkpoint.imports.importing import import_checkpoint
 from xds.engine.checkpoint.imports.safe_pickle import StandIn, read_pickle
 from xds.engine.checkpoint.io.folders import read_manifest
-from xds.zero.checkpoint.snapshot import Snapshot
+from xds.launcher.cli import main
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
 sys.path.insert(0, str(DATA))
@@ -57,7 +59,7 @@ def go_on(key: str, stage: int, folder: Path) -> dict[str, Any]:
         "client": client_state,
         "counters": [engine.global_steps, engine.skipped_steps, engine.global_samples],
         "micro_steps": engine.micro_steps,
-        "states": states_of(engine),
+        "states": checkpoint_runs.states_of(engine),
         "steps": {float(state["step"]) for state in engine.optimizer.state.values()},
         "scale": engine.loss_scale,
         "losses": [],
@@ -75,32 +77,8 @@ def go_on(key: str, stage: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def states_of(engine: Any) -> dict[tuple[str, str], list[tuple[int, Tensor]]]:
-    """Masters and optimizer states that this rank has, by name and key: where they begin, and elements."""
-    parts = engine._parts
-    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
-    found: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
-    for block in (*snapshot.values, *snapshot.states):
-        for slot in snapshot.flats[block.flat].slots:
-            low, high = max(slot.offset, block.start), min(slot.stop, block.stop)
-            if low < high:
-                here = block.tensor.detach().reshape(-1)[low - block.start : high - block.start]
-                found.setdefault((slot.name, block.key), []).append(
-                    (low - slot.offset, here.clone())
-                )
-    return found
-
-
-def whole(answers: list[dict[str, Any]]) -> dict[tuple[str, str], Tensor]:
-    """The ranks' states put together, flat."""
-    parts: dict[tuple[str, str], dict[int, Tensor]] = {}
-    for answer in answers:
-        for name, pieces in answer["states"].items():
-            parts.setdefault(name, {}).update(pieces)
-    return {
-        name: torch.cat([pieces[start] for start in sorted(pieces)])
-        for name, pieces in parts.items()
-    }
+def whole(answers: list[dict[str, Any]]) -> checkpoint_runs.Whole:
+    return checkpoint_runs.whole([answer["states"] for answer in answers])
 
 
 def in_the_files(key: str) -> dict[tuple[str, str], Tensor]:
@@ -145,38 +123,33 @@ def copied(key: str, folder: Path) -> Path:
 
 # every stage and number of ranks is there as the origin and as the goal
 EXACT = [
-    *(("plain_zero1_fp32", stage, ranks) for stage, ranks in ((1, 2), (3, 3))),
-    *(("plain_zero2_fp32", stage, ranks) for stage, ranks in ((2, 2), (0, 3))),
-    *(("plain_zero3_fp32", stage, ranks) for stage, ranks in ((3, 2), (1, 1))),
-    *(("rich_zero1_fp32", stage, ranks) for stage, ranks in ((1, 2), (3, 3))),
-    *(("rich_zero2_fp32", stage, ranks) for stage, ranks in ((2, 3), (3, 1))),
-    *(("rich_zero3_fp32", stage, ranks) for stage, ranks in ((3, 2), (0, 1), (2, 3))),
+    ("plain_zero1_fp32", 3, 3),
+    ("plain_zero2_fp32", 0, 3),
+    ("plain_zero3_fp32", 1, 1),
+    ("rich_zero1_fp32", 1, 2),
+    ("rich_zero2_fp32", 3, 1),
+    ("rich_zero3_fp32", 2, 3),
 ]
 ROUNDED = [
-    *((f"plain_zero{stage}_bf16", stage, 2) for stage in (1, 2, 3)),
-    *((f"plain_zero{stage}_fp16", stage, 2) for stage in (1, 3)),
-    ("plain_zero1_bf16", 3, 1),
-    ("plain_zero3_fp16", 1, 1),
+    ("plain_zero1_fp16", 1, 2),
+    ("plain_zero2_bf16", 2, 2),
+    ("plain_zero3_fp16", 3, 2),
     ("rich_zero3_bf16", 2, 1),
 ]
 
 
-@pytest.mark.parametrize(("key", "stage", "world_size"), EXACT)
+@pytest.mark.parametrize(("key", "stage", "world_size"), [*EXACT, *ROUNDED])
 def test_goes_on_as_deepspeed_did(key: str, stage: int, world_size: int, tmp_path: Path) -> None:
-    answers = warm(world_size).run(go_on, key, stage, imported(key, tmp_path))
+    """In 16 bits losses differ by the order of sums; what was loaded does not differ at all."""
+    answers = run_ranks(go_on, world_size, key, stage, imported(key, tmp_path))
+    is_exact = key.endswith("fp32")
     for answer in answers:
-        assert answer["losses"] == pytest.approx(RUNS[key]["losses"], rel=1e-6)
-        assert answer["norms"] == pytest.approx(RUNS[key]["norms"], rel=1e-5)
-    check_states(answers, key)
-
-
-@pytest.mark.parametrize(("key", "stage", "world_size"), ROUNDED)
-def test_goes_on_in_16_bits(key: str, stage: int, world_size: int, tmp_path: Path) -> None:
-    """Losses differ by the rounding of the order of sums; what was loaded does not differ at all."""
-    answers = warm(world_size).run(go_on, key, stage, imported(key, tmp_path))
-    for answer in answers:
-        assert answer["losses"] == pytest.approx(RUNS[key]["losses"], rel=2e-2)
+        assert answer["losses"] == pytest.approx(
+            RUNS[key]["losses"], rel=1e-6 if is_exact else 2e-2
+        )
         assert answer["scale"] == (64.0 if key.endswith("fp16") else 1.0)
+        if is_exact:
+            assert answer["norms"] == pytest.approx(RUNS[key]["norms"], rel=1e-5)
     check_states(answers, key)
 
 
@@ -225,39 +198,35 @@ def test_an_existing_tag_is_not_replaced(tmp_path: Path) -> None:
     assert (source / "latest").read_text() == TAG
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("mp_rank_01_model_states.pt", "tensor-parallel"),
-        ("layer_00-model_00-model_states.pt", "pipeline"),
-        ("layer_1_expert_0_mp_rank_00_model_states.pt", "experts"),
-        ("zero", "ds_to_universal"),
-        ("offloaded_tensors", "NVMe"),
-    ],
-)
-def test_a_layout_that_is_not_read_is_refused_by_name(
-    name: str, reason: str, tmp_path: Path
-) -> None:
+LAYOUTS = {
+    "mp_rank_01_model_states.pt": "tensor-parallel",
+    "layer_00-model_00-model_states.pt": "pipeline",
+    "layer_1_expert_0_mp_rank_00_model_states.pt": "experts",
+    "zero": "ds_to_universal",
+    "offloaded_tensors": "NVMe",
+}
+
+
+def test_a_layout_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     source = copied("plain_zero1_fp32", tmp_path)
-    (source / TAG / name).touch()
-    with pytest.raises(xds.UsageError, match=reason) as caught:
-        import_checkpoint(source, tmp_path / "out")
-    assert name in str(caught.value)
+    for name, reason in LAYOUTS.items():
+        (source / TAG / name).touch()
+        with pytest.raises(xds.UsageError, match=reason) as caught:
+            import_checkpoint(source, tmp_path / "out")
+        assert name in str(caught.value)
+        (source / TAG / name).unlink()
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    "missing",
+    ("key", "pattern"),
     [
-        "plain_zero1_fp32/*rank_1*optim*",
-        "plain_zero1_fp32/*rank_0*optim*",
-        "plain_zero1_fp32/*optim*",
-        "plain_zero3_fp32/zero_pp_rank_0_*model*",
-        "rich_zero3_fp32/zero_pp_rank_1_*model*",
+        ("plain_zero1_fp32", "*rank_1*optim*"),
+        ("plain_zero1_fp32", "*optim*"),
+        ("rich_zero3_fp32", "zero_pp_rank_1_*model*"),
     ],
 )
-def test_a_missing_file_is_refused(missing: str, tmp_path: Path) -> None:
-    key, pattern = missing.split("/")
+def test_a_missing_file_is_refused(key: str, pattern: str, tmp_path: Path) -> None:
     source = copied(key, tmp_path)
     for path in (source / TAG).glob(pattern):
         path.unlink()
@@ -273,7 +242,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     good = read_manifest(tmp_path / "good", TAG).files[0].crc32
     content = path.read_bytes()
     refused = 0
-    for at in range(0, len(content), 97):
+    for at in range(0, len(content), 401):
         path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
         try:
             import_checkpoint(source, tmp_path / f"{at}")
@@ -282,7 +251,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
             refused += 1
         else:  # a bit of what pads the records
             assert read_manifest(tmp_path / f"{at}", TAG).files[0].crc32 == good
-    assert refused > len(content) // 97 // 2
+    assert refused > len(content) // 401 // 2
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(xds.UsageError, match=r"rank_1.* is not a file that torch\.save wrote"):
         import_checkpoint(source, tmp_path / "half")
@@ -311,13 +280,14 @@ def test_stage_0_gives_weights_and_values_and_says_so(tmp_path: Path) -> None:
     key = "plain_zero0_fp32"
     report = import_checkpoint(DATA / key, tmp_path / "out")
     assert any("stage 0" in note and "zero_optimization.stage 1" in note for note in report.notes)
-    for answer in warm(2).run(go_on, key, 2, tmp_path / "out"):
+    for answer in run_ranks(go_on, 2, key, 2, tmp_path / "out"):
         assert answer["counters"] == [3, 0, 36]
         assert answer["client"] == recipes.CLIENT_STATE
         assert answer["steps"] == set()
         assert answer["losses"][0] == pytest.approx(RUNS[key]["losses"][0], rel=1e-6)
 
 
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_shards_cover_every_parameter_once(data: st.DataObject) -> None:
     shape = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -348,6 +318,186 @@ def test_shards_cover_every_parameter_once(data: st.DataObject) -> None:
                 used |= here
 
 
+# -- weights alone, and the command line --------------------------------------------------------------------
+
+
+def save_single(state: dict[str, Tensor], folder: Path) -> Path:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    state.pop("tied.weight")  # the package does not write shared memory
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+def save_sharded(state: dict[str, Tensor], folder: Path) -> Path:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    state.pop("tied.weight")
+    files = {name: f"model-0000{at % 2 + 1}-of-00002.safetensors" for at, name in enumerate(state)}
+    for file in set(files.values()):
+        save_file({name: state[name] for name in state if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+def save_bin(state: dict[str, Tensor], folder: Path) -> Path:
+    torch.save(state, folder / "pytorch_model.bin")
+    return folder
+
+
+def save_torch(state: dict[str, Tensor], folder: Path) -> Path:
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save({"state_dict": wrapped, "epoch": 3}, folder / "weights.pt")
+    return folder / "weights.pt"
+
+
+@pytest.mark.parametrize("save", [save_sharded, save_bin, save_torch])
+def test_weights_load_and_everything_else_begins_anew(save: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = recipes.build("rich")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), model.factor]:
+            tensor.normal_()
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    folder = tmp_path / "source"
+    folder.mkdir()
+    report = import_checkpoint(save(dict(model.state_dict()), folder), tmp_path / "out")
+    assert report.folder == tmp_path / "out" / "imported"
+    answers = run_ranks(go_on, 2, "rich_zero3_fp32", 3, tmp_path / "out")
+    for answer in answers:
+        assert answer["counters"] == [0, 0, 0]
+        assert answer["steps"] == set()
+        assert answer["client"] == {}
+        assert answer["scale"] == 1.0
+        assert len(answer["losses"]) == 3
+    found = whole(answers)
+    for name, tensor in wanted.items():
+        if name != "tied.weight":
+            assert torch.equal(found[name, "value"], tensor.reshape(-1)), name
+
+
+def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+    torch.save(recipes.build("plain").state_dict(), tmp_path / "weights.pt")
+    import_checkpoint(tmp_path / "weights.pt", tmp_path / "out", tag="first")
+    with pytest.raises(AssertionError, match=r"first does not fit this model: .*frozen\.weight"):
+        run_ranks(go_on, 1, "rich_zero3_fp32", 3, tmp_path / "out")
+
+
+def test_a_damaged_safetensors_file_is_refused(tmp_path: Path) -> None:
+    path = save_single(dict(recipes.build("rich").state_dict()), tmp_path) / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    name = next(iter(header))
+    header[name]["data_offsets"] = [0, 4 * 10**6]
+    text = json.dumps(header).encode()
+    for broken in (
+        content[:-20],
+        content[:5],
+        content[:8] + b"[" * length + content[8 + length :],
+        (10**12).to_bytes(8, "little") + content[8:],
+        len(text).to_bytes(8, "little") + text + content[8 + length :],
+    ):
+        path.write_bytes(broken)
+        with pytest.raises(xds.UsageError, match=r"model\.safetensors"):
+            import_checkpoint(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["auto", "deepspeed", "huggingface"])
+def test_what_is_no_source_is_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(xds.UsageError, match="does not exist"):
+        import_checkpoint(tmp_path / "nowhere", tmp_path / "out", kind=kind)
+    with pytest.raises(xds.UsageError, match="cannot be imported|is not a DeepSpeed"):
+        import_checkpoint(tmp_path, tmp_path / "out", kind=kind)
+    done = imported("plain_zero1_fp32", tmp_path)
+    with pytest.raises(xds.UsageError, match="checkpoint of xds already|is not a DeepSpeed"):
+        import_checkpoint(done, tmp_path / "out", kind=kind)
+
+
+class Other(nn.Module):
+    """Goes by the other name of the tied weight, and has a buffer where a parameter could be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3, bias=False)
+        self.register_buffer("offset", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.head(x) + self.offset).square().mean()
+
+
+def test_a_tied_weight_is_found_by_any_of_its_names(tmp_path: Path) -> None:
+    weight = torch.randn(3, 3)
+    state = {"embed": weight, "head.weight": weight, "offset": torch.ones(3)}
+    torch.save(state, tmp_path / "weights.pt")
+    import_checkpoint(tmp_path / "weights.pt", tmp_path / "out")
+    found = run_ranks(load_other, 1, tmp_path / "out")[0]
+    assert torch.equal(found["head.weight"], weight)
+    assert torch.equal(found["offset"], torch.ones(3))
+
+
+def load_other(folder: Path) -> dict[str, Tensor]:
+    adagrad = {
+        "type": "Adagrad",
+        "params": {"lr": 1e-2, "initial_accumulator_value": 0.5},
+    }  # it makes its states before the first step
+    engine = xds.initialize(Other(), {"train_batch_size": 1, "optimizer": adagrad})
+    engine.backward(engine(torch.ones(1, 3)))
+    engine.step()
+    engine.load_checkpoint(folder)
+    states = engine.optimizer.state.values()
+    assert states and all(state["step"] == 0 and (state["sum"] == 0.5).all() for state in states)
+    found = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+    engine.backward(engine(torch.ones(1, 3)))
+    engine.step()
+    return found
+
+
+SCHEDULES: list[tuple[dict[str, Any], str | None]] = [
+    ({"last_epoch": 3, "base_lrs": [0.1], "lr_lambdas": [None]}, "LambdaLR"),
+    ({"last_epoch": 3, "T_max": 10, "eta_min": 0}, "CosineAnnealingLR"),
+    ({"last_epoch": 3, "step_size": 2, "gamma": 0.5}, "StepLR"),
+    ({"my_own": 3}, None),
+]
+
+
+def test_a_clients_schedule_is_known_by_its_keys(tmp_path: Path) -> None:
+    content = read_pickle(DATA / "plain_zero0_fp32" / TAG / "mp_rank_00_model_states.pt")
+    for number, (state, kind) in enumerate(SCHEDULES):
+        torch.save({**content, "lr_scheduler": state}, tmp_path / "mp_rank_00_model_states.pt")
+        found = read_deepspeed(tmp_path)
+        found.write(tmp_path / "out", f"{number}")
+        saved = read_manifest(tmp_path / "out", f"{number}").state["lr_scheduler"]
+        assert saved == (kind and {"type": kind, "state": state})
+        notes = [note for note in found.notes if "my_own" in note]
+        assert bool(notes) == (kind is None)
+        assert all("starts from the beginning" in note for note in notes)
+
+
+def test_the_command_line_imports_and_says_what_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["checkpoint", "import", str(DATA / "rich_zero2_fp32"), str(tmp_path / "out")]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "DeepSpeed 0.19.8" in text
+    assert "note: DeepSpeed saves no random generators" in text
+    assert main(["checkpoint", "verify", str(tmp_path / "out")]) == 0
+    assert main(arguments) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert main(["checkpoint", "diff", *2 * [str(tmp_path / "out")]]) == 0
+
+
+def test_stages_1_to_3_of_one_run_are_imported_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = imported("rich_zero1_fp32", tmp_path)
+    for key in ("rich_zero2_fp32", "rich_zero3_fp32"):
+        main(["checkpoint", "diff", str(a), str(imported(key, tmp_path))])
+        text = capsys.readouterr().out
+        assert "value" not in text, text
+        assert "exp_avg" not in text, text
+
+
 # -- nothing is executed ------------------------------------------------------------------------------------
 
 
@@ -361,7 +511,7 @@ class Bomb:
         return self.call
 
 
-@pytest.mark.parametrize("means", [os.system, eval, exec, subprocess.call, os.mkdir, getattr])
+@pytest.mark.parametrize("means", [os.system, eval, subprocess.call])
 def test_nothing_that_a_file_names_is_executed(means: Any, tmp_path: Path) -> None:
     source = copied("plain_zero1_fp32", tmp_path)
     path = source / TAG / "mp_rank_00_model_states.pt"
@@ -371,7 +521,7 @@ def test_nothing_that_a_file_names_is_executed(means: Any, tmp_path: Path) -> No
     torch.save(state, fresh)
     fresh.rename(path)
     for number, origin in enumerate((source, path)):
-        if means in (os.system, os.mkdir):  # torch refuses their modules
+        if means is os.system:  # torch refuses its module
             with pytest.raises(xds.UsageError, match="without executing it") as caught:
                 import_checkpoint(origin, tmp_path / "out")
             assert path.name in str(caught.value) and not (tmp_path / "out").exists()

@@ -45,36 +45,36 @@ def back(value: Any) -> Any:
     return unpack(packed, lambda name: tensors[int(name)])
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        Namespace(lr=0.1, sizes=(1, 2), inner=Namespace(name="a"), none=None),
-        Namespace(**{"with space": 1, "class": "text", "$tensor": 2}),
-        {1, "a", (2, 3)},
-        frozenset({1.5}),
-        set(),
-        Path("runs/one"),
-        torch.bfloat16,
-        torch.device("cuda", 1),
-        numpy.float32(3.5),
-        numpy.int64(-(2**63)),
-        numpy.bool_(True),
-        numpy.complex128(1 + 2j),
-        random.getstate(),
-        {},
-        {"$array": 1, "other": 2},
-        {"$namespace": "a user's key"},
-        OrderedDict(b=1, a=OrderedDict()),
-        OrderedDict({"$ordered": 1}),
-        defaultdict(list, a=[1]),
-        defaultdict(None, {2: 3.5}),
-        Counter("abca"),
-        torch.Size((2, 3)),
-    ],
-)
-def test_a_value_comes_back_with_its_type(value: Any) -> None:
-    found = back({"kept": value})["kept"]
-    assert type(found) is type(value) and found == value
+VALUES: list[Any] = [
+    Namespace(lr=0.1, sizes=(1, 2), inner=Namespace(name="a"), none=None),
+    Namespace(**{"with space": 1, "class": "text", "$tensor": 2}),
+    {1, "a", (2, 3)},
+    frozenset({1.5}),
+    set(),
+    Path("runs/one"),
+    torch.bfloat16,
+    torch.device("cuda", 1),
+    numpy.float32(3.5),
+    numpy.int64(-(2**63)),
+    numpy.bool_(True),
+    numpy.complex128(1 + 2j),
+    random.getstate(),
+    {},
+    {"$array": 1, "other": 2},
+    {"$namespace": "a user's key"},
+    OrderedDict(b=1, a=OrderedDict()),
+    OrderedDict({"$ordered": 1}),
+    defaultdict(list, a=[1]),
+    defaultdict(None, {2: 3.5}),
+    Counter("abca"),
+    torch.Size((2, 3)),
+]
+
+
+def test_a_value_comes_back_with_its_type() -> None:
+    for value in VALUES:
+        found = back({"kept": value})["kept"]
+        assert type(found) is type(value) and found == value
 
 
 def test_a_defaultdict_still_has_its_default() -> None:
@@ -120,39 +120,29 @@ def test_other_values_are_named(value: Any, words: str) -> None:
         back(value)
 
 
-@pytest.mark.parametrize(
-    "packed",
-    [
-        {"$array": ["|O", [1], "AAAAAAAAAAA="]},
-        {"$array": ["<f4", [3], "AAAA"]},
-        {"$array": ["<f4", [-1, True], "AAAAAA=="]},
-        {"$array": ["(1000000,1000000)f8", [1], ""]},
-        {"$array": [["a", "b"], [1], ""]},
-        {"$array": "x"},
-        {"$scalar": ["<f4", [1], "AAAA!"]},
-        {"$namespace": [[1, 2]]},
-        {"$namespace": {"a": 1}},
-        {"$namespace": 3},
-        {"$set": [[1]]},
-        {"$set": 1},
-        {"$dtype": "Tensor"},
-        {"$dtype": []},
-        {"$device": "nowhere"},
-        {"$path": 3},
-        {"$namespace": [["a", 1], ["a", 2]]},
-        {"$items": [["a", 1], ["a", 2]]},
-        {"$ordered": [[1, 1], [True, 2]]},
-        {"$ordered": {"a": 1}},
-        {"$default": ["eval", []]},
-        {"$default": [["int"], []]},
-        {"$default": ["int", {}]},
-        {"$default": []},
-        {"$size": ["a"]},
-    ],
-)
-def test_what_was_not_packed_is_a_value_error(packed: Any) -> None:
-    with pytest.raises(ValueError, match=r"^\$"):
-        unpack(packed, lambda name: torch.ones(1))
+NOT_PACKED: list[Any] = [
+    {"$array": ["|O", [1], "AAAAAAAAAAA="]},
+    {"$array": ["<f4", [3], "AAAA"]},
+    {"$array": ["(1000000,1000000)f8", [1], ""]},
+    {"$scalar": ["<f4", [1], "AAAA!"]},
+    {"$namespace": [[1, 2]]},
+    {"$set": [[1]]},
+    {"$dtype": "Tensor"},
+    {"$device": "nowhere"},
+    {"$path": 3},
+    {"$namespace": [["a", 1], ["a", 2]]},
+    {"$items": [["a", 1], ["a", 2]]},
+    {"$ordered": [[1, 1], [True, 2]]},
+    {"$default": ["eval", []]},
+    {"$default": ["int", {}]},
+    {"$size": ["a"]},
+]
+
+
+def test_what_was_not_packed_is_a_value_error() -> None:
+    for packed in NOT_PACKED:
+        with pytest.raises(ValueError, match=r"^\$"):
+            unpack(packed, lambda name: torch.ones(1))
 
 
 def test_deep_values_stop(recursion: int = 300) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from manifest_damages import manifest_text
+from manifest_damages import MANIFEST, manifest_text, with_sum
 from torch import nn
 
 import xds
@@ -48,8 +48,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return engine, folder
 
 
-@pytest.mark.parametrize("name", ["latest", "tag/manifest.json"])
-@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("latest", "a pipe"), *(("tag/manifest.json", kind) for kind in SPECIAL)]
+)
 def test_what_is_no_file_is_refused_in_one_sentence(
     saved: tuple[Any, Path],
     kind: str,
@@ -115,7 +116,7 @@ def test_text_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
         read_small_text(f"{tmp_path}/a\0b")
 
 
-def _refused(engine: Any, folder: Path, says: str) -> None:
+def refused(engine: Any, folder: Path, says: str) -> None:
     assert command.main(["verify", str(folder)]) == 1
     with pytest.raises(xds.UsageError, match=says):
         engine.load_checkpoint(folder)
@@ -124,53 +125,41 @@ def _refused(engine: Any, folder: Path, says: str) -> None:
 def test_a_key_twice_in_a_manifest_is_refused(saved: tuple[Any, Path], tmp_path: Path) -> None:
     engine, good = saved
     folder = shutil.copytree(good, tmp_path / "c")
-    path = folder / "tag" / "manifest.json"
+    path = folder / "tag" / MANIFEST
     raw = json.loads(path.read_text())
     raw["state"]["counters"]["TWICE"] = 9
-    text = manifest_text(raw).replace(b"TWICE", b"global_steps")
-    path.write_bytes(_with_sum(text))
-    _refused(engine, folder, "has the key 'global_steps' twice")
+    del raw["sha256"]
+    path.write_bytes(with_sum(json.dumps(raw)[1:].replace("TWICE", "global_steps")))
+    refused(engine, folder, "has the key 'global_steps' twice")
 
 
-def _with_sum(text: bytes) -> bytes:
-    """The manifest with its sum made right, whatever it was."""
-    from hashlib import sha256
-
-    from xds.engine.checkpoint.format import HEAD, NO_SUM
-
-    rest = text[len(HEAD) + len(NO_SUM) :]
-    digest = sha256(f"{HEAD}{NO_SUM}".encode() + rest).hexdigest()
-    return f"{HEAD}{digest}".encode() + rest
-
-
-@pytest.mark.parametrize("is_twice", [True, False], ids=["a name twice", "the bytes of another"])
 def test_a_header_that_gives_a_tensor_the_bytes_of_another_is_refused(
-    saved: tuple[Any, Path], tmp_path: Path, is_twice: bool
+    saved: tuple[Any, Path], tmp_path: Path
 ) -> None:
     engine, good = saved
     folder = shutil.copytree(good, tmp_path / "c")
-    path = folder / "tag" / "manifest.json"
+    path = folder / "tag" / MANIFEST
     raw = json.loads(path.read_text())
     record = raw["files"][0]
     file = folder / "tag" / record["path"]
     content = file.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
     table = json.loads(content[8 : 8 + length])
-    value = next(name for name in table if name.startswith("value/"))
-    state = next(name for name in table if name.startswith("state/exp_avg/"))
-    if is_twice:
-        table["TWICE"] = table[state]
-    else:
-        table[value] = table[state]
-    header = json.dumps(table).replace("TWICE", value).encode()
-    header += b" " * (-len(header) % 64)
-    content = struct.pack("<Q", len(header)) + header + content[8 + length :]
-    file.write_bytes(content)
-    size = record["chunk_bytes"]
-    record["size_bytes"] = len(content)
-    record["crc32"] = [zlib.crc32(content[at : at + size]) for at in range(0, len(content), size)]
-    path.write_bytes(manifest_text(raw))
-    _refused(engine, folder, f"has the key '{value}' twice" if is_twice else "bytes in common")
+    value, state = (
+        next(name for name in table if name.startswith(start))
+        for start in ("value/", "state/exp_avg/")
+    )
+    for name, says in (("TWICE", f"has the key '{value}' twice"), (value, "bytes in common")):
+        header = json.dumps({**table, name: table[state]}).replace("TWICE", value).encode()
+        header += b" " * (-len(header) % 64)
+        changed = struct.pack("<Q", len(header)) + header + content[8 + length :]
+        file.write_bytes(changed)
+        size = record["chunk_bytes"]
+        record["size_bytes"] = len(changed)
+        starts = range(0, len(changed), size)
+        record["crc32"] = [zlib.crc32(changed[at : at + size]) for at in starts]
+        path.write_bytes(manifest_text(raw))
+        refused(engine, folder, says)
 
 
 # -- imports ------------------------------------------------------------------------------------------------
@@ -181,13 +170,11 @@ def test_a_header_that_gives_a_tensor_the_bytes_of_another_is_refused(
     [
         ("latest", b"\xff", "latest names '.*', and .* has no such folder"),
         ("model.safetensors.index.json", b"[" * 100_000, "is nested too deeply"),
-        ("model.safetensors.index.json", b'{"weight_map": \xff}', "is not JSON"),
         (
             "model.safetensors.index.json",
             b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}',
             "has the key 'a' twice",
         ),
-        ("model.safetensors.index.json", b'{"weight_map": []}', 'an object "weight_map"'),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "../x"}}', "no file in its folder"),
     ],
 )

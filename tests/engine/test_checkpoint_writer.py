@@ -15,10 +15,7 @@ import pytest
 from xds.engine.checkpoint.io import writer
 
 BLOCK = writer.BLOCK_BYTES
-LENGTHS = (
-    *(0, 1, 4095, 4096, 5000, writer.MIN_DIRECT_BYTES - 1, writer.MIN_DIRECT_BYTES),
-    *(writer.MIN_DIRECT_BYTES + 77, BLOCK, 3 * BLOCK + 5, 4 * BLOCK + 3 * 4096 + 1),
-)
+LENGTHS = (0, 1, 4096, writer.MIN_DIRECT_BYTES - 1, writer.MIN_DIRECT_BYTES, BLOCK, 3 * BLOCK + 5)
 
 
 def pieces_of(content: bytes, seed: int) -> Iterator[memoryview]:
@@ -53,7 +50,7 @@ def patched(
     return original
 
 
-@pytest.mark.parametrize("most_bytes", [1 << 20, 1001, 4096 * 100])
+@pytest.mark.parametrize("most_bytes", [1 << 20, 1001])
 def test_writes_that_are_cut_short_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
@@ -92,7 +89,7 @@ def test_a_file_system_without_direct_writes_is_written_through_the_page_cache(
     assert opened == [tmp_path / "when it opens"] or not hasattr(os, "O_DIRECT")
 
 
-@pytest.mark.parametrize("fails_at", range(6))
+@pytest.mark.parametrize("fails_at", [0, 5])
 def test_a_full_disk_is_raised_whichever_block_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""The engine's semantics: accumulation, no_sync, counters, optimizers, several engines, precision."""
+"""An engine against plain PyTorch: optimizers of scripts and configs, schedules, data, precision."""
 
 from __future__ import annotations
 
@@ -9,203 +9,24 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 from models import TinyModel, build, micro_batch
+from runs import config, differing, of_rank, train
 
 import xds
 
-LR = 1e-2
-
-
-def config_of(stage: int = 0, **more: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
-        "zero_optimization": {
-            "stage": stage,
-            "unit_min_numel": 0,
-            "stage3_param_persistence_threshold": 0,
-        },
-    }
-    return {**base, **more}
+LR = 1e-2  # of runs.config
 
 
 def part(step: int, micro_step: int = 0) -> torch.Tensor:
-    world = dist.get_world_size()
-    return micro_batch(step, micro_step, 6 if world == 3 else 4).chunk(world)[dist.get_rank()]
+    return of_rank(micro_batch(step, micro_step, 4))
 
 
-def train(engine: Any, steps: int, accumulation: int = 1) -> list[float]:
-    losses = []
-    for step in range(steps):
-        for micro_step in range(accumulation):
-            loss = engine(part(step, micro_step))
-            engine.backward(loss)
-            engine.step()
-        losses.append(loss.item())
-    return losses
+def losses_of(engine: Any, steps: int) -> list[float]:
+    return [step.loss for step in train(engine, steps, part)]
 
 
 def values_of(engine: Any) -> dict[str, torch.Tensor]:
     engine.destroy()
     return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-
-
-def same(
-    one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], tolerance: float = 0.0
-) -> None:
-    for name, value in one.items():
-        torch.testing.assert_close(value, two[name], rtol=0, atol=tolerance)
-
-
-# -- accumulation ---------------------------------------------------------------------------------------
-
-
-def accumulate(stage: int) -> None:
-    engine = xds.initialize(build("plain"), config_of(stage, gradient_accumulation_steps=3))
-    seen = []
-    for micro_step in range(6):
-        seen.append(engine.is_gradient_accumulation_boundary())
-        engine.backward(engine(part(0, micro_step)))
-        engine.step()
-        assert engine.was_step_applied() == seen[-1]
-    assert seen == [False, False, True] * 2
-    assert (engine.global_steps, engine.micro_steps, engine.skipped_steps) == (2, 6, 0)
-    assert engine.global_samples == 6 * 2 * dist.get_world_size()
-    assert engine.train_batch_size() == 2 * 3 * dist.get_world_size()
-    engine.destroy()
-
-
-def no_sync_equals_sync(stage: int) -> None:
-    """Three micro-batches in one step: reduced once at the end, whatever the stage."""
-    results = []
-    for in_context in (False, True):
-        engine = xds.initialize(
-            build("plain"), config_of(stage, gradient_accumulation_steps=3, gradient_clipping=0.1)
-        )
-        for step in range(2):
-            for micro_step in range(3):
-                loss = engine(part(step, micro_step))
-                if in_context and micro_step < 2:
-                    sent = engine.bytes_sent().get("reduce_scatter", 0)
-                    with engine.no_sync():
-                        engine.backward(loss)
-                    assert engine.bytes_sent().get("reduce_scatter", 0) == sent
-                else:
-                    engine.backward(loss)
-                engine.step()
-        norm = engine.get_global_grad_norm()
-        results.append((norm, values_of(engine)))
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
-    same(results[0][1], results[1][1], 1e-5)
-
-
-def only_no_sync(stage: int) -> None:
-    """All micro-batches inside no_sync: step() reduces what they left."""
-    engine = xds.initialize(build("plain"), config_of(stage))
-    with engine.no_sync():
-        engine.backward(engine(part(0)))
-    engine.step()
-    want = xds.initialize(build("plain"), config_of(stage))
-    want.backward(want(part(0)))
-    want.step()
-    assert engine.get_global_grad_norm() == want.get_global_grad_norm()
-    same(values_of(engine), values_of(want))
-
-
-def two_losses(stage: int) -> None:
-    """Two backward passes of one step, through a retained graph: the sum of both gradients."""
-    both = xds.initialize(build("plain"), config_of(stage))
-    loss = both(part(0))
-    both.backward(loss * 0.25, retain_graph=True)
-    both.backward(loss * 0.75)
-    both.step()
-    one = xds.initialize(build("plain"), config_of(stage))
-    one.backward(one(part(0)))
-    one.step()
-    assert both.get_global_grad_norm() == pytest.approx(one.get_global_grad_norm(), rel=1e-6)
-    same(values_of(both), values_of(one), 1e-5)
-
-
-def own_backward(stage: int) -> None:
-    """loss.backward() instead of engine.backward(loss)."""
-    mine = xds.initialize(build("plain"), config_of(stage))
-    mine.scale(mine(part(0))).backward()
-    mine.step()
-    one = xds.initialize(build("plain"), config_of(stage))
-    one.backward(one(part(0)))
-    one.step()
-    assert mine.get_global_grad_norm() == one.get_global_grad_norm()
-    same(values_of(mine), values_of(one))
-
-
-def forced_boundary(stage: int) -> None:
-    engine = xds.initialize(build("plain"), config_of(stage))
-    for micro_step in range(4):
-        engine.set_gradient_accumulation_boundary(micro_step == 3)
-        engine.backward(engine(part(0, micro_step)))
-        engine.step()
-        assert engine.was_step_applied() == (micro_step == 3)
-    unmanaged = xds.initialize(
-        build("plain"), config_of(stage, managed_gradient_accumulation=False)
-    )
-    for micro_step in range(4):
-        unmanaged.backward(unmanaged(part(0, micro_step)))
-    unmanaged.step()
-    assert unmanaged.was_step_applied()
-    assert engine.get_global_grad_norm() == pytest.approx(
-        unmanaged.get_global_grad_norm(), rel=1e-6
-    )
-    same(values_of(engine), values_of(unmanaged), 1e-5)
-
-
-def zero_grad_drops(stage: int) -> None:
-    engine = xds.initialize(build("plain"), config_of(stage))
-    engine.backward(engine(part(7)))
-    engine.zero_grad()
-    train(engine, 1)
-    clean = xds.initialize(build("plain"), config_of(stage))
-    train(clean, 1)
-    assert engine.get_global_grad_norm() == clean.get_global_grad_norm()
-    same(values_of(engine), values_of(clean))
-
-
-def batch_sizes(stage: int) -> None:
-    world = dist.get_world_size()
-    engine = xds.initialize(build("plain"), config_of(stage))
-    engine.set_train_batch_size(2 * world * 4)
-    assert engine.gradient_accumulation_steps() == 4
-    with pytest.raises(xds.UsageError, match="must be a multiple of micro-batch"):
-        engine.set_train_batch_size(2 * world * 4 + 1)
-    train(engine, 2, accumulation=4)
-    assert engine.global_steps == 2
-    engine.set_train_micro_batch_size(1)
-    assert engine.train_batch_size() == world * 4
-    engine.destroy()
-
-
-ACCUMULATION = [
-    accumulate,
-    no_sync_equals_sync,
-    only_no_sync,
-    two_losses,
-    own_backward,
-    forced_boundary,
-    zero_grad_drops,
-    batch_sizes,
-]
-
-
-def run_all(names: list[str]) -> None:
-    for name in names:
-        for stage in (0, 1, 2, 3):
-            globals()[name](stage)
-
-
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_accumulation_at_every_stage(world: int) -> None:
-    run_ranks(run_all, world, [function.__name__ for function in ACCUMULATION])
-
-
-# -- optimizers, schedules, data ------------------------------------------------------------------------
 
 
 def plain(optimizer: Any, steps: int = 3) -> dict[str, torch.Tensor]:
@@ -237,8 +58,8 @@ def client_optimizers(stage: int) -> None:
     }
     for name, make in makes.items():
         model = build("plain")
-        engine = xds.initialize(model, config_of(stage, optimizer=None), **make(model))
-        train(engine, 3)
+        engine = xds.initialize(model, {**config(stage), "optimizer": None}, **make(model))
+        losses_of(engine, 3)
 
         def reference(m: TinyModel, name: str = name, make: Any = make) -> Any:
             if name in ("object", "momentum", "groups"):
@@ -262,10 +83,8 @@ NAMED = {
 def named_optimizers(stage: int) -> None:
     for name, reference in NAMED.items():
         params = {"lr": LR, "weight_decay": 0.1}
-        engine = xds.initialize(
-            build("plain"), config_of(stage, optimizer={"type": name, "params": params})
-        )
-        train(engine, 3)
+        engine = xds.initialize(build("plain"), config(stage, optimizer=name, params=params))
+        losses_of(engine, 3)
         got, want = values_of(engine), plain(reference)
         for key, value in want.items():
             assert (got[key] - value).norm() <= 2e-5 * max(value.norm().item(), LR), (name, key)
@@ -275,19 +94,17 @@ def bits_at_one_rank() -> None:
     """Without clipping, one rank is torch.optim.AdamW(fused=True) bit for bit."""
     for stage in (0, 1, 2, 3):
         params = {"lr": LR, "weight_decay": 0.1}
-        engine = xds.initialize(
-            build("plain"), config_of(stage, optimizer={"type": "AdamW", "params": params})
-        )
-        train(engine, 5)
+        engine = xds.initialize(build("plain"), config(stage, params=params))
+        losses_of(engine, 5)
         want = plain(
             lambda m: torch.optim.AdamW(m.parameters(), lr=LR, weight_decay=0.1, fused=True), 5
         )
-        same(values_of(engine), want)
+        assert not differing(values_of(engine), want)
 
 
 def schedules(stage: int) -> None:
     section = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
-    engine = xds.initialize(build("plain"), config_of(stage, scheduler=section))
+    engine = xds.initialize(build("plain"), config(stage, scheduler=section))
     rates = []
     for step in range(5):
         engine.backward(engine(part(step)))
@@ -297,10 +114,10 @@ def schedules(stage: int) -> None:
     engine.destroy()
     made = xds.initialize(
         build("plain"),
-        config_of(stage),
+        config(stage),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
     )
-    train(made, 2)
+    losses_of(made, 2)
     assert made.get_lr() == [LR / 4]
     made.destroy()
 
@@ -314,8 +131,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def data(stage: int) -> None:
-    config = config_of(stage, gradient_accumulation_steps=2)
-    engine = xds.initialize(build("plain"), config, training_data=Rows())
+    engine = xds.initialize(build("plain"), config(stage, accumulation=2), training_data=Rows())
     losses = [float(engine.train_batch()) for _ in range(3)]
     assert engine.global_steps == 3 and losses[2] < losses[0] + 0.5
     tables = [torch.zeros(3) for _ in range(dist.get_world_size())]
@@ -324,84 +140,20 @@ def data(stage: int) -> None:
     before = {n: p.detach().clone() for n, p in engine.module.named_parameters() if p.numel()}
     held = engine.eval_batch(iter(engine.training_dataloader))
     assert torch.isfinite(held) and engine.module.training
-    if stage < 3:
-        same(dict(engine.module.named_parameters()), before)
+    assert not differing(dict(engine.module.named_parameters()), before)
     engine.destroy()
 
 
-class PlainSide:
-    """One network of the game below, trained by plain torch on all ranks."""
-
-    def __init__(self, net: Any) -> None:
-        self.net, self.optimizer = net, torch.optim.SGD(net.parameters(), lr=0.1)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-    def learn(self, loss: torch.Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss.backward()
-        for param in self.net.parameters():
-            dist.all_reduce(param.grad)
-            param.grad /= dist.get_world_size()
-        self.optimizer.step()
-
-    def forget(self) -> None:
-        self.optimizer.zero_grad()
-
-    def values(self) -> list[torch.Tensor]:
-        return [p.detach() for p in self.net.parameters()]
+def optimizers_at_the_ends() -> None:
+    for stage in (0, 3):
+        client_optimizers(stage)
+    named_optimizers(2)
+    schedules(1)
+    data(2)
 
 
-class DrivenSide:
-    """The same, trained by an engine."""
-
-    def __init__(self, net: Any, stage: int) -> None:
-        section = {"type": "SGD", "params": {"lr": 0.1}}
-        self.engine = xds.initialize(net, config_of(stage, optimizer=section))
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.engine(x)
-
-    def learn(self, loss: torch.Tensor) -> None:
-        self.engine.backward(loss)
-        self.engine.step()
-
-    def forget(self) -> None:
-        self.engine.zero_grad()
-
-    def values(self) -> list[torch.Tensor]:
-        self.engine.destroy()
-        return [p.detach() for p in self.engine.module.parameters()]
-
-
-def play(make: Any) -> list[torch.Tensor]:
-    """A maker and a critic, stepped in turn."""
-    torch.manual_seed(3)
-    nets = [torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(3)]) for _ in range(2)]
-    maker, critic = (make(net) for net in nets)
-    for step in range(3):
-        noise = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        noise = noise.chunk(dist.get_world_size())[dist.get_rank()]
-        critic.learn(critic(maker(noise).detach()).square().mean())
-        maker.learn(critic(maker(noise)).mean())
-        critic.forget()
-    return [p for side in (maker, critic) for p in side.values()]
-
-
-def several_engines(stage: int) -> None:
-    """Two engines in one process, of which one learns through the other, equal to plain torch."""
-    driven = play(lambda net: DrivenSide(net, stage))
-    for got, want in zip(driven, play(PlainSide), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-
-
-OPTIMIZING = [client_optimizers, named_optimizers, schedules, data, several_engines]
-
-
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_optimizers_schedules_and_data_at_every_stage(world: int) -> None:
-    run_ranks(run_all, world, [function.__name__ for function in OPTIMIZING])
+def test_optimizers_schedules_and_data_do_as_plain_torch() -> None:
+    run_ranks(optimizers_at_the_ends, 2)
 
 
 def test_one_rank_equals_fused_adamw_bit_for_bit() -> None:
@@ -414,7 +166,7 @@ def test_one_rank_equals_fused_adamw_bit_for_bit() -> None:
 def overflow(stage: int) -> None:
     """fp16: an overflow is skipped on every rank and halves the scale; the schedule waits."""
     section = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
-    engine = xds.initialize(build("plain"), config_of(stage, fp16=section))
+    engine = xds.initialize(build("plain"), config(stage, fp16=section))
     scales = []
     for step in range(6):
         loss = engine(part(step))
@@ -432,10 +184,12 @@ def overflow(stage: int) -> None:
 def growth_step_is_right(stage: int) -> None:
     """On the step after which the scale doubles, the update has its right size (SGD shows it)."""
     section = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}
-    sgd = {"type": "SGD", "params": {"lr": 0.5}}
-    engine = xds.initialize(build("plain"), config_of(stage, fp16=section, optimizer=sgd))
+    rate = {"lr": 0.5}
+    engine = xds.initialize(
+        build("plain"), config(stage, optimizer="SGD", params=rate, fp16=section)
+    )
     fixed = {"enabled": True, "loss_scale": 64}
-    static = xds.initialize(build("plain"), config_of(stage, fp16=fixed, optimizer=sgd))
+    static = xds.initialize(build("plain"), config(stage, optimizer="SGD", params=rate, fp16=fixed))
     for step in range(3):
         for one in (engine, static):
             one.backward(one(part(step)))
@@ -444,17 +198,17 @@ def growth_step_is_right(stage: int) -> None:
             static.get_global_grad_norm(), rel=5e-3
         )
     assert engine.loss_scale > 64
-    same(values_of(engine), values_of(static), 5e-3)
+    assert not differing(values_of(engine), values_of(static), 5e-3)
 
 
 def autocast(stage: int) -> None:
     section = {"enabled": True, "dtype": "bf16"}
-    engine = xds.initialize(build("plain"), config_of(stage, torch_autocast=section))
+    engine = xds.initialize(build("plain"), config(stage, torch_autocast=section))
     assert all(p.dtype == torch.float32 for p in engine.module.parameters())
-    losses = train(engine, 3)
-    full = xds.initialize(build("plain"), config_of(stage))
-    assert losses == pytest.approx(train(full, 3), rel=2e-2)
-    assert losses != train(full, 3)
+    losses = losses_of(engine, 3)
+    full = xds.initialize(build("plain"), config(stage))
+    assert losses == pytest.approx(losses_of(full, 3), rel=2e-2)
+    assert losses != losses_of(full, 3)
     engine.destroy()
     full.destroy()
 
@@ -464,10 +218,10 @@ def autocast_of_half(stage: int) -> None:
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         half = {name: {"enabled": True, **({"loss_scale": 64} if name == "fp16" else {})}}
         section = {"enabled": True, "dtype": name}
-        engine = xds.initialize(build("plain"), config_of(stage, **half, torch_autocast=section))
+        engine = xds.initialize(build("plain"), config(stage, **half, torch_autocast=section))
         assert {p.dtype for p in engine.module.parameters()} == {dtype}
-        alone = xds.initialize(build("plain"), config_of(stage, **half))
-        assert train(engine, 2) == train(alone, 2)
+        alone = xds.initialize(build("plain"), config(stage, **half))
+        assert losses_of(engine, 2) == losses_of(alone, 2)
         engine.destroy()
         alone.destroy()
 
@@ -475,8 +229,8 @@ def autocast_of_half(stage: int) -> None:
 def dtypes(stage: int) -> None:
     """Communication and accumulation dtypes as configured; parameters of several dtypes."""
     for sent, scale in (("bf16", 2), ("fp32", 4)):
-        engine = xds.initialize(build("plain"), config_of(stage, communication_data_type=sent))
-        train(engine, 2)
+        engine = xds.initialize(build("plain"), config(stage, communication_data_type=sent))
+        losses_of(engine, 2)
         if dist.get_world_size() > 1:
             numel = sum(flat.layout.numel for unit in engine._sharded.units for flat in unit.params)
             want = 2 * scale * numel * (dist.get_world_size() - 1) // dist.get_world_size()
@@ -485,15 +239,15 @@ def dtypes(stage: int) -> None:
     for held in ("fp32", "bf16"):
         engine = xds.initialize(
             build("plain"),
-            config_of(stage, bf16={"enabled": True}, data_types={"grad_accum_dtype": held}),
+            config(stage, bf16={"enabled": True}, data_types={"grad_accum_dtype": held}),
         )
-        assert all(loss < 10 for loss in train(engine, 2))
+        assert all(loss < 10 for loss in losses_of(engine, 2))
         engine.destroy()
     mixed = build("plain")
     mixed.head.to(torch.float64)
     mixed.head.register_forward_pre_hook(lambda _, args: (args[0].double(),))
-    engine = xds.initialize(mixed, config_of(stage))
-    assert train(engine, 2)[0] == pytest.approx(4.2, abs=1.0)
+    engine = xds.initialize(mixed, config(stage))
+    assert losses_of(engine, 2)[0] == pytest.approx(4.2, abs=1.0)
     assert mixed.head.weight.dtype == torch.float64
     engine.destroy()
 
@@ -504,22 +258,26 @@ def config_checkpointing(stage: int) -> None:
     calls: list[int] = []
     model = build("plain")
     model.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
-    engine = xds.initialize(model, config_of(stage, activation_checkpointing=section))
-    losses = train(engine, 2)
+    engine = xds.initialize(model, config(stage, activation_checkpointing=section))
+    losses = losses_of(engine, 2)
     assert len(calls) == 4  # each step ran the block's forward twice
-    off = xds.initialize(build("plain"), config_of(stage))
-    assert losses == train(off, 2)
+    off = xds.initialize(build("plain"), config(stage))
+    assert losses == losses_of(off, 2)
     engine.destroy()
     assert "forward" not in model.blocks[0].__dict__
     off.destroy()
 
 
-PRECISION = [
-    *(overflow, growth_step_is_right, autocast, autocast_of_half, dtypes),
-    config_checkpointing,
-]
+def precisions() -> None:
+    for stage in (0, 1, 2, 3):
+        overflow(stage)
+        dtypes(stage)
+    for stage in (1, 3):
+        growth_step_is_right(stage)
+        autocast(stage)
+        autocast_of_half(stage)
+    config_checkpointing(2)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_precision_at_every_stage(world: int) -> None:
-    run_ranks(run_all, world, [function.__name__ for function in PRECISION])
+def test_precision_at_every_stage() -> None:
+    run_ranks(precisions, 2)

@@ -217,12 +217,11 @@ def llama_counts(more: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({"pipeline": {"stages": 2}}, marks=pytest.mark.slow),
         {"pipeline": {"stages": 2, "schedule": "zero_bubble"}},
         {"tensor_parallel": {"autotp_size": 2}},
-        pytest.param({"sequence_parallel_size": 2}, marks=pytest.mark.slow),
+        {"sequence_parallel_size": 2},
     ],
-    ids=["pipeline", "zero-bubble", "tensor", "sequence"],
+    ids=["zero-bubble", "tensor", "sequence"],
 )
 def test_ranks_that_share_a_model_count_their_parts(more: dict[str, Any]) -> None:
     (alone,) = warm(1).run(llama_counts, {})

@@ -94,8 +94,7 @@ RECOMPUTED = {"activation_checkpointing": {"enabled": True}}
 CPU = {"activation_checkpointing": {"enabled": True, "cpu_checkpointing": True}}
 
 
-@pytest.mark.parametrize("config", [RECOMPUTED, CPU])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "config"), [(1, CPU), (3, RECOMPUTED)])
 def test_a_recomputed_block_counts_once_and_finds_the_values_of_its_forward(
     stage: int, config: dict[str, Any]
 ) -> None:
@@ -106,8 +105,7 @@ def test_a_recomputed_block_counts_once_and_finds_the_values_of_its_forward(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("config", [RECOMPUTED, CPU])
+@pytest.mark.parametrize(("config", "backend"), [(RECOMPUTED, "aot_eager"), (CPU, "eager")])
 def test_the_same_where_blocks_are_compiled(config: dict[str, Any], backend: str) -> None:
     zero = {"zero_optimization": {"stage": 1}, "compile": {"enabled": True, "backend": backend}}
     plain = partial(Model, False)

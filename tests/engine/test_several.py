@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_new_ranks
+from helpers import run_new_ranks, run_ranks
 from models import build, micro_batch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -105,14 +105,13 @@ def check(engine: xds.Engine, mine: Tensor, plain: Tensor) -> None:
     torch.testing.assert_close(mean, plain.detach(), rtol=1e-5, atol=1e-6)
 
 
-def gans(freezes: bool) -> None:
+def gans() -> None:
     for stage in STAGES:
-        gan(stage, freezes)
+        gan(stage, freezes=stage in (1, 3))
 
 
-@pytest.mark.parametrize("freezes", [False, True])
-def test_a_gan_with_two_engines_equals_plain_torch(freezes: bool) -> None:
-    run_new_ranks(gans, 2, freezes)
+def test_a_gan_with_two_engines_equals_plain_torch() -> None:
+    run_ranks(gans, 2)
 
 
 def actor_and_reference() -> None:
@@ -147,7 +146,7 @@ def actor_and_reference() -> None:
 
 
 def test_an_actor_and_its_frozen_reference_equal_plain_torch() -> None:
-    run_new_ranks(actor_and_reference, 2)
+    run_ranks(actor_and_reference, 2)
 
 
 def dropped_after_backward(stage: int) -> list[float]:
@@ -173,9 +172,8 @@ def dropped_after_backward(stage: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow)])
-def test_an_engine_dropped_between_backward_and_step_does_not_stop_the_next(stage: int) -> None:
-    for losses in run_new_ranks(dropped_after_backward, 2, stage, timeout_seconds=30):
+def test_an_engine_dropped_between_backward_and_step_does_not_stop_the_next() -> None:
+    for losses in run_new_ranks(dropped_after_backward, 2, 2, timeout_seconds=30):
         assert losses == losses[:1] * 3
 
 
@@ -203,10 +201,9 @@ def come_and_go(stage: int) -> list[tuple[int, int, int]]:
     return seen
 
 
-@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.slow
-def test_engines_come_and_go_without_a_trace(stage: int) -> None:
-    for seen in run_new_ranks(come_and_go, 2, stage):
+def test_engines_come_and_go_without_a_trace() -> None:
+    for seen in run_new_ranks(come_and_go, 2, 3):
         early, late = seen[5], seen[-1]
         model_bytes = 16 * 257 * 256 * 4
         assert late[0] - early[0] < 2 * model_bytes, seen  # 14 engines hold 56 times that

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_processes
+from helpers import run_processes, run_ranks
 from models import TinyModel, build, micro_batch
+from runs import config
 from torch import Tensor, nn
 
 import xds
 from xds import zero
 from xds.zero.core.host_copies import HostCopies
 from xds.zero.core.state_memory import StateMemory
-
-STAGES = (0, 2, 3)
-
-
-def config(stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {
-            "stage": stage,
-            "unit_min_numel": 0,
-            "stage3_param_persistence_threshold": 0,
-        },
-        **more,
-    }
-    if precision != "fp32":
-        found[precision] = {"enabled": True}
-    return found
 
 
 def batch(step: int) -> Tensor:
@@ -64,18 +46,17 @@ def whole_state(stage: int, precision: str) -> None:
     other.load_state_dict(masters)
     copied = other.full_state_dict(rank0_only=False, full_precision=True)
     assert all(copied[name].equal(masters[name]) for name in masters)
-    assert float(other(batch(9))) == float(engine(batch(9)))
+    assert other(batch(9)).item() == engine(batch(9)).item()
 
 
 def at_every_stage(check: str) -> None:
-    for stage in STAGES:
-        for precision in ("fp32", "bf16"):
-            globals()[check](stage, precision)
+    for stage, precision in ((0, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")):
+        globals()[check](stage, precision)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_a_whole_state_dict_goes_out_and_comes_in(world: int) -> None:
-    run_processes(at_every_stage, world, "whole_state")
+    run_ranks(at_every_stage, world, "whole_state")
 
 
 def away_and_back(stage: int, precision: str) -> None:
@@ -103,7 +84,7 @@ def away_and_back(stage: int, precision: str) -> None:
     sharded.memory.show_whole_params()
     for one in (engine, twin):
         train(one, 2)
-    assert float(engine(batch(9))) == float(twin(batch(9)))
+    assert engine(batch(9)).item() == twin(batch(9)).item()
     engine.backward(engine(batch(3)))
     with pytest.raises(xds.UsageError, match="while gradients wait for a step"):
         engine.offload_states()
@@ -111,9 +92,8 @@ def away_and_back(stage: int, precision: str) -> None:
         twin.offload_states(include=["weights"])
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_states_go_to_the_host_and_come_back(world: int) -> None:
-    run_processes(at_every_stage, world, "away_and_back")
+def test_states_go_to_the_host_and_come_back() -> None:
+    run_ranks(at_every_stage, 2, "away_and_back")
 
 
 def refusals(stage: int, precision: str) -> None:
@@ -137,7 +117,7 @@ def refusals(stage: int, precision: str) -> None:
 
 
 def test_changes_that_would_be_lost_are_refused_where_they_are_made() -> None:
-    run_processes(at_every_stage, 2, "refusals")
+    run_ranks(at_every_stage, 2, "refusals")
 
 
 def from_files(folder: str, stage: int) -> None:
@@ -177,7 +157,7 @@ def from_files(folder: str, stage: int) -> None:
     engines.append(xds.initialize(model, config(stage)))
     zero.load_weights(model, path / "weights.bin")
     check(model)
-    assert len({float(engine(batch(0))) for engine in engines}) == 1
+    assert len({engine(batch(0)).item() for engine in engines}) == 1
 
     wrong = {**source.state_dict(), "stranger": torch.zeros(2), "norm.bias": torch.zeros(3)}
     del wrong["norm.weight"]
@@ -201,8 +181,7 @@ def from_files(folder: str, stage: int) -> None:
             zero.load_weights(model, source_path)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("world", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (3, 3)])
 def test_weights_are_loaded_from_outside(tmp_path: Path, world: int, stage: int) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -239,7 +218,7 @@ def rows_read(folder: str) -> int:
 
 def test_a_rank_reads_its_own_part_of_a_file_only(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    assert run_processes(rows_read, 4, str(tmp_path)) == [2 * 1024 * 64 // 4] * 4
+    assert run_ranks(rows_read, 4, str(tmp_path)) == [2 * 1024 * 64 // 4] * 4
 
 
 def inference(stage: int, precision: str) -> None:
@@ -258,4 +237,4 @@ def inference(stage: int, precision: str) -> None:
 
 
 def test_a_frozen_model_needs_no_optimizer() -> None:
-    run_processes(at_every_stage, 2, "inference")
+    run_ranks(at_every_stage, 2, "inference")

@@ -140,14 +140,9 @@ def test_an_alexnet_in_stages_trains_as_plain_pytorch(start: Any, tmp_path: Path
     assert found["stages"] == 2
 
 
-@pytest.mark.parametrize(
-    ("start", "stage"), [(run, 1), pytest.param(launch, 3, marks=pytest.mark.slow)]
-)
-def test_a_tied_gpt_with_a_topology_trains_as_plain_pytorch(
-    start: Any, stage: int, tmp_path: Path
-) -> None:
-    options = ["--stage", str(stage)]
-    found = start("pipeline_language_model.py", 4, *options, folder=tmp_path)
+def test_a_tied_gpt_with_a_topology_trains_as_plain_pytorch(tmp_path: Path) -> None:
+    options = ["--stage", "1"]
+    found = run("pipeline_language_model.py", 4, *options, folder=tmp_path)
     losses, norms = plain_language_model()
     assert found["losses"] == pytest.approx(losses, rel=1e-5)
     assert found["norms"] == pytest.approx(norms, rel=1e-5)

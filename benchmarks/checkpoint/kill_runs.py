@@ -1,4 +1,4 @@
-"""Test helper: ranks that save in a loop and are killed at some moment, and checks of what remains.
+"""Ranks that save in a loop and are killed at some moment, and checks of what remains.
 
 Every state is a function of its step, so the expected contents of a checkpoint are known when it is loaded.
 """
