@@ -44,10 +44,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A buffer is written before the blocks, and one in a module without parameters after them."""
 
-    def __init__(self, spectral: bool = True) -> None:
+    def __init__(self, spectral: bool = True, depth: int = 4) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(spectral) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(spectral) for _ in range(depth))
         self.last = nn.BatchNorm1d(WIDTH, affine=False)
         self.head = nn.Linear(WIDTH, 1)
         self.register_buffer("calls", torch.zeros(()))
@@ -113,17 +113,22 @@ def test_the_same_where_blocks_are_compiled(config: dict[str, Any], backend: str
     assert all(torch.allclose(found[name], wanted[name], atol=1e-5) for name in wanted)
 
 
-def buffers_in_a_pipeline(schedule: str, config: dict[str, Any]) -> dict[str, Tensor]:
-    cut = {"stages": 2, "schedule": schedule, "partition": [0, 1, 2, 3, 4]}
-    model = model_of(Model)
+def buffers_in_a_pipeline(schedule: str, chunks: int, config: dict[str, Any]) -> dict[str, Tensor]:
+    bounds = list(range(2 * chunks + 1))  # one block in each stage
+    cut = {"stages": 2, "schedule": schedule, "chunks": chunks, "partition": bounds}
+    model = model_of(partial(Model, depth=2 * chunks))
     found = train(model, pipeline=cut, **config)
     return {name: found[name] for name, _ in model.named_buffers()}
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
-def test_a_rank_with_two_stages_writes_a_buffer_outside_of_blocks_once(schedule: str) -> None:
-    wanted = train(model_of(Model))
-    first, last = run_ranks(buffers_in_a_pipeline, 2, schedule, RECOMPUTED)
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zbv", 2)]
+)
+def test_a_rank_with_several_stages_writes_a_buffer_outside_of_blocks_once(
+    schedule: str, chunks: int
+) -> None:
+    wanted = train(model_of(partial(Model, depth=2 * chunks)))
+    first, last = run_ranks(buffers_in_a_pipeline, 2, schedule, chunks, RECOMPUTED)
     where = first if schedule == "zbv" else last  # the rank with the last stage
     for name, buffer in where.items():
         assert torch.allclose(buffer, wanted[name], atol=1e-5), name

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from xds.pipe.cut.cutting import cut_model
 from xds.pipe.cut.plain_models import Sides
+from xds.pipe.inputs import kind
 from xds.utils.errors import UsageError
 from xds.zero.core.discover import found_blocks
 
@@ -351,3 +352,13 @@ def test_blocks_of_two_stages_that_are_recomputed_together():
     part = cut_model(model, found_blocks(model), Loop(3), 0, "uniform")
     with pytest.raises(UsageError, match="reentrant activation checkpoint covers blocks of two"):
         part.run(0, batches[0], None, 0)
+
+
+def test_a_batch_with_a_mask_or_packed_tokens_is_of_another_kind():
+    """Models of transformers take another way through their layers then."""
+    whole, padded = torch.ones(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long)
+    padded[0, 3] = 0
+    assert kind({"attention_mask": padded}) == kind({"attention_mask": 0 * whole})
+    assert kind({"attention_mask": padded}) != kind({"attention_mask": whole})
+    rising, packed = torch.arange(4).expand(2, 4), torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])
+    assert kind({"position_ids": rising}) != kind({"position_ids": packed})

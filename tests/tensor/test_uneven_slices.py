@@ -103,3 +103,34 @@ def test_data_ranks_run_unequal_numbers_of_forwards_of_slices() -> None:
     wanted = pytest.approx(alone()[0], rel=SAME)
     assert [len(losses) for losses in found] == [1, 1, 3, 3]
     assert all(loss == wanted for losses in found for loss in losses)
+
+
+class Whole(nn.Module):
+    """Its input is whole on every rank; the layer takes the columns of its rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.down = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(x)
+
+
+def outputs_of_split_inputs() -> torch.Tensor:
+    config = config_of(0)
+    config["tensor_parallel"] = {"tp_size": 3, "plan": {"*.down": "rowwise_split_input"}}
+    engine = xds.initialize(nn.Sequential(Whole(), nn.Linear(5, 8), Whole()), config)
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
+    found = engine(x).detach()
+    engine.destroy()
+    return found
+
+
+def test_each_rank_splits_a_whole_input_at_its_own_columns() -> None:
+    """Three ranks have 2, 3 and 3 of eight columns, or in another order."""
+    torch.manual_seed(3)
+    model = nn.Sequential(Whole(), nn.Linear(5, 8), Whole())
+    expected = model(torch.randn(2, 8, generator=torch.Generator().manual_seed(1)))
+    for found in run_ranks(outputs_of_split_inputs, 3):
+        torch.testing.assert_close(found, expected)
