@@ -91,7 +91,10 @@ def failing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Lib
     return Library("failing", "cuda", (Source("fail.cpp", "fail.o"),), root=tmp_path / "csrc")
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [OPTIONS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in OPTIONS[1:3]), OPTIONS[3]],
+)
 def test_with_every_tool_chain_an_error_is_a_python_exception(
     failing: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
 ) -> None:

@@ -14,6 +14,8 @@ from test_features import engine_of, inputs_of, micro_batch, train
 from test_rehearsal import build, config_of, waits
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.slow  # by default test_rehearsal, _offload, _decisions and _models run
+
 
 def whole(engine: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = engine.full_state_dict(rank0_only=False, full_precision=True)

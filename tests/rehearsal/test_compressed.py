@@ -12,6 +12,8 @@ from placed_ranks import placed
 from test_parallel import STEPS, Trained, config_of, trained
 from torch import Tensor
 
+pytestmark = pytest.mark.slow  # by default test_rehearsal, _offload, _decisions and _models run
+
 
 def train_vector(config: dict[str, Any], hosts_of: int) -> Trained:
     """Over a model whose gradients are exact. hosts_of: so many ranks are on a host."""

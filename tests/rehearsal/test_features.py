@@ -15,6 +15,8 @@ from helpers import run_processes
 from test_rehearsal import batch, build, config_of, waits
 from torch import nn
 
+pytestmark = pytest.mark.slow  # by default test_rehearsal, _offload, _decisions and _models run
+
 
 def engine_of(stage: int, precision: str, accumulation: int = 1, **more: Any) -> Any:
     """An engine over the model of test_rehearsal. more: keys of the config."""

@@ -13,6 +13,8 @@ from helpers import run_new_ranks, run_processes
 from test_rehearsal import batch, build, config_of
 from torch import Tensor
 
+pytestmark = pytest.mark.slow  # by default test_rehearsal, _offload, _decisions and _models run
+
 # whose arithmetic runs, with masters on the device and on the host. A release of torch without the kernel: 2.11
 FUSED = {
     ("Adam", True): ("xds", "xds"),  # xds's class, which calls torch's kernel

@@ -35,6 +35,8 @@ from torch import Tensor
 
 from xds.ops.comm.config import Communication
 
+pytestmark = pytest.mark.slow  # by default test_rehearsal, _offload, _decisions and _models run
+
 MESSAGES = Communication(shared_memory=False)
 
 

@@ -20,6 +20,8 @@ from test_rehearsal import waits
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+pytestmark = pytest.mark.slow  # by default test_rehearsal, _offload, _decisions and _models run
+
 STEPS, COUNT = 4, 4
 FIRST = 2  # waits are counted from here on: shapes are known, and the clock of samples runs
 

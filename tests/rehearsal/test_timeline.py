@@ -12,6 +12,8 @@ from device_ranks import ranks
 from test_parallel import COUNT, OVERLAPPED, TENSOR, config_of
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.slow  # by default test_rehearsal, _offload, _decisions and _models run
+
 WIDTHS = (16, 24, 40, 56, 72)  # every block has gradients of its own size
 
 

@@ -10,6 +10,8 @@ from device_ranks import ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.slow  # by default test_rehearsal, _offload, _decisions and _models run
+
 
 def viewed() -> bool:
     x = torch.ones(1, device="cuda")

@@ -106,7 +106,7 @@ def compiled_with_inputs_on_the_host(axis: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("axis", ["tensor", "sequence"])
+@pytest.mark.parametrize("axis", [pytest.param("tensor", marks=pytest.mark.slow), "sequence"])
 def test_compiled_blocks_are_recomputed_by_the_same_graph(axis: str) -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
     for first, second in run_ranks(compiled_with_inputs_on_the_host, 2, axis):
