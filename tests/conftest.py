@@ -49,11 +49,6 @@ def _each_file_begins_anew() -> Iterator[None]:
         sys.modules["torch._dynamo"].reset()
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are processors: some tests wait for processes that they have started."""
-    return min(8, len(os.sched_getaffinity(0)) + 1)
-
-
 def pytest_sessionfinish() -> None:
     """The ranks that tests have reused end before the folder of their fork server is removed."""
     warm_ranks = sys.modules.get("warm_ranks")

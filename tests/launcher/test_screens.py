@@ -33,6 +33,7 @@ RANKS = {0: 1.0}
 config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"},
           "zero_optimization": {"stage": 3}}
 engine = xds.initialize(Model(), config)
+torch.distributed.barrier()  # rank 0 has said what runs
 engine.backward(engine(torch.ones(4, 8)).sum())
 """
 SLEEPS = """
