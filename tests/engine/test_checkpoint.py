@@ -72,6 +72,41 @@ def test_a_resumed_run_equals_the_one_that_never_stopped(tmp_path: Path) -> None
     run_ranks(resume_each, 1, str(tmp_path / "one"), [factored, (0, *HALF_A_STEP)])
 
 
+class Sometimes(nn.Module):
+    """A forward that may leave out the only layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, is_used: bool) -> Tensor:
+        return (self.layer(x) if is_used else x).float().square().mean()
+
+
+def go_on_from_a_rank_without_gradients(folder: str) -> list[float]:
+    """The norm of a step of two micro-batches, then of one that loads after its first micro-batch."""
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    norms = []
+    for goes_on in (False, True):
+        engine = engine_of(0, model=Sometimes(), **BF16)
+        engine.set_train_batch_size(2 * engine.train_batch_size())
+        if goes_on:
+            engine.load_checkpoint(folder)
+        else:
+            engine.backward(engine(x, dist.get_rank() == 0))
+            engine.step()
+            engine.save_checkpoint(folder)
+        engine.backward(engine(x, True))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return norms
+
+
+def test_a_step_goes_on_where_only_the_other_rank_had_gradients(tmp_path: Path) -> None:
+    for before, after in run_ranks(go_on_from_a_rank_without_gradients, 2, str(tmp_path)):
+        assert before == after > 0
+
+
 # -- another layout -----------------------------------------------------------------------------------------
 
 
