@@ -189,9 +189,14 @@ class _Signals:
         self._joined: list[SaveOnPreemption] = []
         self._former: dict[int, Any] = {}
         self._process = 0  # whose handlers they are
+        self._deadline: threading.Timer | None = None
         self._forget()
 
     def _forget(self) -> None:
+        """No signal has come. A deadline of an earlier request does not end what runs now."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
         self._received: dict[int, float] = {}  # signal: when this process first received it
         self.name = ""  # of the first signal
         self.saved = ""  # the checkpoint's folder
@@ -251,6 +256,8 @@ class _Signals:
         self._process = os.getpid()
         for signum in STOP_SIGNALS:
             former = signal.getsignal(signum)
+            if former == self._handle:  # of an engine that was dropped without `destroy`
+                continue
             if former is not signal.SIG_IGN and former is not None:  # None: it belongs to C code
                 self._former[signum] = former
                 signal.signal(signum, self._handle)
@@ -281,9 +288,9 @@ class _Signals:
         if not self.name:
             self.name = signal.Signals(signum).name
             longest = max(one.seconds for one in self._joined)
-            timer = threading.Timer(longest, self._end_late)
-            timer.daemon = True
-            timer.start()
+            self._deadline = threading.Timer(longest, self._end_late)
+            self._deadline.daemon = True
+            self._deadline.start()
 
     def _end_late(self) -> None:
         if self._joined and not self.has_raised:

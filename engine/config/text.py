@@ -31,9 +31,8 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _NEEDS_HJSON = (
     "; keys without quotes, trailing commas and other comments than // need pip install hjson"
 )
-_HJSON_ONLY = re.compile(
-    r"\w+\s*:|#|/\*|'|[}\]]"
-)  # keys without quotes, comments, a trailing comma
+# keys without quotes, comments, a trailing comma
+_HJSON_ONLY = re.compile(r"\w+\s*:|#|/\*|'|[}\]]")
 _OPENS_JSON = re.compile(r"\s*(?:[{\[]|//|#|/\*)")
 
 

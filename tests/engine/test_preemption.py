@@ -1,6 +1,7 @@
 """A signal to one rank: all ranks save at the same step and leave; what happens where they cannot."""
 
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -221,6 +222,31 @@ def _preempted(folder):
     assert isinstance(caught, xds.Preempted) and caught.code == 143
     assert os.path.isdir(caught.path) and "SIGTERM on rank 0" in str(caught)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def _asked_after_engines_before(folder):
+    """One engine was dropped without destroy, one was saved; the deadline of that request passes."""
+    config = config_of(Run(folder, seconds=1.0))
+    xds.initialize(torch.nn.Linear(8, 8), config)
+    gc.collect()
+    for _ in range(2):
+        engine = xds.initialize(torch.nn.Linear(8, 8), config)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(xds.Preempted):
+            while True:
+                engine.backward(engine(torch.ones(2, 8)).sum())
+                engine.step()
+        engine.destroy()
+    engine = xds.initialize(torch.nn.Linear(8, 8), config)
+    time.sleep(1.5)
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+    engine.destroy()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_request_ends_with_its_engines(tmp_path):
+    run_new_ranks(_asked_after_engines_before, 1, str(tmp_path))
 
 
 def test_a_script_may_catch_it_and_close_its_things(tmp_path):
