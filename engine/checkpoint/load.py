@@ -25,7 +25,7 @@ from ..steps.counters import Counters
 from .agreement import together
 from .finding import find_older, find_tag
 from .format import catalogue_of
-from .io.checked_file import CheckedFile
+from .io.checked_file import READERS, CheckedFile
 from .io.folders import MANIFEST, read_manifest
 from .io.reader import open_file
 from .load_checks import (
@@ -39,12 +39,11 @@ from .load_checks import (
 )
 from .load_effect import set_buffers, set_engine, set_random
 from .load_plan import DOING, LoadOptions, Plan, some_of
-from .manifest import Manifest
+from .manifest import Manifest, lacking
 from .packing import unpack
 from .random_state import check_random_state
 from .saved_values import OwnValues
 from .training import Training
-from .whole import lacking
 
 log = logging.getLogger("xds")
 
@@ -153,7 +152,7 @@ def _prepare(  # noqa: PLR0913
 ) -> None:
     folder, manifest, restore = plan.folder, plan.manifest, plan.restore
     check_names(plan, reports, options)
-    pool = stack.enter_context(ThreadPoolExecutor(1))
+    pool = stack.enter_context(ThreadPoolExecutor(READERS))
 
     def opened(number: int) -> CheckedFile:
         if number not in plan.files:
@@ -198,7 +197,7 @@ def _check_files(plan: Plan, opened: Callable[[int], CheckedFile]) -> None:
     rank = plan.snapshot.rank  # each rank starts with a different file
     for number in sorted(by_file, key=lambda number: (number < rank, number)):
         file = opened(number)
-        file.check(by_file[number])
+        file.read(by_file[number])
         file.close()
     for file in plan.files.values():
         file.close()
@@ -230,11 +229,10 @@ def _own_buffers(plan: Plan, opened: Callable[[int], CheckedFile]) -> dict[str, 
 
 def _fill(plan: Plan) -> None:
     """Fill the live tensors, which `_check_files` left; their bytes are in the page cache now."""
-    by_file: dict[int, list[tuple[Copy, Tensor]]] = {}
+    by_file: dict[int, list[tuple[Copy, Tensor | None]]] = {}
     for target in plan.targets:
         for copy in target.copies if not target.is_fresh else ():
             by_file.setdefault(copy.file, []).append((copy, target.receiver))
     for number, copies in by_file.items():
-        with plan.files[number].opened():
-            for copy, receiver in copies:
-                plan.files[number].fill(receiver, copy)
+        plan.files[number].read(copies, sums=False)
+        plan.files[number].close()

@@ -31,8 +31,7 @@ from ....utils.file_lock import try_lock
 from ....utils.quoting import printable, quoted
 from ....utils.small_files import read_small_file
 from ..format import dump, parse
-from ..manifest import FileRecord, Manifest
-from ..manifest_checks import OWN_FILE
+from ..manifest import OWN_FILE, FileRecord, Manifest
 from ..order import kind_of, newest_first
 from .tensor_table import shown
 
@@ -187,7 +186,7 @@ def _discard_others(final_folder: Path, paths: Collection[str]) -> None:
     """Remove files of other saves under this tag. On an error the next save removes them."""
     with suppress(OSError):
         for path in final_folder.iterdir():
-            if OWN_FILE.fullmatch(path.name) and path.name not in paths:
+            if re.match(OWN_FILE, path.name) and path.name not in paths:
                 discard(path)
 
 

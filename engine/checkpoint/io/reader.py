@@ -25,11 +25,9 @@ from ....utils.errors import DamagedError, UsageError
 from ....utils.quoting import printable
 from ....zero.checkpoint.ranges import Copy, Piece, SavedFlat, merged
 from ..format import catalogue_of
-from ..manifest import Manifest
-from ..manifest_checks import check_tensors
+from ..manifest import Manifest, check_tensors, lacking
 from ..packing import unpack
-from ..whole import lacking
-from .checked_file import CheckedFile
+from .checked_file import READERS, CheckedFile
 from .folders import MANIFEST, check_folder, check_tag, committed, read_latest, read_manifest
 from .tensor_table import BY_NAME
 
@@ -108,7 +106,7 @@ class CheckpointReader:
         self.folder = self.save_dir / self.tag
         self.manifest = read_manifest(self.save_dir, self.tag)
         self._catalogue = catalogue_of(self.manifest, str(self.folder / MANIFEST))
-        self._pool = ThreadPoolExecutor(1)  # for checksums; starts with the first file
+        self._pool = ThreadPoolExecutor(READERS)  # starts with the first file
         self._files: dict[int, CheckedFile] = {}  # open files, the least recently used first
         self.values: dict[str, Saved] = {}
         self.left_out: list[str] = []
@@ -177,7 +175,7 @@ class CheckpointReader:
         return {slot.name: slot.group for slot in slots if slot.name not in self.tied}
 
     def lacking(self) -> list[str]:
-        """See `whole.lacking`."""
+        """See `manifest.lacking`."""
         return lacking(self.manifest, self._catalogue)
 
     # -- tensors ----------------------------------------------------------------------------------------
@@ -191,7 +189,7 @@ class CheckpointReader:
     def read_into(self, out: Tensor, saved: Saved, start: int) -> None:
         """Read elements [start, start + n) of the flattened tensor into `out` [n], in `out`'s dtype."""
         for copy in self._copies(saved, start, start + out.numel()):
-            self.file(copy.file).check([(copy, out)])
+            self.file(copy.file).read([(copy, out)])
 
     def pieces(self, saved: Saved, dtype: torch.dtype, piece_bytes: int) -> Iterator[Tensor]:
         """The flattened tensor in pieces of [n]; a piece is overwritten when the next one is requested."""
