@@ -16,7 +16,6 @@ from ...utils.views import holds
 from ...zero.checkpoint.ranges import Catalogue, Differences
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
-from ...zero.checkpoint.targets import Target
 from ..steps.counters import Counters
 from .hyperparameters import RATES, check_state_values
 from .io.folders import MANIFEST
@@ -77,10 +76,9 @@ def check_names(plan: Plan, reports: Sequence[Report | None], options: LoadOptio
         log.warning("%s is loaded in part: %s; all else is unchanged", folder, "; ".join(sentences))
 
 
-def check_state(
-    training: Training, counters: Counters, plan: Plan, options: LoadOptions, folder: Path
-) -> None:
-    saved = plan.state
+def check_state(training: Training, counters: Counters, plan: Plan, options: LoadOptions) -> None:
+    """Check that the optimizer, the scheduler and the accumulation are like the saved ones."""
+    saved, folder = plan.state, plan.folder
     try:
         check_state_values(
             saved, with_optimizer=options.with_optimizer, with_scheduler=options.with_scheduler
@@ -171,16 +169,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def check_views(plan: Plan, targets: list[Target], folder: Path) -> None:
+def check_views(plan: Plan) -> None:
     """Check that elements that share memory have one value in the checkpoint. Call it after reading."""
-    wrong = [target.name for target in targets if not target.fits()]
+    wrong = [target.name for target in plan.targets if not target.fits()]
     own = plan.buffers
     for name, buffer in plan.restore.buffers():
         if name in own and not holds(buffer, own[name].to(buffer)):
             wrong.append(name)
     if wrong:
         raise UsageError(
-            f"{folder} does not fit this model: {some_of(wrong)} are views whose elements share memory "
+            f"{plan.folder} does not fit this model: {some_of(wrong)} are views whose elements share memory "
             "(expanded), and the checkpoint has different values for them; nothing was changed. Give the "
             "module separate tensors: tensor.clone()"
         )

@@ -13,7 +13,7 @@ from ...zero.checkpoint.ranges import Catalogue, SavedFlat
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
 from ...zero.checkpoint.targets import Target
-from .io.checked_file import CheckedFile
+from .io.checked_file import CheckedFiles
 from .manifest import Manifest
 
 DOING = "load_checkpoint"
@@ -52,7 +52,7 @@ class Plan:
     snapshot: Snapshot
     catalogue: Catalogue
     restore: Restore
-    files: dict[int, CheckedFile] = field(default_factory=dict)
+    files: CheckedFiles
     targets: list[Target] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -24,12 +24,13 @@ from torch import Tensor
 from ....utils.errors import DamagedError
 from ....zero.checkpoint.ranges import Copy
 from ....zero.core.boxes import Runs, clipped
-from ..manifest import FileRecord
+from ..manifest import FileRecord, Manifest, check_tensors
 from .tensor_file import bytes_of
 from .tensor_table import Located, read_header, shown
 
 SEGMENT_BYTES = 1 << 20  # read at a time, or one chunk
-READERS = 2  # threads of a pool: one reads while another sums
+READERS = 2  # threads: one reads while another sums
+MAX_OPEN = 64  # files; the least recently used one is closed
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +84,7 @@ class CheckedFile:
     """
 
     def __init__(self, folder: Path, record: FileRecord, pool: Executor) -> None:
-        """`pool` of READERS threads reads and sums; many files can share it."""
+        """`pool` reads and sums; many files can share it."""
         self.path = folder / record.path
         self.read_bytes = 0
         self._record = record
@@ -236,4 +237,41 @@ class CheckedFile:
             view, at = view[count:], at + count
 
 
-__all__ = ["CheckedFile"]
+@final
+class CheckedFiles:
+    """The files of one checkpoint, opened when they are first used, and a pool of threads for them."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._pool = ThreadPoolExecutor(READERS)
+        self._files: dict[int, CheckedFile] = {}  # open files, the least recently used first
+
+    def __getitem__(self, number: int) -> CheckedFile:
+        """The file of rank `number`. Raises DamagedError: it is damaged, or does not match the manifest."""
+        file = self._files.pop(number, None)
+        if file is None:
+            if len(self._files) >= MAX_OPEN:
+                self._files.pop(next(iter(self._files))).close()
+            file = CheckedFile(self._folder, self._manifest.files[number], self._pool)
+            try:
+                check_tensors(self._manifest, number, file.table)
+            except ValueError as error:
+                file.close()
+                raise DamagedError(f"{file.path} contradicts its manifest.json: {error}") from None
+        self._files[number] = file
+        return file
+
+    def close(self) -> None:
+        """Close all files and end the threads."""
+        while self._files:
+            self._files.popitem()[1].close()
+        self._pool.shutdown()
+
+    def __enter__(self) -> CheckedFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+__all__ = ["CheckedFile", "CheckedFiles"]
