@@ -43,7 +43,7 @@ from .load_checks import (
     check_views,
     report,
 )
-from .load_effect import set_buffers, set_engine, set_random
+from .load_effect import set_engine, set_own
 from .load_plan import DOING, LoadOptions, Plan, some_of
 from .manifest import Manifest, lacking
 from .packing import unpack
@@ -113,8 +113,7 @@ def _load(
         together(collectives, half_way, lambda: _read_files(plan, is_fresh=False))
         undo.pop_all()  # nothing below can fail
         plan.restore.finish(plan.targets)
-    set_buffers(plan)
-    set_random(plan, training.device)
+    set_own(plan, training.device)
     if collectives.rank == 0:
         log.info("loaded checkpoint %s", folder)
     client_state: dict[str, Any] = plan.state["client_state"]

@@ -90,6 +90,7 @@ class CheckedFile:
         self._record = record
         self._pool = pool
         self._fd = -1
+        self._kept: tuple[int, Tensor | None] = (-1, None)
         try:
             self._read_header()
         except BaseException:
@@ -108,6 +109,7 @@ class CheckedFile:
 
     def close(self) -> None:
         """Close the file until it is read again; does nothing if it is closed."""
+        self._kept = (-1, None)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -175,11 +177,18 @@ class CheckedFile:
     # -- reading and summing ----------------------------------------------------------------------------
 
     def _read_spans(self, spans: list[_Span], sums: bool) -> None:
+        """Read in the pool. The last chunk is kept: the next small tensor is often in it, too."""
+        fd, size = self._open(), self._record.chunk_bytes
+        number, kept = self._kept
         futures: list[Future[int]] = []
-        fd = self._open()
         try:
             for first, last, wanted in self._segments(spans):
-                futures.append(self._pool.submit(self._read_chunks, fd, first, last, wanted, sums))
+                if kept is not None and (first, last) == (number, number + 1):
+                    for span in wanted:
+                        span.deliver(kept, first * size)
+                else:
+                    job = (fd, first, last, wanted, sums)
+                    futures.append(self._pool.submit(self._read_chunks, *job))
             for future in futures:
                 self.read_bytes += future.result()
         finally:
@@ -221,8 +230,11 @@ class CheckedFile:
                     f"{self.path} is damaged: bytes {low + at} to {stop} do not match their checksum; load "
                     "another checkpoint"
                 )
-        for span in spans if memory is None else ():
-            span.deliver(found, low)
+        if memory is None:
+            for span in spans:
+                span.deliver(found, low)
+            if sums and max(span.stop for span in spans) <= high:
+                self._kept = last - 1, found[(last - 1 - first) * size :].clone()
         return high - low
 
     def _fill(self, fd: int, view: memoryview, at: int) -> None:
