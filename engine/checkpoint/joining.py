@@ -18,8 +18,15 @@ from ...ops.mesh import Mesh
 from ...utils.errors import XdsError
 from ...zero.checkpoint.ranges import Catalogue, SavedFlat
 from ...zero.core.layout import Box, Slot
-from .load_plan import some_of
-from .manifest import FileRecord, Manifest, RankPart, check_numbers, new_manifest, ranges_of
+from .manifest import (
+    FileRecord,
+    Manifest,
+    RankPart,
+    check_numbers,
+    new_manifest,
+    ranges_of,
+    some_of,
+)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,11 @@ from .io.folders import (
     read_latest,
     read_manifest,
 )
-from .load_checks import (
+from .load_effect import set_engine, set_own
+from .load_plan import (
+    DOING,
+    LoadOptions,
+    Plan,
     Report,
     check_groups,
     check_names,
@@ -43,9 +47,7 @@ from .load_checks import (
     check_views,
     report,
 )
-from .load_effect import set_engine, set_own
-from .load_plan import DOING, LoadOptions, Plan, some_of
-from .manifest import Manifest, lacking
+from .manifest import Manifest, lacking, some_of
 from .packing import unpack
 from .random_state import check_random_state
 from .saved_values import OwnValues

@@ -47,6 +47,7 @@ READ_VERSIONS = (1, 2)  # version 1 has no pipeline stages: all ranks hold all f
 MAX_SECONDS = 250_000_000_000  # the year 9892, near the end of Python's dates
 MAX_ONES = 64  # dimensions of a tensor of one element
 RANK_DIGITS = 7
+MAX_NAMES = 20  # in one message
 KINDS = ("param", "buffer", "either", "state")
 OWN_FILE = r"^rank_[0-9]{5,}-[0-9a-f]{8}\.safetensors$"  # the name of a rank's file
 _STATES = [  # of optimizers with the same states for each parameter: a step needs all of a set
@@ -496,3 +497,10 @@ def _lacking_of(flat: SavedFlat, catalogue: Catalogue, num_ranks: int) -> Iterat
         for key in sorted(keys - {"value"}):
             if numels.get(key, 0) < numel:
                 yield f"{slot.name} ({key})"
+
+
+def some_of(names: Iterable[str]) -> str:
+    """The first names for a message, and how many more there are."""
+    found = list(dict.fromkeys(names))
+    more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
+    return ", ".join(found[:MAX_NAMES]) + more
