@@ -114,10 +114,9 @@ def every_call(folder: str, victim: int, kind: str, tag: str | None, more: dict[
     ("victim", "kind", "tag", "more", "least"),
     [
         (0, "eio", "again", {"checkpoint": {"keep_last": 2}}, 13),
-        (0, "full", None, {"checkpoint": {"keep_last": 2}}, 13),
         (1, "short", None, {}, 3),  # open, write, fsync
         (1, "full", "again", {}, 3),
-        (0, "eio", "again", IN_BACKGROUND, 8),  # the files are written by another process
+        (0, "full", None, IN_BACKGROUND, 13),
     ],
 )
 def test_whichever_call_fails_all_ranks_raise_and_both_checkpoints_are_whole(
