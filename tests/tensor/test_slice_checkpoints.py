@@ -37,11 +37,11 @@ def bytes_read(folder: str, cut: Cut, word: str) -> int:
     total = 0
     check = CheckedFile.read
 
-    def counted(self: CheckedFile, copies: Any, **more: Any) -> None:
+    def counted(self: CheckedFile, copies: Any, *, sums: bool = True) -> None:
         nonlocal total
         before = self.read_bytes
-        check(self, copies)
-        total += self.read_bytes - before
+        check(self, copies, sums=sums)
+        total += self.read_bytes - before if sums else 0
 
     CheckedFile.read = counted  # type: ignore[method-assign]
     try:

@@ -55,7 +55,7 @@ class _Span:
             return None
         return target.view(torch.uint8)[low - self.start : high - self.start]
 
-    @torch.no_grad()
+    @torch.inference_mode()  # of this thread; the receiver may be made in this mode
     def deliver(self, found: Tensor, at: int) -> None:
         """Copy the wanted elements in `found`, bytes of the file from `at` on, to the target."""
         low, high = max(at, self.start), min(at + len(found), self.stop)
