@@ -20,7 +20,7 @@ from ...zero.core.agreement import Agreement
 from ...zero.core.reduction import Scope
 from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
-from ..optim.backward_scale import forget_failed, mark, running_loss_scale, scaled_backward
+from ..optim.backward_scale import mark, running_loss_scale, scaled_backward
 from ..optim.gradient_factor import GradientFactor
 from ..parts import Parts
 from .counters import Counters
@@ -64,7 +64,6 @@ class TrainingStep:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output, under autocast where the config says so."""
-        forget_failed()
         if torch.is_grad_enabled():
             self._accumulation.forward()
             self._allocate_states()
@@ -123,7 +122,6 @@ class TrainingStep:
 
     def begin_stages(self) -> None:
         """Before a run of pipeline stages."""
-        forget_failed()
         if torch.is_grad_enabled():
             self._allocate_states()
         self._sharded.check_unchanged()
