@@ -68,8 +68,9 @@ class Vocabulary:
             return self.exchange.gather(own, self.widths)
         if own.requires_grad:
             own.register_hook(self._check_used)  # type: ignore[no-untyped-call]
-            if own.grad_fn is not None:
-                own.grad_fn.metadata[_HEAD] = self
+            node: Any = own.grad_fn
+            if node is not None:
+                node.metadata[_HEAD] = self
         return own
 
     def _check_used(self, _: Tensor) -> None:
@@ -143,8 +144,8 @@ def check_uses_of_logits(loss: Tensor) -> bool:
 
 def _behind(tensor: Tensor, around: str = "") -> Iterator[Any]:
     """The nodes that `tensor` comes from, the nearest first; none behind those named `around`."""
-    waiting = deque([] if tensor.grad_fn is None else [tensor.grad_fn])
-    seen = {None, *waiting}
+    waiting: deque[Any] = deque([] if tensor.grad_fn is None else [tensor.grad_fn])
+    seen: set[Any] = {None, *waiting}
     while waiting:
         node = waiting.popleft()
         yield node
