@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import runs
 import torch
 import torch.distributed as dist
 from helpers import run_new_ranks, run_ranks
@@ -147,6 +149,91 @@ def actor_and_reference() -> None:
 
 def test_an_actor_and_its_frozen_reference_equal_plain_torch() -> None:
     run_ranks(actor_and_reference, 2)
+
+
+def trained(
+    stage: int, precision: str, zero_keys: dict[str, Any], found: list[Any]
+) -> Iterator[None]:
+    """Trains an engine; others may go on at each yield."""
+    changes = {"accumulation": 2, "clip": 0.5, "zero": zero_keys}
+    if precision == "fp16":  # the first steps overflow
+        changes["fp16"] = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
+    engine = xds.initialize(build("tied"), runs.config(stage, precision, **changes))
+    yield
+    for step in range(3):
+        for micro_step in range(2):
+            loss = engine(micro_batch(step, micro_step, 2))
+            yield
+            engine.backward(loss)
+            yield
+            engine.step()
+            found.append(loss.item())
+            yield
+        found.append((engine.get_global_grad_norm(), engine.loss_scale))
+    found += [zero.safe_get_full_fp32_param(p).tolist() for p in engine.module.parameters()]
+
+
+KINDS = (
+    (3, "fp16", {}),
+    (1, "fp32", {"offload_optimizer": {"device": "cpu"}}),
+    (2, "bf16", {}),
+    (0, "fp32", {}),
+)
+
+
+def in_turns() -> None:
+    alone: list[list[Any]] = [[] for _ in KINDS]
+    for kind, found in zip(KINDS, alone, strict=True):
+        list(trained(*kind, found))
+    mixed: list[list[Any]] = [[] for _ in KINDS]
+    engines = [trained(*kind, found) for kind, found in zip(KINDS, mixed, strict=True)]
+    for turn in range(100):
+        if turn == 8:
+            engines.pop().close()  # between backward and step, without destroy
+            gc.collect()
+        for engine in engines[turn % 2 :]:
+            next(engine, None)
+    assert mixed[:-1] == alone[:-1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_engines_that_train_in_turns_have_the_bits_of_each_alone(world_size: int) -> None:
+    run_ranks(in_turns, world_size)
+
+
+class Fails(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError
+
+
+def beside_a_failure(stage: int, fails: bool) -> tuple[float | None, list[Any]]:
+    """A step of an fp32 engine by loss.backward(), after a backward of an fp16 engine."""
+    halves = xds.initialize(build("plain"), runs.config(stage, "fp16"))
+    engine = xds.initialize(build("plain"), runs.config(stage))
+    batch = micro_batch(0, 0, 2)
+    other, loss = halves(batch), engine(batch)
+    if fails:
+        with pytest.raises(ArithmeticError):
+            halves.scale(Fails.apply(other)).backward()
+    loss.backward()
+    engine.step()
+    return engine.get_global_grad_norm(), [
+        p.tolist() for p in map(zero.get_full_param, engine.module.parameters())
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_backward_that_raised_leaves_no_loss_scale_behind(stage: int) -> None:
+    assert run_ranks(beside_a_failure, 2, stage, True) == run_ranks(
+        beside_a_failure, 2, stage, False
+    )
 
 
 def dropped_after_backward(stage: int) -> list[float]:
