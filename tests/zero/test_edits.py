@@ -298,14 +298,11 @@ def refusals(stage: int, precision: str) -> None:
     frozen.requires_grad_(False)
     assert step_of(engine, 2) == step_of(other, 2)
     if stage < 3:
-        for one in (engine, other):
-            one.backward(one(x.to(model.first.weight.dtype)))
+        engine.backward(engine(x.to(model.first.weight.dtype)))
         model.first.weight.data = torch.zeros(3, WIDTH)
         with pytest.raises(UsageError, match="first.weight.*unchanged; assign a tensor of that"):
             engine.step()
-        engine.step()
-        other.step()
-        assert step_of(engine, 3) == step_of(other, 3)
+        assert model.first.weight.any()
     engine.destroy()
     other.destroy()
 
