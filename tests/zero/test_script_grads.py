@@ -153,7 +153,7 @@ def test_a_rank_that_catches_it_goes_on_with_the_others() -> None:
 
 
 def before_backward(stage: int, folder: str) -> None:
-    engine = engine_of(stage, steps=2)
+    engine = engine_of(stage)
     for param in engine.module.parameters():
         param.grad = torch.zeros_like(param)  # counts, as in plain PyTorch: autograd adds to it
     backward(engine, 0, own=False)
@@ -161,6 +161,8 @@ def before_backward(stage: int, folder: str) -> None:
     set_all(engine)
     engine.zero_grad()
     assert all(param.grad is None for param in engine.module.parameters())
+    engine.destroy()
+    engine = engine_of(stage, steps=2)
     backward(engine, 0, own=False)
     engine.step()
     engine.module.small.bias.grad = torch.ones(2)
