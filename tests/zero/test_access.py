@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_new_ranks, run_ranks
+from helpers import run_ranks
 from models import build, micro_batch
 from runs import config, of_rank
 from torch import nn
@@ -231,23 +231,6 @@ def test_reading_one_parameter_sends_only_its_bytes() -> None:
     results = run_ranks(bytes_of_one_read, 3)
     sent = sum(sent for sent, _ in results)  # over all ranks: what each other rank receives
     assert sent <= 1.02 * 2 * results[0][1]
-
-
-def skipped_access() -> str:
-    model = build("plain")
-    engine = engine_of(model, 3)
-    train(engine, 0)
-    with pytest.raises(xds.XdsError) as caught:
-        if dist.get_rank() == 0:
-            zero.get_full_param(model.head.weight)  # "rank 0 saves", on rank 0 alone
-        engine.step()
-    return str(caught.value)
-
-
-def test_a_rank_that_does_not_take_part_in_an_access_is_named() -> None:
-    said = run_new_ranks(skipped_access, 2, timeout_seconds=3)
-    assert "get_full_param(head.weight)" in said[0] and "rank 1" in said[0]
-    assert "get_full_param(head.weight)" in said[1] and "rank 0" in said[1]
 
 
 def read_muon() -> list[str]:
