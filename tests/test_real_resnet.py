@@ -6,20 +6,21 @@ works at every stage, and torch's SyncBatchNorm is for GPUs only.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
+import runs
 import torch
 import torch.distributed as dist
-from helpers import run_processes
-from real_runs import CLIP, DECAY, FP32_TOLERANCE, LR, STAGES, STEPS, add_gradients, values_of
+from helpers import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xds
 
-SAMPLES, CLASSES, WORLD_SIZE = 8, 5, 2
+SAMPLES, CLASSES, WORLD_SIZE, STEPS = 8, 5, 2, 4
+STAGES, CLIP, LR, DECAY = (0, 1, 2, 3), 1.0, 3e-3, 0.1
+FP32_TOLERANCE = 5e-6
 BF16_TOLERANCE = 2e-3
 
 
@@ -113,18 +114,8 @@ def engine_run(norm: type[nn.Module], stage: int, precision: str) -> dict[str, A
     model = build(norm)
     for buffer in model.buffers():
         buffer.add_(rank)  # the ranks disagree before initialize
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": SAMPLES // WORLD_SIZE,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
-        "zero_optimization": {
-            "stage": stage,
-            "unit_min_numel": 0,
-            "stage3_param_persistence_threshold": 0,
-        },
-    }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
+    params, samples = {"lr": LR, "weight_decay": DECAY}, SAMPLES // WORLD_SIZE
+    config = runs.config(stage, precision, samples=samples, params=params, clip=CLIP)
     engine = xds.initialize(model, config)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     at_start = buffers_of(model)
@@ -133,34 +124,27 @@ def engine_run(norm: type[nn.Module], stage: int, precision: str) -> dict[str, A
         loss = engine(*part_of(batch(step, dtype), rank))
         engine.backward(loss)
         engine.step()
-        total = loss.detach().double()
-        dist.all_reduce(total)
-        losses.append(total.item() / WORLD_SIZE)
+        losses.append(runs.mean_over_ranks(loss))
         norms.append(engine.get_global_grad_norm())
     engine.destroy()
     return {
         "losses": losses,
         "norms": norms,
-        "params": values_of(model),
+        "params": {name: param.detach().clone() for name, param in model.named_parameters()},
         "at_start": at_start,
         "at_end": buffers_of(model),
     }
 
 
 def rank_main() -> dict[tuple[str, int, str], dict[str, Any]]:
-    runs = {
-        ("own", stage, precision): engine_run(nn.BatchNorm2d, stage, precision)
-        for stage in STAGES
-        for precision in ("fp32", "bf16")
-    }
-    for stage in STAGES:
-        runs["synced", stage, "fp32"] = engine_run(SyncedBatchNorm, stage, "fp32")
-    return runs
+    found = {("own", s, "fp32"): engine_run(nn.BatchNorm2d, s, "fp32") for s in STAGES}
+    found |= {("own", s, "bf16"): engine_run(nn.BatchNorm2d, s, "bf16") for s in (1, 3)}
+    return found | {("synced", s, "fp32"): engine_run(SyncedBatchNorm, s, "fp32") for s in (0, 3)}
 
 
-@cache
-def runs_by_rank() -> list[dict[tuple[str, int, str], dict[str, Any]]]:
-    return run_processes(rank_main, WORLD_SIZE)
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[tuple[str, int, str], dict[str, Any]]]:
+    return run_ranks(rank_main, WORLD_SIZE)
 
 
 def plain_run(precision: str, *, by_parts: bool) -> dict[str, Any]:
@@ -184,7 +168,9 @@ def plain_run(precision: str, *, by_parts: bool) -> dict[str, Any]:
             loss.backward()
             statistics[part] = buffers_of(model)
             total += loss.item() / parts
-            add_gradients(sums, params)
+            for summed, param in zip(sums, params, strict=True):
+                summed += param.grad
+                param.grad = None
         for master, summed in zip(masters, sums, strict=True):
             master.grad = summed / parts
         norms.append(nn.utils.clip_grad_norm_(masters, CLIP).item())
@@ -205,8 +191,8 @@ def check_buffers(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
         torch.testing.assert_close(got[name], value, rtol=tolerance, atol=tolerance)
 
 
-def test_buffers_are_those_of_rank_0_at_the_start() -> None:
-    first, second = runs_by_rank()
+def test_buffers_are_those_of_rank_0_at_the_start(ranks: Any) -> None:
+    first, second = ranks
     for case, run in first.items():
         if case[2] == "fp32":
             assert run["at_start"].keys() == buffers_of(build()).keys()
@@ -214,54 +200,33 @@ def test_buffers_are_those_of_rank_0_at_the_start() -> None:
         check_buffers(second[case]["at_start"], run["at_start"], 0.0)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_training_equals_plain_pytorch_with_buffers_of_each_ranks_own(stage: int) -> None:
-    plain = plain_run("fp32", by_parts=True)
-    for rank, runs in enumerate(runs_by_rank()):
-        run = runs["own", stage, "fp32"]
-        check_close(run, plain, FP32_TOLERANCE)
-        check_buffers(run["at_end"], plain["statistics"][rank], 1e-5)
-    one, two = (runs["own", stage, "fp32"]["at_end"] for runs in runs_by_rank())
-    assert not torch.equal(one["bn1.running_mean"], two["bn1.running_mean"])
+def test_training_equals_plain_pytorch_with_buffers_of_each_ranks_own(ranks: Any) -> None:
+    for precision, stages in (("fp32", STAGES), ("bf16", (1, 3))):
+        plain = plain_run(precision, by_parts=True)
+        loss, buffer = (FP32_TOLERANCE, 1e-5) if precision == "fp32" else (BF16_TOLERANCE, 2e-2)
+        for stage in stages:
+            for rank, found in enumerate(ranks):
+                run = found["own", stage, precision]
+                check_close(run, plain, loss)
+                check_buffers(run["at_end"], plain["statistics"][rank], buffer)
+            one, two = (found["own", stage, precision]["at_end"] for found in ranks)
+            assert not torch.equal(one["bn1.running_mean"], two["bn1.running_mean"])
 
 
-@pytest.mark.parametrize("kind", ["own", "synced"])
-def test_stages_are_bit_equal_with_their_buffers(kind: str) -> None:
-    for runs in runs_by_rank():
-        for stage in STAGES[1:]:
-            one, two = runs[kind, 0, "fp32"], runs[kind, stage, "fp32"]
-            assert (one["losses"], one["norms"]) == (two["losses"], two["norms"])
-            for part in ("params", "at_end"):
-                for name, value in one[part].items():
-                    assert torch.equal(value, two[part][name]), name
+def test_stages_are_bit_equal_with_their_buffers(ranks: Any) -> None:
+    for found in ranks:
+        for kind, stages in (("own", (1, 2, 3)), ("synced", (3,))):
+            for stage in stages:
+                one, two = found[kind, 0, "fp32"], found[kind, stage, "fp32"]
+                assert (one["losses"], one["norms"]) == (two["losses"], two["norms"])
+                for part in ("params", "at_end"):
+                    assert all(value.equal(two[part][name]) for name, value in one[part].items())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_training_equals_plain_bf16_with_buffers_of_each_ranks_own(stage: int) -> None:
-    plain = plain_run("bf16", by_parts=True)
-    for rank, runs in enumerate(runs_by_rank()):
-        check_close(runs["own", stage, "bf16"], plain, BF16_TOLERANCE)
-        check_buffers(runs["own", stage, "bf16"]["at_end"], plain["statistics"][rank], 2e-2)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_users_synchronised_batchnorm_equals_plain_pytorch_on_the_whole_batch(stage: int) -> None:
+def test_a_users_synchronised_batchnorm_equals_plain_pytorch_on_the_whole_batch(ranks: Any) -> None:
     plain = plain_run("fp32", by_parts=False)
-    for runs in runs_by_rank():
-        run = runs["synced", stage, "fp32"]
-        check_close(run, plain, FP32_TOLERANCE)
-        wanted = plain["statistics"][0]
-        kept = {name: value for name, value in wanted.items() if not name.endswith("tracked")}
-        check_buffers(run["at_end"], kept, 1e-5)
-
-
-def torchs_own_error() -> str:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(build())
-    with pytest.raises(ValueError) as error:
-        model(*part_of(batch(0), dist.get_rank()))
-    return str(error.value)
-
-
-def test_torchs_own_sync_batchnorm_does_not_run_on_cpu() -> None:
-    for message in run_processes(torchs_own_error, WORLD_SIZE):
-        assert message.startswith("SyncBatchNorm expected input tensor to be on")
+    wanted = plain["statistics"][0].items()
+    kept = {name: value for name, value in wanted if not name.endswith("tracked")}
+    for found in ranks:
+        check_close(found["synced", 0, "fp32"], plain, FP32_TOLERANCE)
+        check_buffers(found["synced", 0, "fp32"]["at_end"], kept, 1e-5)

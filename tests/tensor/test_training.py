@@ -71,7 +71,7 @@ def train(
         nonlocal largest
         if getattr(module, "is_noted", False):
             tokens.add(args[0].shape[1])
-        if isinstance(output, Tensor) and output.shape[-1] == tensor_cases.VOCAB:
+        if isinstance(output, Tensor) and output.shape[-1:] == (tensor_cases.VOCAB,):
             largest = max(largest, output.numel())
 
     plan = tensor.get("plan", {})
