@@ -204,19 +204,16 @@ def odd_list(layer):
     return PipelineModule([LayerSpec(Mix, 3), layer, LayerSpec(Mix, 3)])
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_bad_lists_get_a_sentence():
+    for make, message in (
         (lambda: odd_list(3), "layer 1 is a int"),
         (lambda: odd_list(TiedLayerSpec("a", Mix, 3)), 'key "a" is used by one layer only'),
         (lambda: PipelineModule([]), "layers is empty"),
         (lambda: LayerSpec(keep_all), "needs a subclass of torch.nn.Module"),
         (lambda: cut_model(odd_list(keep_all), [], Loop(4), 0), "4 stages .* for 3 layers"),
-    ],
-)
-def test_bad_lists_get_a_sentence(make, message):
-    with pytest.raises(UsageError, match=message):
-        make()
+    ):
+        with pytest.raises(UsageError, match=message):
+            make()
 
 
 def test_what_cannot_be_sent_gets_a_sentence():

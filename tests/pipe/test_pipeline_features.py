@@ -1,4 +1,4 @@
-"""Features of the engine in pipeline stages equal those without; loaders, evaluation, layers in two stages."""
+"""Features of the engine in pipeline stages equal those without; loaders and evaluation."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_processes, run_ranks
+from helpers import run_ranks
 from pipeline_runs import VOCAB, Model, batches, config_of, worst
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import xds
-from xds.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from xds.pipe.module import LayerSpec, PipelineModule
 
 COUNT, STEPS = 4, 3
-FEW_WORDS, CALLS_WIDTH = 20, 8
+CALLS_WIDTH = 8
 ON, CPU = {"enabled": True}, {"device": "cpu"}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.01}}
 
@@ -53,6 +52,12 @@ FEATURES: dict[str, tuple[Any, str, dict[str, Any]]] = {  # name -> model, sched
         lambda: Model(8, tied=True),
         "zbv",
         {"zero": {"stage": 3}, "pipeline": {"reduce": "micro_batch"}},
+    ),
+    # a late gradient of a bias brings the earlier sum back; gradients that waited replaced that sum
+    "deferred, on the host": (
+        lambda: Model(8),
+        "dualpipev",
+        {"zero": {"offload_optimizer": CPU}},
     ),
     "reentrant": (lambda: Plain(True), "zbv", {"zero": {"stage": 1}}),
     "muon": (
@@ -214,106 +219,8 @@ def test_evaluation_gives_losses_everywhere_and_outputs_on_the_last_stage(
             assert found["outputs"] is None
 
 
-# -- layers in two stages of one rank, sums on the host, and what a rank builds -----------------------------
-
-
-class Embed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(FEW_WORDS, CALLS_WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens)
-
-
-def project(embed: Embed, x: Tensor) -> Tensor:
-    return F.linear(x, embed.words.weight)
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def tied_list(same_layer: bool) -> PipelineModule:
-    """A list of layers with a tied embedding, or with one layer in first and last place."""
-    first: Any = TiedLayerSpec("embed", Embed, tied_weight_attr="words.weight")
-    last: Any = TiedLayerSpec("embed", Embed, forward_fn=project, tied_weight_attr="words.weight")
-    middle: list[Any] = [LayerSpec(nn.Linear, CALLS_WIDTH, CALLS_WIDTH) for _ in range(4)]
-    if same_layer:
-        again = nn.Linear(CALLS_WIDTH, CALLS_WIDTH)
-        middle = [again, *middle[:3], again]
-    return PipelineModule([first, *middle, last], loss_fn=cross_entropy)
-
-
-def worst_difference(model: nn.Module, config: dict[str, Any], steps: int = 2) -> float:
-    """The largest difference of loss and norm between a pipeline and one process, without data ranks."""
-    if isinstance(model, PipelineModule):
-        model.build(range(len(model.layers)))
-    plain = copy.deepcopy(model)
-    params = [param for param in plain.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    engine = xds.initialize(
-        model,
-        {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": COUNT,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            **config,
-        },
-    )
-    found = 0.0
-    for step in range(steps):
-        data = torch.randint(
-            0, FEW_WORDS, (COUNT, 2, 2, 5), generator=torch.Generator().manual_seed(step)
-        )
-        expected = 0.0
-        for tokens, labels in data:
-            is_list = isinstance(plain, PipelineModule)
-            loss = cross_entropy(plain(tokens), labels) if is_list else plain(tokens, labels)
-            (loss / COUNT).backward()
-            expected += loss.item() / COUNT
-        norm = torch.nn.utils.clip_grad_norm_(params, float("inf")).item()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = engine.train_batch(iter([(tokens, labels) for tokens, labels in data]))
-        found = max(
-            found, abs(loss.item() - expected), abs((engine.get_global_grad_norm() or 0.0) - norm)
-        )
-    engine.destroy()
-    return found
-
-
-def compare_tied_list(schedule: str, zero_stage: int, same_layer: bool) -> float:
-    torch.manual_seed(0)
-    config = {
-        "zero_optimization": {"stage": zero_stage, "unit_min_numel": 0},
-        "pipeline": {"stages": 2, "schedule": schedule},
-    }
-    return worst_difference(tied_list(same_layer), config)
-
-
-def compare_deferred_on_host(schedule: str) -> float:
-    torch.manual_seed(0)
-    config = {
-        "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-        "pipeline": {"stages": 2, "schedule": schedule},
-    }
-    return worst_difference(Model(), config)
-
-
-def test_a_layer_in_two_stages_of_one_rank() -> None:
-    """Its gradients come from two stages; it was taken as a block of the first one only."""
-    for schedule, stage, same_layer in (("zbv", 0, False), ("dualpipev", 3, True)):
-        assert max(run_ranks(compare_tied_list, 2, schedule, stage, same_layer)) < 1e-5
-
-
-def test_weight_gradients_come_late_and_sums_are_on_the_host() -> None:
-    """A late gradient of a bias brings the earlier sum back; gradients that waited replaced that sum."""
-    assert max(run_ranks(compare_deferred_on_host, 2, "dualpipev")) < 1e-5
-
-
 class Counted(nn.Linear):
-    """Counts how many of its kind a rank builds, without those on the meta device."""
+    """Counts how many of its kind all ranks build, without those on the meta device."""
 
     count = 0
 
@@ -322,14 +229,13 @@ class Counted(nn.Linear):
         Counted.count += not self.weight.is_meta
 
 
-def built_layers() -> int:
-    """How many of eight layers `initialize` builds on a rank that has four of them."""
-    Counted.count = 0
-    model = PipelineModule([LayerSpec(Counted) for _ in range(8)], loss_fn=F.mse_loss)
+def build_layers() -> None:
+    model = PipelineModule([LayerSpec(Counted) for _ in range(8)], loss_fn=squared)
     xds.initialize(model, config_of(2, 4, pipeline={"partition": "uniform"})).destroy()
-    return Counted.count
 
 
 def test_a_rank_builds_its_own_layers_only() -> None:
     """A look at all modules built the whole model on every rank."""
-    assert max(run_processes(built_layers, 2)) <= 4
+    Counted.count = 0
+    run_ranks(build_layers, 2)
+    assert Counted.count == 8

@@ -67,14 +67,16 @@ def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def layers(kind: str) -> list[Any]:
-    """kind: "module" or "weight": what the embedding and the head share; else nothing."""
+    """kind: "module" or "weight": what the embedding and the head share; "again": a block is used twice."""
     heads = {
         "module": TiedLayerSpec("tokens", Embedding, forward_fn=as_head),
         "weight": TiedLayerSpec("tokens", Head),
     }
     is_tied = kind in heads
     first = TiedLayerSpec("tokens", Embedding) if is_tied else LayerSpec(Embedding)
-    blocks = [LayerSpec(Block) for _ in range(4)]
+    blocks: list[Any] = [LayerSpec(Block) for _ in range(4)]
+    if kind == "again":
+        blocks[0] = blocks[3] = Block()
     return [first, Start(), *blocks, heads.get(kind, LayerSpec(Head))]
 
 
@@ -118,3 +120,8 @@ def test_a_tied_layer_of_two_stages_on_one_rank() -> None:
 
 def test_lengths_change_from_one_micro_batch_to_the_next() -> None:
     check((2, 1), "weight", 3, lengths=True, schedule="1f1b")
+
+
+def test_a_layer_that_is_used_twice_gets_gradients_from_two_stages_of_one_rank() -> None:
+    """It was taken as a block of the first one only."""
+    check((2, 1), "again", 3, schedule="dualpipev")

@@ -1,4 +1,4 @@
-"""Slices compute what eager blocks and torch's `parallelize_module` compute; compiled they are one graph."""
+"""Compiled blocks with slices: one graph without a break, and the numbers of eager blocks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import runs
 import torch
 import torch.nn.functional as F
+from helpers import run_ranks
 from torch import Tensor, nn
-from warm_ranks import warm
 
 import xds
 
@@ -77,8 +77,8 @@ def refused(*args: Any) -> str:
 
 def test_a_compiled_block_is_one_graph_with_the_numbers_of_an_eager_one() -> None:
     section = {"backend": "aot_eager", "kwargs": {"fullgraph": True}}
-    (compiled, graphs), other = warm(2).run(train, section, 3)
-    (eager, no_graphs), _ = warm(2).run(train, None, 3)
+    (compiled, graphs), other = run_ranks(train, 2, section, 3)
+    (eager, no_graphs), _ = run_ranks(train, 2, None, 3)
     assert (compiled, graphs) == other
     # one for each block, and one for the proof in evaluation mode
     assert (graphs, no_graphs) == (3, 0)
@@ -86,73 +86,5 @@ def test_a_compiled_block_is_one_graph_with_the_numbers_of_an_eager_one() -> Non
 
 
 def test_dropout_in_a_compiled_block_is_refused() -> None:
-    for message in warm(2).run(refused, {"backend": "aot_eager"}, 0, 0.1):
+    for message in run_ranks(refused, 2, {"backend": "aot_eager"}, 0, 0.1):
         assert "tensor ranks need different random numbers" in message
-
-
-# -- torch's own slices -------------------------------------------------------------------------------------
-
-Found = tuple[Tensor, dict[str, Tensor]]
-
-
-def run(model: nn.Module, seed: int) -> Found:
-    """The loss, and the gradients on this rank: of the input, and of the parameters or their slices."""
-    x = torch.randn(
-        SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True
-    )
-    loss = model(x)
-    loss.backward()
-    grads: dict[str, Any] = {name: param.grad for name, param in model.named_parameters()}
-    local = {name: getattr(grad, "_local_tensor", grad) for name, grad in grads.items()}
-    return loss.detach(), {"x": x.grad, **local}  # type: ignore[dict-item]
-
-
-def build(seed: int) -> Model:
-    torch.manual_seed(seed)
-    return Model(0.0)
-
-
-def ours(seed: int) -> Found:
-    import torch.distributed as dist
-
-    from xds.ops.comm.opening import open_collectives
-    from xds.tensor.plan import read_plan
-    from xds.tensor.slicing import slice_model
-
-    group = open_collectives(dist.group.WORLD, torch.device("cpu"))
-    model = build(seed)
-    slice_model(model, read_plan(PLAN, model), group)
-    return run(model, seed)
-
-
-def theirs(seed: int) -> Found:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    model = build(seed)
-    styles = {
-        "colwise": ColwiseParallel,
-        "rowwise": RowwiseParallel,
-        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    }
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(model, mesh, {name: styles[word]() for name, word in PLAN.items()})
-    return run(model, seed)
-
-
-def both(seed: int) -> tuple[Found, Found]:
-    return ours(seed), theirs(seed)
-
-
-def test_slices_compute_what_dtensor_computes() -> None:
-    for (loss, grads), (their_loss, their_grads) in warm(2).run(both, 7):
-        torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)
-        assert grads.keys() == their_grads.keys()
-        for name, grad in grads.items():
-            torch.testing.assert_close(grad, their_grads[name], rtol=1e-5, atol=1e-7, msg=name)

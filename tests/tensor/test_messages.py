@@ -170,7 +170,7 @@ def events_of_a_backward() -> list[str]:
 
 def test_weights_get_their_gradients_while_the_sum_travels() -> None:
     of_mlp, of_attention = ["start", *["weight"] * 2, "wait"], ["start", *["weight"] * 3, "wait"]
-    for seen in run_ranks(events_of_a_backward, 2):
+    for seen in run_processes(events_of_a_backward, 2):
         assert seen[-8:] == [*of_mlp[-3:], *of_attention] or seen[-9:] == of_mlp + of_attention
         assert seen == ["start", "weight", "wait", *4 * (of_mlp + of_attention)]
 

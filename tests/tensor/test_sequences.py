@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 import xds
 from xds.ops.comm.opening import open_collectives
 from xds.tensor.sequence import ring
+from xds.tensor.sequence.batches import positions_of
 from xds.tensor.sequence.blocks import Visibility
 from xds.tensor.sequence.layout import layout_of
 from xds.tensor.sequence.shares import shares
@@ -234,6 +235,11 @@ def test_a_rank_has_scores_of_some_queries_and_one_block() -> None:
     assert run_ranks(ring_of_one_head, 2, 1024, 64) == [(32 * 32, True)] * 2
     # the first rank sees 30 keys from its third ten queries, and the second all of the first block
     assert run_ranks(ring_of_one_head, 2, 10, 64) == [(10 * 30, True), (10 * 32, True)]
+
+
+def test_positions_count_tokens_and_mark_all_padding() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]])
+    assert positions_of(mask).tolist() == [[-1, -1, 0, 1], [0, 1, -1, -1], [0, -1, 1, 2]]
 
 
 # -- what is refused ----------------------------------------------------------------------------------------

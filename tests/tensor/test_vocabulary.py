@@ -253,59 +253,6 @@ def test_fewer_heads_of_queries_than_ranks_are_refused() -> None:
     run_ranks(refused, 3)
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-def list_of_layers(stages: int) -> nn.Module:
-    from xds.pipe import LayerSpec, PipelineModule
-
-    layers = [
-        LayerSpec(nn.Embedding, VOCAB, 8),
-        *(LayerSpec(Residual) for _ in range(4)),
-        LayerSpec(nn.Linear, 8, VOCAB),
-    ]
-
-    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return xds.tensor.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-    torch.manual_seed(1)
-    return PipelineModule(layers, num_stages=stages, loss_fn=loss, seed_layers=True)
-
-
-def train_list(config: dict[str, Any]) -> list[float]:
-    engine = xds.initialize(list_of_layers(config["pipeline"]["stages"]), config)
-    found = []
-    for step in range(3):
-        ids = [batch(step, micro)["input_ids"] for micro in range(2)]
-        pairs = [(tokens, tokens.roll(-1, 1)) for tokens in ids]
-        found.append(engine.train_batch(iter(pairs)).item())
-    found.append(engine.eval_batch(iter(pairs)).item())
-    engine.destroy()
-    return found
-
-
-def test_a_list_of_layers_in_stages_with_a_cut_vocabulary_equals_one_process() -> None:
-    plan = {
-        "0": "embedding_rowwise",
-        "*.up": "colwise",
-        "*.down": "rowwise",
-        "5": "colwise_gather_output",
-    }
-    config = config_of(2, 1, vocab_parallel_lm_head=True, plan=plan)
-    config |= {"gradient_accumulation_steps": 2, "pipeline": {"stages": 2}}
-    by_rank = run_ranks(train_list, 4, config)
-    config["pipeline"] = {"stages": 1}
-    config["tensor_parallel"] = {}
-    wanted = run_ranks(train_list, 1, config)[0]
-    assert all(found == pytest.approx(wanted, rel=1e-6) for found in by_rank)
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------
 
 

@@ -412,24 +412,6 @@ def test_the_same_values_on_every_rank_count() -> None:
         run_ranks(on_every_rank, 2, stage)
 
 
-def before_clipping(stage: int) -> None:
-    engine = two_layers(stage)
-    engine.backward(engine(torch.ones(2, 6)).square().mean())
-    norm = engine.clip_grad_norm(1.0)
-    if engine.global_rank == 0:
-        with torch.no_grad():
-            engine.module[0].weight.mul_(2.0)
-    with pytest.raises(xds.UsageError, match=OLD):
-        engine.clip_grad_norm(1.0)
-    assert engine.clip_grad_norm(1.0) == norm  # the gradients were kept
-    engine.step()
-    engine.destroy()
-
-
-def test_clip_grad_norm_keeps_the_gradients() -> None:
-    run_ranks(before_clipping, 2, 3)
-
-
 # -- freezing -----------------------------------------------------------------------------------------------
 
 
@@ -515,43 +497,3 @@ def read_states_of_several_dtypes() -> float:
 
 def test_optimizer_states_of_several_dtypes_are_read_as_they_are() -> None:
     assert max(run_ranks(read_states_of_several_dtypes, 3)) < 1e-4
-
-
-class WideScale(nn.Module):
-    """An fp64 number beside fp32: with two ranks one of them has only padding of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(40, 40)
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x).double() * self.scale).square().mean()
-
-
-def load_wide_scale(folder: str) -> None:
-    torch.manual_seed(0)
-    x = torch.ones(2, 40)
-    for saved, loaded in ((0, 1), (2, 3)):
-        values = []
-        for stage in (saved, loaded):
-            model = WideScale()
-            engine = xds.initialize(model, runs.config(stage, samples=1))
-            where = f"{folder}/{saved}{loaded}"
-            if stage == loaded and values:
-                engine.load_checkpoint(where)
-            else:
-                engine.backward(engine(x))
-                engine.step()
-                engine.save_checkpoint(where)
-            engine.backward(engine(x))
-            engine.step()
-            state = xds.zero.get_full_optimizer_state(model.scale, "exp_avg")
-            assert state.dtype == torch.float64
-            values.append((xds.zero.get_full_param(model.scale).item(), state.item()))
-            engine.destroy()
-        assert values[0] == values[1], (saved, loaded)
-
-
-def test_states_of_several_dtypes_load_where_a_rank_has_only_padding(tmp_path: Path) -> None:
-    run_ranks(load_wide_scale, 2, str(tmp_path))
