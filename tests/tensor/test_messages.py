@@ -81,14 +81,14 @@ def train_mlps(tensor: int, stage: int) -> tuple[list[runs.Step], list[str], int
 def test_a_step_of_two_blocks_has_four_sums_one_reduction_and_one_norm() -> None:
     wanted = run_ranks(train_mlps, 1, 1, 0)[0][0]
     one_sum = 2 * (3 - 1) * 4 * 10 * 4 // 3  # of activations [4, 10] in fp32
-    for steps, kinds, sent, _ in run_ranks(train_mlps, 3, 3, 0):
+    for steps, _, sent, _ in run_ranks(train_mlps, 3, 3, 0):
         for found, one in zip(steps, wanted, strict=True):
             assert found == pytest.approx(one, rel=1e-5)
         assert sent == 2 * 2 * one_sum  # blocks, forward and backward
+    ranks, sharded = run_ranks(train_mlps, 2, 2, 0), run_ranks(train_mlps, 2, 2, 1)
+    for (steps, kinds, _, values), (others, _, _, same) in zip(ranks, sharded, strict=True):
         assert sorted(kinds) == ["exchange", "reduce_scatter"] + ["tensor sums"] * 4
         assert kinds[-1] == "exchange"
-    ranks, sharded = run_ranks(train_mlps, 2, 2, 0), run_ranks(train_mlps, 2, 2, 1)
-    for (steps, _, _, values), (others, _, _, same) in zip(ranks, sharded, strict=True):
         assert steps == others
         assert all(one.equal(other) for one, other in zip(values, same, strict=True))
 
@@ -181,18 +181,18 @@ def test_weights_get_their_gradients_while_the_sum_travels() -> None:
 def train_deferred(schedule: str) -> tuple[list[Any], set[tuple[int, ...]], int]:
     """Losses and norms, the shapes of the gradients from W actions, and how many layers are prepared."""
     shapes: set[tuple[int, ...]] = set()
-    owners: set[Any] = set()
+    owners: dict[Any, int] = {}
     plain = WeightGrads._add
 
     def spied(self: WeightGrads, param: Any, grad: Tensor, *rest: Any) -> None:
         shapes.add(tuple(grad.shape))
-        owners.add(self)
+        owners[self] = self.num_layers
         plain(self, param, grad, *rest)
 
     with mock.patch.object(WeightGrads, "_add", spied):
         pipeline = {"stages": 2, "schedule": schedule}
         found, _, _ = train(Case("gpt", 2, 1, 1, 2, 0), {"pipeline": pipeline})
-    return found, shapes, sum(owner.num_layers for owner in owners)
+    return found, shapes, sum(owners.values())
 
 
 def test_weight_gradients_of_slices_are_deferred() -> None:
