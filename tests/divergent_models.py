@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from runs import config
+from runs import Step, config, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -171,20 +171,10 @@ def config_of(stage: int, **zero: Any) -> dict[str, Any]:
     return config(stage, samples=4, params={"lr": LR, "weight_decay": 0.0}, zero=zero)
 
 
-def plain_run(kind: str, world_size: int, num_steps: int) -> tuple[list[float], list[float]]:
+def plain_run(kind: str, world_size: int, num_steps: int) -> list[Step]:
     """Losses and gradient norms of plain PyTorch on the samples of all ranks."""
-    model = build(kind)
-    params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.0)
-    losses, norms = [], []
-    for step in range(num_steps):
-        for param in params:  # what no rank used gets zeros in an engine, too
-            param.grad = torch.zeros_like(param)
-        total = torch.zeros(())
-        for rank in range(world_size):
-            total = total + model(samples(rank, step), route_of(kind, rank, step)) / world_size
-        total.backward()
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in params]).item())
-        optimizer.step()
-        losses.append(total.item())
-    return losses, norms
+
+    def parts(step: int) -> list[Any]:
+        return [(samples(rank, step), route_of(kind, rank, step)) for rank in range(world_size)]
+
+    return plain(build(kind), num_steps, parts, zeros=True, lr=LR, weight_decay=0.0)

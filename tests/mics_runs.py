@@ -8,6 +8,7 @@ import torch
 from models import build, micro_batch
 from placed_ranks import placed
 from runs import config, mean_over_ranks
+from runs import plain as plain_steps
 from torch import Tensor
 
 import xds
@@ -37,23 +38,13 @@ def config_of(
 def plain(feature: str, accumulation: int, steps: int = STEPS) -> dict[str, Any]:
     """Loss, norm and final values of plain PyTorch in fp32, on the batches of all ranks."""
     model = build("plain" if feature.startswith("compiled") else feature)
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.1)
-    losses, norms = [], []
-    for step in range(steps):
-        total = 0.0
-        for micro_step in range(accumulation):
-            tokens = micro_batch(step, micro_step, SAMPLES)
-            for rank, part in enumerate(tokens.chunk(RANKS)):
-                loss = model(part, rank) / (accumulation * RANKS)
-                loss.backward()
-                total += loss.item()
-        for param in params:  # the engine decays parameters without gradients as well
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        norms.append(torch.nn.utils.clip_grad_norm_(params, CLIP).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
+
+    def parts(step: int) -> list[Any]:
+        batches = [micro_batch(step, at, SAMPLES) for at in range(accumulation)]
+        return [(part, rank) for tokens in batches for rank, part in enumerate(tokens.chunk(RANKS))]
+
+    found = plain_steps(model, steps, parts, clip=CLIP, zeros=True, lr=LR, weight_decay=0.1)
+    losses, norms = (list(each) for each in zip(*found, strict=True))
     return {"losses": losses, "norms": norms, "params": values_of(model)}
 
 

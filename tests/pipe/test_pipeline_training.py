@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_ranks
-from pipeline_runs import LENGTH, WIDTH, Model, batches, config_of, worst
+from pipeline_runs import LENGTH, WIDTH, Model, batches, config_of, reference, worst
 from runs import PRECISIONS
 from torch import Tensor, nn
 
@@ -117,23 +117,8 @@ def without_pipeline(case: Case) -> Result:
 @cache
 def one_process(data: int, kind: str) -> list[tuple[float, float]]:
     """Loss and norm of each step of torch alone, fp32."""
-    model = Case(1, data, 0, kind=kind).model()
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.01)
-    found = []
-    for step in range(STEPS):
-        total = 0.0
-        for rank in range(data):
-            for batch in batches(step, rank, COUNT):
-                loss = model(*batch) / (COUNT * data)
-                loss.backward()
-                total += loss.item()
-        limit = CLIP if kind == "clipped" else float("inf")
-        norm = nn.utils.clip_grad_norm_(params, limit)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((total, norm.item()))
-    return found
+    clip = CLIP if kind == "clipped" else 0.0
+    return reference(Case(1, data, 0, kind=kind).model(), STEPS, data, COUNT, clip)
 
 
 SHARP = [  # every value of every axis once

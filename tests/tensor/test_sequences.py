@@ -86,20 +86,11 @@ def train(model: tuple[Any, ...], kind: str, config: dict[str, Any]) -> list[tup
 
 
 @cache
-def one_process(model: tuple[Any, ...], kind: str, data: int) -> list[tuple[float, float]]:
-    whole = build(*model)
-    params = list(whole.parameters())
-    optimizer = torch.optim.AdamW(params, **ADAMW)
-    found = []
-    for step in range(STEPS):
-        losses = [whole(**batch(kind, step, rank)).loss / data for rank in range(data)]
-        for loss in losses:
-            loss.backward()
-        norm = nn.utils.clip_grad_norm_(params, float("inf"))
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((sum(loss.item() for loss in losses), norm.item()))
-    return found
+def one_process(model: tuple[Any, ...], kind: str, data: int) -> list[runs.Step]:
+    def parts(step: int) -> list[dict[str, Tensor]]:
+        return [batch(kind, step, rank) for rank in range(data)]
+
+    return runs.plain(build(*model), STEPS, parts, lambda output: output.loss, **ADAMW)
 
 
 def config_of(sequence: int, stage: int, **more: Any) -> dict[str, Any]:

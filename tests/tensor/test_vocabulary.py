@@ -73,20 +73,13 @@ def train(model: tuple[Any, ...], config: dict[str, Any]) -> list[Any]:
 @cache
 def one_process(model: tuple[Any, ...], data: int) -> list[Any]:
     whole = build(*model)
-    params = list(whole.parameters())
-    optimizer = torch.optim.AdamW(params, **ADAMW)
-    found: list[Any] = []
-    for step in range(STEPS):
-        losses = [whole(**batch(step, rank)).loss / data for rank in range(data)]
-        for loss in losses:
-            loss.backward()
-        norm = nn.utils.clip_grad_norm_(params, float("inf"))
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((sum(loss.item() for loss in losses), norm.item()))
+
+    def parts(step: int) -> list[dict[str, torch.Tensor]]:
+        return [batch(step, rank) for rank in range(data)]
+
+    found = runs.plain(whole, STEPS, parts, lambda output: output.loss, **ADAMW)
     with torch.no_grad():
-        found.append(whole(input_ids=batch(9, 0)["input_ids"]).logits[0, -1].tolist())
-    return found
+        return [*found, whole(input_ids=batch(9, 0)["input_ids"]).logits[0, -1].tolist()]
 
 
 def config_of(tensor: int, stage: int, **section: Any) -> dict[str, Any]:

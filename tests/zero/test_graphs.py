@@ -201,17 +201,10 @@ def samples(step: int, rank: int) -> Tensor:
 
 
 def plain(kind: type[Net]) -> list[float]:
-    model = build(kind)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(trained, 0.05)
-    norms = []
-    for step in range(3):
-        for rank in range(2):
-            (model(samples(step, rank)) / 2).backward()
-        norms.append(nn.utils.clip_grad_norm_(trained, 1e9).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms
+    def parts(step: int) -> list[Tensor]:
+        return [samples(step, rank) for rank in range(2)]
+
+    return [one.norm for one in runs.plain(build(kind), 3, parts, optimizer="SGD", lr=0.05)]
 
 
 SETTINGS: list[tuple[int, dict[str, Any]]] = [

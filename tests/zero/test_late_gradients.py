@@ -118,18 +118,12 @@ def samples(step: int, rank: int) -> Tensor:
 
 def plain(kind: type[Net], micro: int, world_size: int = 3) -> list[float]:
     """Norms of two steps."""
-    model = build(kind)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    norms = []
-    for step in range(2):
-        for part in range(micro):
-            for rank in range(world_size):
-                loss = model(samples(micro * step + part, rank), False)
-                (loss / world_size / micro).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms
+
+    def parts(step: int) -> list[Any]:
+        numbers = range(micro * step, micro * (step + 1))
+        return [(samples(at, rank), False) for at in numbers for rank in range(world_size)]
+
+    return [one.norm for one in runs.plain(build(kind), 2, parts, optimizer="SGD", lr=0.1)]
 
 
 def start(model: nn.Module, stage: int, micro: int = 1, **zero: Any) -> xds.Engine:
