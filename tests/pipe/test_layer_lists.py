@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from pipelines_in_one_process import Loop, cut_all, gradients, plain_training, train
+from stages_in_one_process import Loop, cut_all, gradients, plain_training, train
 from torch import nn
 from torch.nn import functional as F
 

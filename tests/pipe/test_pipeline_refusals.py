@@ -237,13 +237,7 @@ def model_of(kind: str) -> nn.Module:
 def refused(kind: str) -> tuple[str, str]:
     """The class and the text of this rank's error."""
     torch.manual_seed(0)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": 1, "shared_parameters": kind == "max_norm"},
-        "pipeline": {"stages": 2},
-    }
+    config = config_of(2, 2, zero={"stage": 1, "shared_parameters": kind == "max_norm"})
     if kind == "tiles":
         config["sequence"] = {"tiled_mlp": 4}
     try:
@@ -253,18 +247,18 @@ def refused(kind: str) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize(
-    ("kind", "rank", "name", "text"),
-    [
-        ("max_norm", 0, "UsageError", "max_norm of embed"),
-        ("complex", 1, "UsageError", "complex parameters are not supported"),
-        ("tiles", 1, "UsageError", "has no module called mlp"),
-        ("layer", 1, "ValueError", "no such layer"),
-    ],
-)
-def test_a_refusal_reaches_the_other_stages(kind: str, rank: int, name: str, text: str) -> None:
-    found = run_ranks(refused, 2, kind)
-    assert found[rank][0] == name and text in found[rank][1]
-    kind_of_other, said = found[1 - rank]
-    assert kind_of_other == "UsageError"
-    assert f"xds.initialize failed on rank {rank}: " in said and text in said
+REFUSED = [
+    ("max_norm", 0, "UsageError", "max_norm of embed"),
+    ("complex", 1, "UsageError", "complex parameters are not supported"),
+    ("tiles", 1, "UsageError", "has no module called mlp"),
+    ("layer", 1, "ValueError", "no such layer"),
+]
+
+
+def test_a_refusal_reaches_the_other_stages() -> None:
+    for kind, rank, name, text in REFUSED:
+        found = run_ranks(refused, 2, kind)
+        assert found[rank][0] == name and text in found[rank][1], kind
+        kind_of_other, said = found[1 - rank]
+        assert kind_of_other == "UsageError", kind
+        assert f"xds.initialize failed on rank {rank}: " in said and text in said

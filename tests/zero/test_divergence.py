@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from divergent_models import Route, build, config_of, plain_run, route_of, samples
-from helpers import run_new_ranks, run_ranks
+from helpers import run_new_ranks, run_processes, run_ranks
 from runs import Step, mean_over_ranks
 from torch import nn
 
@@ -103,7 +103,7 @@ def hold_back_a_part() -> list[float]:
 
 
 def test_ranks_send_one_dtype_where_only_some_held_gradients_back() -> None:
-    first, second = run_ranks(hold_back_a_part, 2)
+    first, second = run_processes(hold_back_a_part, 2)
     assert first == second and all(norm > 0 for norm in first)
 
 
