@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,42 +145,6 @@ def test_what_has_no_time_does_not_run_and_the_call_ends(
     assert states == {"a": "wrong", "b": "not run"}
     assert gpu.show(options(tmp_path), results, phases, "3 s") == 1
     assert "# NOT RUN: b" in capsys.readouterr().out
-
-
-def test_the_table_has_at_most_60_lines(gpu: Any) -> None:
-    case = {"case": "c", "ok": False, "text": "t"}
-    wrong = {"state": "wrong", "reason": "exit code 1", "records": [case] * 9, "lines": ["l"] * 40}
-    cells = [
-        {"table": f"t{n % 3}", "row": f"r{n}", "column": c, "text": "1"}
-        for n in range(60)
-        for c in "ab"
-    ]
-    right = {"state": "right", "reason": "", "records": cells}
-    results = {"figures": right} | {f"part {n}": wrong for n in range(11)}
-    lines = gpu.table(["header"], results)
-    assert len(lines) == 60
-    assert sum(line.startswith("WRONG part") for line in lines) == 11
-    assert any("lines more are in the JSON" in line for line in lines)
-    one = gpu.table(["header"], {"a": wrong})
-    assert one[-1] == "    l" and one.count("    c: t") == 3
-
-
-def test_packages_that_are_carried_are_found(gpu: Any, tmp_path: Path) -> None:
-    wheel = tmp_path / "carried_package-1.0-py3-none-any.whl"
-    info = "carried_package-1.0.dist-info"
-    with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr("carried_package.py", "VALUE = 7")
-        file.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: carried-package\nVersion: 1.0\n"
-        )
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        file.writestr(f"{info}/RECORD", "")
-    work = tmp_path / "work"
-    work.mkdir()
-    env = gpu.environment(options(tmp_path, carry=tmp_path), work)
-    code = "import carried_package, xds; print(carried_package.VALUE, xds.__file__)"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.stdout.split() == ["7", str(work / "path" / "xds" / "__init__.py")], done.stderr
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import runs
 import torch
 import torch.nn.functional as F
-from helpers import run_ranks
+from helpers import run_processes
 from torch import Tensor, nn
 
 import xds
@@ -77,8 +77,8 @@ def refused(*args: Any) -> str:
 
 def test_a_compiled_block_is_one_graph_with_the_numbers_of_an_eager_one() -> None:
     section = {"backend": "aot_eager", "kwargs": {"fullgraph": True}}
-    (compiled, graphs), other = run_ranks(train, 2, section, 3)
-    (eager, no_graphs), _ = run_ranks(train, 2, None, 3)
+    (compiled, graphs), other = run_processes(train, 2, section, 3)
+    (eager, no_graphs), _ = run_processes(train, 2, None, 3)
     assert (compiled, graphs) == other
     # one for each block, and one for the proof in evaluation mode
     assert (graphs, no_graphs) == (3, 0)
@@ -86,5 +86,5 @@ def test_a_compiled_block_is_one_graph_with_the_numbers_of_an_eager_one() -> Non
 
 
 def test_dropout_in_a_compiled_block_is_refused() -> None:
-    for message in run_ranks(refused, 2, {"backend": "aot_eager"}, 0, 0.1):
+    for message in run_processes(refused, 2, {"backend": "aot_eager"}, 0, 0.1):
         assert "tensor ranks need different random numbers" in message
