@@ -69,14 +69,6 @@ FEATURES: dict[str, tuple[Any, str, dict[str, Any]]] = {  # name -> model, sched
             "scheduler": WARMUP,
         },
     ),
-    "compiled, recomputed": (
-        lambda: Model(8),
-        "1f1b",
-        {
-            "compile": ON | {"backend": "aot_eager"},
-            "activation_checkpointing": ON | {"cpu_checkpointing": True},
-        },
-    ),
 }
 
 
