@@ -305,6 +305,10 @@ def compiled(stage: int = 0, **keys: Any) -> dict[str, Any]:
     return {"compile": {"enabled": True, **keys}, **zero(stage)}
 
 
+def stages(**keys: Any) -> dict[str, Any]:
+    return {"gradient_accumulation_steps": 4, "pipeline": {"stages": 2, **keys}}
+
+
 CPU = {"device": "cpu"}
 
 
@@ -370,7 +374,20 @@ CPU = {"device": "cpu"}
         (compiled(3, kwargs={"mode": "max-autotune"}), "CUDA graphs"),
         (compiled(3, kwargs={"options": {"triton.cudagraphs": True}}), "compile.kwargs.options"),
         (compiled(3, backend="cudagraphs"), "CUDA graphs"),
-        # tensor ranks
+        # pipeline stages, tensor ranks
+        (
+            {**stages(activation_checkpoint_interval=2), "activation_checkpointing": {}},
+            "recomputes every block already",
+        ),
+        (
+            {**stages(), **zero(3, divergent_graphs=True)},
+            "divergent_graphs = true: pipeline stages",
+        ),
+        ({**stages(), "managed_gradient_accumulation": False}, "so the engine counts them"),
+        (
+            {**stages(), "pipeline": {"stages": 2, "micro_batches": 3}},
+            "micro_batches = 3: must equal gradient_accumulation_steps (4)",
+        ),
         ({"tensor_parallel": {"tp": {"tp_size": 2}}}, "write the number of ranks as tensor_para"),
         ({"tensor_parallel": {"tp_size": 2}, "optimizer": {"type": "Muon"}}, "cuts them"),
     ],
@@ -378,7 +395,8 @@ CPU = {"device": "cpu"}
 def test_what_does_not_go_together_is_one_sentence_with_a_remedy(
     source: dict[str, Any], says: str
 ) -> None:
-    (said,) = complaints({**SMALL, **source})
+    world_size = 2 if "gradient_accumulation_steps" in source else None
+    (said,) = complaints({**SMALL, **source}, world_size=world_size)
     assert says in said
 
 
