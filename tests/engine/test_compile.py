@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from helpers import run_processes, run_ranks
 from models import DEPTH, TinyModel, build, micro_batch
+from runs import config
 from torch import nn
 
 import xds
@@ -31,18 +32,8 @@ pytestmark = [
 
 
 def config_of(stage: int = 0, world_size: int = 1, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": SAMPLES // world_size,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-        "zero_optimization": {
-            "stage": stage,
-            "unit_min_numel": 0,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": 0,
-        },
-        **more,
-    }
+    zero = {"stage3_max_reuse_distance": 0}
+    return config(stage, samples=SAMPLES // world_size, clip=0.5, zero=zero, **more)
 
 
 COMPILED: dict[str, Any] = {"compile": {"enabled": True, "backend": "aot_eager"}}
@@ -71,11 +62,11 @@ def breaks_of(counters: Any) -> int:
     return sum(counters["graph_break"].values())
 
 
-def train(model: Any, config: dict[str, Any]) -> dict[str, Any]:
+def train(model: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """STEPS steps on this rank: losses, norms, parameters, and after each step graphs and breaks."""
     counters = fresh_counters()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    engine = xds.initialize(model, config)
+    engine = xds.initialize(model, settings)
     losses, norms, graphs, breaks = [], [], [], []
     for step in range(STEPS):
         loss = engine(micro_batch(step, 0, SAMPLES).chunk(world_size)[rank], rank)
@@ -91,8 +82,8 @@ def train(model: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def both(feature: str, stage: int, more: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    config = config_of(stage, dist.get_world_size(), **more)
-    return train(build(feature), config), train(build(feature), {**config, **COMPILED})
+    eager = config_of(stage, dist.get_world_size(), **more)
+    return train(build(feature), eager), train(build(feature), {**eager, **COMPILED})
 
 
 def both_at_stages(stages: tuple[int, ...], more: dict[str, Any]) -> list[Any]:
@@ -301,23 +292,23 @@ def test_compile_may_be_called_later_and_twice():
     engine.destroy()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"schedule": [(0, [])]}, "DeepCompile"),
-        ({"compiled_autograd_enabled": True}, "hooks"),
-        ({"backend": "induktor"}, "induktor.*backends here.*inductor"),
-        ({"compile_kwargs": {"fast": True}}, "fast is not one of them"),
-        ({"compile_kwargs": {"mode": "fast"}}, "mode must be"),
-        ({"compile_kwargs": {"options": {"no_such": 1}}}, "no_such"),
-        ({"backend": "aot_eager", "compile_kwargs": {"mode": "max-autotune"}}, "inductor"),
-    ],
-)
-def test_what_cannot_be_met_is_refused_and_nothing_is_compiled(arguments, reason):
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": [(0, [])]}, "DeepCompile"),
+    ({"compiled_autograd_enabled": True}, "hooks"),
+    ({"backend": "induktor"}, "induktor.*backends here.*inductor"),
+    ({"compile_kwargs": {"fast": True}}, "fast is not one of them"),
+    ({"compile_kwargs": {"mode": "fast"}}, "mode must be"),
+    ({"compile_kwargs": {"options": {"no_such": 1}}}, "no_such"),
+    ({"backend": "aot_eager", "compile_kwargs": {"mode": "max-autotune"}}, "inductor"),
+]
+
+
+def test_what_cannot_be_met_is_refused_and_nothing_is_compiled():
     engine = xds.initialize(TinyModel(), config_of())
-    with pytest.raises(xds.UsageError, match=reason):
-        engine.compile(**arguments)
-    assert not engine.is_compiled
+    for arguments, reason in REFUSED:
+        with pytest.raises(xds.UsageError, match=reason):
+            engine.compile(**arguments)
+        assert not engine.is_compiled
     engine.destroy()
     with pytest.raises(xds.UsageError, match="destroyed"):
         engine.compile()
@@ -345,5 +336,5 @@ def test_an_unknown_backend_is_refused_before_the_model_is_touched():
 
 def test_arguments_are_those_that_differ_from_torchs_defaults():
     section = {"enabled": True, "mode": "default", "dynamic": False, "kwargs": {"fullgraph": True}}
-    config = xds.Config.load(config_of(compile=section))
-    assert config.compile.arguments() == {"dynamic": False, "fullgraph": True}
+    loaded = xds.Config.load(config_of(compile=section))
+    assert loaded.compile.arguments() == {"dynamic": False, "fullgraph": True}

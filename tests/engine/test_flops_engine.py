@@ -136,15 +136,6 @@ def test_a_backward_that_the_script_calls_is_estimated(capsys: pytest.CaptureFix
     engine.destroy()
 
 
-def test_a_step_that_fails_in_forward_leaves_nothing_installed() -> None:
-    engine = engine_of(profile_step=0)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        engine(torch.ones(ROWS, WIDTH + 1))
-    assert _get_current_dispatch_mode() is None
-    assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
-    engine.destroy()
-
-
 # ---- several ranks --------------------------------------------------------------------------------
 
 

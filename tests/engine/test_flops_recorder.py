@@ -196,19 +196,6 @@ def test_layers_that_torch_fuses_for_inference_count(inference: Callable[[], Any
     assert found.macs == trained.macs == 8 * (4 * 64 + 2 * 8 * 16) + 2 * 4 * 4 * 8 * 2
 
 
-def test_means_over_batches() -> None:
-    model = nn.Sequential(linear())
-    recorder = Recorder(model)
-    for rows in (4, 8):
-        with recorder.forward():
-            model(torch.ones(rows, 8))
-    assert recorder.profile(2).macs == 1.5 * LINEAR
-    with recorder.forward():
-        model(torch.ones(12, 8))
-    found = recorder.profile(3)
-    assert (found.macs, type(found.macs)) == (2 * LINEAR, int)
-
-
 # ---- as text --------------------------------------------------------------------------------------
 
 
