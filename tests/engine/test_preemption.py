@@ -17,7 +17,7 @@ import xds
 from xds.engine import preemption
 
 KINDS = {
-    "three ranks, accumulation": (Run("", 3, stage=2, accumulation=2), signal.SIGTERM),
+    "accumulation": (Run("", 2, stage=2, accumulation=2), signal.SIGTERM),
     "stage 3, in the background": (Run("", 2, stage=3, async_save=True), signal.SIGUSR1),
     "two engines": (Run("", 2, stage=0, engines=2), signal.SIGTERM),
 }
@@ -29,7 +29,7 @@ KINDS = {
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=() if kind.startswith("three") else pytest.mark.slow)
+        pytest.param(kind, marks=() if kind == "accumulation" else pytest.mark.slow)
         for kind in KINDS
     ],
 )
