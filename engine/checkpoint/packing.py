@@ -206,8 +206,8 @@ def _made(tag: str, content: Any) -> Any:
         return array if tag == "$array" else array[()]
     if tag == "$float":
         return float(FLOATS[FLOATS.index(content)])
-    make = {"$path": Path, "$dtype": DTYPES.__getitem__, "$device": torch.device}[tag]
-    return make(_text(content))
+    text = _text(content)
+    return DTYPES[text] if tag == "$dtype" else (Path if tag == "$path" else torch.device)(text)
 
 
 def _text(content: Any) -> str:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from helpers import run_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import xds
 from xds.engine.checkpoint.imports.deepspeed import read_deepspeed
-from xds.engine.checkpoint.imports.deepspeed_shards import places_in_parts, places_in_rows
 from xds.engine.checkpoint.imports.importing import import_checkpoint
 from xds.engine.checkpoint.imports.safe_pickle import StandIn, read_pickle
 from xds.engine.checkpoint.io.folders import read_manifest
+from xds.engine.checkpoint.io.reader import CheckpointReader
 from xds.launcher.cli import main
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
@@ -271,7 +273,7 @@ def test_values_of_another_form_are_refused_in_a_sentence(tmp_path: Path) -> Non
         fresh = path.with_suffix(".new")
         torch.save({**state, key: 7.5 if key != "global_steps" else "x"}, fresh)
         fresh.rename(path)
-        with pytest.raises(xds.UsageError, match=r"contradicts itself|does not have the form"):
+        with pytest.raises(xds.UsageError, match=r"contradicts itself|is not complete|does not have the form"):
             import_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -289,33 +291,53 @@ def test_stage_0_gives_weights_and_values_and_says_so(tmp_path: Path) -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_shards_cover_every_parameter_once(data: st.DataObject) -> None:
-    shape = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+def test_shards_of_any_shapes_are_put_together(data: st.DataObject) -> None:
+    """A checkpoint as each stage writes it, of any parameters, groups, paddings and ranks."""
+    shape = st.lists(st.integers(0, 5), max_size=3).map(torch.Size)
     groups = data.draw(st.lists(st.lists(shape, min_size=1, max_size=4), min_size=1, max_size=3))
-    world_size = data.draw(st.integers(1, 5))
-    named = [
-        {f"{at}.{number}": one for number, one in enumerate(group)}
-        for at, group in enumerate(groups)
-    ]
+    world_size, is_3 = data.draw(st.integers(1, 5)), data.draw(st.booleans())
     paddings = [[data.draw(st.integers(0, 3)) for _ in group] for group in groups]
-    numels = {name: torch.Size(one).numel() for group in named for name, one in group.items()}
-    rows = [
-        sum(numels[name] for name in group) + sum(pads)
-        for group, pads in zip(named, paddings, strict=True)
-    ]
-    in_rows = places_in_rows(named, paddings, [-(-row // world_size) for row in rows], world_size)
-    parts = [sum(-(-numels[name] // world_size) for name in group) for group in named]
-    merged = {name: one for group in named for name, one in group.items()}
-    in_parts = places_in_parts(merged, parts, world_size)
-    for places in (in_rows, in_parts):
-        used = set()
-        for name, numel in numels.items():
-            covered = [at for p in places[name] for at in range(p.start, p.stop)]
-            assert covered == list(range(numel))
-            for p in places[name]:
-                here = {(p.rank, p.part, p.at + at) for at in range(p.stop - p.start)}
-                assert not here & used
-                used |= here
+    wanted: dict[str, Tensor] = {}
+    masters: list[list[Tensor]] = [[] for _ in range(world_size)]
+    for number, group in enumerate(groups):
+        values = {f"{number}.{at}": torch.rand(one) for at, one in enumerate(group)}
+        wanted |= values
+        if is_3:
+            parts = [_parts(value, world_size) for value in values.values()]
+            row = [torch.cat(own) for own in zip(*parts, strict=True)]
+        else:
+            padded = zip(values.values(), paddings[number], strict=True)
+            row = _parts(
+                torch.cat([F.pad(one.view(-1), (0, pad)) for one, pad in padded]), world_size
+            )
+        for rank, part in enumerate(row):
+            masters[rank].append(part)
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, own in enumerate(masters):
+            base = {"state": {}, "param_groups": [{"lr": 0.1, "params": list(range(len(groups)))}]}
+            key = "fp32_flat_groups" if is_3 else "single_partition_of_fp32_groups"
+            inner = "optimizer_state_dict" if is_3 else "base_optimizer_state"
+            raw = {key: own, inner: base} | ({} if is_3 else {"param_alignment_paddings": paddings})
+            path = f"{folder}/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            torch.save({"optimizer_state_dict": raw}, path)
+        shapes = [
+            {f"{number}.{at}": one for at, one in enumerate(group)}
+            for number, group in enumerate(groups)
+        ]
+        config = {"optimizer": {"type": "Adam"}}
+        model = {"module": {}, "param_shapes": shapes, "ds_config": config}
+        torch.save(model, f"{folder}/mp_rank_00_model_states.pt")
+        import_checkpoint(folder, f"{folder}/out")
+        with CheckpointReader(f"{folder}/out") as reader:
+            found = {name: reader.read(one) for name, one in reader.values.items()}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def _parts(value: Tensor, count: int) -> list[Tensor]:
+    """`count` equal parts of the elements, the last ones padded."""
+    length = -(-value.numel() // count)
+    return list(F.pad(value.view(-1), (0, count * length - value.numel())).view(count, length))
 
 
 # -- weights alone, and the command line --------------------------------------------------------------------

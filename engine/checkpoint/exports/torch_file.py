@@ -39,7 +39,7 @@ def write_torch_file(
     with open(path, "r+b", buffering=0) as file:
         records, done = _records(path, file.fileno()), set()
         for tensor, there in zip(_tensors(tree), _tensors(found), strict=True):
-            at = getattr(there.untyped_storage(), "_checkpoint_offset", None)
+            at = getattr(there.untyped_storage(), "_checkpoint_offset", -1)
             size_bytes, sums_at = records.get(at, (-1, []))
             if size_bytes != tensor.nbytes:
                 raise XdsError(
