@@ -48,6 +48,7 @@ REFUSED_FILES = {
 }
 FP32_ROWS, FP32_PARTS = "single_partition_of_fp32_groups", "fp32_flat_groups"
 STEP = "step"
+ALIGNMENT = 2  # ZeRO 1 and 2 pad a group to a multiple of so many elements per rank
 
 # keys of the model states that are DeepSpeed's own; all others are the client's
 RESERVED = set(
@@ -318,6 +319,7 @@ class _Source:
         module = self.state["module"]
         shapes = self._shapes()
         trained = {name for group in shapes for name in group}
+        self._check_lengths(shapes)
         layout = _in_parts if self.found.stage == 3 else _in_rows
         for name, shape, group, pieces in layout(self.ranks, shapes) if self.ranks else ():
             value = module.get(name)
@@ -354,6 +356,25 @@ class _Source:
                 f"{self.folder} contradicts itself: param_shapes in the model states does not fit the shards"
             )
         return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+
+    def _check_lengths(self, shapes: Sequence[Mapping[str, Shape]]) -> None:
+        """Check that nothing but padding is left in the shards: else parameters would get others' elements."""
+        numels = [[numel_of(shape) for shape in members.values()] for members in shapes]
+        world_size = len(self.ranks)
+        held = sum(part.master.numel() for rank in self.ranks for part in rank.parts)
+        if self.found.stage == 3:
+            wanted = sum(
+                -(-numel // world_size) * world_size for group in numels for numel in group
+            )
+            padding = 0
+        else:
+            paddings = self.ranks[0].raw.get("param_alignment_paddings") if self.ranks else None
+            wanted = sum(map(sum, numels)) + sum(map(sum, paddings or []))
+            padding = ALIGNMENT * world_size * len(shapes)
+        if held > wanted + padding:
+            raise UsageError(
+                f"{self.folder} contradicts itself: the shapes have {wanted} elements, and the shards {held}"
+            )
 
     def _add_frozen_parts(self) -> None:
         """Add frozen parameters of stage 3: each rank has a part, the last one with padding."""
@@ -401,7 +422,7 @@ class _Source:
             return
         if isinstance(state, Tensor) and state.numel() == 1:
             dtype, state = name_of(state.dtype), state.item()
-        if not isinstance(state, bool | int | float | str):
+        if not isinstance(state, bool | int | float):
             self.found.note(
                 f"the optimizer state {key!r} is not per element: left out, it starts from zero"
             )

@@ -20,12 +20,24 @@ from ....utils.version import __version__
 from ....zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
 from ....zero.checkpoint.snapshot import name_of, plain
 from ....zero.core.layout import Slot
-from ..format import constants_to_json, dump, parse
-from ..io.folders import MANIFEST, check_tag, commit, discard, file_name, make_folder, write_latest
-from ..io.tensor_file import Entry, write_tensors
+from ..format import catalogue_of, constants_to_json, dump, parse
+from ..io.folders import (
+    MANIFEST,
+    check_tag,
+    commit,
+    discard,
+    file_name,
+    hidden,
+    make_folder,
+    write_latest,
+)
+from ..io.tensor_file import Entry, Sums, image_bytes, write_tensors
 from ..io.tensor_table import check_storable
+from ..io.writer import chunk_bytes_of
+from ..load_plan import some_of
 from ..manifest import FORMAT, VERSION, FileRecord, Manifest, lengths_of, totals_of
 from ..packing import pack
+from ..whole import lacking
 from .safe_pickle import StandIn
 
 MAX_EXPANSION_BYTES = (
@@ -155,36 +167,12 @@ class Imported:
                 f"{save_dir / tag} already exists, a {what}: import into another folder, or remove it"
             )
         self._check_expansion()
+        self._check_manifest(tag)
         claim = make_folder(save_dir, tag)
         try:
             name = file_name(claim.folder, 0)
             sums = write_tensors(claim.folder / name, self._entries)
-            record = FileRecord(
-                path=name,
-                size_bytes=sums.size_bytes,
-                chunk_bytes=sums.chunk_bytes,
-                crc32=sums.crc32,
-                ranges=tuple(self._ranges),
-                constants=tuple(constants_to_json(self._constants)),
-                own={},
-            )
-            manifest = Manifest(
-                format=FORMAT,
-                version=VERSION,
-                xds=__version__,
-                tag=tag,
-                world_size=1,
-                stage=self.stage,
-                flats=tuple(self.flats),
-                files=(record,),
-                state=self._state,
-                saved_seconds=time.time(),
-                mesh=lengths_of(Mesh(1, 1)),
-                holders=((0,),),
-                totals=totals_of((record,)),
-            )
-            parse(dump(manifest), f"what was read from {self.origin}")  # as a load will
-            folder = commit(claim.folder, save_dir, manifest)
+            folder = commit(claim.folder, save_dir, self._manifest(tag, name, sums))
             write_latest(save_dir, tag)
             return folder
         except BaseException:
@@ -192,6 +180,45 @@ class Imported:
             raise
         finally:
             claim.release()
+
+    def _manifest(self, tag: str, file: str, sums: Sums) -> Manifest:
+        record = FileRecord(
+            path=file,
+            size_bytes=sums.size_bytes,
+            chunk_bytes=sums.chunk_bytes,
+            crc32=sums.crc32,
+            ranges=tuple(self._ranges),
+            constants=tuple(constants_to_json(self._constants)),
+            own={},
+        )
+        return Manifest(
+            format=FORMAT,
+            version=VERSION,
+            xds=__version__,
+            tag=tag,
+            world_size=1,
+            stage=self.stage,
+            flats=tuple(self.flats),
+            files=(record,),
+            state=self._state,
+            saved_seconds=time.time(),
+            mesh=lengths_of(Mesh(1, 1)),
+            holders=((0,),),
+            totals=totals_of((record,)),
+        )
+
+    def _check_manifest(self, tag: str) -> None:
+        """Refuse what a load would refuse."""
+        size_bytes = image_bytes(self._entries)
+        no_sums = (0,) * -(-size_bytes // chunk_bytes_of(size_bytes))
+        planned = self._manifest(tag, file_name(Path(hidden(tag)), 0), Sums(size_bytes, no_sums))
+        source = f"what was read from {self.origin}"
+        manifest = parse(dump(planned), source)
+        if names := lacking(manifest, catalogue_of(manifest, source)):
+            raise UsageError(
+                f"{source} is not complete: it has no {some_of(names)}; to import only weights, give a file of "
+                "them, with --from torch"
+            )
 
     def _check_expansion(self) -> None:
         """Refuse huge expanded tensors: they are written whole, and a small file must not fill a disk."""

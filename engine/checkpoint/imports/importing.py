@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....utils.errors import UsageError, XdsError
-from ....utils.quoting import printable, quoted
+from ....utils.errors import UsageError
+from ....utils.quoting import escaped, printable, quoted
 from ..io.folders import LATEST, MANIFEST, named_in
 from .deepspeed import is_deepspeed, read_deepspeed
 from .imported import Imported
@@ -49,7 +49,9 @@ def import_checkpoint(
     try:
         found = _read(source, tag, kind)
         folder = found.write(save_dir, found.tag)
-    except (XdsError, OSError):
+    except UsageError as error:  # it may name values of the source
+        raise type(error)(escaped(str(error))) from error.__cause__
+    except OSError:
         raise
     except Exception as error:  # what values of another form make fail is no fixed list
         raise UsageError(
