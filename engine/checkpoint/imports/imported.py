@@ -33,7 +33,6 @@ from ..io.folders import (
 )
 from ..io.tensor_file import Entry, Sums, image_bytes, write_tensors
 from ..io.tensor_table import check_storable
-from ..io.writer import chunk_bytes_of
 from ..load_plan import some_of
 from ..manifest import FORMAT, VERSION, FileRecord, Manifest, lengths_of, totals_of
 from ..packing import pack
@@ -210,8 +209,9 @@ class Imported:
     def _check_manifest(self, tag: str) -> None:
         """Refuse what a load would refuse."""
         size_bytes = image_bytes(self._entries)
-        no_sums = (0,) * -(-size_bytes // chunk_bytes_of(size_bytes))
-        planned = self._manifest(tag, file_name(Path(hidden(tag)), 0), Sums(size_bytes, no_sums))
+        num_sums = -(-size_bytes // Sums(size_bytes, ()).chunk_bytes)
+        name = file_name(Path(hidden(tag)), 0)
+        planned = self._manifest(tag, name, Sums(size_bytes, (0,) * num_sums))
         source = f"what was read from {self.origin}"
         manifest = parse(dump(planned), source)
         if names := lacking(manifest, catalogue_of(manifest, source)):
