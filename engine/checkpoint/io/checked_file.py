@@ -11,6 +11,7 @@ verified its part: the second read comes from the page cache.
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -90,6 +91,7 @@ class CheckedFile:
         self._record = record
         self._pool = pool
         self._fd = -1
+        self._buffers = threading.local()
         self._kept: tuple[int, Tensor | None] = (-1, None)
         try:
             self._read_header()
@@ -109,6 +111,7 @@ class CheckedFile:
 
     def close(self) -> None:
         """Close the file until it is read again; does nothing if it is closed."""
+        self._buffers = threading.local()
         self._kept = (-1, None)
         if self._fd >= 0:
             os.close(self._fd)
@@ -219,7 +222,7 @@ class CheckedFile:
         size = self._record.chunk_bytes
         low, high = first * size, min(last * size, self._record.size_bytes)
         memory = spans[0].memory(low, high) if len(spans) == 1 else None
-        found = torch.empty(high - low, dtype=torch.uint8) if memory is None else memory
+        found = self._buffer(high - low) if memory is None else memory
         view = bytes_of(found)
         self._fill(fd, view, low)
         for number in range(first, last) if sums else ():
@@ -236,6 +239,13 @@ class CheckedFile:
             if sums and max(span.stop for span in spans) <= high:
                 self._kept = last - 1, found[(last - 1 - first) * size :].clone()
         return high - low
+
+    def _buffer(self, size_bytes: int) -> Tensor:
+        """Memory of this thread: fresh memory for each segment would cost more than the reading."""
+        held = vars(self._buffers).get("held")
+        if held is None or len(held) < size_bytes:
+            held = self._buffers.held = torch.empty(size_bytes, dtype=torch.uint8)
+        return held[:size_bytes]
 
     def _fill(self, fd: int, view: memoryview, at: int) -> None:
         """Fill `view` with the file's bytes from `at`."""
