@@ -22,7 +22,7 @@ import torch
 from broken_disk import READ_CALLS, SPACE_CALLS, BrokenDisk
 from time_limit import limit_time  # noqa: F401
 
-from xds.offload.disk import creation, workers
+from xds.offload.disk import workers
 from xds.offload.disk.creation import create_file
 from xds.offload.disk.extents import Extent, Extents
 from xds.offload.disk.file import DiskFile
@@ -103,45 +103,6 @@ def test_random_extents_come_back_in_random_order(tmp_path, options):
         ticket.wait()
         assert ticket.is_done()
     assert all(torch.equal(sources[extent], copies[extent]) for extent in extents)
-    disk.close()
-
-
-def test_requests_of_many_threads_come_back(tmp_path):
-    disk, extents = file_of(tmp_path, *[40_000] * 8)
-    wrong = []
-
-    def work(seed):
-        extent, copy = extents[seed], pages(40_000)
-        for turn in range(10):
-            source = pages(40_000, 100 * turn + seed)
-            disk.write(extent, source)
-            disk.read(extent, copy).wait()
-            wrong.extend([] if torch.equal(source, copy) else [(seed, turn)])
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    disk.close()
-
-
-def test_a_part_of_an_extent_is_written_and_read(tmp_path):
-    disk, (before, extent, after) = file_of(tmp_path, 4096, 50_000, 4096)
-    whole, part = pages(50_000, 1), pages(12_288, 2)
-    disk.write(before, pages(1, 3)).wait()
-    disk.write(after, pages(1, 4)).wait()
-    disk.write(extent, whole)
-    disk.write(extent, part, start=16_384)
-    whole[16_384 : 16_384 + 12_288] = part
-    copy, end = pages(50_000), pages(4096)
-    disk.read(extent, copy).wait()
-    disk.read(extent, end, start=49_152).wait()
-    assert torch.equal(copy, whole) and torch.equal(end, whole[49_152:])
-    for neighbour, seed in ((before, 3), (after, 4)):
-        disk.read(neighbour, end).wait()
-        assert torch.equal(end, pages(1, seed))
     disk.close()
 
 
@@ -382,17 +343,6 @@ def test_a_read_behind_a_failed_write_fails_too(tmp_path):
     disk.close()
 
 
-def test_close_after_failures_leaves_nothing(tmp_path):
-    disk, (extent,) = file_of(tmp_path, SIZE)
-    with BrokenDisk(tmp_path, 1, "full").in_place():
-        for seed in range(5):
-            disk.write(extent, pages(SIZE, seed))
-            disk.read(extent, pages(SIZE))
-        disk.close()
-    assert not disk_threads()
-    assert not [name for name in open_files() if name.startswith(str(tmp_path))]
-
-
 def test_a_slow_disk_is_reported_once_while_a_caller_waits(tmp_path, gate, caplog):
     def warnings_of(caplog):
         return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
@@ -457,15 +407,6 @@ def test_a_file_system_without_nameless_files(tmp_path, monkeypatch):
     assert comes_back(tmp_path)
     assert len(names) == 1 and names[0].name.startswith(f".xds-rank0-{os.getpid()}-")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_name_that_cannot_be_removed_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(creation, "_NAMELESS", 0)
-    monkeypatch.setattr(os, "unlink", refuse(errno.EIO))
-    before = open_files()
-    with pytest.raises(UsageError, match="cannot create its file there: EIO"):
-        create_file(tmp_path, FILE_BYTES, rank=0)
-    assert open_files() == before
 
 
 @pytest.mark.parametrize("where", ["fcntl", "preadv"])

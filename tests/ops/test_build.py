@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import native_sources as tiny
@@ -427,67 +428,43 @@ def test_cuda_sources_compile_without_a_warning_and_hold_a_kernel_for_every_op(
     assert kernels.split() == ops.split() != []
 
 
-@pytest.mark.parametrize(
-    "capability, is_fine",
-    [((7, 0), False), ((8, 0), True), ((8, 9), True), ((9, 0), True), ((12, 0), True)],
-)
-def test_a_gpu_needs_code_of_its_generation_or_older_ptx(
-    capability: tuple[int, int], is_fine: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def nvcc_of(version: str) -> build_compilers.Compiler:
+    return build_compilers.Compiler(("nvcc",), f"Cuda compilation tools, release {version}, V")
+
+
+def test_a_cuda_library_needs_a_torch_and_an_nvcc_of_one_cuda_and_code_for_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert build_compilers.runs_on(["80", "90"], capability) is is_fine
-    nvcc = build_compilers.Compiler(("nvcc",), "Cuda compilation tools, release 12.1, V12.1.105")
-    monkeypatch.setattr(libraries, "find_nvcc", lambda kept: nvcc)
-    monkeypatch.delenv(build_compilers.ARCHS_VARIABLE, raising=False)
-    if is_fine:
-        libraries._check_gpu(*capability)
-    else:
-        with pytest.raises(
-            BuildError, match=r"this GPU \(sm_70\), only for sm_80, sm_90; set XDS_"
-        ):
-            libraries._check_gpu(*capability)
-
-
-@pytest.mark.parametrize(
-    "built_for, complaint",
-    [
+    monkeypatch.setattr(libraries, "find_nvcc", lambda kept: nvcc_of("13.0"))
+    for built_for, complaint in (
         ("", "without CUDA"),
         ("12.8", "CUDA 12.8, but nvcc is of CUDA 13.0; set CUDA_HOME"),
         ("13.1", ""),
-    ],
-)
-def test_a_cuda_library_needs_a_torch_and_an_nvcc_of_one_cuda(
-    built_for: str, complaint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nvcc = build_compilers.Compiler(("nvcc",), "Cuda compilation tools, release 13.0, V13.0.88")
-    built = dataclasses.replace(build_compilers.find_torch(), cuda=built_for)
-    monkeypatch.setattr(libraries, "find_nvcc", lambda kept: nvcc)
-    monkeypatch.setattr(libraries, "find_torch", lambda: built)
-    if complaint:
-        with pytest.raises(BuildError, match=complaint):
+    ):
+        built = dataclasses.replace(build_compilers.find_torch(), cuda=built_for)
+        monkeypatch.setattr(libraries, "find_torch", lambda built=built: built)
+        with pytest.raises(BuildError, match=complaint) if complaint else nullcontext():
             libraries.check(LIBRARIES["cuda_optimizers"])
-    else:
-        libraries.check(LIBRARIES["cuda_optimizers"])
+    monkeypatch.setattr(libraries, "find_nvcc", lambda kept: nvcc_of("12.1"))
+    monkeypatch.delenv(build_compilers.ARCHS_VARIABLE, raising=False)
+    for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):  # code of its generation, or older PTX
+        assert build_compilers.runs_on(["80", "90"], capability)
+        libraries._check_gpu(*capability)
+    assert not build_compilers.runs_on(["80", "90"], (7, 0))
+    with pytest.raises(BuildError, match=r"this GPU \(sm_70\), only for sm_80, sm_90; set XDS_"):
+        libraries._check_gpu(7, 0)
 
 
 def test_architectures_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def flags(version: str) -> list[str]:
-        found = build_compilers.arch_flags(build_compilers.Compiler(("nvcc",), version))
-        return [flag.removeprefix("-gencode=arch=") for flag in found]
+        found = build_compilers.arch_flags(nvcc_of(version))
+        return [flag.removeprefix("-gencode=arch=compute_") for flag in found]
 
     monkeypatch.delenv(build_compilers.ARCHS_VARIABLE, raising=False)
-    old = flags("Cuda compilation tools, release 12.1, V12.1.105")
-    assert old == [
-        f"compute_{a},code={b}" for a, b in [(80, "sm_80"), (90, "sm_90"), (90, "compute_90")]
-    ]
-    assert "compute_100,code=sm_100" in flags("Cuda compilation tools, release 13.0, V13.0.88")
+    assert flags("12.1") == ["80,code=sm_80", "90,code=sm_90", "90,code=compute_90"]
+    assert "100,code=sm_100" in flags("13.0")
     monkeypatch.setenv(build_compilers.ARCHS_VARIABLE, "8.6;90a")
-    assert flags("") == [
-        "compute_86,code=sm_86",
-        "compute_90a,code=sm_90a",
-        "compute_90a,code=compute_90a",
-    ]
+    assert flags("") == ["86,code=sm_86", "90a,code=sm_90a", "90a,code=compute_90a"]
     monkeypatch.setenv(build_compilers.ARCHS_VARIABLE, "hopper")
-    with pytest.raises(
-        BuildError, match='XDS_CUDA_ARCHS = .hopper. is not a list .* write "80 90"'
-    ):
+    with pytest.raises(BuildError, match='XDS_CUDA_ARCHS = .hopper. is not a list .* write "80 90'):
         flags("")
