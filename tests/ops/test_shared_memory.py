@@ -21,7 +21,7 @@ import torch.distributed as dist
 from helpers import run_new_ranks, run_processes
 
 from xds.ops.comm.collectives import PartOf
-from xds.ops.comm.memory import operations, segment
+from xds.ops.comm.memory import segment
 from xds.ops.comm.memory.operations import InMemory
 from xds.ops.comm.opening import open_collectives
 from xds.ops.comm.shared_memory import SharedMemory
@@ -331,7 +331,7 @@ def dropping() -> tuple[list[float], int]:
     shared.barrier()
     time.sleep(0.01)
     shared.barrier()
-    return found, len(operations._dropped)
+    return found, len(segment.segment().dropped)
 
 
 def test_a_dropped_handle_holds_up_nobody_and_leaves_nothing() -> None:
