@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +25,8 @@ LEVELS = {8: 127, 4: 7}
 BAD = (math.inf, -math.inf, math.nan)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 seeds = st.integers(0, 2**31)
+BUSY = [HealthCheck.too_slow]  # as a busy machine makes it
+ANY_INPUT = settings(max_examples=60, deadline=None, suppress_health_check=BUSY)
 
 
 def sample(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -74,7 +76,7 @@ def test_tables_of_integers() -> None:
     torch.testing.assert_close(back, torch.tensor([7.0, -7.0, 1.0, -1.0, 0.0, -1.0, 4.0]))
 
 
-@settings(max_examples=60, deadline=None)
+@ANY_INPUT
 @given(st.integers(1, 700), dtypes, st.sampled_from([8, 4]), st.sampled_from(BLOCKS), seeds)
 def test_integers_of_any_input(
     numel: int, dtype: torch.dtype, bits: int, block: int, seed: int
@@ -177,7 +179,7 @@ def test_tables_of_signs_scales_errors_and_gains() -> None:
         assert packed_signs(torch.zeros(0), torch.zeros(0), block)[1].tolist() == scale
 
 
-@settings(max_examples=60, deadline=None)
+@ANY_INPUT
 @given(st.integers(1, 2500), dtypes, st.sampled_from([0, 32, 64, 256, 1024]), st.booleans(), seeds)
 def test_signs_of_any_input(
     numel: int, dtype: torch.dtype, block: int, rms: bool, seed: int
