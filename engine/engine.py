@@ -166,9 +166,8 @@ class Engine(ForLayers):
         is_boundary = self._step.step(self.lr_scheduler, by_optimizer=by_optimizer)
         if is_boundary:
             self._parts.report.step(self)
+            self._parts.preemption.boundary()  # the failure of an earlier save does not prevent this one
         self._parts.saver.check()
-        if is_boundary:
-            self._parts.preemption.boundary()
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Let the next step() clip to `max_norm`, not to gradient_clipping; inf only measures. A collective.

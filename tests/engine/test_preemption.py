@@ -13,6 +13,7 @@ from helpers import run_new_ranks
 from preempted_runs import Ranks, Run, config_of, final, preempt_and_resume
 
 import xds
+from xds.engine import preemption
 
 KINDS = {
     "two ranks": (Run("", 2, stage=1), signal.SIGTERM),
@@ -208,6 +209,13 @@ def test_two_engines_cannot_save_into_one_folder(tmp_path):
     run_new_ranks(_same_folder, 1, str(tmp_path))
 
 
+def _step_until_preempted(engine):
+    with pytest.raises(xds.Preempted):
+        while True:
+            engine.backward(engine(torch.ones(2, 8)).sum())
+            engine.step()
+
+
 def _preempted(folder):
     engine = _engine(folder)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -225,20 +233,17 @@ def _preempted(folder):
 
 
 def _asked_after_engines_before(folder):
-    """One engine was dropped without destroy, one was saved; the deadline of that request passes."""
-    config = config_of(Run(folder, seconds=1.0))
+    """One engine was dropped without destroy, two were saved; the deadline of those requests is gone."""
+    gc.disable()  # engines are in reference cycles
+    config = config_of(Run(folder))
     xds.initialize(torch.nn.Linear(8, 8), config)
-    gc.collect()
     for _ in range(2):
         engine = xds.initialize(torch.nn.Linear(8, 8), config)
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(xds.Preempted):
-            while True:
-                engine.backward(engine(torch.ones(2, 8)).sum())
-                engine.step()
+        _step_until_preempted(engine)
         engine.destroy()
     engine = xds.initialize(torch.nn.Linear(8, 8), config)
-    time.sleep(1.5)
+    assert preemption._signals._deadline is None
     engine.backward(engine(torch.ones(2, 8)).sum())
     engine.step()
     engine.destroy()
@@ -247,6 +252,56 @@ def _asked_after_engines_before(folder):
 
 def test_a_request_ends_with_its_engines(tmp_path):
     run_new_ranks(_asked_after_engines_before, 1, str(tmp_path))
+
+
+def _first_engine_is_idle(folder):
+    run = Run(folder, seconds=60.0)
+    engines = [
+        xds.initialize(torch.nn.Linear(8, 8), config_of(run, number)) for number in range(2)
+    ]
+    os.kill(os.getpid(), signal.SIGTERM)
+    preemption._signals._received[signal.SIGTERM] -= 31  # seconds
+    _step_until_preempted(engines[1])
+    assert run.tags() == ["global_step0"]
+
+
+def test_a_first_engine_without_steps_does_not_prevent_the_save(tmp_path):
+    run_new_ranks(_first_engine_is_idle, 1, str(tmp_path))
+
+
+def _asked_between_engines(folder):
+    """The script's handler calls the one before, which is of an engine that is gone."""
+    engine = _engine(folder)
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *args: before(*args))
+    os.kill(os.getpid(), signal.SIGTERM)
+    engine.destroy()
+    engine = _engine(folder)
+    _step_until_preempted(engine)
+    os.kill(os.getpid(), signal.SIGTERM)  # it is cleaning up
+    engine.destroy()
+
+
+def test_a_request_after_the_last_step_of_an_engine_is_one_to_the_next(tmp_path):
+    run_new_ranks(_asked_between_engines, 1, str(tmp_path))
+
+
+def _earlier_save_has_failed(folder):
+    engine = _engine(folder)
+
+    def fail():
+        raise xds.XdsError("an earlier save")
+
+    engine._parts.saver.check = fail
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(xds.XdsError, match="an earlier save"):
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+    _step_until_preempted(engine)
+
+
+def test_the_failure_of_an_earlier_save_is_raised_after_the_save(tmp_path):
+    run_new_ranks(_earlier_save_has_failed, 1, str(tmp_path))
 
 
 def test_a_script_may_catch_it_and_close_its_things(tmp_path):
