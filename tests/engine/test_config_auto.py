@@ -94,6 +94,22 @@ def test_auto_for_a_decision_is_refused(path):
     assert complaint.startswith(f'{path} = "auto": only an integration')
 
 
+@pytest.mark.parametrize(
+    ("params", "auto", "said"),
+    [
+        ({"lrr": "auto"}, {}, 'lrr = "auto": unknown key; did you mean "lr"?'),
+        ({"lr": {"enabled": "auto"}}, {}, 'lr = {"enabled": "auto"}: must be a number, at least'),
+        ({"bias_correction": "auto"}, {}, 'bias_correction = "auto": only an integration can fill'),
+        ({"lr": "auto"}, {"optimizer.params.lr": "auto"}, 'lr = "auto": only an integration can'),
+    ],
+)
+def test_auto_for_an_argument_is_one_complaint_that_fits_it(params, auto, said):
+    source = {**SMALL, "optimizer": {"type": "adamw", "params": params}}
+    (complaint,) = complaints(source, auto=auto)
+    assert complaint.startswith(f"optimizer.params.{said}")
+    assert ("write true or false" in complaint) is ("bias_correction" in params)
+
+
 def test_batch_sizes_that_are_all_auto_are_refused_when_resolved():
     config = parse_config({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"})
     with pytest.raises(xds.ConfigError, match='"auto" for train_batch_size and train_micro'):
