@@ -61,7 +61,7 @@ class ConfigReport(Report):
 
     def hint(self, section: str, key: str, names: list[str]) -> str:
         """What an unknown key of a section with the keys `names` may mean."""
-        if "." in key:
+        if "." in key and key.partition(".")[0] in names:
             *parts, last = printable(key).split(".")
             opened = "".join(f'"{part}": {{' for part in parts)
             return f'keys are nested, not joined by dots: write {opened}"{last}": ...{"}" * len(parts)}'

@@ -209,6 +209,41 @@ def test_a_long_value_is_one_sentence(source):
     assert len(complaint) < 200
 
 
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("source", "world_size", "said"),
+    [
+        ({"bogus": Unprintable()}, None, "bogus = a Python Unprintable: must be a JSON value"),
+        ({"train_batch_size": 1e300}, None, "train_batch_size = 1e+300: must be a whole number b"),
+        ({"zero_optimization": {"zenflow": {"a": 1}}}, None, "zero_optimization.zenflow = "),
+        ({"comet": {"api_key": ["k"]}}, None, 'comet.api_key = "***": must be text'),
+        ({"wall.clock_breakdown": True}, None, "wall.clock_breakdown = true: unknown key; did "),
+        ({"checkpoint": {"preemption_seconds": 1e300}}, None, "checkpoint.preemption_seconds = "),
+        ({}, "8", 'world size = "8": must be a whole number, at least 1'),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 7}},
+            10**12,
+            "zero_optimization.mics_shard_size = 7: must divide",
+        ),
+    ],
+)
+def test_one_mistake_is_one_complaint(source, world_size, said):
+    source = {"train_micro_batch_size_per_gpu": 2, **source}
+    with pytest.raises(xds.ConfigError) as caught:
+        parse_config(source, world_size=world_size)
+    (complaint,) = caught.value.complaints
+    assert complaint.startswith(said)
+
+
+def test_what_as_dict_gives_before_the_ranks_are_known_is_read_back():
+    config = parse_config({"train_micro_batch_size_per_gpu": 2})
+    assert parse_config(config.as_dict()).as_dict() == config.as_dict()
+
+
 @SLOW
 @given(configs() | nearly_right())
 def test_check_prints_or_refuses(source):

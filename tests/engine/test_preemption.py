@@ -256,9 +256,7 @@ def test_a_request_ends_with_its_engines(tmp_path):
 
 def _first_engine_is_idle(folder):
     run = Run(folder, seconds=60.0)
-    engines = [
-        xds.initialize(torch.nn.Linear(8, 8), config_of(run, number)) for number in range(2)
-    ]
+    engines = [xds.initialize(torch.nn.Linear(8, 8), config_of(run, number)) for number in range(2)]
     os.kill(os.getpid(), signal.SIGTERM)
     preemption._signals._received[signal.SIGTERM] -= 31  # seconds
     _step_until_preempted(engines[1])
