@@ -423,23 +423,28 @@ class Engine(ForLayers):
         Raises XdsError, when all is done: the last checkpoint could not be written in the background.
         """
         if not self._is_destroyed:
-            self._parts.preemption.end()
-            self.reload_states()
-            self._is_destroyed = True
-            self._guards.remove()
-            self._torch_calls.remove()
-            self._batches.close()
-            self._access.release()
-            self._sharded.detach()
-            self._parts.compiler.undo()
-            self._parts.undo()
-            self.monitor.close()
-            self._sharded.collectives.stop_watching()
             try:
-                self._parts.saver.close()  # it may still read the states
+                self._destroy()
             finally:
-                self._parts.updater.release()
-                self._sharded.release()
+                self._parts.preemption.end()  # until here a signal does not end a save in the background
+
+    def _destroy(self) -> None:
+        self.reload_states()
+        self._is_destroyed = True
+        self._guards.remove()
+        self._torch_calls.remove()
+        self._batches.close()
+        self._access.release()
+        self._sharded.detach()
+        self._parts.compiler.undo()
+        self._parts.undo()
+        self.monitor.close()
+        self._sharded.collectives.stop_watching()
+        try:
+            self._parts.saver.close()  # it may still read the states
+        finally:
+            self._parts.updater.release()
+            self._sharded.release()
 
     def _check_usable(self) -> None:
         if self._is_destroyed:

@@ -302,6 +302,26 @@ def test_the_failure_of_an_earlier_save_is_raised_after_the_save(tmp_path):
     run_new_ranks(_earlier_save_has_failed, 1, str(tmp_path))
 
 
+def _asked_in_destroy(folder):
+    run = Run(folder, async_save=True)
+    engine = xds.initialize(torch.nn.Linear(8, 8), config_of(run))
+    engine.save_checkpoint(str(run.checkpoints))
+    close = engine._parts.saver.close
+
+    def close_when_asked():
+        os.kill(os.getpid(), signal.SIGTERM)
+        close()
+
+    engine._parts.saver.close = close_when_asked
+    engine.destroy()
+    assert run.tags() == ["global_step0"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_request_in_destroy_does_not_end_a_save_in_the_background(tmp_path):
+    run_new_ranks(_asked_in_destroy, 1, str(tmp_path))
+
+
 def test_a_script_may_catch_it_and_close_its_things(tmp_path):
     run_new_ranks(_preempted, 1, str(tmp_path))
 
