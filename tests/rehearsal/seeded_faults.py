@@ -39,17 +39,18 @@ class Fault:
 
 
 def training(stage: int, precision: str) -> str:
-    """A test of training on two ranks."""
+    """A test of training."""
     name = "test_training_has_the_numbers_of_the_cpu_and_no_race"
-    return f"test_rehearsal.py::{name}[2-{stage}-{precision}]"
+    return f"test_rehearsal.py::{name}[{stage}-{precision}]"
 
 
-LOADER = (
-    "test_features.py::test_batches_of_the_engines_loader_come_on_a_stream_of_their_own[2-3-bf16-2]"
+LOADER = "test_features.py::test_batches_of_the_engines_loader_come_on_a_stream_of_their_own"
+OFFLOADED = "test_rehearsal.py::test_offloaded_training_has_the_numbers_of_the_cpu_and_no_race"
+PARAMS, STATES = f"{OFFLOADED}[3-bf16-1-none-cpu-2]", f"{OFFLOADED}[2-bf16-3-cpu-none-2]"
+UPDATE = (
+    "test_rehearsal.py::test_an_update_is_one_launch_for_each_flat_and_two_and_hides_the_wait[2]"
 )
-OFFLOADED = "test_offload.py::test_training_has_the_numbers_of_the_cpu_and_no_race"
-PARAMS, STATES = f"{OFFLOADED}[2-3-bf16-1-none-cpu-2]", f"{OFFLOADED}[2-2-bf16-3-cpu-none-2]"
-ONE_GPU = "test_one_gpu.py::test_a_message_may_be_waited_for_on_another_stream"
+ONE_GPU = "test_parallel.py::test_a_message_may_be_waited_for_on_another_stream"
 
 FAULTS = [
     # -- a missing wait ------------------------------------------------------------------------------------
@@ -75,7 +76,7 @@ FAULTS = [
         "zero/core/flat_grads.py",
         "        handle.wait()\n        self._local.protect()",
         "        self._kept = handle\n        self._local.protect()",
-        training(2, "fp32"),
+        training(2, "fp16"),
     ),
     Fault(
         "sums of stage 0 are read before they are gathered",
@@ -91,7 +92,7 @@ FAULTS = [
         "zero/core/reduction.py",
         "        handle.wait()\n        table[:, 0] = ",
         "        self._kept = handle\n        table[:, 0] = ",
-        training(2, "bf16"),
+        training(2, "fp16"),
     ),
     Fault(
         "the host reads the norm before it has arrived",
@@ -124,7 +125,7 @@ FAULTS = [
         "zero/core/squares.py",
         "sums = torch.zeros(size, dtype=torch.float64, device=device)",
         "sums = torch.zeros(size, dtype=torch.float64)",
-        training(2, "bf16"),
+        training(2, "fp16"),
     ),
     Fault(
         "a message of the host",
@@ -140,7 +141,7 @@ FAULTS = [
         "ops/optim/scale.py",
         "torch.full((), value, dtype=torch.float32, device=device)",
         "torch.full((), value, dtype=torch.float32)",
-        training(1, "bf16"),
+        training(1, "fp32"),
     ),
     Fault(
         "numbers of steps are on the host",
@@ -148,7 +149,7 @@ FAULTS = [
         "ops/optim/adam.py",
         '"step": torch.zeros((), dtype=torch.float32, device=master.device)',
         '"step": torch.zeros((), dtype=torch.float32)',
-        training(2, "fp32"),
+        training(2, "fp16"),
     ),
     Fault(
         "gradients are collected on the host",
@@ -173,7 +174,7 @@ FAULTS = [
         "zero/core/local_sum.py",
         "            if grad.layout != torch.strided:",
         "            if grad.layout != torch.strided or not bool(grad.any()):",
-        training(1, "bf16"),
+        training(1, "fp32"),
     ),
     Fault(
         "a count reaches the device by a copy",
@@ -189,7 +190,7 @@ FAULTS = [
         "ops/optim/shard_optimizer.py",
         "torch._foreach_add_(steps, taken, alpha=1)",
         "torch._foreach_add_(steps, taken)",
-        "test_decisions.py::test_an_update_is_one_launch_for_each_flat_and_two_and_hides_the_wait[2-2-bf16]",
+        UPDATE,
     ),
     Fault(
         "each buffer's norm is read",
@@ -262,26 +263,26 @@ def report_of(folder: Path, fault: Fault) -> tuple[bool, str]:
     """Whether the rehearsal found the fault, and the end of what it printed."""
     root = copied(folder, fault)
     paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-n0",
+        "-m",
+        "",
+        "-p",
+        "no:cacheprovider",
+    ]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-n0",
-            "-m",
-            "",
-            "-p",
-            "no:cacheprovider",
-        ]
-        + [f"{root}/{HERE}/{fault.test}"],
+        [*words, f"{root}/{HERE}/{fault.test}"],
         cwd=root,
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
     )
     failed = done.returncode == 1 and " 1 failed" in " " + done.stdout.splitlines()[-1]
     return failed and re.search(fault.says, done.stdout) is not None, done.stdout[-4000:]
