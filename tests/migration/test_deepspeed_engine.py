@@ -336,7 +336,9 @@ def test_whole_weights_are_saved_in_the_dtype_that_computes_and_checkpoints_come
 
     engine.save_checkpoint(tmp_path, tag=7, client_state={"epoch": 3})
     train(engine)
+    numbers = torch.get_rng_state()
     path, client_state = engine.load_checkpoint(tmp_path, 7)
+    assert torch.equal(torch.get_rng_state(), numbers)  # random generators are left alone
     assert path is not None and path.endswith("7")
     assert client_state["epoch"] == 3 and client_state["global_samples"] == engine.global_samples
     assert client_state["ds_version"].startswith("xds ")
