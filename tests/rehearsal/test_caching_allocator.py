@@ -1,9 +1,20 @@
-"""The model of torch's allocator on traces that are small enough to follow by hand."""
+"""The model of torch's allocator (benchmarks/gpu_memory) on traces that are small enough to follow by hand."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
-from caching_allocator import MIB, CachingAllocator, OutOfMemory, replay, smallest_device
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_memory"))
+from caching_allocator import (  # noqa: E402
+    MIB,
+    CachingAllocator,
+    OutOfMemory,
+    replay,
+    smallest_device,
+)
 
 
 def test_sizes_of_segments() -> None:

@@ -531,7 +531,7 @@ def test_an_input_that_is_fetched_in_vain_is_freed_after_its_copy() -> None:
     assert ranks(2, kernels=True).run(fetched_in_vain) == [[True, True]] * 2
 
 
-# -- the trace that tests/rehearsal/fragmentation.py reads --------------------------------------------------
+# -- the trace that benchmarks/gpu_memory reads -------------------------------------------------------------
 
 
 def states(config: dict[str, Any]) -> list[int]:
