@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from device_ranks import ranks
 from helpers import run_new_ranks, run_processes, run_ranks
 from test_rehearsal import FIRST, build, config_of, inputs_of, near, waits
@@ -453,7 +451,7 @@ def test_a_script_initializes_and_trains_on_a_stream_of_its_own() -> None:
     assert here.run(on_own_stream, *call) == here.run(trained, *call)
 
 
-# -- checkpoints, single parameters, construction in shards -------------------------------------------------
+# -- checkpoints --------------------------------------------------------------------------------------------
 
 
 def whole(engine: Any) -> dict[str, Tensor]:
@@ -510,84 +508,6 @@ def test_a_checkpoint_of_the_device_is_that_of_the_cpu(tmp_path: Path) -> None:
     elsewhere, plain = run_processes(resumed, 2, folder, 0)[0]
     assert all(same(states, one) for one in (again, elsewhere, xds.get_fp32_state_dict(folder)))
     assert losses == pytest.approx(plain, rel=3e-2)
-
-
-def accesses() -> list[list[float]]:
-    """What all functions of xds.zero return."""
-    import xds
-    from xds import zero
-
-    engine = engine_of(3, "bf16")
-    first, second = engine.module[0].weight, engine.module[3].weight
-    found: list[list[float]] = []
-
-    def note(value: Tensor) -> None:
-        assert value.device.type == engine.device.type
-        found.append(value.float().flatten().tolist())
-
-    def like(param: Tensor, low: float, high: float) -> Tensor:
-        return torch.linspace(low, high, param.numel(), device="cpu").view(param.shape)
-
-    note(zero.get_full_param(second))
-    states = (zero.safe_get_full_grad(first), zero.safe_get_full_optimizer_state(first, "step"))
-    assert states == (None, None)
-    found.append([micro_batch(engine, inputs_of(engine, 0)).item()])
-    note(zero.get_full_grad(second))
-    zero.set_full_grad(first, like(first, -0.1, 0.1))
-    note(zero.get_full_grad(first))
-    engine.step()
-    note(zero.get_full_optimizer_state(first, "exp_avg"))
-    zero.set_full_optimizer_state(second, like(second, -1e-3, 1e-3), "exp_avg")
-    zero.set_full_param(second, like(second, -0.3, 0.2))
-    for value in (zero.get_full_optimizer_state(second, "exp_avg"), zero.get_full_param(second)):
-        note(value)
-    with zero.GatheredParameters(engine.module[5], modifier_rank=1):
-        if dist.get_rank() == 1:
-            nn.init.constant_(engine.module[5].bias, 0.5)
-        with zero.GatheredParameters(engine.module.parameters()):
-            note(engine(inputs_of(engine, 1)).detach())
-    note(zero.get_full_param(engine.module[5].bias))
-    with pytest.raises(xds.UsageError, match="changed inside GatheredParameters without"):
-        with zero.GatheredParameters(first), torch.no_grad():
-            first.mul_(2)
-    found.append(train(engine, 2, 4))
-    engine.load_state_dict({name: 0.5 * value for name, value in engine.state_dict().items()})
-    found.append(train(engine, 4, 6))
-    engine.destroy()
-    return found
-
-
-def constructed(where: str) -> list[list[float]]:
-    """The first weights and the losses of a model that is built in shards, on `where`, or on meta."""
-    import xds
-
-    config = config_of(3, "bf16", 1)
-    if where == "meta":
-        with torch.device("meta"):
-            model = build()
-    else:
-        with xds.zero.Init(config), torch.device("cpu"):
-            model = build()
-        with xds.zero.GatheredParameters(model[3], modifier_rank=0):
-            if dist.get_rank() == 0:
-                nn.init.constant_(model[3].bias, 0.25)
-        with xds.zero.GatheredParameters(model[3]):
-            assert (model[3].bias == 0.25).all()
-    engine = xds.initialize(model, config)
-    found = [value.flatten().tolist() for value in whole(engine).values()]
-    found.append(train(engine, 0, 3))
-    engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize(
-    "function", [accesses, partial(constructed, "host"), partial(constructed, "meta")]
-)
-def test_parameters_are_read_written_and_built_in_shards(function: Any) -> None:
-    plain = run_processes(function, 2)
-    for found, expected in zip(ranks(2, kernels=True).run(function), plain, strict=True):
-        for one, other in zip(found, expected, strict=True):
-            assert one == pytest.approx(other, abs=5e-2 * max(map(abs, other)), rel=0)
 
 
 # -- what other tests found on the device -------------------------------------------------------------------

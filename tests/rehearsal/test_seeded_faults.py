@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from seeded_faults import FAULTS, ROOT, Fault, report_of
-from thinned import RUNS_ALL
 
 
 def test_the_code_has_the_line_that_a_fault_changes() -> None:
@@ -15,7 +14,7 @@ def test_the_code_has_the_line_that_a_fault_changes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS if RUNS_ALL else FAULTS[::8], ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_rehearsal_finds(fault: Fault, tmp_path: Path) -> None:
     found, report = report_of(tmp_path, fault)
     assert found, report
