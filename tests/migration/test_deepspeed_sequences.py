@@ -108,7 +108,7 @@ def test_a_config_with_both_sizes_makes_sequence_ranks_for_any_model() -> None:
     (total / 2).backward()
     assert dist.get_world_size(group) == 2
     assert dist.get_world_size(engine.data_parallel_group) == 1
-    assert (float(total), float(loss.grad)) == (3.0, 0.5)
+    assert (total.item(), loss.grad.item()) == (3.0, 0.5)
 
 
 # -- attention of transformers ----------------------------------------------------------------------------
