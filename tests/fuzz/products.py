@@ -295,11 +295,19 @@ def _engine(product: Product, layout: Layout, folder: str) -> Any:
 
 
 @cache
-def plain(product: Product, data: tuple[int, ...]) -> Found:
-    """One process. data: the number of data ranks in each step."""
+def plain(product: Product, data: tuple[int, ...], moved: int = 0) -> Found:
+    """One process.
+
+    data: the number of data ranks in each step. moved: a seed of other last bits of the weights; 0: none.
+    """
     model = build(product.model)
     before(product, model)
     params = dict(model.named_parameters())
+    if moved:
+        seed = torch.Generator().manual_seed(moved)
+        with torch.no_grad():
+            for param in params.values():
+                param.mul_(1 + 1.2e-7 * torch.randn(param.shape, generator=seed))
     trained = [param for param in params.values() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, **ADAMW)
     rows = []
@@ -334,12 +342,29 @@ def examine(product: Product) -> tuple[str, str]:
     last = product.first if product.then is None else product.then
     data = (product.first.shape[1],) * MIDDLE + (last.shape[1],) * (STEPS - MIDDLE)
     said = differences(product, found[0][0], plain(product, data))
+    if said:
+        said = differences(product, found[0][0], plain(product, data), spread(product, data))
     said += [f"losses of rank {at}" for at, one in enumerate(found) if one[0][0] != found[0][0][0]]
     return ("wrong", "; ".join(said)) if said else ("equal", "")
 
 
-def differences(product: Product, found: Found, wanted: Found) -> list[str]:
-    """What differs by more than the precision explains."""
+def spread(product: Product, data: tuple[int, ...]) -> list[tuple[float, float]]:
+    """Of each step: how far loss and norm move, relatively, when the weights' last bits are others."""
+    wanted = plain(product, data)[0]
+    others = [plain(product, data, moved)[0] for moved in (1, 2, 3)]
+    return [
+        tuple(max(abs(one[at][k] / wanted[at][k] - 1) for one in others) for k in (0, 1))  # type: ignore[misc]
+        for at in range(STEPS)
+    ]
+
+
+def differences(
+    product: Product,
+    found: Found,
+    wanted: Found,
+    moves: list[tuple[float, float]] | None = None,
+) -> list[str]:
+    """What differs by more than the precision explains. moves: what `spread` gives; None: not looked at."""
     layouts = [product.first] + ([] if product.then is None else [product.then])
     messages = {layout.messages for layout in layouts}
     is_exact = product.precision == "fp32" and not messages & {"qwZ", "qgZ"}
@@ -347,9 +372,10 @@ def differences(product: Product, found: Found, wanted: Found) -> list[str]:
     said = []
     for step, (one, other) in enumerate(zip(found[0], wanted[0], strict=True)):
         eps = EXACT[step > 1] if is_exact else near
-        pairs = list(zip(("loss", "norm"), one, other, strict=True))
-        for what, mine, theirs in pairs if is_exact else pairs[:1]:
-            if not abs(mine - theirs) <= eps * max(abs(theirs), 1e-3):
+        near_by = (0.0, 0.0) if moves is None else moves[step]
+        pairs = list(zip(("loss", "norm"), one, other, near_by, strict=True))
+        for what, mine, theirs, move in pairs if is_exact else pairs[:1]:
+            if not abs(mine - theirs) <= max(eps, 2 * move) * max(abs(theirs), 1e-3):
                 said.append(f"step {step} {what} {mine:.7g} instead of {theirs:.7g}")
     for name, theirs in wanted[1].items() if is_exact and not said else ():
         mine = found[1].get(name)

@@ -134,10 +134,13 @@ class Access(Owner):
     def _slices_of(self, param: nn.Parameter) -> Slices | None:
         return self._model.flat_groups.slices.get(id(param))
 
-    def _settle(self) -> None:
-        """End what is in flight: its collectives come before those of the access."""
+    def _settle(self, param: nn.Parameter | None = None) -> None:
+        """End what is in flight: its collectives come before those of the access.
+
+        param: other pipeline stages do not take part in an access of what they do not hold.
+        """
         self._model.backwards.end_script_backward()
-        self._model.publish()
+        self._model.publish(None if param is None else self._model.flat_groups.of(param))
 
     def settle_alone(self) -> None:
         if self._model.needs_others_to_publish:
@@ -150,12 +153,12 @@ class Access(Owner):
 
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
         self._check_usable()
-        self._settle()
+        self._settle(param)
         super().agree(doing, param, value)
 
     def value(self, param: nn.Parameter) -> Stored:
         self._check_usable()  # also before `agree`: a check of shapes looks at the value
-        self._settle()
+        self._settle(param)
         place = self._places.get(id(param))
         if place is None or place.master is None:
             return self.compute(param)
@@ -168,7 +171,7 @@ class Access(Owner):
         return stored
 
     def compute(self, param: nn.Parameter) -> Stored:
-        self._settle()
+        self._settle(param)
         place = self._places.get(id(param))
         if place is None:
             held, slices = self._slices.get(id(param), param.data), self._slices_of(param)

@@ -24,7 +24,7 @@ from .discover import found_blocks
 from .disk_failures import agree_on_disks
 from .flat_grads import FlatGrads
 from .gather import Gatherer
-from .groups import FlatGroups
+from .groups import FlatGroup, FlatGroups
 from .memory import Memory
 from .outside import CHECKED_FORWARDS, OutsideUse
 from .reduction import REDUCTIONS_IN_FLIGHT, Reduction
@@ -314,11 +314,17 @@ class ShardedModel:
         for flat in self._shared:
             flat.memory.check_place()
 
-    def publish(self) -> None:
-        """Wait for the values of an update that runs under the next forward, if one does. For all ranks."""
-        if self._publishes:
-            for unit in self.units:
-                unit.unshard()
+    def publish(self, only: FlatGroup | None = None) -> None:
+        """Wait for the values of an update that runs under the next forward, if one does. For all ranks.
+
+        only: the ranks of this group alone call it, so what other pipeline stages hold as well is left out.
+        """
+        if not self._publishes:
+            return
+        for unit in self.units:
+            for flat in unit.params:
+                if only is None or flat.group is only or not flat.group.is_shared:
+                    flat.unshard()
 
     @property
     def needs_others_to_publish(self) -> bool:
