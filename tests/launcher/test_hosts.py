@@ -235,6 +235,7 @@ def test_choices_of_hosts():
         assert [ranks for _, ranks in chosen] == expected
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 8), min_size=1, max_size=6),
     st.integers(0, 6),
