@@ -18,6 +18,7 @@ from torch import nn
 import xds
 import xds.deepspeed as deepspeed
 from xds.deepspeed import utils, zero
+from xds.deepspeed.utils import groups
 
 NUMEL = 15  # of the weight; two ranks have 8 elements each, one of them padding
 X = torch.arange(5.0).view(1, 5)
@@ -428,3 +429,24 @@ def test_copies_of_a_trained_model_do_not_hold_its_engine(tmp_path: Path) -> Non
         train_twice(other, 1, 5).destroy()
     engine.destroy()
     assert not model._load_state_dict_post_hooks
+
+
+@on_ranks(2)
+def test_groups_are_those_of_the_newest_engine_that_trains() -> None:
+    """What `deepspeed.utils.groups` says while other engines come and go."""
+    import gc
+
+    given = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}}
+    found = []
+    first = deepspeed.initialize(model=built(), config=given, mesh_param=(1, 2))[0]
+    for is_destroyed in (True, False):
+        second = deepspeed.initialize(model=built(), config=given)[0]
+        found.append(groups._get_sequence_parallel_world_size())
+        if is_destroyed:
+            second.destroy()
+            found.append(groups._get_sequence_parallel_world_size())
+        del second
+        gc.collect()
+        found.append(groups._get_sequence_parallel_world_size())
+    first.destroy()
+    assert found == [1, 2, 2, 1, 2]
