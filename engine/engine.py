@@ -341,7 +341,7 @@ class Engine(ForLayers):
         At every instant the last committed checkpoint is whole; a failure on one rank raises on all.
         With checkpoint.async_save it returns once the states are copied to host memory; the commit comes
         later, and what goes wrong is raised by the next step(), wait_for_checkpoint() or destroy().
-        client_state: JSON values, tensors and plain types, nested (`packed_types`); rank 0's is kept.
+        client_state: JSON values, tensors and plain types, nested (`checkpoint/packing.py`); rank 0's is kept.
         exclude_frozen_parameters: leave the values of frozen parameters out of the files; a load then leaves
             the model's own as they are.
         """

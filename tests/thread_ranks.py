@@ -129,7 +129,7 @@ def _process_state() -> dict[str, Any]:
         "random": random.getstate(),
         "numpy": np.random.get_state(),
         "dtype": torch.get_default_dtype(),
-        "loss scales": list(backward_scale._loss_scales),
+        "backward passes": list(backward_scale._passes),
         "stance": _compiler()._stance if _compiler() else None,
     }
 
@@ -139,7 +139,7 @@ def _restore(state: dict[str, Any]) -> None:
     random.setstate(state["random"])
     np.random.set_state(state["numpy"])
     torch.set_default_dtype(state["dtype"])
-    backward_scale._loss_scales[:] = state["loss scales"]
+    backward_scale._passes[:] = state["backward passes"]
     if _compiler():  # it may have been loaded since
         _compiler()._stance = state["stance"] or _compiler().DynamoStance()
 

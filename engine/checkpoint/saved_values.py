@@ -1,7 +1,6 @@
-"""Types of a checkpoint's values outside of flat buffers, and the tensors that they reference.
+"""The schema of a checkpoint's values outside of flat buffers: the engine's state, and each rank's own values.
 
-These are the engine's state (counters, loss scale, optimizer, ...) and each rank's own values (random
-generators, ...), packed as JSON by `packing`. A tensor in them is a `Named` until it is read from its file.
+They are packed as JSON by `packing`. A tensor in them is a `Named` until it is read from its file.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from .io.tensor_table import shown
 from .packing import unpack
 
 Whole = Annotated[int, Field(strict=True)]
-ClassName = Annotated[str, Field(strict=True, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Scale = Annotated[float, Field(strict=True, ge=SCALES[0], le=MAX_SCALE, allow_inf_nan=False)]
+ClassName = Annotated[str, Field(strict=True, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,8 @@ Saved = InstanceOf[Named]
 
 @dataclass(frozen=True)
 class Counters:
-    """The engine's counters.
+    """accumulation_steps: micro-batches per step. is_accumulating: saved within a step.
 
-    accumulation_steps: micro-batches per step.
-    is_accumulating: saved within a step.
     accumulated: micro-batches of that step already processed; older checkpoints do not contain it.
     """
 
@@ -55,7 +53,7 @@ class Counters:
 class ScaleState:
     """See `DynamicScale` in engine/optim/loss_scale.py."""
 
-    value: Annotated[float, Field(strict=True, ge=SCALES[0], le=MAX_SCALE, allow_inf_nan=False)]
+    value: Scale
     left: Size
     step: Size
     last_overflow: Annotated[int, Field(strict=True, ge=-1)]
@@ -139,8 +137,7 @@ class OwnValues:
     @classmethod
     def of(cls, packed: Any) -> OwnValues:
         """The values in `packed`. Raises ValueError: it has another form."""
-        _check_plain(packed, "own")
-        found: OwnValues = _read(_OWN, unpack(packed, Named), "own")
+        found: OwnValues = _read(_OWN, packed, "own")
         return found
 
 
@@ -149,28 +146,25 @@ _STATE, _SCALE, _OWN = TypeAdapter(EngineState), TypeAdapter(ScaleState), TypeAd
 
 def state_of(packed: Any) -> EngineState:
     """The engine's state in `packed`. Raises ValueError: it has another form."""
-    _check_plain(packed, "state")
-    for key in ("counters", "optimizer"):
-        if packed.get(key) is not None:
-            _check_plain(packed[key], f"state.{key}")
-    state: EngineState = _read(_STATE, unpack(packed, Named), "state")
+    state: EngineState = _read(_STATE, packed, "state", "counters", "optimizer")
     if state.loss_scale:  # {}: the scale is not dynamic
-        _read(_SCALE, state.loss_scale, "state.loss_scale")
+        _read(_SCALE, packed["loss_scale"], "state.loss_scale")
     for group in state.optimizer.groups if state.optimizer is not None else ():
         if "params" in group:
             raise ValueError("state.optimizer.groups have params, which are no hyperparameter")
     return state
 
 
-def _check_plain(packed: Any, where: str) -> None:
-    """Check that its keys are plain text, so that one value can be read without unpacking all."""
-    if not isinstance(packed, dict) or any(key.startswith("$") for key in packed):
-        raise ValueError(f"{where} is {shown(packed)}, and not a table of values")
-
-
-def _read(reader: TypeAdapter[Any], value: Any, where: str) -> Any:
+def _read(reader: TypeAdapter[Any], packed: Any, where: str, *inner: str) -> Any:
+    """`packed` as the reader's type. It, and its values `inner`, are tables that are read without unpacking."""
+    for place in ("", *inner):
+        table = packed.get(place) if place else packed
+        is_plain = isinstance(table, dict) and not any(key.startswith("$") for key in table)
+        if not is_plain and not (place and table is None):
+            here = f"{where}.{place}".rstrip(".")
+            raise ValueError(f"{here} is {shown(table)}, and not a table of values")
     try:
-        return reader.validate_python(value)
+        return reader.validate_python(unpack(packed, Named))
     except ValidationError as error:
         raise ValueError(complaint(error, where)) from None
 

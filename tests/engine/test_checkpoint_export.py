@@ -289,14 +289,6 @@ def test_an_export_opens_and_holds_the_values(
         assert export_bytes(reader, ExportOptions(dtype=dtype)) == counted
 
 
-def test_frozen_parameters_can_be_left_out(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    for way in ("safetensors", "torch"):
-        names = export(way, checkpoint[0], tmp_path / way, exclude_frozen=True)
-        found = load(way, tmp_path / way, names, {})
-        assert not [name for name in found if name.startswith("frozen")]
-        assert {"inner.weight", "norm.running_mean", "empty"} <= found.keys()
-
-
 def test_several_safetensors_files_have_an_index(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, state = checkpoint
     names = export("safetensors", folder, tmp_path / "out", max_shard_bytes=1000)
@@ -333,15 +325,18 @@ def test_one_safetensors_file_says_what_is_tied(checkpoint: Checkpoint, tmp_path
     )
 
 
+@pytest.mark.parametrize("with_optimizer", [False, True])
 def test_a_torch_file_is_a_sound_archive_with_shared_tied_tensors(
-    checkpoint: Checkpoint, tmp_path: Path
+    checkpoint: Checkpoint, tmp_path: Path, with_optimizer: bool
 ) -> None:
     out = tmp_path / "model.pt"
-    export("torch", checkpoint[0], out, with_optimizer=True)
+    export("torch", checkpoint[0], out, with_optimizer=with_optimizer, exclude_frozen=True)
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None
-    state = torch.load(out, weights_only=True)["model"]
+    found = torch.load(out, weights_only=True)
+    state = found["model"] if with_optimizer else found
     assert state["again.weight"].data_ptr() == state["inner.weight"].data_ptr()
+    assert checkpoint[1].keys() - state.keys() == {"frozen.weight", "frozen.bias"}
 
 
 @pytest.mark.parametrize("way", ["torch", "dcp"])
@@ -480,9 +475,10 @@ def test_an_export_that_fails_leaves_nothing_and_the_old_one(
 def test_what_a_killed_export_left_is_removed_by_the_next(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    (tmp_path / ".out.part-0123abcd").mkdir()
-    export("safetensors", checkpoint[0], tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    for way, name in (("safetensors", "o[u]t"), ("torch", "out.pt")):
+        (tmp_path / f".{name}.part-0123abcd").mkdir()
+        export(way, checkpoint[0], tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["o[u]t", "out.pt"]
 
 
 # -- DeepSpeed's names --------------------------------------------------------------------------------------

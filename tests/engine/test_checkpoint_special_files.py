@@ -17,7 +17,6 @@ from manifest_damages import MANIFEST, manifest_text, with_sum
 from torch import nn
 
 import xds
-from xds.engine.checkpoint.imports.importing import import_checkpoint
 from xds.launcher import checkpoint as command
 from xds.utils import small_files
 from xds.utils.small_files import parse_json, read_small_text
@@ -160,40 +159,3 @@ def test_a_header_that_gives_a_tensor_the_bytes_of_another_is_refused(
         record["crc32"] = [zlib.crc32(changed[at : at + size]) for at in starts]
         path.write_bytes(manifest_text(raw))
         refused(engine, folder, says)
-
-
-# -- imports ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("latest", b"\xff", "latest names '.*', and .* has no such folder"),
-        ("model.safetensors.index.json", b"[" * 100_000, "is nested too deeply"),
-        (
-            "model.safetensors.index.json",
-            b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}',
-            "has the key 'a' twice",
-        ),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "../x"}}', "no file in its folder"),
-    ],
-)
-def test_an_import_that_cannot_be_read_is_one_sentence(
-    name: str, content: bytes, says: str, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(xds.UsageError, match=says) as caught:
-        import_checkpoint(tmp_path, tmp_path / "out")
-    assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
-    if name != "latest":
-        with pytest.raises(xds.UsageError, match=says):
-            xds.zero.load_weights(nn.Linear(1, 1), tmp_path / name)
-
-
-@pytest.mark.parametrize("kind", ["a pipe", "a device"])
-def test_an_import_waits_for_no_pipe(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "global_step1").mkdir()
-    (tmp_path / "latest").write_text("global_step1")
-    SPECIAL[kind][0](tmp_path / "global_step1" / "mp_rank_00_model_states.pt")
-    with pytest.raises(xds.UsageError, match="is not a file that torch.save wrote"):
-        import_checkpoint(tmp_path, tmp_path / "out")

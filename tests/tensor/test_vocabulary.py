@@ -179,15 +179,15 @@ def test_the_loss_of_cut_logits_is_that_of_torch() -> None:
 class Plain(nn.Module):
     """Computes its loss itself, with torch's function or that of xds."""
 
-    def __init__(self, loss: str) -> None:
+    def __init__(self, loss: str, size: int = VOCAB) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.loss = loss
-        self.tokens = nn.Embedding(VOCAB, 8)
+        self.tokens = nn.Embedding(size, 8)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)) for _ in range(2)
         )
-        self.head = nn.Linear(8, VOCAB)
+        self.head = nn.Linear(8, size)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         x = self.tokens(ids)
@@ -230,6 +230,41 @@ def test_a_plain_model_uses_the_loss_of_xds() -> None:
     for found in run_ranks(train_plain, 2, "xds"):
         assert found[:2] == pytest.approx(wanted, rel=1e-6)
         assert found[2] == [SAMPLES, LENGTH, VOCAB]
+
+
+class WithoutLabels(Plain):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(ids)
+
+
+def losses_outside(sizes: list[int]) -> list[float]:
+    """Of two steps of engines with vocabularies of these sizes; all logits are there before the first loss."""
+    engines = [
+        xds.initialize(
+            WithoutLabels("xds", size), config_of(2, 1, vocab_parallel_lm_head=True, plan=PLAN)
+        )
+        for size in sizes
+    ]
+    found = []
+    for step in range(2):
+        ids = torch.arange(SAMPLES * LENGTH).view(SAMPLES, LENGTH) + step
+        every = [engine(ids).flatten(0, 1) for engine in engines]
+        with torch.no_grad():
+            assert engines[0].eval()(ids).shape[-1] == sizes[0]
+            engines[0].train()
+        for engine, logits in zip(engines, every, strict=True):
+            loss = xds.tensor.cross_entropy(logits.float() / 2, ids.flatten() % 7)
+            engine.backward(loss)
+            found.append(loss.item())
+        for engine in engines:
+            engine.step()
+    return found
+
+
+def test_logits_of_two_engines_find_their_own_head() -> None:
+    for mixed in run_ranks(losses_outside, 2, [VOCAB, 40]):
+        assert mixed[::2] == run_ranks(losses_outside, 2, [VOCAB])[0]
+        assert mixed[1::2] == run_ranks(losses_outside, 2, [40])[0]
 
 
 @pytest.mark.parametrize("loss", ["torch", "both"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
@@ -26,18 +26,13 @@ from .publish import published
 
 @final
 class _OneByOne(DefaultSavePlanner):
-    """Plans with tensors on the meta device, and reads each tensor when it is written."""
+    """Plans with tensors on the meta device, and reads each of `sources` when it is written."""
 
     def __init__(
-        self,
-        reader: CheckpointReader,
-        sources: Mapping[int, Saved],
-        on_written: Callable[[int], None],
+        self, reader: CheckpointReader, sources: Mapping[int, Saved], options: ExportOptions
     ) -> None:
         super().__init__()
-        self._reader = reader
-        self._sources = sources
-        self._on_written = on_written
+        self._reader, self._sources, self._options = reader, sources, options
         self._last: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
@@ -47,11 +42,10 @@ class _OneByOne(DefaultSavePlanner):
         saved = self._sources.get(id(tensor))
         if saved is None:
             return tensor
-        if self._last is not None:
-            # it is on the disk, but the writer still references it
+        if self._last is not None:  # it is on the disk, but the writer still references it
             self._last.untyped_storage().resize_(0)
         self._last = self._reader.read(saved, tensor.dtype)
-        self._on_written(self._last.nbytes)
+        self._options.on_written(self._last.nbytes)
         return self._last
 
 
@@ -66,13 +60,11 @@ def export_dcp(reader: CheckpointReader, out: Path, options: ExportOptions) -> l
         writer = FileSystemWriter(
             part, single_file_per_rank=False, sync_files=False, thread_count=1
         )
+        planner = _OneByOne(reader, sources, options)
         with warnings.catch_warnings():  # about the missing process group, which is intended
             warnings.simplefilter("ignore")
-            planner = _OneByOne(reader, sources, options.on_written)
             try:
                 save(tree, storage_writer=writer, planner=planner, no_dist=True)
-            except (
-                CheckpointException
-            ) as error:  # a BaseException; the error inside of it is more specific
+            except CheckpointException as error:  # a BaseException around the cause
                 raise next(iter(error.failures.values()))[0] from None
         return sorted(path.name for path in part.iterdir())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from .torch_file import write_torch_file
 
 PIECE_BYTES = 4 << 20
 HEADER_ALIGN = 8
+SAFETENSORS, TORCH_BIN = ".safetensors", ".bin"
+STEMS = {SAFETENSORS: "model", TORCH_BIN: "pytorch_model"}  # of the names in a folder
 OnWritten = Callable[[int], None]
 
 
@@ -50,101 +52,27 @@ class ExportOptions:
         """These options with another `on_written`."""
         return replace(self, on_written=on_written)
 
+    def values(self, reader: CheckpointReader) -> list[Saved]:
+        """What is written of the model."""
+        return list(chosen(reader, exclude_frozen=self.exclude_frozen).values())
+
     def dtype_of(self, saved: Saved) -> torch.dtype:
         """The dtype in which a value is written."""
         is_cast = self.dtype is not None and saved.dtype.is_floating_point
         return self.dtype if is_cast and self.dtype is not None else saved.dtype
 
-
-@dataclass(frozen=True)
-class Weights:
-    """The file names of one format for a model in a folder, and the function that writes a file."""
-
-    stem: str
-    suffix: str
-    write: Callable[[CheckpointReader, Path, Sequence[Saved], ExportOptions], None]
-
-    def file_name(self, number: int, count: int) -> str:
-        if count == 1:
-            return f"{self.stem}{self.suffix}"
-        return f"{self.stem}-{number + 1:05d}-of-{count:05d}{self.suffix}"
-
-
-# -- what is exported ---------------------------------------------------------------------------------------
+    def size_of(self, saved: Saved) -> int:
+        """The bytes of a value that is written."""
+        return saved.numel * self.dtype_of(saved).itemsize
 
 
 def export_bytes(reader: CheckpointReader, options: ExportOptions) -> int:
     """How many bytes of tensors an export will write."""
-    total = sum(_size(one, options) for one in _values(reader, options))
-    if options.with_optimizer:
-        for name in reader.values:
-            states = reader.states(name).values()
-            total += sum(one.size_bytes for one in states if isinstance(one, Saved))
+    total = sum(map(options.size_of, options.values(reader)))
+    for name in reader.values if options.with_optimizer else ():
+        states = reader.states(name).values()
+        total += sum(one.size_bytes for one in states if isinstance(one, Saved))
     return total
-
-
-def _values(reader: CheckpointReader, options: ExportOptions) -> list[Saved]:
-    return list(chosen(reader, exclude_frozen=options.exclude_frozen).values())
-
-
-def _size(saved: Saved, options: ExportOptions) -> int:
-    return saved.numel * options.dtype_of(saved).itemsize
-
-
-def state_tree(
-    reader: CheckpointReader, options: ExportOptions, device: str
-) -> tuple[dict[str, Any], dict[int, Saved]]:
-    """The state dict with empty tensors, and a table from id() of each to the tensor it will hold.
-
-    Tied names have the same tensor. Small tensors that already have their values are not in the table.
-    """
-    sources: dict[int, Saved] = {}
-
-    def put(saved: Saved, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(saved.shape, dtype=dtype, device=device)
-        sources[id(tensor)] = saved
-        return tensor
-
-    model = {one.name: put(one, options.dtype_of(one)) for one in _values(reader, options)}
-    model.update({o: model[name] for o, name in reader.tied.items() if name in model})
-    if not options.with_optimizer:
-        return model, sources
-    saved = reader.state()["optimizer"]
-    if saved is None:
-        raise UsageError(f"{reader.folder} holds no optimizer; export without --with-optimizer")
-    numbers = reader.groups()
-    groups = [
-        {
-            **_torch_group(saved["type"], group),
-            "params": [name for name in numbers if numbers[name] == number],
-        }
-        for number, group in enumerate(saved["groups"])
-    ]
-    state = {
-        name: {
-            key: put(one, one.dtype) if isinstance(one, Saved) else _as_torch(key, one)
-            for key, one in reader.states(name).items()
-        }
-        for name in numbers
-    }
-    return {"model": model, "optimizer": {"state": state, "param_groups": groups}}, sources
-
-
-def _torch_group(optimizer: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters that torch's optimizer of that name has; all, if torch has no such optimizer."""
-    # Adam of xds decouples the weight decay by default
-    is_own = optimizer == "Adam" and "bias_correction" in group
-    kind = getattr(torch.optim, "AdamW" if is_own else optimizer, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        return dict(group)
-    known: dict[str, Any] = kind([torch.zeros(1, 1)]).defaults  # type: ignore[call-arg]
-    return {**known, **{key: value for key, value in group.items() if key in known}}
-
-
-def _as_torch(key: str, value: Any) -> Any:
-    """Convert step counts to tensors, as torch's optimizers store them."""
-    is_count = key == "step" and isinstance(value, int | float)
-    return torch.tensor(float(value), dtype=torch.float32) if is_count else value
 
 
 # -- safetensors --------------------------------------------------------------------------------------------
@@ -155,45 +83,44 @@ def export_safetensors(reader: CheckpointReader, out: Path, options: ExportOptio
 
     Each tied tensor is written once, under the first of its names. Returns the names of the files written.
     """
-    if out.suffix == ".safetensors":
-        with published(out, is_folder=False, overwrite=options.overwrite) as part:
-            _write_safetensors(reader, part, _values(reader, options), options)
-        return [out.name]
-    return export_folder(reader, out, SAFETENSORS, options)
+    if out.suffix != SAFETENSORS:
+        return export_folder(reader, out, SAFETENSORS, options)
+    with published(out, is_folder=False, overwrite=options.overwrite) as part:
+        _write_safetensors(reader, part, options.values(reader), options)
+    return [out.name]
 
 
 def export_folder(
-    reader: CheckpointReader, out: Path, weights: Weights, options: ExportOptions
+    reader: CheckpointReader, out: Path, suffix: str, options: ExportOptions
 ) -> list[str]:
-    """Write a folder with one file, or with several and an index. Returns the names of the files written."""
-    shards = split_by_size(_values(reader, options), lambda one: _size(one, options), options)
-    names = [weights.file_name(number, len(shards)) for number in range(len(shards))]
-    with published(out, is_folder=True, overwrite=options.overwrite) as part:
-        for name, shard in zip(names, shards, strict=True):
-            weights.write(reader, part / name, shard, options)
-        if len(shards) > 1:
-            table = {one.name: n for n, shard in zip(names, shards, strict=True) for one in shard}
-            total = sum(_size(one, options) for shard in shards for one in shard)
-            index = {"metadata": {"total_size": total}, "weight_map": table}
-            names.append(f"{weights.stem}{weights.suffix}.index.json")
-            (part / names[-1]).write_text(json.dumps(index, indent=2) + "\n")
-    return names
+    """Write a folder with one file, or with several and an index. Returns the names of the files written.
 
-
-def split_by_size(
-    values: Sequence[Saved], size_of: Callable[[Saved], int], options: ExportOptions
-) -> list[list[Saved]]:
-    """Consecutive values, as many together as `max_shard_bytes` allows."""
+    suffix: SAFETENSORS, or TORCH_BIN for files of torch.save.
+    """
+    write = _write_safetensors if suffix == SAFETENSORS else _write_bin
+    stem = STEMS[suffix]
     shards: list[list[Saved]] = [[]]
     filled = 0
-    for one in values:
-        size = size_of(one)
-        if shards[-1] and filled + size > options.max_shard_bytes:
+    for one in options.values(reader):
+        filled += options.size_of(one)
+        if shards[-1] and filled > options.max_shard_bytes:
             shards.append([])
-            filled = 0
+            filled = options.size_of(one)
         shards[-1].append(one)
-        filled += size
-    return shards
+    count = len(shards)
+    names = [f"{stem}-{number + 1:05d}-of-{count:05d}{suffix}" for number in range(count)]
+    if count == 1:
+        names = [f"{stem}{suffix}"]
+    with published(out, is_folder=True, overwrite=options.overwrite) as part:
+        for name, shard in zip(names, shards, strict=True):
+            write(reader, part / name, shard, options)
+        if count > 1:
+            table = {one.name: n for n, shard in zip(names, shards, strict=True) for one in shard}
+            total = sum(options.size_of(one) for shard in shards for one in shard)
+            index = {"metadata": {"total_size": total}, "weight_map": table}
+            names.append(f"{stem}{suffix}.index.json")
+            (part / names[-1]).write_text(json.dumps(index, indent=2) + "\n")
+    return names
 
 
 def _write_safetensors(
@@ -222,7 +149,7 @@ def _header(ordered: Sequence[Saved], tied: Mapping[str, str], options: ExportOp
                 f"{one.name} is {options.dtype_of(one)}: safetensors files have no such dtype; export with "
                 "--dtype, or to torch"
             )
-        stop = at + _size(one, options)
+        stop = at + options.size_of(one)
         table[one.name] = {"dtype": dtype, "shape": list(one.shape), "data_offsets": [at, stop]}
         at = stop
     text = json.dumps(table).encode()
@@ -237,38 +164,79 @@ def export_torch(reader: CheckpointReader, out: Path, options: ExportOptions) ->
     """Write one file that `torch.load(out, weights_only=True)` opens: the state dict with all its names."""
     tree, sources = state_tree(reader, options, "cpu")
     with published(out, is_folder=False, overwrite=options.overwrite) as part:
-        write_torch_file(part, tree, _filler(reader, sources, options))
+        write_torch_file(part, tree, lambda one: _pieces(reader, sources, options, one))
     return [out.name]
 
 
 def _write_bin(
     reader: CheckpointReader, path: Path, values: Sequence[Saved], options: ExportOptions
 ) -> None:
-    tree, sources = state_tree(reader, options, "cpu")
-    names = {one.name for one in values}
-    names.update(other for other, name in reader.tied.items() if name in names)
-    part = {name: tensor for name, tensor in tree.items() if name in names}
-    write_torch_file(path, part, _filler(reader, sources, options))
+    tree, sources = _model_tree(reader, values, options, "cpu")
+    write_torch_file(path, tree, lambda one: _pieces(reader, sources, options, one))
 
 
-def _filler(
-    reader: CheckpointReader, sources: Mapping[int, Saved], options: ExportOptions
-) -> Callable[[Tensor], Iterator[memoryview]]:
-    """A function that gives the bytes of a tensor of `state_tree`, a piece at a time."""
-
-    def pieces(tensor: Tensor) -> Iterator[memoryview]:
-        saved = sources.get(id(tensor))
-        parts = (
-            [dense(tensor).view(-1)]
-            if saved is None
-            else reader.pieces(saved, tensor.dtype, PIECE_BYTES)
-        )
-        for part in parts:
-            yield bytes_of(part)
-            options.on_written(part.nbytes)
-
-    return pieces
+def _pieces(
+    reader: CheckpointReader, sources: Mapping[int, Saved], options: ExportOptions, tensor: Tensor
+) -> Iterator[memoryview]:
+    """The bytes of a tensor of `state_tree`, a piece at a time."""
+    parts: Iterable[Tensor] = [dense(tensor).view(-1)]
+    if id(tensor) in sources:
+        parts = reader.pieces(sources[id(tensor)], tensor.dtype, PIECE_BYTES)
+    for part in parts:
+        yield bytes_of(part)
+        options.on_written(part.nbytes)
 
 
-SAFETENSORS = Weights("model", ".safetensors", _write_safetensors)
-TORCH_BIN = Weights("pytorch_model", ".bin", _write_bin)
+def state_tree(
+    reader: CheckpointReader, options: ExportOptions, device: str
+) -> tuple[dict[str, Any], dict[int, Saved]]:
+    """The state dict with empty tensors, and a table from id() of each to the tensor it will hold.
+
+    Tied names have the same tensor. Small tensors that already have their values are not in the table.
+    """
+    model, sources = _model_tree(reader, options.values(reader), options, device)
+    if not options.with_optimizer:
+        return model, sources
+    saved = reader.state()["optimizer"]
+    if saved is None:
+        raise UsageError(f"{reader.folder} holds no optimizer; export without --with-optimizer")
+    numbers = reader.groups()
+    groups: list[dict[str, Any]] = [
+        _torch_group(saved["type"], group) | {"params": []} for group in saved["groups"]
+    ]
+    state: dict[str, dict[str, Any]] = {}
+    for name, number in numbers.items():
+        groups[number]["params"].append(name)
+        state[name] = {}
+        for key, one in reader.states(name).items():
+            if isinstance(one, Saved):
+                state[name][key] = tensor = torch.empty(one.shape, dtype=one.dtype, device=device)
+                sources[id(tensor)] = one
+            else:  # torch's optimizers have their step counts as tensors
+                is_count = key == "step" and isinstance(one, int | float)
+                state[name][key] = torch.tensor(float(one)) if is_count else one
+    return {"model": model, "optimizer": {"state": state, "param_groups": groups}}, sources
+
+
+def _model_tree(
+    reader: CheckpointReader, values: Sequence[Saved], options: ExportOptions, device: str
+) -> tuple[dict[str, Any], dict[int, Saved]]:
+    """See `state_tree`: that of some values, and of the names tied to them."""
+    model = {
+        one.name: torch.empty(one.shape, dtype=options.dtype_of(one), device=device)
+        for one in values
+    }
+    sources = {id(model[one.name]): one for one in values}
+    model.update({other: model[name] for other, name in reader.tied.items() if name in model})
+    return model, sources
+
+
+def _torch_group(optimizer: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters that torch's optimizer of that name has; all, if torch has no such optimizer."""
+    # Adam of xds decouples the weight decay by default
+    is_own = optimizer == "Adam" and "bias_correction" in group
+    kind = getattr(torch.optim, "AdamW" if is_own else optimizer, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        return dict(group)
+    known: dict[str, Any] = kind([torch.zeros(1, 1)]).defaults  # type: ignore[call-arg]
+    return {**known, **{key: value for key, value in group.items() if key in known}}

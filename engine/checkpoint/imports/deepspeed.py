@@ -4,6 +4,12 @@
     zero_pp_rank_{r}_mp_rank_00_model_states.pt           stage 3: the same; frozen parameters in parts
     [bf16_]zero_pp_rank_{r}_mp_rank_00_optim_states.pt    stages 1 to 3: masters, states, loss scale
 
+ZeRO 1, 2   a group's parameters in one row, the row divided into equal parts, one per rank
+            row      |--- a ---|- b -|.|-------- c --------|..|       . = alignment
+            ranks    |------- 0 -------|-------- 1 -----------|
+ZeRO 3      every parameter divided into equal parts; a rank has its parts in one row over all sub-groups
+            rank 0   | a0 | b0 | c0 |       rank 1   | a1 | b1 | c1.|
+
 Master weights and optimizer states of stages 1 to 3 are imported bit for bit. Those of stage 0 have numbers and
 no names, so its weights are imported. DeepSpeed saves no random generators and no data position.
 """
@@ -11,9 +17,12 @@ no names, so its weights are imported. DeepSpeed saves no random generators and 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -24,29 +33,61 @@ from ....zero.checkpoint.ranges import ConstantRange
 from ....zero.checkpoint.snapshot import name_of
 from ..hyperparameters import check_groups
 from ..io.folders import MANIFEST
-from .deepspeed_shards import STEP, Held, Training, read_shards
-from .deepspeed_values import (
-    client_values,
-    group_values,
-    loss_scale,
-    optimizer_type,
-    scheduler_state,
-)
-from .imported import Imported, counters
-from .safe_pickle import read_pickle
+from .imported import Imported
+from .safe_pickle import StandIn, read_pickle
 
 Named = dict[str, Any]
-MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-OPTIM_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-REFUSED_FILES = (
-    (r"layer_\d+-.*", "it was written by a pipeline"),
-    (r".*expert_\d+.*|expp_rank_.*", "it has experts (mixture of experts)"),
-    (
-        r"zero|latest_universal",
-        "ds_to_universal wrote it; import the checkpoint that it was made from",
-    ),
-    (r"offloaded_tensors", "its optimizer states were on NVMe"),
+Shape = tuple[int, ...]
+MODEL_FILE = r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt"
+OPTIM_FILE = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
+REFUSED_FILES = {
+    r"layer_\d+-.*": "it was written by a pipeline",
+    r".*expert_\d+.*|expp_rank_.*": "it has experts (mixture of experts)",
+    r"zero|latest_universal": "ds_to_universal wrote it; import the checkpoint that it was made from",
+    r"offloaded_tensors": "its optimizer states were on NVMe",
+}
+FP32_ROWS, FP32_PARTS = "single_partition_of_fp32_groups", "fp32_flat_groups"
+STEP = "step"
+ALIGNMENT = 2  # ZeRO 1 and 2 pad a group to a multiple of so many elements per rank
+
+# keys of the model states that are DeepSpeed's own; all others are the client's
+RESERVED = set(
+    """module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments
+    lr_scheduler data_sampler random_ltd skipped_steps sparse_tensor_module_names global_steps global_samples
+    dp_world_size mp_world_size checkpoint_parallel_dimensions ds_config ds_version universal_checkpoint_info
+    ds_autoep_layers autoep_layers num_experts folding""".split()
 )
+NOT_READ = {"data_sampler": "curriculum data sampler", "random_ltd": "random layer token drop"}
+# implementation choices, not hyperparameters; false values change nothing
+IMPLEMENTATION = set(
+    "params step foreach capturable differentiable fused param_names decoupled_weight_decay".split()
+)
+SWITCHES = {"amsgrad", "maximize", "nesterov", "centered"}
+TYPES = {
+    **dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam"), "Adam"),
+    **dict.fromkeys(("lamb", "fusedlamb"), "Lamb"),
+    **dict.fromkeys(("lion", "fusedlion", "cpulion"), "Lion"),
+    **{"muon": "Muon", "adagrad": "Adagrad", "sgd": "SGD"},
+}
+TYPES_BY_STATES = (
+    ({"exp_avg", "exp_avg_sq"}, "Adam"),
+    ({"exp_avg"}, "Lion"),
+    ({"momentum_buffer"}, "SGD"),
+    ({"sum"}, "Adagrad"),
+    ({"square_avg"}, "RMSprop"),
+)
+# a schedule's state does not contain its class; the first of these keys identifies it
+SCHEDULES_BY_KEYS = {
+    "lr_lambdas": "LambdaLR",
+    "T_mult": "CosineAnnealingWarmRestarts",
+    "T_max": "CosineAnnealingLR",
+    "_anneal_func_type": "OneCycleLR",
+    "step_size": "StepLR",
+    "milestones": "MultiStepLR",
+    "start_factor": "LinearLR",
+    "power": "PolynomialLR",
+    "gamma": "ExponentialLR",
+}
 
 
 def is_deepspeed(folder: Path) -> bool:
@@ -61,27 +102,12 @@ def read_deepspeed(folder: Path) -> Imported:
     Raises:
         UsageError: files are missing or damaged, name code to execute, or have an unsupported layout
             (tensor, pipeline or expert parallel, NVMe); the message gives the reason.
+        Other exceptions: a value does not have DeepSpeed's form.
     """
-    model_files, optim_files = _files(folder)
-    models = [read_pickle(path) for path in model_files]
-    first = models[0]
-    _check_layout(first, folder)
-    if not isinstance(first.get("ds_config"), dict):
-        first["ds_config"] = {}
-    version = first.get("ds_version")
-    training = _training(folder, first, optim_files)
-    found = Imported(
-        f"DeepSpeed {version if isinstance(version, str) else ''}".strip(),
-        folder.name,
-        training.stage if training is not None else 0,
-    )
-    names = _all_names(first)
-    keys = _add_trained(found, first, training, names)
-    _add_frozen(found, folder, models, training, names)
-    for name in _buffers(first):
-        found.add_whole("buffer", [name], first["module"][name])
-    _set_values(found, folder, first, training, keys)
-    return found
+    source = _Source(folder)
+    source.add_tensors()
+    source.set_values()
+    return source.found
 
 
 def _files(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -89,224 +115,431 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
     model: dict[int, Path] = {}
     optim: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
-        for refused, reason in REFUSED_FILES:
+        for refused, reason in REFUSED_FILES.items():
             if re.fullmatch(refused, path.name):
                 raise UsageError(f"{folder} cannot be imported: {reason} ({path.name})")
         for pattern, by_rank in ((MODEL_FILE, model), (OPTIM_FILE, optim)):
-            match = pattern.fullmatch(path.name)
+            match = re.fullmatch(pattern, path.name)
             if match and int(match[2]):
                 raise UsageError(
                     f"{folder} cannot be imported: it was written by several tensor-parallel ranks "
                     f"({path.name}), and the files do not show how parameters are split; save it there with one"
                 )
-            if match:
-                by_rank[int(match[1] or 0)] = path
-    for kind, there, needed in (("model", model, 1), ("optimizer", optim, 0)):
-        missing = [rank for rank in range(max(there, default=needed - 1) + 1) if rank not in there]
-        if missing:
+            other = by_rank.setdefault(int(match[1] or 0), path) if match else path
+            if other != path:
+                raise UsageError(
+                    f"{folder} contradicts itself: {other.name} and {path.name} are of one rank; remove the "
+                    "one of an older save"
+                )
+    return _in_order(folder, "model", model, 1), _in_order(folder, "optimizer", optim, 0)
+
+
+def _in_order(folder: Path, kind: str, by_rank: Mapping[int, Path], needed: int) -> list[Path]:
+    missing = [rank for rank in range(max(len(by_rank), needed)) if rank not in by_rank]
+    if missing:
+        raise UsageError(
+            f"{folder} is not complete: the {kind} states of rank {missing[0]} are missing"
+        )
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+# -- optimizer files ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One flat tensor of a rank: masters [n] of a parameter group, and the states of the same elements."""
+
+    master: Tensor
+    states: Mapping[str, Any] = field(default_factory=dict)
+    group: int | None = None
+
+
+# elements from `start` of a parameter are these of the part
+_Piece = tuple[int, _Part, slice]
+
+
+@dataclass(frozen=True, eq=False)
+class _Rank:
+    """The content of one rank's optimizer file. groups: hyperparameters. raw: DeepSpeed's other values."""
+
+    parts: Sequence[_Part]
+    groups: Sequence[Mapping[str, Any]]
+    raw: Mapping[str, Any]
+
+
+def _read_rank(path: Path) -> _Rank:
+    content = read_pickle(path)
+    raw = content.get("optimizer_state_dict") if isinstance(content, dict) else None
+    if not isinstance(raw, dict):
+        raise UsageError(f"{path} is not an optimizer file of DeepSpeed")
+    if raw.get("ds_zero_partition_groups") is not None:
+        raise UsageError(
+            f"{path} cannot be imported: it is sharded over groups of ranks (experts, MiCS), not over all ranks"
+        )
+    masters = raw.get(FP32_PARTS, raw.get(FP32_ROWS))
+    base = raw.get("optimizer_state_dict" if FP32_PARTS in raw else "base_optimizer_state")
+    if masters is None or not isinstance(base, dict) or "param_groups" not in base:
+        raise UsageError(
+            f"{path} cannot be imported: it does not have both masters ({FP32_ROWS} or {FP32_PARTS}) and the "
+            "optimizer's state_dict; elastic checkpoints and optimizer states on NVMe are not read"
+        )
+    groups = base["param_groups"]
+    keys = [(key, number) for number, group in enumerate(groups) for key in group["params"]]
+    if len(keys) != len(masters):
+        raise UsageError(
+            f"{path} contradicts itself: {len(masters)} tensors of masters, and an optimizer of {len(keys)}"
+        )
+    parts = []
+    for master, (key, number) in zip(masters, keys, strict=True):
+        states = dict(base["state"].get(key, {}))
+        if states and STEP in groups[number]:  # DeepSpeed's Adam for GPUs keeps it there
+            states.setdefault(STEP, groups[number][STEP])
+        parts.append(_Part(master.view(-1), states, number))
+    return _Rank(parts, groups, raw)
+
+
+def _cut(parts: Sequence[_Part], begins: Sequence[int], start: int, stop: int) -> Iterator[_Piece]:
+    """Elements [start, stop) of a row of parts, of which part i begins at element begins[i]."""
+    number = bisect_right(begins, start) - 1
+    while start < stop and number < len(parts):
+        begin, high = begins[number], min(stop, begins[number + 1])
+        if start < high:
+            yield start, parts[number], slice(start - begin, high - begin)
+        start, number = high, number + 1
+
+
+def _in_rows(
+    ranks: Sequence[_Rank], shapes: Sequence[Mapping[str, Shape]]
+) -> Iterator[tuple[str, Shape, int | None, list[_Piece]]]:
+    """Name, shape, group and pieces of every parameter at ZeRO 1 and 2: each group is a row over all ranks."""
+    paddings = ranks[0].raw.get("param_alignment_paddings")
+    for number, members in enumerate(shapes):
+        parts = [rank.parts[number] for rank in ranks]
+        length = max(
+            part.master.numel() for part in parts
+        )  # the last ones are saved without padding
+        begins = [rank * length for rank in range(len(parts) + 1)]
+        at = 0
+        for place, (name, shape) in enumerate(members.items()):
+            stop = at + numel_of(shape)
+            pieces = [(low - at, part, here) for low, part, here in _cut(parts, begins, at, stop)]
+            yield name, shape, parts[0].group, pieces
+            at = stop + (0 if paddings is None else paddings[number][place])
+
+
+def _in_parts(
+    ranks: Sequence[_Rank], shapes: Sequence[Mapping[str, Shape]]
+) -> Iterator[tuple[str, Shape, int | None, list[_Piece]]]:
+    """The same at ZeRO 3: each rank has a row with a part of every parameter."""
+    begins = [0, *accumulate(part.master.numel() for part in ranks[0].parts)]
+    at = 0
+    for part, members in zip(ranks[0].parts, shapes, strict=True):
+        for name, shape in members.items():
+            length = -(-numel_of(shape) // len(ranks))
+            pieces = []
+            for number, rank in enumerate(ranks):
+                first = number * length
+                stop = at + min(length, numel_of(shape) - first)
+                cut = _cut(rank.parts, begins, at, stop)
+                pieces += [(first + low - at, held, here) for low, held, here in cut]
+            yield name, shape, part.group, pieces
+            at += length
+
+
+# -- the whole checkpoint -----------------------------------------------------------------------------------
+
+
+@final
+class _Source:
+    """The checkpoint in a folder, while it is added to `found`."""
+
+    def __init__(self, folder: Path) -> None:
+        model_files, optim_files = _files(folder)
+        self.folder = folder
+        self.models = [read_pickle(path) for path in model_files]
+        self.state: Named = self.models[0]
+        self._check_layout()
+        self.ranks = [_read_rank(path) for path in optim_files]
+        config = self.state.get("ds_config")
+        self.config: Named = config if isinstance(config, dict) else {}
+        version = self.state.get("ds_version")
+        origin = f"DeepSpeed {version if isinstance(version, str) else ''}".strip()
+        self.found = Imported(origin, folder.name, self._stage())
+        self.names = self._all_names()
+        self.keys: set[str] = set()  # of the optimizer's states
+
+    def _check_layout(self) -> None:
+        if not isinstance(self.state, dict) or not isinstance(self.state.get("module"), dict):
+            raise UsageError(f"{self.folder} cannot be imported: its model states have no 'module'")
+        parallel = self.state.get("checkpoint_parallel_dimensions") or {}
+        for what, size in (
+            ("tensor-parallel", self.state.get("mp_world_size")),
+            ("tensor-parallel", parallel.get("tp_degree")),
+            ("pipeline", parallel.get("pp_degree")),
+        ):
+            if size is not None and size != 1:
+                raise UsageError(
+                    f"{self.folder} cannot be imported: it was written by {size} {what} ranks"
+                )
+
+    def _stage(self) -> int:
+        if not self.ranks and self.state.get("param_shapes") is not None:
             raise UsageError(
-                f"{folder} is not complete: the {kind} states of rank {missing[0]} are missing"
+                f"{self.folder} is not complete: there are no optimizer states (*_optim_states.pt)"
             )
-    return [model[rank] for rank in sorted(model)], [optim[rank] for rank in sorted(optim)]
+        if not self.ranks:
+            return 0
+        if FP32_PARTS in self.ranks[0].raw:
+            return 3
+        section = self.config.get("zero_optimization")
+        return 2 if isinstance(section, dict) and section.get("stage") == 2 else 1
 
+    def _all_names(self) -> dict[str, list[str]]:
+        """All names of every tensor of the model, by its first name; that name comes first.
 
-def _check_layout(state: Any, folder: Path) -> None:
-    if not isinstance(state, dict) or not isinstance(state.get("module"), dict):
-        raise UsageError(f"{folder} cannot be imported: its model states have no 'module'")
-    parallel = state.get("checkpoint_parallel_dimensions") or {}
-    for what, size in (
-        ("tensor-parallel", state.get("mp_world_size")),
-        ("tensor-parallel", parallel.get("tp_degree")),
-        ("pipeline", parallel.get("pp_degree")),
-    ):
-        if size is not None and size != 1:
-            raise UsageError(f"{folder} cannot be imported: it was written by {size} {what} ranks")
+        Tied parameters are those that DeepSpeed recorded, and tensors that share memory.
+        """
+        aliases: dict[str, str] = dict(self.state.get("shared_params") or {})
+        seen: dict[tuple[int, tuple[int, ...]], str] = {}
+        for name, value in self.state["module"].items():
+            if isinstance(value, Tensor) and value.numel() and name not in aliases:
+                first = seen.setdefault((value.data_ptr(), tuple(value.shape)), name)
+                if first != name:
+                    aliases[name] = first
+        names = {name: [name] for name in self.state["module"] if name not in aliases}
+        for other, first in aliases.items():
+            names.setdefault(first, [first]).append(other)
+        return names
 
+    # -- tensors ----------------------------------------------------------------------------------------
 
-def _buffers(state: Named) -> list[str]:
-    return [name for name in state.get("buffer_names") or [] if name in state["module"]]
+    def add_tensors(self) -> None:
+        """Add masters and states of all that is trained, frozen parameters, and buffers."""
+        module = self.state["module"]
+        shapes = self._shapes()
+        trained = {name for group in shapes for name in group}
+        self._check_lengths(shapes)
+        layout = _in_parts if self.found.stage == 3 else _in_rows
+        for name, shape, group, pieces in layout(self.ranks, shapes) if self.ranks else ():
+            value = module.get(name)
+            dtype = value.dtype if isinstance(value, Tensor) else torch.float32
+            self._add(name, shape, dtype, group, pieces)
+        buffers = [name for name in self.state.get("buffer_names") or [] if name in module]
+        frozen = [name for name in self.names if name not in {*trained, *buffers}]
+        if self.found.stage == 3:
+            self._add_frozen_parts()
+            frozen = []
+        for name in frozen:
+            if isinstance(module.get(name), Tensor):
+                self.found.add_whole("param", self.names[name], module[name])
+            else:
+                self.found.note(f"{name} in the model's state is not a tensor: left out")
+        for name in buffers:
+            self.found.add_whole("buffer", [name], module[name])
 
+    def _shapes(self) -> list[dict[str, Shape]]:
+        """Names and shapes of every flat tensor of masters, the same on every rank."""
+        if not self.ranks:
+            return []
+        counts = self.ranks[0].raw.get("partition_count", len(self.ranks))
+        count = max(counts) if isinstance(counts, list | tuple) else counts
+        if count != len(self.ranks):
+            raise UsageError(
+                f"{self.folder} is not complete: {count} ranks wrote it, but it has optimizer states of "
+                f"{len(self.ranks)}"
+            )
+        groups: Any = self.state.get("param_shapes")
+        count = len(groups) if isinstance(groups, list) else -1
+        if any(len(rank.parts) != count for rank in self.ranks):
+            raise UsageError(
+                f"{self.folder} contradicts itself: param_shapes in the model states does not fit the shards"
+            )
+        return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
-def _aliases(state: Named) -> dict[str, str]:
-    """Other name -> name of tied parameters: those that DeepSpeed recorded, and tensors that share memory."""
-    aliases: dict[str, str] = dict(state.get("shared_params") or {})
-    seen: dict[tuple[int, tuple[int, ...]], str] = {}
-    for name, value in state["module"].items():
-        if isinstance(value, Tensor) and value.numel() and name not in aliases:
-            first = seen.setdefault((value.data_ptr(), tuple(value.shape)), name)
-            if first != name:
-                aliases[name] = first
-    return aliases
-
-
-def _all_names(state: Named) -> dict[str, list[str]]:
-    """All names of every tensor of the model, by its first name; that name comes first."""
-    aliases = _aliases(state)
-    names = {name: [name] for name in state["module"] if name not in aliases}
-    for other, first in aliases.items():
-        names.setdefault(first, [first]).append(other)
-    return names
-
-
-# -- what is trained ----------------------------------------------------------------------------------------
-
-
-def _training(folder: Path, state: Named, optim_files: Sequence[Path]) -> Training | None:
-    if optim_files:
-        return read_shards(folder, state, optim_files)
-    if state.get("param_shapes") is not None:
-        raise UsageError(
-            f"{folder} is not complete: there are no optimizer states (*_optim_states.pt)"
-        )
-    return None
-
-
-def _add_trained(
-    found: Imported, state: Named, training: Training | None, names: Mapping[str, list[str]]
-) -> set[str]:
-    """Flats, masters and states of every trained parameter; the keys of the states."""
-    keys: set[str] = set()
-    # an optimizer of xds keeps its step on the device of the masters, torch's on the CPU
-    on_device = isinstance(state["ds_config"].get("optimizer"), dict)
-    for one in () if training is None else training.trained:
-        value = state["module"].get(one.name)
-        dtype = value.dtype if isinstance(value, Tensor) else torch.float32
-        flat = found.add_flat(
-            "param",
-            names.get(one.name, [one.name]),
-            one.shape,
-            name_of(dtype),
-            trains=True,
-            group=one.group,
-        )
-        for held in one.held:
-            found.add_range(flat, "value", held.start, held.master)
-            for key, state_value in held.states.items():
-                if _add_state(found, flat, key, held, state_value, on_device=on_device):
-                    keys.add(key)
-    return keys
-
-
-def _add_state(
-    found: Imported, flat: int, key: str, held: Held, value: Any, *, on_device: bool
-) -> bool:
-    """Add one state of a range: a tensor of its elements, or one number for all. False: not possible."""
-    numel = held.master.numel()
-    if isinstance(value, Tensor) and value.ndim == 1 and value.numel() == numel and key != STEP:
-        found.add_range(flat, f"state/{key}", held.start, value)
-        return True
-    dtype: str | None = None
-    if isinstance(value, Tensor) and value.numel() == 1:
-        dtype, value = name_of(value.dtype), value.item()
-    if not isinstance(value, bool | int | float | str):
-        found.note(f"the optimizer state {key!r} is not per element: left out, it starts from zero")
-        return False
-    if (
-        key == STEP
-    ):  # a number in some of DeepSpeed's optimizers; a tensor in torch's and in those of xds
-        dtype, value = "float32", float(value)
-    start, stop = held.start, held.start + numel
-    one = ConstantRange(flat, f"state/{key}", start, stop, value, dtype, on_device)
-    found.add_constant(one)
-    return True
-
-
-# -- frozen parameters and values ---------------------------------------------------------------------------
-
-
-def _add_frozen(
-    found: Imported,
-    folder: Path,
-    models: Sequence[Named],
-    training: Training | None,
-    names: Mapping[str, list[str]],
-) -> None:
-    """Add frozen parameters: whole at stages 0 to 2, in parts at stage 3."""
-    first = models[0]
-    if training is not None and training.stage == 3:
-        for name, shape in (first.get("frozen_param_shapes") or {}).items():
-            parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
-            _add_parts(found, folder, names.get(name, [name]), tuple(shape), parts)
-        return
-    trained = () if training is None else (one.name for one in training.trained)
-    left_out = {*trained, *_buffers(first)}
-    for name, all_names in names.items():
-        value = first["module"].get(name)
-        if name in left_out:
-            continue
-        if isinstance(value, Tensor):
-            found.add_whole("param", all_names, value)
+    def _check_lengths(self, shapes: Sequence[Mapping[str, Shape]]) -> None:
+        """Check that nothing but padding is left in the shards: else parameters would get others' elements."""
+        numels = [[numel_of(shape) for shape in members.values()] for members in shapes]
+        world_size = len(self.ranks)
+        held = sum(part.master.numel() for rank in self.ranks for part in rank.parts)
+        if self.found.stage == 3:
+            wanted = sum(
+                -(-numel // world_size) * world_size for group in numels for numel in group
+            )
+            padding = 0
         else:
-            found.note(f"{name} in the model's state is not a tensor: left out")
+            paddings = self.ranks[0].raw.get("param_alignment_paddings") if self.ranks else None
+            wanted = sum(map(sum, numels)) + sum(map(sum, paddings or []))
+            padding = ALIGNMENT * world_size * len(shapes)
+        if held > wanted + padding:
+            raise UsageError(
+                f"{self.folder} contradicts itself: the shapes have {wanted} elements, and the shards {held}"
+            )
 
+    def _add_frozen_parts(self) -> None:
+        """Add frozen parameters of stage 3: each rank has a part, the last one with padding."""
+        for name, shape in (self.state.get("frozen_param_shapes") or {}).items():
+            parts = [model["frozen_param_fragments"][name].reshape(-1) for model in self.models]
+            begins = [0, *accumulate(part.numel() for part in parts)]
+            stop = numel_of(tuple(shape))
+            pieces = list(_cut([_Part(part) for part in parts], begins, 0, stop))
+            self._add(name, tuple(shape), parts[0].dtype, None, pieces)
 
-def _add_parts(
-    found: Imported, folder: Path, names: list[str], shape: tuple[int, ...], parts: Sequence[Tensor]
-) -> None:
-    flat = found.add_flat("param", names, shape, name_of(parts[0].dtype))
-    at, numel = 0, numel_of(shape)
-    for part in parts:
-        here = part[: numel - at]  # the last one is padded
-        found.add_range(flat, "value", at, here)
-        at += here.numel()
-    if at != numel:
-        raise UsageError(
-            f"{folder} is not complete: there are {at} of {numel} elements of {names[0]}"
+    def _add(
+        self,
+        name: str,
+        shape: Shape,
+        dtype: torch.dtype,
+        group: int | None,
+        pieces: Sequence[_Piece],
+    ) -> None:
+        """Add the values and states of a parameter."""
+        names = self.names.get(name, [name])
+        flat = self.found.add_flat("param", names, shape, name_of(dtype), group)
+        held = 0
+        for start, part, here in pieces:
+            value = part.master[here]
+            held += value.numel()
+            self.found.add_range(flat, "value", start, value)
+            for key, state in part.states.items():
+                self._add_state(flat, key, start, state, here)
+        if held != numel_of(shape):
+            raise UsageError(
+                f"{self.folder} is not complete: it has {held} of {numel_of(shape)} elements of {name}"
+            )
+
+    def _add_state(self, flat: int, key: str, start: int, state: Any, here: slice) -> None:
+        """Add one state of elements `here` of a part: a tensor of its elements, or one number for all."""
+        dtype = None
+        if (
+            isinstance(state, Tensor)
+            and state.ndim == 1
+            and state.numel() >= here.stop
+            and key != STEP
+        ):
+            self.found.add_range(flat, f"state/{key}", start, state[here])
+            self.keys.add(key)
+            return
+        if isinstance(state, Tensor) and state.numel() == 1:
+            dtype, state = name_of(state.dtype), state.item()
+        if not isinstance(state, bool | int | float):
+            self.found.note(
+                f"the optimizer state {key!r} is not per element: left out, it starts from zero"
+            )
+            return
+        if (
+            key == STEP
+        ):  # a number in some of DeepSpeed's optimizers; a tensor in torch's and in those of xds
+            dtype, state = "float32", float(state)
+        # an optimizer of xds keeps its step on the device of the masters, torch's on the CPU
+        on_device = isinstance(self.config.get("optimizer"), dict)
+        stop = start + here.stop - here.start
+        self.found.add_constant(
+            ConstantRange(flat, f"state/{key}", start, stop, state, dtype, on_device)
+        )
+        self.keys.add(key)
+
+    # -- values -----------------------------------------------------------------------------------------
+
+    def set_values(self) -> None:
+        """Set counters, loss scale, hyperparameters, schedule and client state, as far as they are there."""
+        state, found, note = self.state, self.found, self.found.note
+        raw = self.ranks[0].raw if self.ranks else state.get("optimizer")
+        steps, skipped, samples = (
+            int(state.get(what) or 0)
+            for what in ("global_steps", "skipped_steps", "global_samples")
+        )
+        found.set_counters(steps, skipped, samples, self._accumulation_steps())
+        found.set_state("loss_scale", _loss_scale(raw, self.config))
+        if self.ranks:
+            self._set_optimizer(self.ranks[0].groups)
+        elif isinstance(raw, dict):
+            note(
+                "at stage 0 DeepSpeed saves optimizer states without names of parameters: they start from "
+                "zero, and masters from the model's weights; to keep them, save there with "
+                "zero_optimization.stage 1"
+            )
+        else:
+            note("there is no optimizer in it: optimizer states start from zero")
+        if isinstance(state.get("lr_scheduler"), dict):
+            self._set_scheduler(state["lr_scheduler"])
+        for key, what in NOT_READ.items():
+            if state.get(key) is not None:
+                note(f"the state of the {what} is left out: xds has none")
+        mine = {key: value for key, value in state.items() if key not in RESERVED}
+        found.set_state("client_state", found.storable(mine, "client state"))
+        note(
+            "DeepSpeed saves no random generators and no data position: they start from the beginning"
         )
 
+    def _accumulation_steps(self) -> int:
+        steps = self.config.get("gradient_accumulation_steps")
+        if isinstance(steps, int):
+            return max(steps, 1)
+        total = self.config.get("train_batch_size")
+        micro = self.config.get("train_micro_batch_size_per_gpu")
+        ranks = self.state.get("dp_world_size")
+        if isinstance(total, int) and isinstance(micro, int) and isinstance(ranks, int):
+            return max(total // max(micro * ranks, 1), 1)
+        return 1
 
-def _set_values(
-    found: Imported,
-    folder: Path,
-    state: Named,
-    training: Training | None,
-    keys: set[str],
-) -> None:
-    config: Mapping[str, Any] = state["ds_config"]
-    steps, skipped, samples = (
-        int(state.get(what) or 0) for what in ("global_steps", "skipped_steps", "global_samples")
-    )
-    accumulation = _accumulation_steps(state, config)
-    found.set_state("counters", counters(steps, skipped, samples, accumulation))
-    raw = state.get("optimizer") if training is None else training.raw
-    found.set_state("loss_scale", loss_scale(raw, config))
-    kind = optimizer_type(config, keys)
-    if training is None and isinstance(raw, dict):
-        found.note(
-            "at stage 0 DeepSpeed saves optimizer states without names of parameters: they start from zero, "
-            "and masters from the model's weights; to keep them, save there with zero_optimization.stage 1"
-        )
-    elif training is None:
-        found.note("there is no optimizer in it: optimizer states start from zero")
-    elif kind is None:
-        raise UsageError(
-            f"{folder} cannot be imported: its config names no optimizer, and none is known with the states "
-            f"{', '.join(sorted(keys)) or '(there are none)'}; import only the weights: zero_to_fp32 there, "
-            "then --from torch here"
-        )
-    else:
-        groups = [
-            found.storable(group_values(group), "hyperparameter") for group in training.groups
-        ]
-        found.set_state("optimizer", {"type": kind, "groups": groups})
+    def _set_optimizer(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Set the optimizer's class, from the config or by its states, and its hyperparameters."""
+        kind = _type_of(self.config.get("optimizer"))
+        kind = TYPES.get(kind.lower(), kind) if kind is not None else None
+        kind = kind or next((one for keys, one in TYPES_BY_STATES if keys <= self.keys), None)
+        if kind is None:
+            raise UsageError(
+                f"{self.folder} cannot be imported: its config names no optimizer, and none is known with the "
+                f"states {', '.join(sorted(self.keys)) or '(there are none)'}; import only the weights: "
+                "zero_to_fp32 there, then --from torch here"
+            )
+        kept = []
+        for group in groups:
+            values = {
+                key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+                for key, value in group.items()
+                if key not in IMPLEMENTATION and not (key in SWITCHES and not value)
+            }
+            kept.append(self.found.storable(values, "hyperparameter"))
+        self.found.set_state("optimizer", {"type": kind, "groups": kept})
         try:
-            check_groups(kind, groups)
+            check_groups(kind, kept)
         except ValueError as error:
-            found.note(f"{error}: a load will need load_optimizer_states=False")
-    scheduler = scheduler_state(found, state.get("lr_scheduler"), config)
-    found.set_state("lr_scheduler", scheduler)
-    found.set_state("client_state", client_values(found, state))
-    found.note(
-        "DeepSpeed saves no random generators and no data position: they start from the beginning"
-    )
+            self.found.note(f"{error}: a load will need load_optimizer_states=False")
+
+    def _set_scheduler(self, state: Named) -> None:
+        """Set the schedule's class, from the config or by its keys, and its state."""
+        kind = _type_of(self.config.get("scheduler"))
+        kind = kind or next((name for key, name in SCHEDULES_BY_KEYS.items() if key in state), None)
+        if kind is None:
+            self.found.note(
+                f"the class of the lr schedule (keys {', '.join(map(str, state))}) is not known: it starts "
+                "from the beginning"
+            )
+            return
+        kept = self.found.storable(state, "of the lr schedule")
+        self.found.set_state("lr_scheduler", {"type": kind, "state": kept})
 
 
-def _accumulation_steps(state: Named, config: Mapping[str, Any]) -> int:
-    steps = config.get("gradient_accumulation_steps")
-    if isinstance(steps, int):
-        return max(steps, 1)
-    total, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
-    ranks = state.get("dp_world_size")
-    if isinstance(total, int) and isinstance(micro, int) and isinstance(ranks, int):
-        return max(total // max(micro * ranks, 1), 1)
-    return 1
+def _type_of(section: Any) -> str | None:
+    kind = section.get("type") if isinstance(section, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _loss_scale(raw: Any, config: Mapping[str, Any]) -> dict[str, float]:
+    """The dynamic loss scale of fp16; empty where there is none."""
+    if not isinstance(raw, dict) or not raw.get("dynamic_loss_scale"):
+        return {}
+    scaler = raw.get("loss_scaler")
+    fields = scaler.fields if isinstance(scaler, StandIn) else raw  # stage 0 has them beside
+    if not isinstance(fields, dict) or "cur_scale" not in fields:
+        return {}
+    fp16: Any = config.get("fp16") or {}
+    hysteresis = fp16.get("hysteresis", 2)  # stage 0 does not save what is left of it
+    return {
+        "value": float(fields["cur_scale"]),
+        "left": int(fields.get("cur_hysteresis", hysteresis)),
+        "step": int(fields.get("cur_iter", 0)),
+        "last_overflow": int(fields.get("last_overflow_iter", -1)),
+    }

@@ -7,8 +7,7 @@ in one stream.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -17,18 +16,32 @@ from torch import Tensor
 from ....ops.flat import numel_of
 from ....ops.mesh import Mesh
 from ....utils.errors import UsageError
+from ....utils.version import __version__
 from ....zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
 from ....zero.checkpoint.snapshot import name_of, plain
 from ....zero.core.layout import Slot
-from ..format import constants_to_json
-from ..io.folders import MANIFEST, check_tag, commit, discard, file_name, make_folder, write_latest
-from ..io.tensor_file import Entry, write_tensors
+from ..format import catalogue_of, constants_to_json, dump, parse
+from ..io.folders import (
+    MANIFEST,
+    check_tag,
+    commit,
+    discard,
+    file_name,
+    hidden,
+    make_folder,
+    write_latest,
+)
+from ..io.tensor_file import Entry, Sums, image_bytes, write_tensors
 from ..io.tensor_table import check_storable
+from ..load_plan import some_of
 from ..manifest import FORMAT, VERSION, FileRecord, Manifest, lengths_of, totals_of
 from ..packing import pack
+from ..whole import lacking
 from .safe_pickle import StandIn
 
-MAX_EXPANSION_BYTES = 1 << 30  # that an expanded tensor may have beyond its bytes in the file
+MAX_EXPANSION_BYTES = (
+    1 << 30
+)  # that views of the files' tensors may have beyond four times their bytes
 EITHER = "either"  # the kind of a tensor if the source does not show whether it is a parameter
 
 
@@ -48,44 +61,40 @@ class Imported:
         self._entries: list[Entry] = []
         self._ranges: list[Range] = []
         self._constants: list[ConstantRange] = []
-        self._state: dict[str, Any] = {"data": None}
-        self.set_state("counters", counters())
-        self.set_state("loss_scale", {})
-        self.set_state("optimizer", None)
-        self.set_state("lr_scheduler", None)
-        self.set_state("client_state", {})
-
-    # -- tensors ----------------------------------------------------------------------------------------
+        empty: dict[str, Any] = {"optimizer": None, "lr_scheduler": None, "client_state": {}}
+        self._state = {"data": None, "counters": {}, "loss_scale": {}, **empty}
+        self.set_counters()
 
     def add_flat(
         self,
         kind: str,
-        names: list[str],
-        shape: tuple[int, ...],
+        names: Sequence[str],
+        shape: Sequence[int],
         dtype: str,
-        *,
-        trains: bool = False,
-        group: int = 0,
+        group: int | None = None,
     ) -> int:
-        """Add a flat buffer for one tensor, which may have several names; returns its number."""
+        """Add a flat buffer for one tensor, which may have several names; returns its number.
+
+        group: of the optimizer that trains it; None: it is not trained.
+        """
         name, *others = map(plain, names)
-        slot = Slot(name, shape, group, 0)
+        slot = Slot(name, tuple(shape), group or 0, 0)
         tied = tuple((other, name) for other in others)
-        self.flats.append(SavedFlat(kind, trains, dtype, numel_of(shape), (slot,), tied=tied))
+        numel = numel_of(slot.shape)
+        self.flats.append(SavedFlat(kind, group is not None, dtype, numel, (slot,), tied=tied))
         return len(self.flats) - 1
 
-    def add_whole(self, kind: str, names: list[str], tensor: Tensor) -> None:
-        """Add a tensor without optimizer states.
-
-        Raises UsageError: a checkpoint cannot hold it.
-        """
-        check_storable(names[0], tensor)
-        _check_expansion(names[0], tensor)
-        flat = self.add_flat(kind, names, tuple(tensor.shape), name_of(tensor.dtype))
+    def add_whole(self, kind: str, names: Sequence[str], tensor: Tensor) -> None:
+        """Add a tensor without optimizer states. Raises UsageError: a checkpoint cannot hold it."""
+        flat = self.add_flat(kind, names, tensor.shape, name_of(tensor.dtype))
         self.add_range(flat, "value", 0, tensor)
 
     def add_range(self, flat: int, key: str, start: int, tensor: Tensor) -> None:
-        """Add `tensor` as elements [start, start + numel) of `flat`, for the value or state `key`."""
+        """Add `tensor` as elements [start, start + numel) of `flat`, for the value or state `key`.
+
+        Raises UsageError: a checkpoint cannot hold it.
+        """
+        check_storable(self.flats[flat].slots[0].name, tensor)
         name = f"{key}/{flat}/{start}"
         stop = start + tensor.numel()
         if tensor.numel():
@@ -96,8 +105,6 @@ class Imported:
         """Add a number that holds for a range of elements."""
         self._constants.append(one)
 
-    # -- values -----------------------------------------------------------------------------------------
-
     def note(self, sentence: str) -> None:
         """Add a note for the user, unless it is there already."""
         if sentence not in self.notes:
@@ -105,14 +112,29 @@ class Imported:
 
     def set_state(self, key: str, value: Any) -> None:
         """Set one of the engine's values. Raises UsageError: it is neither JSON nor tensors."""
-        put: list[Entry] = []
-        self._state[key] = pack(value, key, partial(self._put, put))
-        self._entries += put
+        put: list[Tensor] = []
+        first = len(self._entries)
 
-    def _put(self, put: list[Entry], tensor: Tensor) -> str:
-        name = f"engine/{len(self._entries) + len(put)}"
-        put.append(Entry(name, tensor, 0, tensor.numel()))
-        return name
+        def store(tensor: Tensor) -> str:
+            put.append(tensor)
+            return f"engine/{first + len(put) - 1}"
+
+        self._state[key] = pack(value, key, store)
+        for number, tensor in enumerate(put, first):
+            self._entries.append(Entry(f"engine/{number}", tensor, 0, tensor.numel()))
+
+    def set_counters(
+        self, steps: int = 0, skipped: int = 0, samples: int = 0, accumulation_steps: int = 1
+    ) -> None:
+        """Set the engine's counters after a whole step."""
+        self._state["counters"] = {
+            "global_steps": steps,
+            "micro_steps": steps * accumulation_steps,
+            "skipped_steps": skipped,
+            "global_samples": samples,
+            "accumulation_steps": accumulation_steps,
+            "is_accumulating": False,
+        }
 
     def storable(self, values: Mapping[Any, Any], where: str) -> dict[str, Any]:
         """The `values` that a checkpoint can hold; notes name the others."""
@@ -120,15 +142,11 @@ class Imported:
         for key, value in values.items():
             try:
                 pack(value, str(key), lambda _: "")
+                found[str(key)] = value
             except UsageError as error:
-                what = (
-                    f"is a {value.name}"
-                    if isinstance(value, StandIn)
-                    else f"cannot be kept: {error}"
-                )
+                is_class = isinstance(value, StandIn)
+                what = f"is a {value.name}" if is_class else f"cannot be kept: {error}"
                 self.note(f"{where} {key!r} {what}: left out")
-                continue
-            found[str(key)] = value
         return found
 
     # -- writing ----------------------------------------------------------------------------------------
@@ -138,7 +156,8 @@ class Imported:
 
         Memory:  only tensors whose elements are not contiguous are copied.
         Raises:
-            UsageError: the checkpoint already exists. OSError: from the file system; nothing remains.
+            UsageError: the checkpoint already exists, or would be one that no load accepts.
+            OSError: from the file system. In both cases nothing remains.
         """
         check_tag(tag)
         if (save_dir / tag).exists():
@@ -146,32 +165,31 @@ class Imported:
             raise UsageError(
                 f"{save_dir / tag} already exists, a {what}: import into another folder, or remove it"
             )
+        self._check_expansion()
+        self._check_manifest(tag)
         claim = make_folder(save_dir, tag)
         try:
-            folder = claim.folder
-            name = file_name(folder, 0)
-            sums = write_tensors(folder / name, self._entries)
-            record = FileRecord(
-                path=name,
-                size_bytes=sums.size_bytes,
-                chunk_bytes=sums.chunk_bytes,
-                crc32=sums.crc32,
-                ranges=tuple(self._ranges),
-                constants=tuple(constants_to_json(self._constants)),
-                own={},
-            )
-            final_folder = commit(folder, save_dir, self._manifest(tag, record))
+            name = file_name(claim.folder, 0)
+            sums = write_tensors(claim.folder / name, self._entries)
+            folder = commit(claim.folder, save_dir, self._manifest(tag, name, sums))
             write_latest(save_dir, tag)
+            return folder
         except BaseException:
             discard(claim.folder)
             raise
         finally:
             claim.release()
-        return final_folder
 
-    def _manifest(self, tag: str, record: FileRecord) -> Manifest:
-        from ....utils.version import __version__
-
+    def _manifest(self, tag: str, file: str, sums: Sums) -> Manifest:
+        record = FileRecord(
+            path=file,
+            size_bytes=sums.size_bytes,
+            chunk_bytes=sums.chunk_bytes,
+            crc32=sums.crc32,
+            ranges=tuple(self._ranges),
+            constants=tuple(constants_to_json(self._constants)),
+            own={},
+        )
         return Manifest(
             format=FORMAT,
             version=VERSION,
@@ -188,29 +206,34 @@ class Imported:
             totals=totals_of((record,)),
         )
 
+    def _check_manifest(self, tag: str) -> None:
+        """Refuse what a load would refuse."""
+        size_bytes = image_bytes(self._entries)
+        num_sums = -(-size_bytes // Sums(size_bytes, ()).chunk_bytes)
+        name = file_name(Path(hidden(tag)), 0)
+        planned = self._manifest(tag, name, Sums(size_bytes, (0,) * num_sums))
+        source = f"what was read from {self.origin}"
+        manifest = parse(dump(planned), source)
+        if names := lacking(manifest, catalogue_of(manifest, source)):
+            raise UsageError(
+                f"{source} is not complete: it has no {some_of(names)}; to import only weights, give a file of "
+                "them, with --from torch"
+            )
 
-def _check_expansion(name: str, tensor: Tensor) -> None:
-    """Refuse huge expanded tensors: they are written whole, and a small file must not fill a disk."""
-    held_bytes = tensor.untyped_storage().nbytes()
-    if tensor.nbytes - held_bytes > MAX_EXPANSION_BYTES:
-        raise UsageError(
-            f"{name} has {tensor.nbytes} bytes, made of {held_bytes} in the file by expand(): it is not "
-            "imported; save what it was expanded from"
-        )
-
-
-def counters(
-    global_steps: int = 0,
-    skipped_steps: int = 0,
-    global_samples: int = 0,
-    accumulation_steps: int = 1,
-) -> dict[str, Any]:
-    """The engine's counters after a whole step."""
-    return {
-        "global_steps": global_steps,
-        "micro_steps": global_steps * accumulation_steps,
-        "skipped_steps": skipped_steps,
-        "global_samples": global_samples,
-        "accumulation_steps": accumulation_steps,
-        "is_accumulating": False,
-    }
+    def _check_expansion(self) -> None:
+        """Refuse huge expanded tensors: they are written whole, and a small file must not fill a disk."""
+        held = {}
+        for entry in self._entries:
+            storage = entry.tensor.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+        if (
+            sum(one.size_bytes for one in self._entries)
+            > 4 * sum(held.values()) + MAX_EXPANSION_BYTES
+        ):
+            worst = max(self._entries, key=lambda one: one.size_bytes)
+            place = worst.name.split("/")[-2]
+            name = self.flats[int(place)].slots[0].name if place.isdecimal() else "client_state"
+            raise UsageError(
+                f"{name} has {worst.size_bytes} bytes, made of {worst.tensor.untyped_storage().nbytes()} in "
+                "the file by expand(): it is not imported; save what it was expanded from"
+            )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....utils.errors import UsageError
-from ....utils.quoting import quoted
+from ....utils.quoting import escaped, printable, quoted
 from ..io.folders import LATEST, MANIFEST, named_in
 from .deepspeed import is_deepspeed, read_deepspeed
 from .imported import Imported
@@ -46,37 +46,42 @@ def import_checkpoint(
     source, save_dir = Path(source), Path(save_dir)
     if kind not in SOURCES:
         raise UsageError(f"--from {kind}: must be one of {', '.join(SOURCES)}")
-    if not source.exists():
-        raise UsageError(f"{source} does not exist")
-    found = _read(source, tag, kind)
-    folder = found.write(save_dir, found.tag)
+    try:
+        found = _read(source, tag, kind)
+        folder = found.write(save_dir, found.tag)
+    except UsageError as error:  # it may name values of the source
+        raise type(error)(escaped(str(error))) from error.__cause__
+    except OSError:
+        raise
+    except Exception as error:  # what values of another form make fail is no fixed list
+        raise UsageError(
+            f"{printable(source)} does not have the form of DeepSpeed 0.19's checkpoints or of weights, which "
+            f"xds reads: {printable(f'{type(error).__name__}: {error}')}"
+        ) from error
     numel = sum(flat.numel for flat in found.flats)
     return ImportReport(folder, found.origin, len(found.flats), numel, tuple(found.notes))
 
 
 def _read(source: Path, tag: str | None, kind: str) -> Imported:
-    folder = _tag_folder(source, tag) if source.is_dir() and kind in (AUTO, DEEPSPEED) else None
-    if folder is not None and (kind == DEEPSPEED or is_deepspeed(folder)):
-        if not is_deepspeed(folder):
+    if not source.exists():
+        raise UsageError(f"{source} does not exist")
+    if source.is_dir() and kind in (AUTO, DEEPSPEED):
+        folder = _tag_folder(source, tag)
+        if is_deepspeed(folder):
+            return read_deepspeed(folder)
+        if kind == DEEPSPEED:
             raise UsageError(f"{folder} is not a DeepSpeed checkpoint: it has no *_model_states.pt")
-        return _deepspeed(folder)
     if kind == DEEPSPEED:
         raise UsageError(f"{source} is a file: a DeepSpeed checkpoint is a folder")
     weights = find_weights(source)
-    if weights is None or (kind == HUGGINGFACE and source.is_file()):
-        raise UsageError(_what_is(source))
-    return read_weights(weights, tag or WEIGHTS_TAG)
-
-
-def _deepspeed(folder: Path) -> Imported:
-    """Read a DeepSpeed checkpoint. Raises UsageError, also if a value does not have DeepSpeed's form."""
-    try:
-        return read_deepspeed(folder)
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise UsageError(
-            f"{folder} does not have the form of DeepSpeed 0.19's checkpoints, which xds reads: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    if weights is not None and not (kind == HUGGINGFACE and source.is_file()):
+        return read_weights(weights, tag or WEIGHTS_TAG)
+    if list(source.glob(f"*/{MANIFEST}")) or (source / MANIFEST).exists():
+        raise UsageError(f"{source} is a checkpoint of xds already: load it as it is")
+    raise UsageError(
+        f"{source} cannot be imported: it is not a DeepSpeed checkpoint (latest, *_model_states.pt), not a "
+        "Hugging Face folder (model.safetensors, pytorch_model.bin, or an index of them), not a file of weights"
+    )
 
 
 def _tag_folder(source: Path, tag: str | None) -> Path:
@@ -90,19 +95,8 @@ def _tag_folder(source: Path, tag: str | None) -> Path:
         return source / tag
     latest = source / LATEST
     named = None if latest.is_dir() else named_in(latest)
-    if named is None:
-        return source
-    if not (source / named).is_dir():
+    if named is not None and not (source / named).is_dir():
         raise UsageError(
             f"{latest} names {quoted(named)}, and {source} has no such folder; give the folder to import"
         )
-    return source / named
-
-
-def _what_is(source: Path) -> str:
-    if list(source.glob(f"*/{MANIFEST}")) or (source / MANIFEST).exists():
-        return f"{source} is a checkpoint of xds already: load it as it is"
-    return (
-        f"{source} cannot be imported: it is not a DeepSpeed checkpoint (latest, *_model_states.pt), not a "
-        "Hugging Face folder (model.safetensors, pytorch_model.bin, or an index of them), not a file of weights"
-    )
+    return source / (named or "")

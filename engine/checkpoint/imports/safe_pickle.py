@@ -8,7 +8,6 @@ are read as data. torch refuses names of modules such as `os`.
 from __future__ import annotations
 
 import zipfile
-import zlib
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from ....utils.errors import UsageError
+from ....utils.quoting import printable
 
 
 class StandIn:
@@ -43,46 +43,43 @@ def read_pickle(path: Path) -> Any:
     Memory:  only the structure; elements are read when they are used.
     Raises:
         UsageError: the file is of another kind or damaged, or names something that can be executed.
+        OSError: from the file system.
     """
     try:
-        if not path.is_file() or not zipfile.is_zipfile(path):  # opening a pipe waits for a writer
-            raise UsageError(
-                f"{path} is not a file that torch.save wrote (or is cut off, or has the form of torch 1.5 and "
-                "before): load it where it was made, and save it again"
-            )
-        with zipfile.ZipFile(path) as archive:
-            _refuse_bomb(path, archive)
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as error:
-        raise UsageError(f"{path} is damaged: {error}") from None
-    if damaged is not None:
-        raise UsageError(
-            f"{path} is damaged: {damaged} in it does not match its checksum; use another copy, or, if it "
-            "was saved without checksums (set_crc32_options), load it and save it again with checksums"
-        )
-    try:
+        _check_archive(path)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         stand_ins = [(type(name, (StandIn,), {"name": name}), name) for name in names]
         with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (UsageError, OSError):
+        raise
     except UnpicklingError as error:
-        reason = str(error).partition("\n")[0]
+        reason = printable(str(error).partition("\n")[0])
         raise UsageError(f"{path} cannot be read without executing it: {reason}") from None
-    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, EOFError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UsageError(f"{path} is damaged: {type(error).__name__}: {reason}") from None
+    except Exception as error:  # what a damaged file makes torch raise is no fixed list
+        reason = printable(f"{type(error).__name__}: {error}".partition("\n")[0])
+        raise UsageError(f"{path} is damaged: {reason}") from None
 
 
-def _refuse_bomb(path: Path, archive: zipfile.ZipFile) -> None:
-    """Refuse compressed archives: torch.save compresses nothing, so content never exceeds the file size."""
-    entries = archive.infolist()
-    is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-    size_bytes = path.stat().st_size
-    if (
-        is_packed
-        or sum(max(entry.file_size, entry.compress_size) for entry in entries) > size_bytes
-    ):
+def _check_archive(path: Path) -> None:
+    """Check that the file is the archive that torch.save writes, and its checksums. Raises UsageError."""
+    if not path.is_file() or not zipfile.is_zipfile(path):  # opening a pipe waits for a writer
         raise UsageError(
-            f"{path} is compressed, or its parts overlap: torch.save does neither, and such a file can unpack "
-            "to any size; it is not read. Load it where it was made, and save it again"
+            f"{path} is not a file that torch.save wrote (or is cut off, or has the form of torch 1.5 and "
+            "before): load it where it was made, and save it again"
+        )
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+        total_bytes = sum(max(entry.file_size, entry.compress_size) for entry in entries)
+        if is_packed or total_bytes > path.stat().st_size:
+            raise UsageError(
+                f"{path} is compressed, or its parts overlap: torch.save does neither, and such a file can "
+                "unpack to any size; it is not read. Load it where it was made, and save it again"
+            )
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise UsageError(
+            f"{path} is damaged: {printable(damaged)} in it does not match its checksum; use another copy, or, "
+            "if it was saved without checksums (set_crc32_options), load it and save it again with checksums"
         )

@@ -14,34 +14,26 @@ import torch
 from torch import Tensor
 
 from ....utils.errors import UsageError
+from ....utils.quoting import printable
 from ....zero.construction.weights import read_index
-from ..io.tensor_table import Located, check_storable, read_header
+from ..io.tensor_file import bytes_of
+from ..io.tensor_table import check_storable, read_header
 from .imported import EITHER, Imported
 from .safe_pickle import StandIn, read_pickle
 
 SAFETENSORS, INDEX = ".safetensors", ".index.json"
-FOLDER_FILES = (
-    f"model{SAFETENSORS}{INDEX}",
-    f"model{SAFETENSORS}",
-    f"pytorch_model.bin{INDEX}",
-    "pytorch_model.bin",
-)
-WRAPPERS = (
-    "state_dict",
-    "model_state_dict",
-    "model",
-    "module",
-)  # keys for weights in trainers' files
+FOLDER_FILES = [
+    f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in (INDEX, "")
+]
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module")  # of weights in trainers' files
 DISTRIBUTED = "module."  # the prefix that DistributedDataParallel adds to every name
 MAX_HEADER_BYTES = 100 << 20
 
 
 def find_weights(source: Path) -> Path | None:
     """`source` if it is a file, or the file to read first in a Hugging Face folder; None: neither."""
-    if source.is_file():
-        return source
-    found = [source / name for name in FOLDER_FILES if (source / name).is_file()]
-    return found[0] if found else None
+    found = [source, *(source / name for name in FOLDER_FILES)]
+    return next((path for path in found if path.is_file()), None)
 
 
 def read_weights(path: Path, tag: str) -> Imported:
@@ -54,7 +46,12 @@ def read_weights(path: Path, tag: str) -> Imported:
     if path.name.endswith(INDEX):
         tensors = _read_index(path, found)
     else:
-        tensors = _plain_names(_read_file(path, found), found)
+        tensors = _read_file(path, found)
+        if tensors and all(name.startswith(DISTRIBUTED) for name in tensors):
+            found.note(
+                f"every name began with {DISTRIBUTED!r}, which DistributedDataParallel adds: removed"
+            )
+            tensors = {name.removeprefix(DISTRIBUTED): one for name, one in tensors.items()}
     if not tensors:
         raise UsageError(f"{path} holds no tensors by name: there is nothing to import")
     for names in _by_memory(tensors):
@@ -66,33 +63,39 @@ def read_weights(path: Path, tag: str) -> Imported:
 
 
 def _read_index(path: Path, found: Imported) -> dict[str, Tensor]:
-    wanted = read_index(path)
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(set(wanted.values())):
-        content = _read_file(path.parent / file, found)
-        names = [name for name, there in wanted.items() if there == file]
-        missing = [name for name in names if name not in content]
-        if missing:
+    file_of = read_index(path)
+    files = sorted(set(file_of.values()))
+    content = {file: _read_file(path.parent / file, found) for file in files}
+    for name, file in file_of.items():
+        if name not in content[file]:
             raise UsageError(
-                f"{path.parent / file} has no {missing[0]}, which {path.name} says it has"
+                f"{path.parent / file} has no {printable(name)}, which {path.name} says it has"
             )
-        tensors |= {name: content[name] for name in names}
-    return tensors
+    return {
+        name: content[file][name] for file in files for name in file_of if file_of[name] == file
+    }
 
 
 def _read_file(path: Path, found: Imported) -> dict[str, Tensor]:
     if not path.is_file():
         raise UsageError(f"{path} is missing")
-    if path.name.endswith(SAFETENSORS):
-        return _read_safetensors(path)
-    return _state_dict(path, read_pickle(path), found)
+    return _safetensors(path) if path.name.endswith(SAFETENSORS) else _state_dict(path, found)
 
 
-# -- torch.save ---------------------------------------------------------------------------------------------
+def _by_memory(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names in order, grouped by equal memory."""
+    found: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        check_storable(name, tensor)  # others may have no memory of their own
+        bits = (tensor.is_conj(), tensor.is_neg())
+        view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), bits)
+        found.setdefault(view if tensor.numel() else name, []).append(name)
+    return list(found.values())
 
 
-def _state_dict(path: Path, content: Any, found: Imported) -> dict[str, Tensor]:
+def _state_dict(path: Path, found: Imported) -> dict[str, Tensor]:
     """The tensors by name in a state dict, or in the state dict inside of a trainer's file."""
+    content = read_pickle(path)
     if not isinstance(content, Mapping):
         raise UsageError(f"{path} holds a {type(content).__name__}, and no tensors by name")
     inner = [key for key in WRAPPERS if _has_tensors(content.get(key))]
@@ -115,50 +118,25 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, Mapping) and any(isinstance(one, Tensor) for one in value.values())
 
 
-def _plain_names(tensors: dict[str, Tensor], found: Imported) -> dict[str, Tensor]:
-    if tensors and all(name.startswith(DISTRIBUTED) for name in tensors):
-        found.note(
-            f"every name began with {DISTRIBUTED!r}, which DistributedDataParallel adds: removed"
-        )
-        return {name.removeprefix(DISTRIBUTED): tensor for name, tensor in tensors.items()}
-    return tensors
-
-
-def _by_memory(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names in order, grouped by equal memory."""
-    found: dict[Any, list[str]] = {}
-    for name, tensor in tensors.items():
-        check_storable(name, tensor)  # others may have no memory of their own
-        bits = (tensor.is_conj(), tensor.is_neg())
-        view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), bits)
-        found.setdefault(view if tensor.numel() else name, []).append(name)
-    return list(found.values())
-
-
-# -- safetensors --------------------------------------------------------------------------------------------
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
+def _safetensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of a safetensors file, mapped from it."""
     size_bytes = path.stat().st_size
-    with open(path, "rb") as file:
+    memory = torch.from_file(str(path), shared=False, size=size_bytes, dtype=torch.uint8)
 
-        def read(start: int, size: int) -> bytes:
-            file.seek(start)
-            return file.read(size)
+    def read(start: int, size: int) -> bytes:
+        return bytes(bytes_of(memory[start : start + size]))
 
-        try:
-            table, data_at = read_header(read, size_bytes, MAX_HEADER_BYTES)
-        except ValueError as error:
-            raise UsageError(f"{path} is damaged: {error}") from None
-    memory = torch.from_file(str(path), shared=False, size=size_bytes, dtype=torch.uint8)[data_at:]
-    return {name: _tensor(memory, there) for name, there in table.items()}
-
-
-def _tensor(memory: Tensor, there: Located) -> Tensor:
-    if not there.numel:  # it has no bytes, so its offset does not matter
-        return torch.empty(there.shape, dtype=there.dtype)
-    part = memory[there.start : there.stop]
-    if part.data_ptr() % there.dtype.itemsize:
-        part = part.clone()  # rare: the writer did not align it
-    return part.view(there.dtype).view(there.shape)
+    try:
+        table, data_at = read_header(read, size_bytes, MAX_HEADER_BYTES)
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {error}") from None
+    found = {}
+    for name, there in table.items():
+        if not there.numel:  # it has no bytes, so its offset does not matter
+            found[name] = torch.empty(there.shape, dtype=there.dtype)
+            continue
+        part = memory[data_at + there.start : data_at + there.stop]
+        if part.data_ptr() % there.dtype.itemsize:
+            part = part.clone()  # rare: the writer did not align it
+        found[name] = part.view(there.dtype).view(there.shape)
+    return found

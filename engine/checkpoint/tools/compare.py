@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..io.reader import CheckpointReader, Saved
+from ..packing import pack
 
-PIECE_BYTES = 4 << 20
+PIECE_NUMEL = 1 << 19
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """One difference: the name of the value, and a description."""
 
     name: str
@@ -38,10 +37,14 @@ def differences(
     yield from _only(a.values, b.values)
     for name, one, two in _pairs(a, b):
         if isinstance(one, Saved) and isinstance(two, Saved):
-            yield from _compare(a, b, name, one, two, on_read)
-        elif not _same(one, two):
-            yield Difference(name, f"{_shown(one)} in the first, {_shown(two)} in the second")
-    yield from _compare_states(_flat(a.state()), _flat(b.state()))
+            yield from (Difference(name, text) for text in _differ(a, b, one, two, on_read))
+        else:
+            yield from _unlike(name, one, two)
+    here, there = _flat(a.state()), _flat(b.state())
+    yield from _only(here, there)
+    for name in here:
+        if name in there:
+            yield from _unlike(name, here[name], there[name])
 
 
 def _only(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
@@ -51,73 +54,60 @@ def _only(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
 
 def _pairs(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str, Any, Any]]:
     """Values and optimizer states of the names that both have. A key that one lacks is None."""
-    for name, one in a.values.items():
-        if name not in b.values:
-            continue
-        yield name, one, b.values[name]
-        here, there = a.states(name), b.states(name)
-        for key in dict.fromkeys([*here, *there]):
-            yield f"{name} ({key})", here.get(key), there.get(key)
+    for name in a.values:
+        if name in b.values:
+            yield name, a.values[name], b.values[name]
+            here, there = a.states(name), b.states(name)
+            for key in dict.fromkeys([*here, *there]):
+                yield f"{name} ({key})", here.get(key), there.get(key)
 
 
-def _compare(  # noqa: PLR0913
-    a: CheckpointReader,
-    b: CheckpointReader,
-    name: str,
-    one: Saved,
-    two: Saved,
-    on_read: Callable[[int], None],
-) -> Iterator[Difference]:
+def _differ(
+    a: CheckpointReader, b: CheckpointReader, one: Saved, two: Saved, on_read: Callable[[int], None]
+) -> Iterator[str]:
     if one.shape != two.shape:
-        yield Difference(name, f"{list(one.shape)} in the first, {list(two.shape)} in the second")
+        yield f"{list(one.shape)} in the first, {list(two.shape)} in the second"
         return
     if one.dtype != two.dtype:
-        yield Difference(name, f"{_dtype(one)} in the first, {_dtype(two)} in the second")
+        names = [str(saved.dtype).removeprefix("torch.") for saved in (one, two)]
+        yield f"{names[0]} in the first, {names[1]} in the second"
     count, largest = 0, 0.0
-    pairs = zip(_pieces(a, one), _pieces(b, two), strict=True)
-    for here, there in pairs:
+    for here, there in zip(_pieces(a, one), _pieces(b, two), strict=True):
         on_read(here.numel() * one.dtype.itemsize)
-        if torch.equal(here, there):
+        if torch.equal(here, there):  # quick
             continue
-        differ = here != there
-        if here.is_floating_point():
-            differ &= ~(here.isnan() & there.isnan())
+        differ = ~_equal(here, there)
         if differ.any():
             count += int(differ.sum())
-            gap = (here.double() - there.double()).abs()[differ].nan_to_num(nan=torch.inf)
+            exact = torch.complex128 if here.is_complex() else torch.float64
+            gap = (here.to(exact) - there.to(exact)).abs()[differ].nan_to_num(nan=torch.inf)
             largest = max(largest, float(gap.max()))
     if count:
-        yield Difference(name, f"{count} of {one.numel} elements differ, by at most {largest:.3g}")
+        yield f"{count} of {one.numel} elements differ, by at most {largest:.3g}"
+
+
+def _equal(one: Tensor, two: Tensor) -> Tensor:
+    """Which elements are equal, or both NaN."""
+    return (one == two) | ((one != one) & (two != two))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """A dtype of the same values that can be compared: torch does not compare all 8-bit and 16-bit floats."""
+    if dtype == torch.complex32:
+        return torch.complex64
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def _pieces(reader: CheckpointReader, saved: Saved) -> Iterator[Tensor]:
-    """Pieces with the same number of elements for every dtype; 16-bit and 8-bit floats as fp32."""
-    is_narrow = saved.dtype.is_floating_point and saved.dtype.itemsize < 4
-    dtype = torch.float32 if is_narrow else saved.dtype
-    return reader.pieces(saved, dtype, PIECE_BYTES // 8 * dtype.itemsize)
-
-
-def _dtype(saved: Saved) -> str:
-    return str(saved.dtype).removeprefix("torch.")
-
-
-# -- the engine's state -------------------------------------------------------------------------------------
-
-
-def _compare_states(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    yield from _only(a, b)
-    for name, one in a.items():
-        if name in b and not _same(one, b[name]):
-            yield Difference(name, f"{_shown(one)} in the first, {_shown(b[name])} in the second")
+    """Pieces with the same number of elements for every dtype."""
+    dtype = _wide(saved.dtype)
+    return reader.pieces(saved, dtype, PIECE_NUMEL * dtype.itemsize)
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
     """Leaves of nested dicts and lists by path, as in "counters.global_steps"."""
-    items: list[tuple[Any, Any]] = []
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, list | tuple):
-        items = list(enumerate(value))
+    pairs = enumerate(value) if isinstance(value, list | tuple) else ()
+    items: list[tuple[Any, Any]] = [*(value.items() if isinstance(value, Mapping) else pairs)]
     if not items:
         return {name: value}
     found: dict[str, Any] = {}
@@ -126,13 +116,21 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return found
 
 
-def _same(one: Any, two: Any) -> bool:
+def _unlike(name: str, one: Any, two: Any) -> Iterator[Difference]:
+    """The difference of two values, one of which is no tensor of a file."""
     if isinstance(one, Tensor) and isinstance(two, Tensor):
-        return torch.equal(one, two)
-    if isinstance(one, Tensor | Saved) or isinstance(two, Tensor | Saved):
-        return False
-    is_nan = isinstance(one, float) and isinstance(two, float) and one != one and two != two
-    return bool(one == two) or is_nan
+        is_same = one.shape == two.shape
+        is_same = is_same and bool(_equal(one.to(_wide(one.dtype)), two.to(_wide(two.dtype))).all())
+    elif isinstance(one, Tensor | Saved) or isinstance(two, Tensor | Saved):
+        is_same = False
+    else:  # packed values have one meaning for NaN and arrays
+        is_same = _packed(one) == _packed(two)
+    if not is_same:
+        yield Difference(name, f"{_shown(one)} in the first, {_shown(two)} in the second")
+
+
+def _packed(value: Any) -> Any:
+    return pack(value, "", lambda tensor: str(tensor.tolist()))
 
 
 def _shown(value: Any) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from ....utils.errors import DamagedError, UsageError
 from ..hyperparameters import check_state_values
@@ -58,9 +57,9 @@ def _check_sums(path: Path, record: FileRecord, on_read: Callable[[int], None]) 
     if size != record.size_bytes:
         raise DamagedError(f"{path} has {size} bytes and should have {record.size_bytes}")
     wrong = []
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
         for number, expected in enumerate(record.crc32):
-            chunk = _read(file, record.chunk_bytes)
+            chunk = file.read(record.chunk_bytes)
             if zlib.crc32(chunk) != expected:
                 wrong.append(number)
             on_read(len(chunk))
@@ -71,14 +70,3 @@ def _check_sums(path: Path, record: FileRecord, on_read: Callable[[int], None]) 
         raise DamagedError(
             f"{path} is damaged: the checksum of bytes {start} to {stop}{others} does not match"
         )
-
-
-def _read(file: Any, size: int) -> bytes:
-    parts = []
-    while size:
-        part = file.read(size)
-        if not part:
-            break
-        parts.append(part)
-        size -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
