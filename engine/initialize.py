@@ -30,8 +30,7 @@ from ..zero.core.model_checks import check_model, move_model
 from ..zero.core.policy import Policy
 from ..zero.core.sharded_model import ShardedModel
 from ..zero.core.update import Updater
-from .checkpoint.io.background import Background
-from .checkpoint.saver import Direct, Saver
+from .checkpoint.saver import Saver
 from .checkpoint.training import Scheduler
 from .config.batch import mesh_of
 from .config.config import Config
@@ -440,9 +439,12 @@ __all__ = ["initialize"]
 
 def _saver(config: Config, collectives: Collectives) -> Saver:
     section = config.checkpoint
-    if section.async_save:
-        return Background(section.keep_last, timeout_seconds(), collectives)
-    return Direct(section.keep_last)
+    return Saver(
+        collectives,
+        keep_last=section.keep_last,
+        in_background=section.async_save,
+        timeout_seconds=timeout_seconds(),
+    )
 
 
 def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preemption:

@@ -38,7 +38,7 @@ def scenarios() -> list[Scenario]:
 
 
 def kill_often(scenario: Scenario, kills: int, seed: int) -> Tally:
-    # the process that writes in the background starts with the first save
+    # the first save in the background takes its memory
     killer = Killer(scenario, seed, window_seconds=1.0 if scenario.async_save else 0.3)
     for number in range(kills):
         killer.trial()

@@ -204,7 +204,7 @@ def without_sums(rank: int, world_size: int, folder: str, rounds: int) -> dict[s
 
     import torch
 
-    from xds.engine.checkpoint.io import writer
+    from xds.engine.checkpoint.io import tensor_file
 
     torch.manual_seed(0)
     engine = engine_of(large_model())
@@ -215,11 +215,11 @@ def without_sums(rank: int, world_size: int, folder: str, rounds: int) -> dict[s
         crc32 = staticmethod(lambda part, crc=0: 0)
 
     def bare(target: Path) -> None:
-        writer.zlib = NoSums  # type: ignore[assignment]
+        tensor_file.zlib = NoSums  # type: ignore[assignment]
         try:
             engine.save_checkpoint(target)
         finally:
-            writer.zlib = zlib
+            tensor_file.zlib = zlib
 
     turns = Turns(folder, rounds)
     turns.run({"with": engine.save_checkpoint, "without": bare})

@@ -1,9 +1,9 @@
-"""Writes and parses the manifest of a checkpoint.
+"""The text of a manifest: writes it with its checksum, and parses it with every rule of `manifest`.
 
     manifest.json   {"sha256": "...", "format": "xds-checkpoint", "version": 2, flats, files, state, ...}
 
 The checksum covers the manifest's bytes, with zeros in place of the checksum itself. A correct checksum is not
-enough: `parse` returns a manifest that satisfies every rule of `manifest_checks`, or raises.
+enough: another version or a script writes correct checksums, too.
 """
 
 from __future__ import annotations
@@ -19,18 +19,26 @@ from pydantic import TypeAdapter, ValidationError
 from ...ops.mesh import Mesh
 from ...utils.errors import DamagedError, UsageError
 from ...utils.small_files import parse_json
-from ...zero.checkpoint.ranges import Catalogue, ConstantRange, SavedFlat
+from ...zero.checkpoint.ranges import Catalogue, ConstantRange
 from ...zero.core.layout import Slot
 from .io.tensor_table import shown
-from .manifest import FORMAT, READ_VERSIONS, FileRecord, Manifest, RankPart, lengths_of, ranges_of
-from .manifest_checks import check_numbers, check_own_names
+from .manifest import (
+    FORMAT,
+    READ_VERSIONS,
+    Manifest,
+    RankPart,
+    check_numbers,
+    check_own,
+    lengths_of,
+    ranges_of,
+)
 from .packing import pack, unpack
 from .saved_values import OwnValues, complaint, state_of
 
 HEAD = '{"sha256": "'
 NO_SUM = "0" * 64
 # pydantic reads a plain dataclass field by field, with its types; unknown keys are ignored
-_READER = TypeAdapter(Manifest)
+_READER, _PART = TypeAdapter(Manifest), TypeAdapter(RankPart)
 # checksums of manifests that passed: a save with keep_last reads the same manifests repeatedly
 _SOUND: deque[str] = deque(maxlen=64)
 
@@ -44,6 +52,16 @@ def dump(manifest: Manifest) -> bytes:
     return _with_sum(text, sha256(text).hexdigest())
 
 
+def part_to_json(part: RankPart) -> Any:
+    """The part in JSON values."""
+    return json.loads(json.dumps(part, default=_fields))
+
+
+def part_of_json(part: Any) -> RankPart:
+    """The part that another rank sent."""
+    return _PART.validate_python(part)
+
+
 def _fields(one: Any) -> Any:
     if not is_dataclass(one):
         raise TypeError(f"a {type(one).__name__} is not JSON")
@@ -51,24 +69,6 @@ def _fields(one: Any) -> Any:
     if isinstance(one, Slot) and one.box is None:  # a whole tensor: most slots
         return {key: value for key, value in fields.items() if key != "box"}
     return fields
-
-
-def part_to_json(part: RankPart) -> dict[str, Any]:
-    """The part in JSON values."""
-    record = part.file
-    return {
-        "file": {
-            **vars(record),
-            "ranges": [vars(one) for one in record.ranges],
-            "constants": [vars(one) for one in record.constants],
-        },
-        "flats": [_flat_to_json(flat) for flat in part.flats],
-    }
-
-
-def _flat_to_json(flat: SavedFlat) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(vars(flat), default=_fields))
-    return found
 
 
 def _with_sum(text: bytes, digest: str) -> bytes:
@@ -93,14 +93,13 @@ def parse(text: bytes, source: str) -> Manifest:
             f"{source} is damaged: its checksum does not match; load another checkpoint"
         )
     manifest = _typed(text, source)
-    if digest in _SOUND:
-        return manifest
-    try:
-        check_numbers(manifest)
-        _check_values(manifest)
-    except ValueError as error:
-        raise DamagedError(f"{source} contradicts itself: {error}") from None
-    _SOUND.append(digest)
+    if digest not in _SOUND:
+        try:
+            check_numbers(manifest)
+            _check_values(manifest)
+        except ValueError as error:
+            raise DamagedError(f"{source} contradicts itself: {error}") from None
+        _SOUND.append(digest)
     return manifest
 
 
@@ -134,15 +133,13 @@ def _upgraded(manifest: Manifest) -> Manifest:
 
 def _check_values(manifest: Manifest) -> None:
     state = state_of(manifest.state)
-    counters = state.counters
     if state.optimizer is None and any(
         one.key.startswith("state/") for r in manifest.files for one in r.ranges
     ):
         raise ValueError("it has states of an optimizer, and no optimizer")
     for number, record in enumerate(manifest.files):
-        own = OwnValues.of(record.own)
-        check_own_names(f"files[{number}]", own, manifest.flats)
-        if counters.is_accumulating and "grads" not in record.own:
+        check_own(number, OwnValues.of(record.own), manifest.flats)
+        if state.counters.is_accumulating and "grads" not in record.own:
             raise ValueError(f"files[{number}].own has no grads, in the middle of an accumulation")
 
 
@@ -151,21 +148,17 @@ def constants_to_json(constants: list[ConstantRange]) -> list[ConstantRange]:
     return [replace(one, value=pack(one.value, one.key, _no_tensor)) for one in constants]
 
 
-def constants_of(record: FileRecord) -> list[ConstantRange]:
-    """The constants of a file, with their values unpacked."""
-    return [replace(one, value=unpack(one.value, _no_tensor)) for one in record.constants]
-
-
 def _no_tensor(_: Any) -> Any:
     raise UsageError("a tensor stands where a number belongs")
 
 
 def catalogue_of(manifest: Manifest, source: str) -> Catalogue:
-    """The catalogue of all ranges.
+    """The catalogue of all ranges, with the values of the constants unpacked.
 
     Raises DamagedError: two ranges hold the same elements; names `source`.
     """
-    constants = [one for record in manifest.files for one in constants_of(record)]
+    packed = [one for record in manifest.files for one in record.constants]
+    constants = [replace(one, value=unpack(one.value, _no_tensor)) for one in packed]
     try:
         return Catalogue(manifest.flats, ranges_of(manifest), constants)
     except ValueError as error:

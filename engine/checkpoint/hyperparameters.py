@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -38,19 +38,26 @@ def check_state_values(
     if with_optimizer and optimizer is not None:
         check_groups(optimizer["type"], optimizer["groups"])
     if with_scheduler and scheduler is not None:
-        is_known = scheduler["type"] in {
-            *_OF_FUNCTIONS,
-            *SCHEDULERS.built_in,
-            *SCHEDULERS.from_torch,
-        }
-        _check_scheduler(scheduler["state"], "lr_scheduler", is_known=is_known)
+        known = {*_OF_FUNCTIONS, *SCHEDULERS.built_in, *SCHEDULERS.from_torch}
+        is_known = scheduler["type"] in known
+        for key, value, where in _leaves(scheduler["state"], "", "lr_scheduler"):
+            rule = _POSITION if key in POSITIONS else RATE if key in RATES else None
+            if rule is not None:
+                _check(rule, value, where)
+            elif is_known and isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{where} is {shown(value)}; it must be finite")
 
 
 def check_groups(kind: str, groups: Iterable[Mapping[str, Any]]) -> None:
     """The same for the parameter groups of an optimizer of this class. Its tensors are not looked at."""
-    rules = _rules_of(kind)
-    for number_, group in enumerate(groups):
-        where = f"optimizer.groups[{number_}]"
+    rules = OPTIMIZERS.arguments(kind)
+    if rules:
+        rules = {key: _SWITCH if rule is FLAG else rule for key, rule in rules.items()}
+        rules["initial_lr"] = RATE
+    else:  # a class that is not known
+        rules = dict.fromkeys(("lr", "initial_lr"), _RATE_OR_NULL)
+    for number, group in enumerate(groups):
+        where = f"optimizer.groups[{number}]"
         if "lr" not in group:
             raise ValueError(f"{where} has no lr")
         for key, value in group.items():
@@ -58,20 +65,10 @@ def check_groups(kind: str, groups: Iterable[Mapping[str, Any]]) -> None:
                 _check(rules.get(key), value, f"{where}.{shown(key)[1:-1]}")
 
 
-def _rules_of(kind: str) -> dict[str, Value]:
-    """The rules for the hyperparameters of the class; of one that is not known, those for its rates."""
-    rules = OPTIMIZERS.arguments(kind)
-    if not rules:
-        return dict.fromkeys(("lr", "initial_lr"), _RATE_OR_NULL)
-    return {key: _SWITCH if rule is FLAG else rule for key, rule in rules.items()} | {
-        "initial_lr": RATE
-    }
-
-
 def _check(rule: Value | None, value: Any, where: str) -> None:
     plain = _plain(value)
     if rule is None:
-        if _has_nan(plain):
+        if any(isinstance(one, float) and math.isnan(one) for _, one, _ in _leaves(plain, "", "")):
             raise ValueError(f"{where} is {shown(plain)}, which is no number")
         return
     try:
@@ -90,29 +87,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _has_nan(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return any(map(_has_nan, value))
-    return isinstance(value, float) and math.isnan(value)
-
-
-def _check_scheduler(state: Any, where: str, *, is_known: bool) -> None:
-    """Check rates and positions in the state, also of schedules in it; of a known class every number."""
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            here = f"{where}.{shown(key)[1:-1]}"
-            if key in RATES and isinstance(value, Sequence):
-                for at, rate in enumerate(value):
-                    _check(RATE, rate, f"{here}[{at}]")
-            elif key in POSITIONS:
-                _check(_POSITION, value, here)
-            else:
-                _check_scheduler(value, here, is_known=is_known)
-    elif isinstance(state, list | tuple):
-        for at, value in enumerate(state):
-            _check_scheduler(value, f"{where}[{at}]", is_known=is_known)
-    elif is_known and isinstance(_plain(state), float) and not math.isfinite(_plain(state)):
-        raise ValueError(f"{where} is {shown(state)}; it must be finite")
+def _leaves(value: Any, key: str, where: str) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, place) of all that is in mappings and sequences; rates one by one, positions whole."""
+    if isinstance(value, Mapping) and key not in POSITIONS:
+        for name, inner in value.items():
+            yield from _leaves(inner, name, f"{where}.{shown(name)[1:-1]}")
+    elif isinstance(value, Sequence) and not isinstance(value, str) and key not in POSITIONS:
+        for at, inner in enumerate(value):
+            yield from _leaves(inner, key if key in RATES else "", f"{where}[{at}]")
+    else:
+        yield key, _plain(value), where
 
 
 __all__ = ["check_groups", "check_state_values"]

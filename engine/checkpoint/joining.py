@@ -18,10 +18,15 @@ from ...ops.mesh import Mesh
 from ...utils.errors import XdsError
 from ...zero.checkpoint.ranges import Catalogue, SavedFlat
 from ...zero.core.layout import Box, Slot
-from .manifest import FileRecord, Manifest, RankPart, ranges_of
-from .manifest_checks import check_numbers
-
-MAX_NAMES = 20  # in one message
+from .manifest import (
+    FileRecord,
+    Manifest,
+    RankPart,
+    check_numbers,
+    new_manifest,
+    ranges_of,
+    some_of,
+)
 
 
 @dataclass(frozen=True)
@@ -104,47 +109,57 @@ def renumbered(record: FileRecord, numbers: Sequence[int]) -> FileRecord:
     """The record with the joined numbers of its flats."""
     if all(new == old for old, new in enumerate(numbers)):
         return record
+    own: Mapping[str, Any] = record.own
+    grads = {str(numbers[int(flat)]): grad for flat, grad in own.get("grads", {}).items()}
     return replace(
         record,
         ranges=tuple(replace(one, flat=numbers[one.flat]) for one in record.ranges),
         constants=tuple(replace(one, flat=numbers[one.flat]) for one in record.constants),
-        own=_own(record.own, numbers),
+        own={**own, "grads": grads} if "grads" in own else own,
     )
 
 
-def _own(own: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
-    grads = {str(numbers[int(flat)]): grad for flat, grad in own.get("grads", {}).items()}
-    return {key: grads if key == "grads" else value for key, value in own.items()}
+def joined_manifest(
+    tag: str,
+    stage: int,
+    mesh: Mesh,
+    flats: Sequence[SavedFlat],
+    state: Any,
+    parts: Sequence[RankPart],
+) -> Manifest:
+    """The manifest of what all ranks saved. flats, state: of rank 0.
 
-
-def join_parts(
-    mesh: Mesh, flats: Sequence[SavedFlat], parts: Sequence[RankPart]
-) -> tuple[Joined, tuple[FileRecord, ...]]:
-    """The flats of all parts and the records of all ranks. `flats`: of the first part."""
+    Raises:
+        XdsError: the parts of the model do not fit, or elements are in no file.
+    """
     ranks = parts_of(mesh)
     joined = join_flats(mesh, [flats, *(parts[found[0]].flats for found in ranks[1:])])
     numbers = {rank: joined.numbers[at] for at, found in enumerate(ranks) for rank in found}
-    records = tuple(renumbered(part.file, numbers[rank]) for rank, part in enumerate(parts))
-    return joined, records
+    manifest = new_manifest(
+        tag=tag,
+        stage=stage,
+        mesh=mesh,
+        flats=joined.flats,
+        files=tuple(renumbered(part.file, numbers[rank]) for rank, part in enumerate(parts)),
+        holders=joined.holders,
+        state=state,
+    )
+    if mesh.pipe * mesh.tensor > 1:
+        _check_joined(manifest)
+    return manifest
 
 
-def check_joined(manifest: Manifest) -> None:
-    """Check that the files of all parts together hold every element of every flat once.
-
-    Raises:
-        XdsError: they do not.
-    """
+def _check_joined(manifest: Manifest) -> None:
+    """Check that the files of all parts together hold every element of every flat once."""
     try:
         check_numbers(manifest)
         names = Catalogue(manifest.flats, ranges_of(manifest)).uncovered()
     except ValueError as error:
         raise XdsError(f"the parts of a checkpoint do not fit: {error}") from None
     if names:
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         raise XdsError(
-            f"the checkpoint would be incomplete: no rank has saved all elements of "
-            f"{', '.join(names[:MAX_NAMES])}{more}"
+            f"the checkpoint would be incomplete: no rank has saved all elements of {some_of(names)}"
         )
 
 
-__all__ = ["Joined", "check_joined", "join_flats", "join_parts", "parts_of", "renumbered"]
+__all__ = ["Joined", "join_flats", "joined_manifest", "parts_of", "renumbered"]

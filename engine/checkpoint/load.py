@@ -7,8 +7,7 @@ tag  ->  manifest  ->  plan by name and range  ->  verify every chunk  ->  fill 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,18 +16,29 @@ from typing import Any
 
 from torch import Tensor
 
+from ...ops.comm.collectives import Collectives
 from ...utils.errors import DamagedError, UsageError
 from ...zero.checkpoint.ranges import Copy
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
 from ..steps.counters import Counters
 from .agreement import together
-from .finding import find_older, find_tag
 from .format import catalogue_of
-from .io.checked_file import CheckedFile
-from .io.folders import MANIFEST, read_manifest
-from .io.reader import open_file
-from .load_checks import (
+from .io.checked_file import CheckedFiles
+from .io.folders import (
+    MANIFEST,
+    check_folder,
+    check_tag,
+    newest_checkpoint,
+    older_checkpoint,
+    read_latest,
+    read_manifest,
+)
+from .load_effect import set_engine, set_own
+from .load_plan import (
+    DOING,
+    LoadOptions,
+    Plan,
     Report,
     check_groups,
     check_names,
@@ -37,14 +47,11 @@ from .load_checks import (
     check_views,
     report,
 )
-from .load_effect import set_buffers, set_engine, set_random
-from .load_plan import DOING, LoadOptions, Plan, some_of
-from .manifest import Manifest
+from .manifest import Manifest, lacking, some_of
 from .packing import unpack
 from .random_state import check_random_state
 from .saved_values import OwnValues
 from .training import Training
-from .whole import lacking
 
 log = logging.getLogger("xds")
 
@@ -60,7 +67,7 @@ def load_checkpoint(
     if training.optimizer is None:  # an engine for inference
         options = replace(options, load_optimizer_states=False)
     collectives = training.sharded.collectives
-    chosen = find_tag(collectives, load_dir, tag, falls_back=options.fallback)
+    chosen = _find_tag(collectives, load_dir, tag, falls_back=options.fallback)
     load_dir = Path(load_dir)
     if chosen is None:
         hint = "" if options.fallback else "; fallback=True loads the newest checkpoint there"
@@ -78,7 +85,7 @@ def load_checkpoint(
             if not options.fallback:
                 raise
             refused.append(chosen)
-            chosen = find_older(collectives, load_dir, refused, error)
+            chosen = _find_older(collectives, load_dir, refused, error)
 
 
 def _load(
@@ -89,48 +96,100 @@ def _load(
     options: LoadOptions,
 ) -> tuple[str, dict[str, Any]]:
     collectives, folder = training.sharded.collectives, load_dir / tag
-    manifest, digests = together(
-        collectives,
-        DOING,
-        partial(read_manifest, load_dir, tag),
-        share=lambda m: [m.tag, m.files[0].path],
+    step = partial(together, collectives, DOING)  # on all ranks, or all raise
+    manifest, found = step(
+        lambda: read_manifest(load_dir, tag), share=lambda m: [m.tag, m.files[0].path]
     )
-    if any(digest != digests[0] for digest in digests):
+    if any(one != found[0] for one in found):
         raise UsageError(
             f"{DOING}: the ranks find different checkpoints under {folder}: load_dir must be one folder that "
             "all of them share"
         )
-    plan, reports = together(
-        collectives, DOING, partial(_begin, training, folder, manifest, options), share=report
-    )
-    with ExitStack() as stack, ExitStack() as undo:
-        together(
-            collectives,
-            DOING,
-            partial(_prepare, training, counters, plan, reports, options, stack),
-        )
+    with ExitStack() as undo, CheckedFiles(folder, manifest) as files:
+        plan, reports = step(lambda: _begin(training, folder, manifest, files, options), report)
+        step(lambda: _prepare(training, counters, plan, reports, options))
         if not options.load_module_only:
-            together(
-                collectives, DOING, partial(set_engine, training, counters, plan, options, undo)
-            )
+            step(lambda: set_engine(training, counters, plan, options, undo))
         plan.restore.begin()
-        together(
-            collectives, f"{DOING}, half-way (load again before continuing)", partial(_fill, plan)
-        )
+        half_way = f"{DOING}, half-way (load again before continuing)"
+        together(collectives, half_way, lambda: _read_files(plan, is_fresh=False))
         undo.pop_all()  # nothing below can fail
         plan.restore.finish(plan.targets)
-    set_buffers(plan)
-    set_random(plan, training.device)
+    set_own(plan, training.device)
     if collectives.rank == 0:
         log.info("loaded checkpoint %s", folder)
     client_state: dict[str, Any] = plan.state["client_state"]
     return str(folder), client_state
 
 
+# -- which one ----------------------------------------------------------------------------------------------
+
+
+def _find_tag(
+    collectives: Collectives, load_dir: str | Path, tag: str | None, *, falls_back: bool
+) -> str | None:
+    """`tag`; else the tag in `latest`; None where no tag is given and there is no `latest`. A collective.
+
+    falls_back: take the newest checkpoint where `latest` is missing or wrong.
+    """
+
+    def look() -> str | None:
+        folder = check_folder("load_dir", load_dir)
+        if collectives.rank or tag is not None:
+            return None if tag is None else check_tag(tag)
+        reason = f"there is no file `latest` in {folder}"
+        damage: DamagedError | None = None
+        try:
+            found = read_latest(folder)
+        except DamagedError as error:
+            found, damage, reason = None, error, str(error)
+        if found is None and falls_back:
+            found = newest_checkpoint(folder)
+            if found is not None:
+                shown = found if damage is None else folder / found
+                log.warning("%s; falling back to %s", reason, shown)
+        if found is None and damage is not None:
+            raise damage
+        return found
+
+    return _of_rank_0(collectives, look)
+
+
+def _find_older(
+    collectives: Collectives, load_dir: Path, refused: Sequence[str], error: DamagedError
+) -> str:
+    """The tag of the newest checkpoint before the last one of `refused`, which is damaged. A collective.
+
+    Raises DamagedError: there is none.
+    """
+    older = _of_rank_0(
+        collectives,
+        lambda: None if collectives.rank else older_checkpoint(load_dir, refused[-1], refused),
+    )
+    if older is None:
+        raise DamagedError(
+            f"{error}; there is no older checkpoint in {load_dir} to fall back to"
+        ) from error
+    if collectives.rank == 0:
+        log.warning("%s; falling back to %s", error, load_dir / older)
+    return older
+
+
+def _of_rank_0(collectives: Collectives, look: Any) -> str | None:
+    found: str | None = together(collectives, DOING, look, share=lambda tag: tag)[1][0]
+    return found
+
+
 # -- before anything changes --------------------------------------------------------------------------------
 
 
-def _begin(training: Training, folder: Path, manifest: Manifest, options: LoadOptions) -> Plan:
+def _begin(
+    training: Training,
+    folder: Path,
+    manifest: Manifest,
+    files: CheckedFiles,
+    options: LoadOptions,
+) -> Plan:
     """What this rank holds, and where the checkpoint has it."""
     training.sharded.settle_reductions()
     snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)
@@ -139,80 +198,48 @@ def _begin(training: Training, folder: Path, manifest: Manifest, options: LoadOp
         raise DamagedError(
             f"{folder / MANIFEST} contradicts itself: elements of {some_of(names)} are in no file"
         )
-    restore = Restore(snapshot, catalogue)
-    return Plan(folder, manifest, snapshot, catalogue, restore)
+    return Plan(folder, manifest, snapshot, catalogue, Restore(snapshot, catalogue), files)
 
 
-def _prepare(  # noqa: PLR0913
+def _prepare(
     training: Training,
     counters: Counters,
     plan: Plan,
     reports: Sequence[Report | None],
     options: LoadOptions,
-    stack: ExitStack,
 ) -> None:
-    folder, manifest, restore = plan.folder, plan.manifest, plan.restore
+    """Refuse what does not fit, plan all copies, and check every byte that they read."""
     check_names(plan, reports, options)
-    pool = stack.enter_context(ThreadPoolExecutor(1))
-
-    def opened(number: int) -> CheckedFile:
-        if number not in plan.files:
-            plan.files[number] = open_file(folder, manifest, number, pool)
-            stack.callback(plan.files[number].close)
-        return plan.files[number]
-
-    plan.state = unpack(manifest.state, lambda name: opened(0).tensor(name))
-    check_state(training, counters, plan, options, folder)
+    plan.state = unpack(plan.manifest.state, lambda name: plan.files[0].tensor(name))
+    check_state(training, counters, plan, options)
     if options.with_optimizer and plan.state["optimizer"] is not None:
-        check_groups(plan.catalogue, plan.snapshot, folder)
-    own = plan.own_file
-    if own is not None:
-        plan.own = _own(manifest.files[own].own, lambda name: opened(own).tensor(name), options)
-        if "random" in plan.own:
-            check_random_state(plan.own["random"], str(folder / manifest.files[own].path))
-        plan.buffers = _own_buffers(plan, opened)
-    plan.targets = restore.plan_values()
-    if options.with_optimizer:
-        plan.targets += restore.plan_states()
-        plan.targets += restore.plan_owed(
-            plan.state.get("owed_unit") or 1.0,
-            plan.state.get("owed_steps") or 0,
-            holds_momentum=bool(plan.state.get("owed_holds_momentum")),
-        )
-        if plan.state["counters"]["is_accumulating"]:
-            plan.targets += restore.plan_grads()
-            any_held = any(f.own.get("grads") for f in manifest.files)
-            restore.plan_locals(plan.own.get("grads", {}), any_held=any_held)
-    check_restore(restore, folder, options)
-    _check_files(plan, opened)
-    check_views(plan, plan.targets, folder)
+        check_groups(plan.catalogue, plan.snapshot, plan.folder)
+    _read_own(plan, options)
+    _plan_targets(plan, options)
+    check_restore(plan.restore, plan.folder, options)
+    _read_files(plan, is_fresh=True)
+    check_views(plan)
 
 
-def _check_files(plan: Plan, opened: Callable[[int], CheckedFile]) -> None:
-    """Check every byte that this rank needs, and fill new tensors, file by file."""
-    by_file: dict[int, list[tuple[Copy, Tensor | None]]] = {}
-    for target in plan.targets:
-        receiver = target.receiver if target.is_fresh else None
-        for copy in target.copies:
-            by_file.setdefault(copy.file, []).append((copy, receiver))
-    rank = plan.snapshot.rank  # each rank starts with a different file
-    for number in sorted(by_file, key=lambda number: (number < rank, number)):
-        file = opened(number)
-        file.check(by_file[number])
-        file.close()
-    for file in plan.files.values():
-        file.close()
-
-
-def _own(packed: Any, get: Any, options: LoadOptions) -> dict[str, Any]:
+def _read_own(plan: Plan, options: LoadOptions) -> None:
     """This rank's own values; tensors that the options exclude are not read. Imports have none."""
+    number = plan.own_file
+    if number is None:
+        return
+    record = plan.manifest.files[number]
     wanted = [] if options.load_module_only else ["random", "data"]
-    if options.with_optimizer:
-        wanted.append("grads")
-    return {key: unpack(packed[key], get) for key in wanted if key in packed}
+    wanted += ["grads"] if options.with_optimizer else []
+    plan.own = {
+        key: unpack(record.own[key], lambda name: plan.files[number].tensor(name))
+        for key in wanted
+        if key in record.own
+    }
+    if "random" in plan.own:
+        check_random_state(plan.own["random"], str(plan.folder / record.path))
+    plan.buffers = _own_buffers(plan)
 
 
-def _own_buffers(plan: Plan, opened: Callable[[int], CheckedFile]) -> dict[str, Tensor]:
+def _own_buffers(plan: Plan) -> dict[str, Tensor]:
     """This data rank's buffers, where they differed from those of the first rank."""
     found = {}
     for name, _ in plan.restore.buffers():
@@ -221,20 +248,38 @@ def _own_buffers(plan: Plan, opened: Callable[[int], CheckedFile]) -> dict[str, 
         if number is not None:
             saved = OwnValues.of(plan.manifest.files[number].own).buffers.get(name)
             if saved is not None:
-                found[name] = opened(number).tensor(saved.name)
+                found[name] = plan.files[number].tensor(saved.name)
     return found
 
 
-# -- changing -----------------------------------------------------------------------------------------------
+def _plan_targets(plan: Plan, options: LoadOptions) -> None:
+    restore, state = plan.restore, plan.state
+    plan.targets = restore.plan_values()
+    if not options.with_optimizer:
+        return
+    plan.targets += restore.plan_states()
+    plan.targets += restore.plan_owed(
+        state.get("owed_unit") or 1.0,
+        state.get("owed_steps") or 0,
+        holds_momentum=bool(state.get("owed_holds_momentum")),
+    )
+    if state["counters"]["is_accumulating"]:
+        plan.targets += restore.plan_grads()
+        any_held = any(record.own.get("grads") for record in plan.manifest.files)
+        restore.plan_locals(plan.own.get("grads", {}), any_held=any_held)
 
 
-def _fill(plan: Plan) -> None:
-    """Fill the live tensors, which `_check_files` left; their bytes are in the page cache now."""
-    by_file: dict[int, list[tuple[Copy, Tensor]]] = {}
+def _read_files(plan: Plan, *, is_fresh: bool) -> None:
+    """Check every byte that this rank needs, and fill new tensors, file by file.
+
+    is_fresh: False: fill the live tensors; their bytes were checked and are in the page cache now.
+    """
+    by_file: dict[int, list[tuple[Copy, Tensor | None]]] = {}
     for target in plan.targets:
-        for copy in target.copies if not target.is_fresh else ():
-            by_file.setdefault(copy.file, []).append((copy, target.receiver))
-    for number, copies in by_file.items():
-        with plan.files[number].opened():
-            for copy, receiver in copies:
-                plan.files[number].fill(receiver, copy)
+        for copy in target.copies if is_fresh or not target.is_fresh else ():
+            receiver = target.receiver if target.is_fresh == is_fresh else None
+            by_file.setdefault(copy.file, []).append((copy, receiver))
+    rank = plan.snapshot.rank  # each rank starts with a different file
+    for number in sorted(by_file, key=lambda number: (number < rank, number)):
+        plan.files[number].read(by_file[number], sums=is_fresh)
+        plan.files[number].close()

@@ -8,9 +8,8 @@ buffers of this rank, random generators               checked before: they canno
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -37,32 +36,31 @@ def set_engine(
 
     Raises UsageError: an object of the user refuses its saved state.
     """
-    saved = plan.state
-    if training.optimizer is not None:  # a scheduler writes to the groups, too
-        undo.callback(_restore_groups, training.optimizer, _groups(training.optimizer))
+    saved, optimizer, scheduler = plan.state, training.optimizer, training.scheduler
+    if optimizer is not None:  # a scheduler writes to the groups, too
+        undo.callback(_restore_groups, optimizer, _groups(optimizer))
     if options.with_optimizer and saved["optimizer"] is not None:
-        _taking(
-            plan,
-            "optimizer",
-            partial(_set_groups, training.optimizer, saved["optimizer"]["groups"]),
-        )
-    load = getattr(training.scheduler, "load_state_dict", None)
+        with _taking(plan, "optimizer"):
+            _set_groups(optimizer, saved["optimizer"]["groups"])
+    load = getattr(scheduler, "load_state_dict", None)
     if options.with_scheduler and saved["lr_scheduler"] is not None and load is not None:
-        undo.callback(load, training.scheduler.state_dict())  # type: ignore[union-attr]
-        _taking(plan, "lr_scheduler", partial(load, saved["lr_scheduler"]["state"]))
-        groups = training.optimizer.param_groups  # to which it may have written
-        _taking(plan, "lr_scheduler", partial(check_groups, kind_of(training.optimizer), groups))
+        undo.callback(load, scheduler.state_dict())  # type: ignore[union-attr]
+        with _taking(plan, "lr_scheduler"):
+            load(saved["lr_scheduler"]["state"])
+            check_groups(kind_of(optimizer), optimizer.param_groups)  # it may have written there
     undo.callback(training.loss_scale.load_state_dict, training.loss_scale.state_dict())
     training.loss_scale.load_state_dict(saved["loss_scale"])
     _set_counters(counters, saved["counters"], options, undo)
     if training.loader is not None:
         undo.callback(_restore_fields, training.loader, dict(vars(training.loader)))
-        _taking(plan, "data", partial(_set_data, training.loader, plan))
+        with _taking(plan, "data"):
+            _set_data(training.loader, plan)
 
 
-def _taking(plan: Plan, what: str, action: Callable[[], None]) -> None:
+@contextmanager
+def _taking(plan: Plan, what: str) -> Iterator[None]:
     try:
-        action()
+        yield
     except Exception as error:
         reason = str(error) if isinstance(error, XdsError) else f"{type(error).__name__}: {error}"
         raise UsageError(
@@ -71,15 +69,11 @@ def _taking(plan: Plan, what: str, action: Callable[[], None]) -> None:
 
 
 @torch.no_grad()
-def set_buffers(plan: Plan) -> None:
-    """Restore this rank's own buffers, where they differed from rank 0's and the ranks are the same."""
+def set_own(plan: Plan, device: torch.device) -> None:
+    """Restore this rank's own buffers, where they differed from rank 0's, and its random generators."""
     for name, buffer in plan.restore.buffers():
         if name in plan.buffers:
             write(buffer, plan.buffers[name].to(buffer))
-
-
-def set_random(plan: Plan, device: torch.device) -> None:
-    """Restore this rank's random generators."""
     if "random" in plan.own:
         set_random_state(plan.own["random"], device)
 
@@ -159,4 +153,4 @@ def _set_counters(
     counters.micro_steps -= counters.micro_steps % here  # a partial step's gradients are not loaded
 
 
-__all__ = ["set_buffers", "set_engine", "set_random"]
+__all__ = ["set_engine", "set_own"]

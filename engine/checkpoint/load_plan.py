@@ -1,23 +1,36 @@
-"""The options of a load, and the checked plan of a load on this rank."""
+"""What a load reads on this rank, and whether a valid checkpoint fits this model and engine.
+
+All checks run before anything is changed. They raise UsageError: the sentence names what does not fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypedDict, final
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
-from ...zero.checkpoint.ranges import Catalogue, SavedFlat
+from ...ops.optim.shard_optimizer import kind_of
+from ...utils.errors import DamagedError, UsageError
+from ...utils.views import holds
+from ...zero.checkpoint.ranges import Catalogue, Differences, SavedFlat
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
 from ...zero.checkpoint.targets import Target
-from .io.checked_file import CheckedFile
-from .manifest import Manifest
+from ..steps.counters import Counters
+from .hyperparameters import RATES, check_state_values
+from .io.checked_file import CheckedFiles
+from .io.folders import MANIFEST
+from .io.tensor_table import shown
+from .manifest import Manifest, some_of
+from .training import Training
 
+log = logging.getLogger("xds")
 DOING = "load_checkpoint"
-MAX_NAMES = 20  # in one message
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ class Plan:
     snapshot: Snapshot
     catalogue: Catalogue
     restore: Restore
-    files: dict[int, CheckedFile] = field(default_factory=dict)
+    files: CheckedFiles
     targets: list[Target] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
@@ -83,8 +96,208 @@ class Plan:
         return next((rank for rank in holders if saved.coordinates(rank).data == data), None)
 
 
-def some_of(names: Iterable[str]) -> str:
-    """The first names for a message, and how many more there are."""
-    found = list(dict.fromkeys(names))
-    more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
-    return ", ".join(found[:MAX_NAMES]) + more
+# -- names ---------------------------------------------------------------------------------------------------
+
+
+class Report(TypedDict):
+    """What one pipeline stage does not find in a checkpoint, and a mark for each slot that it does find."""
+
+    met: str
+    missing: list[str]
+    shapes: list[str]
+
+
+def report(plan: Plan) -> Report | None:
+    """The report of this rank's stage; None if another rank reports the same, or all."""
+    pipe, *others = plan.snapshot.place
+    if plan.snapshot.mesh.pipe == 1 or any(others):
+        return None
+    flats = plan.snapshot.flats
+    found = plan.catalogue.compare(flats)
+    return Report(
+        met=plan.catalogue.met(flats), missing=list(found.missing), shapes=list(found.shapes)
+    )
+
+
+def check_names(plan: Plan, reports: Sequence[Report | None], options: LoadOptions) -> None:
+    """Check that all stages together have the names and shapes of the checkpoint."""
+    folder, stages = plan.folder, [one for one in reports if one is not None]
+    met = "".join(
+        "1" if "1" in marks else "0" for marks in zip(*(one["met"] for one in stages), strict=True)
+    )
+    found = plan.catalogue.compare(plan.snapshot.flats, met)
+    found = Differences(
+        missing=tuple(sorted({*found.missing, *(n for s in stages for n in s["missing"])})),
+        extra=found.extra,
+        shapes=tuple(dict.fromkeys((*(t for s in stages for t in s["shapes"]), *found.shapes))),
+    )
+    sentences = []
+    if found.missing:
+        sentences.append(f"it does not have {some_of(found.missing)}")
+    if found.extra:
+        sentences.append(f"the model does not have {some_of(found.extra)}")
+    if found.shapes:
+        raise UsageError(
+            f"{folder} does not fit this model: {some_of(found.shapes)}; nothing was changed"
+        )
+    if sentences and options.load_module_strict:
+        raise UsageError(
+            f"{folder} does not fit this model: {'; '.join(sentences)}; nothing was changed. Load what fits "
+            "with load_module_strict=False"
+        )
+    if sentences and plan.snapshot.rank == 0:
+        log.warning("%s is loaded in part: %s; all else is unchanged", folder, "; ".join(sentences))
+
+
+def check_state(training: Training, counters: Counters, plan: Plan, options: LoadOptions) -> None:
+    """Check that the optimizer, the scheduler and the accumulation are like the saved ones."""
+    saved, folder = plan.state, plan.folder
+    try:
+        check_state_values(
+            saved, with_optimizer=options.with_optimizer, with_scheduler=options.with_scheduler
+        )
+    except ValueError as error:
+        raise DamagedError(
+            f"{folder / MANIFEST} contradicts itself: {error}; load the rest with load_optimizer_states=False "
+            "and load_lr_scheduler_states=False"
+        ) from None
+    if options.with_optimizer:
+        _check_optimizer(training, saved["optimizer"], folder)
+        _check_accumulation(counters, plan, folder)
+    scheduler = saved["lr_scheduler"]
+    if options.with_scheduler and scheduler is not None and training.scheduler is not None:
+        here = type(training.scheduler).__name__
+        if here != scheduler["type"]:
+            raise UsageError(
+                f"{folder} holds the state of the scheduler {scheduler['type']}, this engine has "
+                f"{here}: use the same one, or load with load_lr_scheduler_states=False"
+            )
+        _check_scheduler(training.scheduler, scheduler["state"], folder)
+
+
+def _check_optimizer(training: Training, saved: dict[str, Any] | None, folder: Path) -> None:
+    if saved is None:  # imported weights, or saved by an engine for inference
+        if training.sharded.collectives.rank == 0:
+            log.warning("%s has no optimizer states: they start from zero", folder)
+        return
+    here = kind_of(training.optimizer)
+    # Adam and AdamW have the same states; the class of xds is called Adam in both cases
+    if here.removesuffix("W") != saved["type"].removesuffix("W"):
+        raise UsageError(
+            f"{folder} holds states of the optimizer {saved['type']}, and this engine has {here}: use "
+            "the same one, or load with load_optimizer_states=False"
+        )
+    num_here, num_saved = len(training.optimizer.param_groups), len(saved["groups"])
+    if num_here != num_saved:
+        raise UsageError(
+            f"{folder} holds {num_saved} parameter groups, and this engine has {num_here}: make the same "
+            "groups, or load with load_optimizer_states=False"
+        )
+    for number, (group, values) in enumerate(
+        zip(training.optimizer.param_groups, saved["groups"], strict=True)
+    ):
+        for key, value in values.items():
+            if not _are_alike(group.get(key), value):
+                raise UsageError(
+                    f"{folder} has {shown(key)} = {shown(value)} in parameter group {number}, and this engine "
+                    f"has {shown(group[key])}: use the same optimizer, or load with "
+                    "load_optimizer_states=False"
+                )
+
+
+def _check_scheduler(scheduler: Any, saved: Any, folder: Path) -> None:
+    """Check the state of a schedule of torch, which sets its attributes to whatever the state says."""
+    if not isinstance(scheduler, LRScheduler) or not isinstance(saved, dict):
+        return
+    own, is_torchs = scheduler.state_dict(), type(scheduler).__module__ == LRScheduler.__module__
+    for key, value in saved.items():
+        here = own.get(key)
+        is_number = (is_torchs and _is_number(here)) or key in RATES
+        is_method = key not in own and callable(getattr(scheduler, str(key), None))
+        if is_method or key == "optimizer" or (is_number and not _are_alike(here, value)):
+            raise UsageError(
+                f"{folder} has {shown(key)} = {shown(value)} in the state of lr_scheduler, and this engine has "
+                f"{shown(here)}: use the same one, or load with load_lr_scheduler_states=False"
+            )
+
+
+def _are_alike(here: Any, there: Any) -> bool:
+    """Whether both are numbers, texts, or sequences of equal length of these. None here matches anything."""
+    if here is None:
+        return True
+    if there is None:  # switches that torch sets itself, such as foreach
+        return isinstance(here, bool)
+    if isinstance(here, list | tuple) and isinstance(there, list | tuple):
+        return len(here) == len(there) and all(map(_are_alike, here, there))
+    if _is_number(here) or _is_number(there):
+        return _is_number(here) and _is_number(there)
+    if isinstance(here, Tensor) and isinstance(there, Tensor):
+        return here.numel() == there.numel()
+    return type(here) is type(there)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, bool | int | float)
+
+
+def check_views(plan: Plan) -> None:
+    """Check that elements that share memory have one value in the checkpoint. Call it after reading."""
+    wrong = [target.name for target in plan.targets if not target.fits()]
+    own = plan.buffers
+    for name, buffer in plan.restore.buffers():
+        if name in own and not holds(buffer, own[name].to(buffer)):
+            wrong.append(name)
+    if wrong:
+        raise UsageError(
+            f"{plan.folder} does not fit this model: {some_of(wrong)} are views whose elements share memory "
+            "(expanded), and the checkpoint has different values for them; nothing was changed. Give the "
+            "module separate tensors: tensor.clone()"
+        )
+
+
+def check_groups(catalogue: Catalogue, snapshot: Snapshot, folder: Path) -> None:
+    """Check that parameters are in the same groups: lr and weight decay belong to a group's number."""
+    for flat in snapshot.flats:
+        for slot in flat.slots if flat.kind == "param" and flat.trains else ():
+            there = catalogue.group_of(slot.name)
+            if there is not None and there != slot.group:
+                raise UsageError(
+                    f"{folder} has {slot.name} in parameter group {there}, and this engine has it in group "
+                    f"{slot.group}: make the same groups in the same order, or load with "
+                    "load_optimizer_states=False"
+                )
+
+
+def _check_accumulation(counters: Counters, plan: Plan, folder: Path) -> None:
+    saved = plan.state["counters"]
+    if not saved["is_accumulating"]:
+        return
+    here = counters.accumulation.steps
+    if plan.is_same_mesh and here == saved["accumulation_steps"]:
+        return
+    mesh = plan.manifest.grid
+    stages = f" in {mesh.pipe} pipeline stages" if mesh.pipe > 1 else ""
+    stages += f" with tp_size = {mesh.tensor}" if mesh.tensor > 1 else ""
+    raise UsageError(
+        f"{folder} was saved in the middle of an accumulation, by {mesh.size} ranks{stages} with "
+        f"gradient_accumulation_steps = {saved['accumulation_steps']}: a partial step loads only with the same "
+        "two numbers; load a checkpoint that was saved after a whole step, or use load_optimizer_states=False"
+    )
+
+
+def check_restore(restore: Restore, folder: Path, options: LoadOptions) -> None:
+    if restore.problems:
+        raise UsageError(
+            f"{folder} cannot be loaded in this layout: {some_of(restore.problems)}; nothing was changed. Use "
+            "the layout it was saved with, or load_optimizer_states=False"
+        )
+    if restore.missing and options.load_module_strict:
+        raise UsageError(
+            f"{folder} does not have the optimizer states {some_of(restore.missing)}; nothing was changed. "
+            "With load_module_strict=False they begin at zero, with load_optimizer_states=False all stay "
+            "as they are"
+        )
+    if restore.missing:
+        log.warning("%s does not have the optimizer states %s", folder, some_of(restore.missing))

@@ -1,21 +1,65 @@
-"""The fields of a checkpoint's manifest, and their types."""
+"""The manifest of a checkpoint: its fields, their types, and the rules that it satisfies.
+
+    types      pydantic, from the dataclasses' annotations                  when the text is parsed: format.py
+    numbers    flats, ranges, constants and files are consistent            `check_numbers`, the same time
+    values     the engine's state and the values of each rank               saved_values.py, the same time
+    tensors    each file holds the tensors that the manifest lists          `check_tensors`, when it is opened
+    whole      nothing is missing that a load needs                         `lacking`, before a load
+
+`verify` and a load share all of them, and all run before anything is changed. Every check raises ValueError,
+whose text names the place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf, prod
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field
 
+from ...ops.flat import numel_of
 from ...ops.mesh import AXES, Axis, Mesh
 from ...utils.schema.checked_types import Positive, Size, Text
-from ...zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
+from ...zero.checkpoint.ranges import (
+    COPY,
+    ERROR,
+    SERVER,
+    Catalogue,
+    ConstantRange,
+    Piece,
+    Range,
+    SavedFlat,
+    kind_of_number,
+)
+from ...zero.core.layout import Box, Slot
+from .io.tensor_file import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from .io.tensor_table import BY_NAME, Located, is_possible, shown
+from .packing import unpack
+from .saved_values import Named, OwnValues, names_in
 
 FORMAT, VERSION = "xds-checkpoint", 2
 READ_VERSIONS = (1, 2)  # version 1 has no pipeline stages: all ranks hold all flats
 MAX_SECONDS = 250_000_000_000  # the year 9892, near the end of Python's dates
-Seconds = Annotated[float, Field(strict=True, ge=0, lt=MAX_SECONDS)]
+MAX_ONES = 64  # dimensions of a tensor of one element
+RANK_DIGITS = 7
+MAX_NAMES = 20  # in one message
+KINDS = ("param", "buffer", "either", "state")
+OWN_FILE = r"^rank_[0-9]{5,}-[0-9a-f]{8}\.safetensors$"  # the name of a rank's file
+_STATES = [  # of optimizers with the same states for each parameter: a step needs all of a set
+    {f"state/{key}" for key in keys}
+    for keys in (
+        {"step", "exp_avg", "exp_avg_sq"},
+        {"step", "exp_avg", "exp_inf"},
+        {"step", "square_avg"},
+        {"step", "sum"},
+        {"exp_avg"},
+    )
+]
 
 
 @dataclass(frozen=True)
@@ -28,10 +72,10 @@ class FileRecord:
     own: values of this rank alone; their tensors are in the file.
     """
 
-    path: Text
+    path: Annotated[str, Field(strict=True, pattern=OWN_FILE)]
     size_bytes: Positive
-    chunk_bytes: Positive
-    crc32: tuple[Size, ...]
+    chunk_bytes: Annotated[int, Field(strict=True, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)]
+    crc32: tuple[Annotated[int, Field(strict=True, ge=0, lt=1 << 32)], ...]
     ranges: tuple[Range, ...]
     constants: tuple[ConstantRange, ...]
     own: Any
@@ -74,11 +118,13 @@ class Manifest:
     xds: Text
     tag: Text
     world_size: Positive
-    stage: Size
+    stage: Annotated[int, Field(strict=True, ge=0, le=3)]
     flats: tuple[SavedFlat, ...]
     files: tuple[FileRecord, ...]
     state: Any
-    saved_seconds: Seconds = 0.0
+    saved_seconds: Annotated[
+        float, Field(strict=True, ge=0, lt=MAX_SECONDS, allow_inf_nan=False)
+    ] = 0.0
     mesh: dict[Axis, Positive] = field(default_factory=dict)
     holders: tuple[tuple[Size, ...], ...] = ()
     nodes: tuple[SavedNode, ...] = ()
@@ -142,15 +188,319 @@ def lengths_of(mesh: Mesh) -> dict[Axis, int]:
     return dict(zip(AXES, mesh.shape, strict=True))
 
 
-__all__ = [
-    "FORMAT",
-    "READ_VERSIONS",
-    "VERSION",
-    "FileRecord",
-    "Manifest",
-    "RankPart",
-    "SavedNode",
-    "lengths_of",
-    "ranges_of",
-    "totals_of",
-]
+def new_manifest(
+    *,
+    tag: str,
+    stage: int,
+    mesh: Mesh,
+    flats: tuple[SavedFlat, ...],
+    files: tuple[FileRecord, ...],
+    holders: tuple[tuple[int, ...], ...],
+    state: Any,
+) -> Manifest:
+    """A manifest of this version and time."""
+    from ...utils.version import __version__
+
+    return Manifest(
+        format=FORMAT,
+        version=VERSION,
+        xds=__version__,
+        tag=tag,
+        world_size=len(files),
+        stage=stage,
+        flats=flats,
+        files=files,
+        state=state,
+        saved_seconds=time.time(),
+        mesh=lengths_of(mesh),
+        holders=holders,
+        totals=totals_of(files),
+    )
+
+
+# -- numbers ------------------------------------------------------------------------------------------------
+
+
+def check_numbers(manifest: Manifest) -> None:
+    """Check that flats, ranges, constants and files are consistent."""
+    _check_mesh(manifest)
+    _check_flats(manifest.flats, len(manifest.holders))
+    _check_files(manifest)
+    found = totals_of(manifest.files)
+    for key in sorted({*found, *manifest.totals}) if manifest.totals else ():
+        here, saved = found.get(key, 0), manifest.totals.get(key, 0)
+        if here != saved:
+            raise ValueError(
+                f"its files have {here} elements of {shown(key)}, and {saved} were saved"
+            )
+
+
+def _require(is_right: Any, value: Any, where: str, *places: Any) -> None:
+    """`where` has a "{}" for each of `places`: the text is built only for an error."""
+    if not is_right:
+        place = where.format(*(shown(one) if isinstance(one, str) else one for one in places))
+        raise ValueError(f"{place} is {shown(value)}, which does not fit the rest of it")
+
+
+def _require_dtype(name: str, where: str, *places: Any) -> None:
+    if name not in BY_NAME:
+        raise ValueError(
+            f"{where.format(*places)} is the dtype {shown(name)}, which this torch does not have, or no "
+            "checkpoint holds"
+        )
+
+
+def _rises(numbers: Iterable[int]) -> bool:
+    return all(before < after for before, after in pairwise(numbers))
+
+
+def _check_mesh(manifest: Manifest) -> None:
+    mesh, num_files = manifest.mesh, len(manifest.files)
+    _require(sorted(mesh) == sorted(AXES), mesh, "mesh")
+    if not manifest.world_size == prod(mesh.values()) == num_files:
+        lengths = " x ".join(f"{axis} {mesh[axis]}" for axis in AXES)
+        raise ValueError(
+            f"it has the files of {num_files} ranks and should have those of {prod(mesh.values())} "
+            f"({lengths}), with world_size {shown(manifest.world_size)}"
+        )
+    for number, ranks in enumerate(manifest.holders):
+        fits = ranks and _rises(ranks) and ranks[-1] < num_files
+        _require(fits, ranks, "holders[{}]", number)
+    for number, node in enumerate(manifest.nodes):
+        _require(node.ranks and _rises(node.ranks), node.ranks, "nodes[{}].ranks", number)
+    found = sorted(rank for node in manifest.nodes for rank in node.ranks)
+    if manifest.nodes:
+        _require(found == list(range(num_files)), found, "the ranks of nodes")
+
+
+def _check_flats(flats: Iterable[SavedFlat], num_holders: int) -> None:
+    by_name: dict[tuple[bool, str], list[tuple[SavedFlat, Slot]]] = {}
+    for number, flat in enumerate(flats):
+        _require(flat.kind in KINDS, flat.kind, "flats[{}].kind", number)
+        _require_dtype(flat.dtype, "flats[{}].dtype", number)
+        _require(flat.held_by < num_holders, flat.held_by, "flats[{}].held_by", number)
+        for slot in flat.slots:
+            _check_slot(number, flat, slot)
+            same = by_name.setdefault((flat.kind == "state", slot.name), [])
+            is_new = not same or slot.box is not None
+            _require(is_new, slot.name, "flats[{}]: the name of a slot", number)
+            same.append((flat, slot))
+        if flat.kind != "param":
+            is_one = len(flat.slots) == 1 and flat.slots[0].numel == flat.numel
+            _require(is_one, len(flat.slots), "flats[{}], a {}: slots", number, flat.kind)
+        full = sorted((slot for slot in flat.slots if slot.numel), key=lambda slot: slot.offset)
+        for one, two in pairwise(full):
+            is_same = (one.offset, one.stop) == (two.offset, two.stop)
+            fits = one.stop <= two.offset or is_same
+            _require(fits, two.offset, "flats[{}], {}: offset", number, two.name)
+        names = {slot.name for slot in flat.slots}
+        for _, name in flat.tied:
+            _require(name in names, name, "flats[{}].tied", number)
+    for found in by_name.values():
+        if len(found) > 1 or found[0][1].box is not None:
+            _check_slices(found)
+
+
+def _check_slot(number: int, flat: SavedFlat, slot: Slot) -> None:
+    fits = is_possible(slot.shape) and slot.stop <= flat.numel
+    _require(fits, slot.shape, "flats[{}], {}: shape or offset", number, slot.name)
+    has_key = flat.kind != "state" or "/" in slot.name
+    _require(has_key, slot.name, "flats[{}]: the name of a slot", number)
+    if slot.box is not None:
+        fits = flat.kind == "param" and _is_slice(slot, slot.box)
+        _require(fits, slot.box.ranges[:4], "flats[{}], {}: box", number, slot.name)
+
+
+def _is_slice(slot: Slot, box: Box) -> bool:
+    """The box is not empty, inside the whole tensor, and has the shape of the slot."""
+    if not is_possible(box.whole) or box.dim >= len(box.whole) or not box.ranges:
+        return False
+    ends = [end for ends in box.ranges for end in ends]
+    rises = all(start < stop for start, stop in box.ranges) and ends == sorted(ends)
+    return rises and ends[-1] <= box.whole[box.dim] and box.shape == slot.shape
+
+
+def _check_slices(found: list[tuple[SavedFlat, Slot]]) -> None:
+    """Check that slots of one name are slices of one tensor which have no element in common."""
+    boxes = [slot.box for _, slot in found if slot.box is not None]
+    name = found[0][1].name
+    is_one = len(boxes) == len(found) and len({(box.whole, box.dim) for box in boxes}) == 1
+    _require(is_one, [box.whole for box in boxes][:4], "the slices of {}", name)
+    same = {(flat.kind, flat.trains, flat.dtype, flat.has_values) for flat, _ in found}
+    _require(len(same) == 1, sorted(map(str, same)), "the buffers with slices of {}", name)
+    for before, after in pairwise(sorted(one for box in boxes for one in box.ranges)):
+        _require(before[1] <= after[0], [before, after], "the slices of {}: ranges", name)
+
+
+def _check_files(manifest: Manifest) -> None:
+    flats = manifest.flats
+    holders = [frozenset(ranks) for ranks in manifest.holders]
+    paths: set[str] = set()
+    dtypes: dict[tuple[int, str], str] = {}
+    for number, record in enumerate(manifest.files):
+        _require(record.path not in paths, record.path, "files[{}].path", number)
+        paths.add(record.path)
+        size, chunk = record.size_bytes, record.chunk_bytes
+        _require(chunk & (chunk - 1) == 0, chunk, "files[{}].chunk_bytes", number)
+        count = len(record.crc32)
+        _require(count == -(-size // chunk), count, "the number of files[{}].crc32", number)
+        _check_ranges(number, record, flats, dtypes)
+        for at, constant in enumerate(record.constants):
+            _check_constant((number, at), constant, flats)
+        for flat in {one.flat for one in record.ranges} | {one.flat for one in record.constants}:
+            if number not in holders[flats[flat].held_by]:
+                name = flats[flat].slots[0].name if flats[flat].slots else ""
+                raise ValueError(
+                    f"the file of rank {number} has a part of flats[{flat}] ({shown(name)}), which is held "
+                    f"by the ranks {shown(list(manifest.holders_of(flats[flat])))}"
+                )
+
+
+def _check_ranges(
+    number: int,
+    record: FileRecord,
+    flats: tuple[SavedFlat, ...],
+    dtypes: dict[tuple[int, str], str],
+) -> None:
+    size_bytes = 0
+    tensors: set[str] = set()
+    for at, one in enumerate(record.ranges):
+        where = (number, at)
+        _require_dtype(one.dtype, "files[{}].ranges[{}].dtype", *where)
+        place = (one.flat, one.start, one.stop)
+        _require(_is_place(one, flats), place, "files[{}].ranges[{}]: flat, start, stop", *where)
+        is_new = one.file == number and one.tensor not in tensors
+        _require(is_new, (one.file, one.tensor), "files[{}].ranges[{}]: file or tensor", *where)
+        fits = _is_key(one, flats[one.flat])
+        fits = fits and dtypes.setdefault((one.flat, one.key), one.dtype) == one.dtype
+        _require(fits, (one.key, one.dtype), "files[{}].ranges[{}]: key or dtype", *where)
+        tensors.add(one.tensor)
+        size_bytes += (one.stop - one.start) * BY_NAME[one.dtype].itemsize
+    fits = size_bytes <= record.size_bytes
+    _require(fits, record.size_bytes, "files[{}].size_bytes", number)
+
+
+def _is_place(one: Range | ConstantRange, flats: tuple[SavedFlat, ...]) -> bool:
+    return one.flat < len(flats) and one.start < one.stop <= flats[one.flat].numel
+
+
+def _is_key(one: Range, flat: SavedFlat) -> bool:
+    if flat.kind == "state":
+        return one.key == f"state/{flat.slots[0].name.rpartition('/')[2]}"
+    if one.key == "value":
+        return one.dtype == flat.dtype or kind_of_number(one.dtype) == kind_of_number(flat.dtype)
+    if one.key in (SERVER, COPY) or one.key.startswith(ERROR):
+        rank = one.key.removeprefix(ERROR)
+        is_known = one.key in (SERVER, COPY) or (rank.isdecimal() and len(rank) <= RANK_DIGITS)
+        return flat.trains and is_known and kind_of_number(one.dtype) == "float"
+    return flat.trains if one.key == "grad" else one.key.startswith("state/")
+
+
+def _check_constant(
+    place: tuple[int, int], one: ConstantRange, flats: tuple[SavedFlat, ...]
+) -> None:
+    where = "files[{}].constants[{}]"
+    numbers = (one.flat, one.start, one.stop)
+    _require(_is_place(one, flats), numbers, f"{where}: flat, start, stop", *place)
+    _require(one.key.startswith("state/"), one.key, f"{where}.key", *place)
+    is_one = len(one.shape) <= MAX_ONES and numel_of(one.shape) == 1
+    _require(is_one, one.shape, f"{where}.shape", *place)
+    value = unpack(one.value, Named)
+    fits = value is None or isinstance(value, bool | int | float | str)
+    if one.key == "state/step" and isinstance(value, int | float):
+        fits = 0 <= value < inf
+    if one.dtype is not None:
+        _require_dtype(one.dtype, f"{where}.dtype", *place)
+        try:
+            fits = fits and isinstance(value, bool | int | float)
+            torch.tensor(value if fits else 0, dtype=BY_NAME[one.dtype])
+        except (RuntimeError, ValueError, TypeError, OverflowError):
+            fits = False
+    _require(fits, value, f"{where}.value", *place)
+
+
+# -- tensors ------------------------------------------------------------------------------------------------
+
+
+def check_tensors(manifest: Manifest, number: int, table: Mapping[str, Located]) -> None:
+    """Check that file `number`, with the tensors of `table`, holds what the manifest lists."""
+    record, flats = manifest.files[number], manifest.flats
+    state = names_in(manifest.state) if number == 0 else ()
+    for name in (*(one.tensor for one in record.ranges), *names_in(record.own), *state):
+        if name not in table:
+            raise ValueError(f"there is no tensor {shown(name)} in it")
+    for one in record.ranges:
+        there = table[one.tensor]
+        if there.numel != one.stop - one.start or there.dtype != BY_NAME[one.dtype]:
+            raise ValueError(
+                f"{shown(one.tensor)} is {list(there.shape)} {there.dtype} and should be "
+                f"[{one.stop - one.start}] {one.dtype}"
+            )
+    own = OwnValues.of(record.own)
+    for name, saved in own.buffers.items():
+        there, flat = table[saved.name], _buffers(flats)[name]
+        same = kind_of_number(str(there.dtype)) == kind_of_number(flat.dtype)
+        if not same or there.shape != flat.slots[0].shape:
+            raise ValueError(f"a rank's own {shown(name)} is {list(there.shape)} {there.dtype}")
+    for key, grad in own.grads.items():
+        there = table[grad.local.name]
+        if there.numel != flats[int(key)].numel or not there.dtype.is_floating_point:
+            raise ValueError(f"the gradients of flat {key} are {list(there.shape)} {there.dtype}")
+
+
+def check_own(number: int, own: OwnValues, flats: tuple[SavedFlat, ...]) -> None:
+    """Check that a rank's own values belong to existing flats."""
+    known = _buffers(flats) if own.buffers else {}
+    for name in own.buffers:
+        _require(name in known, name, "files[{}].own: a buffer", number)
+    training = {str(at): flat for at, flat in enumerate(flats) if flat.trains} if own.grads else {}
+    for key, grad in own.grads.items():
+        _require(key in training, key, "files[{}].own: grads", number)
+        fits = len(grad.filled) == len(training[key].slots)
+        _require(fits, grad.filled, "files[{}].own: grads[{}].filled", number, key)
+
+
+def _buffers(flats: Iterable[SavedFlat]) -> dict[str, SavedFlat]:
+    return {flat.slots[0].name: flat for flat in flats if flat.kind == "buffer"}
+
+
+# -- whole --------------------------------------------------------------------------------------------------
+
+
+def lacking(manifest: Manifest, catalogue: Catalogue, *, with_optimizer: bool = True) -> list[str]:
+    """Names of what is in no file: "blocks.0.weight", or "blocks.0.weight (state/exp_avg)".
+
+    values                 every element of every parameter and buffer, unless they were left out on request
+    optimizer states       of a parameter: each for all of its elements, and all that a step needs, or none
+    what was not sent      the errors of all ranks of a buffer, or of none
+    """
+    found = catalogue.uncovered()
+    for flat in manifest.flats if with_optimizer else ():
+        if flat.kind == "param" and flat.trains:
+            found += _lacking_of(flat, catalogue, len(manifest.holders_of(flat)))
+    return list(dict.fromkeys(found))
+
+
+def _lacking_of(flat: SavedFlat, catalogue: Catalogue, num_ranks: int) -> Iterator[str]:
+    for slot in flat.slots:
+        numel = numel_of(slot.whole_shape)
+        if not numel:
+            continue
+        numels = catalogue.numels_of(Piece("param", slot.name, 0, numel, 0))
+        keys = set(numels)
+        states = {key for key in keys if key.startswith("state/")}
+        # steps alone say nothing: Adafactor has states of other shapes beside them
+        if states - {"state/step"}:
+            keys |= min((one for one in _STATES if states <= one), key=len, default=set())
+        if any(key.startswith(ERROR) for key in keys):
+            keys |= {f"{ERROR}{rank}" for rank in range(num_ranks)}
+        for key in sorted(keys - {"value"}):
+            if numels.get(key, 0) < numel:
+                yield f"{slot.name} ({key})"
+
+
+def some_of(names: Iterable[str]) -> str:
+    """The first names for a message, and how many more there are."""
+    found = list(dict.fromkeys(names))
+    more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
+    return ", ".join(found[:MAX_NAMES]) + more

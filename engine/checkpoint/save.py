@@ -6,7 +6,6 @@ prepare  ->  folder  ->  write, fsync  ->  commit  ->  latest        each step: 
 from __future__ import annotations
 
 import logging
-import time
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -18,12 +17,11 @@ import torch
 from torch import Tensor
 
 from ...ops.flat import overlap
-from ...ops.mesh import Mesh
 from ...ops.optim.shard_optimizer import kind_of
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
-from ...zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
+from ...zero.checkpoint.ranges import Range
 from ...zero.checkpoint.snapshot import Block, Snapshot, name_of
 from ..data.loaders import keeps_position, loader_position
 from ..steps.counters import Counters
@@ -31,10 +29,9 @@ from .agreement import together
 from .format import constants_to_json
 from .hyperparameters import check_state_values
 from .io.folders import Claim, check_folder, check_tag, discard, make_folder
-from .io.tensor_file import Entry, Sums, bytes_of, dense
+from .io.tensor_file import Entry, bytes_of, dense
 from .io.tensor_table import check_storable
-from .joining import check_joined, join_parts
-from .manifest import FORMAT, VERSION, FileRecord, Manifest, RankPart, lengths_of, totals_of
+from .manifest import FileRecord, RankPart
 from .packing import pack
 from .random_state import read_random_state
 from .saver import DOING, Job
@@ -87,38 +84,27 @@ class _Content:
             Range(block.flat, block.key, start, stop, self.snapshot.rank, name, dtype)
         )
 
+    def part(self) -> RankPart:
+        """This rank's part of the manifest, without its file's length and checksums."""
+        snapshot, place = self.snapshot, self.snapshot.place
+        record = FileRecord(
+            path="",
+            size_bytes=0,
+            chunk_bytes=0,
+            crc32=(),
+            ranges=tuple(self.ranges),
+            constants=tuple(constants_to_json(snapshot.constants)),
+            own=self.own,
+        )
+        # rank 0 has those of the first part of the model, and gets those of other parts from their first ranks
+        sends_flats = not (place.data or place.sequence)
+        return RankPart(record, tuple(snapshot.flats) if sends_flats else ())
+
     def drop(self, flats: Collection[int]) -> None:
         """Remove this rank's ranges of `flats`: other ranks save them."""
         names = {one.tensor for one in self.ranges if one.flat in flats}
         self.ranges = [one for one in self.ranges if one.flat not in flats]
         self.entries = [entry for entry in self.entries if entry.name not in names]
-
-
-@dataclass(frozen=True, eq=False)
-class _Description:
-    """The manifest's entries for this rank's tensors. It references neither the tensors nor the engine."""
-
-    flats: tuple[SavedFlat, ...]
-    ranges: tuple[Range, ...]
-    constants: tuple[ConstantRange, ...]
-    state: Any
-    own: Any
-    mesh: Mesh
-    sends_flats: bool  # the first rank of a part of the model other than the first
-
-    @classmethod
-    def of(cls, content: _Content) -> _Description:
-        snapshot = content.snapshot
-        place = snapshot.place
-        return cls(
-            tuple(snapshot.flats),
-            tuple(content.ranges),
-            tuple(constants_to_json(snapshot.constants)),
-            content.state,
-            content.own,
-            snapshot.mesh,
-            sends_flats=snapshot.rank > 0 and not (place.data or place.sequence),
-        )
 
 
 def save_checkpoint(
@@ -130,7 +116,7 @@ def save_checkpoint(
     options: SaveOptions,
 ) -> None:
     """See `Engine.save_checkpoint`."""
-    collectives = training.sharded.collectives
+    saver, collectives = training.saver, training.sharded.collectives
     is_first = collectives.rank == 0
     claims: list[Claim] = []  # the folder that this rank has made
 
@@ -151,26 +137,26 @@ def save_checkpoint(
     try:
         (content, folder, name), shared = together(collectives, DOING, prepare, share)
         name = _agreed_tag([tags for tags, _, _ in shared], options.tag_validation, is_first)
-        hidden = shared[0][1][0]
+        _add_own(content, training, [sums for _, _, sums in shared])
     except BaseException:
         for claim in claims:
             discard(claim.folder)
             claim.release()
         raise
-    _add_own(content, training, [sums for _, _, sums in shared])
-    training.saver.save(
-        Job(
-            collectives=collectives,
-            save_dir=folder,
-            folder=folder / hidden,
-            claim=claims[0] if claims else None,
-            tag=name,
-            save_latest=options.save_latest,
-            entries=content.entries,
-            part=partial(_part, _Description.of(content)),
-            manifest=partial(_manifest, name, training.stage, _Description.of(content)),
-        )
+    job = Job(
+        collectives=collectives,
+        save_dir=folder,
+        folder=folder / shared[0][1][0],
+        claim=claims[0] if claims else None,
+        tag=name,
+        save_latest=options.save_latest,
+        keep_last=saver.keep_last,
+        mesh=content.snapshot.mesh,
+        stage=training.stage,
+        part=content.part(),
+        state=content.state,
     )
+    saver.save(job, content.entries)
 
 
 def _agreed_tag(tags: list[str], tag_validation: str, is_first: bool) -> str:
@@ -312,45 +298,3 @@ def _add_own(content: _Content, training: Training, sums: list[dict[str, int]]) 
     if keeps_position(training.loader):
         own["data"] = training.loader.state_dict()
     content.own = pack(own, "own", partial(content.put, "own"))
-
-
-def _part(description: _Description, name: str, sums: Sums) -> RankPart:
-    record = FileRecord(
-        path=name,
-        size_bytes=sums.size_bytes,
-        chunk_bytes=sums.chunk_bytes,
-        crc32=sums.crc32,
-        ranges=description.ranges,
-        constants=description.constants,
-        own=description.own,
-    )
-    return RankPart(record, description.flats if description.sends_flats else ())
-
-
-def _manifest(
-    tag: str,
-    stage: int,
-    description: _Description,
-    parts: list[RankPart],
-) -> Manifest:
-    from ...utils.version import __version__
-
-    joined, files = join_parts(description.mesh, description.flats, parts)
-    manifest = Manifest(
-        format=FORMAT,
-        version=VERSION,
-        xds=__version__,
-        tag=tag,
-        world_size=len(files),
-        stage=stage,
-        flats=joined.flats,
-        files=files,
-        state=description.state,
-        saved_seconds=time.time(),
-        mesh=lengths_of(description.mesh),
-        holders=joined.holders,
-        totals=totals_of(files),
-    )
-    if description.mesh.pipe * description.mesh.tensor > 1:
-        check_joined(manifest)
-    return manifest

@@ -1,36 +1,63 @@
-"""Writes a prepared checkpoint: the interface of all savers, and the one that blocks until the commit."""
+"""Writes a prepared checkpoint: at once, or in the background from a copy of the states.
+
+    at once          write, sum, fsync |  share parts  |  rank 0 commits
+    in background    copy | step  step  step  step (or: raises the failure)  ...
+          thread          |  write, sum, fsync  |  share parts  |  rank 0 commits  |  share the result
+
+In the background the ranks communicate through the store of their group: no collective runs beside those of
+the training. If a rank ends before the commit, the uncommitted folder is never loaded. At most one save runs at
+a time.
+"""
 
 from __future__ import annotations
 
+import atexit
+import json
 import logging
-from abc import ABC, abstractmethod
+import os
+import sys
+import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 from pydantic import TypeAdapter
+from torch import Tensor
 
+from ...offload.pinned import host_memory
 from ...ops.comm.collectives import Collectives
-from .agreement import together
-from .format import part_to_json
-from .io.folders import Claim, commit, discard, file_name, prune, write_latest
-from .io.tensor_file import Entry, Sums, write_tensors
-from .manifest import Manifest, RankPart
+from ...ops.mesh import Mesh
+from ...ops.watch import Store
+from ...utils.errors import UsageError, XdsError
+from ...utils.quoting import plain_lines, printable
+from .agreement import failure_text, together
+from .format import part_of_json, part_to_json
+from .io.folders import MANIFEST, Claim, commit, discard, file_name, prune, write_latest
+from .io.tensor_file import Entry, Sums, copy_image, image_bytes, write_image, write_tensors
+from .joining import joined_manifest
+from .manifest import RankPart
 
 log = logging.getLogger("xds")
 DOING = "save_checkpoint"
-_PART = TypeAdapter(RankPart)
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.01, 0.2
+BEAT_SECONDS = 1.0
+LOST_SECONDS = 60.0  # a rank that writes updates its key once a second, however slow the disk is
+_ANSWER = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One checkpoint to write; everything except the checksums is known.
+    """One checkpoint to write; everything except the checksums is known. It references no tensor.
 
     folder: where the ranks write; it becomes save_dir / tag.
     claim: the lock on the folder, on rank 0, which made it.
-    part: builds this rank's part of the manifest from its file's checksums.
-    manifest: builds the manifest from the parts of all ranks.
+    part: this rank's part of the manifest, without its file's length and checksums.
+    state: the manifest's `state`, on rank 0.
     """
 
     collectives: Collectives
@@ -39,13 +66,46 @@ class Job:
     claim: Claim | None
     tag: str
     save_latest: bool
-    entries: Sequence[Entry]
-    part: Callable[[str, Sums], RankPart]
-    manifest: Callable[[list[RankPart]], Manifest]
+    keep_last: int
+    mesh: Mesh
+    stage: int
+    part: RankPart
+    state: Any
 
     @property
     def is_first(self) -> bool:
         return self.collectives.rank == 0
+
+    @property
+    def path(self) -> Path:
+        """This rank's file."""
+        return self.folder / file_name(self.folder, self.collectives.rank)
+
+    def written(self, sums: Sums) -> Any:
+        """This rank's part of the manifest, as JSON."""
+        record = replace(
+            self.part.file,
+            path=self.path.name,
+            size_bytes=sums.size_bytes,
+            chunk_bytes=sums.chunk_bytes,
+            crc32=sums.crc32,
+        )
+        # rank 0 needs no message with its own flats
+        flats = () if self.is_first else self.part.flats
+        return part_to_json(replace(self.part, file=record, flats=flats))
+
+    def commit(self, parts: Sequence[Any]) -> None:
+        """Commit, update `latest`, prune. Only on rank 0, after every rank's file is durable."""
+        found = [part_of_json(part) for part in parts]
+        manifest = joined_manifest(
+            self.tag, self.stage, self.mesh, self.part.flats, self.state, found
+        )
+        commit(self.folder, self.save_dir, manifest)
+        if self.save_latest:
+            write_latest(self.save_dir, self.tag)
+        if self.keep_last:
+            prune(self.save_dir, self.tag, self.keep_last)
+        log.info("saved checkpoint %s", self.save_dir / self.tag)
 
     def end(self, *, discards: bool) -> None:
         """Release the folder; remove it first if the save failed."""
@@ -53,15 +113,6 @@ class Job:
             if discards:
                 discard(self.folder)
             self.claim.release()
-
-    @property
-    def path(self) -> Path:
-        """This rank's file."""
-        return self.folder / file_name(self.folder, self.collectives.rank)
-
-    def part_json(self, sums: Sums) -> dict[str, Any]:
-        """This rank's part of the manifest, as JSON."""
-        return part_to_json(self.part(self.path.name, sums))
 
 
 @dataclass(frozen=True)
@@ -73,73 +124,263 @@ class Progress:
     total_bytes: int
 
 
-class Saver(ABC):
-    """Writes checkpoints, and keeps the last `keep_last` checkpoints of a kind; 0 keeps all."""
-
-    def __init__(self, keep_last: int) -> None:
-        self._keep_last = keep_last
-
-    @abstractmethod
-    def save(self, job: Job) -> None:
-        """Write a checkpoint, or start to. A collective; raises on all ranks or on none."""
-
-    def finish(self, job: Job, parts: Sequence[Any]) -> None:
-        """Commit, update `latest`, prune. Only on rank 0, after every rank's file is durable."""
-        manifest = job.manifest([_PART.validate_python(part) for part in parts])
-        commit(job.folder, job.save_dir, manifest)
-        if job.save_latest:
-            write_latest(job.save_dir, job.tag)
-        if self._keep_last:
-            prune(job.save_dir, job.tag, self._keep_last)
-        log.info("saved checkpoint %s", job.save_dir / job.tag)
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raises XdsError, once, if a save in the background has failed."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Return when nothing is being written. Raises what `check` raises."""
-
-    @abstractmethod
-    def progress(self) -> Progress | None:
-        """None: nothing is being written."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Wait, and release all resources. Raises what `check` raises."""
-
-
 @final
-class Direct(Saver):
-    """`save` returns when the checkpoint is committed."""
+class Saver:
+    """Writes the checkpoints of one engine.
 
-    def save(self, job: Job) -> None:
+    In the background `save` returns after the states are copied to host memory, which is held until `close`.
+    If some states are on a disk (offload to NVMe), this rank's file is complete when `save` returns.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        *,
+        keep_last: int,
+        in_background: bool,
+        timeout_seconds: float = LOST_SECONDS,
+    ) -> None:
+        """
+        Args:
+            keep_last: the number of checkpoints of a kind that stay; 0 keeps all.
+        Raises:
+            UsageError: `in_background`, and the process group has no store.
+        """
+        if in_background and collectives.world_size > 1 and collectives.store() is None:
+            raise UsageError(
+                "checkpoint.async_save = true: the ranks communicate through the store of their process group, "
+                "and this group has none; set it to false"
+            )
+        self.keep_last = keep_last
+        self._in_background = in_background
+        self._timeout_seconds = min(timeout_seconds, LOST_SECONDS)
+        self._memory: Tensor | None = None  # of the copy; the next save uses it again
+        self._thread: threading.Thread | None = None
+        self._progress: Progress | None = None
+        self._failure = ""
+        self._old_keys: list[str] = []  # of the last save; every rank reads them before the next
+        self._exit: Callable[[], None] | None = None
+
+    def save(self, job: Job, entries: Sequence[Entry]) -> None:
+        """Write a checkpoint, or start to. A collective; raises on all ranks or on none."""
+        if self._in_background:
+            self._start(job, entries)
+            return
         is_saved = False
         try:
             _, parts = together(
                 job.collectives,
                 DOING,
-                lambda: write_tensors(job.path, job.entries),
-                share=job.part_json,
+                lambda: write_tensors(job.path, entries),
+                share=job.written,
             )
-            together(
-                job.collectives,
-                DOING,
-                lambda: self.finish(job, parts) if job.is_first else None,
-            )
+            together(job.collectives, DOING, lambda: job.commit(parts) if job.is_first else None)
             is_saved = True
         finally:
             job.end(discards=not is_saved)
 
     def check(self) -> None:
-        return
+        """Raises XdsError, once, if a save in the background has failed."""
+        if self._failure:
+            failure, self._failure = self._failure, ""
+            raise XdsError(failure)
 
     def wait(self) -> None:
-        return
+        """Return when nothing is being written. Raises what `check` raises."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
 
-    def progress(self) -> None:
-        return None
+    def progress(self) -> Progress | None:
+        """None: nothing is being written."""
+        return self._progress
 
     def close(self) -> None:
+        """Wait, and release all resources. Raises what `check` raises."""
+        try:
+            self.wait()
+        finally:
+            self._memory = None
+            if self._exit is not None:
+                atexit.unregister(self._exit)
+
+    # -- in the background ------------------------------------------------------------------------------
+
+    def _start(self, job: Job, entries: Sequence[Entry]) -> None:
+        """Copy the states, and start the thread."""
+        size_bytes, failure = 0, ""
+        sums: Sums | None = None
+        try:
+            size_bytes = image_bytes(entries)
+            if any(entry.blocks is not None for entry in entries):
+                sums = write_tensors(job.path, entries)  # a copy could be larger than the memory
+            else:
+                copy_image(entries, self._memory_of(size_bytes))
+        except Exception as error:  # reported like a failed write: no collective runs here
+            failure = failure_text(error)
+        except BaseException:
+            job.end(discards=True)
+            raise
+        self._progress = Progress(job.tag, 0, size_bytes)
+        if self._exit is None:
+            self._exit = partial(_at_exit, weakref.ref(self), os.getpid())
+            atexit.register(self._exit)
+        messages = _Messages(job, self._timeout_seconds)
+        # not a daemon: the interpreter waits for it before it ends
+        self._thread = threading.Thread(
+            target=self._run, args=(job, messages, size_bytes, failure, sums), name="xds-checkpoint"
+        )
+        self._thread.start()
+
+    def _memory_of(self, size_bytes: int) -> Tensor:
+        """`size_bytes` of host memory, uint8. Page-locked, if there is a GPU."""
+        if self._memory is None or len(self._memory) < size_bytes:
+            self._memory = None  # frees it first
+            self._memory = host_memory(size_bytes, pin=True)
+        return self._memory[:size_bytes]
+
+    def _run(
+        self, job: Job, messages: _Messages, size_bytes: int, failure: str, sums: Sums | None
+    ) -> None:
+        """The thread."""
+
+        def on_written(written_bytes: int) -> None:
+            self._progress = Progress(job.tag, written_bytes, size_bytes)
+
+        try:
+            mine: dict[str, Any] = {"error": failure}
+            try:
+                if not failure:
+                    sums = sums or write_image(job.path, self._memory_of(size_bytes), on_written)
+                    mine = {"part": job.written(sums)}
+            except Exception as error:
+                mine = {"error": failure_text(error)}
+            failure = self._commit(job, messages, mine) if job.is_first else messages.report(mine)
+        except Exception as error:
+            failure = failure_text(error)
+        finally:
+            messages.end()
+        self._progress = None
+        self._failure = failure and (
+            f"{DOING}, in the background: {printable(job.tag)} was not saved in "
+            f"{printable(job.save_dir.absolute())}: {plain_lines(failure)}"
+        )
+
+    def _commit(self, job: Job, messages: _Messages, mine: dict[str, Any]) -> str:
+        """Commit on rank 0, after every rank has written. Returns the failure, or ""."""
+        answers = messages.collect(mine)
+        messages.delete(self._old_keys)  # every rank that answered has read them
+        failed = [(rank, one["error"]) for rank, one in enumerate(answers) if "error" in one]
+        failure = f"rank {failed[0][0]} failed: {failed[0][1]}" if failed else ""
+        if not failure:
+            try:
+                job.commit([one["part"] for one in answers])
+            except Exception as error:
+                failure = f"rank 0 failed: {failure_text(error)}"
+        job.end(discards=bool(failure))
+        self._old_keys = messages.tell(failure)
+        return failure
+
+    def unreported_failure(self) -> str:
+        """A failure that `check` has not raised yet, or ""."""
+        return self._failure
+
+
+def _at_exit(saver: weakref.ref[Saver], pid: int) -> None:
+    """Exit with code 1 if the script ends normally although its last checkpoint was not saved."""
+    found = saver()
+    if found is None or os.getpid() != pid or not found.unreported_failure():
         return
+    print(f"xds: {found.unreported_failure()}", file=sys.stderr)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # the only way to change the exit code this late
+
+
+@final
+class _Messages:
+    """The ranks' messages about one save, in the store of their group. Another thread shows signs of life.
+
+    <save>/<rank>         the rank's part of the manifest, or its failure
+    <save>/<rank>/alive   a number that changes while the rank is alive
+    <save>/done           the result of the save, from rank 0
+    """
+
+    def __init__(self, job: Job, timeout_seconds: float) -> None:
+        self._job = job
+        self._rank = job.collectives.rank
+        self._world_size = job.collectives.world_size
+        self._timeout_seconds = timeout_seconds
+        self._store: Store | None = job.collectives.store()
+        self._is_over = threading.Event()
+        # both threads of a save start in the step loop: none can start while the interpreter ends
+        self._beats = threading.Thread(target=self._beat, name="xds-checkpoint-alive")
+        if self._store is not None:
+            self._beats.start()
+
+    def _key(self, what: object) -> str:
+        return f"checkpoint/{self._job.folder.name}/{what}"
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(BEAT_SECONDS):
+            assert self._store is not None
+            with suppress(RuntimeError):  # the ranks that wait for it report it
+                self._store.set(self._key(f"{self._rank}/alive"), str(time.monotonic_ns()))
+
+    def end(self) -> None:
+        """No more messages."""
+        self._is_over.set()
+        if self._store is not None:
+            self._beats.join()
+
+    def collect(self, mine: dict[str, Any]) -> list[Any]:
+        """Every rank's answer, in rank order; rank 0's is `mine`."""
+        answers = [mine]
+        for rank in range(1, self._world_size):
+            answers.append(self._await(self._key(rank), rank))
+            self.delete([self._key(rank)])
+        return answers
+
+    def tell(self, failure: str) -> list[str]:
+        """Send the result. Returns the keys that other ranks may still read and that must be deleted later."""
+        if self._store is None:
+            return []
+        with suppress(RuntimeError):  # without a store they look for the committed files
+            self._store.set(self._key("done"), json.dumps({"error": failure}))
+        return [self._key("done"), *(self._key(f"{r}/alive") for r in range(self._world_size))]
+
+    def report(self, mine: dict[str, Any]) -> str:
+        """Send `mine` to rank 0 and wait for the result: the failure, or ""."""
+        assert self._store is not None
+        try:
+            self._store.set(self._key(self._rank), json.dumps(mine))
+            failure: str = self._await(self._key("done"), 0)["error"]
+        except RuntimeError:  # the store ended with rank 0, perhaps after the commit
+            folder = self._job.save_dir / self._job.tag
+            is_there = (folder / self._job.path.name).exists() and (folder / MANIFEST).exists()
+            failure = "" if is_there else "rank 0 ended before it was committed"
+        return failure
+
+    def _await(self, key: str, rank: int) -> dict[str, Any]:
+        """Wait for `key` and return its value; an error if `rank` shows no sign of life."""
+        assert self._store is not None
+        pause_seconds = MIN_POLL_SECONDS
+        seen, since = "", time.monotonic()
+        while (answer := self._store.read_as(_ANSWER, key)) is None:
+            time.sleep(pause_seconds)
+            pause_seconds = min(pause_seconds * 1.5, MAX_POLL_SECONDS)
+            alive = self._store.read(self._key(f"{rank}/alive"))
+            if alive is not None and alive != seen:
+                seen, since = alive, time.monotonic()
+            if time.monotonic() - since > self._timeout_seconds:
+                return {"error": f"rank {rank} did not respond for {self._timeout_seconds:.0f} s"}
+        return answer
+
+    def delete(self, keys: Sequence[str]) -> None:
+        if self._store is None:
+            return
+        for key in keys:
+            with suppress(RuntimeError):  # some stores cannot
+                self._store.delete(key)

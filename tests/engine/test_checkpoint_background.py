@@ -2,59 +2,55 @@
 
 from __future__ import annotations
 
-import gc
-import os
+import errno
 import re
-import resource
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from checkpoint_runs import BF16, engine_of, inputs, same, states_of, train, whole
-from helpers import _context as context
 from helpers import run_processes
 
 import xds
-from xds.engine.checkpoint.io import background
+from xds.engine.checkpoint import saver as saver_module
 from xds.engine.checkpoint.io.folders import Claim, make_folder
+from xds.engine.checkpoint.io.tensor_file import write_image
 from xds.ops.watch import Store
 
 BACKGROUND = {"checkpoint": {"async_save": True}}
 
 
-def writer_pid(engine: Any) -> int:
-    pid: int = engine._parts.saver._writer._process.pid
-    return pid
-
-
 @contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Meanwhile this process does nothing."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
+def stopped(fails: str = "") -> Iterator[None]:
+    """Meanwhile the thread of a save waits before it writes. fails: then the disk of this rank is full."""
+    goes_on = threading.Event()
+
+    def write(*args: Any) -> Any:
+        goes_on.wait()
+        if fails:
+            raise OSError(errno.ENOSPC, fails)
+        return write_image(*args)
+
+    with mock.patch.object(saver_module, "write_image", write):
+        try:
+            yield
+        finally:
+            goes_on.set()
+            for thread in threading.enumerate():
+                if fails and thread.name == "xds-checkpoint":
+                    thread.join()
 
 
 def tags(folder: str | Path) -> list[str]:
     """Committed tags."""
     return sorted(path.parent.name for path in Path(folder).glob("[!.]*/manifest.json"))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # -- what is written ----------------------------------------------------------------------------------------
@@ -64,9 +60,9 @@ def save_and_go_on(folder: str, stage: int, more: dict[str, Any]) -> Any:
     engine = engine_of(stage, **more, **BACKGROUND)
     train(engine, 0, 2)
     engine.save_checkpoint(folder, "first")
-    engine.wait_for_checkpoint()  # the process is there now
+    engine.wait_for_checkpoint()
     train(engine, 2, 3)
-    with stopped(writer_pid(engine)):
+    with stopped():
         saved = states_of(engine)
         engine.save_checkpoint(folder, "second", {"step": 3})
         train(engine, 3, 5)
@@ -84,7 +80,7 @@ def save_and_go_on(folder: str, stage: int, more: dict[str, Any]) -> Any:
     return saved, states_of(other)
 
 
-@pytest.mark.parametrize(("stage", "more"), [(0, {}), (2, BF16), (3, {})])
+@pytest.mark.parametrize(("stage", "more"), [(2, BF16), (3, {})])
 def test_the_copy_is_exact_though_training_goes_on(
     tmp_path: Path, stage: int, more: dict[str, Any]
 ) -> None:
@@ -116,11 +112,9 @@ def fail_in_each_way(folder: str) -> None:
     """One save after another fails on one rank. Every rank raises, and the next save works."""
     root, rank = Path(folder), dist.get_rank()
     engine = engine_of(2, **BACKGROUND)
-    saver = engine._parts.saver
     train(engine, 0, 1)
     engine.save_checkpoint(folder)
     engine.wait_for_checkpoint()
-    unlimited = (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
 
     def check(others: set[str]) -> None:
         dist.barrier()
@@ -129,44 +123,32 @@ def fail_in_each_way(folder: str) -> None:
         assert (root / "latest").read_text() == "global_step1"
         dist.barrier()  # the next save begins with a folder
 
-    def wait_fails(words: str) -> None:
-        with pytest.raises(xds.XdsError, match=words):
-            engine.wait_for_checkpoint()
-
     # the disk is full on rank 1: the next step says it, and is a step
-    if rank == 1:
-        resource.prlimit(writer_pid(engine), resource.RLIMIT_FSIZE, (1000, unlimited[1]))
-    engine.save_checkpoint(folder, "full")
-    saver._thread.join()
+    with stopped(fails="full" if rank == 1 else ""):
+        engine.save_checkpoint(folder, "full")
+    engine._parts.saver._thread.join()
     with pytest.raises(
         xds.XdsError, match="in the background: full was not saved in .*: rank 1 failed: OSError"
     ):
         train(engine, 1, 2)
     assert engine.global_steps == 2 and engine.was_step_applied()
     check(set())
-    if rank == 1:
-        resource.prlimit(writer_pid(engine), resource.RLIMIT_FSIZE, unlimited)
 
     # rank 1 has no memory for the copy
-    memory = saver._writer.memory
-
-    def refuse(size_bytes: int) -> Any:
-        raise MemoryError(f"no {size_bytes} bytes")
-
-    if rank == 1:
-        saver._writer.memory = refuse
-    engine.save_checkpoint(folder, "large")
-    wait_fails("large was not saved in .*: rank 1 failed: MemoryError")
-    saver._writer.memory = memory
+    with mock.patch.object(saver_module, "copy_image", side_effect=MemoryError if rank else None):
+        engine.save_checkpoint(folder, "large")
+    with pytest.raises(xds.XdsError, match="large was not saved in .*: rank 1 failed: MemoryError"):
+        engine.wait_for_checkpoint()
     check(set())
 
     # all is written, and rank 0 cannot give it its name
-    with stopped(writer_pid(engine)):
+    with stopped():
         engine.save_checkpoint(folder, "taken")
         dist.barrier()
         if rank == 0:
             (root / "taken").write_text("a file")
-    wait_fails("taken was not saved in .*: rank 0 failed: NotADirect")
+    with pytest.raises(xds.XdsError, match="taken was not saved in .*: rank 0 failed: NotADirect"):
+        engine.wait_for_checkpoint()
     check({"taken"})
 
     engine.save_checkpoint(folder)
@@ -176,24 +158,6 @@ def fail_in_each_way(folder: str) -> None:
     assert (root / "latest").read_text() == "global_step2"
 
 
-def killed_writer(folder: str) -> None:
-    engine = engine_of(3, **BACKGROUND)
-    engine.save_checkpoint(folder)
-    engine.wait_for_checkpoint()
-    if dist.get_rank() == 0:
-        os.kill(writer_pid(engine), signal.SIGKILL)
-    engine.save_checkpoint(folder, "killed")
-    with pytest.raises(xds.XdsError, match=r"rank 0 failed: the process that writes .* with -9"):
-        engine.wait_for_checkpoint()
-    engine.save_checkpoint(folder, "again")
-    engine.destroy()
-    assert tags(folder) == ["again", "global_step0"]
-
-
-def test_a_killed_writer_is_named_and_replaced(tmp_path: Path) -> None:
-    run_processes(killed_writer, 2, str(tmp_path))
-
-
 def test_a_failure_on_one_rank_is_raised_on_every_rank_and_the_next_save_works(
     tmp_path: Path,
 ) -> None:
@@ -201,9 +165,10 @@ def test_a_failure_on_one_rank_is_raised_on_every_rank_and_the_next_save_works(
 
 
 SCRIPT = """
-import os, resource, signal, sys
+import errno, sys, time
 import torch
 import xds
+from xds.engine.checkpoint import saver
 
 engine = xds.initialize(
     torch.nn.Linear(64, 64),
@@ -212,15 +177,16 @@ engine = xds.initialize(
 )
 engine.save_checkpoint(sys.argv[1], "first")
 engine.wait_for_checkpoint()
-pid = engine._parts.saver._writer._process.pid
-if sys.argv[2] == "fails":
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-else:
-    os.kill(pid, signal.SIGSTOP)
+write_image = saver.write_image
+
+def write(*args):
+    time.sleep(1)  # the script is over by then
+    if sys.argv[2] == "fails":
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return write_image(*args)
+
+saver.write_image = write
 engine.save_checkpoint(sys.argv[1], "second")
-print(pid, flush=True)
-if sys.argv[2] == "is slow":
-    os.kill(pid, signal.SIGCONT)
 """
 
 
@@ -230,7 +196,6 @@ def test_a_script_waits_at_its_end_for_its_last_checkpoint_which(tmp_path: Path,
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     if what == "is slow":
-        assert not is_running(int(done.stdout))
         assert done.returncode == 0, done.stderr
         assert tags(tmp_path) == ["first", "second"]
         return
@@ -240,58 +205,19 @@ def test_a_script_waits_at_its_end_for_its_last_checkpoint_which(tmp_path: Path,
     assert (tmp_path / "latest").read_text() == "first"
 
 
-def save_and_sleep(folder: Path, pipe: Any) -> None:
-    engine = engine_of(0, **BACKGROUND)
-    engine.save_checkpoint(folder, "first")
-    engine.wait_for_checkpoint()
-    os.kill(writer_pid(engine), signal.SIGSTOP)
-    engine.save_checkpoint(folder, "second")
-    pipe.send(writer_pid(engine))
-    time.sleep(60)
-
-
-def test_a_process_that_is_killed_leaves_no_process_and_the_old_checkpoint(tmp_path: Path) -> None:
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=save_and_sleep, args=(tmp_path, there), daemon=False)
-    process.start()
-    pid = here.recv()
-    process.kill()
-    process.join()
-    os.kill(pid, signal.SIGCONT)
-    for _ in range(600):
-        if not is_running(pid):
-            break
-        time.sleep(0.1)
-    assert not is_running(pid)
-    assert tags(tmp_path) == ["first"]
-    engine = engine_of(0)
-    engine.save_checkpoint(tmp_path, "third")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest", "third"]
-
-
-def test_an_engine_that_is_dropped_takes_its_process_along(tmp_path: Path) -> None:
-    engine = engine_of(0, **BACKGROUND)
-    engine.save_checkpoint(tmp_path)
-    engine.wait_for_checkpoint()
-    pid = writer_pid(engine)
-    del engine
-    gc.collect()
-    assert not is_running(pid)
-
-
 # -- several engines, several checkpoints -------------------------------------------------------------------
 
 
 def two_engines(folder: str) -> None:
-    one, two = engine_of(1, **BACKGROUND), engine_of(2, seed=3)
+    one, direct = engine_of(1, **BACKGROUND), engine_of(2, seed=3)
     one.save_checkpoint(folder, "one")
     one.wait_for_checkpoint()
-    with stopped(writer_pid(one)):
+    with stopped():
         one.save_checkpoint(folder, "one-more")
-        two.save_checkpoint(folder, "two")  # takes nothing away that is being written
+        direct.save_checkpoint(folder, "two")  # takes nothing away that is being written
     one.wait_for_checkpoint()
     assert tags(folder) == ["one", "one-more", "two"]
-    for engine in (one, two):
+    for engine in (one, direct):
         engine.backward(engine(inputs(0)))
         engine.step()
         engine.destroy()
@@ -357,7 +283,7 @@ def exchange_over(store: Any, timeout_seconds: float) -> Any:
         collectives = Ranks()
         folder = Path("folder")
 
-    return background._StoreExchange(Job(), timeout_seconds)  # type: ignore[arg-type]
+    return saver_module._Messages(Job(), timeout_seconds)  # type: ignore[arg-type]
 
 
 class Silent:
@@ -381,20 +307,24 @@ class Silent:
 
 def test_a_rank_that_is_not_heard_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Silent(beats=20)
-    monkeypatch.setattr(background, "MAX_POLL_SECONDS", 0.02)
-    answers = exchange_over(store, 0.1).collect({"told": None})
-    assert answers[1] == {"error": "rank 1 did not respond for 0 s"}
+    monkeypatch.setattr(saver_module, "MAX_POLL_SECONDS", 0.02)
+    messages = exchange_over(store, 0.1)
+    assert messages.collect({"told": None})[1] == {"error": "rank 1 did not respond for 0 s"}
     assert store.beats == 0
+    messages.end()
 
 
-def test_what_others_may_be_reading_stays_in_the_store_until_the_next_save() -> None:
+def test_what_others_may_be_reading_stays_in_the_store_until_the_next_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A store waits for a key that goes between the question whether it is there and the reading of it."""
+    monkeypatch.setattr(saver_module, "BEAT_SECONDS", 0.05)
     store = dist.HashStore()
-    exchange = exchange_over(store, 10.0)
+    messages = exchange_over(store, 10.0)
     threading.Timer(0.2, store.set, ("checkpoint/folder/1", '{"told": 7}')).start()
-    assert exchange.collect({"told": 5}) == [{"told": 5}, {"told": 7}]
-    keys = exchange.close("")
+    assert messages.collect({"told": 5}) == [{"told": 5}, {"told": 7}]
+    keys = messages.tell("")
+    messages.end()
     assert store.check(["checkpoint/folder/0/alive"]) and store.check(["checkpoint/folder/done"])
-    for key in keys:
-        exchange.delete(key)
+    messages.delete(keys)
     assert store.num_keys() == 0

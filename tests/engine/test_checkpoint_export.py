@@ -29,7 +29,7 @@ from xds.engine.checkpoint.exports.export import (
     export_safetensors,
     export_torch,
 )
-from xds.engine.checkpoint.io import reader as reader_module
+from xds.engine.checkpoint.io import checked_file
 from xds.engine.checkpoint.io.reader import CheckpointReader, Saved
 from xds.engine.checkpoint.tools.compare import differences
 from xds.engine.checkpoint.tools.verify import damage
@@ -125,7 +125,7 @@ def test_a_piece_is_what_the_whole_has_there(checkpoint: Checkpoint) -> None:
 def test_few_files_are_open_at_a_time(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader_module, "MAX_OPEN", 1)
+    monkeypatch.setattr(checked_file, "MAX_OPEN", 1)
     descriptors = Path("/proc/self/fd")
     before = len(list(descriptors.iterdir()))
     with CheckpointReader(checkpoint[0]) as reader:

@@ -19,9 +19,8 @@ from manifest_damages import rewrite
 from torch import nn
 
 import xds
-from xds.engine.checkpoint.io.folders import MAX_TAG_BYTES, committed
+from xds.engine.checkpoint.io.folders import MAX_TAG_BYTES, committed, newest_first
 from xds.engine.checkpoint.manifest import Manifest
-from xds.engine.checkpoint.order import newest_first
 
 
 def tiny(**checkpoint: Any) -> Any:

@@ -34,7 +34,6 @@ def with_offload(stage: int, **offload: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("stage", "more", "numbers"),
     [
-        (1, of(1, 2), (3, 6)),
         (3, of(3, 2, **BF16, gradient_clipping=0.5), (3, 6)),
         (2, of(2, 2, **BF16, **STEPS), (4, 9)),  # in the middle of an accumulation
         (3, with_offload(3, offload_optimizer=CPU, offload_param=CPU), (3, 6)),
@@ -64,8 +63,6 @@ def check_replicas(states: list[Any], size: int) -> None:
     [
         ((4, 2, 2), (2, 3, 0), {}),
         ((4, 3, 2), (4, 1, 4), BF16),
-        ((2, 3, 0), (4, 2, 2), BF16),
-        ((4, 2, 1), (3, 3, 0), {}),
     ],
 )
 def test_states_are_bit_equal_in_other_groups(

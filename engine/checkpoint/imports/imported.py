@@ -33,10 +33,17 @@ from ..io.folders import (
 )
 from ..io.tensor_file import Entry, Sums, image_bytes, write_tensors
 from ..io.tensor_table import check_storable
-from ..load_plan import some_of
-from ..manifest import FORMAT, VERSION, FileRecord, Manifest, lengths_of, totals_of
+from ..manifest import (
+    FORMAT,
+    VERSION,
+    FileRecord,
+    Manifest,
+    lacking,
+    lengths_of,
+    some_of,
+    totals_of,
+)
 from ..packing import pack
-from ..whole import lacking
 from .safe_pickle import StandIn
 
 MAX_EXPANSION_BYTES = (

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: rank 0 creates them, commits them with one rename, and finds them by name.
+"""Folders and tags of checkpoints: rank 0 creates folders, commits them with one rename, and finds them.
 
     write   .<tag>.tmp-1a2b3c4d/rank_00000-1a2b3c4d.safetensors, ...      every rank, fsync
             .<tag>.tmp-1a2b3c4d/manifest.json                             rank 0, fsync
@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from operator import index
@@ -31,9 +31,7 @@ from ....utils.file_lock import try_lock
 from ....utils.quoting import printable, quoted
 from ....utils.small_files import read_small_file
 from ..format import dump, parse
-from ..manifest import FileRecord, Manifest
-from ..manifest_checks import OWN_FILE
-from ..order import kind_of, newest_first
+from ..manifest import OWN_FILE, Manifest
 from .tensor_table import shown
 
 log = logging.getLogger("xds")
@@ -53,27 +51,22 @@ def check_tag(tag: Any) -> str:
             f"tag = {shown(tag)} is a {type(tag).__name__}: give text, or leave it out"
         )
     name = tag if isinstance(tag, str) else str(index(tag))
-    if (
-        not name
-        or name.startswith(".")
-        or "/" in name
-        or "\\" in name
-        or name in (LATEST, MANIFEST)
-    ):
-        raise UsageError(
-            f"tag = {shown(name)}: it names a folder inside save_dir, so it must not be empty, {LATEST!r} or "
-            f"{MANIFEST!r}, begin with a dot or contain a slash; rename it"
+    num_bytes = len(name.encode("utf-8", "replace"))
+    wrong = ""
+    if name in ("", LATEST, MANIFEST) or name.startswith(".") or "/" in name or "\\" in name:
+        wrong = (
+            f": it names a folder inside save_dir, so it must not be empty, {LATEST!r} or {MANIFEST!r}, begin "
+            "with a dot or contain a slash; rename it"
         )
-    if name != name.strip() or any(unicodedata.category(one) in UNWRITTEN for one in name):
-        raise UsageError(
-            f"tag = {shown(name)}: it names a folder, so it must not begin or end with a space, nor contain "
-            "control characters; rename it"
+    elif name != name.strip() or any(unicodedata.category(one) in UNWRITTEN for one in name):
+        wrong = (
+            ": it names a folder, so it must not begin or end with a space, nor contain control characters; "
+            "rename it"
         )
-    if len(name.encode()) > MAX_TAG_BYTES:
-        raise UsageError(
-            f"tag = {shown(name)} has {len(name.encode())} bytes, but it can have at most {MAX_TAG_BYTES}; "
-            "shorten it"
-        )
+    elif num_bytes > MAX_TAG_BYTES:
+        wrong = f" has {num_bytes} bytes, but it can have at most {MAX_TAG_BYTES}; shorten it"
+    if wrong:
+        raise UsageError(f"tag = {shown(name)}{wrong}")
     return name
 
 
@@ -95,9 +88,7 @@ def make_folder(save_dir: Path, tag: str) -> Claim:
     save_dir.mkdir(parents=True, exist_ok=True)
     for path in made:
         sync_folder(path.parent)
-    for path in save_dir.iterdir():
-        if TEMPORARY.fullmatch(path.name) and not _is_claimed(path):
-            discard(path)
+    _remove_leftovers(save_dir)
     folder = save_dir / hidden(tag)
     folder.mkdir()
     return Claim(folder)
@@ -117,27 +108,28 @@ class Claim:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._fd: int | None = os.open(folder, os.O_RDONLY)
-        try_lock(self._fd)
+        self._fd = os.open(folder, os.O_RDONLY)
+        self.is_taken = try_lock(self._fd) is False  # by another save
 
     def release(self) -> None:
-        if self._fd is not None:
+        """Unlock the folder, once."""
+        if self._fd >= 0:
             os.close(self._fd)
-            self._fd = None
+            self._fd = -1
 
 
-def _is_claimed(path: Path) -> bool:
-    if not path.is_dir():
-        return False
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return try_lock(fd) is False
-    finally:
-        os.close(fd)
-    return False
+def _remove_leftovers(save_dir: Path) -> None:
+    """Remove the folders of killed saves."""
+    for path in save_dir.iterdir():
+        if not TEMPORARY.fullmatch(path.name):
+            continue
+        claim = None
+        with suppress(OSError):
+            claim = Claim(path) if path.is_dir() else None
+        if claim is None or not claim.is_taken:
+            discard(path)
+        if claim is not None:
+            claim.release()
 
 
 def file_name(folder: Path, rank: int) -> str:
@@ -163,32 +155,23 @@ def commit(folder: Path, save_dir: Path, manifest: Manifest) -> Path:
         os.rename(folder, final_folder)
         sync_folder(save_dir)
         return final_folder
-    _move_files(folder, final_folder, manifest)
+    paths = [record.path for record in manifest.files]
+    try:  # all new files beside the old ones, or none of them
+        for path in paths:
+            os.rename(folder / path, final_folder / path)
+        sync_folder(final_folder)
+    except OSError:
+        for path in paths:
+            discard(final_folder / path)
+        raise
     os.replace(folder / MANIFEST, final_folder / MANIFEST)
     sync_folder(final_folder)
     discard(folder)
-    _discard_others(final_folder, [record.path for record in manifest.files])
+    with suppress(OSError):  # the next save removes them
+        for old in final_folder.iterdir():
+            if re.match(OWN_FILE, old.name) and old.name not in paths:
+                discard(old)
     return final_folder
-
-
-def _move_files(folder: Path, final_folder: Path, manifest: Manifest) -> None:
-    """Move all new files beside the old ones and fsync, or none of them."""
-    try:
-        for record in manifest.files:
-            os.rename(folder / record.path, final_folder / record.path)
-        sync_folder(final_folder)
-    except OSError:
-        for record in manifest.files:
-            discard(final_folder / record.path)
-        raise
-
-
-def _discard_others(final_folder: Path, paths: Collection[str]) -> None:
-    """Remove files of other saves under this tag. On an error the next save removes them."""
-    with suppress(OSError):
-        for path in final_folder.iterdir():
-            if OWN_FILE.fullmatch(path.name) and path.name not in paths:
-                discard(path)
 
 
 def write_latest(save_dir: Path, tag: str) -> None:
@@ -282,25 +265,21 @@ def committed(save_dir: Path) -> list[Manifest]:
     Each has the folder's name as its tag. Hidden and uncommitted folders are left out. Checkpoints whose
     manifest is unreadable, or with a missing file or a wrong file length, are left out with a warning.
     """
-    return [
-        manifest for manifest in newest_first(_manifests(save_dir)) if _is_there(save_dir, manifest)
-    ]
+    found = newest_first(_manifests(save_dir))
+    return [manifest for manifest in found if _is_there(save_dir / manifest.tag, manifest)]
 
 
-def _is_there(save_dir: Path, manifest: Manifest) -> bool:
+def _is_there(folder: Path, manifest: Manifest) -> bool:
     """Its files are there, with their lengths."""
-    folder = save_dir / manifest.tag
-    damaged = next((one.path for one in manifest.files if not _has_length(folder, one)), None)
-    if damaged is not None:
-        log.warning("%s is left out: %s is missing or has another length", folder, folder / damaged)
-    return damaged is None
-
-
-def _has_length(folder: Path, record: FileRecord) -> bool:
-    try:
-        return (folder / record.path).stat().st_size == record.size_bytes
-    except OSError:
+    for record in manifest.files:
+        with suppress(OSError):
+            if (folder / record.path).stat().st_size == record.size_bytes:
+                continue
+        log.warning(
+            "%s is left out: %s is missing or has another length", folder, folder / record.path
+        )
         return False
+    return True
 
 
 def _manifests(save_dir: Path) -> list[Manifest]:
@@ -312,6 +291,37 @@ def _manifests(save_dir: Path) -> list[Manifest]:
         except (UsageError, OSError) as error:
             log.warning("%s is left out: %s", path.parent, error)
     return found
+
+
+def newest_first(found: Iterable[Manifest]) -> list[Manifest]:
+    """Sort by steps, then by micro-batches, then by the numbers in tags of the same kind.
+
+    The clock decides only between tags of different kinds ("best", "global_step7") of the same step and
+    micro-batch.
+    """
+    manifests = list(found)
+    times: dict[tuple[int, int, str], float] = {}  # by (steps, micro-batches, kind)
+    for one in manifests:
+        times[_place(one)] = max(times.get(_place(one), 0.0), one.saved_seconds)
+
+    def age(one: Manifest) -> tuple[int, int, float, str, list[int], str]:
+        steps, micro_steps, kind = _place(one)
+        return steps, micro_steps, times[_place(one)], kind, _numbers(one.tag), one.tag
+
+    return sorted(manifests, key=age, reverse=True)
+
+
+def kind_of(tag: str) -> str:
+    """The tag without its numbers: "global_step300" and "global_step310" are of one kind."""
+    return re.sub(r"[0-9]+", "0", tag)
+
+
+def _place(one: Manifest) -> tuple[int, int, str]:
+    return one.global_steps, one.micro_steps, kind_of(one.tag)
+
+
+def _numbers(tag: str) -> list[int]:
+    return [int(digits[:4000]) for digits in re.findall(r"[0-9]+", tag)]
 
 
 def newest_checkpoint(save_dir: str | Path) -> str | None:

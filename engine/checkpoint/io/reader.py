@@ -11,10 +11,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, final
 
 import torch
@@ -25,16 +23,13 @@ from ....utils.errors import DamagedError, UsageError
 from ....utils.quoting import printable
 from ....zero.checkpoint.ranges import Copy, Piece, SavedFlat, merged
 from ..format import catalogue_of
-from ..manifest import Manifest
-from ..manifest_checks import check_tensors
+from ..manifest import lacking
 from ..packing import unpack
-from ..whole import lacking
-from .checked_file import CheckedFile
+from .checked_file import CheckedFile, CheckedFiles
 from .folders import MANIFEST, check_folder, check_tag, committed, read_latest, read_manifest
 from .tensor_table import BY_NAME
 
 log = logging.getLogger("xds")
-MAX_OPEN = 64  # files; the least recently used one is closed
 
 
 @dataclass(frozen=True)
@@ -108,8 +103,7 @@ class CheckpointReader:
         self.folder = self.save_dir / self.tag
         self.manifest = read_manifest(self.save_dir, self.tag)
         self._catalogue = catalogue_of(self.manifest, str(self.folder / MANIFEST))
-        self._pool = ThreadPoolExecutor(1)  # for checksums; starts with the first file
-        self._files: dict[int, CheckedFile] = {}  # open files, the least recently used first
+        self._files = CheckedFiles(self.folder, self.manifest)
         self.values: dict[str, Saved] = {}
         self.left_out: list[str] = []
         self.tied: dict[str, str] = {}
@@ -132,8 +126,8 @@ class CheckpointReader:
                 continue
             shape = slot.whole_shape
             keys = self._catalogue.keys_of(Piece(flat.kind, slot.name, 0, numel_of(shape), 0))
-            computes = _dtype(flat.dtype)
-            dtype = _dtype(keys.get("value", flat.dtype))
+            computes = BY_NAME[flat.dtype]
+            dtype = BY_NAME[keys.get("value", flat.dtype)]
             self.values[slot.name] = Saved(
                 flat.kind, slot.name, "value", shape, dtype, computes, flat.trains
             )
@@ -157,16 +151,16 @@ class CheckpointReader:
             found[one.key] = (
                 whole
                 if one.dtype is None
-                else torch.full(one.shape, whole, dtype=_dtype(one.dtype))
+                else torch.full(one.shape, whole, dtype=BY_NAME[one.dtype])
             )
         for key, text in self._catalogue.keys_of(piece).items():
             if key.startswith("state/"):
-                found[key] = Saved("param", name, key, value.shape, *(_dtype(text),) * 2, True)
+                found[key] = Saved("param", name, key, value.shape, *(BY_NAME[text],) * 2, True)
         for full in self._catalogue.states_of(name):
             flat = self._catalogue.flat_of("state", full)
             key = f"state/{full.removeprefix(f'{name}/')}"
             found[key] = Saved(
-                "state", full, key, flat.slots[0].shape, *(_dtype(flat.dtype),) * 2, True
+                "state", full, key, flat.slots[0].shape, *(BY_NAME[flat.dtype],) * 2, True
             )
         return {key.removeprefix("state/"): one for key, one in found.items()}
 
@@ -177,7 +171,7 @@ class CheckpointReader:
         return {slot.name: slot.group for slot in slots if slot.name not in self.tied}
 
     def lacking(self) -> list[str]:
-        """See `whole.lacking`."""
+        """See `manifest.lacking`."""
         return lacking(self.manifest, self._catalogue)
 
     # -- tensors ----------------------------------------------------------------------------------------
@@ -191,7 +185,7 @@ class CheckpointReader:
     def read_into(self, out: Tensor, saved: Saved, start: int) -> None:
         """Read elements [start, start + n) of the flattened tensor into `out` [n], in `out`'s dtype."""
         for copy in self._copies(saved, start, start + out.numel()):
-            self.file(copy.file).check([(copy, out)])
+            self.file(copy.file).read([(copy, out)])
 
     def pieces(self, saved: Saved, dtype: torch.dtype, piece_bytes: int) -> Iterator[Tensor]:
         """The flattened tensor in pieces of [n]; a piece is overwritten when the next one is requested."""
@@ -213,50 +207,18 @@ class CheckpointReader:
         return merged(found)
 
     def file(self, number: int) -> CheckedFile:
-        file = self._files.pop(number, None)
-        if file is None:
-            if len(self._files) >= MAX_OPEN:
-                self._files.pop(next(iter(self._files))).close()
-            file = open_file(self.folder, self.manifest, number, self._pool)
-        self._files[number] = file
-        return file
-
-    # -- closing ----------------------------------------------------------------------------------------
+        """The file of rank `number`, open."""
+        return self._files[number]
 
     def close(self) -> None:
         """Close all files."""
-        while self._files:
-            self._files.popitem()[1].close()
-        self._pool.shutdown()
+        self._files.close()
 
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def open_file(folder: Path, manifest: Manifest, number: int, pool: Executor) -> CheckedFile:
-    """Open a file of a checkpoint and check it against the manifest.
-
-    Raises DamagedError: the file does not match the manifest, or is damaged.
-    """
-    file = CheckedFile(folder, manifest.files[number], pool)
-    try:
-        check_tensors(manifest, number, file.table)
-    except ValueError as error:
-        file.close()
-        raise DamagedError(f"{file.path} contradicts its {MANIFEST}: {error}") from None
-    return file
-
-
-def _dtype(name: str) -> torch.dtype:
-    return BY_NAME[name]  # the manifest was checked
 
 
 def chosen(reader: CheckpointReader, *, exclude_frozen: bool) -> Mapping[str, Saved]:

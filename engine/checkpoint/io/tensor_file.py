@@ -1,21 +1,39 @@
-"""Writes one rank's tensors to a safetensors file as a stream, with checksums.
+"""Writes tensors to a safetensors file with a checksum of every chunk, and fsyncs it.
 
-The format is 8 bytes with the length of a JSON header, the header, then the tensors' bytes. The writer of the
-package safetensors is not used because it would hold a copy of everything. `CheckedFile` reads the file.
+    entries  ->  header, widest elements first  ->  blocks of 8 MiB  ->  summed and written, three at a time
+
+`tensor_table` has the header; `CheckedFile` reads the file. The writer of the package safetensors is not used
+because it would hold a copy of everything.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+import errno
+import fcntl
+import mmap
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .tensor_table import make_header
-from .writer import BLOCK_BYTES, chunk_bytes_of, write_summed
+
+BLOCK_BYTES = 8 << 20  # written at a time: whole chunks
+DEPTH = 3  # blocks that are summed and written at the same time
+ALIGN_BYTES = 4096  # of memory, offset and length, for direct I/O
+MIN_DIRECT_BYTES = 4 << 20  # smaller files are faster through the page cache
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 4 << 10, 4 << 20
+MAX_SUMS = 4096  # per file, unless its chunks have the maximum size
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +59,12 @@ class Entry:
         is_whole = self.stop - self.start == self.tensor.numel()
         return list(self.tensor.shape) if is_whole else [self.stop - self.start]
 
+    @property
+    def values(self) -> Tensor:
+        """The elements [n], contiguous or not: `reshape` also handles strided and expanded views."""
+        whole = self.tensor.detach().resolve_conj().resolve_neg()
+        return whole.reshape(-1)[self.start : self.stop]
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -54,23 +78,31 @@ class Sums:
         return chunk_bytes_of(self.size_bytes)
 
 
-# -- writing ------------------------------------------------------------------------------------------------
+def chunk_bytes_of(size_bytes: int) -> int:
+    """The size of the chunks that have a checksum each, in a file of `size_bytes`."""
+    chunk_bytes = MIN_CHUNK_BYTES
+    while chunk_bytes < MAX_CHUNK_BYTES and chunk_bytes * MAX_SUMS < size_bytes:
+        chunk_bytes *= 2
+    return chunk_bytes
+
+
+# -- from tensors -------------------------------------------------------------------------------------------
 
 
 def write_tensors(path: Path, entries: Sequence[Entry]) -> Sums:
     """Write a safetensors file and fsync it.
 
-    Memory:  one block for tensors on a device; one tensor if its elements are not contiguous.
+    Memory:  DEPTH blocks, and one tensor if its elements are not contiguous.
     Raises OSError: from the file system; a partial file may remain.
     """
     size_bytes = image_bytes(entries)
-    return Sums(size_bytes, tuple(write_summed(path, size_bytes, _pieces_of(_in_order(entries)))))
+    with ThreadPoolExecutor(DEPTH) as pool:
+        return write_blocks(path, size_bytes, packed(_pieces(entries), size_bytes), pool)
 
 
 def image_bytes(entries: Sequence[Entry]) -> int:
     """The length that the file of `entries` will have."""
-    ordered = _in_order(entries)
-    return len(_header(ordered)) + sum(entry.size_bytes for entry in ordered)
+    return len(_header(_in_order(entries))) + sum(entry.size_bytes for entry in entries)
 
 
 @torch.no_grad()
@@ -85,10 +117,21 @@ def copy_image(entries: Sequence[Entry], memory: Tensor) -> None:
     at = len(header)
     for entry in ordered:
         target = memory[at : at + entry.size_bytes].view(entry.tensor.dtype)
-        target.copy_(_part(entry), non_blocking=True)
+        target.copy_(entry.values, non_blocking=True)
         at += entry.size_bytes
     if any(entry.tensor.is_cuda for entry in ordered):
         torch.cuda.current_stream().synchronize()
+
+
+def write_image(path: Path, memory: Tensor, on_written: Callable[[int], None]) -> Sums:
+    """Write the bytes that `copy_image` made, in this thread alone, and fsync.
+
+    on_written: called after each block with the number of bytes written.
+    Raises OSError: from the file system; a partial file may remain.
+    """
+    view = bytes_of(memory)
+    blocks = (view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES))
+    return write_blocks(path, len(view), blocks, None, on_written)
 
 
 def _in_order(entries: Sequence[Entry]) -> list[Entry]:
@@ -96,31 +139,24 @@ def _in_order(entries: Sequence[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: -entry.tensor.element_size())
 
 
-def _pieces_of(entries: Sequence[Entry]) -> Iterator[memoryview]:
+def _header(ordered: Sequence[Entry]) -> bytes:
+    return make_header((entry.name, entry.tensor.dtype, entry.shape) for entry in ordered)
+
+
+def _pieces(entries: Sequence[Entry]) -> Iterator[memoryview]:
     """The file's bytes, in order. A view is valid until the next one is requested."""
-    yield memoryview(_header(entries))
-    for entry in entries:
+    ordered = _in_order(entries)
+    yield memoryview(_header(ordered))
+    for entry in ordered:
         if entry.blocks is not None:
             yield from map(bytes_of, entry.blocks(entry.start, entry.stop))
             continue
-        flat = _part(entry)
-        if flat.device.type == "cpu" and flat.is_contiguous():
-            yield bytes_of(flat)
-            continue
-        step = BLOCK_BYTES // flat.element_size()
-        for start in range(0, flat.numel(), step):
-            here = dense(flat[start : start + step])
+        values = entry.values
+        is_plain = values.device.type == "cpu" and values.is_contiguous()
+        step = max(values.numel(), 1) if is_plain else BLOCK_BYTES // values.element_size()
+        for start in range(0, values.numel(), step):
+            here = dense(values[start : start + step])
             yield bytes_of(here)
-
-
-def _part(entry: Entry) -> Tensor:
-    """The elements [n] of an entry, contiguous or not: `reshape` also handles strided and expanded views."""
-    whole = entry.tensor.detach().resolve_conj().resolve_neg()
-    return whole.reshape(-1)[entry.start : entry.stop]
-
-
-def _header(entries: Sequence[Entry]) -> bytes:
-    return make_header((entry.name, entry.tensor.dtype, entry.shape) for entry in entries)
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -136,3 +172,103 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if size == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+# -- to the disk --------------------------------------------------------------------------------------------
+
+
+def write_blocks(
+    path: Path,
+    size_bytes: int,
+    blocks: Iterable[memoryview],
+    pool: ThreadPoolExecutor | None,
+    on_written: Callable[[int], None] | None = None,
+) -> Sums:
+    """Write `blocks` of BLOCK_BYTES, `size_bytes` in total, to a new file, sum and fsync it.
+
+    Large files are written with direct I/O.
+    Args:
+        blocks: page-aligned, each valid until DEPTH more are requested; the last one may be shorter.
+        pool: works on DEPTH blocks at a time; None: one after the other, without another thread.
+    Raises OSError: from the file system; a partial file may remain.
+    """
+    chunk_bytes, at = chunk_bytes_of(size_bytes), 0
+    crcs: list[int] = []
+    fd = _open_new(path, is_direct=size_bytes >= MIN_DIRECT_BYTES)
+    pending: deque[Future[list[int]]] = deque()
+    try:
+        for block in blocks:
+            if pool is None:
+                crcs += _write_summed(fd, block, at, chunk_bytes)
+            else:
+                pending.append(pool.submit(_write_summed, fd, block, at, chunk_bytes))
+                if len(pending) == DEPTH:
+                    crcs += pending.popleft().result()
+            at += len(block)
+            if on_written is not None:
+                on_written(at)
+        for future in pending:
+            crcs += future.result()
+        os.fsync(fd)
+    finally:
+        for future in pending:
+            future.exception()  # it uses the file
+        os.close(fd)
+    return Sums(size_bytes, tuple(crcs))
+
+
+def packed(pieces: Iterable[memoryview], size_bytes: int) -> Iterator[memoryview]:
+    """The same bytes in blocks, in DEPTH buffers that are reused in turn."""
+    block_bytes = min(BLOCK_BYTES, -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES) or ALIGN_BYTES
+    buffers = cycle([memoryview(mmap.mmap(-1, block_bytes)) for _ in range(DEPTH)])
+    buffer, filled = next(buffers), 0
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            part = piece[at : at + block_bytes - filled]
+            buffer[filled : filled + len(part)] = part
+            at, filled = at + len(part), filled + len(part)
+            if filled == block_bytes:
+                yield buffer
+                buffer, filled = next(buffers), 0
+    if filled:
+        yield buffer[:filled]
+
+
+def _open_new(path: Path, *, is_direct: bool) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+    if is_direct:
+        try:
+            return os.open(path, flags | _DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: this file system has no direct I/O
+                raise
+            with suppress(FileNotFoundError):  # some create the file before they refuse
+                path.unlink()
+    return os.open(path, flags, 0o666)
+
+
+def _write_summed(fd: int, block: memoryview, at: int, chunk_bytes: int) -> list[int]:
+    """Write all of `block` at byte `at`; the CRC-32 of its chunks. Sums and writes release the GIL."""
+    crcs = [zlib.crc32(block[i : i + chunk_bytes]) for i in range(0, len(block), chunk_bytes)]
+    was_refused = False
+    while block:
+        whole = len(block) - len(block) % ALIGN_BYTES
+        if not whole or at % ALIGN_BYTES:
+            _use_page_cache(fd)  # the file's last bytes, or after a partial write
+            whole = len(block)
+        try:
+            count = os.pwrite(fd, block[:whole], at)
+        except OSError as error:
+            if error.errno != errno.EINVAL or was_refused:
+                raise
+            _use_page_cache(fd)
+            was_refused = True
+            continue
+        block, at = block[count:], at + count
+    return crcs
+
+
+def _use_page_cache(fd: int) -> None:
+    """Switch off direct I/O: any length and offset can be written from now on."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_DIRECT)

@@ -14,8 +14,7 @@ from ....utils.errors import DamagedError, UsageError
 from ..hyperparameters import check_state_values
 from ..io.folders import MANIFEST
 from ..io.reader import CheckpointReader
-from ..load_plan import some_of
-from ..manifest import FileRecord
+from ..manifest import FileRecord, some_of
 from ..packing import unpack
 from ..random_state import check_random_state
 
