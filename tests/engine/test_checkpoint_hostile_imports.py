@@ -333,14 +333,16 @@ def test_nothing_that_a_file_names_is_executed(means: Any, tmp_path: Path) -> No
 def test_objects_of_unknown_classes_are_fields_and_are_left_out_by_name(tmp_path: Path) -> None:
     path = copied("plain_zero1_fp32", tmp_path) / MODEL
     change(path, "thing", to={"deep": [Thing(3)]})
-    things = {"args": argparse.Namespace(lr=1.0), "call": Bomb(explode, 7)}
+    things: dict[str, Any] = {"args": argparse.Namespace(lr=1.0), "call": Bomb(explode, 7)}
+    things |= {"\x1b[31m" * 1000: Thing(1), "ds_version": "\x1b]0;"}
     torch.save(_picklable(read_pickle(path)) | things, path.with_suffix(".new"))
     path.with_suffix(".new").rename(path)
     found = read_pickle(path)
     assert isinstance(found["call"], StandIn) and found["call"].arguments == (7,)
     assert found["thing"]["deep"][0].fields == {"size": 3}
     report = import_checkpoint(path.parent, tmp_path / "out")
-    text = "\n".join(report.notes)
+    text = "".join([report.origin, *report.notes])
+    assert text.isprintable() and len(text) < 5000
     for says in ("'args' is a argparse.Namespace", "'thing'", ".Thing", "'call'", ".explode"):
         assert says in text
     kept = read_manifest(tmp_path / "out", TAG).state["client_state"]

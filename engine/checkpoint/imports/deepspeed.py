@@ -157,6 +157,8 @@ class _Part:
 
 # elements from `start` of a parameter are these of the part
 _Piece = tuple[int, _Part, slice]
+# a parameter's name, shape, group and pieces
+_Placed = tuple[str, Shape, int | None, list[_Piece]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,44 +209,6 @@ def _cut(parts: Sequence[_Part], begins: Sequence[int], start: int, stop: int) -
         if start < high:
             yield start, parts[number], slice(start - begin, high - begin)
         start, number = high, number + 1
-
-
-def _in_rows(
-    ranks: Sequence[_Rank], shapes: Sequence[Mapping[str, Shape]]
-) -> Iterator[tuple[str, Shape, int | None, list[_Piece]]]:
-    """Name, shape, group and pieces of every parameter at ZeRO 1 and 2: each group is a row over all ranks."""
-    paddings = ranks[0].raw.get("param_alignment_paddings")
-    for number, members in enumerate(shapes):
-        parts = [rank.parts[number] for rank in ranks]
-        length = max(
-            part.master.numel() for part in parts
-        )  # the last ones are saved without padding
-        begins = [rank * length for rank in range(len(parts) + 1)]
-        at = 0
-        for place, (name, shape) in enumerate(members.items()):
-            stop = at + numel_of(shape)
-            pieces = [(low - at, part, here) for low, part, here in _cut(parts, begins, at, stop)]
-            yield name, shape, parts[0].group, pieces
-            at = stop + (0 if paddings is None else paddings[number][place])
-
-
-def _in_parts(
-    ranks: Sequence[_Rank], shapes: Sequence[Mapping[str, Shape]]
-) -> Iterator[tuple[str, Shape, int | None, list[_Piece]]]:
-    """The same at ZeRO 3: each rank has a row with a part of every parameter."""
-    begins = [0, *accumulate(part.master.numel() for part in ranks[0].parts)]
-    at = 0
-    for part, members in zip(ranks[0].parts, shapes, strict=True):
-        for name, shape in members.items():
-            length = -(-numel_of(shape) // len(ranks))
-            pieces = []
-            for number, rank in enumerate(ranks):
-                first = number * length
-                stop = at + min(length, numel_of(shape) - first)
-                cut = _cut(rank.parts, begins, at, stop)
-                pieces += [(first + low - at, held, here) for low, held, here in cut]
-            yield name, shape, part.group, pieces
-            at += length
 
 
 # -- the whole checkpoint -----------------------------------------------------------------------------------
@@ -319,9 +283,8 @@ class _Source:
         module = self.state["module"]
         shapes = self._shapes()
         trained = {name for group in shapes for name in group}
-        self._check_lengths(shapes)
-        layout = _in_parts if self.found.stage == 3 else _in_rows
-        for name, shape, group, pieces in layout(self.ranks, shapes) if self.ranks else ():
+        layout = self._in_parts if self.found.stage == 3 else self._in_rows
+        for name, shape, group, pieces in layout(shapes) if self.ranks else ():
             value = module.get(name)
             dtype = value.dtype if isinstance(value, Tensor) else torch.float32
             self._add(name, shape, dtype, group, pieces)
@@ -357,23 +320,44 @@ class _Source:
             )
         return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
-    def _check_lengths(self, shapes: Sequence[Mapping[str, Shape]]) -> None:
-        """Check that nothing but padding is left in the shards: else parameters would get others' elements."""
-        numels = [[numel_of(shape) for shape in members.values()] for members in shapes]
-        world_size = len(self.ranks)
-        held = sum(part.master.numel() for rank in self.ranks for part in rank.parts)
-        if self.found.stage == 3:
-            wanted = sum(
-                -(-numel // world_size) * world_size for group in numels for numel in group
-            )
-            padding = 0
-        else:
-            paddings = self.ranks[0].raw.get("param_alignment_paddings") if self.ranks else None
-            wanted = sum(map(sum, numels)) + sum(map(sum, paddings or []))
-            padding = ALIGNMENT * world_size * len(shapes)
-        if held > wanted + padding:
+    def _in_rows(self, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[_Placed]:
+        """Every parameter at ZeRO 1 and 2: each group is a row over all ranks."""
+        paddings = self.ranks[0].raw.get("param_alignment_paddings")
+        for number, members in enumerate(shapes):
+            parts = [rank.parts[number] for rank in self.ranks]
+            numels = [part.master.numel() for part in parts]
+            # the last ones are saved without padding
+            begins = [rank * max(numels) for rank in range(len(parts) + 1)]
+            at = 0
+            for place, (name, shape) in enumerate(members.items()):
+                cut = _cut(parts, begins, at, at + numel_of(shape))
+                pieces = [(low - at, part, here) for low, part, here in cut]
+                yield name, shape, parts[0].group, pieces
+                at += numel_of(shape) + (0 if paddings is None else paddings[number][place])
+            self._check_rest(sum(numels) - at, ALIGNMENT * len(parts))
+
+    def _in_parts(self, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[_Placed]:
+        """Every parameter at ZeRO 3: each rank has a row with a part of it."""
+        begins = [0, *accumulate(part.master.numel() for part in self.ranks[0].parts)]
+        at = 0
+        for number, members in enumerate(shapes):
+            for name, shape in members.items():
+                length = -(-numel_of(shape) // len(self.ranks))
+                pieces = []
+                for rank, own in enumerate(self.ranks):
+                    first = rank * length
+                    stop = at + min(length, numel_of(shape) - first)
+                    cut = _cut(own.parts, begins, at, stop)
+                    pieces += [(first + low - at, part, here) for low, part, here in cut]
+                yield name, shape, self.ranks[0].parts[number].group, pieces
+                at += length
+        self._check_rest(begins[-1] - at, 0)
+
+    def _check_rest(self, numel: int, padding: int) -> None:
+        """Check that only padding is left: else each parameter may have got the elements of another."""
+        if numel > padding:
             raise UsageError(
-                f"{self.folder} contradicts itself: the shapes have {wanted} elements, and the shards {held}"
+                f"{self.folder} contradicts itself: {numel} elements of its shards are of no parameter"
             )
 
     def _add_frozen_parts(self) -> None:
