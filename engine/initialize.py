@@ -13,14 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compression.config import ONE_BIT_OPTIMIZERS
-from ..offload.activations import Activations
 from ..offload.homes import HostHome
 from ..ops.comm.agreeing import agreeing
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
 from ..ops.mesh import Mesh
-from ..tensor.partition import PartitionedInputs
 from ..utils.errors import UsageError
 from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
 from ..zero.construction.construction import Construction, materialise
@@ -40,18 +38,15 @@ from .config.config import Config
 from .config.scheduler import warmup_steps
 from .data.loaders import build_loader, keeps_position
 from .engine import Engine
-from .model.arguments import check_arguments
+from .model.arguments import Runs, check_arguments, check_whole, is_cut, is_part, with_model
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
 from .model.compressing import Messages
-from .model.dividing import divide
+from .model.dividing import Divided, divide
 from .model.offloading import build_homes, build_host, reserve
-from .model.pipelining import Cut, Runs, build_pipeline, check_whole, is_cut, is_part, with_model
 from .model.policies import DTYPES, policy_of
 from .model.recomputing import Recomputing
 from .model.same_model import check_same_model, resolve_together
-from .model.sequences import SequenceCutter, check_sequences, cut_sequences, of_stages
-from .model.tiling import tile_layers
 from .optim.gradient_factor import GradientFactor
 from .optim.loss_scale import build_loss_scale
 from .optim.optimizers import (
@@ -160,7 +155,10 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     collectives, mesh = _open_groups(config, group, device)
     if not is_part(model):
         check_same_model(model, collectives)
-    check_sequences(model, config)
+    if config.sequence_parallel_size > 1:
+        from .model.sequences import check_sequences
+
+        check_sequences(model, config)
     host = build_host(config, device, given.optimizer)
     groups = None if is_part(model) else _groups(model, config, given)
     keeps_a_part = is_cut(model, config) or config.tensor_parallel.size > 1
@@ -179,11 +177,15 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     updater = Updater(sharded)
     with agreeing(collectives, "xds.initialize"):
         optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-        undo_tiles = tile_layers(divided, config.sequence)
+        undo_tiles = _tiles(divided, config)
     recomputing.begin()
     undo = _both(_both(recomputing.end, undo_storing), _both(undo_tiles, divided.undo))
-    cutter = cut_sequences(model, config, mesh, is_stage=found is not None)
-    undo = undo if cutter is None else _both(cutter.undo, undo)
+    cutter = None
+    if config.sequence_parallel_size > 1:
+        from .model.sequences import cut_sequences
+
+        cutter = cut_sequences(model, config, mesh, is_stage=found is not None)
+        undo = _both(cutter.undo, undo)
     if config.compile.enabled:
         compiler.compile()
     if device.type == "cpu":
@@ -212,20 +214,32 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
         opened=mesh.opened,
-        loop=_loop(found, mesh, config, sharded, of_stages(cutter)),
+        loop=_loop(divided, mesh, config, sharded, cutter),
     )
 
 
 def _loop(
-    found: Cut | None,
-    mesh: MeshGroups,
-    config: Config,
-    sharded: ShardedModel,
-    cutter: SequenceCutter | None,
+    divided: Divided, mesh: MeshGroups, config: Config, sharded: ShardedModel, cutter: Any
 ) -> LoopFactory:
-    if found is None:
+    if divided.found is None:
         return batch_loop
-    return build_pipeline(found, mesh, config, sharded, cutter)
+    from .model.pipelining import build_pipeline
+
+    if cutter is not None:
+        from .model.sequences import of_stages
+
+        cutter = of_stages(cutter)
+    return build_pipeline(divided.found, mesh, config, sharded, cutter)
+
+
+def _tiles(divided: Divided, config: Config) -> Callable[[], None]:
+    """Forwards in tiles as the config says; returns what restores the model's own."""
+    section = config.sequence
+    if section.tiled_mlp is False and section.tiled_loss is False:
+        return _nothing
+    from .model.tiling import tile_layers
+
+    return tile_layers(divided, section)
 
 
 def _mesh(config: Config, world_size: int) -> Mesh:
@@ -395,18 +409,18 @@ def _recomputing(
     section = config.activation_checkpointing
     if not section.enabled:
         return Recomputing([]), _nothing
-    group = None
+    activations, storing = None, None
+    if section.cpu_checkpointing:
+        from ..offload.activations import Activations
+
+        activations = Activations(device, pin=True)
+        storing = activations.moving
     if section.partition_activations and mesh.mesh.tensor > 1:
-        group = mesh.along("tensor")
-    if not section.cpu_checkpointing:
-        return Recomputing(
-            blocks, None if group is None else PartitionedInputs(group).cutting
-        ), _nothing
-    activations = Activations(device, pin=True)
-    storing = activations.moving
-    if group is not None:
-        storing = PartitionedInputs(group, activations.move, activations.bring).cutting
-    return Recomputing(blocks, storing), activations.close
+        from ..tensor.partition import PartitionedInputs
+
+        moves = () if activations is None else (activations.move, activations.bring)
+        storing = PartitionedInputs(mesh.along("tensor"), *moves).cutting
+    return Recomputing(blocks, storing), _nothing if activations is None else activations.close
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:

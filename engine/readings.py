@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from abc import ABC
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..utils.errors import UsageError
 from .config.config import Config
 from .data.metrics import gather_rows
 from .parts import Parts
-from .profiling.profile import Profile
 from .states import States
 from .steps.accumulation import Accumulation
 from .steps.batch_loop import Loop
 from .steps.counters import Counters
 from .steps.training_step import TrainingStep
 from .telemetry.comms import CommsSummary, summary_of
+
+if TYPE_CHECKING:
+    from .profiling.profile import Profile
 
 
 class Readings(ABC):

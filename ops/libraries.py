@@ -185,7 +185,7 @@ class LoadedLibraries:
         return False
 
 
-_loaded = LoadedLibraries()
+_loaded = LoadedLibraries()  # a process loads a library once
 
 
 def _open(library: Library) -> int:

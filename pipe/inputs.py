@@ -66,7 +66,7 @@ def _version(value: Tensor) -> int:
     return 0 if value.is_inference() else value._version
 
 
-# whether a tensor of a batch masks tokens, with its version: the host waits for a device only once
+# whether a tensor of a batch, which is the script's, masks tokens, with its version: the host waits only once
 _seen: Any = WeakTensorKeyDictionary()
 
 

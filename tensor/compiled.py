@@ -24,6 +24,7 @@ KIND = "tensor sums"
 GATHER_KIND = "tensor gathers"
 WHAT = "a value in a compiled block"
 
+# torch has its ops once for a process, so their numbers tell all groups of the process apart
 _groups: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
 _numbers: WeakKeyDictionary[Collectives, int] = WeakKeyDictionary()
 _next = 0

@@ -29,7 +29,8 @@ from .token_blocks import TokenBlocks, cut_tokens
 from .vocabulary import LossOfModel, Vocabulary
 from .words import CUTS_COLUMNS, CUTS_ROWS, Word, cut_dim, length_of
 
-_sliced_modules: WeakSet[nn.Module] = WeakSet()  # their parameters stay slices, also after `undo`
+# modules of scripts: their parameters stay slices, also after `undo` and the end of the engine
+_sliced_modules: WeakSet[nn.Module] = WeakSet()
 
 
 def was_sliced(module: nn.Module) -> bool:

@@ -11,8 +11,11 @@ Megatron-LM, 2019, section 3. They send the largest logits as a sum of their own
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, final
 
 import torch
@@ -52,7 +55,6 @@ class Vocabulary:
         self.widths = tuple(widths)
         self.own: Range = (start, start + widths[rank])
         self.size = sum(widths)
-        self._num_unchecked = CHECKED_BACKWARDS
         self._is_used = False  # a loss was computed from own columns
         self.has_labels: bool | None = (
             None  # of the forward that runs; None: its forward takes none
@@ -60,34 +62,16 @@ class Vocabulary:
 
     def logits(self, own: Tensor, *, is_training: bool) -> Tensor:
         """[..., own columns], for `cross_entropy`; [..., all columns] where this forward computes no loss."""
-        global _latest
         keeps = is_training if self.has_labels is None else self.has_labels
+        _thread.latest = weakref.ref(self) if keeps else _Thread.latest
         if not keeps:
-            _latest = None
             return self.exchange.gather(own, self.widths)
-        _latest = weakref.ref(self)
         if own.requires_grad:
             own.register_hook(self._check_used)  # type: ignore[no-untyped-call]
-            if self._num_unchecked:
-                _unchecked[self] = _named(own.grad_fn)
+            node: Any = own.grad_fn
+            if node is not None:
+                node.metadata[_HEAD] = self
         return own
-
-    def check_uses(self, loss: Tensor) -> None:
-        """In the first backwards: `loss` uses own columns in no other way than by `losses`.
-
-        Raises:
-            UsageError: it does, so a rank would take its columns for all.
-        """
-        node = _unchecked.pop(self, None)
-        if node is None:
-            return
-        self._num_unchecked -= 1
-        if _reaches(loss.grad_fn, node, around=f"{_Losses.__name__}Backward"):
-            raise UsageError(
-                "tensor_parallel.vocab_parallel_lm_head = true: a rank has some columns of the logits, and a "
-                "part of the loss is computed from them without xds.tensor.cross_entropy; set "
-                "vocab_parallel_lm_head to false"
-            )
 
     def _check_used(self, _: Tensor) -> None:
         """In backward: no loss came from own columns, so the model has treated them as all."""
@@ -122,39 +106,59 @@ class Vocabulary:
         return found
 
 
-_latest: weakref.ref[Vocabulary] | None = None  # whose logits were computed last
-# what computed the logits that the next backward checks; the node itself would keep its graph alive
-_unchecked: weakref.WeakKeyDictionary[Vocabulary, tuple[str, int]] = weakref.WeakKeyDictionary()
+_HEAD = "xds.tensor.Vocabulary"  # in the metadata of the node that has computed own columns: whose they are
+_NODES = 64  # between logits and their loss: functions of single elements, and their other inputs
 
 
-def check_uses_of_logits(loss: Tensor) -> None:
-    """Before a backward from `loss`: see `Vocabulary.check_uses`."""
-    for vocabulary in list(_unchecked):
-        vocabulary.check_uses(loss)
+@final
+class _Thread(threading.local):
+    """latest: whose own columns this thread has computed last.
+
+    That leads from logits to their head where autograd does not: without gradients, and behind a reentrant
+    checkpoint. There the loss is computed in the forward that has called the head.
+    """
+
+    latest: Callable[[], Vocabulary | None] = staticmethod(lambda: None)
 
 
-def _named(node: Any) -> tuple[str, int]:
-    """What identifies a node of autograd's graph."""
-    return node.name(), node._sequence_nr()
+_thread = _Thread()
 
 
-def _reaches(start: Any, node: tuple[str, int], around: str) -> bool:
-    """A graph leads from `start` to `node` not only through nodes named `around`."""
-    seen, waiting = {start}, [start]
+def check_uses_of_logits(loss: Tensor) -> bool:
+    """`loss` comes from own columns. Of those it may use only what `Vocabulary.losses` returns.
+
+    Raises:
+        UsageError: it uses others, so a rank would take its columns for all.
+    """
+    found = False
+    for node in _behind(loss, around=_LOSSES):
+        found |= node.name() == _LOSSES
+        if _HEAD in node.metadata:
+            raise UsageError(
+                "tensor_parallel.vocab_parallel_lm_head = true: a rank has some columns of the logits, and a "
+                "part of the loss is computed from them without xds.tensor.cross_entropy; set "
+                "vocab_parallel_lm_head to false"
+            )
+    return found
+
+
+def _behind(tensor: Tensor, around: str = "") -> Iterator[Any]:
+    """The nodes that `tensor` comes from, the nearest first; none behind those named `around`."""
+    waiting: deque[Any] = deque([] if tensor.grad_fn is None else [tensor.grad_fn])
+    seen: set[Any] = {None, *waiting}
     while waiting:
-        at = waiting.pop()
-        if at is None or at.name() == around:
-            continue
-        if _named(at) == node:
-            return True
-        found = {after for after, _ in at.next_functions} - seen
-        seen |= found
-        waiting += found
-    return False
+        node = waiting.popleft()
+        yield node
+        if node.name() != around:
+            found = [after for after, _ in node.next_functions if after not in seen]
+            seen.update(found)
+            waiting += dict.fromkeys(found)
 
 
 def _vocabulary_of(logits: Tensor) -> Vocabulary | None:
-    found = None if _latest is None else _latest()
+    """Whose own columns `logits` are; None: they have all columns."""
+    near = (node.metadata.get(_HEAD) for node in islice(_behind(logits), _NODES))
+    found = next((head for head in near if head is not None), None) or _thread.latest()
     is_own = found is not None and logits.shape[-1] == found.own[1] - found.own[0]
     return found if is_own else None
 
@@ -197,6 +201,9 @@ class _Losses(torch.autograd.Function):
         found.scatter_add_(1, rows[:, None], share[:, None])
         found.mul_((grad * is_valid)[:, None])
         return found.to(logits.dtype), None, None, None, None
+
+
+_LOSSES = f"{_Losses.__name__}Backward"
 
 
 def cross_entropy(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from runs import Step, config, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -71,19 +72,13 @@ class Moe(nn.Module):
         return (self.head(h) - x).square().mean()
 
 
-class DeepMoe(Moe):
-    """A model with more blocks than reductions that may be in flight."""
+class CheckpointedMoe(Moe):
+    """Forward runs again in backward, of more blocks than reductions that may be in flight."""
 
-    depth = 8
-
-
-class CheckpointedMoe(DeepMoe):
-    """Forward runs again in backward."""
-
-    reentrant = False
+    depth, reentrant = 8, False
 
 
-class ReentrantMoe(DeepMoe):
+class ReentrantMoe(CheckpointedMoe):
     """Forward runs again in backward, in a graph of its own."""
 
     reentrant = True
@@ -101,7 +96,7 @@ class Vision(nn.Module):
 
 
 class ImageAndText(nn.Module):
-    """`route`: (1,) for samples with an image, (0,) for text alone, (2,) for text that calls it in vain."""
+    """`route`: (1,) for samples with an image, (2,) for text that calls the tower in vain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +105,7 @@ class ImageAndText(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, route: Route) -> Tensor:
-        h = x + self.vision(x) * (route[0] == 1) if route[0] else x
+        h = x + self.vision(x) * (route[0] == 1)
         for block in self.blocks:
             h = block(h)
         return (self.head(h) - x).square().mean()
@@ -136,10 +131,8 @@ EXPERTS = (((0, 1), (0, 1, 2, 3), (1,)), ((2,), (0, 3), (1,)), ((0, 2), (1,), (3
 # For each kind: its model, and the route of each rank (mod 3) in each step (mod 3).
 KINDS: dict[str, tuple[type[nn.Module], Sequence[Sequence[Route]]]] = {
     "unused experts": (Moe, EXPERTS),
-    "unused experts, deep": (DeepMoe, EXPERTS),
     "unused experts, checkpointed": (CheckpointedMoe, EXPERTS),
     "unused experts, reentrant": (ReentrantMoe, EXPERTS),
-    "images and text": (ImageAndText, (((1,), (0,), (1,)), ((0,), (0,), (1,)), ((0,), (1,), (0,)))),
     "images and zeros": (
         ImageAndText,
         (((1,), (2,), (1,)), ((2,), (2,), (1,)), ((2,), (1,), (2,))),
@@ -175,32 +168,13 @@ def samples(rank: int, step: int) -> Tensor:
 
 def config_of(stage: int, **zero: Any) -> dict[str, Any]:
     """Every block a unit of its own, nothing kept whole between steps."""
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
-        "zero_optimization": {
-            "stage": stage,
-            "unit_min_numel": 0,
-            "stage3_param_persistence_threshold": 0,
-            **zero,
-        },
-    }
+    return config(stage, samples=4, params={"lr": LR, "weight_decay": 0.0}, zero=zero)
 
 
-def plain_run(kind: str, world_size: int, num_steps: int) -> tuple[list[float], list[float]]:
+def plain_run(kind: str, world_size: int, num_steps: int) -> list[Step]:
     """Losses and gradient norms of plain PyTorch on the samples of all ranks."""
-    model = build(kind)
-    params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.0)
-    losses, norms = [], []
-    for step in range(num_steps):
-        for param in params:  # what no rank used gets zeros in an engine, too
-            param.grad = torch.zeros_like(param)
-        total = torch.zeros(())
-        for rank in range(world_size):
-            total = total + model(samples(rank, step), route_of(kind, rank, step)) / world_size
-        total.backward()
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in params]).item())
-        optimizer.step()
-        losses.append(total.item())
-    return losses, norms
+
+    def parts(step: int) -> list[Any]:
+        return [(samples(rank, step), route_of(kind, rank, step)) for rank in range(world_size)]
+
+    return plain(build(kind), num_steps, parts, zeros=True, lr=LR, weight_decay=0.0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from models import build, micro_batch
 from placed_ranks import placed
+from runs import config, mean_over_ranks
+from runs import plain as plain_steps
 from torch import Tensor
 
 import xds
@@ -19,46 +20,31 @@ def config_of(
     stage: int, size: int, precision: str = "fp32", accumulation: int = 1, **zero: Any
 ) -> dict[str, Any]:
     """size: of a shard group; 0: no MiCS."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": SAMPLES // RANKS,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
-        "zero_optimization": {
-            "stage": stage,
-            "unit_min_numel": 0,
-            "stage3_param_persistence_threshold": 0,
-            **({"mics_shard_size": size} if size else {}),
-            **zero,
-        },
-    }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
-    if precision == "fp16":
-        config["fp16"]["initial_scale_power"] = 8
-    return config
+    if size:
+        zero["mics_shard_size"] = size
+    params = {"lr": LR, "weight_decay": 0.1}
+    samples = SAMPLES // RANKS
+    return config(
+        stage,
+        precision,
+        samples=samples,
+        accumulation=accumulation,
+        params=params,
+        clip=CLIP,
+        zero=zero,
+    )
 
 
 def plain(feature: str, accumulation: int, steps: int = STEPS) -> dict[str, Any]:
     """Loss, norm and final values of plain PyTorch in fp32, on the batches of all ranks."""
     model = build("plain" if feature.startswith("compiled") else feature)
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.1)
-    losses, norms = [], []
-    for step in range(steps):
-        total = 0.0
-        for micro_step in range(accumulation):
-            tokens = micro_batch(step, micro_step, SAMPLES)
-            for rank, part in enumerate(tokens.chunk(RANKS)):
-                loss = model(part, rank) / (accumulation * RANKS)
-                loss.backward()
-                total += loss.item()
-        for param in params:  # the engine decays parameters without gradients as well
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        norms.append(torch.nn.utils.clip_grad_norm_(params, CLIP).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
+
+    def parts(step: int) -> list[Any]:
+        batches = [micro_batch(step, at, SAMPLES) for at in range(accumulation)]
+        return [(part, rank) for tokens in batches for rank, part in enumerate(tokens.chunk(RANKS))]
+
+    found = plain_steps(model, steps, parts, clip=CLIP, zeros=True, lr=LR, weight_decay=0.1)
+    losses, norms = (list(each) for each in zip(*found, strict=True))
     return {"losses": losses, "norms": norms, "params": values_of(model)}
 
 
@@ -71,24 +57,22 @@ def values_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def a_step(engine: Any, step: int, accumulation: int = 1) -> float:
     """Train this rank's part of the batch; the mean loss of all ranks."""
-    total = torch.zeros((), dtype=torch.float64)
-    rank = engine.global_rank
+    total, rank = 0.0, engine.global_rank
     for micro_step in range(accumulation):
         part = micro_batch(step, micro_step, SAMPLES).chunk(RANKS)[rank]
         loss = engine(part, rank)
         engine.backward(loss)
         engine.step()
-        total += loss.detach().double() / accumulation
-    dist.all_reduce(total)
-    return total.item() / RANKS
+        total += loss.item() / accumulation
+    return mean_over_ranks(total)
 
 
 def train(
-    config: dict[str, Any], feature: str = "plain", steps: int = STEPS, places: Any = None
+    given: dict[str, Any], feature: str = "plain", steps: int = STEPS, places: Any = None
 ) -> dict[str, Any]:
     """The same on this rank of an engine, and the bytes it sent in the last step. places: of `placed`."""
     with placed(places or [0] * RANKS):
-        engine = xds.initialize(build(feature), config)
+        engine = xds.initialize(build(feature), given)
     losses, norms = [], []
     before: dict[str, int] = {}
     opened = engine._parts.opened
@@ -96,7 +80,7 @@ def train(
         group.set_hosts(places or [0] * RANKS)
     for step in range(steps):
         before, across = engine.bytes_sent(), _across(opened)
-        losses.append(a_step(engine, step, config["gradient_accumulation_steps"]))
+        losses.append(a_step(engine, step, given["gradient_accumulation_steps"]))
         norms.append(engine.get_global_grad_norm())
     sent = {kind: size - before.get(kind, 0) for kind, size in engine.bytes_sent().items()}
     sent_across = {kind: size - across.get(kind, 0) for kind, size in _across(opened).items()}

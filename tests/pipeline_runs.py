@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from runs import plain
 from torch import Tensor, nn
-
-import xds
 
 VOCAB, WIDTH, LENGTH = 48, 16, 6
 
@@ -69,21 +66,11 @@ def reference(
     model: nn.Module, steps: int, data_ranks: int, count: int, clip: float = 0.0
 ) -> list[tuple[float, float]]:
     """Loss and norm of each step in one process."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=1e-2)
-    found = []
-    for step in range(steps):
-        total = 0.0
-        for data_rank in range(data_ranks):
-            for tokens, targets in batches(step, data_rank, count):
-                loss = model(tokens, targets)
-                (loss / (count * data_ranks)).backward()
-                total += loss.item() / (count * data_ranks)
-        norm = torch.nn.utils.clip_grad_norm_(params, clip or float("inf"))
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((total, norm.item()))
-    return found
+
+    def parts(step: int) -> list[tuple[Tensor, Tensor]]:
+        return [batch for rank in range(data_ranks) for batch in batches(step, rank, count)]
+
+    return [tuple(step) for step in plain(model, steps, parts, clip=clip)]
 
 
 def config_of(stages: int, count: int, **changes: Any) -> dict[str, Any]:
@@ -99,33 +86,9 @@ def config_of(stages: int, count: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def train(model: nn.Module, config: dict[str, Any], steps: int) -> list[tuple[float, float]]:
-    """Loss and norm of each step in pipeline stages, on this rank."""
-    engine = xds.initialize(model, config)
-    count = engine.gradient_accumulation_steps()
-    found = []
-    for step in range(steps):
-        loss = engine.train_batch(iter(batches(step, engine.dp_rank, count)))
-        found.append((loss.item(), engine.get_global_grad_norm() or 0.0))
-    engine.destroy()
-    return found
-
-
 def worst(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> float:
     """The largest relative difference."""
     pairs = [
         (a, b) for f, e in zip(found, expected, strict=True) for a, b in zip(f, e, strict=True)
     ]
     return max(abs(a - b) / max(abs(b), 1e-3) for a, b in pairs)
-
-
-def compare(changes: dict[str, Any], kinds: dict[str, Any], steps: int = 3) -> float:
-    """On each rank: the largest difference to one process."""
-    torch.manual_seed(0)
-    model = Model(**kinds)
-    stages = changes.pop("stages", 2)
-    count = changes.pop("count", 4)
-    data_ranks = dist.get_world_size() // stages
-    clip = changes.get("gradient_clipping", 0.0)
-    expected = reference(copy.deepcopy(model), steps, data_ranks, count, clip)
-    return worst(train(model, config_of(stages, count, **changes), steps), expected)

@@ -30,10 +30,10 @@ class Run:
     step_seconds: float = 0.0
     elasticity: bool = False
     engines: int = 1
-    at_end: str = "destroy"  # or "stay": the process continues after its last step
     unequal: int = 0  # rank 0 sleeps so many seconds after its last step, before destroy
     stuck_rank: int = -1  # sleeps for ever in its third step
     script_signals: bool = False  # another handler was there first
+    saves: bool = True  # False: no handlers, so that the ranks may be threads
 
     @property
     def checkpoints(self) -> Path:
@@ -61,7 +61,7 @@ def config_of(run: Run, number: int = 0) -> dict[str, Any]:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-2}},
         "zero_optimization": {"stage": run.stage, "stage3_param_persistence_threshold": 0},
         "checkpoint": {
-            "preemption_save_dir": save_dir,
+            "preemption_save_dir": save_dir if run.saves else "",
             "preemption_seconds": run.seconds,
             "async_save": run.async_save,
         },
@@ -93,8 +93,6 @@ def train(run: Run) -> list[float]:
             for number in reversed(range(run.engines)):
                 losses.append(_step(engines[number], batches[number], progress, number))
             time.sleep(run.step_seconds)
-    if run.at_end == "stay":
-        time.sleep(1000)
     if engine.global_rank == 0:
         time.sleep(run.unequal)
     states = [each.full_state_dict(full_precision=True) for each in engines]
@@ -125,7 +123,7 @@ def _engines(run: Run) -> list[Any]:
         config = config_of(run, number)
         engine = xds.initialize(model, config, training_data=data)
         where = config["checkpoint"]["preemption_save_dir"]
-        tag = xds.newest_checkpoint(where)
+        tag = xds.newest_checkpoint(where) if where else None
         if tag is not None:
             engine.load_checkpoint(where, tag)
         engines.append(engine)

@@ -5,12 +5,12 @@ A test that needs another config changes this one: `config(3, "bf16", clip=1.0, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 PRECISIONS: Mapping[str, dict[str, Any]] = {
     "fp32": {},
@@ -77,6 +77,43 @@ def train(
             engine.step()
             losses.append(loss.item())
         found.append(Step(sum(losses) / len(losses), engine.get_global_grad_norm()))
+    return found
+
+
+def plain(
+    model: nn.Module,
+    steps: int,
+    parts: Callable[[int], Sequence[Any]],
+    loss_of: Callable[[Any], Tensor] = lambda output: output,
+    *,
+    optimizer: str = "AdamW",
+    clip: float | None = None,
+    zeros: bool = False,
+    **params: Any,
+) -> list[Step]:
+    """The same in plain PyTorch in one process.
+
+    `parts(step)`: the inputs of all ranks and micro-batches of a step. `zeros`: parameters that no part uses
+    get zeros, as in an engine. `params`: of the optimizer, beside a rate of 0.01.
+    """
+    trained = [param for param in model.parameters() if param.requires_grad]
+    updates = getattr(torch.optim, optimizer)(trained, **{"lr": 1e-2, **params})
+    found = []
+    for step in range(steps):
+        for param in trained if zeros else ():
+            param.grad = torch.zeros_like(param)
+        inputs, total = parts(step), 0.0
+        for given in inputs:
+            if isinstance(given, dict):
+                loss = loss_of(model(**given))
+            else:
+                loss = loss_of(model(*given) if isinstance(given, tuple) else model(given))
+            (loss / len(inputs)).backward()
+            total += loss.item() / len(inputs)
+        norm = nn.utils.clip_grad_norm_(trained, clip or float("inf"))
+        updates.step()
+        updates.zero_grad()
+        found.append(Step(total, norm.item()))
     return found
 
 

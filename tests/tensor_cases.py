@@ -7,16 +7,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from pipeline_runs import worst
+from runs import plain
 from torch import Tensor, nn
-from warm_ranks import warm
 
-import xds
 from xds.ops.mesh import Mesh
 from xds.tensor import DistributedAttention
 
@@ -24,9 +21,7 @@ GPT_FILE = Path(__file__).parents[1] / "examples" / "gpt" / "model.py"
 STEPS, COUNT, SAMPLES, LENGTH, VOCAB = 5, 4, 2, 12, 66
 # with a smaller eps, one process turns a relative change of 1e-7 in Qwen3's weights into 5e-5 of its norm
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-2}
-TOLERANCE = 1e-5  # of losses and norms, relative
-MODELS = ("gpt", "llama", "qwen3", "gpt2")
-MOST_RANKS, HEADS = 8, 4
+HEADS = 4
 
 
 @dataclass(frozen=True)
@@ -115,62 +110,14 @@ def batches(name: str, step: int, data_rank: int) -> Iterator[Any]:
 Steps = list[tuple[float, float]]
 
 
-def train(case: Case) -> tuple[Steps, dict[str, Tensor]]:
-    """On each rank: loss and norm of each step, and the parameters that this rank has whole."""
-    engine = xds.initialize(build(case.model, case.sequence), case.config())
-    found = []
-    for step in range(STEPS):
-        loss = engine.train_batch(batches(case.model, step, engine.dp_rank))
-        found.append((loss.item(), engine.get_global_grad_norm()))
-    whole = engine.full_state_dict(rank0_only=False)
-    same = {
-        name: param.detach().clone()
-        for name, param in engine.module.named_parameters()
-        if name in whole and param.shape == whole[name].shape and case.stage < 3
-    }
-    engine.destroy()
-    return found, same
-
-
 @cache
 def one_process(name: str, data: int) -> Steps:
-    model = build(name)
-    params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params, **ADAMW)
-    found = []
-    for step in range(STEPS):
-        total = 0.0
-        for rank in range(data):
-            for batch in batches(name, step, rank):
-                loss = model(**batch).loss if isinstance(batch, dict) else model(*batch)
-                (loss / (COUNT * data)).backward()
-                total += loss.item() / (COUNT * data)
-        norm = nn.utils.clip_grad_norm_(params, float("inf"))
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((total, norm.item()))
-    return found
+    def parts(step: int) -> list[Any]:
+        return [batch for rank in range(data) for batch in batches(name, step, rank)]
+
+    return [tuple(step) for step in plain(build(name), STEPS, parts, loss_of, **ADAMW)]
 
 
-def examine(case: Case) -> tuple[float, list[str]]:
-    """The largest relative difference of losses and norms, and what is wrong."""
-    ranks = warm(case.mesh.size).run(train, case)
-    difference = worst(ranks[0][0], one_process(case.model, case.data))
-    wrong = [f"differs by {difference:.1e}"] if difference > TOLERANCE else []
-    for group in case.mesh.groups("tensor"):
-        first, *others = (ranks[rank] for rank in group)
-        for steps, params in others:
-            if steps != first[0]:
-                wrong.append(f"losses of ranks {group}")
-            wrong += [name for name, p in params.items() if not torch.equal(p, first[1][name])]
-    return difference, wrong
-
-
-def matrix() -> list[Case]:
-    """Every product of at most 8 ranks, with more than one rank on tensor or sequence."""
-    shapes = [
-        shape
-        for shape in product((1, 2, 4), (1, 2), (1, 2), (1, 2, 4))
-        if Mesh(*shape).size <= MOST_RANKS and 1 < shape[2] * shape[3] <= HEADS
-    ]
-    return [Case(name, *shape, stage) for name, shape, stage in product(MODELS, shapes, range(4))]
+def loss_of(output: Any) -> Tensor:
+    loss: Tensor = getattr(output, "loss", output)
+    return loss

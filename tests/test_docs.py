@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,8 +57,8 @@ def test_the_blocks_of_the_start_page_run_alike_on_any_number_of_ranks(tmp_path)
     plain, script, *pieces = blocks(ROOT / "docs" / "start.md", "python")
     (whole,) = run_processes(_start, 1, [plain, script, *pieces], str(tmp_path / "whole"))
     assert whole["accuracy"] > 0.9
-    # two ranks stop after the first epoch, four do the second, one goes on to the end
-    for world_size, epochs in [(2, 1), (4, 2), (1, 3)]:
+    # two ranks stop after the first epoch, one goes on to the end
+    for world_size, epochs in [(2, 1), (1, 3)]:
         stopped = script.replace("range(first, 3)", f"range(first, {epochs})")
         found = run_processes(_start, world_size, [stopped, *pieces[:1]], str(tmp_path / "resumed"))
         assert len({one["accuracy"] for one in found}) == 1
@@ -74,20 +72,6 @@ def test_the_loop_after_a_move_runs_on_two_ranks(page, tmp_path):
     first, second = run_processes(_start, 2, [after], str(tmp_path))
     assert first["accuracy"] == second["accuracy"] > 0.9
     assert (first["seen"], first["epoch"]) == (501, 2)
-
-
-@pytest.mark.parametrize(
-    "page, needs", [("from-accelerate.md", "accelerate"), ("from-fabric.md", "lightning.fabric")]
-)
-def test_the_loop_before_a_move_runs(page, needs, tmp_path):
-    pytest.importorskip(needs)
-    before, _ = blocks(ROOT / "docs" / page, "python")
-    (tmp_path / "before.py").write_text(before)
-    command = [sys.executable, "before.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = [float(value) for value in re.findall(r"accuracy (\S+)", done.stdout)]
-    assert len(found) == 3 and found[-1] > 0.9
 
 
 def test_the_start_page_has_twenty_keys_of_the_config():
@@ -119,18 +103,21 @@ def test_json_blocks_are_valid_and_python_blocks_compile(page):
         ast.parse(text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_to_files_and_headings(page):
-    for target in LINK.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
-        if target.startswith(("http:", "https:", "mailto:")):
-            continue
-        path, _, heading = target.partition("#")
-        file = (page.parent / path).resolve() if path else page
-        assert file.exists(), target
-        if heading and file.suffix == ".md":
-            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
-            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-            assert heading in anchors, target
+def anchors_of(file: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_lead_to_files_and_headings():
+    for page in PAGES:
+        for target in LINK.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+            if target.startswith(("http:", "https:", "mailto:")):
+                continue
+            path, _, heading = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.exists(), (page, target)
+            if heading and file.suffix == ".md":
+                assert heading in anchors_of(file), (page, target)
 
 
 def test_the_readme_is_short():

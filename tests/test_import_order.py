@@ -35,36 +35,13 @@ COLLECTIVE_FOLDERS = (
     *("ops/comm/", "pipe/", "engine/deepspeed/library/comm.py"),
     "engine/deepspeed/library/small.py",
 )
-COLLECTIVES = {
-    "all_reduce",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_gather_single",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "irecv",
-    "isend",
-    "monitored_barrier",
-    "recv",
-    "recv_object_list",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scatter",
-    "scatter_object_list",
-    "send",
-    "send_object_list",
-}
+COLLECTIVES = set(
+    "all_reduce all_gather all_gather_coalesced all_gather_into_tensor all_gather_object "
+    "all_gather_single all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv "
+    "broadcast broadcast_object_list gather gather_object irecv isend monitored_barrier recv "
+    "recv_object_list reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter "
+    "scatter_object_list send send_object_list".split()
+)
 
 
 def package_files():
@@ -244,37 +221,28 @@ LAZY = (
 )
 
 
-@pytest.mark.parametrize(
-    "source, folders",
-    [
-        ("from ..ops import flat", {"ops"}),
-        ("from ..engine.config import Config", {"engine"}),
-        ("from .layout import slots", {"zero"}),
-        ("from .. import pipe", {"pipe"}),
-        ("def f():\n    import xds.tensor.plan", {"tensor"}),
-        ("import torch, json", set()),
-    ],
-)
-def test_an_import_is_found_in_every_form(source, folders):
-    assert folders_of(imported_modules(source, Path("zero/file.py"))) == folders
+FORMS = [
+    ("from ..ops import flat", {"ops"}),
+    ("from ..engine.config import Config", {"engine"}),
+    ("from .layout import slots", {"zero"}),
+    ("from .. import pipe", {"pipe"}),
+    ("def f():\n    import xds.tensor.plan", {"tensor"}),
+    ("import torch, json", set()),
+]
+CALLS = [
+    ("import torch.distributed as dist\ndist.all_reduce(x)", ["all_reduce"]),
+    ("import torch\ntorch.distributed.barrier()", ["barrier"]),
+    ("from torch import distributed as d\nd.send(x, 1)", ["send"]),
+    ("from torch.distributed import broadcast as b\nb(x, 0)", ["broadcast"]),
+    ("from ..ops.collectives import all_reduce\nall_reduce(x)", []),
+    ("import torch.distributed as dist\ndist.get_rank()\nqueue.send(1)", []),
+]
 
 
-def test_a_module_in_a_lazy_table_is_found():
-    assert modules_in_text("TABLE = {'Init': 'xds.engine.engine', 'no': 'xds.engine.nothing'}") == {
-        "xds.engine.engine"
-    }
-
-
-@pytest.mark.parametrize(
-    "source, calls",
-    [
-        ("import torch.distributed as dist\ndist.all_reduce(x)", ["all_reduce"]),
-        ("import torch\ntorch.distributed.barrier()", ["barrier"]),
-        ("from torch import distributed as d\nd.send(x, 1)", ["send"]),
-        ("from torch.distributed import broadcast as b\nb(x, 0)", ["broadcast"]),
-        ("from ..ops.collectives import all_reduce\nall_reduce(x)", []),
-        ("import torch.distributed as dist\ndist.get_rank()\nqueue.send(1)", []),
-    ],
-)
-def test_a_collective_is_found_under_every_name(source, calls):
-    assert calls_to_collectives(source) == calls
+def test_imports_and_collectives_are_found_in_every_form():
+    for source, folders in FORMS:
+        assert folders_of(imported_modules(source, Path("zero/file.py"))) == folders, source
+    for source, calls in CALLS:
+        assert calls_to_collectives(source) == calls, source
+    table = "TABLE = {'Init': 'xds.engine.engine', 'no': 'xds.engine.nothing'}"
+    assert modules_in_text(table) == {"xds.engine.engine"}

@@ -46,15 +46,6 @@ class Run:
         return "-".join([self.feature, str(self.world_size), *more])
 
 
-# others have tests of their own, and the fuzzer draws combinations
-SLOW_RUNS = [
-    Run("compiled", 1, ("bf16",), (1,)),
-    Run("compiled_blocks", 2, ("fp16",), (2,)),
-    Run("lora", 4, ("bf16",), (2,)),
-    Run("unused", 2, ("fp16",), (1,)),
-]
-
-
 def config_of(stage: int, precision: str, accumulation: int, world_size: int) -> dict[str, Any]:
     return config(
         stage,
@@ -127,28 +118,15 @@ def check_equal(one: dict[str, Any], two: dict[str, Any]) -> None:
         assert torch.equal(value, two["params"][name]), name
 
 
-def check_close(
-    feature: str, world_size: int, name: str, got: torch.Tensor, plain: torch.Tensor
-) -> None:
+def check_close(name: str, got: torch.Tensor, plain: torch.Tensor) -> None:
     """1e-6 of the tensor's length a step; Adam's own step length is the floor for what starts at zero."""
-    left_out = {
-        "unused": ("spare", "blocks.1"),
-        "divergent": ("blocks.1",) if world_size == 1 else (),
-    }
-    if name.startswith(left_out.get(feature, ())):
-        return  # plain torch leaves what got no gradient alone; a flat update decays it
     scale = max(plain.norm().item(), LR * plain.numel() ** 0.5)
     assert (got - plain).norm().item() <= STEPS * 1e-6 * scale, name
 
 
-# torch.compile itself looks at .grad of what is not a leaf
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize(
     "run",
-    [
-        *(pytest.param(Run(feature, 2), marks=pytest.mark.contract) for feature in DEFAULT_RUN),
-        *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW_RUNS),
-    ],
+    [pytest.param(Run(feature, 2), marks=pytest.mark.contract) for feature in DEFAULT_RUN],
     ids=lambda run: run.name,
 )
 def test_every_combination_matches_plain_pytorch(run: Run) -> None:
@@ -169,7 +147,7 @@ def check_against_plain(mine: Any, plain: dict[str, Any], case: tuple[int, int],
     assert got["losses"] == pytest.approx(plain["losses"], rel=1e-6)
     assert got["norms"] == pytest.approx(plain["norms"], rel=1e-6)
     for name, value in plain["params"].items():
-        check_close(run.feature, run.world_size, name, got["params"][name], value)
+        check_close(name, got["params"][name], value)
     for precision in run.low:
         low = mine[stage, precision, accumulation]
         assert low["losses"] == pytest.approx(plain["losses"], rel=2e-2)

@@ -38,10 +38,20 @@ def test_the_public_names_are_the_documented_ones():
     assert [name for name in NAMES if f"xds.{name}" not in readme] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_public_name_imports(name):
-    assert getattr(xds, name).__name__ == name
-    assert name in dir(xds)
+PIPE = ("DualPipeVModule", "LayerSpec", "PipelineModule", "TiedLayerSpec")
+TENSOR = (
+    *("DistributedAttention", "cross_entropy", "run_in_tiles", "tile_forward", "tiled_loss"),
+    "tiled_mlp",
+)
+
+
+def test_every_public_name_imports():
+    for module, names in ((xds, NAMES), (xds.pipe, PIPE), (xds.tensor, TENSOR)):
+        for name in names:
+            assert getattr(module, name).__name__ == name
+            assert name in dir(module) and name in module.__all__
+    with pytest.raises(AttributeError, match="no attribute 'initialise'"):
+        _ = xds.initialise
 
 
 def test_type_checkers_know_each_public_name_and_refuse_others():
@@ -52,40 +62,9 @@ def test_type_checkers_know_each_public_name_and_refuse_others():
     assert "__getattr__" not in {n.name for n in body if isinstance(n, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize(
-    "name", ["DualPipeVModule", "LayerSpec", "PipelineModule", "TiedLayerSpec"]
-)
-def test_pipelines_have_public_names(name):
-    assert getattr(xds.pipe, name).__name__ == name
-    assert name in dir(xds.pipe) and name in xds.pipe.__all__
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("DistributedAttention", "cross_entropy", "run_in_tiles", "tile_forward", "tiled_loss"),
-        "tiled_mlp",
-    ],
-)
-def test_tiles_have_public_names(name):
-    assert getattr(xds.tensor, name).__name__ == name
-    assert name in dir(xds.tensor) and name in xds.tensor.__all__
-
-
 def test_help_describes_the_engine_and_its_counters():
     text = pydoc.render_doc(xds.Engine, renderer=pydoc.plaintext)
     assert "save_checkpoint" in text and "global_steps" in text
-
-
-def test_the_process_package_has_its_functions():
-    from xds.engine.process import join, local_rank, pick_device
-
-    assert callable(join) and callable(local_rank) and callable(pick_device)
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'initialise'"):
-        _ = xds.initialise
 
 
 def test_reading_configs_does_not_import_torch():
@@ -96,7 +75,7 @@ def test_reading_configs_does_not_import_torch():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_a_run_at_stage_2_imports_no_launcher_no_deepspeed_layer_and_no_planner():
+def test_a_run_at_stage_2_imports_no_feature_that_its_config_does_not_ask_for():
     script = """
 import sys
 import torch
@@ -109,6 +88,11 @@ barred = ("xds.launcher", "xds.deepspeed", "xds.engine.deepspeed", "xds.engine.p
 found = [name for name in sys.modules if name.startswith(barred)]
 assert not found, found
 assert "torch.utils.flop_counter" not in sys.modules
+features = ("xds.pipe.", "xds.tensor.", "xds.compression.one_bit", "xds.compression.zeropp", "xds.offload.disk")
+features += ("xds.engine.profiling.", "xds.engine.model.pipelining", "xds.engine.model.slicing")
+known = ("xds.pipe.config", "xds.tensor.config", "xds.engine.profiling.steps")
+found = [name for name in sys.modules if name.startswith(features) and name not in known]
+assert not found, found
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 

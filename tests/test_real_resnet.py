@@ -1,72 +1,38 @@
-"""Tests of a ResNet with BatchNorm: its buffers start as those of rank 0 and are then separate on each rank.
-
-Synchronising the statistics is the user's choice: a custom BatchNorm that communicates with the other ranks
-works at every stage, and torch's SyncBatchNorm is for GPUs only.
-"""
+"""A ResNet with BatchNorm: its buffers start as those of rank 0 and are then separate on each rank."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
+import runs
 import torch
 import torch.distributed as dist
-from helpers import run_processes
-from real_runs import CLIP, DECAY, FP32_TOLERANCE, LR, STAGES, STEPS, add_gradients, values_of
+from helpers import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xds
 
-SAMPLES, CLASSES, WORLD_SIZE = 8, 5, 2
+SAMPLES, CLASSES, WORLD_SIZE, STEPS = 8, 5, 2, 4
+CLIP, LR, DECAY = 1.0, 3e-3, 0.1
+FP32_TOLERANCE = 5e-6
 BF16_TOLERANCE = 2e-3
-
-
-class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks; its gradient is the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(_: Any, mine: Tensor) -> Tensor:
-        total = mine.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(_: Any, grad: Tensor) -> Tensor:
-        total = grad.clone()
-        dist.all_reduce(total)
-        return total
-
-
-class SyncedBatchNorm(nn.BatchNorm2d):
-    """A user's own: mean and variance over the samples of all ranks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        count = x.numel() / x.shape[1] * dist.get_world_size()
-        mean = SumOverRanks.apply(x.sum((0, 2, 3))) / count
-        centred = x - mean.view(1, -1, 1, 1)
-        variance = SumOverRanks.apply(centred.square().sum((0, 2, 3))) / count
-        with torch.no_grad():
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
-        normed = centred * (variance + self.eps).rsqrt().view(1, -1, 1, 1)
-        return normed * self.weight.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
 
 
 class Block(nn.Module):
     """Two convolutions and a way around them."""
 
-    def __init__(self, width: int, out_width: int, stride: int, norm: type[nn.Module]) -> None:
+    def __init__(self, width: int, out_width: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(width, out_width, 3, stride, 1, bias=False)
-        self.norm1 = norm(out_width)
+        self.norm1 = nn.BatchNorm2d(out_width)
         self.conv2 = nn.Conv2d(out_width, out_width, 3, 1, 1, bias=False)
-        self.norm2 = norm(out_width)
+        self.norm2 = nn.BatchNorm2d(out_width)
         self.around: nn.Module = nn.Identity()
         if stride > 1 or width != out_width:
             conv = nn.Conv2d(width, out_width, 1, stride, bias=False)
-            self.around = nn.Sequential(conv, norm(out_width))
+            self.around = nn.Sequential(conv, nn.BatchNorm2d(out_width))
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.norm1(self.conv1(x)))
@@ -76,12 +42,12 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """Stem, two stages of two blocks, head; returns the loss."""
 
-    def __init__(self, norm: type[nn.Module] = nn.BatchNorm2d) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 8, 3, 1, 1, bias=False)
-        self.bn1 = norm(8)
-        self.layer1 = nn.Sequential(Block(8, 8, 1, norm), Block(8, 8, 1, norm))
-        self.layer2 = nn.Sequential(Block(8, 14, 2, norm), Block(14, 14, 1, norm))
+        self.bn1 = nn.BatchNorm2d(8)
+        self.layer1 = nn.Sequential(Block(8, 8, 1), Block(8, 8, 1))
+        self.layer2 = nn.Sequential(Block(8, 14, 2), Block(14, 14, 1))
         self.fc = nn.Linear(14, CLASSES)
 
     def forward(self, pictures: Tensor, labels: Tensor) -> Tensor:
@@ -89,9 +55,9 @@ class ResNet(nn.Module):
         return F.cross_entropy(self.fc(h.mean((2, 3))).float(), labels)
 
 
-def build(norm: type[nn.Module] = nn.BatchNorm2d) -> ResNet:
+def build() -> ResNet:
     torch.manual_seed(1234)
-    return ResNet(norm)
+    return ResNet()
 
 
 def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -108,23 +74,13 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
-def engine_run(norm: type[nn.Module], stage: int, precision: str) -> dict[str, Any]:
+def engine_run(stage: int, precision: str) -> dict[str, Any]:
     rank = dist.get_rank()
-    model = build(norm)
+    model = build()
     for buffer in model.buffers():
         buffer.add_(rank)  # the ranks disagree before initialize
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": SAMPLES // WORLD_SIZE,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
-        "zero_optimization": {
-            "stage": stage,
-            "unit_min_numel": 0,
-            "stage3_param_persistence_threshold": 0,
-        },
-    }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
+    params, samples = {"lr": LR, "weight_decay": DECAY}, SAMPLES // WORLD_SIZE
+    config = runs.config(stage, precision, samples=samples, params=params, clip=CLIP)
     engine = xds.initialize(model, config)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     at_start = buffers_of(model)
@@ -133,60 +89,53 @@ def engine_run(norm: type[nn.Module], stage: int, precision: str) -> dict[str, A
         loss = engine(*part_of(batch(step, dtype), rank))
         engine.backward(loss)
         engine.step()
-        total = loss.detach().double()
-        dist.all_reduce(total)
-        losses.append(total.item() / WORLD_SIZE)
+        losses.append(runs.mean_over_ranks(loss))
         norms.append(engine.get_global_grad_norm())
     engine.destroy()
     return {
         "losses": losses,
         "norms": norms,
-        "params": values_of(model),
+        "params": {name: param.detach().clone() for name, param in model.named_parameters()},
         "at_start": at_start,
         "at_end": buffers_of(model),
     }
 
 
-def rank_main() -> dict[tuple[str, int, str], dict[str, Any]]:
-    runs = {
-        ("own", stage, precision): engine_run(nn.BatchNorm2d, stage, precision)
-        for stage in STAGES
-        for precision in ("fp32", "bf16")
-    }
-    for stage in STAGES:
-        runs["synced", stage, "fp32"] = engine_run(SyncedBatchNorm, stage, "fp32")
-    return runs
+CASES = [*((stage, "fp32") for stage in (0, 1, 2, 3)), (1, "bf16"), (3, "bf16")]
 
 
-@cache
-def runs_by_rank() -> list[dict[tuple[str, int, str], dict[str, Any]]]:
-    return run_processes(rank_main, WORLD_SIZE)
+def rank_main() -> dict[tuple[int, str], dict[str, Any]]:
+    return {case: engine_run(*case) for case in CASES}
 
 
-def plain_run(precision: str, *, by_parts: bool) -> dict[str, Any]:
-    """One process. `by_parts`: each rank's samples apart, with statistics of their own."""
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[tuple[int, str], dict[str, Any]]]:
+    return run_ranks(rank_main, WORLD_SIZE)
+
+
+def plain_run(precision: str) -> dict[str, Any]:
+    """One process. Each rank's samples apart, with statistics of their own."""
     model = build()
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     model.to(dtype)
     params = list(model.parameters())
     masters = [nn.Parameter(param.detach().float()) for param in params]
     optimizer = torch.optim.AdamW(masters, lr=LR, weight_decay=DECAY)
-    parts = WORLD_SIZE if by_parts else 1
-    statistics = [buffers_of(model) for _ in range(parts)]
+    statistics = [buffers_of(model) for _ in range(WORLD_SIZE)]
     losses, norms = [], []
     for step in range(STEPS):
         total = 0.0
-        sums = [torch.zeros_like(master) for master in masters]
-        for part in range(parts):
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        for part in range(WORLD_SIZE):
             model.load_state_dict(statistics[part], strict=False)
-            inputs = batch(step, dtype)
-            loss = model(*(part_of(inputs, part) if by_parts else inputs))
+            loss = model(*part_of(batch(step, dtype), part))
             loss.backward()
             statistics[part] = buffers_of(model)
-            total += loss.item() / parts
-            add_gradients(sums, params)
-        for master, summed in zip(masters, sums, strict=True):
-            master.grad = summed / parts
+            total += loss.item() / WORLD_SIZE
+            for master, param in zip(masters, params, strict=True):
+                master.grad += param.grad / WORLD_SIZE
+                param.grad = None
         norms.append(nn.utils.clip_grad_norm_(masters, CLIP).item())
         optimizer.step()
         for master, param in zip(masters, params, strict=True):
@@ -205,63 +154,31 @@ def check_buffers(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
         torch.testing.assert_close(got[name], value, rtol=tolerance, atol=tolerance)
 
 
-def test_buffers_are_those_of_rank_0_at_the_start() -> None:
-    first, second = runs_by_rank()
+def test_buffers_are_those_of_rank_0_at_the_start(ranks: Any) -> None:
+    first, second = ranks
     for case, run in first.items():
-        if case[2] == "fp32":
+        if case[1] == "fp32":
             assert run["at_start"].keys() == buffers_of(build()).keys()
             check_buffers(run["at_start"], buffers_of(build()), 0.0)
         check_buffers(second[case]["at_start"], run["at_start"], 0.0)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_training_equals_plain_pytorch_with_buffers_of_each_ranks_own(stage: int) -> None:
-    plain = plain_run("fp32", by_parts=True)
-    for rank, runs in enumerate(runs_by_rank()):
-        run = runs["own", stage, "fp32"]
-        check_close(run, plain, FP32_TOLERANCE)
-        check_buffers(run["at_end"], plain["statistics"][rank], 1e-5)
-    one, two = (runs["own", stage, "fp32"]["at_end"] for runs in runs_by_rank())
-    assert not torch.equal(one["bn1.running_mean"], two["bn1.running_mean"])
+def test_training_equals_plain_pytorch_with_buffers_of_each_ranks_own(ranks: Any) -> None:
+    plain = {precision: plain_run(precision) for precision in ("fp32", "bf16")}
+    for case in CASES:
+        loss, buffer = (FP32_TOLERANCE, 1e-5) if case[1] == "fp32" else (BF16_TOLERANCE, 2e-2)
+        for rank, found in enumerate(ranks):
+            check_close(found[case], plain[case[1]], loss)
+            check_buffers(found[case]["at_end"], plain[case[1]]["statistics"][rank], buffer)
+        one, two = (found[case]["at_end"]["bn1.running_mean"] for found in ranks)
+        assert not one.equal(two)
 
 
-@pytest.mark.parametrize("kind", ["own", "synced"])
-def test_stages_are_bit_equal_with_their_buffers(kind: str) -> None:
-    for runs in runs_by_rank():
-        for stage in STAGES[1:]:
-            one, two = runs[kind, 0, "fp32"], runs[kind, stage, "fp32"]
+def test_stages_are_bit_equal_with_their_buffers(ranks: Any) -> None:
+    for found in ranks:
+        one = found[0, "fp32"]
+        for stage in (1, 2, 3):
+            two = found[stage, "fp32"]
             assert (one["losses"], one["norms"]) == (two["losses"], two["norms"])
             for part in ("params", "at_end"):
-                for name, value in one[part].items():
-                    assert torch.equal(value, two[part][name]), name
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_training_equals_plain_bf16_with_buffers_of_each_ranks_own(stage: int) -> None:
-    plain = plain_run("bf16", by_parts=True)
-    for rank, runs in enumerate(runs_by_rank()):
-        check_close(runs["own", stage, "bf16"], plain, BF16_TOLERANCE)
-        check_buffers(runs["own", stage, "bf16"]["at_end"], plain["statistics"][rank], 2e-2)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_users_synchronised_batchnorm_equals_plain_pytorch_on_the_whole_batch(stage: int) -> None:
-    plain = plain_run("fp32", by_parts=False)
-    for runs in runs_by_rank():
-        run = runs["synced", stage, "fp32"]
-        check_close(run, plain, FP32_TOLERANCE)
-        wanted = plain["statistics"][0]
-        kept = {name: value for name, value in wanted.items() if not name.endswith("tracked")}
-        check_buffers(run["at_end"], kept, 1e-5)
-
-
-def torchs_own_error() -> str:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(build())
-    with pytest.raises(ValueError) as error:
-        model(*part_of(batch(0), dist.get_rank()))
-    return str(error.value)
-
-
-def test_torchs_own_sync_batchnorm_does_not_run_on_cpu() -> None:
-    for message in run_processes(torchs_own_error, WORLD_SIZE):
-        assert message.startswith("SyncBatchNorm expected input tensor to be on")
+                assert all(value.equal(two[part][name]) for name, value in one[part].items())

@@ -7,27 +7,21 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 RUNS_ALL = os.environ.get("XDS_ALL_CASES") == "1"
-Case = TypeVar("Case")
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Few combinations of one value from each axis; values are hashable."""
-    return few_of(itertools.product(*axes), tuple)
+    """Few combinations of one hashable value from each axis, in the order of all; the same on every call.
 
-
-def few_of(cases: Iterable[Case], values: Callable[[Case], tuple[Any, ...]]) -> list[Case]:
-    """Few of `cases` in their order; `values` gives the value of each axis of a case.
-
-    The same on every call. Takes the case with most missing pairs, the first of equals.
+    Takes the combination with most missing pairs, the first of equals.
     """
-    every = list(cases)
+    every = list(itertools.product(*axes))
     if RUNS_ALL:
         return every
-    pairs = [set(itertools.combinations(enumerate(values(case)), 2)) for case in every]
+    pairs = [set(itertools.combinations(enumerate(case), 2)) for case in every]
     missing = set().union(*pairs)
     taken = []
     while missing:

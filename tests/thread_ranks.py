@@ -128,7 +128,7 @@ def _process_state() -> dict[str, Any]:
         "random": random.getstate(),
         "numpy": np.random.get_state(),
         "dtype": torch.get_default_dtype(),
-        "loss scales": list(backward_scale._loss_scales),
+        "backward passes": list(backward_scale._passes),
     }
 
 
@@ -137,7 +137,7 @@ def _restore(state: dict[str, Any]) -> None:
     random.setstate(state["random"])
     np.random.set_state(state["numpy"])
     torch.set_default_dtype(state["dtype"])
-    backward_scale._loss_scales[:] = state["loss scales"]
+    backward_scale._passes[:] = state["backward passes"]
 
 
 class Mail:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import local
 
-_thread = local()
+_thread = local()  # what a thread runs now
 
 
 def is_replaying() -> bool:

@@ -35,7 +35,7 @@ _LOCATIONS = {
     "load_weights": ".construction.weights",
     "register_external_parameter": ".core.outside",
 }
-_provided: dict[str, str] = {}  # by `provide`
+_provided: dict[str, str] = {}  # by `provide`, once, while the package is imported
 
 __all__ = sorted(_LOCATIONS)
 

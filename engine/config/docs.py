@@ -111,11 +111,11 @@ def _listed(*values: object) -> str:
 
 
 def _classes() -> Iterator[str]:
-    from ...ops.optim.adam import Adam  # imported late: these import torch
-    from ..optim import schedules
-    from ..optim.optimizers import ONE_PASS, OWN
+    from ..optim import schedules  # imported late: these import torch
+    from ..optim.optimizers import own_class
 
-    yield _arguments(OPTIMIZERS, {**OWN, **ONE_PASS, "Adam": Adam, "AdamW": Adam})
+    own = {name: own_class(name, {}) for name in OPTIMIZERS.built_in}
+    yield _arguments(OPTIMIZERS, {name: kind for name, kind in own.items() if kind is not None})
     yield _arguments(SCHEDULERS, {name: getattr(schedules, name) for name in SCHEDULERS.built_in})
 
 

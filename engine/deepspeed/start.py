@@ -57,6 +57,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
+# the models are the script's: only here is it known which engine trains one
 _engines: WeakKeyDictionary[nn.Module, ReferenceType[Engine]] = WeakKeyDictionary()
 
 
@@ -141,7 +142,7 @@ MPU_OF_PIPELINE = (
 Results = tuple[EngineAdapter, Any, Any, Any]
 
 
-# of models that `tp_model_init` got, until `initialize`
+# of models that `tp_model_init` got, until `initialize`; the models are the script's
 _tensor_ranks: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 

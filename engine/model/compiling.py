@@ -21,8 +21,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...tensor.same_batches import has_dropout
-from ...tensor.sequence.attention import ARGUMENT
 from ...utils.errors import ConfigError, UsageError
 from ...utils.schema.section import Report, read_section
 from ..config.compile import Compile
@@ -157,7 +155,11 @@ class Compiler:
     def _refuse_dropout(self) -> None:
         """A graph cannot change the generator of random numbers where activations become cut."""
         size = self._config.tensor_parallel.size
-        if size > 1 and any(has_dropout(part) for top in self._targets() for part in top.modules()):
+        if size == 1:
+            return
+        from ...tensor.same_batches import has_dropout
+
+        if any(has_dropout(part) for top in self._targets() for part in top.modules()):
             raise UsageError(
                 f"compile: blocks of {type(self._model).__name__} have dropout, and tensor_parallel.tp_size = "
                 f"{size}: tensor ranks need different random numbers inside of a block, which a compiled one "
@@ -186,6 +188,8 @@ class Compiler:
 
 def _prepare(block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Masks of sequence ranks exist before the graph of `block` runs."""
+    from ...tensor.sequence.attention import ARGUMENT
+
     if ARGUMENT in kwargs:
         kwargs[ARGUMENT].prepare(block)
 

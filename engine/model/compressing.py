@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
-from torch import Tensor
 
 from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...compression.legs import BuildLegs, ExactLegs
-from ...compression.one_bit.legs import OneBitLegs
-from ...compression.one_bit.phase import MomentumRange, OneBitState, Phase
 from ...compression.unit import GradientUnit
-from ...compression.zeropp.legs import ZeroppChoice, ZeroppLegs
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.hosts import host_numbers
-from ...ops.optim.one_bit import OneBitOptimizer
-from ...ops.optim.shard_optimizer import states_of
 from ...utils.errors import UsageError
-from ...zero.core.master import Master
 from ...zero.core.update import Updater
 from ..config.config import Config
+
+if TYPE_CHECKING:
+    from ...compression.one_bit.phase import Phase
 
 
 @final
@@ -39,10 +35,12 @@ class Messages:
         self._phase: Phase | None = None
         self._unit = GradientUnit()
         self.legs: BuildLegs = ExactLegs
-        choice = _zeropp(config)
-        if choice is not None:
-            self.legs = partial(ZeroppLegs, choice, self._unit, hosts or host_numbers(world))
+        if config.zero_optimization.compresses:
+            self.legs = _zeropp(config, self._unit, hosts or host_numbers(world))
         if config.optimizer is not None and config.optimizer.type in ONE_BIT_OPTIMIZERS:
+            from ...compression.one_bit.legs import OneBitLegs
+            from ...compression.one_bit.phase import Phase
+
             self._phase = Phase()
             self.legs = partial(OneBitLegs, self._phase)
 
@@ -58,7 +56,12 @@ class Messages:
             UsageError: groups have momenta of different decay, and one message has all of them.
         """
         self._unit.bind(unit)
-        if self._phase is None or not isinstance(optimizer, OneBitOptimizer):
+        if self._phase is None:
+            return
+        from ...ops.optim.one_bit import OneBitOptimizer
+        from .one_bit_state import EngineState
+
+        if not isinstance(optimizer, OneBitOptimizer):
             return
         betas = {group["betas"][0] for group in optimizer.param_groups}
         if len(betas) > 1 and not updater.world.is_alone:
@@ -71,68 +74,19 @@ class Messages:
         self._phase.bind(EngineState(optimizer, updater, unit))
 
 
-def _zeropp(config: Config) -> ZeroppChoice | None:
-    """What the config asks of ZeRO++; None: nothing."""
+def _zeropp(config: Config, unit: GradientUnit, hosts: Sequence[int]) -> BuildLegs:
+    """What ZeRO++ sends. hosts: the number of each rank's host."""
+    from ...compression.zeropp.legs import ZeroppChoice, ZeroppLegs
+
     zero = config.zero_optimization
-    found = ZeroppChoice(
+    choice = ZeroppChoice(
         weights=zero.zero_quantized_weights,
         frozen_weights=zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights,
         gradients=zero.zero_quantized_gradients,
         partition_size=max(zero.zero_hpz_partition_size, 1),
         loco=zero.zeropp_loco_param,
     )
-    return found if zero.compresses else None
+    return partial(ZeroppLegs, choice, unit, hosts)
 
 
-@final
-class EngineState(OneBitState):
-    """Reads `optimizer` and its tensors in the masters of `updater`."""
-
-    def __init__(
-        self, optimizer: OneBitOptimizer, updater: Updater, unit: Callable[[], float]
-    ) -> None:
-        """unit: what sums over the ranks are multiplied with now."""
-        self._optimizer = optimizer
-        self._masters = {master.params.index: master for master in updater.masters}
-        self._unit = unit
-
-    @property
-    def is_frozen(self) -> bool:
-        return self._optimizer.is_frozen
-
-    @property
-    def variance_steps(self) -> int:
-        return self._optimizer.variance_steps
-
-    @property
-    def beta(self) -> float:
-        return float(self._optimizer.param_groups[0]["betas"][0])
-
-    @property
-    def unit(self) -> float:
-        return self._unit()
-
-    def momentum_of(self, buffer: int) -> Sequence[MomentumRange]:
-        return [
-            MomentumRange(start, tensor)
-            for start, tensor in self._states(self._masters[buffer], "exp_avg")
-        ]
-
-    def still(self, buffer: int, numel: int) -> Tensor:
-        master = self._masters[buffer]
-        found = torch.zeros(numel, dtype=torch.bool, device=master.raw.device)
-        for start, variance in self._states(master, "exp_avg_sq"):
-            found[start : start + variance.numel()] = variance == 0
-        return found
-
-    def _states(self, master: Master, key: str) -> list[tuple[int, Tensor]]:
-        states = states_of(self._optimizer)
-        # after a load an item of padding alone has no states yet
-        return [
-            (item.start, states[item.master][key])
-            for item in master.items
-            if key in states[item.master]
-        ]
-
-
-__all__ = ["EngineState", "Messages"]
+__all__ = ["Messages"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from torch import nn
 
@@ -12,15 +12,18 @@ from ...compression.legs import BuildLegs
 from ...ops.comm.agreeing import agreeing
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
-from ...tensor.proof import Proof
-from ...tensor.quiet_runs import Holding
-from ...tensor.slicing import Sliced
 from ...zero.core.discover import found_blocks
 from ...zero.core.groups import FlatGroups
 from ..config.config import Config
-from .pipelining import BuildPolicy, Cut, Runs, cut, is_cut, is_part, open_flat_groups
+from .arguments import Runs, is_cut, is_part
+from .flat_groups import BuildPolicy, open_flat_groups
 from .shard_groups import build_shard_groups, hosts_of
-from .slicing import plan_slices, slice_layers
+
+if TYPE_CHECKING:
+    from ...tensor.proof import Proof
+    from ...tensor.quiet_runs import Holding
+    from ...tensor.slicing import Sliced
+    from .pipelining import Cut
 
 
 @final
@@ -30,14 +33,14 @@ class Divided:
 
     model, runs: the module and its blocks by stage, as `plan_units` takes them.
     found: the pipeline stage; None without a pipeline.
-    sliced, proof: the slices of its layers, and what proves them.
+    sliced, proof: the slices of its layers, and what proves them; None with one tensor rank.
     groups: of every flat buffer.
     """
 
     model: nn.Module
     runs: Runs
     found: Cut | None
-    sliced: Sliced
+    sliced: Sliced | None
     proof: Proof | None
     groups: FlatGroups
 
@@ -46,12 +49,13 @@ class Divided:
 
         holding: inside, all parameters of a module are gathered.
         """
-        if self.proof is not None:
+        if self.proof is not None and self.sliced is not None:
             self.proof.start(self.sliced, mesh.along("tensor"), mesh.opened, holding)
 
     def undo(self) -> None:
         """Give the modules their classes back."""
-        self.sliced.undo()
+        if self.sliced is not None:
+            self.sliced.undo()
         if self.proof is not None:
             self.proof.stop()
 
@@ -74,13 +78,20 @@ def divide(
     hosts = partial(hosts_of, world)
     shard_groups = build_shard_groups(config, mesh.mesh, hosts, is_first=world.rank == 0)
     tensor = mesh.along("tensor") if config.tensor_parallel.size > 1 else None
+    found, sliced, proof, plan = None, None, None, None
     with agreeing(world, "xds.initialize"):
         runs: Runs = [[] if is_part(model) else found_blocks(model, config.zero_optimization.units)]
-        plan = plan_slices(model, runs[0], config)
-        found = cut(model, runs[0], config, mesh) if is_cut(model, config) else None
-        if found is not None:
+        if tensor is not None:
+            from .slicing import plan_slices, slice_layers
+
+            plan = plan_slices(model, runs[0], config)
+        if is_cut(model, config):
+            from .pipelining import cut
+
+            found = cut(model, runs[0], config, mesh)
             model, runs = found.part.module, found.runs
-        sliced, proof = slice_layers(model, runs, plan, config, tensor, found)
+        if tensor is not None:
+            sliced, proof = slice_layers(model, runs, plan, config, tensor, found)
     stage = config.zero_optimization.stage
     groups = open_flat_groups(mesh, world, policy, stage, found, sliced, legs, shard_groups)
     return Divided(model, runs, found, sliced, proof, groups)

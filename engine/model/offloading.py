@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from ...offload.cores import place_updates
-from ...offload.disk.options import DiskOptions
-from ...offload.disk.shards import ShardsOnDisk
-from ...offload.disk.states import StatesOnDisk
 from ...offload.homes import Homes, HostHome
-from ...offload.on_paper import PaperHome, PaperShards
 from ...offload.shards import ShardHome, ShardsOnHost
 from ...offload.states import StateHome, StatesInMemory
 from ...zero.core.policy import master_dtype
@@ -21,6 +17,9 @@ from ..checkpoint.agreement import together
 from ..config.config import Config
 from ..optim.optimizers import ClientOptimizer
 from ..optim.state_count import count_states
+
+if TYPE_CHECKING:
+    from ...offload.disk.options import DiskOptions
 
 
 def build_host(
@@ -34,6 +33,8 @@ def build_host(
     sections = (zero.offload_optimizer, zero.offload_param)
     if all(section.device == "none" for section in sections):
         return None
+    from ...offload.cores import place_updates
+
     host = HostHome(
         device,
         pin=all(section.pin_memory for section in sections if section.device != "none"),
@@ -58,6 +59,8 @@ def build_homes(config: Config, host: HostHome | None, total_numel: int) -> Home
 
 def paper_homes(config: Config, total_numel: int) -> Homes:
     """The homes of all flat buffers of a rank that does not run: see `offload/on_paper.py`."""
+    from ...offload.on_paper import PaperHome, PaperShards
+
     zero = config.zero_optimization
     states, shards = zero.offload_optimizer.device, zero.offload_param.device
     is_used = {states, shards} != {"none"}
@@ -81,6 +84,8 @@ def _state_home(config: Config, optimizer: ClientOptimizer | None) -> StateHome:
     section = config.zero_optimization.offload_optimizer
     if section.device != "nvme" or (optimizer is None and config.optimizer is None):
         return StatesInMemory()
+    from ...offload.disk.states import StatesOnDisk
+
     assert section.nvme_path is not None  # checked with the config
     options = _disk_options(config)
     num_states = count_states(config.optimizer, optimizer)
@@ -94,6 +99,8 @@ def _shard_home(config: Config, host: HostHome | None) -> ShardHome | None:
         return None
     if section.device == "cpu":
         return ShardsOnHost(host.lanes, pin=host.pin)
+    from ...offload.disk.shards import ShardsOnDisk
+
     assert section.nvme_path is not None  # checked with the config
     return ShardsOnDisk(
         host.lanes,
@@ -107,6 +114,8 @@ def _shard_home(config: Config, host: HostHome | None) -> ShardHome | None:
 
 def _disk_options(config: Config) -> DiskOptions:
     """How the files are read and written."""
+    from ...offload.disk.options import DiskOptions
+
     return DiskOptions(block_bytes=config.aio.block_size, queue_depth=config.aio.queue_depth)
 
 

@@ -37,8 +37,6 @@ def check_sequences(model: nn.Module, config: Config) -> None:
     Raises:
         UsageError: the sequences of this model cannot be cut.
     """
-    if config.sequence_parallel_size == 1:
-        return
     setting = f"sequence_parallel_size = {config.sequence_parallel_size}"
     name = type(model).__name__
     if config.sequence.cut_by == "script":
@@ -74,13 +72,11 @@ def _is_causal_language_model(model: nn.Module) -> bool:
 
 def cut_sequences(
     model: nn.Module, config: Config, mesh: MeshGroups, *, is_stage: bool
-) -> SequenceCutter | ScriptSequences | None:
-    """Give each forward with labels the tokens of this rank; None: there are no sequence ranks.
+) -> SequenceCutter | ScriptSequences:
+    """Give each forward with labels the tokens of this rank.
 
     is_stage: `model` is a pipeline stage. The loop of the pipeline then has to prove it.
     """
-    if config.sequence_parallel_size == 1:
-        return None
     if config.sequence.cut_by == "script":
         in_eval = config.sequence.cut_in_eval
         group = mesh.along("sequence")
@@ -108,7 +104,7 @@ def by_name(model: nn.Module, batch: Any) -> dict[str, Any]:
     return dict(inspect.signature(model.forward).bind_partial(*args).arguments)
 
 
-def of_stages(cutter: SequenceCutter | ScriptSequences | None) -> SequenceCutter | None:
+def of_stages(cutter: SequenceCutter | ScriptSequences) -> SequenceCutter | None:
     """What the loop of a pipeline proves."""
     return cutter if isinstance(cutter, SequenceCutter) else None
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 from ...compression.legs import BuildLegs, Legs
-from ...compression.replicas import ReplicatedLegs
-from ...compression.two_levels import TwoLevelLegs
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.hosts import host_numbers
 from ...ops.comm.json_values import exchange
@@ -96,6 +94,8 @@ class Replicas(ShardGroups):
         kept = policy(stage, self._size)
         if self._size == whole.world_size:
             return FlatGroup(whole, self._legs(mesh, whole, legs), kept)
+        from ...compression.replicas import ReplicatedLegs
+
         levels = mesh.blocks(DATA_AXES, whole, self._size)
         own = ReplicatedLegs(self._legs(mesh, levels.inside, legs), levels)
         return FlatGroup(levels.inside, own, kept, levels=levels)
@@ -105,6 +105,8 @@ class Replicas(ShardGroups):
         own = legs(inside, split=BlocksOf(mesh, DATA_AXES, inside))
         if self._ranks_of_host == self._size:
             return own
+        from ...compression.two_levels import TwoLevelLegs
+
         return TwoLevelLegs(own, mesh.blocks(DATA_AXES, inside, self._ranks_of_host))
 
 

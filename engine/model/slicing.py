@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -16,19 +17,22 @@ from ...tensor.ties import cut_names, with_head, with_heads, with_ties
 from ...utils.errors import UsageError
 from ...zero.access.owners import find_owner
 from ..config.config import Config
-from .pipelining import Cut, Runs, is_part
+from .arguments import Runs, is_part
+
+if TYPE_CHECKING:
+    from .pipelining import Cut
 
 Blocks = Sequence[tuple[str, nn.Module]]
 
 
 def plan_slices(model: nn.Module, blocks: Blocks, config: Config) -> Ways | None:
-    """How the layers of the whole `model` are cut; None: not known yet, or there is one tensor rank.
+    """How the layers of the whole `model` are cut; None: each rank builds its own layers, later.
 
     Raises:
         UsageError: there is no plan, or it does not fit the model.
     """
     section = config.tensor_parallel
-    if section.size == 1 or is_part(model):
+    if is_part(model):
         return None
     if any(find_owner(param) is not None for param in model.parameters()):
         raise UsageError(
@@ -65,24 +69,22 @@ def slice_layers(
     runs: Runs,
     plan: Ways | None,
     config: Config,
-    group: Collectives | None,
+    group: Collectives,
     found: Cut | None,
-) -> tuple[Sliced, Proof | None]:
+) -> tuple[Sliced, Proof]:
     """Keep this rank's slices of the layers that this pipeline stage has. Sends nothing.
 
     Args:
         plan: from `plan_slices`, of the whole model.
-        group: the tensor ranks; None: there is one.
+        group: the tensor ranks.
         found: the pipeline stage.
 
     Returns:
-        the slices, and what proves them in the first forward; None where nothing is cut.
+        the slices, and what proves them in the first forward.
 
     Raises:
         UsageError: the layers cannot be cut over so many ranks.
     """
-    if group is None:
-        return Sliced(), None
     own = ways_here(model, runs, plan, config, found)
     blocks = [block for run in runs for block in run]
     proof = Proof(model, blocks, own)

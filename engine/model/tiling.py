@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...tensor.config import LongSequences
-from ...tensor.slicing import Sliced, was_sliced
 from ...tensor.tiles.loss import tiled_loss
 from ...tensor.tiles.modules import tile_forward
 from ...tensor.tiles.ranges import tiles_for
-from ...tensor.vocabulary import Vocabulary
 from ...utils.errors import UsageError
+from .arguments import Runs
 from .dividing import Divided
 from .forwards import Forward, replace_forwards
-from .pipelining import Runs
+
+if TYPE_CHECKING:
+    from ...tensor.slicing import Sliced
+    from ...tensor.vocabulary import Vocabulary
 
 MLPS = ("mlp", "feed_forward", "ffn")
 LOSS_TOKENS = 1024  # of a tile, where the config says true
@@ -71,17 +73,22 @@ def _mlps(runs: Runs, given: Sequence[str] | None) -> list[nn.Module]:
     return found
 
 
-def _tile_loss(model: nn.Module, tokens: int, sliced: Sliced) -> Callable[[], None]:
+def _tile_loss(model: nn.Module, tokens: int, sliced: Sliced | None) -> Callable[[], None]:
     model = _with_own_loss(model)
     head = _head(model)
     if head is None:
         return lambda: None
-    if was_sliced(head) and id(head) not in sliced.columns:
+    columns = None if sliced is None else sliced.columns.get(id(head))
+    if (
+        columns is None
+        and sliced is not None
+        and any(id(p) in sliced.slices for p in head.parameters())
+    ):
         raise UsageError(
             "sequence.tiled_loss: tensor ranks have cut the head by rows; set tiled_loss to false, or cut it "
             "by columns with tensor_parallel.plan"
         )
-    loss = TiledLoss(head, tokens, sliced.columns.get(id(head)))
+    loss = TiledLoss(head, tokens, columns)
     own: Any = model.__dict__.get("_loss_function")
     undo_forward = replace_forwards([model], loss.around)
     undo_head = replace_forwards([head], loss.instead_of_head)

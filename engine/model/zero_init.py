@@ -93,7 +93,8 @@ class Init:
             keep_freed_blocks()
 
 
-_open: list[Init] = []  # the context that shards what is built now: at most one
+# The context that shards what is built now: at most one, because torch tells it of all modules of the process
+_open: list[Init] = []
 
 
 __all__ = ["Init"]

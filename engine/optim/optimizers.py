@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -12,14 +13,6 @@ from torch import Tensor, nn
 
 from ...ops.config import Ops
 from ...ops.libraries import load, optimizer_library
-from ...ops.optim.adagrad import Adagrad
-from ...ops.optim.adam import Adam
-from ...ops.optim.lamb import Lamb
-from ...ops.optim.lion import Lion
-from ...ops.optim.muon import Muon
-from ...ops.optim.one_bit_adam import OneBitAdam
-from ...ops.optim.one_bit_lamb import OneBitLamb
-from ...ops.optim.sgd import SGD
 from ...ops.optim.shard_optimizer import ShardOptimizer
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
@@ -48,17 +41,32 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-OWN: dict[str, type[ShardOptimizer]] = {
-    "Lamb": Lamb,
-    "Lion": Lion,
-    "Muon": Muon,
-    "OneBitAdam": OneBitAdam,
-    "OneBitLamb": OneBitLamb,
+# xds's optimizers by the type in the config, and their modules in ops/optim, loaded on first use
+OWN = {
+    "Adam": "adam",
+    "AdamW": "adam",
+    "Lamb": "lamb",
+    "Lion": "lion",
+    "Muon": "muon",
+    "OneBitAdam": "one_bit_adam",
+    "OneBitLamb": "one_bit_lamb",
 }
 # torch's own classes are used where nothing is cast and torch has a fused kernel for the masters' devices
-ONE_PASS: dict[str, type[ShardOptimizer]] = {"Adagrad": Adagrad, "SGD": SGD}
+ONE_PASS = {"Adagrad": "adagrad", "SGD": "sgd"}
 NOT_FOR_MUON = ("embed", "lm_head")
 ENGINE_FLAGS = ("torch_adam", "fused", "foreach", "amsgrad", "fp32_optimizer_states")
+
+
+def own_class(name: str, params: Named) -> type[ShardOptimizer] | None:
+    """xds's class for an optimizer of a config; None: torch's is used. amsgrad is torch's alone."""
+    if name in ("Adam", "AdamW") and params.get("amsgrad"):
+        return None
+    module = (OWN | ONE_PASS).get(name)
+    if module is None:
+        return None
+    loaded = import_module(f"...ops.optim.{module}", __package__)
+    found: type[ShardOptimizer] = getattr(loaded, "Adam" if name == "AdamW" else name)
+    return found
 
 
 class OptimizerSection(Protocol):
@@ -145,16 +153,16 @@ def named_optimizer(
     params = {k: v for k, v in section.params.items() if k not in ENGINE_FLAGS}
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
-    if section.type in ("Adam", "AdamW") and not section.params.get("amsgrad"):
-        params.setdefault("adam_w_mode", True)
-        return Adam(_entries(updater, groups), **params)
-    if section.type in OWN:
-        return OWN[section.type](_entries(updater, groups), **params, **more)
+    own = own_class(section.type, section.params)
+    if own is not None and section.type in OWN:
+        if section.type in ("Adam", "AdamW"):
+            params.setdefault("adam_w_mode", True)
+        return own(_entries(updater, groups), **params, **more)
     kind = getattr(torch.optim, section.type)
-    if section.type in ONE_PASS:
+    if own is not None:
         places = {(master.raw.device, master.raw.dtype) for master in updater.masters}
         if updater.casts or not all(has_fused(kind, *place) for place in places):
-            return ONE_PASS[section.type](_entries(updater, groups), **params)
+            return own(_entries(updater, groups), **params)
         params["fused"] = True
     try_optimizer(kind, params)
     return _over(kind, updater, groups, f'optimizer.type = "{section.type}"', params)

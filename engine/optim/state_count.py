@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.optim.adam import Adam
 from ...ops.optim.shard_optimizer import ShardOptimizer
-from .optimizers import ENGINE_FLAGS, ONE_PASS, OWN, OptimizerSection
+from .optimizers import ENGINE_FLAGS, OptimizerSection, own_class
 
 UNKNOWN = 2  # as many as Adam; further states stay in memory
 NUMEL = 2  # of the trial: a state of one element would look like a constant
@@ -36,11 +35,9 @@ def count_states(section: OptimizerSection | None, given: Any) -> int:
 
 
 def _of_section(section: OptimizerSection) -> int:
-    if section.type in ("Adam", "AdamW") and not section.params.get("amsgrad"):
-        return Adam.num_states
-    own = OWN | ONE_PASS
-    if section.type in own:
-        return own[section.type].num_states
+    own = own_class(section.type, section.params)
+    if own is not None:
+        return own.num_states
     params = {k: v for k, v in section.params.items() if k not in ENGINE_FLAGS or k == "amsgrad"}
     return _of_class(getattr(torch.optim, section.type), [{}], params)
 

@@ -31,9 +31,9 @@ from ...zero.core.update import Updater
 from ..config.config import Config
 from ..config.optimizer import OptimizerConfig
 from ..config.scheduler import warmup_steps
+from ..model.arguments import Runs
 from ..model.compressing import Messages
 from ..model.offloading import paper_homes
-from ..model.pipelining import Runs
 from ..optim.optimizers import Groups, named_optimizer
 
 STATE_KINDS = ("param", "grad", "master", "optimizer", "gathered", "host", "disk")

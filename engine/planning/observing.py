@@ -16,8 +16,8 @@ from ...ops.mesh import Mesh
 from ...utils.errors import UsageError
 from ..config.config import Config
 from ..data.batches import call_with, loss_of
+from ..model.arguments import is_part
 from ..model.forwards import Forward, replace_forwards
-from ..model.pipelining import is_part
 from ..model.recomputing import Recomputing
 from ..model.sequences import by_name, check_sequences, token_cuts
 from .activations import Activations, observe

@@ -15,7 +15,7 @@ from ...pipe.schedules.actions import Op
 from ...pipe.schedules.lowering import with_states
 from ..config.batch import mesh_of
 from ..config.config import Config
-from ..model.pipelining import is_part, with_model
+from ..model.arguments import is_part, with_model
 from .activations import Activations, held_by, sent_by
 from .models import ModelSource
 from .objects import Link, spread

@@ -32,16 +32,10 @@ from ...zero.core.discover import found_blocks
 from ...zero.core.sharded_model import ShardedModel
 from ...zero.core.stage_units import StageUnits
 from ..config.config import Config
+from ..model.arguments import Runs, is_cut, is_part
 from ..model.compressing import Messages
-from ..model.pipelining import (
-    Cut,
-    Runs,
-    is_cut,
-    is_part,
-    open_flat_groups,
-    partition_of,
-    plan_schedule,
-)
+from ..model.flat_groups import open_flat_groups
+from ..model.pipelining import Cut, partition_of, plan_schedule
 from ..model.policies import policy_of
 from ..model.shard_groups import Host, build_shard_groups
 from ..model.slicing import plan_slices, ways_here
@@ -127,7 +121,8 @@ class Shares:
         )
         self.schedule: SchedulePlan | None = None
         self._outline: ModelOutline | None = None
-        self.ways = plan_slices(model, self.blocks, config)
+        is_sliced = config.tensor_parallel.size > 1
+        self.ways = plan_slices(model, self.blocks, config) if is_sliced else None
         if is_cut(model, config):
             self.schedule = plan_schedule(model, self.blocks, config)
             if not (is_part(model) or isinstance(model, nn.Sequential)):
@@ -226,7 +221,7 @@ class Shares:
             build_policy,
             zero.stage,
             found,
-            sliced,
+            sliced if self._config.tensor_parallel.size > 1 else None,
             messages.legs,
             self._shard_groups,
         )

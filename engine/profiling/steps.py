@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch import nn
@@ -19,11 +19,11 @@ from torch import nn
 from ...ops.comm.collectives import Collectives
 from ..config.config import Config
 from ..config.sections import FlopsProfiler
-from .clock import Clock
-from .profile import Profile
-from .recorder import Recorder
-from .text import Detail, Setting, report
-from .units import macs_to_string, number_to_string
+
+if TYPE_CHECKING:  # loaded where a step is profiled
+    from .profile import Profile
+    from .recorder import Recorder
+    from .text import Setting
 
 log = logging.getLogger("xds")
 
@@ -89,7 +89,7 @@ class StepProfiler:
         if engine is None or name != "forward" or not first <= engine.global_steps <= last:
             return None
         self._micro_steps_before = engine.micro_steps
-        self._recorder = Recorder(engine.module, Clock(engine.device))
+        self._recorder = _recorder(engine)
         return self._recorder
 
     def step(self) -> None:
@@ -101,12 +101,14 @@ class StepProfiler:
             if engine.global_steps > last + 1:
                 return
             # this rank has run no forward: it reports none, because the others wait for its numbers
-            recorder = Recorder(engine.module, Clock(engine.device))
+            recorder = _recorder(engine)
         self._recorder = None
         profile = recorder.profile(max(1, engine.micro_steps - self._micro_steps_before))
         self.last = profile
         totals = self._totals(profile, engine)
         if engine.global_rank == 0:
+            from .text import Detail, report
+
             section = self._section
             detail = Detail(section.module_depth, section.top_modules, section.detailed)
             write(report(profile, self._setting(engine, totals), detail), section.output_file)
@@ -128,6 +130,8 @@ class StepProfiler:
         return lines if found is not None else dict([*lines.items()][:1])
 
     def _setting(self, engine: Profiled, totals: Mapping[str, str]) -> Setting:
+        from .text import Setting
+
         config, (first, last) = engine.config, self._section.steps
         places: dict[str, Any] = {
             "world size": engine.world_size,
@@ -164,7 +168,16 @@ def write(text: str, path: str | None) -> None:
     sys.stdout.flush()
 
 
+def _recorder(engine: Profiled) -> Recorder:
+    from .clock import Clock
+    from .recorder import Recorder
+
+    return Recorder(engine.module, Clock(engine.device))
+
+
 def _work(flops: float) -> str:
+    from .units import macs_to_string, number_to_string
+
     return f"{macs_to_string(flops / 2)}, {number_to_string(flops).strip()} flops"
 
 

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from ...ops.kernels.decide import CLIP_EPS
 from ...ops.optim.scale import Scale
-from ...tensor.vocabulary import check_uses_of_logits
 from ...utils.arguments import wrong
 from ...utils.errors import UnscaledLossError, UsageError, XdsError
 from ...zero.core.agreement import Agreement
 from ...zero.core.reduction import Scope
 from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
-from ..optim.backward_scale import forget_failed, mark, running_loss_scale, scaled_backward
+from ..optim.backward_scale import mark, running_loss_scale, scaled_backward
 from ..optim.gradient_factor import GradientFactor
 from ..parts import Parts
 from .counters import Counters
@@ -53,6 +52,11 @@ class TrainingStep:
         self._by_optimizer = False  # optimizer.step() was called last, not engine.step()
         self._only_counted = False  # and it updated nothing
         self._warned: set[str] = set()
+        self._num_unchecked = 0  # backwards from logits that are cut
+        if parts.config.tensor_parallel.vocab_parallel_lm_head:
+            from ...tensor.vocabulary import CHECKED_BACKWARDS
+
+            self._num_unchecked = CHECKED_BACKWARDS
         self._schedule_place: Any = None  # after the last step of the schedule
         self._allocates_states = parts.device.type == "cuda"  # at the first forward that trains
         mesh = parts.sharded.flat_groups.mesh
@@ -64,7 +68,6 @@ class TrainingStep:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output, under autocast where the config says so."""
-        forget_failed()
         if torch.is_grad_enabled():
             self._accumulation.forward()
             self._allocate_states()
@@ -83,6 +86,12 @@ class TrainingStep:
         ):
             return module(*args, **kwargs)
 
+    def _check_logits(self, loss: Tensor) -> None:
+        from ...tensor.vocabulary import check_uses_of_logits
+
+        if check_uses_of_logits(loss):
+            self._num_unchecked -= 1
+
     def _allocate_states(self) -> None:
         """On a GPU, once: the optimizer's states get memory before any activation.
 
@@ -97,7 +106,8 @@ class TrainingStep:
     def backward(self, loss: Tensor, *, retain_graph: bool, divides: bool) -> Tensor:
         """Gradients of `loss` over the accumulation steps (if it `divides`); returns that loss, detached."""
         check_loss(loss)
-        check_uses_of_logits(loss)
+        if self._num_unchecked:
+            self._check_logits(loss)
         self._sharded.end_backward()
         self._accumulation.backward()
         divisor = self._accumulation.steps_now if divides else 1
@@ -123,7 +133,6 @@ class TrainingStep:
 
     def begin_stages(self) -> None:
         """Before a run of pipeline stages."""
-        forget_failed()
         if torch.is_grad_enabled():
             self._allocate_states()
         self._sharded.check_unchanged()

@@ -36,7 +36,7 @@ SMALL_TAGS = 1 << 14  # the last tags of an instance: small gathers, by their si
 CONTROL_BUFFER, ACCESS_BUFFER, MESSAGE_BUFFER, ACTIVATION_BUFFER = (-1, -2, -3, -4)
 
 Bounds = Sequence[tuple[int, int]]  # [start, stop) of each rank's part; empty parts are allowed
-# of each group: every rank creates its engines in the same order
+# of each group, which is torch's and knows no engines: every rank creates its engines in the same order
 _num_instances: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 

@@ -127,6 +127,6 @@ class _Thread(threading.Thread):
         self.join(IDLE_SECONDS)
 
 
-light_thread = LightThread()
+light_thread = LightThread()  # one, so that there are few threads: it keeps nothing of a job
 
 __all__ = ["LightThread", "light_thread"]

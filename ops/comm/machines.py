@@ -38,7 +38,9 @@ from .pairwise_in_memory import PairwiseInMemory
 from .point_to_point import Lost, Works, dropped_of, post, transfer
 from .pool import BufferPool
 
-_jobs = InOrder("xds-machines")
+_jobs = InOrder(
+    "xds-machines"
+)  # its threads serve all groups; jobs of different ones never wait for each other
 _SHARED = 1 << 40  # of a key: the second messages inside, of an all_gather
 
 

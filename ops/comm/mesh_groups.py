@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from threading import Thread
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,10 @@ from .opening import DEFAULT, open_collectives
 _MADE_TAG = TAG_BASE - 1  # of no other message
 _POLL_SECONDS = 0.05
 _NAMED = 8  # ranks of a group, in messages
-_groups: dict[tuple[object, tuple[int, ...], str], Any] = {}
+# torch's groups belong to the process, and making one is for all ranks. They end with the group of all ranks
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str], Any]] = (
+    WeakKeyDictionary()
+)
 
 
 def blocks_of(mesh: Mesh, axes: Axis | tuple[Axis, ...], length: int) -> list[tuple[int, ...]]:
@@ -178,10 +182,11 @@ class MeshGroups(AxisGroups):
     def _make(self, ranks: Sequence[int], use: str) -> Any:
         if len(ranks) == 1 or (len(ranks) == self.mesh.size and not use):
             return self._world
-        key = (dist.group.WORLD, tuple(ranks), use)
-        if key not in _groups:
-            _groups[key] = self._new_group(ranks)
-        return _groups[key]
+        assert dist.group.WORLD is not None
+        made, key = _groups.setdefault(dist.group.WORLD, {}), (tuple(ranks), use)
+        if key not in made:
+            made[key] = self._new_group(ranks)
+        return made[key]
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
         """torch's new_group. Raises PeerError, within seconds where one of `ranks` ends meanwhile.

@@ -52,8 +52,8 @@ def open_collectives(
         return Native(group, device, part_of)
     if device.type == "cpu":
         return _on_host(group, device, part_of, section)
-    if group.rank() == 0:
-        _tell(STAGED, is_part=part_of is not None)
+    if group.rank() == 0 and part_of is None:
+        log.warning(STAGED)
     return Staged(group, device, part_of)
 
 
@@ -70,23 +70,14 @@ def _on_host(
         plain.rank, plain.world_size, lambda mine, what: plain.gather_small(mine, what=what)
     )
     if found is None:
-        _tell(why and f"{NO_SHARED_MEMORY}: {why}", is_part=part_of is not None)
+        if why and part_of is None:  # of a part of a group the reason is that of the whole
+            log.warning("%s: %s", NO_SHARED_MEMORY, why)
         return plain
     seconds = timeout_of(group, device) or DEFAULT_TIMEOUT_SECONDS
     if len(set(found.hosts)) == 1:
         return SharedMemory(group, device, found, seconds, part_of, plain)
     is_hierarchical = section.hierarchical
     return Machines(group, device, found, seconds, part_of, plain, is_hierarchical=is_hierarchical)
-
-
-_told: set[str] = set()  # "" once a group of this process has found no neighbours
-
-
-def _tell(line: str, *, is_part: bool) -> None:
-    """Log `line` once, and not for a part of a group of which a line is logged."""
-    if line and line not in _told and not (is_part and _told):
-        log.warning(line)
-    _told.add(line)
 
 
 __all__ = ["open_collectives"]

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+from functools import cache
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, final
 
@@ -37,7 +38,6 @@ STANDARD = tuple(
     for name in ("contextlib.py", "functools.py", "threading.py")
 )
 Place = tuple[CodeType, int]  # the code of a frame and the index of its current instruction
-_is_inside: dict[str, bool] = {}  # file -> whether it belongs to xds, torch or the files above
 
 
 @final
@@ -89,21 +89,19 @@ def place_of_caller() -> Place | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        inside = _is_inside.get(code.co_filename)
-        if inside is None:
-            inside = _classify(code.co_filename)
-        if not inside:
+        if not _is_inside(code.co_filename):
             return code, frame.f_lasti
         frame = frame.f_back
     return None
 
 
-def _classify(file: str) -> bool:
+@cache
+def _is_inside(file: str) -> bool:
+    """It belongs to xds, torch or the files above."""
     path = os.path.abspath(file) if not file.startswith("<") else file
     inside = path.startswith((TORCH, "<frozen", "<eval_with_key", *STANDARD))
     if path.startswith(ROOT):  # the folder also contains tests and examples
         inside = path[len(ROOT) :].partition(os.sep)[0] in PACKAGES
-    _is_inside[file] = inside
     return inside
 
 
@@ -147,7 +145,7 @@ class ThreadPosition:
             path, number, name = match.groups()
             if path.startswith(DISTRIBUTED) and not name.startswith(("_", "wrap")):
                 self.call = f"torch.distributed.{name}"
-            elif not _classify(path):
+            elif not _is_inside(path):
                 self.place = _line_text(path, int(number), name)
                 break
             elif path.startswith(ROOT):

@@ -68,6 +68,7 @@ class WatchedEngine:
         self.group = group
         self.notice_seconds = section.notice_seconds
         self.timeout_seconds = timeout_seconds
+        self.beat_seconds = min(section.heartbeat_seconds, timeout_seconds / 4)
         self.store = watch.open_store()
         self.exchange: Exchange | None = None
         self.is_leaving = False
@@ -116,8 +117,8 @@ class Stall:
 class Sentinel:
     """The watcher thread and the engines that it watches."""
 
-    def __init__(self, heartbeat_seconds: float) -> None:
-        self._beat_seconds = heartbeat_seconds
+    def __init__(self) -> None:
+        self._beat_seconds = 0.0  # the shortest of the engines
         self._engines: list[WatchedEngine] = []
         self._wakes = threading.Event()
         self._wait_stall, self._own_stall, self._device_stall = Stall(), Stall(), Stall()
@@ -129,6 +130,7 @@ class Sentinel:
     def add(self, entry: WatchedEngine) -> None:
         entry.wakes = self._wakes
         self._engines.append(entry)
+        self._wakes.set()  # its heartbeat may be shorter
         if not self._thread.is_alive():
             self._thread.start()
 
@@ -173,6 +175,7 @@ class Sentinel:
             with _lock:
                 if not self._engines:
                     return
+                self._beat_seconds = min(entry.beat_seconds for entry in self._engines)
             self._look_for_stalls(elapsed)
             self._wakes.wait(self._beat_seconds)
             self._wakes.clear()
@@ -417,6 +420,7 @@ def _cpu_seconds(thread: int) -> float:
 
 # -- one per process ------------------------------------------------------------------------------------
 
+# A process has one main thread, which waits for one engine at a time: who looks at it knows all engines.
 _lock = threading.Lock()
 _sentinel: Sentinel | None = None
 
@@ -430,7 +434,7 @@ def start_watching(watch: Watch, group: str, section: WatchConfig, timeout_secon
     watch.diagnoser = entry
     with _lock:
         if _sentinel is None or _sentinel.is_over:
-            _sentinel = Sentinel(min(section.heartbeat_seconds, timeout_seconds / 4))
+            _sentinel = Sentinel()
         _sentinel.add(entry)
 
 

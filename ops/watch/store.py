@@ -112,7 +112,8 @@ def _parsed(kind: TypeAdapter[Kind], text: str | None) -> Kind | None:
         return None
 
 
-_first_warning = threading.Lock()  # taken by the first of the threads that read, and kept
+# taken by the first of the threads that read, and kept: all engines of a process use the store of the run
+_first_warning = threading.Lock()
 
 
 def _warn() -> None:

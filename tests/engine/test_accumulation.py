@@ -316,23 +316,22 @@ def counted(stage: int) -> None:
         engine.destroy()
 
 
-def at_every_stage(folder: str) -> None:
-    for stage in (0, 1, 2, 3):
+def at_several_stages(folder: str) -> None:
+    for stage in (0, 1, 3):
         own_backwards(stage)
+    for stage in (2, 3):
         own_backwards_held_back(stage)
+        resumed(stage, folder)
     for stage in (0, 3):
         unscaled_fp16(stage)
         zero_grad_at_any_time(stage)
-    for stage in (1, 2):
-        changed_batch(stage)
-    for stage in (2, 3):
-        through_another_engine(stage)
-        resumed(stage, folder)
+    changed_batch(1)
+    through_another_engine(3)
     counted(2)
 
 
 def test_a_step_is_the_mean_of_its_micro_batches(tmp_path: Path) -> None:
-    run_ranks(at_every_stage, 2, str(tmp_path))
+    run_ranks(at_several_stages, 2, str(tmp_path))
 
 
 def test_a_step_that_has_begun_ends_as_it_began() -> None:

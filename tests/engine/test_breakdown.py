@@ -83,7 +83,7 @@ def test_lines_of_printed_steps() -> None:
 
 
 def test_no_lines_without_the_keys() -> None:
-    first, _ = run_new_ranks(lines_of, 2, {})
+    (first,) = run_new_ranks(lines_of, 1, {})
     assert [line.partition(",")[0] for line in first] == ["step 2", "step 4"]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import xds
 from xds.engine.config.config import parse_config
-from xds.pipe.config import NUMBERS, Pipeline
+from xds.pipe.config import NUMBERS
 
 SMALL = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}
 
@@ -24,44 +24,17 @@ def complaints(pipeline, world_size=None, **others):
 # -- what the section accepts -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("key", "given", "found"),
-    [
-        ("stages", "auto", 1),
-        ("stages", 4.0, 4),
-        ("schedule", "GPipe", "gpipe"),
-        ("schedule", "orders/My.CSV", "orders/My.CSV"),
-        ("schedule", "auto", "auto"),
-        ("chunks", None, None),
-        ("partition", "Uniform", "uniform"),
-        ("partition", "type:(Block|Layer)$", "type:(Block|Layer)$"),
-        ("partition", "Type:block", "type:block"),
-        ("partition", [0, 3, 7], (0, 3, 7)),
-        ("micro_batches", "auto", None),
-        ("first_stage_modules", ["model.embed*"], ("model.embed*",)),
-    ],
-)
-def test_a_value_is_read(key, given, found):
-    assert getattr(read({key: given}).pipeline, key) == found
-
-
-def test_defaults_are_one_stage_and_deepspeeds_names_are_silent():
-    config = read(
-        {
-            "stages": "auto",
-            "partition": "best",
-            "seed_layers": False,
-            "activation_checkpoint_interval": 0,
-            "pipe_partitioned": True,
-            "grad_partitioned": True,
-        }
-    )
-    assert config.pipeline == Pipeline()
-    assert not config.without_effect
-    assert not any("pipeline" in note for note in config.notes)
-    assert [path for path, _ in read({"use_reentrant": True}).without_effect] == [
-        "pipeline.use_reentrant"
-    ]
+def test_values_are_read_in_any_case():
+    section = {
+        "stages": "auto",
+        "schedule": "GPipe",
+        "partition": "Uniform",
+        "micro_batches": "auto",
+    }
+    found = read(section).pipeline
+    assert (found.stages, found.schedule) == (1, "gpipe")
+    assert (found.partition, found.micro_batches) == ("uniform", None)
+    assert read({"partition": "Type:Block"}).pipeline.partition == "type:Block"
 
 
 @pytest.mark.parametrize(
@@ -107,35 +80,7 @@ def test_the_share_of_a_step_in_which_a_rank_waits(section, micro_batches, share
     assert read(section).pipeline.bubble(micro_batches) == share
 
 
-# -- ranks ------------------------------------------------------------------------------------------------
-
-
-def test_data_ranks_are_what_the_stages_leave():
-    config = read({"stages": 2}, world_size=6)
-    assert (config.world_size, config.data_parallel_ranks) == (6, 3)
-    assert config.train_batch_size == 2 * 8 * 3
-    again = config.resolve(6)
-    assert again is config
-    assert read({"stages": 2}).data_parallel_ranks == 0
-    assert read({}, world_size=6).data_parallel_ranks == 6
-
-
-def test_a_wrong_product_is_shown():
-    (said,) = complaints({"stages": 3}, world_size=8)
-    assert (
-        said.startswith("pipeline.stages (3) x data = 8 ranks: ") and "start 6 or 9 ranks" in said
-    )
-
-
-def test_the_batch_rule_speaks_of_data_ranks_only_where_there_are_stages():
-    rule = "gradient_accumulation_steps (8) x {} (2) = 32"
-    (said,) = complaints({"stages": 2}, world_size=4, train_batch_size=64)
-    assert rule.format("data-parallel ranks") in said
-    (said,) = complaints({}, world_size=2, train_batch_size=64)
-    assert rule.format("world size") in said
-    assert read({"stages": 2}, world_size=4, data_parallel_size=2).data_parallel_ranks == 2
-    (said,) = complaints({"stages": 2}, world_size=4, data_parallel_size=4)
-    assert "data-parallel ranks (2); remove it or start 8" in said
+# -- ranks ----------------------------------------------------------------------------------------------
 
 
 def test_elasticity_counts_data_ranks():
@@ -189,20 +134,9 @@ def test_a_model_may_give_the_stages():
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        (
-            {"stages": True},
-            'pipeline.stages = true: must be a whole number, at least 1 (or "auto")',
-        ),
-        ({"schedule": "2f2b"}, '"dualpipev" or "auto", or the path of a .csv file'),
-        ({"partition": "even"}, "or a list of bounds such as [0, 3, 6]"),
-        ({"partition": "type:("}, "what follows type: must be a regular expression: "),
         ({"partition": "type:"}, "a regular expression must follow type:"),
         ({"partition": [1, 2, 3]}, "bounds must begin with 0"),
         ({"partition": [0, 2, 2]}, "each must be larger"),
-        ({"reduce": "never"}, 'must be "step" or "micro_batch"'),
-        ({"micro_batches": 0}, "must be a whole number, at least 1 or null"),
-        ({"last_stage_modules": "head"}, "must be a list"),
-        ({"chunk": 2}, 'did you mean "chunks"?'),
         ({"stages": 2, "chunks": 2}, '"1f1b" needs 1 on each rank; remove chunks, or set'),
         (
             {"stages": 2, "schedule": "interleaved_1f1b", "chunks": 1},
@@ -242,28 +176,3 @@ def test_too_few_micro_batches(section, steps, least):
     (said,) = complaints(section, 8, **size)
     assert said.startswith(f"gradient_accumulation_steps = {steps}: the schedule ")
     assert f"raise gradient_accumulation_steps to {least}, or set pipeline.schedule to" in said
-
-
-def test_all_complaints_at_once():
-    found = complaints(
-        {"stages": 4, "chunks": 2, "micro_batches": 3, "activation_checkpoint_interval": 2},
-        4,
-        activation_checkpointing={},
-        managed_gradient_accumulation=False,
-        zero_optimization={"stage": 3, "divergent_graphs": True},
-        gradient_accumulation_steps=2,
-    )
-    starts = (
-        "pipeline.chunks = 2: ",
-        "managed_gradient_accumulation = false: ",
-        "pipeline.activation_checkpoint_interval = 2: ",
-        "zero_optimization.divergent_graphs = true: ",
-        "pipeline.micro_batches = 3: must equal gradient_accumulation_steps (2)",
-        "gradient_accumulation_steps = 2: ",
-    )
-    assert all(said.startswith(start) for said, start in zip(found, starts, strict=True)), found
-
-
-def test_offload_works_with_stages():
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    assert read({"stages": 2}, 2, zero_optimization=zero).pipeline.stages == 2

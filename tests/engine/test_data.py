@@ -89,14 +89,6 @@ def test_epochs_advance_by_themselves_and_repeat_by_seed() -> None:
     assert epoch(loaders(list(range(40)), 2, seed=8)[0]) != epochs[0]
 
 
-def test_set_epoch_goes_back() -> None:
-    loader = loaders(list(range(40)), 1)[0]
-    first = epoch(loader)
-    epoch(loader)
-    loader.sampler.set_epoch(0)  # type: ignore[attr-defined]
-    assert epoch(loader) == first
-
-
 def test_without_shuffling_ranks_take_turns() -> None:
     parts = [epoch(loader) for loader in loaders(list(range(6)), 2, shuffle=False)]
     assert parts == [[0, 2, 4], [1, 3, 5]]
@@ -153,10 +145,3 @@ def test_repeating_loader_names_what_runs_dry(source: Any) -> None:
 def test_refusals(dataset: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         loaders(dataset, 2, **options)
-
-
-@pytest.mark.parametrize("numbers", [(0, 0, 1), (1, 1, 1), (1, -1, 2)])
-def test_impossible_ranks_and_sizes(numbers: tuple[int, int, int]) -> None:
-    micro_batch_size, rank, world_size = numbers
-    with pytest.raises(UsageError, match="micro_batch_size"):
-        build_loader([1], micro_batch_size=micro_batch_size, rank=rank, world_size=world_size)

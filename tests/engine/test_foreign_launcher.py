@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from xds.engine.process.foreign_launcher import (
@@ -38,15 +32,6 @@ OMPI = {
     "PMIX_NAMESPACE": "1234",
 }
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-SCRIPT = """
-import torch, torch.distributed as dist
-from xds.engine.process.process import join, local_rank
-join(torch.device("cpu"))  # a group in a variable of the script would outlive its threads: torch aborts
-total = torch.tensor(float(dist.get_rank() + 1))
-dist.all_reduce(total)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()} local {local_rank()} sum {total:.0f}\\n", end="")
-dist.destroy_process_group()
-"""
 
 
 def filled(environ: dict[str, str]) -> dict[str, str]:
@@ -146,27 +131,3 @@ def test_the_local_rank_is_srun_s_where_nothing_else_says_it(
     assert local_rank() == 1
     monkeypatch.setenv("SLURM_STEP_NODELIST", "[")
     assert local_rank() == 0, "join tells what is wrong"
-
-
-def is_real_openmpi() -> bool:
-    if not shutil.which("mpirun"):
-        return False
-    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
-    return "Open MPI" in said
-
-
-@pytest.mark.skipif(not is_real_openmpi(), reason="no mpirun of Open MPI here")
-@pytest.mark.slow
-def test_the_real_mpirun_starts_a_script_for_each_rank(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    environ = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    }
-    environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = ["mpirun", "-n", "2", "--oversubscribe", sys.executable, str(tmp_path / "train.py")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    lines = sorted(line for line in done.stdout.splitlines() if line)
-    assert lines == ["rank 0 of 2 local 0 sum 3", "rank 1 of 2 local 1 sum 3"]

@@ -12,7 +12,6 @@ from helpers import run_ranks
 from mics_runs import config_of, same_bits, train_each
 
 import xds
-from xds.engine.config.config import parse_config
 
 WEIGHTS, GRADS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 LOCO = {"zeropp_loco_param": {"err_beta": 0.6, "reset_T": 7}}
@@ -23,7 +22,7 @@ def test_few_bits_inside_a_shard_group() -> None:
     stage, precision, size, zero = 3, "bf16", 2, WEIGHTS | GRADS | LOCO
     exact = config_of(stage, size, precision, 2)
     few = config_of(stage, size, precision, 2, **zero)
-    ranks = run_ranks(train_each, 4, *((one, "plain", 12, HOSTS) for one in (exact, few)))
+    ranks = run_ranks(train_each, 4, *((one, "plain", 8, HOSTS) for one in (exact, few)))
     for wanted, found in ranks:
         same_bits(found, ranks[0][1])
         for one, two in zip(found["losses"], wanted["losses"], strict=True):
@@ -74,21 +73,3 @@ def test_what_is_owed_in_all_is_kept_in_other_groups(
     for name, value in sums[0].items():
         assert value.norm() > 0
         assert (value - sums[1][name]).norm() <= 1e-5 * value.norm(), name
-
-
-@pytest.mark.parametrize(
-    ("zero", "key"),
-    [
-        ({"zero_hpz_partition_size": 2}, "zero_hpz_partition_size = 2"),
-        (
-            WEIGHTS | {"mics_hierarchical_params_gather": True},
-            "mics_hierarchical_params_gather = true",
-        ),
-    ],
-)
-def test_what_does_not_work_is_refused(zero: dict[str, Any], key: str) -> None:
-    section = {"stage": 3, "mics_shard_size": 4, **zero}
-    with pytest.raises(xds.ConfigError) as caught:
-        parse_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
-    (text,) = caught.value.complaints
-    assert text.startswith(f"zero_optimization.{key}: ") and "remove" in text

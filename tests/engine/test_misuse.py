@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
 from torch import nn
-from warm_ranks import warm
 
 import xds
 from xds.utils.arguments import shown, whole
@@ -143,7 +143,7 @@ def misuse(folder: str) -> list[str]:
 
 
 def test_wrong_types(tmp_path) -> None:
-    assert warm(1).run(misuse, str(tmp_path)) == [[]]
+    assert run_ranks(misuse, 1, str(tmp_path)) == [[]]
     assert not any(tmp_path.iterdir())
 
 

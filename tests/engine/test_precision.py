@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from warm_ranks import warm
+from helpers import run_ranks
 
 import xds
 from xds.engine.optim.loss_scale import DynamicScale, NoScale, StaticScale
@@ -106,4 +106,4 @@ def train_at(fp16: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fp16", EXTREMES, ids=str)
 def test_the_ends_of_the_range_train(fp16: dict[str, Any]) -> None:
-    warm(1).run(train_at, fp16)
+    run_ranks(train_at, 1, fp16)

@@ -5,18 +5,19 @@ import gc
 import os
 import signal
 import time
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import run_new_ranks
-from preempted_runs import Ranks, Run, config_of, final, preempt_and_resume
+from helpers import run_new_ranks, run_ranks
+from preempted_runs import Ranks, Run, config_of, final, preempt_and_resume, train
 
 import xds
+from xds.engine import preemption
 
 KINDS = {
-    "two ranks": (Run("", 2, stage=1), signal.SIGTERM),
-    "three ranks, accumulation": (Run("", 3, stage=2, accumulation=2), signal.SIGTERM),
+    "accumulation": (Run("", 2, stage=2, accumulation=2), signal.SIGTERM),
     "stage 3, in the background": (Run("", 2, stage=3, async_save=True), signal.SIGUSR1),
     "two engines": (Run("", 2, stage=0, engines=2), signal.SIGTERM),
 }
@@ -28,23 +29,23 @@ KINDS = {
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=() if kind.startswith("three") else pytest.mark.slow)
+        pytest.param(kind, marks=() if kind == "accumulation" else pytest.mark.slow)
         for kind in KINDS
     ],
 )
 def test_all_ranks_save_at_one_step_and_go_on_with_the_same_bits(kind, tmp_path):
     kind, signum = KINDS[kind]
-    runs = [replace(kind, folder=str(tmp_path / name)) for name in ("undisturbed", "asked")]
-    for run in runs:
-        os.mkdir(run.folder)
-    ranks = Ranks(runs[0])
-    assert ranks.codes() == [0] * kind.world_size, ranks.said()
-    asked = replace(runs[1], step_seconds=0.01)
-    assert preempt_and_resume(asked, final(runs[0]), signum, seed=kind.world_size) == []
+    undisturbed = replace(kind, folder=str(tmp_path), saves=False)
+    run_ranks(train, kind.world_size, undisturbed, small_numel=None)
+    asked = replace(kind, folder=str(tmp_path / "asked"), step_seconds=0.01)
+    os.mkdir(asked.folder)
+    assert preempt_and_resume(asked, final(undisturbed), signum, seed=kind.world_size) == []
 
 
-def test_signals_of_a_launcher_and_of_a_group_that_come_together_are_one_request(tmp_path):
-    run = Run(str(tmp_path), 2, steps=1000, step_seconds=0.01)
+def test_signals_of_a_launcher_and_of_a_group_are_one_request_and_the_scripts_handler_is_kept(
+    tmp_path,
+):
+    run = Run(str(tmp_path), 2, steps=1000, step_seconds=0.01, script_signals=True)
     ranks = Ranks(run)
     ranks.await_step(3)
     for rank in (0, 1, 1, 0):
@@ -53,6 +54,7 @@ def test_signals_of_a_launcher_and_of_a_group_that_come_together_are_one_request
     assert len(run.tags()) == 1
     said = ranks.said()
     assert said.count("; exiting") == 1 and "SIGTERM on rank" in said
+    assert "the script's own handler" in said
 
 
 def test_a_rank_that_reaches_no_boundary_leaves_at_the_deadline(tmp_path):
@@ -71,48 +73,14 @@ def test_a_rank_that_reaches_no_boundary_leaves_at_the_deadline(tmp_path):
     ranks.codes()
 
 
-def test_a_rank_that_reaches_no_boundary_gives_up_when_it_is_asked_again(tmp_path):
-    run = Run(str(tmp_path), 2, seconds=50.0, stuck_rank=1)
-    ranks = Ranks(run)
-    ranks.await_step(3)
-    ranks.send(1, signal.SIGTERM)
-    time.sleep(2.5)
-    ranks.send(1, signal.SIGTERM)
-    ranks.processes[1].join(20)
-    assert ranks.processes[1].exitcode == 143
-    assert "the signal came again, nothing saved" in ranks.said()
-    ranks.processes[0].kill()
-    ranks.codes()
-
-
 def test_a_request_after_the_last_step_lets_the_script_end(tmp_path):
-    run = Run(str(tmp_path), 2, steps=3, unequal=2)
+    run = Run(str(tmp_path), 2, steps=3, unequal=1)
     ranks = Ranks(run)
     ranks.await_step(3, rank=1)
-    time.sleep(0.5)
+    time.sleep(0.3)
     ranks.send(1, signal.SIGTERM)
     assert ranks.codes() == [0, 0], ranks.said()
     assert run.tags() == []
-
-
-def test_a_script_that_stays_after_its_last_step_is_ended_at_the_deadline(tmp_path):
-    run = Run(str(tmp_path), 2, steps=2, at_end="stay", seconds=1.0)
-    ranks = Ranks(run)
-    ranks.await_step(2)
-    time.sleep(0.3)
-    for rank in (0, 1):
-        ranks.send(rank, signal.SIGTERM)
-    assert ranks.codes() == [143, 143], ranks.said()
-
-
-def test_handlers_of_the_script_are_kept(tmp_path):
-    run = Run(str(tmp_path), 2, steps=1000, step_seconds=0.01, script_signals=True)
-    ranks = Ranks(run)
-    ranks.await_step(3)
-    ranks.send(1, signal.SIGTERM)
-    assert ranks.codes() == [143, 143], ranks.said()
-    assert len(run.tags()) == 1
-    assert ranks.said().count("the script's own handler") == 1
 
 
 @pytest.mark.slow
@@ -138,43 +106,34 @@ def test_an_elastic_run_keeps_its_batches_and_its_curve_as_ranks_come_and_go(tmp
 # -- one process ----------------------------------------------------------------------------------------
 
 
-def _engine(folder, number=0):
-    return xds.initialize(torch.nn.Linear(8, 8), config_of(Run(folder), number))
+def _engine(folder, number=0, **changes):
+    return xds.initialize(torch.nn.Linear(8, 8), config_of(Run(folder, **changes), number))
+
+
+def _step(engine):
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
 
 
 def _handlers_come_and_go(folder):
+    """They and the grace file go with the last engine; two engines cannot save into one folder."""
     os.environ["XDS_GRACE_FILE"] = f"{folder}/grace"
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
     engine, other = _engine(folder), _engine(folder, 1)
+    with pytest.raises(xds.UsageError, match="another engine of this process saves there"):
+        _engine(folder)
     during = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
-    asked = open(f"{folder}/grace").read()
+    assert float(open(f"{folder}/grace").read()) == 32.0  # preemption_seconds, and a margin
     engine.destroy()
     between = signal.getsignal(signal.SIGTERM)
     other.destroy()
     after = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
     assert before == after and before[0] != during[0] and between == during[0]
     assert not os.path.exists(f"{folder}/grace")
-    return float(asked)
 
 
-def test_handlers_and_grace_file_go_with_the_last_engine(tmp_path):
-    (asked,) = run_new_ranks(_handlers_come_and_go, 1, str(tmp_path))
-    assert asked == 32.0  # preemption_seconds, and a margin
-
-
-def _ignored_stays_ignored(folder):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    engine = _engine(folder)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    engine.destroy()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-
-
-def test_an_ignored_signal_stays_ignored(tmp_path):
-    run_new_ranks(_ignored_stays_ignored, 1, str(tmp_path))
-
-
-def _child_is_ended(folder):
+def _a_child_is_ended(folder):
+    """A forked child that is told to stop stops alone."""
     engine = _engine(folder)
     reader, writer = os.pipe()
     child = os.fork()
@@ -191,72 +150,67 @@ def _child_is_ended(folder):
     engine.destroy()
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_that_is_told_to_stop_stops_alone(tmp_path):
-    run_new_ranks(_child_is_ended, 1, str(tmp_path))
-
-
-def _same_folder(folder):
-    engine = _engine(folder)
-    with pytest.raises(xds.UsageError, match="another engine of this process saves there"):
-        _engine(folder)
-    engine.destroy()
-    _engine(folder).destroy()
-
-
-def test_two_engines_cannot_save_into_one_folder(tmp_path):
-    run_new_ranks(_same_folder, 1, str(tmp_path))
-
-
 def _preempted(folder):
+    """A script may catch it and close its things."""
     engine = _engine(folder)
     os.kill(os.getpid(), signal.SIGTERM)
-    caught = None
-    try:
+    with pytest.raises(xds.Preempted, match="SIGTERM on rank 0") as caught:
         while True:
-            engine.backward(engine(torch.ones(2, 8)).sum())
-            engine.step()
-    except SystemExit as error:
-        caught = error
+            _step(engine)
     engine.destroy()
-    assert isinstance(caught, xds.Preempted) and caught.code == 143
-    assert os.path.isdir(caught.path) and "SIGTERM on rank 0" in str(caught)
+    assert caught.value.code == 143 and os.path.isdir(caught.value.path)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def _asked_after_engines_before(folder):
     """One engine was dropped without destroy, one was saved; the deadline of that request passes."""
-    config = config_of(Run(folder, seconds=1.0))
-    xds.initialize(torch.nn.Linear(8, 8), config)
+    _engine(folder, seconds=1.0)
     gc.collect()
     for _ in range(2):
-        engine = xds.initialize(torch.nn.Linear(8, 8), config)
+        engine = _engine(folder, seconds=1.0)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(xds.Preempted):
             while True:
-                engine.backward(engine(torch.ones(2, 8)).sum())
-                engine.step()
+                _step(engine)
         engine.destroy()
-    engine = xds.initialize(torch.nn.Linear(8, 8), config)
+    engine = _engine(folder, seconds=1.0)
     time.sleep(1.5)
-    engine.backward(engine(torch.ones(2, 8)).sum())
-    engine.step()
+    _step(engine)
     engine.destroy()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_request_ends_with_its_engines(tmp_path):
-    run_new_ranks(_asked_after_engines_before, 1, str(tmp_path))
+def _ignored_stays_ignored(folder):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    engine = _engine(folder)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    engine.destroy()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
-def test_a_script_may_catch_it_and_close_its_things(tmp_path):
-    run_new_ranks(_preempted, 1, str(tmp_path))
+def _one_after_the_other(folder):
+    warnings.simplefilter("ignore")  # Python warns of a fork where threads are
+    for number, case in enumerate(
+        (
+            _handlers_come_and_go,
+            _a_child_is_ended,
+            _preempted,
+            _asked_after_engines_before,
+            _ignored_stays_ignored,
+        )
+    ):
+        case(f"{folder}/{number}")
 
 
-def _preempted_unread(folder, kind):
-    if kind == "a full disk":
-        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-    else:
+def test_handlers_requests_children_and_exceptions_in_one_process(tmp_path):
+    for number in range(5):
+        (tmp_path / str(number)).mkdir()
+    run_new_ranks(_one_after_the_other, 1, str(tmp_path))
+
+
+def _unread(folder):
+    """It saves whoever reads standard error: nobody, or a pipe that is full."""
+    for kind in ("nobody", "a full pipe"):
         reader, writer = os.pipe()
         os.dup2(writer, 2)
         os.close(writer)
@@ -268,9 +222,33 @@ def _preempted_unread(folder, kind):
                 while True:
                     os.write(2, b"x" * 4096)
             os.set_blocking(2, True)
-    _preempted(folder)
+        _preempted(f"{folder}/{kind}")
 
 
-@pytest.mark.parametrize("kind", ["nobody", "a full pipe", "a full disk"])
-def test_it_saves_whoever_reads_standard_error(kind, tmp_path):
-    run_new_ranks(_preempted_unread, 1, str(tmp_path), kind)
+def test_it_saves_whoever_reads_standard_error(tmp_path):
+    run_new_ranks(_unread, 1, str(tmp_path))
+
+
+def _leaves(folder, kind):
+    """It is asked, and ends no step; then it is asked again, or the deadline comes."""
+    preemption.REPEATED_SECONDS = 0.1
+    os.dup2(os.open(f"{folder}/said", os.O_WRONLY | os.O_CREAT), 2)
+    engine = _engine(folder, seconds=50.0 if kind == "again" else 0.5)
+    _step(engine)
+    os.kill(os.getpid(), signal.SIGTERM)
+    if kind == "again":
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("again", "the signal came again"), ("deadline", "preemption_seconds are over")],
+)
+def test_a_process_that_ends_no_step_leaves_when_it_is_asked_again_or_at_the_deadline(
+    kind, reason, tmp_path
+):
+    with pytest.raises(AssertionError, match="died with exit code 143"):
+        run_new_ranks(_leaves, 1, str(tmp_path), kind)
+    assert f"{reason}, nothing saved" in (tmp_path / "said").read_text()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import xds
 from xds.deepspeed import checkpointing
 from xds.pipe import PipelineModule
-from xds.utils.module_buffers import modules_of
 
 WIDTH, STEPS, COUNT = 6, 2, 3
 
@@ -105,11 +104,10 @@ def test_a_recomputed_block_counts_once_and_finds_the_values_of_its_forward(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize(("config", "backend"), [(RECOMPUTED, "aot_eager"), (CPU, "eager")])
-def test_the_same_where_blocks_are_compiled(config: dict[str, Any], backend: str) -> None:
-    zero = {"zero_optimization": {"stage": 1}, "compile": {"enabled": True, "backend": backend}}
+def test_the_same_where_blocks_are_compiled() -> None:
+    zero = {"zero_optimization": {"stage": 1}, "compile": {"enabled": True, "backend": "eager"}}
     plain = partial(Model, False)
-    wanted, found = train(model_of(plain)), train(model_of(plain), **zero, **config)
+    wanted, found = train(model_of(plain)), train(model_of(plain), **zero, **CPU)
     assert all(torch.allclose(found[name], wanted[name], atol=1e-5) for name in wanted)
 
 
@@ -121,9 +119,7 @@ def buffers_in_a_pipeline(schedule: str, chunks: int, config: dict[str, Any]) ->
     return {name: found[name] for name, _ in model.named_buffers()}
 
 
-@pytest.mark.parametrize(
-    ("schedule", "chunks"), [("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zbv", 2)]
-)
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved_1f1b", 3), ("zbv", 2)])
 def test_a_rank_with_several_stages_writes_a_buffer_outside_of_blocks_once(
     schedule: str, chunks: int
 ) -> None:
@@ -192,12 +188,3 @@ def test_tiles_that_run_again_in_backward_count_once() -> None:
     assert module.tiles == 8
     xds.tensor.tile_forward(module, 2)(x).sum().backward()
     assert module.tiles == 12
-
-
-def test_modules_of_a_function() -> None:
-    block = Block()
-    parts = set(block.modules())
-    assert set(modules_of(block)) == set(modules_of(block.forward)) == parts
-    assert set(modules_of(partial(nn.Module.forward, block))) == parts
-    assert set(modules_of(lambda x, held=None: [b(x) for b in [block]])) == parts
-    assert modules_of(torch.relu) == []

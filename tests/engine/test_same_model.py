@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import run_processes, run_ranks
 from torch import nn
-from warm_ranks import warm
 
 import xds
 
@@ -34,57 +34,46 @@ def zero(**more: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 2, **more}}
 
 
-@pytest.mark.parametrize(
-    ("own", "found"),
-    [
-        (zero(stage=1), "zero_optimization.stage = 0 on rank 0 and 1 on rank 1;"),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}},
-            "optimizer.params.lr = 0.01 on rank 0 and 1.0 on rank 1;",
-        ),
-        (
-            {"optimizer": {"type": "Lion", "params": {"lr": 1e-2}}},
-            'optimizer.type = "AdamW" on rank 0 and "Lion" on rank 1;',
-        ),
-        (
-            {"optimizer": {"type": "AdamW", "params": {**LR["params"], "betas": [0.5, 0.9]}}},
-            "optimizer.params.betas = not given on rank 0 and [0.5, 0.9] on rank 1;",
-        ),
-        ({"gradient_clipping": 1.0}, "gradient_clipping = 0.0 on rank 0 and 1.0 on rank 1;"),
-        ({"scheduler": WARMUP}, 'scheduler.type = not given on rank 0 and "WarmupLR" on rank 1;'),
-        ({"bf16": {"enabled": True}}, "bf16.enabled = false on rank 0 and true on rank 1;"),
-        (
-            {"gradient_accumulation_steps": 3},
-            "gradient_accumulation_steps = 1 on rank 0 and 3 on rank 1;",
-        ),
-        ({"train_batch_size": 3}, "train_batch_size = 2 on rank 0 and 3 on rank 1"),  # 3 / 2 ranks
-        (
-            {"tensor_parallel": {"tp_size": 2}},
-            "tensor_parallel.tp_size = 1 on rank 0 and 2 on rank 1;",
-        ),
-        (
-            {"checkpoint": {"async_save": True}},
-            "checkpoint.async_save = false on rank 0 and true on rank 1;",
-        ),
-        (
-            {"communication": {"shared_memory": False}},
-            "communication.shared_memory = true on rank 0 and false on rank 1;",
-        ),
-        ({"watch": {"enabled": False}}, "watch.enabled = true on rank 0 and false on rank 1;"),
-    ],
-)
-def test_a_setting_that_differs_is_named_with_the_values_of_all_ranks(
-    own: dict[str, Any], found: str
-) -> None:
-    for said in warm(2).run(message, [{}, own]):
+OWN: list[tuple[dict[str, Any], str]] = [  # of rank 1, and what is said
+    (zero(stage=1), "zero_optimization.stage = 0 on rank 0 and 1 on rank 1;"),
+    (
+        {"optimizer": {"type": "Lion", "params": {"lr": 1e-2}}},
+        'optimizer.type = "AdamW" on rank 0 and "Lion" on rank 1;',
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {**LR["params"], "betas": [0.5, 0.9]}}},
+        "optimizer.params.betas = not given on rank 0 and [0.5, 0.9] on rank 1;",
+    ),
+    ({"gradient_clipping": 1.0}, "gradient_clipping = 0.0 on rank 0 and 1.0 on rank 1;"),
+    ({"scheduler": WARMUP}, 'scheduler.type = not given on rank 0 and "WarmupLR" on rank 1;'),
+    ({"bf16": {"enabled": True}}, "bf16.enabled = false on rank 0 and true on rank 1;"),
+    ({"train_batch_size": 3}, "train_batch_size = 2 on rank 0 and 3 on rank 1"),  # 3 / 2 ranks
+    ({"tensor_parallel": {"tp_size": 2}}, "tensor_parallel.tp_size = 1 on rank 0 and 2 on rank 1;"),
+    ({"watch": {"enabled": False}}, "watch.enabled = true on rank 0 and false on rank 1;"),
+]
+
+
+def messages() -> None:
+    for own, found in OWN:
+        said = message([{}, own])
         assert said.startswith("rank 1 has another config than rank 0: ")
         assert found in said and len(said) < 600, said
         assert said.endswith("; pass the same config on every rank")
+    said = message([zero()] * 2, True)
+    assert "another model than rank 0: parameter 1.weight float32[4, 4] (frozen) on rank 1" in said
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=[0.1, 0.2][dist.get_rank()])
+    with pytest.raises(xds.UsageError, match="optimizer=, group 0, lr = 0.1 on rank 0 and 0.2 on"):
+        xds.initialize(model, {"train_micro_batch_size_per_gpu": 1}, optimizer=optimizer)
+
+
+def test_what_differs_is_named_with_the_values_of_all_ranks() -> None:
+    run_ranks(messages, 2)
 
 
 def test_many_ranks_and_many_keys_are_one_short_sentence() -> None:
     by_rank = [{}, {"gradient_clipping": 1.0}, {}, {"gradient_clipping": 1.0, **zero(stage=3)}]
-    for said in warm(4).run(message, by_rank):
+    for said in run_ranks(message, 4, by_rank):
         assert "gradient_clipping = 0.0 on ranks 0, 2 and 1.0 on ranks 1, 3; " in said
         assert "zero_optimization.stage = 0 on ranks 0, 1, 2 and 3 on rank 3;" in said
 
@@ -99,24 +88,4 @@ def train_with(by_rank: list[dict[str, Any]]) -> None:
 def test_what_concerns_one_node_or_rank_0_alone_may_differ(tmp_path: Any) -> None:
     of_rank_0 = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path)}}
     folders = [{"checkpoint": {"preemption_save_dir": str(tmp_path / name)}} for name in "ab"]
-    warm(2).run(train_with, [{**of_rank_0, "steps_per_print": 1, **folders[0]}, folders[1]])
-
-
-def message_of_optimizers() -> str:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=[0.1, 0.2][dist.get_rank()])
-    with pytest.raises(xds.UsageError) as caught:
-        xds.initialize(model, {"train_micro_batch_size_per_gpu": 1}, optimizer=optimizer)
-    return str(caught.value)
-
-
-def test_an_optimizer_of_the_script_is_compared() -> None:
-    for said in warm(2).run(message_of_optimizers):
-        assert "optimizer=, group 0, lr = 0.1 on rank 0 and 0.2 on rank 1;" in said
-
-
-def test_a_frozen_parameter_is_named() -> None:
-    for said in warm(2).run(message, [zero()] * 2, True):
-        assert (
-            "another model than rank 0: parameter 1.weight float32[4, 4] (frozen) on rank 1" in said
-        )
+    run_processes(train_with, 2, [{**of_rank_0, "steps_per_print": 1, **folders[0]}, folders[1]])

@@ -16,7 +16,6 @@ from runs import config
 from torch import Tensor, nn
 
 import xds
-from xds.engine.steps.accumulation import Accumulation
 
 OPTIONS = {"lr": 0.05, "weight_decay": 0.1}
 
@@ -232,23 +231,23 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def at_every_stage() -> None:
-    for stage in (0, 1, 2, 3):
+def at_several_stages() -> None:
+    for stage in (0, 3):
         callers(stage, None)
         in_an_accumulation(stage)
-        accumulates(stage)
     for stage in (1, 3):
-        callers(stage, torch.optim.AdamW)
+        accumulates(stage)
         updates(stage, torch.optim.AdamW)
         of_a_part(stage)
         copies(stage)
-        both(stage)
+    callers(2, torch.optim.AdamW)
+    both(1)
     with_a_closure(2)
     torch_step(2)
 
 
 def test_torchs_calls_do_what_they_do_in_torch() -> None:
-    run_ranks(at_every_stage, 2)
+    run_ranks(at_several_stages, 2)
 
 
 def warnings_of(call: Callable[[xds.Engine], None], **more: Any) -> list[str]:
@@ -306,17 +305,3 @@ def said() -> None:
 
 def test_what_would_count_twice_is_said_once() -> None:
     run_ranks(said, 1)
-
-
-def test_a_call_of_the_optimizer_counts_all_micro_batches_since_the_last_one() -> None:
-    counts = Accumulation(4, is_managed=True)
-    for _ in range(2):
-        counts.forward()
-        counts.backward()
-    counts.backward()  # another loss of the second forward
-    assert not counts.ends_step(counts_all=True)
-    assert counts.count(counts_all=True) == 2
-    for _ in range(2):
-        counts.forward()
-        counts.backward()
-    assert counts.ends_step(counts_all=True) and not counts.ends_step()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from warm_ranks import warm
 
 import xds.deepspeed as deepspeed
+from xds.deepspeed.utils import groups
 
 
 def train(model: nn.Module, stage: int, seed: int) -> Any:
@@ -96,3 +97,25 @@ def copies() -> None:
 
 def test_copies_of_a_trained_model_do_not_hold_its_engine() -> None:
     warm(2).run(copies)
+
+
+def sequence_ranks() -> list[int]:
+    """What `deepspeed.utils.groups` says while other engines come and go."""
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}}
+    found = []
+    first = deepspeed.initialize(model=build(), config=config, mesh_param=(1, 2))[0]
+    for is_destroyed in (True, False):
+        second = deepspeed.initialize(model=build(), config=config)[0]
+        found.append(groups._get_sequence_parallel_world_size())
+        if is_destroyed:
+            second.destroy()
+            found.append(groups._get_sequence_parallel_world_size())
+        del second
+        gc.collect()
+        found.append(groups._get_sequence_parallel_world_size())
+    first.destroy()
+    return found
+
+
+def test_groups_are_those_of_the_newest_engine_that_trains() -> None:
+    assert warm(2).run(sequence_ranks) == [[1, 2, 2, 1, 2]] * 2

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from helpers import run_new_ranks, run_processes
 
-from xds.ops.comm.memory import operations
+from xds.ops.comm.memory.segment import segment
 from xds.ops.comm.opening import open_collectives
 from xds.ops.comm.shared_memory import SharedMemory
 from xds.ops.watch import watch
@@ -174,7 +174,7 @@ def dropping() -> tuple[list[float], int]:
     shared.barrier()
     time.sleep(0.01)
     shared.barrier()
-    return found, len(operations._dropped)
+    return found, len(segment().dropped)
 
 
 def test_a_dropped_handle_holds_up_nobody_and_leaves_nothing() -> None:

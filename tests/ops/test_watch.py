@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from xds.ops.comm.native import Native
 from xds.ops.comm.opening import open_collectives
 from xds.ops.comm.shared_memory import SharedMemory
 from xds.ops.watch import Report, Store, Watch, explain
+from xds.ops.watch.config import WatchConfig
 from xds.ops.watch.diagnosis import GONE, OUTSIDE, first_difference
+from xds.ops.watch.sentinel import start_watching, stop_watching
 from xds.utils.errors import PeerError
 
 A, B, C = (f"all_gather of unit '{name}'" for name in "abc")
@@ -143,6 +146,25 @@ def test_a_lost_store_leaves_what_this_rank_knows() -> None:
         assert f"rank 1 did not report: {GONE}" in str(error)
         later = watch.failed(watch.start("barrier", 0), RuntimeError("closed"), None)
         assert str(later) == str(error)  # a lost group stays lost, for the first reason
+
+
+def test_the_thread_beats_as_often_as_the_engine_that_needs_it_most() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    store = Store(dist.HashStore(), "0", 0)
+    watches = [Watch(0, 1, engine, lambda: store) for engine in (0, 1)]
+    try:
+        for watch, seconds in zip(watches, (60, 0.05), strict=True):
+            start_watching(watch, "0", WatchConfig(heartbeat_seconds=seconds), 600)
+        beats: set[str | None] = set()
+        deadline = time.monotonic() + 30
+        while len(beats) < 4 and time.monotonic() < deadline:
+            beats.add(store.read("xds/beat/1/0"))
+            time.sleep(0.01)
+        assert len(beats) == 4
+    finally:
+        for watch in watches:
+            stop_watching(watch)
+        dist.destroy_process_group()
 
 
 def test_buffers_of_one_unit_are_told_apart() -> None:

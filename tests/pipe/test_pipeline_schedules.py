@@ -2,11 +2,8 @@
 
 import importlib
 import random
-import subprocess
-import sys
 
 import pytest
-from thinned import RUNS_ALL
 
 from xds.pipe.schedules import (
     SCHEDULES,
@@ -81,9 +78,9 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("case", ORDERS, ids=str)
-def test_the_order_of_small_pipelines(case):
-    assert lines(computed(build_table(*case).rows)) == ORDERS[case]
+def test_the_order_of_small_pipelines():
+    for case, order in ORDERS.items():
+        assert lines(computed(build_table(*case).rows)) == order, case
 
 
 def test_messages_are_sent_at_once_and_received_one_action_ahead():
@@ -178,13 +175,6 @@ def test_every_schedule_ends_and_is_complete():
         check(*case)
 
 
-@pytest.mark.slow
-def test_every_schedule_ends_and_is_complete_exhaustively():
-    some = [*range(1, 17), 24, 31, 32, 48, 63, 64]
-    for case in cases(range(1, 9), range(1, 65) if RUNS_ALL else some):
-        check(*case)
-
-
 def test_a_receive_is_at_most_one_action_ahead():
     """The memory of the messages: between a receive and its user there is one compute action."""
     for case in cases((2, 4), (4, 8)):
@@ -201,8 +191,7 @@ def test_a_receive_is_at_most_one_action_ahead():
                 assert any(users), f"{case}: {receive} is early"
 
 
-@pytest.mark.parametrize("p", [2, 4, 8])
-@pytest.mark.parametrize("times", [1, 2, 3, 8])
+@pytest.mark.parametrize(("p", "times"), [(2, 1), (4, 3), (8, 2)])
 def test_the_bubble_has_the_length_of_the_formula(p, times):
     m = times * p
     assert bubble("gpipe", p, m) == pytest.approx((p - 1) / (m + p - 1))
@@ -216,24 +205,6 @@ def test_the_bubble_has_the_length_of_the_formula(p, times):
 
 def bubble(name, p, m, chunks=0):
     return simulate(build_table(name, p, m, chunks), EQUAL).bubble
-
-
-@pytest.mark.parametrize("p", [2, 4, 8])
-def test_the_targets_of_the_zero_bubble_schedules(p):
-    m = 4 * p
-    idle = {
-        name: simulate(build_table(name, p, m), EQUAL).makespan_seconds - 3 * m
-        for name in ("1f1b", "zero_bubble")
-    }
-    assert idle["zero_bubble"] <= 0.37 * idle["1f1b"]
-    assert bubble("zbv", p, m) <= 0.05
-    assert bubble("dualpipev", p, m) <= 0.05
-
-
-def test_uneven_rounds_cost_no_more_than_the_formula():
-    for p in (2, 3, 4, 8):
-        for m in range(p, 4 * p):
-            assert bubble("interleaved_1f1b", p, m) <= (p - 1) / (2 * m + p - 1) + 0.02, (p, m)
 
 
 def test_times_of_a_message():
@@ -336,11 +307,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_numbers_that_cannot_work(case):
-    with pytest.raises(ScheduleError) as caught:
-        build_table(*case)
-    assert REFUSED[case] in str(caught.value)
+def test_numbers_that_cannot_work():
+    for case, said in REFUSED.items():
+        with pytest.raises(ScheduleError) as caught:
+            build_table(*case)
+        assert said in str(caught.value)
 
 
 GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
@@ -369,6 +340,8 @@ BAD_TABLES = {
 
 def test_a_table_of_torchs_format_is_read(tmp_path):
     assert lines(computed(read_table(GOOD).rows)) == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+    pair = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"  # of torch, which is split
+    assert lines(read_table(pair).rows) == ["0F0 0F1 0B0 0B1"]
     for case in cases((1, 2, 4), (8,)):
         table = with_states(build_table(*case), gathers_each=True, reduces_each=False)
         assert read_table(table.text()).rows == build_table(*case).rows
@@ -389,17 +362,12 @@ def test_a_table_of_torchs_format_is_read(tmp_path):
             load_table(tmp_path / name, 2, 2)
 
 
-def test_a_pair_of_torch_is_split():
-    text = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"
-    assert lines(read_table(text).rows) == ["0F0 0F1 0B0 0B1"]
-
-
-@pytest.mark.parametrize("text", BAD_TABLES, ids=repr)
-def test_a_table_that_cannot_work_is_one_sentence(text):
-    with pytest.raises((ScheduleError, DeadlockError)) as caught:
-        read_table(text, "a.csv")
-    assert BAD_TABLES[text] in str(caught.value)
-    assert str(caught.value).startswith("a.csv") and "\n" not in str(caught.value)
+def test_a_table_that_cannot_work_is_one_sentence():
+    for text, said in BAD_TABLES.items():
+        with pytest.raises((ScheduleError, DeadlockError)) as caught:
+            read_table(text, "a.csv")
+        assert said in str(caught.value), text
+        assert str(caught.value).startswith("a.csv") and "\n" not in str(caught.value)
 
 
 def test_a_deadlock_says_who_waits_for_what():
@@ -424,22 +392,9 @@ def test_damaged_tables_raise_no_other_error():
             pass
 
 
-def test_schedules_do_not_import_torch():
-    program = "import xds.pipe.schedules, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
 def test_auto_takes_no_more_stages_than_layers():
     assert SchedulePlan("auto", 2, 0, 8, num_layers=8).placement.num_stages == 4
     assert SchedulePlan("auto", 2, 0, 8, num_layers=3).placement.num_stages == 2
     assert (
         SchedulePlan("auto", 4, 0, 8, num_layers=3).placement.num_stages == 4
     )  # the cut refuses it
-
-
-def test_a_file_is_read_once(tmp_path):
-    file = tmp_path / "table.csv"
-    file.write_text(GOOD)
-    plan = SchedulePlan(str(file), 2, 0, 2, 2)
-    file.unlink()
-    assert plan.table(2) is plan.table(2)

@@ -155,14 +155,14 @@ def lines() -> list[str]:
     """What is logged where groups are opened."""
     from xds.ops.comm import opening
 
-    opening._told.clear()
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     opening.log.addHandler(handler)
     try:
-        for _ in range(2):
-            opening.open_collectives(dist.group.WORLD, torch.device("cuda"))
+        world = opening.open_collectives(dist.group.WORLD, torch.device("cuda"))
+        part = opening.PartOf(world, (0, 1))
+        opening.open_collectives(dist.group.WORLD, torch.device("cuda"), part)
     finally:
         opening.log.removeHandler(handler)
     return told

@@ -1,14 +1,15 @@
-"""Tests of compiled blocks with slices: one graph without a break, and the numbers of eager blocks."""
+"""Compiled blocks with slices: one graph without a break, and the numbers of eager blocks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import runs
 import torch
 import torch.nn.functional as F
+from helpers import run_processes
 from torch import Tensor, nn
-from warm_ranks import warm
 
 import xds
 
@@ -53,22 +54,17 @@ def train(section: dict[str, Any] | None, stage: int = 0, dropout: float = 0.0) 
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": SAMPLES,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "tensor_parallel": {"tp_size": 2, "plan": PLAN},
-    }
+    tensor = {"tp_size": 2, "plan": PLAN}
+    config = runs.config(stage, params={"eps": 1e-2}, tensor_parallel=tensor)
     if section is not None:
         config["compile"] = {"enabled": True, **section}
     engine = xds.initialize(Model(dropout), config)
-    found = []
-    for step in range(STEPS):
-        x = torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss = engine(x)
-        engine.backward(loss)
-        engine.step()
-        found.append((loss.item(), engine.get_global_grad_norm()))
+    shape = (SAMPLES, LENGTH, WIDTH)
+    found = runs.train(
+        engine,
+        STEPS,
+        lambda step, _: torch.randn(shape, generator=torch.Generator().manual_seed(step)),
+    )
     engine.destroy()
     return found, counters["stats"]["unique_graphs"]
 
@@ -79,26 +75,16 @@ def refused(*args: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("backend", "stage"),
-    [
-        ("aot_eager", 0),
-        pytest.param("aot_eager", 3, marks=pytest.mark.slow),
-        pytest.param("inductor", 0, marks=pytest.mark.slow),
-    ],
-)
-def test_a_compiled_block_is_one_graph_with_the_numbers_of_an_eager_one(backend, stage):
-    section = {"backend": backend, "kwargs": {"fullgraph": True}}
-    (compiled, graphs), other = warm(2).run(train, section, stage)
-    (eager, no_graphs), _ = warm(2).run(train, None, stage)
+def test_a_compiled_block_is_one_graph_with_the_numbers_of_an_eager_one() -> None:
+    section = {"backend": "aot_eager", "kwargs": {"fullgraph": True}}
+    (compiled, graphs), other = run_processes(train, 2, section, 3)
+    (eager, no_graphs), _ = run_processes(train, 2, None, 3)
     assert (compiled, graphs) == other
-    assert (graphs, no_graphs) == (
-        3,
-        0,
-    )  # one for each block, and one for the proof in evaluation mode
+    # one for each block, and one for the proof in evaluation mode
+    assert (graphs, no_graphs) == (3, 0)
     assert torch.tensor(compiled).allclose(torch.tensor(eager), rtol=1e-6, atol=0)
 
 
-def test_dropout_in_a_compiled_block_is_refused():
-    for message in warm(2).run(refused, {"backend": "aot_eager"}, 0, 0.1):
+def test_dropout_in_a_compiled_block_is_refused() -> None:
+    for message in run_processes(refused, 2, {"backend": "aot_eager"}, 0, 0.1):
         assert "tensor ranks need different random numbers" in message

@@ -15,24 +15,18 @@ from xds.tensor.sequence.shares import Range, shares
 SAMPLES, TOKENS, WIDTH = 2, 11, 4
 
 
-@pytest.mark.parametrize(
-    ("heads", "world_size", "wanted"),
-    [
-        (1, 2, 1),
-        (2, 4, 2),
-        (3, 4, 2),
-        (4, 4, 4),
-        (9, 4, 4),
-        (4, 6, 3),
-        (5, 6, 3),
-        (3, 5, 1),
-        (2, 8, 2),
-    ],
-)
-def test_the_ranks_that_exchange_heads_are_the_largest_divisor(
-    heads: int, world_size: int, wanted: int
-) -> None:
-    assert num_exchanging(heads, world_size) == wanted
+def test_the_ranks_that_exchange_heads_are_the_largest_divisor() -> None:
+    wanted = {
+        (1, 2): 1,
+        (2, 4): 2,
+        (3, 4): 2,
+        (9, 4): 4,
+        (4, 6): 3,
+        (5, 6): 3,
+        (3, 5): 1,
+        (2, 8): 2,
+    }
+    assert {one: num_exchanging(*one) for one in wanted} == wanted
 
 
 def test_four_ranks_with_three_heads_are_two_blocks() -> None:
@@ -101,7 +95,7 @@ KINDS = ["causal", "window", "padded right", "padded left", "packed", "packed wi
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_blocks", [1, 2, 4])
+@pytest.mark.parametrize("num_blocks", [1, 4])
 def test_masks_of_blocks_are_parts_of_the_whole_mask(kind: str, num_blocks: int) -> None:
     seen = seen_of(kind)
     wanted = whole_mask(seen)
@@ -144,7 +138,7 @@ def by_blocks(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("kv_heads", "num_blocks"), [(4, 1), (2, 3), (1, 4)])
+@pytest.mark.parametrize(("kv_heads", "num_blocks"), [(2, 3), (1, 4)])
 def test_attention_by_blocks_equals_that_of_torch(
     kind: str, kv_heads: int, num_blocks: int
 ) -> None:

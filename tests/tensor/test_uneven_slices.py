@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import runs
 import torch
 from helpers import run_ranks
 from pipeline_runs import SAME
@@ -28,12 +29,7 @@ def build() -> nn.Module:
 
 
 def config_of(stage: int, **zero: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
-        "tensor_parallel": {"tp_size": 2},
-    }
+    return runs.config(stage, params={"eps": 1e-3}, zero=zero, tensor_parallel={"tp_size": 2})
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
@@ -68,24 +64,21 @@ def alone() -> list[float]:
 
 
 # a block has 2,736 and 1,392 elements on the two ranks
-@pytest.mark.parametrize(
-    ("stage", "zero"),
-    [
-        (0, {"unit_min_numel": 2200}),
-        (3, {"unit_min_numel": 2200}),
-        (3, {"unit_min_numel": 0, "stage3_param_persistence_threshold": 2200}),
-        (3, {"unit_min_numel": 0, "stage3_prefetch_bucket_size": 2200}),
-        (3, {"unit_min_numel": 0, "stage3_max_live_parameters": 6000}),
-        (3, {"unit_min_numel": 0, "stage3_max_reuse_distance": 4000}),
-    ],
-    ids=["units0", "units3", "persistence", "prefetch", "live", "reuse"],
-)
-def test_a_threshold_between_the_sizes_of_slices_decides_alike(
-    stage: int, zero: dict[str, int]
-) -> None:
-    (first, units), (second, others) = run_ranks(train, 2, config_of(stage, **zero))
-    assert first == second and units == others
-    assert first == pytest.approx(alone(), rel=SAME)
+CASES: list[tuple[int, dict[str, int]]] = [
+    (0, {"unit_min_numel": 2200}),
+    (3, {"unit_min_numel": 2200}),
+    (3, {"stage3_param_persistence_threshold": 2200}),
+    (3, {"stage3_prefetch_bucket_size": 2200}),
+    (3, {"stage3_max_live_parameters": 6000}),
+    (3, {"stage3_max_reuse_distance": 4000}),
+]
+
+
+def test_a_threshold_between_the_sizes_of_slices_decides_alike() -> None:
+    wanted = pytest.approx(alone(), rel=SAME)
+    for stage, zero in CASES:
+        (first, units), (second, others) = run_ranks(train, 2, config_of(stage, **zero))
+        assert first == second == wanted and units == others, zero
 
 
 def forwards_of_slices(config: dict[str, Any]) -> list[float]:

@@ -1,7 +1,9 @@
-"""Graphs that use a unit's parameters in unusual ways: correct at every stage, without a crash."""
+"""Forwards and graphs that use parameters in unusual ways: numbers of plain PyTorch, nothing left gathered."""
 
 from __future__ import annotations
 
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,18 +11,28 @@ import runs
 import torch
 import torch.distributed as dist
 from helpers import SMALL_NUMEL, run_ranks
+from models import build as tiny
+from models import micro_batch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import xds
+from xds import zero
+from xds.zero.core.flat_params import FlatParams
+from xds.zero.core.tensors import tensors_in
 
 WIDTH = 12
 assert WIDTH < SMALL_NUMEL < WIDTH**2  # gradients are copied in both ways
 
 
+# -- what a forward may do with parameters ------------------------------------------------------------------
+
+
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Any:
         return x + torch.tanh(self.linear(x))
@@ -29,190 +41,152 @@ class Block(nn.Module):
 class Net(nn.Module):
     block: type[nn.Module] = Block
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(width, width)
-        self.blocks = nn.ModuleList([self.block(width) for _ in range(3)])
-        self.last = nn.Linear(width, 1)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([self.block() for _ in range(3)])
+        self.last = nn.Linear(WIDTH, 1)
 
     def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        result: Tensor = block(x)
-        return result
+        return block(x)  # type: ignore[no-any-return]
 
     def outputs(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
             x = self.call(block, x)
-        result: Tensor = self.last(x)
-        return result
+        return self.last(x)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outputs(x).square().mean()
-
-
-class ViewBlock(nn.Module):
-    """A prompt: what it returns is a view of its parameter, alone and in a tuple."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(2, width, width) / width)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.table[0].expand(1, -1, -1), {"whole": (self.table, len(x))}
-
-
-class Views(Net):
-    block = ViewBlock
-
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        view, more = block(x)
-        return x @ view[0] + x * more["whole"][0][1, 0] + x
 
 
 class Holder:
     """A container that is not registered with torch's pytree."""
 
     def __init__(self, value: Tensor) -> None:
+        self.itself = self
         self.value = value
 
 
-class HeldBlock(ViewBlock):
-    def forward(self, x: Tensor) -> Any:
-        return Holder(self.table[1])
+@dataclass(frozen=True, eq=False)
+class Slotted:
+    __slots__ = ("value",)
+    value: Tensor
+
+
+class Mapped(dict):
+    pass
+
+
+class HeldBlock(nn.Module):
+    """Tensors in objects, also in its input; one is a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, given: Any) -> Any:
+        return Holder(given.value @ self.table[1]), Slotted(self.table[1])
 
 
 class HeldViews(Net):
     block = HeldBlock
 
     def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return torch.tanh(x @ block(x).value) + x
+        held, view = block(Slotted(x))
+        return torch.tanh(held.value) + x @ view.value * 0.1 + x
 
 
-class NothingBlock(Block):
-    def forward(self, x: Tensor, box: list[Tensor] | None = None) -> Any:
-        assert box is not None
-        box.append(super().forward(x))
+class Borrows(Net):
+    """Weights that the model's own code uses before and after recomputed blocks, one of them frozen."""
 
-
-class Nothing(Net):
-    """Blocks that return None."""
-
-    block = NothingBlock
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].linear.weight.requires_grad_(False)
 
     def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        box: list[Tensor] = []
-        block(x, box)
-        return box[0]
-
-
-class After(Net):
-    """A weight that the model's own code uses after its block, one before it, and a frozen one."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.blocks[2].linear.weight.requires_grad_(False)
+        return checkpoint(block, x, use_reentrant=False)
 
     def outputs(self, x: Tensor) -> Tensor:
         x = torch.tanh(x @ self.blocks[2].linear.weight)
-        result: Tensor = super().outputs(x) + (x @ self.blocks[0].linear.weight).sum(-1, True)
-        return result
+        x = super().outputs(x) + (x @ self.blocks[0].linear.weight).sum(-1, True)
+        return x * self.blocks[1].linear.bias
 
 
-class Penalty(Net):
-    """WGAN-GP: the gradient of the outputs is a part of the loss."""
+class Calling(nn.Module):
+    """Calls another unit, which uses this one's weight, between two uses of its own."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        y = self.outputs(x)
-        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return y.square().mean() + (grad.norm(dim=-1) - 1).square().mean()
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
 
-
-class Passed(Net):
-    """A parameter of the root goes into each unit as an input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.token = nn.Parameter(torch.randn(1, width))
-
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return block(x) + block(self.token)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, other: nn.Module) -> Tensor:
+        return other(x @ self.weight, self) @ self.weight  # type: ignore[no-any-return]
 
 
-class OddParameters(Net):
-    """Frozen int8 and bool parameters, and a layer without inputs."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        for block in self.blocks:
-            block.steps = nn.Parameter(torch.arange(8, dtype=torch.int8), requires_grad=False)
-            block.mask = nn.Parameter(torch.tensor([True, False] * 4), requires_grad=False)
-        self.none = nn.Linear(0, width)
-
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        known = (block.steps * block.mask).sum()  # type: ignore[operator]
-        return block(x) + self.none(x[..., :0]) + 0.01 * known  # type: ignore[no-any-return]
+class Called(Block):
+    def forward(self, x: Tensor, caller: Calling) -> Tensor:  # type: ignore[override]
+        return torch.tanh(self.linear(x) @ caller.weight)
 
 
-MODELS: list[type[Net]] = [Views, HeldViews, Nothing, After, Penalty, Passed, OddParameters]
+class Nested(Net):
+    block = Called
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calling = nn.ModuleList([Calling() for _ in range(3)])
+
+    def outputs(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for one, other in zip(self.calling, self.blocks, strict=True):
+            x = x + other(x, one)  # the weight of `one` is dropped: from now on both are gathered
+            x = x + one(x, other)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+MODELS = [HeldViews, Borrows, Nested]  # tests/fuzz has others
+SETTINGS: list[tuple[int, dict[str, Any]]] = [
+    (0, {}),
+    (2, {}),
+    (3, {"stage3_max_reuse_distance": 0, "overlap_comm": False}),
+    (3, {"divergent_graphs": True}),
+]
+UNITS = {Nested: {"units": ["Calling", "Called"]}}
 
 
 def build(kind: type[Net]) -> Net:
     torch.manual_seed(0)
-    with pytest.MonkeyPatch.context() as patch:  # torch warns of layers without elements
-        patch.setattr(nn.init, "kaiming_uniform_", _uniform)
-        return kind(WIDTH)
-
-
-def _uniform(tensor: Tensor, a: float = 0) -> Tensor:
-    bound = (3 / max(tensor.shape[-1], 1)) ** 0.5 / 3**0.5
-    with torch.no_grad():
-        return tensor.uniform_(-bound, bound)
+    return kind()
 
 
 def samples(step: int, rank: int) -> Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def plain(kind: type[Net]) -> list[float]:
-    model = build(kind)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(trained, 0.05)
-    norms = []
-    for step in range(3):
-        for rank in range(2):
-            (model(samples(step, rank)) / 2).backward()
-        norms.append(nn.utils.clip_grad_norm_(trained, 1e9).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms
-
-
-SETTINGS: list[tuple[int, dict[str, Any]]] = [
-    *((stage, {}) for stage in (0, 2, 3)),
-    (3, {"stage3_max_reuse_distance": 0, "overlap_comm": False}),
-    (3, {"divergent_graphs": True}),
-]
-
-
-def start(model: nn.Module, stage: int, zero: dict[str, Any]) -> xds.Engine:
+def start(model: nn.Module, stage: int = 3, zero: dict[str, Any] | None = None) -> xds.Engine:
+    zero = {"stage3_max_reuse_distance": 0} if zero is None else zero
     return xds.initialize(
         model, runs.config(stage, optimizer="SGD", params={"lr": 0.05}, zero=zero)
     )
 
 
+def forgotten(engine: xds.Engine) -> bool:
+    """Nothing is gathered."""
+    return not any(flat.is_unsharded for unit in engine._sharded.units for flat in unit.params)
+
+
 def train(kind: type[Net]) -> list[list[float]]:
     found = []
-    for setting in SETTINGS:
-        engine = start(build(kind), *setting)
+    for stage, section in SETTINGS:
+        engine = start(build(kind), stage, section | UNITS.get(kind, {}))
         norms = []
         for step in range(3):
             x = samples(step, dist.get_rank())
             loss = engine(x)
             if step == 1:  # in between nothing may be dropped that the backward needs
                 engine.eval()
-                with torch.set_grad_enabled(kind is Penalty):
-                    engine(x.detach().clone())
+                with torch.no_grad():
+                    engine(x)
                 engine.train()
             if step == 2:
                 engine.backward(loss * 0.5, retain_graph=True)
@@ -228,49 +202,48 @@ def train(kind: type[Net]) -> list[list[float]]:
 
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 def test_norms_are_those_of_plain_torch(kind: type[Net]) -> None:
-    want = plain(kind)
+    def parts(step: int) -> list[Tensor]:
+        return [samples(step, rank) for rank in range(2)]
+
+    plain = runs.plain(build(kind), 3, parts, optimizer="SGD", lr=0.05)
+    want = pytest.approx([step.norm for step in plain], rel=2e-4)
     for of_rank in run_ranks(train, 2, kind):
         for setting, norms in zip(SETTINGS, of_rank, strict=True):
-            assert norms == pytest.approx(want, rel=2e-4), setting
+            assert norms == want, setting
 
 
-def evaluate() -> None:
-    """A view of a parameter as the result of the whole model, too."""
-    x = samples(0, 0)
-    for kind in (Views, HeldViews, Nothing):
-        plain = build(kind).eval()
-        for setting in SETTINGS:
-            engine = start(build(kind), *setting).eval()
-            with torch.no_grad():
-                torch.testing.assert_close(engine(x), plain(x))
-                if kind is Views:  # a direct call of a part
-                    view = engine.module.blocks[0](x)[0]
-                    torch.testing.assert_close(view[0], plain.blocks[0].table[0])
-            engine.destroy()
+def test_tensors_are_found_in_any_object_but_not_inside_of_modules() -> None:
+    tensor, pair = torch.ones(2), namedtuple("Pair", ["one", "other"])
+    kinds = [tensor, pair(tensor, None), Slotted(tensor), Mapped(a=tensor), UserDict(a=tensor)]
+    for value in (*kinds, Holder(tensor), [Slotted(Mapped(a=tensor))]):
+        (found,) = tensors_in(value)
+        assert found is tensor
+    assert tensors_in((nn.Linear(2, 2), "text", 1.0, None, nn.Linear)) == []
 
 
-def test_evaluation_of_views_is_right() -> None:
-    run_ranks(evaluate, 2)
-
-
-def count_hooks() -> list[int]:
-    found = []
-    for stage in range(4):
-        model = build(Passed)
-        engine = start(model, stage, {})
-        kept = torch.ones(2, WIDTH, requires_grad=True)  # an input that a script keeps
-        for _ in range(5):
-            engine.backward(engine(kept))
+def beside_training() -> None:
+    """torch.autograd.grad, vmap, inference mode, and inputs that a script keeps."""
+    kept = samples(0, dist.get_rank()).requires_grad_()
+    for setting in SETTINGS[1:3]:
+        with torch.inference_mode(), pytest.raises(xds.UsageError, match="inference_mode"):
+            start(build(Net), *setting)
+        model, plain = build(Net), build(Net)
+        engine = start(model, *setting)
+        loss = engine(kept)
+        (own,) = torch.autograd.grad(loss, [model.first.weight], retain_graph=True)
+        (want,) = torch.autograd.grad(plain(kept), [plain.first.weight])
+        torch.testing.assert_close(own, want)
+        for _ in range(2):
+            engine.backward(loss if loss.grad_fn else engine(kept))
             engine.step()
-        assert isinstance(model, Passed)
-        found.append(len(model.token._backward_hooks or {}) + len(kept._backward_hooks or {}))
+            loss = loss.detach()
+        assert not kept._backward_hooks  # no hook stays
+        assert len(torch.func.vmap(model.outputs)(kept.detach())) == 2
         engine.destroy()
-    return found
 
 
-def test_no_hook_stays_on_a_parameter_that_is_an_input_of_units() -> None:
-    for found in run_ranks(count_hooks, 2):
-        assert found == [0, 0, 0, 0]
+def test_autograd_grad_and_vmap_beside_training() -> None:
+    run_ranks(beside_training, 2)
 
 
 DTYPES = (
@@ -279,10 +252,11 @@ DTYPES = (
 )
 
 
-def spread_buffers() -> list[bool]:
+def spread_buffers() -> None:
     rank = dist.get_rank()
-    values: dict[str, Tensor] = {name: torch.full((3,), rank + 1.0) for name in DTYPES}
-    values = {name: value.to(getattr(torch, name)) for name, value in values.items()}
+    values: dict[str, Tensor] = {
+        name: torch.full((3,), rank + 1.0).to(getattr(torch, name)) for name in DTYPES
+    }
     values |= {
         "expanded": torch.full((1,), rank + 1.0).expand(4),
         "transposed": torch.full((3, 4), rank + 1.0).t(),
@@ -294,46 +268,192 @@ def spread_buffers() -> list[bool]:
     model = build(Net)
     for name, value in values.items():
         model.register_buffer(f"of_{name}", value)
-    engine = start(model, 2, {})
-    first = torch.tensor(1.0)
-    same = []
+    start(model, 2).destroy()
     for name, value in values.items():
         now = model.get_buffer(f"of_{name}")
-        want = 0.0 - 1.0j if name == "conjugate" else first
+        want = 0.0 - 1.0j if name == "conjugate" else torch.tensor(1.0)
         whole = now.to(torch.complex64 if now.is_complex() else torch.float32)
-        same.append(
-            bool((whole == want).all()) and now.shape == value.shape and now.dtype == value.dtype
-        )
-    engine.destroy()
-    return same
+        assert (whole == want).all() and (now.shape, now.dtype) == (value.shape, value.dtype), name
 
 
 def test_buffers_of_every_kind_begin_as_rank_0s() -> None:
-    for same in run_ranks(spread_buffers, 2):
-        assert all(same), same
+    run_ranks(spread_buffers, 2)
 
 
-def ask_autograd() -> None:
-    """torch.autograd.grad, vmap and inference mode beside training."""
-    x = samples(0, dist.get_rank())
-    for setting in SETTINGS:
-        with torch.inference_mode(), pytest.raises(xds.UsageError, match="inference_mode"):
-            start(build(Net), *setting)
-        model, plain = build(Net), build(Net)
-        engine = start(model, *setting)
-        loss = engine(x)
-        (own,) = torch.autograd.grad(loss, [model.first.weight], retain_graph=True)
-        (want,) = torch.autograd.grad(plain(x), [plain.first.weight])
-        torch.testing.assert_close(own, want)
+# -- forwards outside of training ---------------------------------------------------------------------------
+
+
+def evaluated() -> None:
+    model, plain = tiny("plain"), tiny("plain")
+    engine = start(model)
+    batch = micro_batch(0, 0)
+    with torch.no_grad():
+        want = float(plain(batch))
+        assert float(engine.eval()(batch)) == want
+    assert forgotten(engine)
+    with torch.inference_mode():
+        assert float(engine(batch)) == want
+    with torch.no_grad():
+        assert float(engine.eval_batch(iter([batch]), 1)) == pytest.approx(want)
+    engine.train()
+    loss = engine(batch)  # a forward without a backward
+    del loss
+    with torch.no_grad():
+        assert float(engine(batch)) == want
+        assert forgotten(engine)
+        layer, other = model.blocks[1].up, plain.blocks[1].up  # a layer inside of a unit
+        torch.testing.assert_close(layer(torch.ones(2, 24)), other(torch.ones(2, 24)))
+
+
+def test_evaluation_needs_no_backward_and_leaves_nothing_gathered() -> None:
+    run_ranks(evaluated, 2)
+
+
+def in_parts() -> None:
+    """The model is never called as a whole: a unit, layers inside of one, the head."""
+    model, plain = build(Net), build(Net)
+    engine = start(model)
+
+    def loss_of(net: Net, x: Tensor) -> Tensor:
+        x = net.blocks[0](x)
+        x = torch.tanh(net.blocks[1].linear(x)) + net.blocks[2].linear(x)
+        return net.last(net.blocks[1].linear(x)).square().mean()
+
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (loss_of(plain, samples(step, rank)) / 2).backward()
+        want = nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+        optimizer.step()
+        engine.backward(loss_of(engine.module, samples(step, dist.get_rank())))
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(want, rel=1e-5)
+
+
+def test_parts_of_the_model_are_called_directly() -> None:
+    run_ranks(in_parts, 2)
+
+
+class Late(Net):
+    """Uses a block's weight from the sixth step on, after the forwards that are checked."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = super().outputs(x) * (x @ self.blocks[0].linear.weight if self.calls > 5 else x)
+        return x.square().mean()
+
+
+def registered() -> None:
+    model, plain = build(Late), build(Late)
+    zero.register_external_parameter(model, model.blocks[0].linear.weight)  # no engine owns it yet
+    engine = start(model)
+    zero.register_external_parameter(model, model.blocks[0].linear.weight)
+    with pytest.raises(xds.UsageError, match="the module is not part of the engine's model"):
+        zero.register_external_parameter(plain, model.blocks[0].linear.weight)
+    for _ in range(8):
+        loss = engine(samples(0, 0))
+        assert loss.item() == pytest.approx(plain(samples(0, 0)).item(), rel=1e-6)
+        engine.backward(loss)
+        engine.zero_grad()
+
+
+def test_a_late_use_can_be_registered() -> None:
+    run_ranks(registered, 2)
+
+
+def unequal(stage: int) -> None:
+    engine, rank = start(tiny("plain"), stage), dist.get_rank()
+    batch = micro_batch(0, 0)
+    want = tiny("plain")(batch).item()
+    with engine.uneven_forwards(), torch.no_grad():
+        for _ in range(3 * rank + 1):
+            assert engine(batch).item() == want
+        if rank == 0:
+            assert engine.module.blocks[2](torch.ones(1, 24)).isfinite().all()
+    if stage == 3:
+        assert forgotten(engine)
+        with pytest.raises(xds.UsageError, match=r"backward inside uneven_forwards\(\)"):
+            with engine.uneven_forwards():
+                engine.backward(engine(batch))
+    loss = engine(batch)
+    engine.backward(loss)
+    engine.step()
+    assert loss.item() == want
+    if rank == 1:
+        with pytest.raises(ZeroDivisionError), engine.uneven_forwards():
+            engine(batch)
+            _ = 1 // 0
+    else:
+        with engine.uneven_forwards():
+            for _ in range(4):
+                engine(batch)
+
+
+def test_ranks_run_unequal_numbers_of_forwards() -> None:
+    run_ranks(unequal, 2, 1)
+    run_ranks(unequal, 3, 3)
+
+
+def generated() -> int:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        settings = transformers.LlamaConfig(**sizes, **heads, **tokens)
+        models.append(transformers.LlamaForCausalLM(settings))
+    engine = start(models[0])
+    prompt = torch.tensor([[5, 6, 7]])
+    length = 4 + 9 * dist.get_rank()
+    mine, plain = (
+        one.generate(prompt, max_new_tokens=length, do_sample=False)[0].tolist()
+        for one in (engine.eval(), models[1].eval())
+    )
+    assert mine == plain
+    engine.backward(engine.train()(input_ids=prompt, labels=prompt).loss)
+    engine.step()
+    return len(mine)
+
+
+def test_generation_stops_at_different_lengths() -> None:
+    assert run_ranks(generated, 2) == [7, 16]
+
+
+class Skips(Net):
+    """Some steps leave out a block."""
+
+    left_out = -1
+
+    def outputs(self, x: Tensor) -> Tensor:
+        for at, block in enumerate(self.blocks):
+            if at != self.left_out:
+                x = F.relu(block(x))
+        return x
+
+
+def gathers_started_on_some_ranks(offload: bool) -> list[float]:
+    more = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    engine = start(build(Skips), 3, {"stage3_max_reuse_distance": 0, **more})
+    waits = pytest.MonkeyPatch()
+    if offload and dist.get_rank():  # its update on the host is never done in time
+        waits.setattr(FlatParams, "may_start", property(lambda _: False))
+    losses = []
+    for step in range(5):
+        engine.module.left_out = 1 if step % 2 else -1
+        loss = engine(torch.ones(2, WIDTH))
         engine.backward(loss)
         engine.step()
-        for rank in range(engine.world_size):
-            (plain(samples(0, rank)) / engine.world_size).backward()
-        total = nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
-        assert engine.get_global_grad_norm() == pytest.approx(total, rel=1e-4), setting
-        assert torch.func.vmap(model.outputs)(x).shape == (2, 1)
-        engine.destroy()
+        losses.append(loss.item())
+    waits.undo()
+    engine.destroy()
+    return losses
 
 
-def test_autograd_grad_and_vmap_beside_training() -> None:
-    run_ranks(ask_autograd, 2)
+def test_a_unit_that_some_ranks_gather_early_and_none_uses_is_gathered_by_all() -> None:
+    wanted = run_ranks(gathers_started_on_some_ranks, 2, False)
+    assert run_ranks(gathers_started_on_some_ranks, 2, True) == wanted

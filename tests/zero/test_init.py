@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -233,21 +227,3 @@ def assert_same(model: nn.Module, want: nn.Module) -> None:
 
 def test_parameters_can_be_gathered_and_edited_in_a_constructor() -> None:
     run_processes(edited_in_a_constructor, 3)
-
-
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "construction.py"
-
-
-@pytest.mark.slow
-def test_building_holds_no_more_than_the_shards_and_the_largest_unit() -> None:
-    pytest.importorskip("safetensors")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--quick"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"  met\b", done.stdout)) == 5

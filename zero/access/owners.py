@@ -246,6 +246,7 @@ def _fingerprint(value: Tensor | None) -> int:
     return int(total.nan_to_num().view(torch.int64))
 
 
+# Parameters are the script's, and remain when an engine ends: the maps are weak
 _owners = WeakTensorKeyDictionary()
 
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -32,7 +33,7 @@ from ..core.slices import Reader, Slices, reader_of_slice
 from .construction import make_real
 from .slices import SliceStore
 
-_WHOLE: Mapping[int, Slices] = {}
+_WHOLE: Mapping[int, Slices] = MappingProxyType({})
 INDEX = "model.safetensors.index.json"
 MOST_INDEX_BYTES = 64 << 20  # of the largest models: less than 20 MB
 _NOT_STRICT = "strict=False ignores missing and extra names"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
@@ -16,13 +17,14 @@ from ...ops.flat import numel_of
 from ...utils.errors import UsageError
 from .discover import UnitPlan, plan_units
 from .flat_grads import FlatGrads
-from .flat_memory import FlatMemory, check_not_written, own_memory, shared_memory
+from .flat_memory import KEY, FlatMemory, check_not_written, own_memory, shared_memory
 from .flat_params import FlatParams
 from .groups import FlatGroup, FlatGroups, buffer_of
 from .layout import Entry, FlatLayout, plan_flat
 from .tensors import broadcast_whole
 from .unit import Unit
 
+log = logging.getLogger("xds")
 WHOLE_BUFFERS = 1 << 11  # the first number of buffers of what tensor ranks hold whole
 SHARED_BUFFERS = 1 << 12  # the first number of buffers of shared groups
 BUFFERS_OF_ONE = 1 << 4  # numbers of one shared group
@@ -60,6 +62,7 @@ class Builder:
     ) -> None:
         """shares_params: the ranks of a machine have one copy of what is trained, if they share memory."""
         self._shares_params = shares_params
+        self._has_told = False  # that the ranks share no memory
         self._groups = groups
         self._flat_groups = flat_groups
         self._policy = flat_groups.data.policy
@@ -208,6 +211,9 @@ class Builder:
             shared = shared_memory(collectives, numel, kind.dtype, buffer=index, name=name)
             if shared is not None:
                 return shared
+            if collectives.rank == 0 and not self._has_told:
+                self._has_told = True
+                log.warning("%s: ranks share no memory here, so each one has all parameters", KEY)
         sender = group.legs.sender(buffer_of(layout, index, kind.dtype, group, trains=kind.trains))
         is_dropped = group.policy.shards_params
         return own_memory(collectives, numel, kind.dtype, sender, is_dropped=is_dropped)

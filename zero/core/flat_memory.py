@@ -6,7 +6,6 @@ shared    raw [world_size * n], read-only, on each machine   each rank writes it
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import final
@@ -21,7 +20,6 @@ from ...ops.comm.shared_flat import SharedFlat
 from ...utils.errors import UsageError
 from .layout import FlatLayout
 
-log = logging.getLogger("xds")
 KEY = "zero_optimization.shared_parameters"
 _REMEDY = (
     "write inside xds.zero.GatheredParameters(params, modifier_rank=0), or use xds.zero.set_full_param or "
@@ -32,7 +30,6 @@ _TEXT = (
     f"\nxds: this rank wrote to a parameter of %s. With {KEY} the ranks of a machine have one copy, which "
     f"scripts may only read: {_REMEDY}\n"
 )
-_told: list[bool] = []
 
 
 class FlatMemory(ABC):
@@ -184,17 +181,9 @@ def own_memory(
 def shared_memory(
     collectives: Collectives, numel: int, dtype: torch.dtype, *, buffer: int, name: str
 ) -> SharedFlatMemory | None:
-    """Memory for flat buffer `buffer`, that of `name`. None: the ranks share none. For all ranks.
-
-    Logs once, on rank 0, that they share none.
-    """
+    """Memory for flat buffer `buffer`, that of `name`. None: the ranks share none. For all ranks."""
     found = collectives.share(numel, dtype, _TEXT % name)
-    if found is not None:
-        return SharedFlatMemory(found, collectives, buffer)
-    if collectives.rank == 0 and not _told:
-        _told.append(True)
-        log.warning("%s: ranks share no memory here, so each one has all parameters", KEY)
-    return None
+    return None if found is None else SharedFlatMemory(found, collectives, buffer)
 
 
 def views_in(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
@@ -233,6 +222,7 @@ def check_not_written(model: nn.Module) -> None:
 
 
 __all__ = [
+    "KEY",
     "FlatMemory",
     "check_not_written",
     "drop_assigned",

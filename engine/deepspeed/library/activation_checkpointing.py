@@ -98,7 +98,7 @@ class CudaRNGStatesTracker:
             _set_state(before)
 
 
-_tracker = CudaRNGStatesTracker()
+_tracker = CudaRNGStatesTracker()  # one, as torch has one random number generator of a device
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
@@ -157,7 +157,7 @@ class _Settings:
     in_cpu: bool = False
 
 
-_settings = _Settings()
+_settings = _Settings()  # DeepSpeed's functions have no engine among their arguments
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.groups`: the process groups of the newest engine that `deepspeed.initialize` has made.
+"""`deepspeed.utils.groups`: the process groups of the newest engine of `deepspeed.initialize` that trains.
 
 Without pipeline stages all ranks are data-parallel ranks.
 """
@@ -19,22 +19,29 @@ NO_SEQUENCE_RANKS = (
 )
 
 
-_newest: list[ReferenceType[Any]] = []  # the adapter, as long as the script has it
+# The adapters, as long as the script has them. DeepSpeed's functions have no engine among their arguments.
+_engines: list[ReferenceType[Any]] = []
 
 
 def follow(engine: Any) -> None:
-    """From now on answer for the `grid` and the `sequence_groups` of this engine."""
-    _newest[:] = [ref(engine)]
+    """From now on answer for the `grid` and the `sequence_groups` of this engine, until it ends."""
+    _engines[:] = [one for one in _engines if one() is not None] + [ref(engine)]
+
+
+def _newest() -> Any:
+    """The newest engine that is not destroyed; where all are, the newest of these. None: there is none."""
+    living = [engine for one in reversed(_engines) if (engine := one()) is not None]
+    return next((engine for engine in living if not engine.is_destroyed), next(iter(living), None))
 
 
 def _sequence_groups() -> Any:
-    engine = _newest[0]() if _newest else None
+    engine = _newest()
     return None if engine is None else engine.sequence_groups
 
 
 def _data_groups() -> Any:
     """What has the groups of data ranks; None: there are no stages and no sequence ranks."""
-    engine = _newest[0]() if _newest else None
+    engine = _newest()
     return None if engine is None else engine.mpu or engine.sequence_groups
 
 

@@ -222,6 +222,7 @@ class ZeroParamStatus(Enum):
 
 
 _BLOCK = 1 << 32  # ids of one engine
+# DeepSpeed's ids tell all parameters of a process apart. The maps are weak: what is dropped leaves them
 _blocks = itertools.count()
 _known: WeakKeyDictionary[Owner, int] = WeakKeyDictionary()  # -> its first id
 _built: Any = WeakTensorKeyDictionary()  # parameters of zero.Init on one rank -> their id

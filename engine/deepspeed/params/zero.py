@@ -26,7 +26,7 @@ from ..errors import methods_raise_theirs
 from ..library.log import logger
 from .parameters import answer_for, answer_for_built
 
-_strict: WeakSet[Owner] = WeakSet()
+_strict: WeakSet[Owner] = WeakSet()  # owners know nothing of DeepSpeed's keys
 
 
 @final

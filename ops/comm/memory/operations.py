@@ -10,7 +10,6 @@ Threads may start operations at once, and wait for different ones. Two may not w
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from ctypes import c_int64
@@ -25,6 +24,7 @@ from ..handles import Done, Handle
 from .library import DONE as IS_DONE
 from .library import ENDED, LEFT, NO_MEMORY, PENDING, SIZE_DIFFERS
 from .peers import Neighbours
+from .segment import Segment
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # as in sums.h
 SLICE_NS = 200_000_000  # the longest time without a look at signals
@@ -73,15 +73,16 @@ class GroupOperations:
     ) -> InMemory:
         """Start `function` of the library. kept: the memory that it reads and writes."""
         self.check(mark)
-        if _dropped:
-            _forget_dropped()
+        segment = self._neighbours.segment
+        if segment.dropped:
+            _forget_dropped(segment)
         try:
             operation = function(self._group, *arguments)
             if operation is None:
                 operation = self._retry(mark, function, arguments)
             return InMemory(self, mark, operation, kept, finish)
         except BaseException:  # of the handler of a signal: the operation may be in flight
-            _interrupted.append((self, kept))
+            segment.interrupted.append((self, kept))
             raise
 
     def check(self, mark: Mark) -> None:
@@ -106,6 +107,10 @@ class GroupOperations:
                 f"process {os.getpid()} was forked from a rank and is none itself, so it cannot take part in "
                 "collectives of that rank: open a process group of its own in it, or start it with spawn"
             )
+
+    def keep(self, operation: int, kept: tuple[Any, ...]) -> None:
+        """Nobody waits for the operation: this object and the memory stay until it is done."""
+        self._neighbours.segment.dropped.append((operation, (self, kept)))
 
     def transfer(
         self,
@@ -192,7 +197,7 @@ class GroupOperations:
         if not self._failure:
             self._failure, self._about = reason, rank
             self.native.leave_group(self._group)  # now: they have a report to write as well
-            _forget_dropped()
+            _forget_dropped(self._neighbours.segment)
         return self.watch.failed(mark, RuntimeError(reason), rank)
 
 
@@ -211,37 +216,28 @@ class Clock:
         return self._seconds
 
 
-# Operations whose handles were dropped before they were done, with their memory
-_dropped: list[tuple[GroupOperations, int, Any]] = []
-# Memory of operations that have no handle, because a signal came in between
-_interrupted: list[Any] = []
-_forgetting = threading.Lock()
-
-
-def _forget_dropped() -> None:
-    if not _forgetting.acquire(blocking=False):  # another thread does it
+def _forget_dropped(of: Segment) -> None:
+    """End what has been dropped and is done now."""
+    if not of.forgetting.acquire(blocking=False):  # another thread does it
         return
     try:
-        for at in range(len(_dropped) - 1, -1, -1):  # others are only added at the end
-            of, operation, _ = _dropped[at]
+        for at in range(len(of.dropped) - 1, -1, -1):  # others are only added at the end
+            operation, _ = of.dropped[at]
             if of.native.status(operation) != PENDING:
-                del _dropped[at]
+                del of.dropped[at]
                 of.native.quick.end(operation)
     finally:
-        _forgetting.release()
+        of.forgetting.release()
 
 
 class _Forks:
-    """How many forks this process is away from the one that loaded the module."""
+    """How many forks this process is away from the one that loaded the module: a fact of the process."""
 
     count = 0
 
 
 def _after_fork() -> None:
-    global _forgetting
     _Forks.count += 1
-    _forgetting = threading.Lock()
-    _dropped.clear()  # operations of the parent
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -268,12 +264,12 @@ class InMemory(Handle):
         self._finish = finish
 
     def __del__(self) -> None:
-        if not self._operation or _dropped is None or not self._of.is_own:
+        if not self._operation or _Forks is None or not self._of.is_own:
             return
         if self._of.has_failed:
             self._of.native.quick.end(self._operation)
         else:
-            _dropped.append((self._of, self._operation, self._kept))
+            self._of.keep(self._operation, self._kept)
 
     def wait(self) -> None:
         operation = self._operation

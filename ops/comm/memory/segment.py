@@ -41,12 +41,19 @@ class NoSegment(Exception):
 
 @final
 class Segment:
-    """The segment of one process. `token` identifies it; `fd` is its file."""
+    """The segment of one process. `token` identifies it; `fd` is its file.
+
+    dropped: operations that nobody waits for, with their memory, until they are done. interrupted: memory of
+    operations that have no handle, because a signal came in between. An engine that ends leaves them here.
+    """
 
     def __init__(self, native: Native) -> None:
         """Raises NoSegment."""
         self.native = native
         self.pid = os.getpid()
+        self.dropped: list[tuple[int, Any]] = []
+        self.interrupted: list[Any] = []
+        self.forgetting = threading.Lock()  # a thread looks for those that are done
         self.size_bytes = _memory_bytes()
         self.fd, self._is_limited = open_file(self.size_bytes)
         self.control_bytes = int(native.control_bytes())
@@ -180,7 +187,8 @@ def _seal(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
-_opened: dict[int, Segment | str] = {}  # by process: a forked child opens its own
+# by process: peers find one segment, in which all engines have their tensors. A forked child opens its own
+_opened: dict[int, Segment | str] = {}
 _opening: dict[int, threading.Lock] = {}
 
 

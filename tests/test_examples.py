@@ -1,0 +1,235 @@
+"""Whole runs of examples/ with tiny models: new users run these first."""
+
+from __future__ import annotations
+
+import csv
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from script_runs import run_script
+from warm_ranks import warm
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+EXAMPLE = EXAMPLES / "gpt"
+# the examples import the files beside them, which -P and PYTHONSAFEPATH forbid
+ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+TWO_RANKS = [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", "2"]
+ONE_PROCESS = [sys.executable]
+TINY = "--layers 2 --width 32 --heads 2 --context 16 --steps 4 --validate-every 2 --sample 8"
+
+
+def text_in(folder: Path) -> Path:
+    """The source of an example as a text."""
+    text = folder / "text.py"
+    text.write_text((EXAMPLE / "train.py").read_text() * 3)
+    return text
+
+
+def finish(command: list[str], folder: Path, **env: str) -> str:
+    """The output of a command that must end without an error."""
+    given: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    done = subprocess.run(command, cwd=folder, env=ENV | env, **given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(done.stdout + done.stderr)
+
+
+def curve_of(folder: Path, name: str = "gpt") -> list[dict[str, str]]:
+    with (folder / "runs" / name / "loss.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row.pop("tokens_per_second", None)
+    return rows
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("start", "config"),
+    [
+        (TWO_RANKS, "zero3_bf16.json"),
+        pytest.param(ONE_PROCESS, "zero2.json", marks=pytest.mark.slow),
+    ],
+)
+def test_trains_validates_and_samples(start: list[str], config: str, tmp_path: Path) -> None:
+    given = ["--data", str(text_in(tmp_path)), "--config", str(EXAMPLE / config)]
+    output = finish([*start, str(EXAMPLE / "train.py"), *TINY.split(), *given], tmp_path)
+    rows = curve_of(tmp_path)
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+    assert [row["validation_loss"] != "" for row in rows] == [False, True, False, True]
+    # 256 bytes, nothing learned yet: ln(256) = 5.55
+    assert all(5.0 < float(row["loss"]) < 6.0 for row in rows)
+    assert all(float(row["gradient_norm"]) > 0 for row in rows)
+    assert "validation loss 5." in output
+    assert "\ndef " in output
+
+
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("too short")
+    data = runpy.run_path(str(EXAMPLE / "data.py"))
+    with pytest.raises(SystemExit, match=r"short.txt has 9 bytes of text"):
+        data["load_text"](text, 16)
+
+
+# -- killed while it saves, and asked to stop ---------------------------------------------------------------
+
+LARGER = "--layers 2 --width 192 --heads 2 --context 16 --steps 6 --validate-every 3 --sample 0"
+SAVING = "--checkpoints saved --save-every 2 --resume auto"
+
+
+def command(folder: Path, *options: str) -> list[str]:
+    fixed = ["--config", str(EXAMPLE / "zero3.json"), "--data", str(text_in(folder))]
+    return [*TWO_RANKS, str(EXAMPLE / "train.py"), *fixed, *LARGER.split(), *options]
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The launcher's children, without the guard that ends what they leave behind."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    children = sorted(int(one) for task in tasks for one in task.read_text().split())
+    return [one for one in children if b"worker.py" in Path(f"/proc/{one}/cmdline").read_bytes()]
+
+
+def kill_in_a_save(call: list[str], folder: Path, save: int) -> None:
+    """Start the run, and SIGKILL all of it while save number `save` is half done."""
+    saved, seen, ranks = folder / "saved", set[str](), list[int]()
+    with (folder / "output.txt").open("w") as output:
+        run = subprocess.Popen(call, cwd=folder, env=ENV, stdout=output, stderr=output)
+    while run.poll() is None:
+        if saved.is_dir():
+            seen |= {path.name for path in saved.glob(".global_step*.tmp-*")}
+        if len(seen) >= save:
+            ranks = ranks_of(run.pid)
+            assert len(ranks) == 2
+            for pid in (run.pid, *ranks):
+                os.kill(pid, signal.SIGKILL)
+            break
+        time.sleep(0.0005)
+    assert run.wait(60) != 0, (folder / "output.txt").read_text()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}/stat").exists() for pid in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_killed_in_a_save_and_resumed_it_equals_the_run_that_never_stopped(tmp_path: Path) -> None:
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    for folder in (whole, torn):
+        folder.mkdir()
+    finish(command(whole), whole)
+    call = command(torn, *SAVING.split())
+    kill_in_a_save(call, torn, 2)
+    assert "resuming from saved/global_step" in finish(call, torn)
+    assert curve_of(torn) == curve_of(whole)
+    assert (torn / "saved" / "latest").read_text() == "global_step6"
+    assert not list((torn / "saved").glob(".*"))
+
+
+ELASTIC = "--config elastic.json --checkpoints runs/gpt/checkpoints --save-every 1000 --resume auto"
+
+
+def elastic(folder: Path, num_ranks: int, steps: int) -> list[str]:
+    (folder / "elastic.json").write_text((EXAMPLE / "elastic.json").read_text())
+    start = [*TWO_RANKS[:-1], str(num_ranks), str(EXAMPLE / "train.py")]
+    sizes = f"{TINY} --sample 0 --steps {steps} --validate-every 1000 --data {text_in(folder)}"
+    return [*start, *sizes.split(), *ELASTIC.split()]
+
+
+@pytest.mark.slow
+def test_an_elastic_run_asked_to_stop_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    for folder in (whole, torn):
+        folder.mkdir()
+    finish(elastic(whole, 2, 30), whole)
+    with (torn / "output.txt").open("w") as output:
+        run = subprocess.Popen(
+            elastic(torn, 2, 30), cwd=torn, env=ENV, stdout=output, stderr=output
+        )
+    curve = torn / "runs" / "gpt" / "loss.csv"
+    while run.poll() is None and not (curve.exists() and curve.read_text().count("\n") > 4):
+        time.sleep(0.002)
+    run.send_signal(signal.SIGTERM)
+    said = (torn / "output.txt").read_text
+    assert run.wait(60) == 143, said()
+    (checkpoint,) = (torn / "runs" / "gpt" / "checkpoints").glob("global_step*")
+    assert f"saved runs/gpt/checkpoints/{checkpoint.name} in" in said()
+    assert len(curve_of(torn)) == int(checkpoint.name.removeprefix("global_step"))
+    finish(elastic(torn, 3, 30), torn)
+    rows, others = curve_of(torn), curve_of(whole)
+    assert [row["step"] for row in rows] == [row["step"] for row in others]
+    for row, other in zip(rows, others, strict=True):
+        assert float(row["loss"]) == pytest.approx(float(other["loss"]), rel=1e-3)
+
+
+# -- the other examples -------------------------------------------------------------------------------------
+
+
+def test_3d_trains_saves_and_resumes(tmp_path: Path) -> None:
+    tiny = "--layers 4 --width 32 --heads 4 --context 16 --checkpoints saved --save-every 2"
+    for steps in (2, 4):
+        options = [*tiny.split(), "--data", str(text_in(tmp_path)), "--steps", str(steps)]
+        warm(4).run(run_script, str(EXAMPLES / "3d" / "train.py"), str(tmp_path), *options)
+        assert (tmp_path / "saved" / "latest").read_text() == f"global_step{steps}"
+
+
+def test_the_pipeline_resumes_with_another_schedule_and_stage(tmp_path: Path) -> None:
+    folder = EXAMPLES / "pipeline"
+    tiny = "--layers 4 --width 32 --heads 2 --context 16 --validate-every 2 --save-every 2"
+    for config, steps in (("pipeline.json", 4), ("zero_bubble.json", 6)):
+        chosen = f"--config {folder / config} --steps {steps} --checkpoints saved"
+        options = [*tiny.split(), *chosen.split(), "--data", str(text_in(tmp_path))]
+        warm(4).run(run_script, str(folder / "train.py"), str(tmp_path), *options)
+        assert (tmp_path / "saved" / "latest").read_text() == f"global_step{steps}"
+    rows = curve_of(tmp_path, "pipeline")
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5", "6"]
+    assert [row["validation_loss"] != "" for row in rows] == [False, True] * 3
+    # 256 bytes, little learned yet: ln(256) = 5.55
+    assert all(5.0 < float(row["loss"]) < 6.0 for row in rows)
+    assert all(float(row["gradient_norm"]) > 0 for row in rows)
+    line = (
+        "xds --nproc-per-node 4 examples/pipeline/train.py --config examples/pipeline/pipeline.json"
+    )
+    assert line in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_trains_and_samples(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    options = "--architecture llama --context 16 --steps 3 --sample 4 --data"
+    script = str(EXAMPLES / "huggingface" / "train.py")
+    output = finish([*TWO_RANKS, script, *options.split(), str(text_in(tmp_path))], tmp_path)
+    assert "step     3: loss 5." in output and "\ndef " in output
+
+
+@pytest.mark.slow
+def test_the_trainer_trains_evaluates_saves_resumes_and_generates(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    script = str(EXAMPLES / "huggingface" / "trainer.py")
+    options = f"--context 16 --data {text_in(tmp_path)} --eval_steps 2 --save_steps 2"
+    options += (
+        f" --gradient_accumulation_steps 2 --output_dir {tmp_path / 'out'} --disable_tqdm true"
+    )
+
+    def run(more: str) -> str:
+        command = [*TWO_RANKS, "--as-deepspeed", script, *options.split(), *more.split()]
+        return finish(command, tmp_path, OMP_NUM_THREADS="1")
+
+    whole = run("--max_steps 4")
+    assert "step 2: eval loss 5." in whole and "\ndef " in whole
+    resumed = run(f"--max_steps 4 --resume_from_checkpoint {tmp_path / 'out' / 'checkpoint-2'}")
+    assert "step 2:" not in resumed
+    for told in ("step 4: eval loss", "def "):
+        (one,), (two,) = (
+            [line for line in output.splitlines() if line.startswith(told)]
+            for output in (whole, resumed)
+        )
+        assert one == two
+    assert (tmp_path / "out" / "model.safetensors").is_file()
