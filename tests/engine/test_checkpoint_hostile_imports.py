@@ -163,6 +163,29 @@ def test_tensors_that_no_checkpoint_holds_are_refused(tmp_path: Path) -> None:
         refused(folder, tmp_path / "out", says)
 
 
+def test_a_huge_tensor_for_a_list_or_a_number_is_refused_at_once(tmp_path: Path) -> None:
+    huge = torch.zeros(1).expand(1 << 45)
+    folder = copied("rich_zero3_fp32", tmp_path)
+    model, optim = folder / f"zero_pp_rank_0_{MODEL}", folder / OPTIM.format(0)
+    inner = ("optimizer_state_dict", "optimizer_state_dict")
+    shape = ("param_shapes", 0, next(iter(read_pickle(model)["param_shapes"][0])))
+    for path, *keys in (
+        *((model, key) for key in ("param_shapes", "buffer_names", "shared_params")),
+        *((model, key) for key in ("mp_world_size", "frozen_param_shapes", "global_steps")),
+        (model, *shape),
+        (optim, inner[0], "fp32_flat_groups"),
+        (optim, inner[0], "partition_count"),
+        (optim, *inner, "param_groups"),
+        (optim, *inner, "param_groups", 0, "params"),
+        (optim, *inner, "state"),
+        (optim, *inner, "state", 0),
+    ):
+        whole = path.read_bytes()
+        change(path, *keys, to=huge)
+        refused(folder, tmp_path / "out", ".")
+        path.write_bytes(whole)
+
+
 def test_states_of_some_parameters_or_twice_are_refused(tmp_path: Path) -> None:
     folder = copied("plain_zero3_fp32", tmp_path)
     path = folder / OPTIM.format(1)
