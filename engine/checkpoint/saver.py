@@ -35,6 +35,7 @@ from ...ops.mesh import Mesh
 from ...ops.watch import Store
 from ...utils.errors import UsageError, XdsError
 from ...utils.quoting import plain_lines, printable
+from ...utils.sizes import size_text
 from .agreement import failure_text, together
 from .format import part_of_json, part_to_json
 from .io.folders import MANIFEST, Claim, commit, discard, file_name, prune, write_latest
@@ -237,7 +238,13 @@ class Saver:
         """`size_bytes` of host memory, uint8. Page-locked, if there is a GPU."""
         if self._memory is None or len(self._memory) < size_bytes:
             self._memory = None  # frees it first
-            self._memory = host_memory(size_bytes, pin=True)
+            try:
+                self._memory = host_memory(size_bytes, pin=True)
+            except UsageError:
+                raise XdsError(
+                    f"checkpoint.async_save = true: there are no {size_text(size_bytes)} of host memory for "
+                    "the copy of this rank's states; set it to false"
+                ) from None
         return self._memory[:size_bytes]
 
     def _run(

@@ -6,7 +6,6 @@ in one stream.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -17,7 +16,6 @@ from ....ops.flat import numel_of
 from ....ops.mesh import Mesh
 from ....utils.errors import UsageError
 from ....utils.quoting import printable
-from ....utils.version import __version__
 from ....zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
 from ....zero.checkpoint.snapshot import name_of, plain
 from ....zero.core.layout import Slot
@@ -34,16 +32,7 @@ from ..io.folders import (
 )
 from ..io.tensor_file import Entry, Sums, image_bytes, write_tensors
 from ..io.tensor_table import check_storable
-from ..manifest import (
-    FORMAT,
-    VERSION,
-    FileRecord,
-    Manifest,
-    lacking,
-    lengths_of,
-    some_of,
-    totals_of,
-)
+from ..manifest import FileRecord, Manifest, lacking, new_manifest, some_of
 from ..packing import pack
 from .safe_pickle import StandIn
 
@@ -200,20 +189,14 @@ class Imported:
             constants=tuple(constants_to_json(self._constants)),
             own={},
         )
-        return Manifest(
-            format=FORMAT,
-            version=VERSION,
-            xds=__version__,
+        return new_manifest(
             tag=tag,
-            world_size=1,
             stage=self.stage,
+            mesh=Mesh(1, 1),
             flats=tuple(self.flats),
             files=(record,),
-            state=self._state,
-            saved_seconds=time.time(),
-            mesh=lengths_of(Mesh(1, 1)),
             holders=((0,),),
-            totals=totals_of((record,)),
+            state=self._state,
         )
 
     def _check_manifest(self, tag: str) -> None:
