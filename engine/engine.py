@@ -166,9 +166,8 @@ class Engine(ForLayers):
         is_boundary = self._step.step(self.lr_scheduler, by_optimizer=by_optimizer)
         if is_boundary:
             self._parts.report.step(self)
+            self._parts.preemption.boundary()  # the failure of an earlier save does not prevent this one
         self._parts.saver.check()
-        if is_boundary:
-            self._parts.preemption.boundary()
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Let the next step() clip to `max_norm`, not to gradient_clipping; inf only measures. A collective.
@@ -424,23 +423,28 @@ class Engine(ForLayers):
         Raises XdsError, when all is done: the last checkpoint could not be written in the background.
         """
         if not self._is_destroyed:
-            self._parts.preemption.end()
-            self.reload_states()
-            self._is_destroyed = True
-            self._guards.remove()
-            self._torch_calls.remove()
-            self._batches.close()
-            self._access.release()
-            self._sharded.detach()
-            self._parts.compiler.undo()
-            self._parts.undo()
-            self.monitor.close()
-            self._sharded.collectives.stop_watching()
             try:
-                self._parts.saver.close()  # it may still read the states
+                self._destroy()
             finally:
-                self._parts.updater.release()
-                self._sharded.release()
+                self._parts.preemption.end()  # until here a signal does not end a save in the background
+
+    def _destroy(self) -> None:
+        self.reload_states()
+        self._is_destroyed = True
+        self._guards.remove()
+        self._torch_calls.remove()
+        self._batches.close()
+        self._access.release()
+        self._sharded.detach()
+        self._parts.compiler.undo()
+        self._parts.undo()
+        self.monitor.close()
+        self._sharded.collectives.stop_watching()
+        try:
+            self._parts.saver.close()  # it may still read the states
+        finally:
+            self._parts.updater.release()
+            self._sharded.release()
 
     def _check_usable(self) -> None:
         if self._is_destroyed:

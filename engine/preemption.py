@@ -8,13 +8,15 @@ which some rank said so is the last one.
 
 - Python runs a signal handler between two instructions of the main thread. A rank that waits in a collective
   handles its signal after it. The launcher ends a rank that waits forever, after `preemption_seconds`.
-- All engines of a process are saved together, at the end of a step of the first one.
+- All engines of a process are saved together, at the end of a step of the first one. Where that one takes no
+  step for half of `preemption_seconds`, a step of any engine is the last one.
 - `Preempted` is raised when the script begins the next step, so that it can log and record the finished one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -124,7 +126,7 @@ class SaveOnPreemption(Preemption):
     @property
     def is_asked(self) -> bool:  # type: ignore[override]
         """This rank got a signal, and the steps of this engine decide."""
-        return bool(_signals.name) and _signals.leader() is self
+        return bool(_signals.name) and (_signals.leader() is self or _signals.is_half_over())
 
     def agree(self, agreement: Agreement) -> None:
         asked = agreement.asked
@@ -198,25 +200,36 @@ class _Signals:
             self._deadline.cancel()
             self._deadline = None
         self._received: dict[int, float] = {}  # signal: when this process first received it
+        self._handling: set[int] = set()
         self.name = ""  # of the first signal
         self.saved = ""  # the checkpoint's folder
         self.reason = ""
         self.has_raised = False  # the script got Preempted and cleans up
 
     def participants(self) -> list[SaveOnPreemption]:
-        """Those whose engines live, in the order of their creation."""
+        """Those whose engines live, in the order of their creation: the same ones on all ranks."""
+        gc.collect()  # an engine is in a reference cycle; ranks collect at different times
         return [one for one in self._joined if one.engine is not None and one.engine() is not None]
 
     def leader(self) -> SaveOnPreemption | None:
         """Whose steps decide when all are saved."""
         return next(iter(self.participants()), None)
 
+    def is_half_over(self) -> bool:
+        """Half of the time to save has passed since the first signal."""
+        longest = max((one.seconds for one in self._joined), default=0.0)
+        return time.monotonic() - min(self._received.values()) > longest / 2
+
     def join(self, new: SaveOnPreemption) -> None:
-        """Save the engine of `new` as well. The first one installs the handlers."""
+        """Save the engine of `new` as well. The first one installs the handlers.
+
+        A request that came too late for the engines before is one to this engine.
+        """
         self._joined = self.participants()
         self._check(new)
         if not self._joined:
-            self._forget()
+            if self.saved or not self.name:
+                self._forget()
             self._install()
         self._joined.append(new)
         self._write_grace(max(one.seconds for one in self._joined) + MARGIN_SECONDS)
@@ -270,8 +283,19 @@ class _Signals:
                     signal.signal(signum, former)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if (
+            signum in self._handling
+        ):  # a handler of the script, which is former to this one, calls it
+            return
+        self._handling.add(signum)
+        try:
+            self._act(signum, frame)
+        finally:
+            self._handling.discard(signum)
+
+    def _act(self, signum: int, frame: FrameType | None) -> None:
         former = self._former[signum]
-        counts = bool(self._joined) and os.getpid() == self._process
+        counts = os.getpid() == self._process and bool(self.participants())
         if callable(former):
             former(signum, frame)
         elif not counts:
@@ -293,7 +317,7 @@ class _Signals:
             self._deadline.start()
 
     def _end_late(self) -> None:
-        if self._joined and not self.has_raised:
+        if self.participants() and not self.has_raised:
             self._give_up("checkpoint.preemption_seconds are over")
 
     def _give_up(self, why: str) -> NoReturn:

@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,12 +13,6 @@ except ImportError as error:  # pragma: no cover
     raise SystemExit(
         "xds is not installed here: run `pip install -c constraints.txt -e .[test]` first"
     ) from error
-
-if os.environ.get("XDS_REHEARSE"):  # ranks have the device of tests/rehearsal
-    sys.path.append(str(Path(__file__).parent / "rehearsal"))
-    import tests_on_device
-
-    tests_on_device.use()
 
 
 @pytest.fixture(autouse=True)

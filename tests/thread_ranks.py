@@ -5,7 +5,7 @@
 
 Messages go through queues of one `Mail`. Everything above them is the product's own: `PeerToPeer` sums in rank
 order here as in processes, so the results have the same bits. A switch also exchanges what is one for each
-process: the random numbers, the default dtype, the process groups.
+process: the random numbers, the default dtype, the compiler's stance, the process groups.
 
 Not here: a rank that dies, real sockets, memory that ranks share, `xds.zero.Init`, DTensor, and what else
 belongs to a process (signals, the current folder, environment variables). These need `run_processes` or
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import sys
 import threading
 import time
 import traceback
@@ -129,6 +130,7 @@ def _process_state() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "dtype": torch.get_default_dtype(),
         "backward passes": list(backward_scale._passes),
+        "stance": _compiler()._stance if _compiler() else None,
     }
 
 
@@ -138,6 +140,13 @@ def _restore(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     torch.set_default_dtype(state["dtype"])
     backward_scale._passes[:] = state["backward passes"]
+    if _compiler():  # it may have been loaded since
+        _compiler()._stance = state["stance"] or _compiler().DynamoStance()
+
+
+def _compiler() -> Any:
+    """torch's compiler, where it is loaded. Its stance is one for all threads."""
+    return sys.modules.get("torch._dynamo.eval_frame")
 
 
 class Mail:

@@ -16,8 +16,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ...utils.schema.section import AUTO, Report, is_auto, is_comment, joined, plain
-from ...utils.schema.values import shown
+from ...utils.schema.values import FLAG, shown
 from .batch import COMPUTED, MICRO, STEPS, TRAIN
+from .optimizer import OPTIMIZERS
+from .scheduler import SCHEDULERS
 
 MUST_BE_FILLED: dict[str, str] = {
     "optimizer.type": "a name such as AdamW",
@@ -70,7 +72,7 @@ def fill_auto(
     values = {canonical(path): value for path, value in given.items()}
     for section, key, here in list(_each_auto(data, "")):
         name = canonical(here)
-        if name in values:
+        if name in values and not is_auto(values[name]):
             section[key] = plain(values[name])
         elif name == "gradient_clipping":
             section[key] = CLIPPING_OF_INTEGRATIONS
@@ -78,7 +80,7 @@ def fill_auto(
                 'gradient_clipping = "auto": 1.0 is used, as Trainer and Accelerate fill it in'
             )
         elif name != OWN_VALUE:
-            _refuse(here, name, report)
+            _refuse(here, name, _wanted(name, data), report)
     _fill_batch(data, values)
     return data
 
@@ -107,14 +109,27 @@ def _each_auto(section: Any, path: str) -> Iterator[tuple[Any, str, str]]:
             yield section, key, here
 
 
-def _refuse(here: str, name: str, report: Report) -> None:
-    """Report an "auto" that only the training script can know."""
-    wanted = [text for glob, text in MUST_BE_FILLED.items() if fnmatchcase(name, glob)]
+def _wanted(name: str, data: Mapping[str, Any]) -> str:
+    """What to write for an "auto" that only the training script can know; "" for other and unknown keys."""
+    wanted = next((text for glob, text in MUST_BE_FILLED.items() if fnmatchcase(name, glob)), "")
+    for classes in (OPTIMIZERS, SCHEDULERS):
+        if name.startswith(f"{classes.section}.params."):
+            section = data.get(classes.section)
+            kind = section.get("type") if isinstance(section, dict) else None
+            entry = classes.argument(kind, name.removeprefix(f"{classes.section}.params."))
+            if entry is None:
+                return ""
+            return FLAG.need if entry.need == FLAG.need else wanted
+    return wanted
+
+
+def _refuse(here: str, name: str, wanted: str, report: Report) -> None:
+    """Report an "auto" for which the script has to write something."""
     if wanted:
         report.complain(
             here,
             AUTO,
-            f"only an integration can fill it{_integrations(name)}; write {wanted[0]}, or try a value with "
+            f"only an integration can fill it{_integrations(name)}; write {wanted}, or try a value with "
             f"`xds check --auto {here}=VALUE`",
         )
 

@@ -12,12 +12,14 @@ from typing import Any
 from ...ops.mesh import Mesh
 from ...pipe.config import Pipeline
 from ...tensor.config import TensorParallel
+from ...utils.schema.values import shown
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 COMPUTED = (TRAIN, MICRO, STEPS)
 WORLD_SIZE = "world size"  # what a message calls the data-parallel ranks where all ranks are
+MOST_TRIED = 1000  # sizes of shard groups, for a message
 DATA_RANKS = "data-parallel ranks"  # ... and where a model has several pipeline stages
 
 
@@ -28,8 +30,8 @@ def mesh_of(pipeline: Pipeline, tensor: TensorParallel, world_size: int, sequenc
 
 def batch_of(config: Any, world_size: int) -> tuple[list[str], dict[str, int]]:
     """(complaints, the fields of `Config` that depend on the number of ranks)."""
-    if world_size < 1:
-        return [f"world size = {world_size}: must be at least 1"], {}
+    if type(world_size) is not int or world_size < 1:
+        return [f"world size = {shown(world_size)}: must be a whole number, at least 1"], {}
     try:
         mesh = mesh_of(
             config.pipeline, config.tensor_parallel, world_size, config.sequence_parallel_size
@@ -83,7 +85,7 @@ def _wrong_shard_groups(zero: Any, mesh: Mesh) -> list[str]:
     if size <= 0 or zero.stage == 0 or ranks % size == 0:
         return []
     named = DATA_RANKS if mesh.sequence == 1 else "data-parallel and sequence ranks"
-    fits = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
+    fits = [str(number) for number in range(1, min(ranks, MOST_TRIED) + 1) if ranks % number == 0]
     return [
         f"zero_optimization.mics_shard_size = {size}: must divide the number of {named} ({ranks}), so that "
         f"every shard group has as many ranks; set it to {' or '.join(fits[:8])}, or start a multiple of {size}"

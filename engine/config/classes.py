@@ -60,6 +60,13 @@ class ClassTable:
         table = self.built_in.get(name) or self.from_torch.get(name) or {}
         return {key: each for key, each in table.items() if type(each) is Value}
 
+    def argument(self, kind: object, key: str) -> Value | None:
+        """The argument `key` of the class `kind`; of any class where `kind` is none. None: it has no effect."""
+        tables = {**self.built_in, **self.from_torch}
+        own = [each for name, each in tables.items() if _is_same(name, kind)]
+        found = next((each[key] for each in own or tables.values() if key in each), None)
+        return found if type(found) is Value else None
+
     def read(self, values: dict[str, Any], report: Report) -> str:
         """Replace `type` by its canonical spelling, and `params` by the arguments that take effect.
 
@@ -113,6 +120,10 @@ class ClassTable:
                 report.complain(f"{self.section}.params.{lowest}", low, text)
 
 
+def _is_same(name: str, kind: object) -> bool:
+    return isinstance(kind, str) and name.casefold() == kind.casefold()
+
+
 def _read_params(
     table: Mapping[str, Value], params: Mapping[str, Any], path: str, report: Report
 ) -> dict[str, Any]:
@@ -123,10 +134,12 @@ def _read_params(
     result: dict[str, Any] = {}
     for key, value in params.items():
         entry, here = table.get(key), joined(path, key)
-        if is_comment(key) or (is_auto(value) and entry is not FREEZE_STEP):
-            continue  # `fill_auto` has reported an "auto"
+        if is_comment(key):
+            continue
         if entry is None:
             report.complain_unknown(path, key, value, table)
+        elif is_auto(value) and entry is not FREEZE_STEP:
+            continue  # `fill_auto` has reported it
         elif isinstance(entry, (NoEffect, Refused)):
             check_entry(entry, value, here, report)
         else:

@@ -7,7 +7,6 @@ imports torch.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -23,10 +22,10 @@ from ...pipe.config import ONE_STAGE, Pipeline
 from ...tensor.config import LongSequences, TensorParallel
 from ...utils.errors import ConfigError
 from ...utils.schema.section import Entry, Report, Section, nested, read_section, subsection
-from ...utils.schema.values import ANY_CASE, Count, Dtype, Flag, NonNegative, needs, shown
+from ...utils.schema.values import ANY_CASE, LIMIT, Count, Dtype, Flag, NonNegative, needs, shown
 from ...zero.config import ZeroConfig
 from .auto import fill_auto, note_auto
-from .batch import batch_of
+from .batch import COMPUTED, batch_of
 from .compile import Compile
 from .elasticity import Elasticity
 from .optimizer import OptimizerConfig
@@ -52,10 +51,16 @@ from .text import read_source
 from .unknown import ConfigReport
 
 MOST_NAMES = 8  # of keys, in a line of the log
+
+
+def _is_never(value: object) -> bool:
+    return value in ("inf", "Infinity") or (isinstance(value, (int, float)) and value >= LIMIT)
+
+
 Interval = Annotated[
     Count | None,
     needs("a whole number, at least 1, or Infinity for never"),
-    BeforeValidator(lambda value: None if value in (math.inf, "inf", "Infinity") else value),
+    BeforeValidator(lambda value: None if _is_never(value) else value),
 ]
 FlagOrNumber = Annotated[  # DeepSpeed's scripts set it to 1
     Flag,
@@ -185,6 +190,11 @@ class Config(Section):
         if config is not source:
             log_idle_keys(config, "WARNING")
         return config
+
+    def as_dict(self) -> dict[str, Any]:
+        """The config as JSON values, which `load` reads; batch sizes that are not given are null."""
+        unset = {key: None for key in COMPUTED if not getattr(self, key)}
+        return {**super().as_dict(), **unset}
 
     def resolve(self, world_size: int = 1) -> Config:
         """This config with the three batch sizes filled in for `world_size` ranks.

@@ -20,7 +20,6 @@ from ...utils.schema.values import (
     Natural,
     NonNegative,
     Object,
-    Positive,
     checked,
     needs,
 )
@@ -287,7 +286,7 @@ class Checkpoint(Section):
         description="after SIGTERM or SIGUSR1 to any rank, all ranks save there at the same step and exit "
         'with code 143; "": such a signal ends the process as usual',
     )
-    preemption_seconds: Positive = Field(
+    preemption_seconds: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = Field(
         30.0,
         description="a rank that has not saved this many seconds after its signal exits without saving; the "
         "launcher waits as long",

@@ -226,7 +226,10 @@ def _copy_object(
                 f"{here} = {shown(_bare(value))}: appears twice in one object; keep one of them"
             )
             continue
-        result[key] = _copy(value, here, complaints, depth + 1)
+        before = len(complaints)
+        copied = _copy(value, here, complaints, depth + 1)
+        if len(complaints) == before or isinstance(copied, dict):  # else all is said of this key
+            result[key] = copied
     return result
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from typing import final
 
 from ...utils.quoting import printable
+from ...utils.schema.nearest import nearest
 from ...utils.schema.section import Report, Section, joined, known_names, subsection
 from .optimizer import OPTIMIZERS
 from .scheduler import SCHEDULERS
@@ -61,7 +62,7 @@ class ConfigReport(Report):
 
     def hint(self, section: str, key: str, names: list[str]) -> str:
         """What an unknown key of a section with the keys `names` may mean."""
-        if "." in key:
+        if "." in key and (key.partition(".")[0] in names or not nearest(key, names)):
             *parts, last = printable(key).split(".")
             opened = "".join(f'"{part}": {{' for part in parts)
             return f'keys are nested, not joined by dots: write {opened}"{last}": ...{"}" * len(parts)}'

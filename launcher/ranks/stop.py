@@ -22,6 +22,8 @@ FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # for the script: Slurm's --signal
 # After a signal to the launcher: the ranks get the same signal, then SIGTERM, then SIGKILL, all within 5 s.
 _SIGTERM_AFTER_SECONDS = 1.5
 _SIGKILL_AFTER_SECONDS = 3.5
+# `timeout` signals the process and then its group: SIGTERM that comes again so soon is the same request.
+_REPEATED_SECONDS = 2.0
 # After the failure of a rank on another machine.
 _PEER_SIGKILL_AFTER_SECONDS = 3.0
 
@@ -44,11 +46,16 @@ class Stop:
         self.forwards: list[int] = []
 
     def request(self, signum: int, *, is_for_peer: bool = False) -> bool:
-        """Request a stop with `signum`; a second request is urgent. Returns True for the first."""
+        """Request a stop with `signum`; a second request is urgent. Returns True for the first.
+
+        A second SIGTERM within two seconds is the same request, a second Ctrl-C is not.
+        """
         if self.follower is not None:
             self.follower.request(signum, is_for_peer=is_for_peer)
         if self.signum:
-            self.is_urgent = self.is_urgent or not is_for_peer
+            is_same = signum == self.signum == signal.SIGTERM and not self.is_for_peer
+            is_repeated = is_same and time.monotonic() - self.since_seconds < _REPEATED_SECONDS
+            self.is_urgent = self.is_urgent or not (is_for_peer or is_repeated)
             return False
         self.is_for_peer, self.since_seconds = is_for_peer, time.monotonic()
         self.signum = signum

@@ -93,8 +93,8 @@ class Reference:
         """Kingma and Ba, Adam, 2015, section 2.1: the most that a step changes an element, in rates."""
         return float(max(1.0, (1 - BETA1) / (1 - BETA2) ** 0.5))
 
-    def step(self, grads: list[Tensor]) -> None:
-        """One step with the gradient [n] of each rank."""
+    def _advance(self, grads: list[Tensor]) -> bool:
+        """Update both moments by the gradient [n] of each rank; whether the variance is frozen."""
         self.steps += 1
         grads = [grad.double() for grad in grads]
         is_frozen = self.steps > self.freeze_step
@@ -109,22 +109,29 @@ class Reference:
             self.server = total - self.m
         else:
             self._send_momenta(grads)
-        seen = min(self.steps, self.freeze_step)
-        root = (self.v / (1 - BETA2**seen)).sqrt() + EPS
-        change = self.m / (1 - BETA1**self.steps) / root
+        self.root = (self.v / (1 - BETA2 ** min(self.steps, self.freeze_step))).sqrt() + EPS
+        return is_frozen
+
+    def _share(self, is_frozen: bool) -> None:
+        """Send the parameters that ranks compute with."""
+        if is_frozen and self.stage > 0:
+            self.copy = self.copy + self._packed(self.master - self.copy, self.master) * (
+                self.v > 0
+            )
+        else:
+            self.copy = self.master.clone()
+
+    def step(self, grads: list[Tensor]) -> None:
+        """One step with the gradient [n] of each rank."""
+        is_frozen = self._advance(grads)
+        change = self.m / (1 - BETA1**self.steps) / self.root
         if is_frozen:
             change.clamp_(-self.most, self.most)
         change = self.lr * (change + self.decay * self.master)
         if is_frozen:
             change[self.v == 0] = 0
         self.master = self.master - change
-        if is_frozen and self.stage > 0:
-            difference = self.master - self.copy
-            moved = self._packed(difference, self.master)
-            moved[self.v == 0] = 0
-            self.copy = self.copy + moved
-        else:
-            self.copy = self.master.clone()
+        self._share(is_frozen)
 
 
 @dataclass
@@ -138,26 +145,12 @@ class LambReference(Reference):
     last: float = 1.0
 
     def step(self, grads: list[Tensor]) -> None:
-        self.steps += 1
-        grads = [grad.double() for grad in grads]
-        is_frozen = self.steps > self.freeze_step
-        before = self.m.clone()
+        before = self.m
+        is_frozen = self._advance(grads)
         if not is_frozen:
-            mean = torch.stack(grads).mean(0)
-            self.m = BETA1 * self.m + (1 - BETA1) * mean
-            self.v = BETA2 * self.v + (1 - BETA2) * mean**2
             self.fresh = self.v.clone()
-        elif self.stage == 0:
-            momenta = [BETA1 * self.m + (1 - BETA1) * grad for grad in grads]
-            total = self._exchanged(momenta) + self.server
-            self.m = torch.cat([self.compressed(chunk) for chunk in self._chunks(total)])
-            self.server = total - self.m
-        else:
-            self._send_momenta(grads)
-        seen = min(self.steps, self.freeze_step)
         moves = self.v > 0 if is_frozen else torch.ones_like(self.v, dtype=torch.bool)
-        root = (self.v / (1 - BETA2**seen)).sqrt() + EPS
-        plain = self.m / (1 - BETA1**self.steps) / root * moves
+        plain = self.m / (1 - BETA1**self.steps) / self.root * moves
         if is_frozen:
             plain.clamp_(-self.most, self.most)
         direction = (plain + self.decay * self.master) * moves
@@ -165,7 +158,7 @@ class LambReference(Reference):
             grad = (self.m - BETA1 * before) / (1 - BETA1)
             self.fresh = BETA2 * self.fresh + (1 - BETA2) * grad**2
             other = (self.fresh / (1 - BETA2**self.steps)).sqrt() + EPS
-            found = float((root / other)[moves].max())
+            found = float((self.root / other)[moves].max())
             share = min(1.0, float(plain.norm() / direction.norm()))
             found = found * share + 1 - share
             found = min(max(found, self.limits[0]), self.limits[1])
@@ -177,9 +170,4 @@ class LambReference(Reference):
             self.ratio = self.coeff_beta * self.ratio + (1 - self.coeff_beta) * ratio
             rate = self.lr * ratio
         self.master = self.master - rate * direction
-        if is_frozen and self.stage > 0:
-            difference = self.master - self.copy
-            moved = self._packed(difference, self.master)
-            self.copy = self.copy + moved * moves
-        else:
-            self.copy = self.master.clone()
+        self._share(is_frozen)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +10,6 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 from one_bit_reference import LambReference, Reference
-from real_hosts import why_not
 from runs import PRECISIONS, config
 from threaded_ranks import run_threads
 from torch import Tensor, nn
@@ -191,7 +186,7 @@ def test_stages_1_and_2_have_the_same_bits_and_elements_without_gradients_stay()
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    [(0, "fp32"), (2, "bf16"), (1, "fp16")],
+    [(0, "fp32"), (1, "fp16")],
 )
 def test_a_resumed_run_has_the_same_bits(stage: int, precision: str, tmp_path: Any) -> None:
     more, folder = PRECISIONS[precision], str(tmp_path)
@@ -324,9 +319,7 @@ def sums_around_a_step(stage: int, num_backwards: int, load: str, save: str) -> 
     return before + found, after, sent
 
 
-@pytest.mark.parametrize(
-    ("stage", "to", "num_backwards"), [(1, 1, 2), (1, 0, 1), (0, 2, 1), (1, 0, 2)]
-)
+@pytest.mark.parametrize(("stage", "to", "num_backwards"), [(1, 1, 2), (0, 2, 1), (1, 0, 2)])
 def test_momenta_and_errors_are_kept_by_late_gradients_and_at_another_stage(
     stage: int, to: int, num_backwards: int, tmp_path: Any
 ) -> None:
@@ -357,9 +350,7 @@ def within_a_step(stage: int, kind: str, load: str, save: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize(
-    ("stage", "kind"), [(0, "OneBitAdam"), (1, "OneBitLamb"), (2, "OneBitAdam")]
-)
+@pytest.mark.parametrize(("stage", "kind"), [(0, "OneBitAdam"), (1, "OneBitLamb")])
 def test_a_run_resumed_within_a_step_has_the_same_bits(
     stage: int, kind: str, tmp_path: Any
 ) -> None:
@@ -497,9 +488,7 @@ def write_at_the_freeze(stage: int, precision: str, folder: str) -> Any:
     return before, written, after
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision", "resumes"), [(1, "fp32", True), (2, "bf16", False), (2, "bf16", True)]
-)
+@pytest.mark.parametrize(("stage", "precision", "resumes"), [(1, "fp32", False), (2, "bf16", True)])
 def test_a_write_before_the_first_message_leaves_other_masters_exact(
     stage: int, precision: str, resumes: bool, tmp_path: Any
 ) -> None:
@@ -525,22 +514,6 @@ def test_several_first_betas_are_refused() -> None:
     for stage in (0, 2):
         for message in run_ranks(betas_of_two, 2, stage):
             assert "several first betas (0.8, 0.9)" in message and "the same betas" in message
-
-
-def reloaded_lamb(folder: str) -> None:
-    """Saves after the optimizer was given its own state."""
-    engine = start(1, "OneBitLamb", {})
-    for number in range(EARLY + 2):
-        step(engine, number)
-    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
-    engine.save_checkpoint(folder)
-    step(engine, EARLY + 2)
-    engine.destroy()
-
-
-def test_one_bit_lamb_is_saved_after_load_state_dict(tmp_path: Any) -> None:
-    run_ranks(reloaded_lamb, 2, str(tmp_path))
-    assert (tmp_path / "latest").exists()
 
 
 # -- padding -------------------------------------------------------------------------------------------------
@@ -570,6 +543,7 @@ def train_few(kind: str, stage: int, freeze_step: int | str, folder: str) -> Any
     engine, found = build(), []
     for step in range(BEFORE + AFTER):
         if step == BEFORE and folder:
+            engine.optimizer.load_state_dict(engine.optimizer.state_dict())
             engine.save_checkpoint(folder)
             engine.destroy()
             engine = build()
@@ -583,7 +557,7 @@ def train_few(kind: str, stage: int, freeze_step: int | str, folder: str) -> Any
 
 @pytest.mark.parametrize(
     ("kind", "stage", "freeze_step"),
-    [("OneBitAdam", 1, 3), ("OneBitAdam", 2, "auto"), ("OneBitLamb", 1, 3), ("OneBitLamb", 2, 9)],
+    [("OneBitAdam", 2, "auto"), ("OneBitLamb", 1, 3)],
 )
 def test_a_rank_of_padding_knows_the_step(
     kind: str, stage: int, freeze_step: int | str, tmp_path: Any
@@ -595,28 +569,3 @@ def test_a_rank_of_padding_knows_the_step(
     for found in (*whole, *resumed):
         for (value, is_frozen), (expected, was_frozen) in zip(found, whole[0], strict=True):
             assert value.equal(expected) and is_frozen == was_frozen
-
-
-# -- hosts with slow links -----------------------------------------------------------------------------------
-
-LINKS = Path(__file__).resolve().parents[2] / "benchmarks" / "compression" / "links.py"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(why_not(False)), reason=why_not(False) or "hosts can be made")
-def test_a_run_over_slow_links_sends_what_the_formula_says() -> None:
-    """Four hosts at 100 Mb/s, 40 steps with 8 of warm-up."""
-    done = subprocess.run(
-        [sys.executable, str(LINKS), "--quick", "--pairs", "1", "--only", "run, stage 1, bf16"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"},
-    )
-    if "SKIP: " in done.stdout:
-        pytest.skip(done.stdout.partition("SKIP: ")[2])
-    assert done.returncode == 0, done.stdout + done.stderr
-    name = "run, stage 1, bf16: bytes, off the formula"
-    rows = [line for line in done.stdout.splitlines() if line.startswith(name)]
-    assert len(rows) == 1 and "  met" in rows[0], done.stdout

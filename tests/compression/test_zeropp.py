@@ -86,7 +86,6 @@ def train_vector(
     ("num_ranks", "length", "beta", "numel", "precision"),
     [
         (4, 2, 0.6, 4 * 1024, "fp32"),  # two hops
-        (3, 1, None, 3 * 320, "bf16"),
         (4, 3, 0.6, 4 * 1024, "bf16"),  # unlike hosts: one hop
     ],
 )
@@ -118,12 +117,12 @@ def test_kept_errors_follow_the_loss_scale() -> None:
     """A run whose scale doubles every second step has the bits of one whose scale stays."""
     rises = {"enabled": True, "initial_scale_power": 2, "loss_scale_window": 2}
     stays = {"enabled": True, "loss_scale": 4.0}
-    for zero in ({**GRADS, "zeropp_loco_param": {"err_beta": 0.6, "reset_T": 1000}},):
-        one, other = (
-            run_ranks(train_vector, 2, 2, zero, 1, 2048, {"fp16": fp16}) for fp16 in (rises, stays)
-        )
-        for (found, _), (want, _) in zip(one, other, strict=True):
-            assert all(a.equal(b) for a, b in zip(found, want, strict=True))
+    zero = {**GRADS, "zeropp_loco_param": {"err_beta": 0.6, "reset_T": 1000}}
+    one, other = (
+        run_ranks(train_vector, 2, 2, zero, 1, 2048, {"fp16": fp16}) for fp16 in (rises, stays)
+    )
+    for (found, _), (want, _) in zip(one, other, strict=True):
+        assert all(a.equal(b) for a, b in zip(found, want, strict=True))
 
 
 def test_messages_over_a_backends_own_collectives_have_the_same_bits() -> None:
@@ -216,16 +215,15 @@ def test_second_shards_change_no_bit_and_send_nothing_across_hosts_in_backward(
     zero: dict[str, Any], precision: str
 ) -> None:
     """Also where an update arrives from the host's memory."""
-    for freezes in (False, True):
-        run = Run(zero, 3, freezes, PRECISIONS[precision])
-        plain = run_ranks(train, 4, run, 4)
-        second = run_ranks(train, 4, replace(run, zero={**zero, **SECOND}), 4)
-        for one, other in zip(plain, second, strict=True):
-            assert_same(one, other)
-            inside = other[2].pop("parameters inside a host")
-            assert inside > 0
-            kind = "int8 parameters" if WEIGHTS.items() <= zero.items() else "all_gather"
-            assert other[2][kind] < one[2][kind]
+    run = Run(zero, 3, True, PRECISIONS[precision])
+    plain = run_ranks(train, 4, run, 4)
+    second = run_ranks(train, 4, replace(run, zero={**zero, **SECOND}), 4)
+    for one, other in zip(plain, second, strict=True):
+        assert_same(one, other)
+        inside = other[2].pop("parameters inside a host")
+        assert inside > 0
+        kind = "int8 parameters" if WEIGHTS.items() <= zero.items() else "all_gather"
+        assert other[2][kind] < one[2][kind]
 
 
 def gathered(zero: dict[str, Any]) -> Any:
@@ -324,16 +322,15 @@ def test_a_resumed_run_has_the_same_bits(
 ) -> None:
     folder = str(tmp_path)
     run = Run(zero, stage, False, more, num_micro)
-    whole = run_ranks(train, 4, run, 8)
-    run_ranks(train, 4, run, 5, 0, "", folder)
-    resumed = run_ranks(train, 4, run, 3, 5, folder)
+    whole = run_ranks(train, 4, run, 6)
+    run_ranks(train, 4, run, 4, 0, "", folder)
+    resumed = run_ranks(train, 4, run, 2, 4, folder)
     for one, two in zip(whole, resumed, strict=True):
-        assert one[0][5:] == two[0]
+        assert one[0][4:] == two[0]
         assert all(value.equal(two[1][name]) for name, value in one[1].items())
     plain = replace(run, zero={key: value for key, value in zero.items() if "hpz" not in key})
-    for num_ranks in (2, 3):
-        for seen, *_ in run_ranks(train, num_ranks, plain, 2, 5, folder):
-            assert all(loss < 40 and norm < 40 for loss, norm in seen)
+    for seen, *_ in run_ranks(train, 3, plain, 2, 4, folder):
+        assert all(loss < 40 and norm < 40 for loss, norm in seen)
 
 
 def load_without(folder: str) -> str:
@@ -344,9 +341,8 @@ def load_without(folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("knows_totals", [True, False])
 def test_an_error_that_is_gone_is_refused_by_verify_and_load(
-    knows_totals: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_ranks(train, 2, Run({**GRADS, **LOCO}, 2), 2, 0, "", str(tmp_path))
     path = next(tmp_path.glob("*/manifest.json"))
@@ -355,8 +351,6 @@ def test_an_error_that_is_gone_is_refused_by_verify_and_load(
         record["ranges"] = [
             one for one in record["ranges"] if (one["key"], one["flat"]) != ("error/1", 0)
         ]
-    if not knows_totals:
-        del raw["totals"]
     path.write_bytes(manifest_text(raw))
     assert command.main(["verify", str(tmp_path)]) == 1
     assert "error/1" in capsys.readouterr().err
@@ -424,10 +418,10 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "zero", "words"), BAD)
-def test_bad_settings_are_refused(stage: int, zero: dict[str, Any], words: str) -> None:
-    with pytest.raises(xds.ConfigError, match=words):
-        xds.Config.load(config_of(stage, zero))
+def test_bad_settings_are_refused() -> None:
+    for stage, zero, words in BAD:
+        with pytest.raises(xds.ConfigError, match=words):
+            xds.Config.load(config_of(stage, zero))
 
 
 def refused(zero: dict[str, Any], length: int, dtype: torch.dtype) -> str:

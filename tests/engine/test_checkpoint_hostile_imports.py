@@ -163,6 +163,29 @@ def test_tensors_that_no_checkpoint_holds_are_refused(tmp_path: Path) -> None:
         refused(folder, tmp_path / "out", says)
 
 
+def test_a_huge_tensor_for_a_list_or_a_number_is_refused_at_once(tmp_path: Path) -> None:
+    huge = torch.zeros(1).expand(1 << 45)
+    folder = copied("rich_zero3_fp32", tmp_path)
+    model, optim = folder / f"zero_pp_rank_0_{MODEL}", folder / OPTIM.format(0)
+    inner = ("optimizer_state_dict", "optimizer_state_dict")
+    shape = ("param_shapes", 0, next(iter(read_pickle(model)["param_shapes"][0])))
+    for path, *keys in (
+        *((model, key) for key in ("param_shapes", "buffer_names", "shared_params")),
+        *((model, key) for key in ("mp_world_size", "frozen_param_shapes", "global_steps")),
+        (model, *shape),
+        (optim, inner[0], "fp32_flat_groups"),
+        (optim, inner[0], "partition_count"),
+        (optim, *inner, "param_groups"),
+        (optim, *inner, "param_groups", 0, "params"),
+        (optim, *inner, "state"),
+        (optim, *inner, "state", 0),
+    ):
+        whole = path.read_bytes()
+        change(path, *keys, to=huge)
+        refused(folder, tmp_path / "out", ".")
+        path.write_bytes(whole)
+
+
 def test_states_of_some_parameters_or_twice_are_refused(tmp_path: Path) -> None:
     folder = copied("plain_zero3_fp32", tmp_path)
     path = folder / OPTIM.format(1)
@@ -333,14 +356,16 @@ def test_nothing_that_a_file_names_is_executed(means: Any, tmp_path: Path) -> No
 def test_objects_of_unknown_classes_are_fields_and_are_left_out_by_name(tmp_path: Path) -> None:
     path = copied("plain_zero1_fp32", tmp_path) / MODEL
     change(path, "thing", to={"deep": [Thing(3)]})
-    things = {"args": argparse.Namespace(lr=1.0), "call": Bomb(explode, 7)}
+    things: dict[str, Any] = {"args": argparse.Namespace(lr=1.0), "call": Bomb(explode, 7)}
+    things |= {"\x1b[31m" * 1000: Thing(1), "ds_version": "\x1b]0;"}
     torch.save(_picklable(read_pickle(path)) | things, path.with_suffix(".new"))
     path.with_suffix(".new").rename(path)
     found = read_pickle(path)
     assert isinstance(found["call"], StandIn) and found["call"].arguments == (7,)
     assert found["thing"]["deep"][0].fields == {"size": 3}
     report = import_checkpoint(path.parent, tmp_path / "out")
-    text = "\n".join(report.notes)
+    text = "".join([report.origin, *report.notes])
+    assert text.isprintable() and len(text) < 5000
     for says in ("'args' is a argparse.Namespace", "'thing'", ".Thing", "'call'", ".explode"):
         assert says in text
     kept = read_manifest(tmp_path / "out", TAG).state["client_state"]

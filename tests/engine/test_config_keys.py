@@ -455,3 +455,58 @@ def test_files_with_mistakes(tmp_path: Path) -> None:
             path.write_bytes(text.encode("utf-8", "surrogatepass"))
             read(path)
         read(text)
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("source", "world_size", "said"),
+    [
+        ({"bogus": Unprintable()}, None, "bogus = a Python Unprintable: must be a JSON value"),
+        ({"train_batch_size": 1e300}, None, "train_batch_size = 1e+300: must be a whole number b"),
+        ({"zero_optimization": {"zenflow": {"a": 1}}}, None, "zero_optimization.zenflow = "),
+        ({"comet": {"api_key": ["k"]}}, None, 'comet.api_key = "***": must be text'),
+        ({"wall.clock_breakdown": True}, None, "wall.clock_breakdown = true: unknown key; did "),
+        ({"checkpoint": {"preemption_seconds": 1e300}}, None, "checkpoint.preemption_seconds = "),
+        ({}, "8", 'world size = "8": must be a whole number, at least 1'),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 7}},
+            10**12,
+            "zero_optimization.mics_shard_size = 7: must divide",
+        ),
+    ],
+)
+def test_one_mistake_is_one_complaint(source: dict[str, Any], world_size: Any, said: str) -> None:
+    source = {"train_micro_batch_size_per_gpu": 2, **source}
+    with pytest.raises(xds.ConfigError) as caught:
+        parse_config(source, world_size=world_size)
+    (complaint,) = caught.value.complaints
+    assert complaint.startswith(said)
+
+
+def test_what_as_dict_gives_before_the_ranks_are_known_is_read_back() -> None:
+    config = parse_config({"train_micro_batch_size_per_gpu": 2})
+    assert parse_config(config.as_dict()).as_dict() == config.as_dict()
+
+
+@pytest.mark.parametrize(
+    ("params", "auto", "said"),
+    [
+        ({"lrr": "auto"}, {}, 'lrr = "auto": unknown key; did you mean "lr"?'),
+        ({"lr": {"enabled": "auto"}}, {}, 'lr = {"enabled": "auto"}: must be a number, at least'),
+        ({"bias_correction": "auto"}, {}, 'bias_correction = "auto": only an integration can fill'),
+        ({"lr": "auto"}, {"optimizer.params.lr": "auto"}, 'lr = "auto": only an integration can'),
+    ],
+)
+def test_auto_for_an_argument_is_one_complaint_that_fits_it(
+    params: dict[str, Any], auto: dict[str, Any], said: str
+) -> None:
+    source = {"train_batch_size": 8, "optimizer": {"type": "adamw", "params": params}}
+    with pytest.raises(xds.ConfigError) as caught:
+        parse_config(source, auto=auto)
+    (complaint,) = caught.value.complaints
+    assert complaint.startswith(f"optimizer.params.{said}")
+    assert ("write true or false" in complaint) is ("bias_correction" in params)

@@ -115,6 +115,13 @@ def _step(engine):
     engine.step()
 
 
+def _step_until_preempted(engine, **says):
+    with pytest.raises(xds.Preempted, **says) as caught:
+        while True:
+            _step(engine)
+    return caught.value
+
+
 def _handlers_come_and_go(folder):
     """They and the grace file go with the last engine; two engines cannot save into one folder."""
     os.environ["XDS_GRACE_FILE"] = f"{folder}/grace"
@@ -154,30 +161,83 @@ def _preempted(folder):
     """A script may catch it and close its things."""
     engine = _engine(folder)
     os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(xds.Preempted, match="SIGTERM on rank 0") as caught:
-        while True:
-            _step(engine)
+    caught = _step_until_preempted(engine, match="SIGTERM on rank 0")
     engine.destroy()
-    assert caught.value.code == 143 and os.path.isdir(caught.value.path)
+    assert caught.code == 143 and os.path.isdir(caught.path)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def _asked_after_engines_before(folder):
-    """One engine was dropped without destroy, one was saved; the deadline of that request passes."""
-    _engine(folder, seconds=1.0)
-    gc.collect()
+    """One engine was dropped without destroy, two were saved; the deadline of those requests is gone."""
+    gc.disable()  # engines are in reference cycles
+    _engine(folder)
     for _ in range(2):
-        engine = _engine(folder, seconds=1.0)
+        engine = _engine(folder)
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(xds.Preempted):
-            while True:
-                _step(engine)
+        _step_until_preempted(engine)
         engine.destroy()
-    engine = _engine(folder, seconds=1.0)
-    time.sleep(1.5)
+    engine = _engine(folder)
+    assert preemption._signals._deadline is None
     _step(engine)
     engine.destroy()
+    gc.enable()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def _first_engine_is_idle(folder):
+    engines = [_engine(folder, number, seconds=60.0) for number in range(2)]
+    os.kill(os.getpid(), signal.SIGTERM)
+    preemption._signals._received[signal.SIGTERM] -= 31  # seconds
+    _step_until_preempted(engines[1])
+    assert Run(folder).tags() == ["global_step0"]
+    for engine in engines:
+        engine.destroy()
+
+
+def _asked_between_engines(folder):
+    """The script's handler calls the one before, which is of an engine that is gone."""
+    engine = _engine(folder)
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *args: before(*args))
+    os.kill(os.getpid(), signal.SIGTERM)
+    engine.destroy()
+    engine = _engine(folder)
+    _step_until_preempted(engine)
+    os.kill(os.getpid(), signal.SIGTERM)  # it is cleaning up
+    engine.destroy()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _earlier_save_has_failed(folder):
+    """The failure is raised after the save of the request, not instead of it."""
+    engine = _engine(folder)
+
+    def fail():
+        raise xds.XdsError("an earlier save")
+
+    engine._parts.saver.check = fail
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(xds.XdsError, match="an earlier save"):
+        _step(engine)
+    _step_until_preempted(engine)
+    engine.destroy()
+
+
+def _asked_in_destroy(folder):
+    """It does not end the save in the background that destroy waits for."""
+    engine, run = _engine(folder, async_save=True), Run(folder)
+    engine.save_checkpoint(str(run.checkpoints))
+    close = engine._parts.saver.close
+
+    def close_when_asked():
+        os.kill(os.getpid(), signal.SIGTERM)
+        close()
+
+    engine._parts.saver.close = close_when_asked
+    engine.destroy()
+    assert run.tags() == ["global_step0"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    preemption._signals._forget()
 
 
 def _ignored_stays_ignored(folder):
@@ -196,6 +256,10 @@ def _one_after_the_other(folder):
             _a_child_is_ended,
             _preempted,
             _asked_after_engines_before,
+            _first_engine_is_idle,
+            _asked_between_engines,
+            _earlier_save_has_failed,
+            _asked_in_destroy,
             _ignored_stays_ignored,
         )
     ):
@@ -203,7 +267,7 @@ def _one_after_the_other(folder):
 
 
 def test_handlers_requests_children_and_exceptions_in_one_process(tmp_path):
-    for number in range(5):
+    for number in range(9):
         (tmp_path / str(number)).mkdir()
     run_new_ranks(_one_after_the_other, 1, str(tmp_path))
 

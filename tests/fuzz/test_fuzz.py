@@ -58,24 +58,23 @@ def told(verdict: Verdict) -> str:
     return f"{verdict.outcome}: {verdict.job.case()}\n{verdict.said}"
 
 
-@pytest.mark.parametrize(
-    ("names", "most"),
-    [
-        *(
-            pytest.param(names, 1, marks=pytest.mark.slow if number % 2 else ())
-            for number, names in enumerate(FOUND)
-        ),
-        *(pytest.param(names, 1000, marks=pytest.mark.slow) for names in FOUND),
-    ],
-)
-def test_what_found_something_once_is_equal_or_refused(
-    runner: Runner, names: str, most: int
-) -> None:
-    for seed in FOUND[names][:most]:
+def check(runner: Runner, names: str, seeds: tuple[int, ...]) -> None:
+    for seed in seeds:
         job = Job(seed, keep=tuple(names.split(",")))
         assert set(names.split(",")) <= set(job.case().names), "the case does not have the feature"
         verdict = runner.run(job)
         assert verdict.outcome in ("equal", "refused"), told(verdict)
+
+
+@pytest.mark.parametrize("names", list(FOUND)[::2])
+def test_what_found_something_once_is_equal_or_refused(runner: Runner, names: str) -> None:
+    check(runner, names, FOUND[names][:1])
+
+
+@pytest.mark.slow
+def test_all_that_found_something_once_is_equal_or_refused(runner: Runner) -> None:
+    for names, seeds in FOUND.items():
+        check(runner, names, seeds)
 
 
 @pytest.mark.slow

@@ -10,23 +10,11 @@ from xds.utils.errors import UsageError
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_ADDR": "train-0.train"}
 NODES = {"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "4000", "NNODES": "3", "NODE_RANK": "2"}
-STEP = {
-    "SLURM_JOB_ID": "77",
-    "SLURM_STEP_ID": "3",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-}
-OMPI = {
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-    "PMIX_NAMESPACE": "9/1",
-}
+STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "2"}
+STEP |= {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+STEP |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
+OMPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+OMPI |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "PMIX_NAMESPACE": "9/1"}
 
 
 def meeting(endpoint: str, num_nodes: int, node_rank: int, run_id: str = "xds") -> Rendezvous:
@@ -38,10 +26,7 @@ def meeting(endpoint: str, num_nodes: int, node_rank: int, run_id: str = "xds") 
     [
         (NODES, meeting("10.1.1.1:4000", 3, 2)),
         (NODES | {"MASTER_ADDR": "fd00::1"}, meeting("[fd00::1]:4000", 3, 2)),
-        (
-            {"MASTER_ADDR": "a", "NNODES": "2", "GROUP_RANK": "1"},
-            meeting("a:29500", 2, 1),
-        ),
+        ({"MASTER_ADDR": "a", "NNODES": "2", "GROUP_RANK": "1"}, meeting("a:29500", 2, 1)),
         (POD | {"NNODES": "4", "JOB_COMPLETION_INDEX": "3"}, meeting("train-0.train:29500", 4, 3)),
         (POD | {"NNODES": "4", "HOSTNAME": "train-1"}, meeting("train-0.train:29500", 4, 1)),
         # Kubeflow's PyTorchJob counts pods as ranks
@@ -61,17 +46,15 @@ def test_one_xds_a_task_of_srun_meets_the_others_on_the_first_machine() -> None:
     assert here.endpoint.startswith("n1:")
     first = find_rendezvous(STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"})
     assert first is not None and first.endpoint == here.endpoint
-    assert find_rendezvous(STEP | {"MASTER_ADDR": "ib1", "MASTER_PORT": "5"}) == meeting(
-        "ib1:5", 2, 1, "77.3"
-    )
+    told = find_rendezvous(STEP | {"MASTER_ADDR": "ib1", "MASTER_PORT": "5"})
+    assert told == meeting("ib1:5", 2, 1, "77.3")
 
 
 def test_one_xds_a_machine_of_mpirun_needs_the_first_one_s_address() -> None:
     with pytest.raises(UsageError, match="MASTER_ADDR is not set: mpirun does not set"):
         find_rendezvous(OMPI)
-    assert find_rendezvous(OMPI | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == meeting(
-        "a:5", 2, 1, "9_1"
-    )
+    told = find_rendezvous(OMPI | {"MASTER_ADDR": "a", "MASTER_PORT": "5"})
+    assert told == meeting("a:5", 2, 1, "9_1")
 
 
 @pytest.mark.parametrize(
@@ -102,10 +85,7 @@ def test_what_says_nothing_about_other_machines_is_this_one_alone(environ: dict[
         (NODES | {"NODE_RANK": "3"}, "NODE_RANK = 3, but NNODES = 3: must be from 0 to 2"),
         (NODES | {"NNODES": "two"}, "NNODES = 'two': must be a number"),
         (NODES | {"MASTER_PORT": "70000"}, "MASTER_PORT = 70000"),
-        (
-            STEP | {"SLURM_STEP_NUM_TASKS": "8"},
-            "start it once on each \\(`srun --ntasks-per-node=1",
-        ),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, r"once on each \(`srun --ntasks-per-node=1"),
         (OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun --map-by ppr:1:node xds"),
     ],
 )

@@ -33,14 +33,13 @@ def raised(rank, text, at):
     return Failure(rank, 100 + rank, 1, at, text=text)
 
 
-@pytest.mark.parametrize("text", [CLOSED, RESET, NCCL, STORE])
-def test_the_loss_of_a_peer_is_recognized_by_its_text(text):
-    assert raised(0, text, 0.0).kind is Kind.LOST_PEER
+def test_the_loss_of_a_peer_is_recognized_by_its_text():
+    for text in (CLOSED, RESET, NCCL, STORE):
+        assert raised(0, text, 0.0).kind is Kind.LOST_PEER
 
 
-@pytest.mark.parametrize(
-    "failures, first",
-    [
+def test_the_first_failure():
+    for failures, first in (
         # a rank is killed; the agent notices the peer's exception before it
         ([raised(0, CLOSED, 1.0), died(1, signal.SIGKILL, 1.5)], 1),
         # an exception; the peer is stopped for it
@@ -54,12 +53,10 @@ def test_the_loss_of_a_peer_is_recognized_by_its_text(text):
         # the same mistake everywhere
         ([raised(0, "TypeError: x", 2.0), raised(1, "TypeError: x", 1.0)], 0),
         # an error that wraps the loss of a peer
-        ([raised(0, CLOSED + "\nMyError: training failed", 1.0), died(1, signal.SIGABRT, 2.0)], 1),
-    ],
-)
-def test_the_first_failure(failures, first):
-    assert first_failure(failures).rank == first
-    assert first_failure(failures[::-1]).rank == first
+        ([raised(0, CLOSED + "\nMyError: x", 1.0), died(1, signal.SIGABRT, 2.0)], 1),
+    ):
+        assert first_failure(failures).rank == first, failures
+        assert first_failure(failures[::-1]).rank == first, failures
 
 
 def test_a_rank_killed_by_the_launcher_is_not_a_cause():
@@ -80,44 +77,32 @@ def test_the_report_of_a_traceback():
     ]
 
 
-@pytest.mark.parametrize(
-    ("error", "helps"),
-    [
-        ("ModuleNotFoundError: No module named 'deepspeed'", True),
-        (
-            "ImportError: DeepSpeed is not available => install it using `pip3 install deepspeed`",
-            True,
-        ),
-        (
-            "importlib.metadata.PackageNotFoundError: No package metadata was found for The "
-            "'deepspeed>=0.9.3' distribution was not found",
-            True,
-        ),
-        ("ImportError: cannot import name 'x' from 'deepspeed'", False),
-        ("ValueError: deepspeed", False),
-    ],
-)
-def test_a_script_that_needs_deepspeed_is_told_the_option(error, helps):
+def test_a_script_that_needs_deepspeed_is_told_the_option():
     """The words of Python, accelerate and transformers."""
-    text = f"Traceback (most recent call last):\n  import deepspeed\n{error}\n"
-    assert ("`xds --as-deepspeed`" in report([raised(0, text, 1.0)], [])) is helps
+    for error, helps in {
+        "ModuleNotFoundError: No module named 'deepspeed'": True,
+        "ImportError: DeepSpeed is not available => install it using `pip3 install deepspeed`": True,
+        "importlib.metadata.PackageNotFoundError: No package metadata was found for The "
+        "'deepspeed>=0.9.3' distribution was not found": True,
+        "ImportError: cannot import name 'x' from 'deepspeed'": False,
+        "ValueError: deepspeed": False,
+    }.items():
+        text = f"Traceback (most recent call last):\n  import deepspeed\n{error}\n"
+        assert ("`xds --as-deepspeed`" in report([raised(0, text, 1.0)], [])) is helps, error
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layer"),
-    [
+def test_a_script_whose_inputs_are_not_cast_is_told_so():
+    for dtype, layer in (
         (torch.bfloat16, torch.nn.Linear(4, 4)),
         (torch.float16, torch.nn.Linear(4, 4)),
         (torch.bfloat16, torch.nn.Conv1d(4, 4, 1)),
         (torch.float32, torch.nn.Linear(3, 3)),  # another error
-    ],
-)
-def test_a_script_whose_inputs_are_not_cast_is_told_so(dtype, layer):
-    with pytest.raises(RuntimeError) as raising:
-        layer.to(dtype)(torch.zeros(4, 4, 4))
-    text = "".join(traceback.format_exception(raising.value))
-    told = report([raised(0, text, 1.0)], [])
-    assert ("cast floating-point inputs" in told) is (dtype != torch.float32)
+    ):
+        with pytest.raises(RuntimeError) as raising:
+            layer.to(dtype)(torch.zeros(4, 4, 4))
+        text = "".join(traceback.format_exception(raising.value))
+        told = report([raised(0, text, 1.0)], [])
+        assert ("cast floating-point inputs" in told) is (dtype != torch.float32)
 
 
 def test_the_report_of_a_silent_death_shows_the_last_lines(tmp_path):

@@ -32,18 +32,6 @@ def start_guard():
     return subprocess.Popen([sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE)
 
 
-def test_what_is_left_of_a_session_ends_when_the_input_does(rank):
-    session, child = rank
-    assert members([session]) == [child] and members([]) == []
-    process = start_guard()
-    process.stdin.write(b"%d\n" % session)
-    process.stdin.flush()
-    time.sleep(0.2)
-    assert members([session]) == [child]
-    process.stdin.close()
-    assert process.wait(60) == 0 and members([session]) == []
-
-
 def test_after_a_usual_end_nothing_is_touched(rank):
     session, child = rank
     with Guard() as ours:
@@ -51,8 +39,9 @@ def test_after_a_usual_end_nothing_is_touched(rank):
     assert ours._process.returncode == 0 and members([session]) == [child]
 
 
-def test_signals_do_not_end_it(rank):
+def test_what_is_left_of_a_session_ends_when_the_input_does_and_signals_end_nothing(rank):
     session, child = rank
+    assert members([session]) == [child] and members([]) == []
     process = start_guard()
     process.stdin.write(b"%d\n" % session)
     process.stdin.flush()
@@ -61,6 +50,7 @@ def test_signals_do_not_end_it(rank):
     time.sleep(0.2)
     for signum in (1, 2, 15):
         process.send_signal(signum)
+    assert members([session]) == [child]
     process.stdin.close()
     assert process.wait(60) == 0 and members([session]) == []
 

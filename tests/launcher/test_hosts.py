@@ -1,11 +1,12 @@
-"""Hostfiles and filters: DeepSpeed's syntax, all errors in one message, names treated as data."""
+"""Hostfiles and filters in DeepSpeed's syntax, names treated as data; which hosts a start takes."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xds.launcher.command_line.hosts import filter_hosts, first_hosts, read_hostfile
-from xds.launcher.job import Host
+from xds.launcher.job import Host, Restarts
+from xds.launcher.remote.start import choose_hosts
 from xds.utils.errors import UsageError
 
 
@@ -16,58 +17,52 @@ def host(name, num_slots):
 THREE = [host("worker-0", 4), host("worker-1", 2), host("worker-2", 4)]
 
 
-@pytest.mark.parametrize(
-    "text, hosts",
-    [
-        ("worker-0 slots=4", [host("worker-0", 4)]),
-        ("a slots=2\nb slots=8\n", [host("a", 2), host("b", 8)]),
-        (
-            "# all\n\n  a \t slots=2 # old\r\n\t\n#b slots=1\nc slots=1",
-            [host("a", 2), host("c", 1)],
-        ),
-        ("a slots=2#x", [host("a", 2)]),
-        ("\ufeffa slots=02", [host("a", 2)]),
-        ("me@a.example.org slots=1", [host("me@a.example.org", 1)]),
-        ("fe80::1 slots=1\n[::2] slots=1", [host("fe80::1", 1), host("::2", 1)]),
-        ("me@[::3] slots=1", [host("me@::3", 1)]),
-        ("10.0.0.1 slots=4 max_slots=8", [host("10.0.0.1", 4)]),
-        ("$(reboot);'x\"&| slots=1", [host("$(reboot);'x\"&|", 1)]),
-        ("größe slots=1", [host("größe", 1)]),
-    ],
-)
-def test_hostfiles(tmp_path, text, hosts):
-    (tmp_path / "hosts").write_bytes(text.encode())
-    assert read_hostfile(tmp_path / "hosts") == hosts
+def test_hostfiles(tmp_path):
+    for text, hosts in {
+        "worker-0 slots=4": [host("worker-0", 4)],
+        "a slots=2\nb slots=8\n": [host("a", 2), host("b", 8)],
+        "# all\n\n  a \t slots=2 # old\r\n\t\n#b slots=1\nc slots=1": [host("a", 2), host("c", 1)],
+        "a slots=2#x": [host("a", 2)],
+        "\ufeffa slots=02": [host("a", 2)],
+        "me@a.example.org slots=1": [host("me@a.example.org", 1)],
+        "fe80::1 slots=1\n[::2] slots=1": [host("fe80::1", 1), host("::2", 1)],
+        "me@[::3] slots=1": [host("me@::3", 1)],
+        "10.0.0.1 slots=4 max_slots=8": [host("10.0.0.1", 4)],
+        "$(reboot);'x\"&| slots=1": [host("$(reboot);'x\"&|", 1)],
+        "größe slots=1": [host("größe", 1)],
+    }.items():
+        (tmp_path / "hosts").write_bytes(text.encode())
+        assert read_hostfile(tmp_path / "hosts") == hosts
 
 
-@pytest.mark.parametrize(
-    "line, told",
-    [
-        ("a", "'a': needs `slots=N`"),
-        ("a 4", "'4': needs `slots=N`"),
-        ("a slot=4", "'slot=4': needs `slots=N`"),
-        ("a slots=4 gpus=2", "'gpus=2': unexpected after slots="),
-        ("a slots=", "slots=: must be a number from 1"),
-        ("a slots=0", "slots=0: must be a number from 1 to 4096; to skip a host"),
-        ("a slots=-1", "slots=-1: must be"),
-        ("a slots=٣", "slots=٣: must be"),
-        ("a slots=999999999999", "slots=999999999999: must be"),
-        ("-oProxyCommand=reboot slots=1", "cannot begin with '-'"),
-        ("me@-x slots=1", "cannot begin with '-'"),
-        ("-me@x slots=1", "cannot begin with '-'"),
-        ("a\x1b[2Jb slots=1", r"'a\x1b[2Jb': a host's name must not contain spaces or control"),
-        ("a\u00a0b slots=1", "must not contain spaces or control"),
-        ("a\u202eb slots=1", "must not contain spaces or control"),
-        ("@a slots=1", "must be a name, an address or user@name"),
-        ("me@ slots=1", "must be a name, an address or user@name"),
-        ("n[1-4] slots=1", "ranges of hosts are not supported"),
-    ],
-)
-def test_what_a_hostfile_cannot_say(tmp_path, line, told):
-    (tmp_path / "hosts").write_bytes(f"good slots=1\n# x\n{line}\n".encode())
-    with pytest.raises(UsageError) as error:
-        read_hostfile(tmp_path / "hosts")
-    assert "line 3: " in str(error.value) and told in str(error.value)
+WRONG_LINES = {
+    "a": "'a': needs `slots=N`",
+    "a 4": "'4': needs `slots=N`",
+    "a slot=4": "'slot=4': needs `slots=N`",
+    "a slots=4 gpus=2": "'gpus=2': unexpected after slots=",
+    "a slots=": "slots=: must be a number from 1",
+    "a slots=0": "slots=0: must be a number from 1 to 4096; to skip a host",
+    "a slots=-1": "slots=-1: must be",
+    "a slots=٣": "slots=٣: must be",
+    "a slots=999999999999": "slots=999999999999: must be",
+    "-oProxyCommand=reboot slots=1": "cannot begin with '-'",
+    "me@-x slots=1": "cannot begin with '-'",
+    "-me@x slots=1": "cannot begin with '-'",
+    "a\x1b[2Jb slots=1": "'a\\x1b[2Jb': a host's name must not contain spaces or control",
+    "a\xa0b slots=1": "must not contain spaces or control",
+    "a\u202eb slots=1": "must not contain spaces or control",
+    "@a slots=1": "must be a name, an address or user@name",
+    "me@ slots=1": "must be a name, an address or user@name",
+    "n[1-4] slots=1": "ranges of hosts are not supported",
+}
+
+
+def test_what_a_hostfile_cannot_say(tmp_path):
+    for line, told in WRONG_LINES.items():
+        (tmp_path / "hosts").write_bytes(f"good slots=1\n# x\n{line}\n".encode())
+        with pytest.raises(UsageError) as error:
+            read_hostfile(tmp_path / "hosts")
+        assert "line 3: " in str(error.value) and told in str(error.value)
 
 
 def test_a_host_in_two_lines_is_refused(tmp_path):
@@ -94,82 +89,69 @@ def kept(hosts):
     return {each.name: list(each.slots) for each in hosts}
 
 
-@pytest.mark.parametrize(
-    "include, exclude, left",
-    [
-        ("", "", {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1], "worker-2": [0, 1, 2, 3]}),
-        ("worker-0@worker-1:0", "", {"worker-0": [0, 1, 2, 3], "worker-1": [0]}),
-        ("worker-1:0@worker-0:2,1,2", "", {"worker-0": [1, 2], "worker-1": [0]}),
-        ("worker-2:1@worker-2:3", "", {"worker-2": [1, 3]}),
-        ("worker-2:0-2", "", {"worker-2": [0, 1, 2]}),
-        ("worker-2:0,2-3", "", {"worker-2": [0, 2, 3]}),
-        ("[worker-2]:0", "", {"worker-2": [0]}),
-        ("[worker-1]", "", {"worker-1": [0, 1]}),
-        ("", "worker-1", {"worker-0": [0, 1, 2, 3], "worker-2": [0, 1, 2, 3]}),
-        ("", "worker-1:0@worker-0", {"worker-1": [1], "worker-2": [0, 1, 2, 3]}),
-        ("", "worker-1:0,1@worker-2:1-3", {"worker-0": [0, 1, 2, 3], "worker-2": [0]}),
-    ],
-)
-def test_filters(include, exclude, left):
-    filtered = filter_hosts(THREE, include, exclude)
-    assert kept(filtered) == left
-    assert [each.name for each in filtered] == sorted(left)  # the hostfile's order
+ALL = {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1], "worker-2": [0, 1, 2, 3]}
 
 
-@pytest.mark.parametrize(
-    "include, left",
-    [
-        ("me@10.0.0.2", {"me@10.0.0.2": [0, 1, 2, 3, 4, 5, 6, 7]}),
-        ("node-1@me@10.0.0.2:0,2-4", {"node-1": list(range(8)), "me@10.0.0.2": [0, 2, 3, 4]}),
-        ("me@10.0.0.2:1@node-1:0", {"node-1": [0], "me@10.0.0.2": [1]}),
-    ],
-)
-def test_a_line_with_a_user_is_selected_as_it_is_written(include, left):
-    """docs/launching.md has this file and the second filter."""
-    assert kept(filter_hosts([host("node-1", 8), host("me@10.0.0.2", 8)], include)) == left
+def test_filters():
+    def changed(**slots):
+        return {"worker-" + name[1:]: each for name, each in slots.items()}
+
+    for include, exclude, left in (
+        ("", "", ALL),
+        ("worker-0@worker-1:0", "", changed(w0=[0, 1, 2, 3], w1=[0])),
+        ("worker-1:0@worker-0:2,1,2", "", changed(w0=[1, 2], w1=[0])),
+        ("worker-2:1@worker-2:3", "", changed(w2=[1, 3])),
+        ("worker-2:0,2-3", "", changed(w2=[0, 2, 3])),
+        ("[worker-2]:0", "", changed(w2=[0])),
+        ("[worker-1]", "", changed(w1=[0, 1])),
+        ("", "worker-1:0@worker-0", changed(w1=[1], w2=[0, 1, 2, 3])),
+        ("", "worker-1:0,1@worker-2:1-3", changed(w0=[0, 1, 2, 3], w2=[0])),
+    ):
+        filtered = filter_hosts(THREE, include, exclude)
+        assert kept(filtered) == left
+        assert [each.name for each in filtered] == sorted(left)  # the hostfile's order
 
 
-@pytest.mark.parametrize(
-    "include, exclude, told",
-    [
-        ("worker-0", "worker-1", "--include and --exclude cannot be combined"),
-        ("worker-3", "", "--include = worker-3: unknown host 'worker-3'; did you mean 'worker-"),
-        ("x", "", "known hosts are 'worker-0', 'worker-1', 'worker-2'"),
-        ("worker-1:2", "", "no slot 2 on host 'worker-1'; it has 0-1"),
-        ("", "worker-1:7", "--exclude = worker-1:7: no slot 7"),
-        ("worker-0:", "", "slots must be numbers"),
-        ("worker-0:a", "", "slots must be numbers, such as 0,2 or 0-3"),
-        ("worker-0:3-1", "", "slots must be numbers"),
-        ("worker-0:-1", "", "slots must be numbers"),
-        ("worker-0:0,", "", "slots must be numbers"),
-        ("worker-0@@worker-1", "", "an empty name"),
-        ("worker-0@", "", "an empty name"),
-        ("@", "", "an empty name"),
-        ("", "worker-0@worker-1@worker-2", "no host remains"),
-    ],
-)
-def test_filters_that_cannot_be_met(include, exclude, told):
-    with pytest.raises(UsageError) as error:
-        filter_hosts(THREE, include, exclude)
-    assert told in str(error.value)
+IMPOSSIBLE = """
+worker-0 | worker-1 | --include and --exclude cannot be combined
+worker-3 | | --include = worker-3: unknown host 'worker-3'; did you mean 'worker-
+x | | known hosts are 'worker-0', 'worker-1', 'worker-2'
+worker-1:2 | | no slot 2 on host 'worker-1'; it has 0-1
+| worker-1:7 | --exclude = worker-1:7: no slot 7
+worker-0: | | slots must be numbers
+worker-0:a | | slots must be numbers, such as 0,2 or 0-3
+worker-0:3-1 | | slots must be numbers
+worker-0:0, | | slots must be numbers
+worker-0@@worker-1 | | an empty name
+@ | | an empty name
+| worker-0@worker-1@worker-2 | no host remains
+"""
 
 
-@pytest.mark.parametrize(
-    "include, left",
-    [
-        ("fe80::1", {"fe80::1": [0, 1]}),
-        ("[fe80::1]:1", {"fe80::1": [1]}),
-        ("fe80::1:1", {"fe80::1": [1]}),
-        ("me@a:1@b:0", {"me@a": [1], "b": [0]}),
-        ("b@me@a", {"b": [0, 1], "me@a": [0, 1]}),
-        ("me@a@me@fe80::2:0", {"me@a": [0, 1], "me@fe80::2": [0]}),
-        ("me@[fe80::2]:0@b", {"me@fe80::2": [0], "b": [0, 1]}),
-        ("[me@a]:0", {"me@a": [0]}),
-    ],
-)
-def test_filters_of_addresses_and_users(include, left):
-    names = ["fe80::1", "me@a", "b", "me@fe80::2"]
-    assert kept(filter_hosts([host(name, 2) for name in names], include)) == left
+def test_filters_that_cannot_be_met():
+    for row in IMPOSSIBLE.strip().splitlines():
+        include, exclude, told = map(str.strip, row.split("|"))
+        with pytest.raises(UsageError) as error:
+            filter_hosts(THREE, include, exclude)
+        assert told in str(error.value)
+
+
+def test_filters_of_addresses_and_users():
+    hosts = [host(name, 2) for name in ("fe80::1", "me@a", "b", "me@fe80::2")]
+    for include, left in {
+        "fe80::1": {"fe80::1": [0, 1]},
+        "[fe80::1]:1": {"fe80::1": [1]},
+        "fe80::1:1": {"fe80::1": [1]},
+        "me@a:1@b:0": {"me@a": [1], "b": [0]},
+        "b@me@a": {"b": [0, 1], "me@a": [0, 1]},
+        "me@[fe80::2]:0@b": {"me@fe80::2": [0], "b": [0, 1]},
+        "[me@a]:0": {"me@a": [0]},
+    }.items():
+        assert kept(filter_hosts(hosts, include)) == left
+    # docs/launching.md has this file and this filter
+    hosts = [host("node-1", 8), host("me@10.0.0.2", 8)]
+    left = {"node-1": list(range(8)), "me@10.0.0.2": [0, 2, 3, 4]}
+    assert kept(filter_hosts(hosts, "node-1@me@10.0.0.2:0,2-4")) == left
 
 
 def test_the_first_hosts_and_slots():
@@ -228,3 +210,41 @@ def test_any_file_is_read_or_refused(tmp_path_factory, data):
     except UsageError:
         return
     assert hosts and not any(each.name.startswith("-") for each in hosts)
+
+
+# -- the hosts of a start -------------------------------------------------------------------------------
+
+
+def numbered(*slots):
+    return [host(f"h{at}", count) for at, count in enumerate(slots)]
+
+
+def test_choices_of_hosts():
+    for slots, num_all, restarts, expected in (
+        ((2, 3, 1), 3, Restarts(), [2, 3, 1]),
+        ((2,), 2, Restarts(), []),  # a host is gone, and all are needed
+        ((2,), 2, Restarts(min_nodes=1), [2]),
+        ((2, 2, 2), 3, Restarts(min_nodes=1, max_nodes=2), [2, 2]),  # one in reserve
+        ((4, 4), 2, Restarts(fits=lambda n: n in (6, 4)), [4, 2]),
+        ((4, 4), 2, Restarts(fits=lambda n: n == 3), [3]),
+        ((4, 4), 2, Restarts(min_nodes=2, fits=lambda n: n == 3), []),
+        ((4, 4), 2, Restarts(fits=lambda n: n == 9), []),
+        ((), 2, Restarts(min_nodes=1), []),
+    ):
+        chosen = choose_hosts(numbered(*slots), num_all, restarts)
+        assert [ranks for _, ranks in chosen] == expected
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 8), min_size=1, max_size=6),
+    st.integers(0, 6),
+    st.sets(st.integers(1, 40)),
+)
+def test_a_choice_fits_and_no_larger_number_would(slots, least, valid):
+    restarts = Restarts(min_nodes=least, fits=lambda n: n in valid)
+    chosen = choose_hosts(numbered(*slots), len(slots), restarts)
+    total = sum(ranks for _, ranks in chosen)
+    assert all(1 <= ranks <= len(host.slots) for host, ranks in chosen)
+    if chosen:
+        assert total == max(n for n in valid if n <= sum(slots)) and len(chosen) >= least

@@ -34,62 +34,35 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @needs_cxx
-def test_build_says_seconds_and_path_and_is_quick_the_second_time(
-    sources: Path, capsys: Capture
+def test_build_and_list_say_what_is_built_where_and_what_cannot_be(
+    sources: Path, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cache = f"cache: {tmp_path / 'cache'}"
+    other = "tiny_cuda (cuda): cannot be built here: this torch is built without CUDA"
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [cache, "tiny (cpu): not built", other]
     assert xds_main(["ops", "build"]) == 0
-    first, other = capsys.readouterr().out.splitlines()
+    first, left_out = capsys.readouterr().out.splitlines()
     assert first.startswith("tiny: built in ") and first.endswith("libtiny.so")
-    assert other == "tiny_cuda: left out: this torch is built without CUDA"
+    assert left_out == "tiny_cuda: left out: this torch is built without CUDA"
     assert main(["build", "tiny"]) == 0
     assert capsys.readouterr().out.startswith("tiny: built before, ")
-
-
-@needs_cxx
-def test_a_failed_build_shows_the_command_and_the_last_lines(
-    sources: Path, capsys: Capture
-) -> None:
-    (sources / "cpu" / "answer.cpp").write_text(tiny.BROKEN)
-    assert main(["build"]) == 1
-    told = capsys.readouterr().err
-    assert "tiny does not compile" in told and "command: " in told and "unknown_39" in told
-
-
-def test_a_library_that_is_named_must_be_built(sources: Path, capsys: Capture) -> None:
-    assert main(["build", "tiny_cuda"]) == 1
-    assert "this torch is built without CUDA; install a CUDA build" in capsys.readouterr().err
-
-
-def test_an_unknown_name_is_refused_with_the_known_ones(sources: Path, capsys: Capture) -> None:
-    assert main(["build", "tinny"]) == 2
-    assert (
-        "tinny is not a native library; must be one of tiny, tiny_cuda" in capsys.readouterr().err
-    )
-
-
-@needs_cxx
-def test_list_says_what_is_built_where_and_what_cannot_be(
-    sources: Path, capsys: Capture, tmp_path: Path
-) -> None:
-    assert main(["list"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"cache: {tmp_path / 'cache'}",
-        "tiny (cpu): not built",
-        "tiny_cuda (cuda): cannot be built here: this torch is built without CUDA",
-    ]
     entry = build.find_or_build(libraries.LIBRARIES["tiny"])
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith(f"tiny (cpu): built {entry.info.built_at} in ")
-    assert lines[1].endswith(" KB") and lines[2:4] == [
-        f"  {entry.info.compiler}",
-        f"  {entry.path}",
-    ]
+    assert lines[1].endswith(" KB")
+    assert lines[2:4] == [f"  {entry.info.compiler}", f"  {entry.path}"]
 
-
-def test_list_works_without_a_compiler(
-    sources: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    (sources / "cpu" / "answer.cpp").write_text(tiny.BROKEN)
+    assert main(["build"]) == 1
+    told = capsys.readouterr().err
+    assert "tiny does not compile" in told and "command: " in told and "unknown_39" in told
+    assert main(["build", "tiny_cuda"]) == 1
+    assert "this torch is built without CUDA; install a CUDA build" in capsys.readouterr().err
+    assert main(["build", "tinny"]) == 2
+    said = "tinny is not a native library; must be one of tiny, tiny_cuda"
+    assert said in capsys.readouterr().err
     monkeypatch.setenv("PATH", str(sources))
     assert main(["list"]) == 0
     assert "tiny (cpu): cannot be built here: no C++ compiler on PATH" in capsys.readouterr().out

@@ -65,13 +65,17 @@ def meeting(found):
 # -- reading --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", (DEEPSPEED + " " + TORCHRUN).split())
-def test_every_option_of_deepspeed_and_torchrun_is_known_in_both_spellings(name):
-    for spelling in {name, "--" + name[2:].replace("-", "_"), "--" + name[2:].replace("_", "-")}:
-        if spelling.startswith("--") == name.startswith("--"):
-            option = next(each for each in OPTIONS if spelling in place_names(each))
-            value = [option.choices[0] if option.choices else "1"] if option.value else []
-            assert read([spelling, *value, "t.py", "--x"]).command == ("t.py", "--x")
+def test_every_option_of_deepspeed_and_torchrun_is_known_in_both_spellings():
+    for name in (DEEPSPEED + " " + TORCHRUN).split():
+        for spelling in {
+            name,
+            "--" + name[2:].replace("-", "_"),
+            "--" + name[2:].replace("_", "-"),
+        }:
+            if spelling.startswith("--") == name.startswith("--"):
+                option = next(each for each in OPTIONS if spelling in place_names(each))
+                value = [option.choices[0] if option.choices else "1"] if option.value else []
+                assert read([spelling, *value, "t.py", "--x"]).command == ("t.py", "--x"), name
 
 
 def place_names(option):
@@ -89,33 +93,23 @@ def test_the_table_is_sound():
         assert option.name in help_text() or not option.help
 
 
-@pytest.mark.parametrize(
-    "words, given_options, command",
-    [
+def test_words_are_taken_apart():
+    for words, given_options, command in (
         (["-t3", "-r=3", "t"], {"tee": "3", "redirects": "3"}, ("t",)),
         (["--rdzv_conf=a=b,c=d", "t"], {"rdzv_conf": "a=b,c=d"}, ("t",)),
-        (
-            ["--launcher_args", "--exclusive -p x", "t"],
-            {"launcher_args": "--exclusive -p x"},
-            ("t",),
-        ),
+        (["--launcher_args", "--x -p y", "t"], {"launcher_args": "--x -p y"}, ("t",)),
         (["--launcher_args", "-m", "t"], {"launcher_args": "-m"}, ("t",)),
         (["--num_nodes", "-1", "t"], {"num_nodes": "-1"}, ("t",)),
         (["--num_gpus", "1", "--num_gpus", "2", "t"], {"nproc_per_node": "2"}, ("t",)),
         (["--include=", "t"], {"include": ""}, ("t",)),
         (["-", "x"], {}, ("-", "x")),
         (["--module"], {"module": "1"}, ()),
-    ],
-)
-def test_words_are_taken_apart(words, given_options, command):
-    asked = read(words)
-    assert (asked.given, asked.command) == (given_options, command)
-
-
-@pytest.mark.parametrize("words", [["--hostfile"], ["--hostfile", "--include", "x"], ["-i"]])
-def test_a_forgotten_value_is_told(words):
-    with pytest.raises(UsageError, match="needs a value"):
-        read(words)
+    ):
+        asked = read(words)
+        assert (asked.given, asked.command) == (given_options, command), words
+    for words in (["--hostfile"], ["--hostfile", "--include", "x"], ["-i"]):
+        with pytest.raises(UsageError, match="needs a value"):
+            read(words)
 
 
 @settings(deadline=None)
@@ -130,23 +124,7 @@ def test_any_words_are_read_or_refused(words):
     assert list(asked.command) == words[len(words) - len(asked.command) :]
 
 
-VALUES = (
-    "",
-    "0",
-    "1",
-    "2",
-    "1:2",
-    "-1",
-    "x",
-    "hosts",
-    "here",
-    "worker-1:0",
-    "a=b",
-    "c10d",
-    "ssh",
-    "slurm",
-    "'",
-)
+VALUES = ["", *"0 1 2 1:2 -1 x hosts here worker-1:0 a=b c10d ssh slurm '".split()]
 ENVIRONMENTS = [
     {},
     SLURM,
@@ -156,7 +134,7 @@ ENVIRONMENTS = [
 
 
 @settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None
 )
 @given(
     asked=st.lists(st.tuples(st.sampled_from(OPTIONS), st.sampled_from(VALUES)), max_size=5),
@@ -177,20 +155,24 @@ def test_any_options_are_decided_or_refused(asked, environ):
         assert 1 <= found.rendezvous.min_nodes <= found.rendezvous.max_nodes
 
 
-@pytest.mark.parametrize(
-    "line, told",
-    [
-        ("--start-method thread", "must be one of spawn, fork, forkserver"),
-        ("--numa-binding node", "set --bind-cores-to-rank"),
-        ("--virtual_local_rank", "every rank sees all GPUs"),
-        ("--logs_specs x", "--logs_specs = x: xds writes the ranks' files itself"),
-        ("--duplicate-stdout-filters a", "search the ranks' files"),
-    ],
-)
-def test_what_is_refused_has_a_reason(line, told):
-    with pytest.raises(UsageError) as error:
-        check_options(read([*line.split(), "t.py"]))
-    assert told in str(error.value)
+REFUSED = """
+--start-method thread | must be one of spawn, fork, forkserver
+--numa-binding node | set --bind-cores-to-rank
+--virtual_local_rank | every rank sees all GPUs
+--logs_specs x | --logs_specs = x: xds writes the ranks' files itself
+--duplicate-stdout-filters a | search the ranks' files
+"""
+
+
+def rows(table):
+    return [line.split(" | ") for line in table.strip().splitlines()]
+
+
+def test_what_is_refused_has_a_reason():
+    for line, told in rows(REFUSED):
+        with pytest.raises(UsageError) as error:
+            check_options(read([*line.split(), "t.py"]))
+        assert told in str(error.value)
 
 
 def test_torchruns_variables_stand_in_for_its_flags():
@@ -227,25 +209,12 @@ def test_the_page_of_options_is_current():
 # -- this machine ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "--standalone",
-        "--nnodes 1",
-        "--nnodes=1:1 --standalone",
-        "--num_nodes 1",
-        "--launcher local",
-    ],
-)
-def test_one_machine(line):
-    assert where(line, {"HOME": "/"}) == Local(where("").job)
-
-
-def test_a_port_that_was_asked_for_is_used():
-    assert meeting(where("--master_port 1234")) == Rendezvous(
-        "static", "127.0.0.1:1234", "none", 1, 1, 0
-    )
+def test_one_machine_uses_the_port_that_was_asked_for():
+    lines = ["", "--standalone", "--nnodes 1", "--nnodes=1:1 --standalone", "--launcher local"]
+    for line in (*lines, "--num_nodes 1"):
+        assert where(line, {"HOME": "/"}) == Local(where("").job), line
+    found = meeting(where("--master_port 1234"))
+    assert found == Rendezvous("static", "127.0.0.1:1234", "none", 1, 1, 0)
     assert meeting(where("--nnodes 1 --node_rank 0 --master_addr ::1")).endpoint == "[::1]:29500"
 
 
@@ -290,38 +259,23 @@ def test_hosts_of_a_hostfile():
     assert slots(found) == {f"worker-{number}": [0, 1] for number in range(3)}
     assert found.launcher == "ssh" and found.job.num_ranks == "auto"
     remote = found.remote
-    assert (remote.ssh_port, remote.venv_script, remote.python) == (
-        2222,
-        "/v/activate",
-        sys.executable,
-    )
+    assert (remote.ssh_port, remote.venv_script) == (2222, "/v/activate")
+    assert remote.python == sys.executable
     assert remote.folder == os.getcwd() and not remote.is_numbered
     assert (remote.master_addr, remote.master_port) == ("", None)
 
 
-@pytest.mark.parametrize(
-    "line, names",
-    [
-        ("--num_nodes 1", ["worker-0"]),
-        ("--include worker-2@worker-1", ["worker-1", "worker-2"]),
-        ("-e worker-1", ["worker-0", "worker-2"]),
-        ("--num_nodes -1 --num_gpus -1", ["worker-0", "worker-1", "worker-2"]),
-        ("--launcher PDSH", ["worker-0", "worker-1", "worker-2"]),
-    ],
-)
-def test_which_hosts(line, names):
-    assert list(slots(where(f"--hostfile hosts {line}"))) == names
-
-
-def test_further_words_and_addresses_for_hosts():
-    words = [
-        "-H",
-        "hosts",
-        "-i",
-        "worker-1:1",
-        "--launcher_args",
-        "-o 'A B' -v",
-    ]
+def test_which_hosts_and_further_words_for_them():
+    names = ["worker-0", "worker-1", "worker-2"]
+    for line, expected in (
+        ("--num_nodes 1", names[:1]),
+        ("--include worker-2@worker-1", names[1:]),
+        ("-e worker-1", names[::2]),
+        ("--num_nodes -1 --num_gpus -1", names),
+        ("--launcher PDSH", names),
+    ):
+        assert list(slots(where(f"--hostfile hosts {line}"))) == expected
+    words = ["-H", "hosts", "-i", "worker-1:1", "--launcher_args", "-o 'A B' -v"]
     words += ["--master_addr", "10.0.0.1", "--master_port", "1234", "t.py"]
     remote = where_to_run(read(words), {}).remote
     assert remote.launcher_args == ("-o", "A B", "-v")
@@ -351,109 +305,85 @@ def test_no_ssh_is_this_machines_part():
     assert meeting(found).endpoint == "10.1.1.1:29500"
 
 
-@pytest.mark.parametrize(
-    "line, told",
-    [
-        ("--hostfile gone", "--hostfile = gone: no such file; correct the path"),
-        ("--launcher pdsh", "--launcher: no hosts are named"),
-        ("--launcher slurm", "start xds by `srun --nodes=N"),
-        ("--launcher mvapich -H hosts", "mvapich"),
-        ("-H hosts --launcher x", "--launcher = x: must be one of ssh"),
-        ("-H hosts --num_nodes 4", "there are only 3 hosts"),
-        ("-H hosts --num_gpus 3", "host 'worker-1' has 2 slots"),
-        ("-H hosts --nproc-per-node gpu", "the hostfile defines the slots of the hosts"),
-        ("-H hosts --include a --num_nodes 1", "--include and --num_nodes cannot be combined"),
-        ("-H hosts --exclude a --num_gpus 1", "--exclude and --num_gpus cannot be combined"),
-        ("-H hosts --include a --exclude b", "--include and --exclude cannot be combined"),
-        ("-H hosts --standalone", "-H and --standalone cannot be combined"),
-        ("-H hosts --rdzv_backend c10d", "-H and --rdzv_backend cannot be combined"),
-        ("-H hosts --node_rank 1", "-H and --node_rank cannot be combined"),
-        ("-H hosts --no_ssh", "--no-ssh: needs --node-rank"),
-        ("-H hosts --no_ssh --node_rank 3", "--node_rank = 3: must be a number from 0 to 2"),
-        ("--no_ssh --node_rank 0", "--no_ssh: no hosts are named"),
-        ("-H hosts --launcher_args '", "close the quotes"),
-        ("-H hosts --ssh_port 99999", "--ssh_port = 99999: must be a number from 1 to 65535"),
-        ("-H hosts --master_port 0", "--master_port = 0: must be a number from 1"),
-        ("--num_nodes 2", "--num_nodes = 2: no other hosts are named"),
-        ("--nnodes 0", "--nnodes = 0: must be a number of machines"),
-        ("--nnodes 2", "--nnodes = 2: the machines have no rendezvous endpoint"),
-        ("--nnodes 3:2", "must be a number of machines from 1, or MIN:MAX"),
-        ("--nnodes 2 --standalone", "--standalone: means one machine"),
-        ("-H hosts --nnodes 2", "of named hosts choose with --num-nodes"),
-        ("--max-restarts many", "--max-restarts = many: must be a number from 0"),
-        ("-H hosts --min_elastic_nodes 3 --max_elastic_nodes 2", "swap them"),
-    ],
-)
-def test_what_cannot_be(line, told):
-    with pytest.raises(UsageError) as error:
-        where(line)
-    assert told in str(error.value)
+IMPOSSIBLE = """
+--hostfile gone | --hostfile = gone: no such file; correct the path
+--launcher pdsh | --launcher: no hosts are named
+--launcher slurm | start xds by `srun --nodes=N
+--launcher mvapich -H hosts | mvapich
+-H hosts --launcher x | --launcher = x: must be one of ssh
+-H hosts --num_nodes 4 | there are only 3 hosts
+-H hosts --num_gpus 3 | host 'worker-1' has 2 slots
+-H hosts --nproc-per-node gpu | the hostfile defines the slots of the hosts
+-H hosts --include a --num_nodes 1 | --include and --num_nodes cannot be combined
+-H hosts --exclude a --num_gpus 1 | --exclude and --num_gpus cannot be combined
+-H hosts --include a --exclude b | --include and --exclude cannot be combined
+-H hosts --standalone | -H and --standalone cannot be combined
+-H hosts --rdzv_backend c10d | -H and --rdzv_backend cannot be combined
+-H hosts --node_rank 1 | -H and --node_rank cannot be combined
+-H hosts --no_ssh | --no-ssh: needs --node-rank
+-H hosts --no_ssh --node_rank 3 | --node_rank = 3: must be a number from 0 to 2
+--no_ssh --node_rank 0 | --no_ssh: no hosts are named
+-H hosts --launcher_args ' | close the quotes
+-H hosts --ssh_port 99999 | --ssh_port = 99999: must be a number from 1 to 65535
+-H hosts --master_port 0 | --master_port = 0: must be a number from 1
+--num_nodes 2 | --num_nodes = 2: no other hosts are named
+--nnodes 0 | --nnodes = 0: must be a number of machines
+--nnodes 2 | --nnodes = 2: the machines have no rendezvous endpoint
+--nnodes 3:2 | must be a number of machines from 1, or MIN:MAX
+--nnodes 2 --standalone | --standalone: means one machine
+-H hosts --nnodes 2 | of named hosts choose with --num-nodes
+--max-restarts many | --max-restarts = many: must be a number from 0
+-H hosts --min_elastic_nodes 3 --max_elastic_nodes 2 | swap them
+--nnodes 2 --rdzv-backend c10d | need --rdzv-endpoint HOST:PORT
+--nnodes 2:4 --node-rank 0 --master-addr a | needs --rdzv-backend c10d
+--nnodes 2 --node-rank 2 --master-addr a | --node-rank = 2: must be a number from 0 to 1
+--rdzv-backend c10d --rdzv-endpoint a:99999 | the port must be a number up to 65535
+--rdzv-backend c10d --rdzv-endpoint a:b | must be HOST:PORT
+--rdzv-backend c10d --rdzv-conf a | must be KEY=VALUE
+"""
+
+
+def test_what_cannot_be():
+    for line, told in rows(IMPOSSIBLE):
+        with pytest.raises(UsageError) as error:
+            where(line)
+        assert told in str(error.value), line
 
 
 # -- machines that are started one by one ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "line, expected",
-    [
-        (
-            "--nnodes 2 --node-rank 1 --master-addr a",
-            Rendezvous("static", "a:29500", "none", 2, 2, 1),
-        ),
-        (
-            "--nnodes 2 --node_rank 0 --master_addr a --master_port 1",
-            Rendezvous("static", "a:1", "none", 2, 2, 0),
-        ),
-        (
-            "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a --rdzv-id me",
-            Rendezvous("c10d", "a:29400", "me", 2, 2),
-        ),
-        (
-            "--nnodes 2:4 --rdzv_backend=c10d --rdzv_endpoint=a:1 --local-addr b",
-            Rendezvous("c10d", "a:1", "none", 2, 4, local_addr="b"),
-        ),
-        (
-            "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint [fe80::1]:7 --rdzv-conf timeout=9,is_host=1",
-            Rendezvous(
-                "c10d", "[fe80::1]:7", "none", 2, 2, settings={"timeout": "9", "is_host": "1"}
-            ),
-        ),
-        ("--rdzv-backend c10d", Rendezvous("c10d", "127.0.0.1:0", "none", 1, 1)),
-        (
-            "--nnodes 2 --rdzv-backend etcd-v2 --rdzv-endpoint a:2379",
-            Rendezvous("etcd-v2", "a:2379", "none", 2, 2),
-        ),
-        (
-            "--nnodes 2 --node-rank 1 --rdzv-endpoint a:5 --master-addr b",
-            Rendezvous("static", "a:5", "none", 2, 2, 1),
-        ),
-    ],
-)
-def test_torchruns_rendezvous(line, expected):
-    assert meeting(where(line)) == expected
+MEETINGS = {
+    "--nnodes 2 --node-rank 1 --master-addr a": ("static", "a:29500", "none", 2, 2, 1),
+    "--nnodes 2 --node_rank 0 --master_addr a --master_port 1": ("static", "a:1", "none", 2, 2, 0),
+    "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a --rdzv-id me": (
+        "c10d",
+        "a:29400",
+        "me",
+        2,
+        2,
+    ),
+    "--rdzv-backend c10d": ("c10d", "127.0.0.1:0", "none", 1, 1),
+    "--nnodes 2 --rdzv-backend etcd-v2 --rdzv-endpoint a:2379": ("etcd-v2", "a:2379", "none", 2, 2),
+    "--nnodes 2 --node-rank 1 --rdzv-endpoint a:5 --master-addr b": (
+        "static",
+        "a:5",
+        "none",
+        2,
+        2,
+        1,
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "line, told",
-    [
-        ("--nnodes 2 --rdzv-backend c10d", "need --rdzv-endpoint HOST:PORT"),
-        ("--nnodes 2:4 --node-rank 0 --master-addr a", "needs --rdzv-backend c10d"),
-        (
-            "--nnodes 2 --node-rank 2 --master-addr a",
-            "--node-rank = 2: must be a number from 0 to 1",
-        ),
-        ("--rdzv-backend c10d --rdzv-endpoint a:99999", "the port must be a number up to 65535"),
-        ("--rdzv-backend c10d --rdzv-endpoint a:b", "must be HOST:PORT"),
-        ("--rdzv-backend c10d --rdzv-conf a", "must be KEY=VALUE"),
-    ],
-)
-def test_meetings_that_cannot_be(line, told):
-    with pytest.raises(UsageError) as error:
-        where(line)
-    assert told in str(error.value)
-
-
-def test_nnodes_alone_is_torchruns():
+def test_torchruns_rendezvous():
+    for line, expected in MEETINGS.items():
+        assert meeting(where(line)) == Rendezvous(*expected), line
+    options = "--nnodes 2:4 --rdzv_backend=c10d --rdzv_endpoint=[fe80::1]:7 --local-addr b"
+    found = meeting(where(options + " --rdzv-conf timeout=9,is_host=1"))
+    settings = {"timeout": "9", "is_host": "1"}
+    expected = Rendezvous("c10d", "[fe80::1]:7", "none", 2, 4, local_addr="b", settings=settings)
+    assert found == expected
     assert meeting(where("--nnodes 2 --master-addr a")).max_nodes == 2
 
 
@@ -482,12 +412,8 @@ def test_a_step_of_slurms_is_this_machine_or_meets_the_others():
 def test_a_cluster_that_starts_xds_on_each_machine():
     environ = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7", "NNODES": "2", "NODE_RANK": "1"}
     found = meeting(where("--nproc-per-node 3", environ))
-    assert (found.kind, found.endpoint, found.max_nodes, found.node_rank) == (
-        "static",
-        "10.0.0.1:7",
-        2,
-        1,
-    )
+    assert (found.kind, found.endpoint) == ("static", "10.0.0.1:7")
+    assert (found.max_nodes, found.node_rank) == (2, 1)
     assert meeting(where("--standalone", environ)) == Rendezvous()
     assert slots(where("--hostfile hosts", environ))
 
@@ -495,25 +421,18 @@ def test_a_cluster_that_starts_xds_on_each_machine():
 # -- restarts -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "line, expected",
-    [
-        ("", Restarts()),
-        ("--max-restarts 3", Restarts(3)),
-        ("--elastic_training", Restarts(100, 1)),
-        ("--elastic_training --max_restarts 7 --min_elastic_nodes 2", Restarts(7, 2)),
-        ("--max-restarts 2 --min_elastic_nodes 2 --max_elastic_nodes 3", Restarts(2, 2, 3)),
-        ("--max-restarts 2 --max_elastic_nodes 2", Restarts(2, 2, 2)),
-        ("--max-restarts 2 --max_elastic_nodes 9", Restarts(2, 3, 9)),
-    ],
-)
-def test_restarts(line, expected):
-    assert where(f"--hostfile hosts {line}").restarts == expected
-
-
-def test_hosts_beyond_the_bounds_are_spares():
-    found = where("-H hosts --max_elastic_nodes 2 --max_restarts 1")
-    assert len(found.hosts) == 3 and found.restarts == Restarts(1, 2, 2)
+def test_restarts_and_spare_hosts():
+    for line, expected in {
+        "": (),
+        "--max-restarts 3": (3,),
+        "--elastic_training": (100, 1),
+        "--elastic_training --max_restarts 7 --min_elastic_nodes 2": (7, 2),
+        "--max-restarts 2 --min_elastic_nodes 2 --max_elastic_nodes 3": (2, 2, 3),
+        "--max-restarts 2 --max_elastic_nodes 2": (2, 2, 2),
+        "--max-restarts 2 --max_elastic_nodes 9": (2, 3, 9),
+    }.items():
+        found = where(f"--hostfile hosts {line}")
+        assert found.restarts == Restarts(*expected) and len(found.hosts) == 3, line
     assert len(where("-H hosts --num_nodes 2 --max_restarts 1").hosts) == 2
 
 

@@ -125,6 +125,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
+@pytest.mark.slow
 def test_it_cannot_read_stop_or_mislead_the_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     process = subprocess.Popen(

@@ -99,31 +99,39 @@ def test_pipes_get_each_stream_and_the_log_gets_both(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["rank0.log"]
 
 
-def test_streams_of_one_place_keep_their_order(tmp_path):
+def test_streams_of_one_place_keep_their_order_and_a_second_start_goes_the_same_way(tmp_path):
     body = """
     code = "for number in range(300): os.write(1 + number % 2, b'%d ' % number)"
     rank(code, tee).wait()
-    tee.drain(10)
+    for number in range(3):
+        rank(f"print('start {number}', end=' ')", tee).wait()
+        if number != 1:
+            assert tee.drain(10)
     """
     process = launcher(tmp_path, body, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     out, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    wanted = "".join(f"{number} " for number in range(300))
+    wanted = "".join(f"{number} " for number in range(300)) + "start 0 start 1 start 2 "
     assert out.decode() == wanted + "launcher ends\n"
     assert (tmp_path / "rank0.log").read_text() == wanted
 
 
-def test_a_terminal_stays_one_of_the_same_size_and_bytes_are_unchanged(tmp_path):
+def test_a_terminal_stays_one_of_its_present_size_and_bytes_are_unchanged(tmp_path):
     master, slave = pty.openpty()
     fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("4H", 33, 77, 0, 0))
     attributes = termios.tcgetattr(slave)
     attributes[1] &= ~termios.OPOST  # so that the test sees the bytes that were written
     termios.tcsetattr(slave, termios.TCSANOW, attributes)
     body = r"""
-    code = "print(os.isatty(1), os.isatty(2), os.get_terminal_size(1), end='\\n\\r\\x1b[1m\\t')"
-    rank(code, tee).wait()
+    code = "print(os.isatty(1), os.isatty(2), os.get_terminal_size(1), end='\\n\\r\\x1b[1m\\t', flush=True)\n"
+    code += "import time; os.open('ready', os.O_CREAT)\n"
+    code += "while os.get_terminal_size(1).columns != 55: time.sleep(0.02)\n"
+    assert rank(code, tee).wait() == 0
     tee.drain(10)
     """
     process = launcher(tmp_path, body, stdout=slave, stderr=slave)
+    wait_until((tmp_path / "ready").exists, "rank 0 waits for the size")
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 20, 55, 0, 0))
+    process.send_signal(signal.SIGWINCH)  # the kernel's, for a launcher in the foreground
     os.close(slave)
     got = read_terminal(master)
     os.close(master)
@@ -131,39 +139,6 @@ def test_a_terminal_stays_one_of_the_same_size_and_bytes_are_unchanged(tmp_path)
     told = b"True True os.terminal_size(columns=77, lines=33)\n\r\x1b[1m\t"
     assert got == told + b"launcher ends\n"
     assert (tmp_path / "rank0.log").read_bytes() == told
-
-
-def test_a_new_size_of_the_terminal_reaches_rank_zero(tmp_path):
-    master, slave = pty.openpty()
-    body = """
-    code = "import time; os.open('ready', os.O_CREAT)\\n"
-    code += "while os.get_terminal_size(1).columns != 55: time.sleep(0.02)\\n"
-    assert rank(code, tee).wait() == 0
-    """
-    process = launcher(tmp_path, body, stdout=slave, stderr=subprocess.DEVNULL)
-    wait_until((tmp_path / "ready").exists, "rank 0 waits for the size")
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 20, 55, 0, 0))
-    process.send_signal(signal.SIGWINCH)  # the kernel's, for a launcher in the foreground
-    assert process.wait(PATIENCE_SECONDS) == 0
-    os.close(slave)
-    os.close(master)
-
-
-def test_a_second_start_of_rank_zero_goes_the_same_way(tmp_path):
-    read, write = pty.openpty()
-    body = """
-    for number in range(5):
-        rank(f"print('start {number}', end=' ')", tee).wait()
-        if number != 2:
-            assert tee.drain(10)
-    """
-    process = launcher(tmp_path, body, stdout=write, stderr=subprocess.DEVNULL)
-    os.close(write)
-    got = read_terminal(read)
-    os.close(read)
-    assert process.wait(PATIENCE_SECONDS) == 0
-    assert got.startswith(b"start 0 start 1 start 2 start 3 start 4 launcher ends")
-    assert (tmp_path / "rank0.log").read_bytes() == b"start 0 start 1 start 2 start 3 start 4 "
 
 
 def test_what_still_writes_does_not_hold_up_the_end(tmp_path):
@@ -246,19 +221,17 @@ def test_output_can_go_elsewhere_and_a_refusal_counts_as_a_reader_that_went(tmp_
     assert [data for _, data in taken][0] == b"told" and len(taken) == 2
 
 
-def test_a_log_that_cannot_be_written_does_not_stop_the_output(tmp_path, capfd):
-    with RankZero(tmp_path, Path("/dev/full")) as tee:
-        words = [sys.executable, "-c", TAKE_STREAMS + "print('shown')"]
-        subprocess.run(words, env=os.environ | tee.environment, check=True)
-        assert tee.drain(PATIENCE_SECONDS)
-    assert capfd.readouterr().out == "shown\n"
-
-
-def test_nothing_is_left_open(tmp_path, capfd):
+def test_a_log_that_cannot_be_written_does_not_stop_the_output_and_nothing_is_left_open(
+    tmp_path, capfd
+):
     before = sorted(os.listdir("/proc/self/fd")), threading.active_count()
-    for _ in range(3):
-        with RankZero(tmp_path, tmp_path / "rank0.log") as tee:
+    for log in (Path("/dev/full"), tmp_path / "rank0.log"):
+        with RankZero(tmp_path, log) as tee:
+            words = [sys.executable, "-c", TAKE_STREAMS + "print('shown')"]
+            subprocess.run(words, env=os.environ | tee.environment, check=True)
             assert tee.drain(PATIENCE_SECONDS)
+        assert capfd.readouterr().out == "shown\n"
+    del tee  # its log
     wait_until(lambda: threading.active_count() == before[1], "the threads have ended")
     assert sorted(os.listdir("/proc/self/fd")) == before[0]
-    assert list(tmp_path.iterdir()) == []
+    assert [file.name for file in tmp_path.iterdir()] == ["rank0.log"]

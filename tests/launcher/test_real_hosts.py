@@ -19,7 +19,7 @@ from xds.utils.errors import UsageError
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
 
 PATIENCE_SECONDS = 150.0  # generous: the machine may be busy
-END_SECONDS = 15.0
+END_SECONDS = 60.0  # generous, too
 XDS = [sys.executable, "-m", "xds.launcher.cli"]
 OF_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -199,22 +199,7 @@ def test_every_failure_on_another_host_is_told_once_and_starts_every_rank_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
-def test_a_signal_to_the_head_leaves_no_process_anywhere(name, hosts, two, start, tmp_path):
-    process = start("for_ever()", "--hostfile", two)
-    all_there(tmp_path / "shared")
-    if name == "SIGINT":  # as a terminal does: to the whole group
-        os.killpg(process.pid, signal.SIGINT)
-        code, _, err = end(process)
-        assert code == 130 and "SIGINT: stopping every rank" in err and "failed" not in err
-    else:
-        process.kill()
-        process.wait()
-    hosts.wait_until_empty(END_SECONDS, [*hosts.names, HEAD])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["connection", "node part", "link"])
+@pytest.mark.parametrize("what", ["connection", "link"])
 def test_a_host_that_is_lost_is_named_and_ends_the_run_on_both_sides(
     what, hosts, two, start, tmp_path
 ):
@@ -223,21 +208,26 @@ def test_a_host_that_is_lost_is_named_and_ends_the_run_on_both_sides(
     if what == "link":
         hosts.cut("host1")
     else:
-        place = HEAD if what == "connection" else "host1"
-        found = hosts.processes(place).items()
-        words_of = {
-            "connection": lambda words: words.startswith("ssh ") and " host1 " in words,
-            "node part": lambda words: (
-                "xds.launcher.remote.node" in words and "python" in words[:60]
-            ),
-        }[what]
-        os.kill(min(pid for pid, words in found if words_of(words)), signal.SIGKILL)
+        found = hosts.processes(HEAD).items()
+        os.kill(
+            min(pid for pid, words in found if words.startswith("ssh ") and " host1 " in words),
+            signal.SIGKILL,
+        )
     try:
         hosts.wait_until_empty(END_SECONDS)  # host1 as well, which nobody may reach
         code, _, err = end(process)
     finally:
         hosts.mend("host1")
     assert code != 0 and "host host1 was lost" in err
+
+
+@pytest.mark.slow
+def test_a_head_that_is_killed_leaves_no_process_anywhere(hosts, two, start, tmp_path):
+    process = start("for_ever()", "--hostfile", two)
+    all_there(tmp_path / "shared")
+    process.kill()
+    process.wait()
+    hosts.wait_until_empty(END_SECONDS, [*hosts.names, HEAD])
 
 
 @pytest.mark.slow
@@ -302,22 +292,18 @@ def why_no(launcher):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
-def test_the_real_programs_of_one_command_for_all_hosts_end_with_the_run(
-    launcher, hosts, start, tmp_path
-):
-    if why_no(launcher):
-        pytest.skip(why_no(launcher))
-    options = ("--hostfile", str(hosts.hostfile(1, hosts.names[:2])), "--launcher", launcher)
-    process = start(
-        """
+def test_the_real_mpirun_ends_with_a_failure_and_with_a_signal(hosts, start, tmp_path):
+    try:
+        BACKENDS["openmpi"].check()
+    except UsageError as error:
+        pytest.skip(str(error))
+    options = ("--hostfile", str(hosts.hostfile(1, hosts.names[:2])), "--launcher", "openmpi")
+    script = """
         if RANK == 1:
             raise ValueError("on purpose")
         for_ever()
-        """,
-        *options,
-    )
-    code, _, err = end(process)
+        """
+    code, _, err = end(start(script, *options))
     assert code == 1 and err.count("ValueError: on purpose") == 1, err
     assert "rank 1 failed on host1" in err
     hosts.wait_until_empty(END_SECONDS)
@@ -328,64 +314,3 @@ def test_the_real_programs_of_one_command_for_all_hosts_end_with_the_run(
     code, _, err = end(process)
     assert code == 128 + signal.SIGTERM, err
     hosts.wait_until_empty(END_SECONDS)
-
-
-@pytest.mark.slow
-def test_bench_comm_times_collectives_between_hosts_over_their_link(hosts):
-    file = hosts.hostfile(1, hosts.names[:2], file="bench")
-    words = ["bench", "comm", "--hostfile", str(file), "--op", "all_reduce", "--max-size", "4KiB"]
-    done = hosts.run([*XDS, *words, "--trials", "2", "--json"], {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["world_size"], told["num_hosts"]) == (2, 2)
-    assert told["link_bytes_per_second"] > 0
-    assert {row["by"] for row in told["rows"]} == {"xds", "torch"}
-    hosts.wait_until_empty(END_SECONDS)
-
-
-# -- the hosts themselves -------------------------------------------------------------------------------
-
-
-def test_each_host_has_its_own_name_address_processes_and_shared_memory(hosts):
-    for name in hosts.names:
-        said = hosts.run(
-            [
-                "ssh",
-                name,
-                "hostname; echo $TMPDIR; echo $SSH_CONNECTION; touch /dev/shm/$(hostname)",
-            ]
-        )
-        assert said.returncode == 0, said.stderr
-        hostname, temporary, connection = said.stdout.splitlines()
-        assert hostname == name and temporary == str(hosts.folder / name / "tmp")
-        assert connection.split()[0] == hosts.address(HEAD)
-        assert connection.split()[2] == hosts.address(name)
-        (left,) = hosts.left_files(name)
-        assert Path(left).name == name and not os.path.exists(f"/dev/shm/{name}")
-        Path(left).unlink()
-    first, second, _ = hosts.names
-    begun = hosts.popen(["sleep", "100"], place=first)
-    while "sleep 100" not in hosts.processes(first).values():
-        time.sleep(0.01)
-    assert hosts.processes(second) == {}
-    begun.kill()
-    assert hosts.run(["ip", "route", "show", "default"], place=first).stdout == ""
-
-
-def test_hosts_vanish_with_a_test_that_is_killed():
-    hold = "import sys; sys.path.insert(0, sys.argv[1]); from real_hosts import Hosts\n"
-    hold += (
-        "with Hosts(1) as h:\n    print(h.folder, h._first['host0'].pid, flush=True)\n    input()"
-    )
-    words = [sys.executable, "-c", hold, str(Path(__file__).parents[1])]
-    with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        folder, first = holder.stdout.readline().split()
-        holder.kill()
-    deadline = time.monotonic() + END_SECONDS
-    while os.path.exists(f"/proc/{first}") and Path(f"/proc/{first}/cmdline").read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    with Hosts(0):  # clears what the other left
-        assert not os.path.exists(folder)

@@ -57,43 +57,16 @@ def test_nobody_else_may_read_what_ranks_print(runs, tmp_path):
     assert mode(runs) == 0o700
 
 
-def test_a_worker_keeps_its_files_to_its_user(tmp_path):
-    (tmp_path / "train.py").write_text("raise ValueError('secret')")
-    worker = Path(module.__file__).with_name("worker.py")
-    environment = os.environ | {
-        "RANK": "1",
-        "XDS_RANK_FILES": str(tmp_path / "rank1"),
-        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "rank1.error.json"),
-    }
-    words = [sys.executable, str(worker), "script", str(tmp_path / "train.py")]
-    before = os.umask(0)
-    try:
-        assert subprocess.run(words, env=environment, timeout=60).returncode == 1
-    finally:
-        os.umask(before)
-    written = {path.name: mode(path) for path in tmp_path.glob("rank1.*")}
-    assert set(written) >= {"rank1.log", "rank1.error.json", "rank1.fault.txt"}
-    assert set(written.values()) == {0o600}
-
-
-def test_the_newest_twenty_stay(runs):
-    paths = [a_run(number) for number in range(25)]
-    (runs / "notes").mkdir()  # none of ours
-    newest = a_run(25)
-    assert sorted(runs.iterdir()) == [*paths[-19:], newest, runs / "notes"]
-
-
-def test_a_run_that_goes_on_stays_however_old(runs):
+def test_the_newest_twenty_stay_and_a_run_that_goes_on_however_old(runs):
     with contextlib.ExitStack() as going_on:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module.time, "strftime", lambda _: "20290101-000000")
             old = going_on.enter_context(run_folder("")).path
-        for number in range(22):
-            a_run(number)
-        assert old.is_dir()
         (old / "rank0.log").write_text("told")
-    a_run(30)
-    assert not old.exists()
+        paths = [a_run(number) for number in range(24)]
+        (runs / "notes").mkdir()  # none of ours
+        assert sorted(runs.iterdir()) == [old, *paths[-20:], runs / "notes"]
+    assert a_run(30).exists() and not old.exists()
 
 
 def test_a_launcher_that_was_killed_keeps_no_folder(runs):
@@ -134,11 +107,9 @@ def test_where_others_may_write_the_folder_is_made_elsewhere(runs, tmp_path, how
     shutil.rmtree(folder.path, ignore_errors=True)
 
 
-@pytest.mark.parametrize(
-    "name, reason", [("/proc/x", "No such file"), ("file", "exists"), ("a\0", "null")]
-)
-def test_a_folder_that_cannot_be_used(name, reason, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_used(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    with pytest.raises(UsageError, match=f"^--log-dir = .*{reason}.*; name a folder"):
-        run_folder(name).__enter__()
+    for name, reason in {"/proc/x": "No such file", "file": "exists", "a\0": "null"}.items():
+        with pytest.raises(UsageError, match=f"^--log-dir = .*{reason}.*; name a folder"):
+            run_folder(name).__enter__()

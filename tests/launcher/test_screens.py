@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pseudo-terminals")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="needs pseudo-terminals"),
+    pytest.mark.slow,
+]
 SCREENS = Path(__file__).parent / "screens"
-README = Path(__file__).parents[2] / "README.md"
 FAILS = """
 import torch, xds
 
@@ -125,36 +127,20 @@ def _read(reader: int) -> bytes:
         return b""
 
 
-def first_example() -> str:
-    found = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert found is not None
-    return found[1].replace("range(100)", "range(2)")
-
-
-CASES = {
-    "first": (first_example(), (), ""),
-    "fails": (FAILS, (), ""),
-    "interrupted": (SLEEPS, (), "step 1"),
-    "trainer": (TRAINER, ("--as-deepspeed",), ""),
+CASES: dict[str, tuple[str, tuple[str, ...], str, bool]] = {
+    "fails": (FAILS, (), "", False),
+    "interrupted": (SLEEPS, (), "step 1", True),
+    "trainer": (TRAINER, ("--as-deepspeed",), "", True),
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "is_terminal"),
-    [
-        ("first", True),
-        pytest.param("fails", False, marks=pytest.mark.slow),
-        pytest.param("interrupted", True, marks=pytest.mark.slow),
-        pytest.param("trainer", True, marks=pytest.mark.slow),
-    ],
-)
-def test_the_screen_of(case: str, is_terminal: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_the_screen_of(case: str, tmp_path: Path) -> None:
     if case == "trainer":
         pytest.importorskip("transformers")
-    script, options, stops_at = CASES[case]
+    script, options, stops_at, is_terminal = CASES[case]
     text = screen(tmp_path, script, *options, is_terminal=is_terminal, stops_at=stops_at)
     golden = SCREENS / f"{case}.txt"
     if os.environ.get("XDS_WRITE_SCREENS"):
-        golden.parent.mkdir(exist_ok=True)
         golden.write_text(text)
     assert text == golden.read_text()

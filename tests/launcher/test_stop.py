@@ -43,6 +43,15 @@ def test_asking_twice_is_urgent_and_nothing_is_due_before():
     assert stop.due(0.0) == signal.SIGKILL
 
 
+def test_sigterm_that_comes_twice_at_once_is_one_request():
+    stop = Stop()
+    assert stop.request(signal.SIGTERM) and not stop.request(signal.SIGTERM)
+    assert stop.due(30.0) == signal.SIGTERM
+    stop.since_seconds -= 3.0
+    stop.request(signal.SIGTERM)
+    assert stop.due(30.0) == signal.SIGKILL
+
+
 def test_a_peer_that_fails_after_the_users_signal_makes_nothing_urgent():
     stop = Stop()
     assert stop.request(signal.SIGINT) and not stop.request(signal.SIGTERM, is_for_peer=True)

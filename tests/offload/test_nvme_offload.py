@@ -98,7 +98,7 @@ def fail(
     return said
 
 
-@pytest.mark.parametrize(("stage", "fails_at"), [(0, 3), (1, 0), (3, 3)])
+@pytest.mark.parametrize(("stage", "fails_at"), [(0, 3), (3, 0)])
 def test_a_disk_that_fails_is_an_error_on_every_rank(
     tmp_path: Path, stage: int, fails_at: int
 ) -> None:
@@ -164,12 +164,11 @@ def states_of_two_groups(offload: dict[str, Any], folder: str) -> list[torch.Ten
 
 
 def test_states_of_several_groups_are_saved_from_their_place(tmp_path: Path) -> None:
-    for world_size in (1, 2):
-        wanted = run_ranks(states_of_two_groups, world_size, {}, str(tmp_path / "plain"))
-        disk = nvme(tmp_path / "disk")
-        found = run_ranks(states_of_two_groups, world_size, disk, str(tmp_path / "saved"))
-        for one, other in zip(wanted, found, strict=True):
-            assert all(map(torch.equal, one, other))
+    wanted = run_ranks(states_of_two_groups, 2, {}, str(tmp_path / "plain"))
+    disk = nvme(tmp_path / "disk")
+    found = run_ranks(states_of_two_groups, 2, disk, str(tmp_path / "saved"))
+    for one, other in zip(wanted, found, strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 class ManyStates(torch.optim.Optimizer):
@@ -204,29 +203,20 @@ def test_more_states_than_space_stay_in_memory(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("given", "num_states"),
-    [
-        ("SGD", 1),
-        ("Adagrad", 1),
-        ("NAdam", 2),
-        (torch.optim.SGD, 0),
-        (torch.optim.AdamW, 2),
-        (torch.optim.RMSprop, 1),
-        (ManyStates, 2),
-    ],
-)
-def test_states_are_counted_before_the_optimizer_is_built(given: Any, num_states: int) -> None:
-    section = SimpleNamespace(type=given, params={"lr": 0.1}) if isinstance(given, str) else None
-    assert count_states(section, None if section else given) == num_states
+def test_states_are_counted_before_the_optimizer_is_built() -> None:
+    for given, number in {"SGD": 1, "Adagrad": 1, "NAdam": 2}.items():
+        section = SimpleNamespace(type=given, params={"lr": 0.1})
+        assert count_states(section, None) == number, given
+    for kind, number in {torch.optim.SGD: 0, torch.optim.AdamW: 2, ManyStates: 2}.items():
+        assert count_states(None, kind) == number, kind
 
 
-@pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
-def test_state_dicts_of_the_optimizer_alone_are_refused(tmp_path: Path, call: str) -> None:
+def test_state_dicts_of_the_optimizer_alone_are_refused(tmp_path: Path) -> None:
     engine = xds.initialize(nn.Linear(4, 4), config(2, samples=4, zero=nvme(tmp_path)))
     engine.backward(engine(torch.ones(4, 4)).square().mean())
     engine.step()
-    given = [{"state": {}, "param_groups": []}] if call == "load_state_dict" else []
-    with pytest.raises(xds.UsageError, match=rf"optimizer\.{call}\(\) with .*nvme"):
-        getattr(engine.optimizer, call)(*given)
+    with pytest.raises(xds.UsageError, match=r"optimizer\.state_dict\(\) with .*nvme"):
+        engine.optimizer.state_dict()
+    with pytest.raises(xds.UsageError, match=r"optimizer\.load_state_dict\(\) with .*nvme"):
+        engine.optimizer.load_state_dict({"state": {}, "param_groups": []})
     engine.destroy()

@@ -1,242 +1,304 @@
-"""Tests of the collectives: values, bytes, order of messages, lost peers."""
+"""Collectives through shared memory, messages and a backend: values, bits, bytes, order, memory."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
-from typing import Any
+from itertools import product
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_new_ranks
+from helpers import run_processes
+from torch import Tensor
 
 from xds.ops.comm.collectives import Collectives
 from xds.ops.comm.config import Communication
+from xds.ops.comm.memory.operations import KINDS as DTYPES
 from xds.ops.comm.native import Native
 from xds.ops.comm.opening import open_collectives
 from xds.ops.comm.point_to_point import PeerToPeer
 from xds.ops.comm.shared_memory import SharedMemory
 from xds.ops.comm.single_rank import SingleRank
-from xds.utils.errors import PeerError
+from xds.ops.libraries import open_plain
 
 CPU = torch.device("cpu")
-KINDS = ["memory", "messages", "native"]
+KINDS = {"memory": SharedMemory, "messages": PeerToPeer, "native": Native}
+NUMELS = (1, 7, 1000, 20_000)  # copied when it is sent, and read in place
 
 
 def opened(kind: str) -> Collectives:
-    """Of "memory", "messages" through gloo, or the "native" ones of gloo."""
+    """Through "memory" or "messages" of gloo, or the "native" ones of gloo."""
     group = dist.group.WORLD
     assert group is not None
-    if kind == "native":
-        return Native(group, CPU)
-    return open_collectives(group, CPU, section=Communication(shared_memory=kind == "memory"))
+    section = Communication(shared_memory=kind == "memory")
+    found = (
+        Native(group, CPU) if kind == "native" else open_collectives(group, CPU, section=section)
+    )
+    assert type(found) is KINDS[kind]
+    return found
 
 
-def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def exercise(kind: str, dtype: torch.dtype, add: bool) -> dict[str, Any]:
+def summed(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of all ranks, added in rank order."""
+    total = torch.zeros(numel)
+    for peer in range(dist.get_world_size()):
+        total = total + values(peer, numel, dtype).float()
+    return total
+
+
+# -- values and bytes ---------------------------------------------------------------------------------------
+
+
+def sums_gathers_and_exchanges(kind: str) -> None:
+    collectives = opened(kind)
+    rank, world, is_native = collectives.rank, collectives.world_size, kind == "native"
+    own, peers = slice(48 * rank, 48 * rank + 48), world - 1
+    for dtype, add in product((torch.float32, torch.bfloat16), (False, True)):
+        if is_native and dtype == torch.bfloat16:
+            continue  # gloo's own sum works in bf16: no exact value to compare with
+        collectives.sent_bytes.clear()
+        flat, out = values(rank, 48 * world, dtype), torch.ones(48)
+        collectives.reduce_scatter(flat, out, add=add, buffer=0, kind="reduce").wait()
+        wanted = summed(48 * world, dtype)[own] + (1 if add else 0)
+        case = (kind, dtype, add)
+        assert torch.allclose(out, wanted, rtol=1e-5) if is_native else out.equal(wanted), case
+        full = torch.empty(48 * world)
+        collectives.all_gather(full, wanted, buffer=1, kind="gather").wait()
+        assert full.equal(summed(48 * world, dtype) + (1 if add else 0)), case
+        table = collectives.gather_small(torch.tensor([float(rank), 2.0 * rank]))
+        assert table.tolist() == [[float(r), 2.0 * r] for r in range(world)], case
+        sent = {"reduce": 48 * dtype.itemsize, "gather": 48 * 4, "control": 8}
+        assert collectives.sent_bytes == {name: peers * size for name, size in sent.items()}, case
+    collectives.sent_bytes.clear()
+    numels = (1, 10, 231)  # the first is smaller than the number of ranks
+    for numel in numels:
+        mine = values(rank, numel)
+        collectives.all_reduce(mine, what="a sum", kind="sum").wait()
+        wanted = summed(numel)
+        assert torch.allclose(mine, wanted, rtol=1e-5) if is_native else mine.equal(wanted), numel
+    if is_native:
+        return  # gloo's own all_to_all takes equal parts alone
+    assert collectives.sent_bytes["sum"] == sum(2 * peers * 4 * n // world for n in numels)
+    parts = [torch.full((peer,), float(10 * rank + peer)) for peer in range(world)]
+    outs = [torch.empty(rank) for _ in range(world)]
+    collectives.all_to_all(outs, parts, what="heads", kind="exchange").wait()
+    assert [out.tolist() for out in outs] == [[10.0 * p + rank] * rank for p in range(world)]
+
+
+def uneven_parts(kind: str) -> tuple[int, int]:
+    """Bytes that this rank has sent, and elements of its part."""
     collectives = opened(kind)
     rank, world = collectives.rank, collectives.world_size
-    flat = values(rank, 48 * world, dtype)
-    out = torch.ones(48)
-    collectives.reduce_scatter(flat, out, add=add, buffer=0, kind="reduce").wait()
-    want = torch.zeros(48)
-    for peer in range(world):
-        want = want + values(peer, 48 * world, dtype).float()[48 * rank : 48 * rank + 48]
-    full = torch.empty(48 * world)
-    collectives.all_gather(full, out, buffer=1, kind="gather").wait()
-    table = collectives.gather_small(torch.tensor([float(rank), 2.0 * rank]))
-    return {
-        "out": out,
-        "want": want + 1 if add else want,
-        "full": full,
-        "table": table,
-        "sent": collectives.sent_bytes,
-    }
+    bounds = [(0, 0), (0, 5), (5, 12)][-world:]  # the first of three holds nothing
+    numel = bounds[-1][1]
+    whole = values(7, numel)
+    mine = whole[slice(*bounds[rank])].clone()
+    everywhere, part = torch.empty(numel), torch.empty_like(mine)
+    collectives.collect(everywhere, mine, bounds)
+    at_last = torch.empty(numel) if rank == world - 1 else None
+    collectives.collect(at_last, mine, bounds, target=world - 1)
+    collectives.scatter(whole if rank == 1 else None, part, bounds, source=1)
+    assert everywhere.equal(whole) and part.equal(mine), kind
+    assert at_last is None or at_last.equal(whole), kind
+    return collectives.sent_bytes.get("access", 0), mine.numel()
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_sums_gathers_and_bytes(world: int, kind: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for add in (False, True):
-            if kind == "native" and dtype == torch.bfloat16:
-                continue  # gloo's own sum works in bf16: no exact value to compare with
-            results = run_new_ranks(exercise, world, kind, dtype, add)
-            for result in results:
-                if kind == "native":
-                    torch.testing.assert_close(result["out"], result["want"])
-                else:
-                    assert torch.equal(result["out"], result["want"])
-                assert torch.equal(result["full"], torch.cat([r["out"] for r in results]))
-                assert result["table"].tolist() == [[float(r), 2.0 * r] for r in range(world)]
-                assert result["sent"] == {
-                    "reduce": (world - 1) * 48 * dtype.itemsize,
-                    "gather": (world - 1) * 48 * 4,
-                    "control": (world - 1) * 8,
-                }
+def each_kind() -> dict[str, tuple[int, int]]:
+    found = {}
+    for kind in KINDS:
+        sums_gathers_and_exchanges(kind)
+        found[kind] = uneven_parts(kind)
+    return found
 
 
-def crossing(kind: str) -> list[float]:
-    """Two buffers, started in opposite orders on even and odd ranks."""
-    collectives = opened(kind)
-    world = collectives.world_size
-    full = [torch.empty(16 * world), torch.empty(32 * world)]
-    shards = [torch.full((16,), 1.0), torch.full((32,), 2.0)]
-    order = [0, 1] if collectives.rank % 2 == 0 else [1, 0]
-    handles = [
-        collectives.all_gather(full[at], shards[at], buffer=at, kind="gather") for at in order
-    ]
-    for handle in handles:
-        handle.wait()
-        handle.wait()  # a second wait is harmless
-    return [float(tensor.mean()) for tensor in full]
-
-
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_ranks_may_start_gathers_in_different_orders(kind: str) -> None:
-    assert run_new_ranks(crossing, 2, kind) == [[1.0, 2.0]] * 2
-    assert run_new_ranks(crossing, 3, kind) == [[1.0, 2.0]] * 3
-
-
-def losing() -> str:
-    collectives = opened("memory")
-    flat = torch.ones(16 * collectives.world_size)
-    collectives.barrier()
-    if collectives.rank == 1:
-        os._exit(0)
-    with pytest.raises(PeerError) as caught:
-        collectives.reduce_scatter(flat, torch.empty(16), add=False, buffer=3, kind="reduce").wait()
-    os.environ["LOST"] = "1"
-    return str(caught.value)
-
-
-def test_a_lost_peer_is_named_with_the_collective() -> None:
-    with pytest.raises(AssertionError, match="rank 1 died with exit code 0"):
-        run_new_ranks(losing, 2)
+@pytest.mark.parametrize("world", [2, 3])
+def test_values_and_bytes_of_every_kind(world: int) -> None:
+    ranks = run_processes(each_kind, world)
+    for kind in ("memory", "messages"):
+        numels = [rank[kind][1] for rank in ranks]
+        collected = (world - 1) * sum(numels) + sum(numels) - numels[-1]
+        sent = sum(rank[kind][0] for rank in ranks)
+        assert sent == 4 * (collected + sum(numels) - numels[1]), kind
 
 
 def test_one_rank_sends_nothing() -> None:
     collectives = open_collectives(None, CPU)
     assert isinstance(collectives, SingleRank)
-    out = torch.zeros(4)
+    out, full = torch.zeros(4), torch.zeros(4)
     collectives.reduce_scatter(torch.ones(4), out, add=True, buffer=0, kind="reduce").wait()
-    full = torch.zeros(4)
     collectives.all_gather(full, out, buffer=0, kind="gather").wait()
     assert full.tolist() == [1.0] * 4 and collectives.sent_bytes == {}
 
 
-def kinds_of_gloo() -> list[str]:
-    return [type(opened(kind)).__name__ for kind in ("memory", "messages")]
+# -- shared memory has the bits of messages -----------------------------------------------------------------
 
 
-def test_ranks_of_one_machine_get_shared_memory_unless_it_is_off() -> None:
-    names = [SharedMemory.__name__, PeerToPeer.__name__]
-    assert run_new_ranks(kinds_of_gloo, 2) == [names] * 2
+def _random(shared: Collectives, numel: int, dtype: torch.dtype, is_near: bool) -> Tensor:
+    found = shared.empty(numel, dtype) if is_near else torch.empty(numel, dtype=dtype)
+    return found.copy_(torch.randn(numel).mul_(100))
 
 
-def uneven(kind: str) -> tuple[Any, ...]:
-    collectives = opened(kind)
-    rank, world = collectives.rank, collectives.world_size
-    bounds = [(0, 0), (0, 5), (5, 12)][-world:]  # the first of three holds nothing
-    numel = bounds[-1][1]
-    whole = values(7, numel, torch.float32)
-    mine = whole[slice(*bounds[rank])].clone()
-    everywhere = torch.empty(numel)
-    collectives.collect(everywhere, mine, bounds)
-    at_last = torch.empty(numel) if rank == world - 1 else None
-    collectives.collect(at_last, mine, bounds, target=world - 1)
-    part = torch.empty_like(mine)
-    collectives.scatter(whole if rank == 1 else None, part, bounds, source=1)
-    good = everywhere.equal(whole) and part.equal(mine)
-    return good and (at_last is None or at_last.equal(whole)), collectives.sent_bytes, mine.numel()
+def sums_that_differ(is_near: bool) -> list[str]:
+    both = opened("memory"), opened("messages")
+    shared, bad = both[0], []
+    torch.manual_seed(shared.rank)
+    pairs = [*((one, one) for one in DTYPES), (torch.bfloat16, torch.float32)]
+    for part, out in [*pairs, (torch.float16, torch.float32), (torch.int64, torch.int64)]:
+        for numel in NUMELS:
+            for add in (False, True):
+                flat = _random(shared, numel * shared.world_size, part, is_near)
+                found = [torch.ones(numel, dtype=out) for _ in both]
+                for one, by in zip(found, both, strict=True):
+                    by.reduce_scatter(flat, one, add=add, buffer=1, kind="sum").wait()
+                if not found[0].equal(found[1]):
+                    bad.append(f"{part} into {out}, {numel}, add {add}")
+            found = [flat.clone(), flat.clone()]
+            for one, by in zip(found, both, strict=True):
+                by.all_reduce(one, what="a sum", kind="sum").wait()
+            if not found[0].equal(found[1]):
+                bad.append(f"all_reduce of {part}, {numel}")
+    return bad
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_uneven_parts_are_put_together_and_given_out(world: int, kind: str) -> None:
-    results = run_new_ranks(uneven, world, kind)
-    assert all(good for good, _, _ in results)
-    if kind != "native":
-        sent = sum(sent.get("access", 0) for _, sent, _ in results)
-        numels = [numel for _, _, numel in results]
-        total = sum(numels)
-        collected = (world - 1) * total + total - numels[-1]
-        assert sent == 4 * (collected + total - numels[1])
+def copies_that_differ(is_near: bool) -> list[str]:
+    shared, plain = opened("memory"), opened("messages")
+    torch.manual_seed(shared.rank)
+    world, bad = shared.world_size, []
+    for numel in NUMELS:
+        shard = _random(shared, numel, torch.float32, is_near)
+        found = [torch.zeros(numel * world) for _ in range(3)]
+        shared.all_gather(found[0], shard, buffer=1, kind="gather").wait()
+        plain.all_gather(found[1], shard, buffer=1, kind="gather").wait()
+        shared.shard_of(found[2]).copy_(shard)
+        shared.all_gather(found[2], shared.shard_of(found[2]), buffer=1, kind="gather").wait()
+        if not (found[0].equal(found[1]) and found[2].equal(found[1])):
+            bad.append(f"all_gather of {numel}")
+        for source in range(world):
+            sent = [shard.clone(), shard.clone()]
+            shared.broadcast(sent[0], source)
+            plain.broadcast(sent[1], source)
+            if not sent[0].equal(sent[1]):
+                bad.append(f"broadcast of {numel} from {source}")
+        target, origin = (shared.rank + 1) % world, (shared.rank - 1) % world
+        got = torch.empty(numel)
+        sent_on = shared.send(shard, target, number=5, what="a message", kind="send")
+        shared.receive(got, origin, number=5, what="a message").wait()
+        sent_on.wait()
+        if not got.equal(found[1][origin * numel :][:numel]):
+            bad.append(f"message of {numel}")
+    shared.barrier()
+    return bad
 
 
-def activations(kind: str) -> dict[str, Any]:
-    """Sums and exchanges of tensors of several sizes, some smaller than the number of ranks."""
-    collectives = opened(kind)
-    rank, world = collectives.rank, collectives.world_size
-    sums = {}
-    for shape in [(1,), (2, 5), (3, 7, 11)]:
-        numel = torch.Size(shape).numel()
-        mine = values(rank, numel, torch.float32).view(shape)
-        collectives.all_reduce(mine, what="a sum", kind="sum").wait()
-        want = values(0, numel, torch.float32)
-        for peer in range(1, world):
-            want = want + values(peer, numel, torch.float32)
-        sums[shape] = (mine, want.view(shape))
-    sent = collectives.sent_bytes["sum"]
-    parts = [torch.full((peer,), float(10 * rank + peer)) for peer in range(world)]
-    outs = [torch.empty(rank) for _ in range(world)]
-    collectives.all_to_all(outs, parts, what="heads", kind="exchange").wait()
-    return {"sums": sums, "sent": sent, "outs": outs}
+def bits_that_differ() -> list[str]:
+    bad = [said for near in (False, True) for said in sums_that_differ(near)]
+    bad += [said for near in (False, True) for said in copies_that_differ(near)]
+    for name in ("baseline", "avx2", "avx512"):  # the widest one, where the processor lacks it
+        with mock.patch.dict(os.environ, XDS_CPU_ISA=name):
+            bad += [f"{name}: {said}" for said in sums_that_differ(True)]
+    return bad
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_all_reduce_sums_in_rank_order_and_all_to_all_exchanges(world: int, kind: str) -> None:
-    found = run_new_ranks(activations, world, kind)
-    numels = (1, 10, 231)
-    for rank, own in enumerate(found):
-        for mine, want in own["sums"].values():
-            assert torch.equal(mine, want)
-        assert own["sent"] == sum(2 * (world - 1) * 4 * numel // world for numel in numels)
-        assert [out.tolist() for out in own["outs"]] == [
-            [10.0 * peer + rank] * rank for peer in range(world)
-        ]
+def test_shared_memory_has_the_bits_of_messages() -> None:
+    assert run_processes(bits_that_differ, 3) == [[]] * 3
 
 
-def test_all_reduce_of_the_backend_gives_the_same_sums() -> None:
-    for own in run_new_ranks(activations_of_backend, 2):
-        for mine, want in own.values():
-            assert torch.allclose(mine, want, rtol=1e-6)
+def of_odd_layout() -> None:
+    """Broadcasts of strided, expanded, 0-dim and empty tensors; a strided message is refused."""
+    shared = opened("memory")
+    for value in (
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(8.0)[::2],
+        torch.arange(16.0).view(1, 2, 2, 4).to(memory_format=torch.channels_last),
+        torch.tensor(3.0),
+        torch.empty(0),
+    ):
+        found = torch.zeros(20).as_strided(value.shape, value.stride())
+        shared.broadcast(found.copy_(value) if shared.rank == 0 else found)
+        assert found.equal(value), value.shape
+    got = torch.zeros(4)
+    shared.broadcast(torch.ones(1).expand(4) if shared.rank == 0 else got)
+    assert shared.rank == 0 or got.equal(torch.ones(4))
+    with pytest.raises(ValueError, match=r"strides \(2,\) cannot be sent"):
+        shared.send(torch.ones(8)[::2], 1 - shared.rank, number=0, what="a message", kind="send")
+    shared.barrier()
 
 
-def activations_of_backend() -> dict[Any, Any]:
-    collectives = opened("native")
-    mine = values(collectives.rank, 10, torch.float32)
-    collectives.all_reduce(mine, what="a sum", kind="sum").wait()
-    return {0: (mine, values(0, 10, torch.float32) + values(1, 10, torch.float32))}
+def freed_memory() -> None:
+    """A tensor's memory is used again once its last view is gone, and small tensors stay private."""
+    shared = opened("memory")
+    one = shared.empty(1 << 20, torch.float32)
+    place, view = one.data_ptr(), one[5:]
+    del one
+    other = shared.empty(1 << 20, torch.float32)
+    assert other.data_ptr() != place and view.data_ptr() == place + 20
+    del view, other
+    assert shared.empty(1 << 20, torch.float32).data_ptr() == place
 
 
-def dropped(kind: str, late: int) -> list[list[float]]:
-    """Nobody waits for several collectives, and rank `late` begins them after the other's are dropped."""
-    first, second = opened(kind), opened(kind)
-    store = first.store()
-    assert store is not None
-    if first.rank == late:
-        while store.read("dropped") is None:
+# -- order --------------------------------------------------------------------------------------------------
+
+
+def crossing() -> None:
+    """Small and large gathers, started in opposite orders on even and odd ranks, and waited for in others."""
+    for kind, numel in product(("memory", "messages"), (16, 50_000)):
+        collectives = opened(kind)
+        rank, world = collectives.rank, collectives.world_size
+        fulls, handles = [torch.empty(numel * (at + 1) * world) for at in range(3)], {}
+        for at in (0, 1, 2) if rank % 2 else (2, 1, 0):
+            shard = collectives.empty(numel * (at + 1), torch.float32).fill_(10 * at + rank)
+            handles[at] = collectives.all_gather(fulls[at], shard, buffer=at, kind="gather")
+        for at in (1, 0, 2) if rank else (2, 0, 1):
+            handles[at].wait()
+            handles[at].wait()  # a second wait is harmless
+        for at, full in enumerate(fulls):
+            wanted = torch.arange(world).view(-1, 1) + 10 * at
+            assert (full.view(world, -1) == wanted).all(), (kind, numel, at)
+
+
+def dropped() -> None:
+    """Nobody waits for several collectives, and one rank begins them after the other's are dropped."""
+    for kind, late in product(("memory", "messages"), (0, 1)):
+        first, second = opened(kind), opened(kind)
+        store, name = first.store(), f"dropped {kind} {late}"
+        assert store is not None
+        while first.rank == late and store.read(name) is None:
             time.sleep(0.01)
-    flat, shard, peer = torch.ones(8), torch.ones(4), 1 - first.rank
-    first.reduce_scatter(flat, torch.empty(4), add=False, buffer=0, kind="reduce")
-    first.all_gather(torch.empty(8), shard, buffer=1, kind="gather")
-    first.start_gather_small(torch.ones(3))
-    first.send(shard, peer, number=0, what="a message", kind="send")
-    first.receive(torch.empty(4), peer, number=0, what="a message")
-    del flat, shard
-    if first.rank != late:
-        store.set("dropped", "")
-    table: list[list[float]] = second.gather_small(torch.tensor([float(second.rank)])).tolist()
-    return table
+        flat, shard, peer = torch.ones(8), torch.ones(4), 1 - first.rank
+        first.reduce_scatter(flat, torch.empty(4), add=False, buffer=0, kind="reduce")
+        first.all_gather(torch.empty(8), shard, buffer=1, kind="gather")
+        first.start_gather_small(torch.ones(3))
+        first.send(shard, peer, number=0, what="a message", kind="send")
+        first.receive(torch.empty(4), peer, number=0, what="a message")
+        del flat, shard
+        if first.rank != late:
+            store.set(name, "")
+        table = second.gather_small(torch.tensor([float(second.rank)]))
+        assert table.tolist() == [[0.0], [1.0]], (kind, late)
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_collectives_that_nobody_waits_for_do_not_hold_up_later_ones(kind: str, late: int) -> None:
-    assert run_new_ranks(dropped, 2, kind, late, timeout_seconds=20) == [[[0.0], [1.0]]] * 2
+def test_ranks_may_start_and_wait_in_different_orders() -> None:
+    run_processes(crossing, 2)
+    run_processes(crossing, 3)
+
+
+def test_collectives_that_nobody_waits_for_do_not_hold_up_later_ones() -> None:
+    run_processes(dropped, 2)
+
+
+def test_tensors_of_odd_layout_and_memory_that_is_freed() -> None:
+    run_processes(of_odd_layout, 2)
+    run_processes(freed_memory, 2)
+
+
+def test_the_library_is_plain_functions() -> None:
+    library = open_plain("memory")
+    assert isinstance(library, ctypes.CDLL)
+    assert library.xds_control_bytes() % 4096 == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers import run_new_ranks, run_processes
 from placed_ranks import placed
+from runs import config
 
 import xds
 from xds.ops.comm.collectives import Collectives
@@ -21,6 +21,7 @@ from xds.ops.comm.in_order import InOrder
 from xds.ops.comm.machines import Machines
 from xds.ops.comm.opening import open_collectives
 from xds.ops.comm.point_to_point import PeerToPeer
+from xds.ops.watch import watch
 
 CPU = torch.device("cpu")
 LAYOUTS = ("aabb", "aab", "abab")
@@ -101,11 +102,6 @@ def results_that_differ(layout: str) -> list[str]:
     return bad
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_results_are_those_of_the_written_order(layout: str) -> None:
-    assert run_processes(results_that_differ, len(layout), layout) == [[]] * len(layout)
-
-
 def whole_sums_that_differ(layout: str) -> list[str]:
     """sum_whole against reduce_scatter and all_gather: two at once, and waits in both orders."""
     machines, _ = both(layout)
@@ -134,11 +130,6 @@ def whole_sums_that_differ(layout: str) -> list[str]:
                 if not (got[0].equal(want[0]) and got[1].equal(want[1])):
                     bad.append(f"whole sum of {part} into {dtype}, {numel}")
     return bad
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_whole_sums_have_the_bits_of_two_collectives(layout: str) -> None:
-    assert run_processes(whole_sums_that_differ, len(layout), layout) == [[]] * len(layout)
 
 
 def bits_that_differ(layout: str) -> list[str]:
@@ -172,11 +163,6 @@ def bits_that_differ(layout: str) -> list[str]:
     return bad
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_without_levels_bits_are_those_of_messages(layout: str) -> None:
-    assert run_processes(bits_that_differ, len(layout), layout) == [[]] * len(layout)
-
-
 def bytes_across(layout: str, numel: int) -> list[dict[str, int]]:
     machines, plain = both(layout)
     for by in (machines, plain):
@@ -185,19 +171,6 @@ def bytes_across(layout: str, numel: int) -> list[dict[str, int]]:
         by.reduce_scatter(flat, torch.empty(numel), add=False, buffer=1, kind="sum").wait()
         by.all_gather(flat, by.shard_of(flat), buffer=1, kind="gather").wait()
     return [machines.sent_across_bytes, plain.sent_across_bytes]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_byte_crosses_once(layout: str) -> None:
-    numel = 5  # parts of a machine are unequal
-    found = run_processes(bytes_across, len(layout), layout, numel)
-    for letter in dict.fromkeys(layout):
-        here, there = layout.count(letter), len(layout) - layout.count(letter)
-        ranks = [of for of, at in zip(found, layout, strict=True) if at == letter]
-        shard = 4 * numel
-        assert sum(levels["sum"] for levels, _ in ranks) == there * shard
-        assert sum(levels["gather"] for levels, _ in ranks) == here * shard
-        assert {plain["sum"] for _, plain in ranks} == {there * shard}
 
 
 def any_order(layout: str) -> list[bool]:
@@ -227,8 +200,27 @@ def any_order(layout: str) -> list[bool]:
     return good
 
 
-def test_ranks_may_start_collectives_in_different_orders() -> None:
-    assert run_processes(any_order, 4, "aabb") == [[True] * 6] * 4
+def each(layout: str) -> tuple[list[str], list[bool], list[dict[str, int]]]:
+    bad = results_that_differ(layout) + whole_sums_that_differ(layout) + bits_that_differ(layout)
+    return bad, any_order(layout), bytes_across(layout, 5)  # parts of a machine are unequal
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_are_those_of_the_written_order_and_each_byte_crosses_once(layout: str) -> None:
+    """Whole sums have the bits of two collectives; without levels, all have those of messages."""
+    found = run_processes(each, len(layout), layout)
+    assert [rank[:2] for rank in found] == [([], [True] * 6)] * len(layout)
+    shard = 4 * 5
+    for letter in dict.fromkeys(layout):
+        here, there = layout.count(letter), len(layout) - layout.count(letter)
+        ranks = [sent for (_, _, sent), at in zip(found, layout, strict=True) if at == letter]
+        assert sum(levels["sum"] for levels, _ in ranks) == there * shard
+        assert sum(levels["gather"] for levels, _ in ranks) == here * shard
+        assert {plain["sum"] for _, plain in ranks} == {there * shard}
+
+
+def losses_of_stages(layout: str, section: dict[str, Any], *stages: int) -> list[list[float]]:
+    return [losses(layout, stage, section) for stage in stages]
 
 
 def losses(layout: str, stage: int, section: dict[str, Any]) -> list[float]:
@@ -236,15 +228,9 @@ def losses(layout: str, stage: int, section: dict[str, Any]) -> list[float]:
     torch.manual_seed(3)
     sizes = [(24, 40), (40, 40), (40, 24)]
     model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "unit_min_numel": 0},
-        "communication": section,
-    }
+    settings = config(stage, clip=0.1, communication=section)
     with placed(layout):
-        engine = xds.initialize(model, config)
+        engine = xds.initialize(model, settings)
     generator = torch.Generator().manual_seed(dist.get_rank())
     found = []
     for _ in range(8):
@@ -260,39 +246,37 @@ def losses(layout: str, stage: int, section: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("layout", ["aab", "aaba"])
 def test_stages_are_equal_and_near_one_machine(layout: str) -> None:
     world = len(layout)
-    by_stage = [run_processes(losses, world, layout, stage, {}) for stage in (0, 1, 2, 3)]
-    assert by_stage[0] == by_stage[1] == by_stage[2] == by_stage[3]
+    by_stage = run_processes(losses_of_stages, world, layout, {}, 0, 1, 2, 3)
+    assert all(one == rank[0] for rank in by_stage for one in rank)
     pairs = {"hierarchical": False}
-    one_machine = run_processes(losses, world, "a" * world, 2, {})
-    assert run_processes(losses, world, layout, 2, pairs) == one_machine
-    for found, wanted in zip(by_stage[0], one_machine, strict=True):
-        assert found == pytest.approx(wanted, rel=1e-5)
+    one_machine = run_processes(losses_of_stages, world, "a" * world, {}, 2)
+    assert run_processes(losses_of_stages, world, layout, pairs, 2) == one_machine
+    for found, wanted in zip(by_stage, one_machine, strict=True):
+        assert found[0] == pytest.approx(wanted[0], rel=1e-5)
 
 
 def until_a_rank_ends(layout: str, folder: str) -> None:
-    """Rank 1 ends; each other rank writes how long its wait took after that, and its error."""
+    """Rank 1 ends; each other rank writes the error of its wait, long before the timeout of a minute."""
     machines, _ = both(layout)
+    watch.PATIENCE_SECONDS = 0.1  # for reports of others
     flat, out = torch.ones(20_000 * machines.world_size), torch.empty(20_000)
     machines.reduce_scatter(flat, out, add=False, buffer=1, kind="sum").wait()
     if machines.rank == 1:
-        time.sleep(0.3)
         os._exit(0)
-    begin, told = time.monotonic(), ""
+    told = ""
     try:
         machines.reduce_scatter(flat, out, add=False, buffer=1, kind="sum").wait()
     except xds.XdsError as error:
         told = str(error)
-    Path(folder, str(machines.rank)).write_text(f"{time.monotonic() - begin} {told}")
+    Path(folder, str(machines.rank)).write_text(told)
 
 
-@pytest.mark.slow
 def test_a_rank_that_ends_is_noticed_on_all_machines(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1"):  # it gave no answer
         run_new_ranks(until_a_rank_ends, 4, "aabb", str(tmp_path), timeout_seconds=60)
     for rank in (0, 2, 3):
-        seconds, _, told = (tmp_path / str(rank)).read_text().partition(" ")
-        assert "rank 1" in told
-        assert float(seconds) < 15  # with the wait for the reports of others; the timeout is 60 s
+        told = (tmp_path / str(rank)).read_text()
+        assert "rank 1" in told and "Timed out" not in told
 
 
 def test_jobs_of_a_key_run_in_order_and_others_meanwhile() -> None:

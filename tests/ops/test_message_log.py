@@ -19,31 +19,17 @@ from xds.ops.comm.opening import open_collectives
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("operation", "of_2", "of_8"),
-    [
-        ("all_reduce", 1.0, 1.75),
-        ("all_gather", 0.5, 0.875),
-        ("reduce_scatter", 0.5, 0.875),
-        ("all_to_all", 0.5, 0.875),
-        ("gather", 0.5, 0.875),
-        ("scatter", 0.5, 0.875),
-        ("broadcast", 1.0, 1.0),
-        ("reduce", 1.0, 1.0),
-        ("send", 1.0, 1.0),
-        ("irecv", 1.0, 1.0),
-        ("all_gather_into_tensor", 0.5, 0.875),
-        ("inference_all_reduce", 1.0, 1.75),
-    ],
-)
-def test_bus_factors_of_nccl_tests(operation: str, of_2: float, of_8: float) -> None:
-    assert (bus_factor(operation, 2), bus_factor(operation, 8)) == (of_2, of_8)
-
-
-def test_every_name_has_a_factor() -> None:
+def test_bus_factors_of_nccl_tests() -> None:
+    for factors, names in {
+        (1.0, 1.75): ("all_reduce", "inference_all_reduce"),
+        (0.5, 0.875): ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"),
+        (1.0, 1.0): ("broadcast", "reduce", "send", "irecv"),
+    }.items():
+        for name in names:
+            assert (bus_factor(name, 2), bus_factor(name, 8)) == factors, name
+    assert bus_factor("all_gather_into_tensor", 8) == 0.875
     assert all(bus_factor(name, 3) > 0 for name in (*OPERATIONS, *ALIASES))
-    assert gbps(1e9, 8.0) == 1000.0
-    assert gbps(1e9, 0.0) == 0.0
+    assert gbps(1e9, 8.0) == 1000.0 and gbps(1e9, 0.0) == 0.0
 
 
 def test_sizes_in_text() -> None:
@@ -89,8 +75,7 @@ def logged(native: bool, options: LogOptions | None) -> dict[tuple[str, int, int
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_operations_and_whole_sizes(native: bool, world: int) -> None:
+def test_operations_and_whole_sizes(native: bool, world: int = 3) -> None:
     results = run_processes(logged, world, native, LogOptions())
     for rank, found in enumerate(results):
         want = {
@@ -108,14 +93,11 @@ def test_operations_and_whole_sizes(native: bool, world: int) -> None:
         assert found == want
 
 
-def test_off_and_chosen() -> None:
+def test_off_chosen_and_with_the_subject() -> None:
     assert run_processes(logged, 2, False, None) == [{}, {}]
     chosen = LogOptions(prof_all=False, prof_ops=("all_gather_into_tensor", "broadcast"))
     for found in run_processes(logged, 2, False, chosen):
         assert {operation for operation, *_ in found} == {"all_gather", "broadcast"}
-
-
-def test_debug_names_the_subject() -> None:
     labels = {label for label, *_ in run_processes(logged, 2, False, LogOptions(debug=True))[0]}
     assert {"all_gather | [flat buffer 0]", "all_gather | [norms and flags]"} <= labels
     assert "send | [x]" in labels

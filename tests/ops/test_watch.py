@@ -1,24 +1,24 @@
-"""Tests of the ranks' reports after a failed collective, and of the message made from them."""
+"""The watch on waits, without ranks that wait: the message made of reports, stuck devices, slow ranks.
+
+test_watch_ranks.py has ranks that stop, sleep or leave something out.
+"""
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_new_ranks
 
-from xds.ops.comm.collectives import ACCESS_BUFFER
-from xds.ops.comm.native import Native
-from xds.ops.comm.opening import open_collectives
-from xds.ops.comm.shared_memory import SharedMemory
 from xds.ops.watch import Report, Store, Watch, explain
 from xds.ops.watch.config import WatchConfig
+from xds.ops.watch.device import Probe
 from xds.ops.watch.diagnosis import GONE, OUTSIDE, first_difference
 from xds.ops.watch.sentinel import start_watching, stop_watching
-from xds.utils.errors import PeerError
+from xds.ops.watch.stragglers import SpeedChange, Steps, StragglerDetector
 
 A, B, C = (f"all_gather of unit '{name}'" for name in "abc")
 R = "reduce_scatter of unit 'a'"
@@ -42,16 +42,13 @@ HISTORIES: list[tuple[list[str], list[str], tuple[int, str, str] | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("one", "two", "want"), HISTORIES)
-def test_the_first_gather_that_differs(one: list[str], two: list[str], want: Any) -> None:
-    first, second = (
-        Report(rank, counts={n: names.count(n) for n in names}, recent=names)
-        for rank, names in enumerate((one, two))
-    )
-    assert first_difference(first, second, "all_gather") == want
-
-
-def test_only_what_both_ranks_remember_is_compared() -> None:
+def test_the_first_gather_that_differs_of_those_that_both_ranks_remember() -> None:
+    for one, two, want in HISTORIES:
+        first, second = (
+            Report(rank, counts={n: names.count(n) for n in names}, recent=names)
+            for rank, names in enumerate((one, two))
+        )
+        assert first_difference(first, second, "all_gather") == want
     long = Report(0, counts={A: 90, B: 10}, recent=[A, B, A])  # numbers 98, 99, 100
     short = Report(1, counts={A: 90, C: 9}, recent=[C, A, C])  # numbers 97, 98, 99
     assert first_difference(long, short, "all_gather") == (99, B, C)
@@ -177,46 +174,123 @@ def test_buffers_of_one_unit_are_told_apart() -> None:
     assert "unit 'a' (buffer 1), for the 2nd time" in str(error)
 
 
-def small_gathers_of_two_sizes() -> str:
-    """Ranks meet in small gathers of different sizes: gloo alone would abort the process."""
-    group = dist.group.WORLD
-    collectives = open_collectives(group, torch.device("cpu"))
-    assert isinstance(collectives, SharedMemory)
-    collectives.barrier()
-    numel = 1 + 7 * collectives.rank
-    with pytest.raises(PeerError) as caught:
-        if collectives.rank == 2:
-            collectives.gather_small(torch.zeros(2), ACCESS_BUFFER, "get_full_param(w)")
-        else:
-            collectives.gather_small(torch.zeros(numel))
-    return str(caught.value)
+# -- stuck devices ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_small_gathers_that_do_not_fit_are_named() -> None:
-    for text in run_new_ranks(small_gathers_of_two_sizes, 3, timeout_seconds=4):
-        assert "ranks 0, 1 wait in exchange of norms and flags" in text
-        assert "rank 2 waits in access of get_full_param(w), for the 1st time" in text
-        assert "Access to parameters is collective" in text
+class Event:
+    """Completes when the test sets it."""
+
+    def __init__(self) -> None:
+        self.is_passed = False
+
+    def query(self) -> bool:
+        return self.is_passed
 
 
-def barrier_alone(native: bool) -> str:
-    """Rank 0 is in a barrier that rank 1 never joins."""
-    group, cpu = dist.group.WORLD, torch.device("cpu")
-    assert group is not None
-    collectives = Native(group, cpu) if native else open_collectives(group, cpu)
-    collectives.barrier()
-    with pytest.raises(PeerError) as caught:
-        if collectives.rank == 0:
-            collectives.barrier()
-        else:
-            flat = torch.zeros(8)
-            collectives.all_gather(flat, flat[4:], buffer=0, kind="all_gather").wait()
-    return str(caught.value)
+def test_an_event_that_is_not_passed_says_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Event] = []
+
+    def record(self: Probe) -> Event:
+        events.append(Event())
+        return events[-1]
+
+    monkeypatch.setattr(Probe, "_record", record)
+    probe = Probe(torch.device("cuda", 0))
+    assert not probe.is_stuck()  # the first look records
+    assert probe.is_stuck() and probe.is_stuck() and probe.count == 1
+    events[0].is_passed = True
+    assert not probe.is_stuck() and probe.count == 2
 
 
-@pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_barrier_that_nobody_joins_is_named(native: bool) -> None:
-    for text in run_new_ranks(barrier_alone, 2, native, timeout_seconds=4):
-        assert "rank 0 waits in barrier of all ranks, for the 2nd time" in text
-        assert "rank 1 waits in all_gather of flat buffer 0" in text
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_busy_device_is_stuck_until_it_is_through() -> None:
+    probe = Probe(torch.device("cuda", 0))
+    torch.cuda._sleep(2_000_000_000)
+    assert not probe.is_stuck()
+    assert probe.is_stuck()
+    torch.cuda.synchronize()
+    assert not probe.is_stuck()
+
+
+# -- slow ranks ---------------------------------------------------------------------------------------------
+
+STEP_SECONDS = 0.1
+
+
+def changes_of(computes: list[list[float]], ratio: float = 1.2) -> list[tuple[int, SpeedChange]]:
+    """The changes, each with its step: computes[step][rank], and all ranks wait for the slowest."""
+    detector, now = StragglerDetector(ratio), 0.0
+    steps = [Steps() for _ in computes[0]]
+    waited = [0.0] * len(steps)
+    said = []
+    for number, row in enumerate(computes, 1):
+        now += max(row)
+        for rank, own in enumerate(row):
+            waited[rank] += max(row) - own
+            steps[rank].add(now, waited[rank])
+        changes = detector.compare({rank: steps[rank].totals() for rank in range(len(row))})
+        said += [(number, change) for change in changes]
+    return said
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_a_rank_that_is_30_percent_slower_is_named_within_20_steps(world_size: int) -> None:
+    even = [STEP_SECONDS] * world_size
+    slow = [*even[:-1], 1.3 * STEP_SECONDS]
+    [(number, change)] = changes_of([even] * 30 + [slow] * 40)
+    assert 30 < number <= 50
+    assert change.is_slow and change.rank == world_size - 1
+    assert change.message("h2") == (
+        f"rank {world_size - 1} (host h2) is slower than its peers: compute 0.130 s per step, median 0.100; "
+        "the others waited 0.030 s for it"
+    )
+
+
+def test_a_rank_that_recovers_is_named_again_once() -> None:
+    even, slow = [0.1, 0.1, 0.1], [0.1, 0.15, 0.1]
+    (_, first), (number, second) = changes_of([even] * 10 + [slow] * 40 + [even] * 40)
+    assert first.is_slow and not second.is_slow and second.rank == 1
+    assert 50 < number <= 70
+    assert second.message("") == "rank 1 is no longer slower than its peers"
+
+
+def test_a_pause_of_one_rank_names_nobody() -> None:
+    even = [0.1, 0.1]
+    pause = [5.0, 0.1]  # it saves a checkpoint, or evaluates
+    assert changes_of(([even] * 24 + [pause]) * 4) == []
+
+
+def test_steps_that_are_unequal_by_chance_name_nobody() -> None:
+    chance = random.Random(3)
+    rows = [[0.1 * chance.uniform(0.7, 1.5) for _ in range(4)] for _ in range(2000)]
+    assert changes_of(rows) == []
+
+
+def test_all_ranks_slower_together_name_nobody() -> None:
+    assert changes_of([[0.1, 0.1]] * 20 + [[0.3, 0.3]] * 40) == []
+
+
+def test_a_rank_for_which_nobody_waited_is_not_named() -> None:
+    """Its compute ran beside the others' (a longer epilogue that overlaps): no step was longer for it."""
+    detector = StragglerDetector(1.2)
+    tables = [Steps(), Steps()]
+    for step in range(1, 60):
+        tables[0].add(0.1 * step, 0.03 * step)
+        tables[1].add(0.1 * step, 0.03 * step)
+        assert detector.compare({0: tables[0].totals(), 1: tables[1].totals()}) == []
+
+
+def test_short_steps_that_are_looked_at_seldom_are_compared_over_the_same_ones() -> None:
+    detector, tables = StragglerDetector(1.2), [Steps(), Steps()]
+    said: list[SpeedChange] = []
+    for step in range(1, 20_001):
+        tables[0].add(1.5e-3 * step, 0.5e-3 * step)
+        tables[1].add(1.5e-3 * step, 0.0)
+        if step % 700 == 0:  # once a second, and not at the same moment
+            late = {0: tables[0].totals(), 1: tables[1].totals()}
+            said += detector.compare(late)
+        if step % 700 == 40:
+            early = tables[0].totals()
+            said += detector.compare({0: early, 1: tables[1].totals()})
+    assert [change.rank for change in said] == [1]

@@ -1,14 +1,20 @@
-"""The model of torch's allocator on traces that are small enough to follow by hand."""
+"""The model of torch's allocator (benchmarks/gpu_memory) on traces that are small enough to follow by hand."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from pathlib import Path
 
 import pytest
-import torch
-from caching_allocator import MIB, CachingAllocator, OutOfMemory, replay, smallest_device
-from device_ranks import ranks
-from test_rehearsal import batch, build, config_of
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_memory"))
+from caching_allocator import (  # noqa: E402
+    MIB,
+    CachingAllocator,
+    OutOfMemory,
+    replay,
+    smallest_device,
+)
 
 
 def test_sizes_of_segments() -> None:
@@ -48,38 +54,3 @@ def test_a_full_device_returns_free_segments_first() -> None:
     # b holds its segment, in which 30 are free: 20 + 40 are in use
     held = [f"alloc a {30 * MIB} 0", "free a", f"alloc b {11 * MIB} 0", f"alloc c {40 * MIB} 0"]
     assert smallest_device(held, 1) == pytest.approx(70 * MIB, rel=0.01)
-
-
-def states(config: dict[str, Any]) -> list[int]:
-    """The optimizer's states after a forward without gradients, after one with; masters; frees of a step."""
-    import xds
-
-    engine = xds.initialize(build(), config)
-    dtype = next(engine.module.parameters()).dtype
-    inputs = batch(0, engine.device, dtype)
-    with torch.no_grad():
-        engine(inputs)
-    found = [sum(map(bool, engine.optimizer.state.values()))]
-    loss = engine(inputs).float().square().mean()
-    found.append(sum(map(bool, engine.optimizer.state.values())))
-    engine.backward(loss)
-    ops = torch.ops.host_cuda
-    ops.log_memory(True)
-    ops.take_log()
-    engine.step()
-    ops.log_memory(False)
-    log = [line.split() for line in ops.take_log()]
-    freed = [name for kind, name, *_ in log if kind == "free"]
-    found += [len(engine._parts.updater.masters), len(freed)]
-    engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_what_stays_is_not_among_activations(stage: int) -> None:
-    """States come before the first activation; gradient buffers are allocated again after the first update."""
-    config = config_of(stage, "bf16", 1) | {"ops": {"native": True}}
-    for before, after, num_masters, num_freed in ranks(2, kernels=True).run(states, config):
-        assert before == 0
-        assert after == num_masters
-        assert num_freed >= num_masters

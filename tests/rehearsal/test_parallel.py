@@ -1,7 +1,12 @@
-"""Pipelines, slices, sequences on a CUDA device that is host memory. See stand_in.py."""
+"""Pipelines, slices, sequences, compressed messages on a CUDA device that is host memory. See stand_in.py.
+
+On a device of each rank the messages are NCCL's. Where several ranks share one GPU, gloo carries them through
+host memory: its stand-in refuses what gloo cannot do with tensors of a device, see `Gloo` in messages.py.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -12,18 +17,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from device_ranks import ranks
-from helpers import run_processes
+from helpers import run_new_ranks, run_processes
 from pipeline_runs import Model, batches
+from placed_ranks import placed
+from test_rehearsal import build, inputs_of, waits
 from test_rehearsal import config_of as config_of_one
-from test_rehearsal import waits
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-pytestmark = pytest.mark.slow  # by default test_rehearsal, _offload, _decisions and _models run
+from xds.ops.comm.config import Communication
+
+pytestmark = pytest.mark.slow  # by default test_rehearsal.py runs
 
 STEPS, COUNT = 4, 4
 FIRST = 2  # waits are counted from here on: shapes are known, and the clock of samples runs
+TENSOR, OVERLAPPED = {"tp_size": 2}, {"tp_size": 2, "tp_overlap_comm": True}
 
 
 @dataclass(frozen=True)
@@ -80,82 +90,108 @@ def trained(
     return found
 
 
-def assert_same(found: list[Trained], expected: list[Trained], precision: str) -> None:
-    """Both have the same numbers, up to rounding."""
-    near = 1e-5 if precision == "fp32" else 2e-2
-    for here, there in zip(found, expected, strict=True):
-        assert here.losses == pytest.approx(there.losses, rel=near, abs=near / 10)
-        assert here.norms == pytest.approx(there.norms, rel=near, abs=near / 10)
-        assert {*here.values} == {*there.values}
-        for name, value in here.values.items():
-            near_values = 1e-4 if precision == "fp32" else 3e-2
-            assert torch.allclose(value, there.values[name], near_values, near_values), name
+def trained_in_stages(engine: Any, data_of: Callable[[int], Iterable[Any]]) -> Trained:
+    """The same with `train_batch`, and at the end two evaluations."""
+    losses, norms, in_steps = [], [], []
+    for step in range(STEPS):
+        loss, num_waits = counted(lambda step=step: engine.train_batch(iter(data_of(step))))
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm() or 0.0)
+        in_steps.append(num_waits)
+    # the first has headers: of another call, without gradients
+    losses += [engine.eval_batch(iter(data_of(STEPS))).item() for _ in range(2)]
+    is_first = engine.is_first_stage()
+    found = Trained(losses, norms, values_of(engine), in_steps, first_in_pipeline=is_first)
+    engine.destroy()
+    return found
+
+
+def as_on_the_cpu(
+    function: Callable[..., Trained], *args: Any, precision: str, gloo: bool = False, **nears: float
+) -> list[Trained]:
+    """What two ranks of the device find, compared with two of the CPU, up to rounding."""
+    rel = nears.get("rel", 1e-5 if precision == "fp32" else 2e-2)
+    found = ranks(2, gloo=gloo).run(function, *args)
+    for here, there in zip(found, run_processes(function, 2, *args), strict=True):
+        assert here.losses == pytest.approx(there.losses, rel=rel, abs=nears.get("abs", rel / 10))
+        assert here.norms == pytest.approx(there.norms, rel=rel, abs=nears.get("abs", rel / 10))
+        assert {*here.values} == {*there.values} and all(map(math.isfinite, here.losses))
+        if not nears:
+            near = 1e-4 if precision == "fp32" else 3e-2
+            for name, value in here.values.items():
+                assert torch.allclose(value, there.values[name], near, near), name
+    return found
 
 
 # -- pipelines ----------------------------------------------------------------------------------------------
 
 
-def train_in_stages(config: dict[str, Any], kind: str) -> Trained:
+def in_stages(config: dict[str, Any], kind: str) -> Trained:
     import xds
 
     torch.manual_seed(0)
     engine = xds.initialize(Model(4, tied=kind == "tied"), config)
-    losses, norms, in_steps = [], [], []
-    for step in range(STEPS):
-        data = iter(batches(step, engine.dp_rank, COUNT))
-        loss, num_waits = counted(lambda data=data: engine.train_batch(data))
-        losses.append(loss.item())
-        norms.append(engine.get_global_grad_norm() or 0.0)
-        in_steps.append(num_waits)
-    losses += [  # the first has headers: of another call, without gradients
-        engine.eval_batch(iter(batches(STEPS, engine.dp_rank, COUNT))).item() for _ in range(2)
-    ]
-    found = Trained(
-        losses, norms, values_of(engine), in_steps, first_in_pipeline=engine.is_first_stage()
-    )
-    engine.destroy()
-    return found
+    return trained_in_stages(engine, lambda step: batches(step, engine.dp_rank, COUNT))
 
 
-PIPELINES = [
-    (2, 0, "1f1b", "fp32", "tied"),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            (2, 3, "zbv", "bf16", "plain"),
-            (2, 2, "interleaved_1f1b", "fp16", "plain"),
-            (4, 3, "1f1b", "bf16", "tied"),
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize(("world_size", "stage", "schedule", "precision", "kind"), PIPELINES)
-def test_a_pipeline_has_the_numbers_of_the_cpu_and_waits_before_a_step_and_at_its_end(
-    world_size: int, stage: int, schedule: str, precision: str, kind: str
+@pytest.mark.parametrize(
+    ("stage", "schedule", "precision", "kind", "gloo"),
+    [
+        (0, "1f1b", "fp32", "tied", False),
+        (3, "zbv", "bf16", "plain", False),
+        (2, "interleaved_1f1b", "fp16", "plain", False),
+        (1, "1f1b", "fp32", "tied", True),
+    ],
+)
+def test_a_pipeline_waits_before_a_step_and_at_its_end(
+    stage: int, schedule: str, precision: str, kind: str, gloo: bool
 ) -> None:
     config = config_of(stage, precision, pipeline={"stages": 2, "schedule": schedule})
-    found = ranks(world_size).run(train_in_stages, config, kind)
-    assert_same(found, run_processes(train_in_stages, world_size, config, kind), precision)
-    for each in found:
-        assert math.isfinite(each.losses[-1])
+    for each in as_on_the_cpu(in_stages, config, kind, precision=precision, gloo=gloo):
         # what the first stage has read, where this is another one; whether all ranks go on; the norm
-        assert set(each.in_steps[FIRST:]) == {2 if each.first_in_pipeline else 3}
+        expected = {2 if each.first_in_pipeline else 3}
+        assert gloo or set(each.in_steps[FIRST:]) == expected
+
+
+def padded_in_stages(config: dict[str, Any]) -> Trained:
+    """Of a model of transformers."""
+    import tensor_cases
+
+    import xds
+
+    engine = xds.initialize(tensor_cases.build("llama"), config)
+
+    def data_of(step: int) -> Iterator[Any]:
+        for batch in tensor_cases.batches("llama", step, engine.dp_rank):
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][0, 9:] = 0
+            yield batch
+
+    return trained_in_stages(engine, data_of)
+
+
+def test_stages_look_at_all_masks_of_a_step_with_one_wait() -> None:
+    config = config_of(1, "fp32", pipeline={"stages": 2})
+    for each in as_on_the_cpu(padded_in_stages, config, precision="fp32"):
+        own = 3 if each.first_in_pipeline else 4
+        of_transformers = 2 * COUNT  # its code looks at the mask twice in each forward
+        assert set(each.in_steps[FIRST:]) == {own + of_transformers}
 
 
 # -- slices and sequences -----------------------------------------------------------------------------------
 
 
-def train_whole(name: str, config: dict[str, Any]) -> Trained:
+def whole(name: str, config: dict[str, Any]) -> Trained:
     """Forward, backward and step over one of the models of tensor_cases."""
-    from tensor_cases import batches, build
+    import tensor_cases
 
     import xds
 
-    engine = xds.initialize(build(name, config.get("sequence_parallel_size", 1)), config)
+    size = config.get("sequence_parallel_size", 1)
+    engine = xds.initialize(tensor_cases.build(name, size), config)
 
     def losses_of(step: int) -> Iterator[Callable[[], Tensor]]:
-        for batch in batches(name, step, engine.dp_rank):
+        for batch in tensor_cases.batches(name, step, engine.dp_rank):
             moved = tree_map(lambda tensor: tensor.to(engine.device), batch)
             if isinstance(moved, dict):
                 yield lambda moved=moved: engine(**moved).loss
@@ -166,126 +202,223 @@ def train_whole(name: str, config: dict[str, Any]) -> Trained:
 
 
 # in each forward transformers' own code looks at masks, positions and attributes of a tensor
-OF_TRANSFORMERS = {"gpt": 0, "llama": 1, "qwen3": 1, "gpt2": 3}
-TENSOR, OVERLAPPED = {"tp_size": 2}, {"tp_size": 2, "tp_overlap_comm": True}
-RANKS_OF_A_MODEL = [
-    (2, 3, "bf16", "llama", {"tensor_parallel": OVERLAPPED}),
-    (2, 2, "fp32", "llama", {"sequence_parallel_size": 2}),
-    (2, 2, "bf16", "gpt", {"tensor_parallel": TENSOR}),
-    (4, 3, "bf16", "llama", {"sequence_parallel_size": 2, "tensor_parallel": TENSOR}),
-]
+OF_TRANSFORMERS = {"gpt": 0, "llama": 1}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "stage", "precision", "name", "more"), RANKS_OF_A_MODEL)
-def test_slices_and_sequences_have_the_numbers_of_the_cpu_and_wait_for_the_norm_alone(
-    world_size: int, stage: int, precision: str, name: str, more: dict[str, Any]
-) -> None:
-    config = config_of(stage, precision, **more)
-    found = ranks(world_size).run(train_whole, name, config)
-    assert_same(found, run_processes(train_whole, world_size, name, config), precision)
-    for each in found:
-        assert each.in_micro_batches == OF_TRANSFORMERS[name] * COUNT * (STEPS - FIRST)
-        assert each.in_steps[FIRST:] == [1] * (STEPS - FIRST)
-
-
-# -- rings --------------------------------------------------------------------------------------------------
-
-
-def train_in_a_ring(model: tuple[Any, ...], kind: str, config: dict[str, Any]) -> Trained:
-    """More sequence ranks than heads. kind: of the batch, see test_sequence_training.py."""
-    sys.path.append(str(Path(__file__).parents[1] / "tensor"))
-    from test_sequence_training import batch, build
-
-    import xds
-
-    engine = xds.initialize(build(*model), config)
-    losses, norms, in_steps, in_micro_batches = [], [], [], 0
-    for step in range(STEPS):
-        given = tree_map(lambda x: x.to(engine.device), batch(kind, step, engine.dp_rank))
-        loss = engine(**given).loss
-        _, found = counted(partial(engine.backward, loss))
-        in_micro_batches += found if step >= FIRST else 0
-        in_steps.append(counted(engine.step)[1])
-        losses.append(loss.item())
-        norms.append(engine.get_global_grad_norm() or 0.0)
-    found = Trained(losses, norms, values_of(engine), in_steps, in_micro_batches)
-    engine.destroy()
-    return found
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "stage", "precision"),
-    [("packed", 3, "bf16")],
-)
-def test_rings_have_the_numbers_of_the_cpu(kind: str, stage: int, precision: str) -> None:
-    more = {"sequence_parallel_size": 2, "gradient_accumulation_steps": 1}
-    args = (("llama", 1, 1), kind, config_of(stage, precision, **more))
-    found = ranks(2).run(train_in_a_ring, *args)
-    assert_same(found, run_processes(train_in_a_ring, 2, *args), precision)
-    for each in found:
-        assert each.in_micro_batches == 0
-        assert each.in_steps[FIRST:] == [1] * (STEPS - FIRST)
-
-
-# -- stages of a model of transformers ----------------------------------------------------------------------
-
-
-def train_padded_in_stages(config: dict[str, Any]) -> Trained:
-    from tensor_cases import batches as of_llama
-    from tensor_cases import build
-
-    import xds
-
-    engine = xds.initialize(build("llama"), config)
-    losses, norms, in_steps = [], [], []
-    for step in range(STEPS):
-        data = list(of_llama("llama", step, engine.dp_rank))
-        for batch in data:
-            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-            batch["attention_mask"][0, 9:] = 0
-        loss, num_waits = counted(partial(engine.train_batch, iter(data)))
-        losses.append(loss.item())
-        norms.append(engine.get_global_grad_norm() or 0.0)
-        in_steps.append(num_waits)
-    found = Trained(
-        losses, norms, values_of(engine), in_steps, first_in_pipeline=engine.is_first_stage()
-    )
-    engine.destroy()
-    return found
-
-
-def test_stages_look_at_all_masks_of_a_step_with_one_wait() -> None:
-    config = config_of(1, "fp32", pipeline={"stages": 2})
-    found = ranks(2).run(train_padded_in_stages, config)
-    assert_same(found, run_processes(train_padded_in_stages, 2, config), "fp32")
-    for each in found:
-        own = 3 if each.first_in_pipeline else 4
-        of_transformers = 2 * COUNT  # its code looks at the mask twice in each forward
-        assert set(each.in_steps[FIRST:]) == {own + of_transformers}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "more"),
+    ("stage", "precision", "name", "more", "gloo"),
     [
-        (3, {"pipeline": {"stages": 2, "schedule": "zero_bubble"}, "tensor_parallel": OVERLAPPED}),
-        (1, {"pipeline": {"stages": 2}, "sequence_parallel_size": 2}),
+        (3, "bf16", "llama", {"tensor_parallel": OVERLAPPED}, False),
+        (2, "fp32", "llama", {"sequence_parallel_size": 2}, False),
+        (2, "bf16", "gpt", {"tensor_parallel": TENSOR}, True),
     ],
 )
-def test_stages_of_slices_and_sequences_have_the_numbers_of_the_cpu(
-    stage: int, more: dict[str, Any]
+def test_slices_and_sequences_wait_for_the_norm_alone(
+    stage: int, precision: str, name: str, more: dict[str, Any], gloo: bool
 ) -> None:
-    config = config_of(stage, "fp32", **more)
-    found = ranks(4).run(train_padded_in_stages, config)
-    assert_same(found, run_processes(train_padded_in_stages, 4, config), "fp32")
-    # transformers' own code looks at masks of the model, and of whole sequences
-    each_forward = 2 * COUNT * len({"tensor_parallel", "sequence_parallel_size"} & {*more})
-    if (
-        "sequence_parallel_size" in more
-    ):  # masks of whole sequences, and of what flows a header each time
-        each_forward += 3 * COUNT
-    for each in found:
-        own = 3 if each.first_in_pipeline else 4
-        assert max(each.in_steps[FIRST:]) <= own + each_forward
+    config = config_of(stage, precision, **more)
+    for each in as_on_the_cpu(whole, name, config, precision=precision, gloo=gloo):
+        if not gloo:
+            assert each.in_micro_batches == OF_TRANSFORMERS[name] * COUNT * (STEPS - FIRST)
+            assert each.in_steps[FIRST:] == [1] * (STEPS - FIRST)
+
+
+def in_a_ring(config: dict[str, Any]) -> Trained:
+    """More sequence ranks than heads."""
+    sys.path.append(str(Path(__file__).parents[1] / "tensor"))
+    import test_sequence_training as rings
+
+    import xds
+
+    engine = xds.initialize(rings.build("llama", 1, 1), config)
+
+    def losses_of(step: int) -> Iterator[Callable[[], Tensor]]:
+        given = rings.batch("packed", step, engine.dp_rank)
+        moved = tree_map(lambda x: x.to(engine.device), given)
+        yield lambda: engine(**moved).loss
+
+    return trained(engine, STEPS, losses_of)
+
+
+def test_rings_have_the_numbers_of_the_cpu() -> None:
+    more = {"sequence_parallel_size": 2, "gradient_accumulation_steps": 1}
+    for each in as_on_the_cpu(in_a_ring, config_of(3, "bf16", **more), precision="bf16"):
+        assert each.in_steps[FIRST:] == [1] * (STEPS - FIRST)
+
+
+# -- compressed messages ------------------------------------------------------------------------------------
+
+
+def of_vectors(config: dict[str, Any]) -> Trained:
+    """Of a model whose gradients are exact. Each rank is a host."""
+    import xds
+
+    with placed([*range(dist.get_world_size())]):
+        engine = xds.initialize(build(), config)
+
+    def losses_of(step: int) -> Iterator[Callable[[], Tensor]]:
+        for micro in range(2):
+            inputs = inputs_of(engine, 2 * step + micro)
+            yield lambda inputs=inputs: engine(inputs).float().square().mean()
+
+    return trained(engine, 2 * STEPS, losses_of)
+
+
+QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 3}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "more", "gloo"),
+    [
+        (2, "bf16", {"optimizer": ONE_BIT, "gradient_clipping": 0.0}, False),
+        (3, "bf16", {"zero_optimization": QUANTIZED}, False),
+        (2, "fp32", {"zero_optimization": {"zero_quantized_gradients": True}}, True),
+    ],
+)
+def test_compressed_messages_have_the_numbers_of_the_cpu(
+    stage: int, precision: str, more: dict[str, Any], gloo: bool
+) -> None:
+    config = config_of(stage, precision, gradient_accumulation_steps=2)
+    zero = config["zero_optimization"] | more.get("zero_optimization", {})
+    # a sign that flips changes many weights a little
+    near = 1e-3 if precision == "fp32" else 5e-2
+    config |= more | {"zero_optimization": zero}
+    found = as_on_the_cpu(of_vectors, config, precision=precision, gloo=gloo, rel=near, abs=near)
+    for here in found:
+        assert gloo or (here.in_micro_batches, here.in_steps[-3:]) == (0, [1, 1, 1])
+
+
+# -- several ranks on one GPU -------------------------------------------------------------------------------
+
+
+def values(device: torch.device, *shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device)
+
+
+def call_all(device_type: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The results of every collective, and the bytes."""
+    from xds.ops.comm.opening import open_collectives
+
+    device = torch.device(device_type)
+    group = open_collectives(dist.group.WORLD, device, None, Communication(shared_memory=False))
+    rank, world = group.rank, group.world_size
+    flat = values(device, 48 * world, seed=rank).to(dtype)
+    found: dict[str, Tensor] = {}
+
+    found["sum"] = torch.ones(48, device=device)
+    group.reduce_scatter(flat, found["sum"], add=True, buffer=0, kind="reduce").wait()
+    found["gathered"] = flat.clone()
+    own = group.shard_of(found["gathered"])
+    group.all_gather(found["gathered"], own, buffer=1, kind="gather").wait()
+    found["reduced"] = flat.clone()
+    group.all_reduce(found["reduced"], what="x", kind="tensor").wait()
+    found["small sum"] = flat[:5].clone()
+    group.sum(found["small sum"], what="x", kind="tensor")
+    found["whole"] = flat.clone()
+    if group.sums_whole(found["whole"], group.shard_of(found["whole"])):
+        kinds = ("reduce", "gather")
+        shard = group.shard_of(found["whole"])
+        for handle in group.sum_whole(found["whole"], shard, buffer=2, kinds=kinds):
+            handle.wait()
+    sent = [flat[: 3 * peer + 1].clone() for peer in range(world)]
+    parts = [flat.new_empty(3 * rank + 1) for _ in range(world)]
+    group.all_to_all(parts, sent, what="x", kind="tokens").wait()
+    found["exchanged"] = torch.cat(parts)
+    bounds = [(0, 7), (7, 20), *[(20, 20)] * (world - 2)]
+    found["collected"] = flat.new_zeros(20)
+    group.collect(found["collected"], flat[slice(*bounds[rank])], bounds)
+    found["scattered"] = flat.new_zeros(bounds[rank][1] - bounds[rank][0])
+    group.scatter(flat[:20] if rank == 1 else None, found["scattered"], bounds, source=1)
+    served = flat.clone() if rank == 0 else None
+    group.serve(served, group.shard_of(flat), [0], buffer=3)
+    found["served"] = torch.zeros(1) if served is None else served
+    found["table"] = group.gather_small(flat[:2].double())
+    found["all"] = flat.clone()
+    group.broadcast(found["all"], source=1)
+    message = values(device, 3, 5, seed=9).to(dtype)
+    if rank == 0:
+        group.send(message, 1, number=4, what="x", kind="pipe").wait()
+    if rank == 1:
+        found["message"] = torch.empty_like(message)
+        group.receive(found["message"], 0, number=4, what="x").wait()
+    group.barrier()
+    host = {name: value.cpu() for name, value in found.items()}
+    return {"values": host, "sent": group.sent_bytes, "kind": type(group).__name__}
+
+
+def assert_equal(found: list[dict[str, Any]], on_cpu: list[dict[str, Any]]) -> None:
+    for here, there in zip(found, on_cpu, strict=True):
+        assert (here["kind"], there["kind"]) == ("Staged", "PeerToPeer")
+        assert here["sent"] == there["sent"]
+        assert {*here["values"]} == {*there["values"]}
+        for name, value in here["values"].items():
+            assert torch.equal(value, there["values"][name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_collective_has_the_bits_and_bytes_of_the_cpu(dtype: torch.dtype) -> None:
+    found = ranks(2, gloo=True).run(call_all, "cuda", dtype)
+    assert_equal(found, run_processes(call_all, 2, "cpu", dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_three_ranks_on_a_gpu_have_the_bits_and_bytes_of_the_cpu(dtype: torch.dtype) -> None:
+    found, plain = (run_new_ranks(call_all, 3, device, dtype) for device in ("cuda", "cpu"))
+    assert_equal(found, plain)
+
+
+def across_streams() -> list[float]:
+    """Start on one stream and wait on another, while the first still reads what is received into."""
+    from xds.ops.comm.opening import open_collectives
+
+    group = open_collectives(dist.group.WORLD, torch.device("cuda"))
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    target, found = torch.zeros(1024, device="cuda"), []
+    torch.cuda.synchronize()
+    for turn in range(4):
+        if group.rank == turn % 2:
+            with torch.cuda.stream(first):
+                sent = torch.full((1024,), float(turn), device="cuda")
+                group.send(sent, 1 - group.rank, number=turn, what="x", kind="pipe").wait()
+                sent.fill_(-1.0)
+            continue
+        with torch.cuda.stream(first):
+            before = target + 1
+            handle = group.receive(target, 1 - group.rank, number=turn, what="x")
+        with torch.cuda.stream(second):
+            handle.wait()
+            after = target * 2
+        torch.cuda.synchronize()
+        found += [float(before.mean()), float(after.mean())]
+    return found
+
+
+def test_a_message_may_be_waited_for_on_another_stream() -> None:
+    assert ranks(2, gloo=True).run(across_streams) == [[1.0, 2.0, 2.0, 6.0], [1.0, 0.0, 1.0, 4.0]]
+
+
+def lines() -> list[str]:
+    """What is logged where groups are opened."""
+    from xds.ops.comm import opening
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    opening.log.addHandler(handler)
+    try:
+        world = opening.open_collectives(dist.group.WORLD, torch.device("cuda"))
+        part = opening.PartOf(world, (0, 1))
+        opening.open_collectives(dist.group.WORLD, torch.device("cuda"), part)
+    finally:
+        opening.log.removeHandler(handler)
+    return told
+
+
+def test_the_first_rank_says_once_that_messages_go_through_the_host() -> None:
+    first, other = ranks(2, gloo=True).run(lines)
+    assert len(first) == 1 and "gloo sends messages of GPUs through host memory" in first[0]
+    assert other == []

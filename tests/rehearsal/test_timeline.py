@@ -12,8 +12,6 @@ from device_ranks import ranks
 from test_parallel import COUNT, OVERLAPPED, TENSOR, config_of
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.slow  # by default test_rehearsal, _offload, _decisions and _models run
-
 WIDTHS = (16, 24, 40, 56, 72)  # every block has gradients of its own size
 
 
@@ -145,14 +143,8 @@ def log_of_a_step(config: dict[str, Any]) -> tuple[list[str], list[int], dict[An
     return ops.take_log(), numels, started()
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"),
-    [
-        (3, "bf16"),
-        pytest.param(0, "fp32", marks=pytest.mark.slow),
-        pytest.param(2, "fp16", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), (2, "fp16")])
 def test_units_are_gathered_and_reduced_beside_the_computation(stage: int, precision: str) -> None:
     config = config_of(stage, precision, gradient_accumulation_steps=2)
     config["zero_optimization"]["max_reuse_distance"] = 0  # gathered again for backward
@@ -188,75 +180,48 @@ def log_of_a_backward(config: dict[str, Any]) -> tuple[list[str], int]:
     return ops.take_log(), SAMPLES * LENGTH * 32
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_sums_of_slices_travel_beside_the_gradients_of_weights(stage: int) -> None:
+@pytest.mark.slow
+def test_sums_of_slices_travel_beside_the_gradients_of_weights() -> None:
     for section, overlaps in ((OVERLAPPED, True), (TENSOR, False)):
-        config = config_of(stage, "bf16", tensor_parallel=section, gradient_accumulation_steps=1)
+        config = config_of(3, "bf16", tensor_parallel=section, gradient_accumulation_steps=1)
         for log, numel in ranks(2).run(log_of_a_backward, config):
-            sums = [
-                m for m in timeline.messages_of(log) if (m.name, m.numel) == ("all_reduce", numel)
-            ]
+            every = timeline.messages_of(log)
+            sums = [each for each in every if (each.name, each.numel) == ("all_reduce", numel)]
             late = timeline.not_beside(log, "all_reduce", numel, ["aten::mm"])
             assert len(sums) == 9  # two in each of four blocks, and that of the head
             assert len(late) == (0 if overlaps else 9)
 
 
-def started_in_stages(config: dict[str, Any]) -> dict[Any, Any]:
-    from pipeline_runs import Model as Staged
-    from pipeline_runs import batches
-
-    import xds
-
-    engine = xds.initialize(Staged(4, tied=True), config)
-    for step in range(2):
-        engine.train_batch(iter(batches(step, engine.dp_rank, COUNT)))
-        engine.eval_batch(iter(batches(step, engine.dp_rank, COUNT)))
-    engine.destroy()
-    return started()
-
-
-@pytest.mark.parametrize(
-    ("world_size", "schedule"),
-    [
-        (2, "zbv"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (2, "interleaved_1f1b"),
-                (4, "1f1b"),
-            )
-        ),
-    ],
-)
-def test_stages_start_the_same_messages_in_one_order(world_size: int, schedule: str) -> None:
-    config = config_of(3, "bf16", pipeline={"stages": 2, "schedule": schedule})
-    assert timeline.other_orders(ranks(world_size).run(started_in_stages, config)) == []
-
-
-def log_of_stages(config: dict[str, Any]) -> list[str]:
+def messages_of_stages(config: dict[str, Any]) -> tuple[list[str], dict[Any, Any]]:
+    """The log of the last step, and what was started."""
     from pipeline_runs import Model as Staged
     from pipeline_runs import batches
 
     import xds
 
     ops = torch.ops.host_cuda
-    engine = xds.initialize(Staged(4), config)
+    engine = xds.initialize(Staged(4, tied=True), config)
     for step in range(3):
+        engine.eval_batch(iter(batches(step, engine.dp_rank, COUNT)))
         ops.take_log()
         ops.settings(step == 2, False)
         engine.train_batch(iter(batches(step, engine.dp_rank, COUNT)))
     ops.settings(False, False)
     engine.destroy()
-    return ops.take_log()
+    return ops.take_log(), started()
 
 
-def test_stages_receive_while_they_compute() -> None:
-    config = config_of(1, "bf16", pipeline={"stages": 2, "schedule": "1f1b"})
-    logs = ranks(2).run(log_of_stages, config)
-    for rank, log in enumerate(logs):
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "schedule"), [(3, "zbv"), (1, "1f1b")])
+def test_stages_start_the_same_messages_in_one_order_and_receive_while_they_compute(
+    stage: int, schedule: str
+) -> None:
+    config = config_of(stage, "bf16", pipeline={"stages": 2, "schedule": schedule})
+    found = ranks(2).run(messages_of_stages, config)
+    assert timeline.other_orders([groups for _, groups in found]) == []
+    for rank, (log, _) in enumerate(found if schedule == "1f1b" else []):
         every = timeline.messages_of(log)
-        received = [m for m in every if m.name == "receive"]
-        sent = [m for m in every if m.name == "send"]
+        received, sent = ([m for m in every if m.name == name] for name in ("receive", "send"))
         assert len(received) == len(sent) > 0
         # the last stage needs the first activation before it can compute anything
         assert all(timeline.beside(log, m) for m in received[2 * rank :])

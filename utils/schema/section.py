@@ -262,9 +262,9 @@ def _complain_of(
         value: Any = values
         for name in place:
             value = value[name]
-        need = _need_of(errors[0][0].model_fields[place[-1]])
-        text = sentence([each for _, each in errors], need, value)
-        report.complain(written[place], value, text)
+        field_info = errors[0][0].model_fields[place[-1]]
+        text = sentence([each for _, each in errors], _need_of(field_info), value)
+        report.complain(written[place], value if field_info.repr else "***", text)
 
 
 def _need_of(info: FieldInfo) -> str:
@@ -301,6 +301,7 @@ def _check_group(group: Group, value: object, path: str, report: Report) -> None
         return
     if group.present and value:
         report.complain(path, value, group.present)
+        return
     for key, inner in value.items():
         entry = group.keys.get(key)
         if entry is not None:

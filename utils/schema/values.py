@@ -21,6 +21,7 @@ from pydantic import (
     ValidationError,
 )
 
+LIMIT = 1 << 63  # tensors hold whole numbers below it
 SHOWN_CHARS = 60  # how much of a value an error message shows
 STRICT = ConfigDict(strict=True)
 _ENCODER = json.JSONEncoder(default=repr)
@@ -35,6 +36,13 @@ def read_whole(value: object) -> object:
     if isinstance(value, float) and is_number and value.is_integer():
         return int(value)
     return value
+
+
+def _read_number(value: object) -> object:
+    read = read_whole(value)
+    if isinstance(read, int) and abs(read) >= LIMIT:
+        raise ValueError("must be a whole number below 2 to the power of 63")
+    return read
 
 
 def _round_from(least: int) -> BeforeValidator:
@@ -76,7 +84,7 @@ DTYPE_NAMES = {
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16", "bfp16", "torch.bfloat16"), "bf16"),
 }
-WHOLE = BeforeValidator(read_whole)
+WHOLE = BeforeValidator(_read_number)
 ANY_CASE = BeforeValidator(_fold)
 TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
@@ -196,6 +204,6 @@ def shown(value: object) -> str:
             text += part[: SHOWN_CHARS + 1]
             if len(text) > SHOWN_CHARS:
                 break
-    except (TypeError, ValueError, RecursionError):
+    except Exception:  # whatever the `repr` of an object from Python raises
         text = f"a Python {type(value).__name__}"
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."

@@ -2,7 +2,8 @@
 
     torch.save without the tensors' bytes  ->  a zip archive with space for them  ->  each record is filled in
 
-torch tells where it will read each tensor. The records' CRC-32 are written too, so `unzip` accepts the file.
+torch maps the file to show where it will read each tensor. The records' CRC-32 are written too, so `unzip`
+accepts the file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ....utils.errors import XdsError
 
@@ -34,12 +34,15 @@ def write_torch_file(
     """
     with open(path, "xb") as file, torch.serialization.skip_data():
         torch.save(tree, file)
-    with FakeTensorMode():  # reads no tensor, and notes the places of all
-        found = torch.load(path, weights_only=True)
+    mapped = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    pairs = zip(_tensors(tree), _tensors(mapped), strict=True)
+    found = [(tensor, there.data_ptr()) for tensor, there in pairs if there.numel()]
     with open(path, "r+b", buffering=0) as file:
         records, done = _records(path, file.fileno()), set()
-        for tensor, there in zip(_tensors(tree), _tensors(found), strict=True):
-            at = getattr(there.untyped_storage(), "_checkpoint_offset", -1)
+        # where the file begins in memory: the first tensor is the first record
+        begin = min((pointer for _, pointer in found), default=0) - min(records, default=0)
+        for tensor, pointer in found:
+            at = pointer - begin
             size_bytes, sums_at = records.get(at, (-1, []))
             if size_bytes != tensor.nbytes:
                 raise XdsError(
@@ -62,7 +65,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _records(path: Path, fd: int) -> dict[int, tuple[int, list[int]]]:
-    """The size of each record in the archive, by its place, and the places of its CRC-32."""
+    """The size of each tensor's record in the archive, by its place, and the places of its CRC-32."""
     with zipfile.ZipFile(path) as archive:
         at, entries = archive.start_dir, archive.infolist()
     found = {}
@@ -71,7 +74,8 @@ def _records(path: Path, fd: int) -> dict[int, tuple[int, list[int]]]:
         start = entry.header_offset + LOCAL_BYTES + sum(lengths)
         behind = start + entry.file_size
         has_sum = os.pread(fd, len(SUM_FOLLOWS), behind) == SUM_FOLLOWS
-        found[start] = (entry.file_size, [at + 16, *([behind + 4] if has_sum else [])])
+        if "/data/" in entry.filename and entry.file_size:
+            found[start] = (entry.file_size, [at + 16, *([behind + 4] if has_sum else [])])
         at += CENTRAL_BYTES + sum(struct.unpack("<HHH", os.pread(fd, 6, at + 28)))
     return found
 

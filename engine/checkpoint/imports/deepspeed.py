@@ -33,6 +33,7 @@ from ....zero.checkpoint.ranges import ConstantRange
 from ....zero.checkpoint.snapshot import name_of
 from ..hyperparameters import check_groups
 from ..io.folders import MANIFEST
+from ..io.tensor_table import shown
 from .imported import Imported
 from .safe_pickle import StandIn, read_pickle
 
@@ -110,6 +111,21 @@ def read_deepspeed(folder: Path) -> Imported:
     return source.found
 
 
+# A tensor for a list or a number may have any number of elements. So it is never iterated or compared.
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if value is not None and not isinstance(value, list | tuple):
+        raise TypeError(f"a {type(value).__name__} stands where a list belongs")
+    return value or ()
+
+
+def _table(value: Any) -> Mapping[Any, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise TypeError(f"a {type(value).__name__} stands where a table belongs")
+    return value or {}
+
+
 def _files(folder: Path) -> tuple[list[Path], list[Path]]:
     """Model and optimizer files, by rank."""
     model: dict[int, Path] = {}
@@ -157,6 +173,8 @@ class _Part:
 
 # elements from `start` of a parameter are these of the part
 _Piece = tuple[int, _Part, slice]
+# a parameter's name, shape, group and pieces
+_Placed = tuple[str, Shape, int | None, list[_Piece]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,15 +202,15 @@ def _read_rank(path: Path) -> _Rank:
             f"{path} cannot be imported: it does not have both masters ({FP32_ROWS} or {FP32_PARTS}) and the "
             "optimizer's state_dict; elastic checkpoints and optimizer states on NVMe are not read"
         )
-    groups = base["param_groups"]
-    keys = [(key, number) for number, group in enumerate(groups) for key in group["params"]]
+    masters, groups = _list(masters), _list(base["param_groups"])
+    keys = [(key, number) for number, group in enumerate(groups) for key in _list(group["params"])]
     if len(keys) != len(masters):
         raise UsageError(
             f"{path} contradicts itself: {len(masters)} tensors of masters, and an optimizer of {len(keys)}"
         )
     parts = []
     for master, (key, number) in zip(masters, keys, strict=True):
-        states = dict(base["state"].get(key, {}))
+        states = dict(_table(_table(base["state"]).get(key, {})))
         if states and STEP in groups[number]:  # DeepSpeed's Adam for GPUs keeps it there
             states.setdefault(STEP, groups[number][STEP])
         parts.append(_Part(master.view(-1), states, number))
@@ -207,44 +225,6 @@ def _cut(parts: Sequence[_Part], begins: Sequence[int], start: int, stop: int) -
         if start < high:
             yield start, parts[number], slice(start - begin, high - begin)
         start, number = high, number + 1
-
-
-def _in_rows(
-    ranks: Sequence[_Rank], shapes: Sequence[Mapping[str, Shape]]
-) -> Iterator[tuple[str, Shape, int | None, list[_Piece]]]:
-    """Name, shape, group and pieces of every parameter at ZeRO 1 and 2: each group is a row over all ranks."""
-    paddings = ranks[0].raw.get("param_alignment_paddings")
-    for number, members in enumerate(shapes):
-        parts = [rank.parts[number] for rank in ranks]
-        length = max(
-            part.master.numel() for part in parts
-        )  # the last ones are saved without padding
-        begins = [rank * length for rank in range(len(parts) + 1)]
-        at = 0
-        for place, (name, shape) in enumerate(members.items()):
-            stop = at + numel_of(shape)
-            pieces = [(low - at, part, here) for low, part, here in _cut(parts, begins, at, stop)]
-            yield name, shape, parts[0].group, pieces
-            at = stop + (0 if paddings is None else paddings[number][place])
-
-
-def _in_parts(
-    ranks: Sequence[_Rank], shapes: Sequence[Mapping[str, Shape]]
-) -> Iterator[tuple[str, Shape, int | None, list[_Piece]]]:
-    """The same at ZeRO 3: each rank has a row with a part of every parameter."""
-    begins = [0, *accumulate(part.master.numel() for part in ranks[0].parts)]
-    at = 0
-    for part, members in zip(ranks[0].parts, shapes, strict=True):
-        for name, shape in members.items():
-            length = -(-numel_of(shape) // len(ranks))
-            pieces = []
-            for number, rank in enumerate(ranks):
-                first = number * length
-                stop = at + min(length, numel_of(shape) - first)
-                cut = _cut(rank.parts, begins, at, stop)
-                pieces += [(first + low - at, held, here) for low, held, here in cut]
-            yield name, shape, part.group, pieces
-            at += length
 
 
 # -- the whole checkpoint -----------------------------------------------------------------------------------
@@ -272,13 +252,13 @@ class _Source:
     def _check_layout(self) -> None:
         if not isinstance(self.state, dict) or not isinstance(self.state.get("module"), dict):
             raise UsageError(f"{self.folder} cannot be imported: its model states have no 'module'")
-        parallel = self.state.get("checkpoint_parallel_dimensions") or {}
+        parallel = _table(self.state.get("checkpoint_parallel_dimensions"))
         for what, size in (
             ("tensor-parallel", self.state.get("mp_world_size")),
             ("tensor-parallel", parallel.get("tp_degree")),
             ("pipeline", parallel.get("pp_degree")),
         ):
-            if size is not None and size != 1:
+            if size is not None and not (isinstance(size, int) and size == 1):
                 raise UsageError(
                     f"{self.folder} cannot be imported: it was written by {size} {what} ranks"
                 )
@@ -293,14 +273,15 @@ class _Source:
         if FP32_PARTS in self.ranks[0].raw:
             return 3
         section = self.config.get("zero_optimization")
-        return 2 if isinstance(section, dict) and section.get("stage") == 2 else 1
+        stage = section.get("stage") if isinstance(section, dict) else None
+        return 2 if isinstance(stage, int) and stage == 2 else 1
 
     def _all_names(self) -> dict[str, list[str]]:
         """All names of every tensor of the model, by its first name; that name comes first.
 
         Tied parameters are those that DeepSpeed recorded, and tensors that share memory.
         """
-        aliases: dict[str, str] = dict(self.state.get("shared_params") or {})
+        aliases: dict[str, str] = dict(_table(self.state.get("shared_params")))
         seen: dict[tuple[int, tuple[int, ...]], str] = {}
         for name, value in self.state["module"].items():
             if isinstance(value, Tensor) and value.numel() and name not in aliases:
@@ -319,13 +300,12 @@ class _Source:
         module = self.state["module"]
         shapes = self._shapes()
         trained = {name for group in shapes for name in group}
-        self._check_lengths(shapes)
-        layout = _in_parts if self.found.stage == 3 else _in_rows
-        for name, shape, group, pieces in layout(self.ranks, shapes) if self.ranks else ():
+        layout = self._in_parts if self.found.stage == 3 else self._in_rows
+        for name, shape, group, pieces in layout(shapes) if self.ranks else ():
             value = module.get(name)
             dtype = value.dtype if isinstance(value, Tensor) else torch.float32
             self._add(name, shape, dtype, group, pieces)
-        buffers = [name for name in self.state.get("buffer_names") or [] if name in module]
+        buffers = [name for name in _list(self.state.get("buffer_names")) if name in module]
         frozen = [name for name in self.names if name not in {*trained, *buffers}]
         if self.found.stage == 3:
             self._add_frozen_parts()
@@ -343,11 +323,12 @@ class _Source:
         if not self.ranks:
             return []
         counts = self.ranks[0].raw.get("partition_count", len(self.ranks))
-        count = max(counts) if isinstance(counts, list | tuple) else counts
-        if count != len(self.ranks):
+        if isinstance(counts, list | tuple):
+            counts = max((one for one in counts if isinstance(one, int)), default=None)
+        if not isinstance(counts, int) or counts != len(self.ranks):
             raise UsageError(
-                f"{self.folder} is not complete: {count} ranks wrote it, but it has optimizer states of "
-                f"{len(self.ranks)}"
+                f"{self.folder} is not complete: {shown(counts)} ranks wrote it, but it has optimizer states "
+                f"of {len(self.ranks)}"
             )
         groups: Any = self.state.get("param_shapes")
         count = len(groups) if isinstance(groups, list) else -1
@@ -355,35 +336,58 @@ class _Source:
             raise UsageError(
                 f"{self.folder} contradicts itself: param_shapes in the model states does not fit the shards"
             )
-        return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+        tables = map(_table, groups)
+        return [{name: tuple(_list(shape)) for name, shape in one.items()} for one in tables]
 
-    def _check_lengths(self, shapes: Sequence[Mapping[str, Shape]]) -> None:
-        """Check that nothing but padding is left in the shards: else parameters would get others' elements."""
-        numels = [[numel_of(shape) for shape in members.values()] for members in shapes]
-        world_size = len(self.ranks)
-        held = sum(part.master.numel() for rank in self.ranks for part in rank.parts)
-        if self.found.stage == 3:
-            wanted = sum(
-                -(-numel // world_size) * world_size for group in numels for numel in group
-            )
-            padding = 0
-        else:
-            paddings = self.ranks[0].raw.get("param_alignment_paddings") if self.ranks else None
-            wanted = sum(map(sum, numels)) + sum(map(sum, paddings or []))
-            padding = ALIGNMENT * world_size * len(shapes)
-        if held > wanted + padding:
+    def _in_rows(self, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[_Placed]:
+        """Every parameter at ZeRO 1 and 2: each group is a row over all ranks."""
+        paddings = self.ranks[0].raw.get("param_alignment_paddings")
+        for number, members in enumerate(shapes):
+            parts = [rank.parts[number] for rank in self.ranks]
+            numels = [part.master.numel() for part in parts]
+            # the last ones are saved without padding
+            begins = [rank * max(numels) for rank in range(len(parts) + 1)]
+            at = 0
+            for place, (name, shape) in enumerate(members.items()):
+                cut = _cut(parts, begins, at, at + numel_of(shape))
+                pieces = [(low - at, part, here) for low, part, here in cut]
+                yield name, shape, parts[0].group, pieces
+                at += numel_of(shape) + (0 if paddings is None else paddings[number][place])
+            self._check_rest(sum(numels) - at, ALIGNMENT * len(parts))
+
+    def _in_parts(self, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[_Placed]:
+        """Every parameter at ZeRO 3: each rank has a row with a part of it."""
+        begins = [0, *accumulate(part.master.numel() for part in self.ranks[0].parts)]
+        at = 0
+        for number, members in enumerate(shapes):
+            for name, shape in members.items():
+                length = -(-numel_of(shape) // len(self.ranks))
+                pieces = []
+                for rank, own in enumerate(self.ranks):
+                    first = rank * length
+                    stop = at + min(length, numel_of(shape) - first)
+                    cut = _cut(own.parts, begins, at, stop)
+                    pieces += [(first + low - at, part, here) for low, part, here in cut]
+                yield name, shape, self.ranks[0].parts[number].group, pieces
+                at += length
+        self._check_rest(begins[-1] - at, 0)
+
+    def _check_rest(self, numel: int, padding: int) -> None:
+        """Check that only padding is left: else each parameter may have got the elements of another."""
+        if numel > padding:
             raise UsageError(
-                f"{self.folder} contradicts itself: the shapes have {wanted} elements, and the shards {held}"
+                f"{self.folder} contradicts itself: {numel} elements of its shards are of no parameter"
             )
 
     def _add_frozen_parts(self) -> None:
         """Add frozen parameters of stage 3: each rank has a part, the last one with padding."""
-        for name, shape in (self.state.get("frozen_param_shapes") or {}).items():
-            parts = [model["frozen_param_fragments"][name].reshape(-1) for model in self.models]
+        for name, shape in _table(self.state.get("frozen_param_shapes")).items():
+            parts = [model["frozen_param_fragments"][name].view(-1) for model in self.models]
             begins = [0, *accumulate(part.numel() for part in parts)]
-            stop = numel_of(tuple(shape))
+            shape = tuple(_list(shape))
+            stop = numel_of(shape)
             pieces = list(_cut([_Part(part) for part in parts], begins, 0, stop))
-            self._add(name, tuple(shape), parts[0].dtype, None, pieces)
+            self._add(name, shape, parts[0].dtype, None, pieces)
 
     def _add(
         self,

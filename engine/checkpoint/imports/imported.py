@@ -15,6 +15,7 @@ from torch import Tensor
 from ....ops.flat import numel_of
 from ....ops.mesh import Mesh
 from ....utils.errors import UsageError
+from ....utils.quoting import printable
 from ....zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
 from ....zero.checkpoint.snapshot import name_of, plain
 from ....zero.core.layout import Slot
@@ -38,6 +39,7 @@ from .safe_pickle import StandIn
 MAX_EXPANSION_BYTES = (
     1 << 30
 )  # that views of the files' tensors may have beyond four times their bytes
+MOST_CHARS = 1000  # of a note
 EITHER = "either"  # the kind of a tensor if the source does not show whether it is a parameter
 
 
@@ -49,7 +51,7 @@ class Imported:
     """
 
     def __init__(self, origin: str, tag: str, stage: int = 0) -> None:
-        self.origin = origin
+        self.origin = printable(origin)
         self.tag = tag
         self.stage = stage
         self.notes: list[str] = []
@@ -102,9 +104,10 @@ class Imported:
         self._constants.append(one)
 
     def note(self, sentence: str) -> None:
-        """Add a note for the user, unless it is there already."""
-        if sentence not in self.notes:
-            self.notes.append(sentence)
+        """Add a note for the user, unless it is there already. It may name values of the source."""
+        text = printable(sentence, MOST_CHARS)
+        if text not in self.notes:
+            self.notes.append(text)
 
     def set_state(self, key: str, value: Any) -> None:
         """Set one of the engine's values. Raises UsageError: it is neither JSON nor tensors."""

@@ -1,6 +1,6 @@
 """What training would reserve on a GPU over what it allocates, from a trace on the stand-in. Prints a table.
 
-    python tests/rehearsal/fragmentation.py
+    python benchmarks/gpu_memory/fragmentation.py
 
 Width, tokens and vocabulary are an eighth of the real ones, so weights and activations take 1/64 of
 their bytes; the allocator gets every size times 64. Attention keeps what a fused kernel keeps.
@@ -8,14 +8,16 @@ their bytes; the allocator gets every size times 64. Attention keeps what a fuse
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+TESTS = HERE.parents[1] / "tests"
 sys.path[:] = [path for path in sys.path if path]  # the root has an offload/, too
-sys.path[:0] = [str(HERE.parents[1] / "benchmarks" / "gpu"), str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(path) for path in (HERE, HERE.parent / "gpu", TESTS / "rehearsal", TESTS)]
 
 SHRINK = 8
 SIZES = {"350M": (24, 1024, 16, 8), "1.3B": (24, 2048, 16, 4)}  # layers, width, heads, sequences
@@ -120,6 +122,8 @@ def main() -> None:
     """The table."""
     from device_ranks import stop_ranks
 
+    # the ranks import `trace` from here
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     print(
         "| model, 2 ranks, bf16 | allocated, GB | reserved | smallest device | the same with two pools |"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import runs
 import torch
 from pipeline_runs import LENGTH, Model, batches
 from torch import nn
@@ -41,45 +42,6 @@ def llama() -> tuple[nn.Module, Any]:
     return AutoModelForCausalLM.from_config(config), {"input_ids": tokens, "labels": tokens}
 
 
-def _batch() -> Any:
-    tokens = torch.zeros((SAMPLES, LENGTH), dtype=torch.int64)
-    return tokens, tokens.clone()
-
-
-def config_of(
-    stage: int, precision: str = "fp32", pipe: int = 1, tensor: int = 1, count: int = 1, **zero: Any
-) -> dict[str, Any]:
-    zero = {"unit_min_numel": 0, "param_persistence_threshold": 0, **zero}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": SAMPLES,
-        "gradient_accumulation_steps": count,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, **zero},
-    }
-    if pipe > 1:
-        config["pipeline"] = {"stages": pipe}
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
-    if tensor > 1:
-        config["tensor_parallel"] = {"tp_size": tensor, "plan": PLAN}
-    return config
-
-
-def run(build: str, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """What this rank holds after three steps, and the bytes that it sent in the third."""
-    torch.manual_seed(0)
-    found = globals()[build]()
-    engine = xds.initialize(found[0] if isinstance(found, tuple) else found, config)
-    count, seen = engine.gradient_accumulation_steps(), []
-    for step in range(3):  # the first proves the slices and sends shapes
-        plain_batches = batches(step, engine.dp_rank, count, SAMPLES)
-        engine.train_batch(iter([found[1]] * count if build == "llama" else plain_batches))
-        seen.append(engine.bytes_sent())
-    held = engine.memory_plan()
-    engine.destroy()
-    return held, {kind: seen[2][kind] - seen[1].get(kind, 0) for kind in seen[2]}
-
-
 def layers() -> nn.Module:
     """A list of layers, of which each rank builds its own."""
     return PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(5)], loss_fn=mean)
@@ -89,11 +51,40 @@ def mean(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return outputs.square().mean()
 
 
-def run_layers(config: dict[str, Any]) -> dict[str, int]:
-    """What this rank holds of `layers` after a step."""
-    engine = xds.initialize(layers(), config)
-    count = engine.gradient_accumulation_steps()
-    engine.train_batch(iter([(torch.ones(SAMPLES, 8), torch.ones(SAMPLES))] * count))
+def _batch() -> Any:
+    tokens = torch.zeros((SAMPLES, LENGTH), dtype=torch.int64)
+    return tokens, tokens.clone()
+
+
+def config_of(
+    stage: int, precision: str = "fp32", pipe: int = 1, tensor: int = 1, count: int = 1, **more: Any
+) -> dict[str, Any]:
+    """count: micro-batches of a step. more: see runs.config."""
+    if pipe > 1:
+        more["pipeline"] = {"stages": pipe, **more.get("pipeline", {})}
+    if tensor > 1:
+        more["tensor_parallel"] = {
+            "tp_size": tensor,
+            "plan": PLAN,
+            **more.get("tensor_parallel", {}),
+        }
+    return runs.config(stage, precision, samples=SAMPLES, accumulation=count, **more)
+
+
+def run(build: str, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """What this rank holds after three steps, and the bytes that it sent in the third."""
+    torch.manual_seed(0)
+    found = globals()[build]()
+    engine = xds.initialize(found[0] if isinstance(found, tuple) else found, config)
+    count, seen = engine.gradient_accumulation_steps(), []
+    for step in range(3):  # the first proves the slices and sends shapes
+        given = batches(step, engine.dp_rank, count, SAMPLES)
+        if build == "llama":
+            given = [found[1]] * count
+        if build == "layers":
+            given = [(torch.ones(SAMPLES, 8), torch.ones(SAMPLES))] * count
+        engine.train_batch(iter(given))
+        seen.append(engine.bytes_sent())
     held = engine.memory_plan()
     engine.destroy()
-    return held
+    return held, {kind: seen[2][kind] - seen[1].get(kind, 0) for kind in seen[2]}

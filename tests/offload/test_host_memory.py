@@ -1,4 +1,4 @@
-"""Host memory: exact size, alignment, when it is registered and freed, and what a failure says."""
+"""Host memory: its size, when it is registered and freed; memory that is used again; a ring of slots."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import gc
 import mmap
 import os
 import re
+import threading
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from time_limit import limit_time  # noqa: F401
 
 from xds.offload import pinned
 from xds.offload.pinned import PageableWarning, host_memory
 from xds.offload.reused import HostPool
-from xds.utils.errors import UsageError
+from xds.offload.ring import Ring
+from xds.utils.errors import UsageError, XdsError
 
 
 class Cudart:
@@ -85,16 +90,17 @@ def cudart(monkeypatch, mappings):
     return runtime
 
 
-@pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 4097, 3_000_001])
 @pytest.mark.parametrize("pin", [False, True])
-def test_memory_has_the_exact_size_is_zeroed_and_aligned_to_a_page(num_bytes, pin, cudart):
-    memory = host_memory(num_bytes, pin=pin)
-    assert memory.shape == (num_bytes,) and memory.dtype == torch.uint8
-    assert memory.data_ptr() % 4096 == 0
-    assert memory.untyped_storage().nbytes() == num_bytes
-    assert not memory.any()
-    memory.fill_(7)
-    assert cudart.asked == ([num_bytes] if pin else [])
+def test_memory_has_the_exact_size_is_zeroed_and_aligned_to_a_page(pin, cudart):
+    sizes = (1, 4095, 4096, 4097, 3_000_001)
+    for num_bytes in sizes:
+        memory = host_memory(num_bytes, pin=pin)
+        assert memory.shape == (num_bytes,) and memory.dtype == torch.uint8
+        assert memory.data_ptr() % 4096 == 0
+        assert memory.untyped_storage().nbytes() == num_bytes
+        assert not memory.any()
+        memory.fill_(7)
+    assert cudart.asked == (list(sizes) if pin else [])
 
 
 def test_memory_is_unregistered_and_then_unmapped_with_the_last_tensor(cudart, mappings):
@@ -210,3 +216,101 @@ def test_memory_that_is_used_again_grows_in_few_steps() -> None:
     pool.give(first)
     pool.give(second)
     assert pool.take(20_000) is second
+
+
+# -- a ring of slots ----------------------------------------------------------------------------------------
+
+SECONDS = 10  # for what could hang
+
+
+def test_a_given_slot_is_taken_again():
+    ring = Ring(4096, 2, pin=False)
+    first, second = ring.take(), ring.take()
+    ring.give(second)
+    assert ring.take().data_ptr() == second.data_ptr()
+    ring.give(first[:100])  # a part from its beginning names the slot as well
+    assert ring.take().data_ptr() == first.data_ptr()
+
+
+def test_a_thread_that_holds_all_slots_is_told_so():
+    ring = Ring(4096, 2, pin=False)
+    ring.take(), ring.take()
+    with pytest.raises(XdsError, match="one thread holds all 2 slots"):
+        ring.take()
+
+
+def test_a_slot_in_use_is_waited_for_in_the_order_of_giving():
+    ring = Ring(4096, 2, pin=False)
+    first, second = ring.take(), ring.take()
+    waits = []
+    ring.give(second, after=lambda: waits.append("second"))
+    ring.give(first, after=lambda: waits.append("first"))
+    assert ring.take().data_ptr() == second.data_ptr() and waits == ["second"]
+    assert ring.take().data_ptr() == first.data_ptr() and waits == ["second", "first"]
+
+
+def test_a_failed_use_is_raised_once_and_frees_the_slot():
+    def fail():
+        raise XdsError("the disk failed")
+
+    ring = Ring(4096, 1, pin=False)
+    ring.give(ring.take(), after=fail)
+    with pytest.raises(XdsError, match="the disk failed"):
+        ring.take()
+    ring.take()
+
+
+def test_a_slot_stays_in_use_when_the_wait_for_it_is_interrupted():
+    interrupts = [KeyboardInterrupt(), None]
+
+    def interrupted():
+        error = interrupts.pop(0)
+        if error is not None:
+            raise error
+
+    ring = Ring(4096, 1, pin=False)
+    ring.give(ring.take(), after=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ring.take()
+    ring.take()
+    assert not interrupts
+
+
+def test_a_thread_waits_while_another_one_waits_for_a_pending_slot():
+    """All other slots are held by the thread that takes; it does not wait for itself."""
+    ring = Ring(4096, 2, pin=False)
+    ring.take()
+    pending, is_over = ring.take(), threading.Event()
+    ring.give(pending, after=lambda: is_over.wait(SECONDS))
+    taken = []
+    other = threading.Thread(target=lambda: taken.append(ring.take()))
+    other.start()
+    while ring._pending:
+        time.sleep(0.001)
+    threading.Timer(0.05, is_over.set).start()
+    threading.Timer(0.1, lambda: ring.give(taken[0])).start()
+    assert ring.take().data_ptr() == pending.data_ptr()
+    other.join(SECONDS)
+
+
+@pytest.mark.parametrize("make", [lambda slot: torch.empty(8), lambda slot: slot[1:]])
+def test_a_tensor_that_is_no_slot_is_refused(make):
+    ring = Ring(4096, 2, pin=False)
+    with pytest.raises(XdsError, match="no taken slot"):
+        ring.give(make(ring.take()))
+
+
+def test_many_threads_never_share_a_slot():
+    ring = Ring(4096, 3, pin=False)
+
+    def work(number):
+        for _ in range(50):
+            slot = ring.take()
+            slot.fill_(number)
+            time.sleep(0)
+            assert slot.unique().tolist() == [number]
+            ring.give(slot, after=None if number % 2 else lambda: time.sleep(0))
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6), timeout=SECONDS))
+    assert sorted(ring.take().data_ptr() for _ in range(3))

@@ -1,7 +1,13 @@
-// The CUDA kernels of block quantisation and packed signs for the host: their sources as they are.
+// The CUDA kernels for the host: their sources as they are, over the runtime in this folder.
 #include <algorithm>
 
-#include "cuda_runtime.h"
+#include "adagrad.cu"
+#include "adam.cu"
+#include "decide.cu"
+#include "lamb.cu"
+#include "lion.cu"
+#include "sgd.cu"
+#include "square_sum.cu"
 
 using std::max;
 

@@ -1,0 +1,130 @@
+"""Test helper: the kernels of the CPU, of CUDA compiled with g++ for the host, and of a GPU, called in one way.
+
+On the host all code of a CUDA kernel runs except for hardware instructions (see cuda_on_host): arithmetic,
+indices, barriers, argument checks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from xds.ops.libraries import load
+
+HERE = Path(__file__).parent
+TORCH = Path(torch.__file__).parent
+FLAGS = (
+    *("-x", "c++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"),
+    *("-Wno-unknown-pragmas", "-Wno-unused-parameter", "-Wl,-Bsymbolic"),
+    # a pack begins where it may
+    *("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error"),
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",
+    *("-I", str(HERE / "cuda_on_host"), "-I", str(HERE.parents[1] / "ops" / "csrc" / "cuda")),
+    *("-isystem", str(TORCH / "include"), "-L", str(TORCH / "lib")),
+)
+
+
+class Kernels:
+    """`each` runs a test once for each way in which these kernels may run on this machine."""
+
+    device = torch.device("cpu")
+    is_cuda = True
+
+    def call(self, op: Any, *arguments: Any) -> Any:
+        return op(*arguments)
+
+    def each(self) -> Iterator[str]:
+        yield "the only way"
+
+
+class OnCpu(Kernels):
+    is_cuda = False
+
+    def __init__(self) -> None:
+        load("cpu", require=True)
+
+    def each(self) -> Iterator[str]:
+        """With every instruction set of this processor."""
+        for name in ("baseline", "avx2", "avx512"):
+            with mock.patch.dict(os.environ, XDS_CPU_ISA=name):
+                try:
+                    torch.ops.xds.square_sum(torch.ones(1))
+                except RuntimeError as error:
+                    assert "this processor runs" in str(error)
+                    continue
+                yield name
+
+
+class OnHost(Kernels):
+    """CUDA kernels over host memory: ops are sent on to them, and they take CPU tensors here."""
+
+    def __init__(self, folder: Path) -> None:
+        if sys.platform != "linux" or shutil.which("g++") is None:
+            pytest.skip("needs Linux and g++")
+        if torch.cuda.is_available():
+            pytest.skip(
+                "a GPU runs the kernels themselves, and one process registers a kernel once"
+            )
+        library, source = folder / "kernels.so", HERE / "cuda_on_host" / "kernels.cpp"
+        command = ["g++", *FLAGS, str(source), "-x", "none", "-o", str(library)]
+        command += ["-ltorch_cpu", "-ltorch", "-lc10"]
+        environment = {**os.environ, "LC_ALL": "C"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        torch.ops.load_library(str(library))
+        self._library = ctypes.CDLL(str(library))
+        self._library.xds_launches.restype = ctypes.c_int64
+        self._library.xds_questions.restype = ctypes.c_int64
+        self._keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+
+    def call(self, op: Any, *arguments: Any) -> Any:
+        return op.redispatch(self._keys, *arguments)
+
+    def launches(self, run: Callable[[], Any]) -> int:
+        before = self._library.xds_launches()
+        run()
+        return int(self._library.xds_launches() - before)
+
+    def questions(self, run: Callable[[], Any]) -> int:
+        """How often `run` asks CUDA how many blocks of a kernel run at once."""
+        before = self._library.xds_questions()
+        run()
+        return int(self._library.xds_questions() - before)
+
+    def set_multiprocessors(self, count: int) -> None:
+        self._library.xds_set_multiprocessors(count)
+
+
+class OnGpu(Kernels):
+    device = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        for library in ("cuda_optimizers", "cuda_quantize"):
+            load(library, require=True)
+
+    def launches(self, run: Callable[[], Any]) -> int:
+        """How many kernels run; memory copies and fills are not counted."""
+        from torch.profiler import ProfilerActivity, profile
+
+        run()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            run()
+            torch.cuda.synchronize()
+        return sum(
+            event.count
+            for event in found.key_averages()
+            if event.device_type == torch.autograd.DeviceType.CUDA and "xds::" in event.key
+        )
