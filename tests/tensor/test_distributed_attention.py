@@ -41,7 +41,10 @@ def on_rank(heads: int, kv_heads: int, kind: str) -> list[Tensor]:
     rank, group = dist.get_rank(), dist.group.WORLD
     own = [x.chunk(RANKS, 1)[rank].clone().requires_grad_() for x in inputs(heads, kv_heads)]
     if kind == "ours":
-        out = DistributedAttention(attend, group)(*own, scale=0.3)
+        attention = DistributedAttention(attend, group)
+        out = attention(*own, scale=0.3)
+        # a pipeline asks so for shapes, and a message of a tensor without memory ended the process
+        assert attention(*(x.to("meta") for x in own), scale=0.3).shape == out.shape
     else:
         from xds.deepspeed.sequence.layer import DistributedAttention as Theirs
 
@@ -146,3 +149,13 @@ def refused_models() -> None:
 
 def test_what_cannot_be_cut_is_refused_on_every_rank() -> None:
     run_ranks(refused_models, RANKS)
+
+
+def test_an_attention_of_transformers_gives_shapes_alone_on_the_meta_device() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from xds.tensor.sequence.attention import ARGUMENT, register
+
+    given = [torch.empty(2, heads, 4, 8, device="meta") for heads in (6, 3, 3)]
+    attended = ALL_ATTENTION_FUNCTIONS[register("sdpa")](None, *given, None, **{ARGUMENT: object()})
+    assert attended[0].shape == (2, 4, 6, 8) and attended[0].is_meta
