@@ -109,6 +109,14 @@ def test_stages_0_and_3_have_eager_numbers_one_graph_and_no_break():
         assert compiled["breaks"] == [0] * STEPS
 
 
+def test_a_recomputation_at_stage_3_runs_the_graph_of_the_forward_again():
+    """With other hooks in its graph it saved other tensors, and torch ended the backward."""
+    more = {"activation_checkpointing": {"enabled": True, "cpu_checkpointing": True}}
+    [(eager, compiled)] = run_processes(both_at_stages, 2, (3,), more)[0]
+    check_equal(eager, compiled)
+    assert compiled["graphs"] == [1] * STEPS and compiled["breaks"] == [0] * STEPS
+
+
 def shapes_with_inputs_on_the_host(more: dict[str, Any]) -> Any:
     """Batches of several lengths, eager and compiled: losses, and graphs of the compiled run."""
     found, counters = [], fresh_counters()

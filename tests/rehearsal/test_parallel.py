@@ -226,7 +226,7 @@ def test_slices_and_sequences_wait_for_the_norm_alone(
 def in_a_ring(config: dict[str, Any]) -> Trained:
     """More sequence ranks than heads."""
     sys.path.append(str(Path(__file__).parents[1] / "tensor"))
-    import test_sequence_training as rings
+    import test_sequences as rings
 
     import xds
 

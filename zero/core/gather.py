@@ -432,15 +432,16 @@ def _is_entry(unit: Unit, module: nn.Module) -> bool:
 def _excluded_from_compile(unit: Unit, module: nn.Module, hook: Any) -> Any:
     """Wrap `hook` for torch.compile: it runs outside of every graph.
 
-    A submodule of a running unit has nothing to gather. Its graph contains a guard on that flag instead of a
-    call; otherwise the graph would break at each such module.
+    A submodule of a gathered unit has nothing to gather. Its graph contains guards on that instead of a call;
+    otherwise the graph would break at each such module. A recomputation in backward, where the unit is gathered
+    and no call of it runs, takes the same graph.
     """
     outside = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     if _is_entry(unit, module):
         return outside
 
     def inside(*args: Any) -> None:
-        if not (unit.is_running and torch.compiler.is_compiling()):
+        if not (unit.is_unsharded and torch.compiler.is_compiling()):
             outside(*args)
 
     return inside
