@@ -67,7 +67,8 @@ def register(former: str) -> str:
         given = kwargs.pop(ARGUMENT, None)
         if given is None:
             return own(module, query, key, value, mask, **kwargs)
-        if query.is_meta:  # a pipeline looks for shapes alone, and a message needs memory
+        # a pipeline looks for shapes alone, and a message needs memory; a plan has no process group
+        if query.is_meta and given.group.group is not None:
             batch, heads, tokens, _ = query.shape
             return query.new_empty(batch, tokens, heads, value.shape[3]), None
         chosen = attend_in_ring if given.has_ring(query.shape[1]) else SequenceAttention.attend
@@ -104,7 +105,7 @@ class SequenceAttention:
 
     def __init__(self, group: Collectives, whole: WholeBatch, dtype: torch.dtype | None) -> None:
         self.whole = whole
-        self._group = group
+        self.group = group
         self._dtype = dtype
         self._number = number_of(group)
 
@@ -114,7 +115,7 @@ class SequenceAttention:
 
     def has_ring(self, heads: int) -> bool:
         """There are not enough heads for the ranks of the group."""
-        return num_exchanging(heads, self._group.world_size) < self._group.world_size
+        return num_exchanging(heads, self.group.world_size) < self.group.world_size
 
     def attend(
         self,
@@ -132,10 +133,10 @@ class SequenceAttention:
         heads, kv_heads = query.shape[1], key.shape[1]
         if not torch.compiler.is_compiling():
             self.whole.is_used = True
-        layout = layout_of(self.whole.tokens, heads, kv_heads, self._group.rank)
+        layout = layout_of(self.whole.tokens, heads, kv_heads, self.group.rank)
         sent = (self._dtype, self._number)
-        of_queries = HeadExchange(self._group, layout.tokens, layout.heads, *sent)
-        of_keys = HeadExchange(self._group, layout.tokens, layout.key_heads, *sent)
+        of_queries = HeadExchange(self.group, layout.tokens, layout.heads, *sent)
+        of_keys = HeadExchange(self.group, layout.tokens, layout.key_heads, *sent)
         if layout.size > 1:
             query, key, value = (
                 of_queries.to_heads(query),
@@ -143,7 +144,7 @@ class SequenceAttention:
                 of_keys.to_heads(value),
             )
         if kv_heads % layout.size:  # groups are cut: one head of keys for each head of queries
-            own_heads = layout.heads[self._group.rank]
+            own_heads = layout.heads[self.group.rank]
             index = key_head_of_each(heads, kv_heads, own_heads, key.device)
             key, value = key.index_select(1, index), value.index_select(1, index)
             module = _Ungrouped(module)
@@ -174,7 +175,7 @@ class SequenceAttention:
         scale = kwargs.get("scaling")
         seen = Visibility(kwargs.get("sliding_window"), *self.whole.kept_and_documents())
         scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-        return Ring(self._group, layout, seen, scale, self._dtype).attend(*tensors)
+        return Ring(self.group, layout, seen, scale, self._dtype).attend(*tensors)
 
     def _check_ring(self, layout: Layout, module: Any, kwargs: dict[str, Any]) -> None:
         """
@@ -189,7 +190,7 @@ class SequenceAttention:
         if wanted:
             heads = max(end for _, end in layout.heads)
             raise UsageError(
-                f"sequence_parallel_size = {self._group.world_size}: attention has {heads} heads, so its ranks "
+                f"sequence_parallel_size = {self.group.world_size}: attention has {heads} heads, so its ranks "
                 f"form a ring, which does not support {wanted[0]}; set sequence_parallel_size to at most "
                 f"{heads}"
             )

@@ -110,7 +110,8 @@ class DistributedAttention(nn.Module):
                     f"DistributedAttention: a tensor of shape {list(x.shape)}; it needs four dimensions: "
                     "batch, tokens, heads and width"
                 )
-        if query.is_meta:  # a pipeline looks for shapes alone, and a message needs memory
+        # a pipeline looks for shapes alone, and a message needs memory; a plan has no process group
+        if query.is_meta and group.group is not None:
             return query.new_empty(*query.shape[:3], value.shape[3])
         query, key, value = (x.permute(self._order) for x in (query, key, value))
         heads, kv_heads, world_size = query.shape[1], key.shape[1], group.world_size

@@ -130,8 +130,9 @@ def test_deepspeeds_launcher_starts_ranks_and_returns_their_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "train.py").write_text(
-        "import os, sys\n"
+        "import os, sys, time\n"
         "print(sys.argv[1], *(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_SIZE')))\n"
+        "if os.environ['RANK'] == '1':\n    time.sleep(60)  # ended by the failure of rank 0\n"
         "sys.exit(3)\n"
     )
     words = ["--num_gpus", "2", str(tmp_path / "train.py"), """I'm "here" """]

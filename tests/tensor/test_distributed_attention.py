@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,5 +158,7 @@ def test_an_attention_of_transformers_gives_shapes_alone_on_the_meta_device() ->
     from xds.tensor.sequence.attention import ARGUMENT, register
 
     given = [torch.empty(2, heads, 4, 8, device="meta") for heads in (6, 3, 3)]
-    attended = ALL_ATTENTION_FUNCTIONS[register("sdpa")](None, *given, None, **{ARGUMENT: object()})
+    of_ranks = SimpleNamespace(group=SimpleNamespace(group="a process group"))
+    attention = ALL_ATTENTION_FUNCTIONS[register("sdpa")]
+    attended = attention(None, *given, None, **{ARGUMENT: of_ranks})
     assert attended[0].shape == (2, 4, 6, 8) and attended[0].is_meta
