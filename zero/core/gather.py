@@ -441,7 +441,7 @@ def _excluded_from_compile(unit: Unit, module: nn.Module, hook: Any) -> Any:
         return outside
 
     def inside(*args: Any) -> None:
-        if not (unit.is_unsharded and torch.compiler.is_compiling()):
+        if not (torch.compiler.is_compiling() and unit.is_unsharded):
             outside(*args)
 
     return inside
