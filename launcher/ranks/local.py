@@ -8,6 +8,7 @@ published in the rendezvous store before the agent exits.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -177,10 +178,11 @@ class Peers(threading.Thread):
         host, port = split_endpoint(self._rendezvous.endpoint)
         while not self._is_over.wait(_POLL_SECONDS):
             if self._store is None:
-                store = TCPStore(
-                    host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
-                )
-                self._store = Store(store, "launcher", self._rendezvous.node_rank or 0)
+                with contextlib.suppress(RuntimeError):  # the machine that serves it starts later
+                    store = TCPStore(
+                        host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
+                    )
+                    self._store = Store(store, "launcher", self._rendezvous.node_rank or 0)
                 continue
             found = self._store.read_as(kind, self._key)
             if found is not None:

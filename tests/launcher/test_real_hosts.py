@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import stuck
 from real_hosts import HEAD, NOWHERE, Hosts, why_not
 
 from xds.launcher.remote.backends import BACKENDS
@@ -70,7 +71,13 @@ def start(hosts, tmp_path):
         (folder / name).write_text(BEGIN.format(shared=str(shared)) + textwrap.dedent(script))
         process = hosts.popen(
             [*XDS, *options, name, *args],
-            {"PYTHONSAFEPATH": "", "OMP_NUM_THREADS": "1", **OF_ROOT, **(env or {})},
+            {
+                "PYTHONSAFEPATH": "",
+                "OMP_NUM_THREADS": "1",
+                **OF_ROOT,
+                **stuck.STACKS_ON_ABORT,
+                **(env or {}),
+            },
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -87,8 +94,7 @@ def start(hosts, tmp_path):
 
 def end(process):
     """Its exit code and what it printed."""
-    out, err = process.communicate(timeout=PATIENCE_SECONDS)
-    return process.returncode, out, err
+    return stuck.finish(process, PATIENCE_SECONDS)
 
 
 def wait_for(shared, *names):

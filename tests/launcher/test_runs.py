@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+import stuck
 
 from xds.launcher.job import Rendezvous
 from xds.launcher.ranks import worker
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 ROOT = Path(__file__).parents[2]
 MARK = "XDS_TEST_MARK"  # in the environment of every process of one test
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 150.0  # generous: the machine may be busy
 
 
 @pytest.fixture
@@ -37,7 +38,11 @@ def start(tmp_path):
         (tmp_path / "train.py").write_text(textwrap.dedent(script))
         environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
         environment |= {MARK: mark, "TMPDIR": str(tmp_path / "temporary"), "PYTHONSAFEPATH": ""}
-        environment |= {"XDS_CACHE_DIR": str(tmp_path / "cache"), **variables}
+        environment |= {
+            "XDS_CACHE_DIR": str(tmp_path / "cache"),
+            **stuck.STACKS_ON_ABORT,
+            **variables,
+        }
         process = subprocess.Popen(
             [sys.executable, "-m", "xds.launcher.cli", *(words or ("train.py",))],
             cwd=tmp_path,
@@ -62,8 +67,7 @@ def start(tmp_path):
 
 
 def finish(process):
-    out, err = process.communicate(timeout=PATIENCE_SECONDS)
-    return process.returncode, out, err
+    return stuck.finish(process, PATIENCE_SECONDS)
 
 
 def marked(mark):
