@@ -9,7 +9,7 @@ from typing import Protocol, final
 import torch
 
 from ..ops.comm.collectives import Collectives
-from ..ops.comm.levels import Split
+from ..ops.comm.mesh_groups import Split
 from .reducer import ExactReducer, GradientReducer
 from .sender import ExactSender, ParameterSender
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.handles import Handle, Then
-from ..ops.comm.levels import Levels
+from ..ops.comm.mesh_groups import Levels
 from .legs import Buffer, Legs
 from .reducer import GradientReducer, Owed
 from .sender import ParameterSender

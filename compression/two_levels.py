@@ -14,7 +14,7 @@ from typing import final
 from torch import Tensor
 
 from ..ops.comm.handles import Handle, Then
-from ..ops.comm.levels import Levels
+from ..ops.comm.mesh_groups import Levels
 from .legs import Buffer, Legs
 from .reducer import GradientReducer
 from .sender import ExactSender, ParameterSender

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..compression.config import ONE_BIT_OPTIMIZERS
 from ..offload.homes import HostHome
-from ..ops.comm.agreeing import agreeing
 from ..ops.comm.collectives import Collectives
+from ..ops.comm.exchange import agreeing
 from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
 from ..ops.mesh import Mesh

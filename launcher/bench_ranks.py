@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.process.process import join, pick_device
-from ..ops.comm import raw_collectives as raw
+from ..ops.comm import nccl as raw
 from ..ops.comm.collectives import Collectives
+from ..ops.comm.exchange import host_numbers
 from ..ops.comm.handles import Handle
-from ..ops.comm.hosts import host_numbers
 from ..ops.comm.opening import open_collectives
 from ..utils.errors import XdsError
 from .bench import Plan

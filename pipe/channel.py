@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
+from ..ops.comm.exchange import EqualParts
 from ..ops.comm.handles import Handle
-from ..ops.comm.parts import EqualParts
 from ..ops.from_host import bytes_of, bytes_to
 from ..utils.errors import UsageError
 from .cut.part import Flow

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
-from ..ops.comm.parts import EqualParts
+from ..ops.comm.exchange import EqualParts
 
 KIND = "activation gathers"
 MIN_NUMEL = 1 << 10  # a smaller tensor costs more to gather than to keep

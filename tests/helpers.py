@@ -107,7 +107,7 @@ def _call_again(small_numel: int | None, function: Callable[..., Any], *args: An
     """`function(*args)` as in a new process: with its seeds and nothing left of the last call."""
     import torch
 
-    from xds.ops.comm import hosts
+    from xds.ops.comm import exchange
     from xds.zero.core import local_sum
 
     gc.collect()
@@ -124,7 +124,9 @@ def _call_again(small_numel: int | None, function: Callable[..., Any], *args: An
         result = function(*args)
     finally:
         local_sum.SMALL_NUMEL = own
-    assert hosts._host_id.__module__ == hosts.__name__, "the next call would be on other machines"
+    assert exchange._host_id.__module__ == exchange.__name__, (
+        "the next call would be on other machines"
+    )
     return result
 
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from xds.ops.comm import hosts
+from xds.ops.comm import exchange
 
-_own, _lock = hosts._host_id, threading.Lock()
+_own, _lock = exchange._host_id, threading.Lock()
 _inside: list[Sequence[object]] = []  # of each rank that is a thread of this process
 
 
@@ -19,11 +19,11 @@ def placed(layout: Sequence[object]) -> Iterator[None]:
     """Inside, rank r says that it is on machine layout[r], e.g. of "aab" or [0, 0, 1]."""
     with _lock:
         _inside.append(layout)
-        hosts._host_id = lambda: f"machine {layout[dist.get_rank()]}"
+        exchange._host_id = lambda: f"machine {layout[dist.get_rank()]}"
     try:
         yield
     finally:
         with _lock:
             _inside.pop()
             if not _inside:
-                hosts._host_id = _own
+                exchange._host_id = _own

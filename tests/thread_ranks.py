@@ -3,7 +3,7 @@
     rank 0   runs ─────┐ wait        ┌── runs      One rank runs at a time. A rank that waits for a message
     rank 1             └─ runs ─ send┘             hands over to the next one, so that every run is the same.
 
-Messages go through queues of one `Mail`. Everything above them is the product's own: `PeerToPeer` sums in rank
+Messages go through queues of one `Mail`. Everything above them is the product's own: `GlooBackend` sums in rank
 order here as in processes, so the results have the same bits. A switch also exchanges what is one for each
 process: the random numbers, the default dtype, the compiler's stance, the process groups.
 
@@ -435,7 +435,7 @@ def _patched() -> Iterator[None]:
         mock.patch.object(c10d, "_world", _Worlds()),
         mock.patch.object(threading.Thread, "start", _start_with_world),
         mock.patch.object(point_to_point, "light_thread", _InThisThread()),
-        mock.patch.object(opening, "connect", lambda *_: (None, "")),
+        mock.patch.object(opening, "connect", lambda _: (None, "")),
         mock.patch.object(mesh_groups.MeshGroups, "_new_group", lambda _, ranks: _new_group(ranks)),
         mock.patch.object(dist, "new_group", _new_group),
         mock.patch.object(c10d, "new_group", _new_group),

@@ -7,7 +7,7 @@ from typing import final
 import torch
 
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.levels import Split
+from ...ops.comm.mesh_groups import Split
 from ...utils.errors import UsageError
 from ..legs import Buffer, Legs
 from ..reducer import ExactReducer, GradientReducer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...ops.comm.handles import Handle, Then
-from ...ops.comm.levels import Levels
+from ...ops.comm.mesh_groups import Levels
 
 
 def gather_in_levels(

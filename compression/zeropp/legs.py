@@ -8,9 +8,9 @@ from typing import final
 
 import torch
 
+from ...ops.comm.backend import SingleRank
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.levels import Levels, Split, block_length
-from ...ops.comm.single_rank import SingleRank
+from ...ops.comm.mesh_groups import Levels, Split, block_length
 from ...utils.errors import UsageError
 from ..config import Loco
 from ..legs import Buffer, Legs
@@ -137,7 +137,7 @@ def _check_dtype(key: str, dtype: torch.dtype) -> None:
 
 
 def _one_level(collectives: Collectives) -> Levels:
-    return Levels(collectives, collectives, SingleRank(collectives.device))
+    return Levels(collectives, collectives, Collectives(SingleRank(collectives.device)))
 
 
 __all__ = ["ZeroppChoice", "ZeroppLegs", "check_partition"]

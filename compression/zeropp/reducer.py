@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
-from ...ops.comm.levels import Levels
+from ...ops.comm.mesh_groups import Levels
 from ..gaps import gaps_in, zero_ranges
 from ..legs import Buffer
 from ..reducer import ExactReducer, GradientReducer, Owed

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...ops.comm.handles import Handle, Then
-from ...ops.comm.levels import Levels
+from ...ops.comm.mesh_groups import Levels
 from ..legs import Buffer
 from ..sender import ParameterSender
 from .gather import gather_in_levels

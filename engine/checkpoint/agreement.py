@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.json_values import exchange
+from ...ops.comm.exchange import all_gather_json
 from ...utils.errors import DamagedError, PeerError, UsageError, XdsError
 
 Value = TypeVar("Value")
@@ -60,7 +60,7 @@ def together(
         failure = error
         kind = next((at for at, kind in enumerate(KINDS) if isinstance(error, kind)), -1)
         answer = {"error": failure_text(error), "kind": kind % len(KINDS)}
-    answers = exchange(collectives, answer, doing)
+    answers = all_gather_json(collectives, answer, doing)
     failed = [(rank, one) for rank, one in enumerate(answers) if "error" in one]
     if failed:
         widest = KINDS[max(one["kind"] for _, one in failed)]
@@ -77,4 +77,4 @@ def _sentence(doing: str, failed: list[tuple[int, Any]], world_size: int) -> str
     return f"{doing} failed on rank {rank}{others}: {first['error']}"
 
 
-__all__ = ["exchange", "failure_text", "together"]
+__all__ = ["failure_text", "together"]

@@ -12,7 +12,7 @@ from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...compression.legs import BuildLegs, ExactLegs
 from ...compression.unit import GradientUnit
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.hosts import host_numbers
+from ...ops.comm.exchange import host_numbers
 from ...utils.errors import UsageError
 from ...zero.core.update import Updater
 from ..config.config import Config

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, final
 from torch import nn
 
 from ...compression.legs import BuildLegs
-from ...ops.comm.agreeing import agreeing
 from ...ops.comm.collectives import Collectives
+from ...ops.comm.exchange import agreeing
 from ...ops.comm.mesh_groups import MeshGroups
 from ...zero.core.discover import found_blocks
 from ...zero.core.groups import FlatGroups

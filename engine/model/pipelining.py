@@ -8,8 +8,8 @@ from typing import final
 
 from torch import nn
 
+from ...ops.comm.exchange import EqualParts
 from ...ops.comm.mesh_groups import MeshGroups
-from ...ops.comm.parts import EqualParts
 from ...pipe.channel import JOINS, Channel, Ways
 from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.part import Part

@@ -19,10 +19,10 @@ from torch import nn
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.config import Communication
+from ...ops.comm.exchange import all_gather_json
 from ...ops.comm.opening import open_collectives
 from ...utils.errors import ConfigError, UsageError
 from ...utils.quoting import printable, ranks_text
-from ..checkpoint.agreement import exchange
 from ..config.config import Config
 
 CONFIG = "the config"
@@ -89,7 +89,7 @@ def resolve_together(
         group, device, section=Communication.model_construct(shared_memory=False)
     )
     if not _is_same(json.dumps(mine, sort_keys=True), plain, CONFIG):
-        raise UsageError(_difference(exchange(plain, mine, CONFIG)))
+        raise UsageError(_difference(all_gather_json(plain, mine, CONFIG)))
     if complaints:
         raise ConfigError(complaints, config.source)
     return config
@@ -165,13 +165,13 @@ def check_same_model(model: nn.Module, collectives: Collectives) -> None:
     lines = _lines(model)
     if _is_same("\n".join(lines), collectives, MODEL):
         return
-    sums = exchange(collectives, [zlib.crc32(line.encode()) for line in lines], MODEL)
+    sums = all_gather_json(collectives, [zlib.crc32(line.encode()) for line in lines], MODEL)
     other = next(rank for rank, found in enumerate(sums) if found != sums[0])
     at = next(
         (i for i, (one, two) in enumerate(zip(sums[0], sums[other], strict=False)) if one != two),
         min(len(sums[0]), len(sums[other])),
     )
-    shown = exchange(collectives, lines[at] if at < len(lines) else "nothing more", MODEL)
+    shown = all_gather_json(collectives, lines[at] if at < len(lines) else "nothing more", MODEL)
     raise UsageError(
         f"rank {other} has another model than rank 0: {shown[other]} on rank {other}, {shown[0]} on rank 0; "
         "build the same model, with the same config, on every rank"

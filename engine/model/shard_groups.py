@@ -14,10 +14,8 @@ from typing import NamedTuple, final
 
 from ...compression.legs import BuildLegs, Legs
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.hosts import host_numbers
-from ...ops.comm.json_values import exchange
-from ...ops.comm.levels import block_length
-from ...ops.comm.mesh_groups import AxisGroups, BlocksOf, blocks_of
+from ...ops.comm.exchange import all_gather_json, host_numbers
+from ...ops.comm.mesh_groups import AxisGroups, BlocksOf, block_length, blocks_of
 from ...ops.mesh import Axis, Mesh
 from ...utils.errors import UsageError
 from ...zero.core.groups import FlatGroup
@@ -127,7 +125,7 @@ class OnlyReplicas(ShardGroups):
 
 def hosts_of(world: Collectives) -> list[Host]:
     """The host of each rank. A collective."""
-    names = exchange(world, platform.node(), "names of hosts")
+    names = all_gather_json(world, platform.node(), "names of hosts")
     return [Host(*pair) for pair in zip(host_numbers(world), names, strict=True)]
 
 

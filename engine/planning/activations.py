@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...ops.comm.on_paper import PaperCollectives, PaperGroups
+from ...ops.comm.fake import FakeCollectives, FakeGroups
 from ...ops.mesh import Axis
 from ..model.forwards import Forward, replace_forwards
 from .models import FusedAttention, ShapesOnly
@@ -55,7 +55,7 @@ class Activations:
 class Observer:
     """Hooks the blocks of a model, and counts into `found` while it runs."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], groups: PaperGroups) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], groups: FakeGroups) -> None:
         self.found = Activations()
         self._groups = groups
         self._running = BEFORE
@@ -92,7 +92,7 @@ class Observer:
     def _all_sent(self) -> Counter[str]:
         found: Counter[str] = Counter()
         for group in self._groups.opened:
-            assert isinstance(group, PaperCollectives)
+            assert isinstance(group, FakeCollectives)
             found.update(group.sent_bytes)
             self.found.axes.update(dict.fromkeys(group.sent_bytes, group.axes))
         return found
@@ -188,7 +188,7 @@ class Repeated:
 def observe(
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    groups: PaperGroups,
+    groups: FakeGroups,
     call: Callable[[], Tensor],
 ) -> Activations:
     """Run `call`, a forward of `model` to its loss, and its backward. All on the meta device.

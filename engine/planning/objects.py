@@ -18,7 +18,7 @@ from torch import nn
 
 from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.on_paper import PaperCollectives, PaperGroups
+from ...ops.comm.fake import FakeCollectives, FakeGroups
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ShardOptimizer
 from ...zero.core.flat_grads import FlatGrads
@@ -76,7 +76,7 @@ def sent_in(opened: Sequence[Collectives]) -> dict[str, Link]:
 
 def spread(size: int, group: Collectives) -> Link:
     """`size` bytes in equal parts for the other ranks of `group`."""
-    assert isinstance(group, PaperCollectives)
+    assert isinstance(group, FakeCollectives)
     near = size * group.num_near // (group.world_size - 1) if group.num_near else 0
     return Link(near, size - near)
 
@@ -116,7 +116,7 @@ class RankObjects:
         module: nn.Module,
         runs: Runs,
         groups: FlatGroups,
-        opened: PaperGroups,
+        opened: FakeGroups,
         trained: Groups,
         messages: Messages,
         config: Config,

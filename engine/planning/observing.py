@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ...ops.comm.on_paper import PaperGroups
+from ...ops.comm.fake import FakeGroups
 from ...ops.mesh import Mesh
 from ...utils.errors import UsageError
 from ..config.config import Config
@@ -55,7 +55,7 @@ class Observations:
 
     def _run(self, batch: Any, tensor: int) -> Activations:
         model, shares = self._shares.model, self._shares
-        groups = PaperGroups(self._mesh, tensor=tensor)
+        groups = FakeGroups(self._mesh, tensor=tensor)
         blocks = [module for _, module in shares.blocks]
         dtype = _compute_dtype(self._config)
         gc.collect()  # a graph of another rank's slices knows parameters by the shapes that they had
@@ -78,7 +78,7 @@ class Observations:
 
 
 @contextmanager
-def _own_tokens(model: nn.Module, batch: Any, config: Config, groups: PaperGroups) -> Iterator[Any]:
+def _own_tokens(model: nn.Module, batch: Any, config: Config, groups: FakeGroups) -> Iterator[Any]:
     """The inputs of the first sequence rank, whose attention exchanges heads inside."""
     if config.sequence_parallel_size == 1:
         yield batch

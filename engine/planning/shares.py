@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import nn
 
-from ...ops.comm.on_paper import PaperCollectives, PaperGroups
+from ...ops.comm.fake import FakeCollectives, FakeGroups
 from ...ops.mesh import Mesh
 from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.outlines import outlined_part
@@ -64,7 +64,7 @@ class Share:
     num_sliced: int
     held: Counter[str]
     applied: Sent
-    groups: PaperGroups
+    groups: FakeGroups
     units: Mapping[str, int]
     reduces_each: bool
     stage_units: StageUnits | None
@@ -173,8 +173,8 @@ class Shares:
                     )
                 left = [rank for rank in left if rank not in equal]
 
-    def _at(self, pipe: int, tensor: int) -> PaperGroups:
-        return PaperGroups(
+    def _at(self, pipe: int, tensor: int) -> FakeGroups:
+        return FakeGroups(
             self._mesh, self._ranks_per_host, pipe=pipe, tensor=tensor, device=torch.device("meta")
         )
 
@@ -206,14 +206,14 @@ class Shares:
         return StageUnits(sharded, stage_of, self._config.zero_optimization.max_live_parameters)
 
     def _built(
-        self, module: nn.Module, runs: Runs, found: Cut | None, sliced: Sliced, groups: PaperGroups
+        self, module: nn.Module, runs: Runs, found: Cut | None, sliced: Sliced, groups: FakeGroups
     ) -> RankObjects:
         zero = self._config.zero_optimization
         hosts = [rank // self._ranks_per_host for rank in range(self._mesh.size)]
         messages = Messages(self._config, groups.world, hosts)
         build_policy = partial(policy_of, self._config)
         # ranks agree by values, which tensors of the meta device do not have
-        world = PaperCollectives(groups.rank, self._mesh.size, groups.world.axes)
+        world = FakeCollectives(groups.rank, self._mesh.size, groups.world.axes)
         is_one = found is None and self._mesh.tensor == 1
         flat_groups = open_flat_groups(
             groups,
@@ -256,7 +256,7 @@ def sliced_here(
     found: Cut | None,
     ways: Ways | None,
     config: Config,
-    groups: PaperGroups,
+    groups: FakeGroups,
 ) -> Iterator[Sliced]:
     """Slice the layers of `model` for one rank, and afterwards make them whole again."""
     with unchanged(model):

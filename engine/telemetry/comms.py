@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, final
 
-from ...ops.comm.bandwidth import bus_factor, gbps, trimmed_mean
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.json_values import exchange
-from ...ops.comm.message_log import Key, LogOptions, Row, binary_size
+from ...ops.comm.exchange import all_gather_json
+from ...ops.comm.message_log import (
+    Key,
+    LogOptions,
+    Row,
+    binary_size,
+    bus_factor,
+    gbps,
+    trimmed_mean,
+)
 from ..config.sections import CommsLog
 
 _COMPARED = 200  # times of each row that ranks send each other
@@ -103,7 +110,7 @@ def summary_of(collectives: Collectives, *, show_straggler: bool = False) -> Com
     if not show_straggler:
         return CommsSummary(rows)
     mine = [_times(key, found[key]) for key in ordered]
-    table = exchange(collectives, mine, "the times of collectives")
+    table = all_gather_json(collectives, mine, "the times of collectives")
     compared = zip(ordered, _least_waits(mine, table), strict=True)
     return CommsSummary(rows, tuple(_straggler(key, found[key], least) for key, least in compared))
 

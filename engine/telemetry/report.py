@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.hosts import host_numbers
+from ...ops.comm.exchange import host_numbers
 from ...zero.core.sharded_model import ShardedModel
 from ..config.config import Config
 from ..data.loaders import RepeatingLoader

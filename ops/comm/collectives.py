@@ -1,21 +1,20 @@
-"""The interface to torch.distributed: all collectives of xds, on flat tensors, with their bytes counted.
+"""The collective operations of a group. Every message of a training goes through `Collectives`.
 
-On gloo the built-in reduce_scatter is a whole all_reduce and the built-in all_gather copies twice. Both
-are three to four times slower than point-to-point messages directly between the flat buffers.
-So a CPU group uses `PeerToPeer`. Its sums run in rank order on the receiver, so the result does not
-depend on the position of an element: stages and bucket sizes are bit-identical. Messages carry the number of
-their buffer as tag, so two ranks may start collectives in different orders.
-Every other backend (NCCL, MPI, torch's threaded test group) uses `Native`: the backend's own collectives.
+user code ──> Collectives.all_gather(flat, shard, buffer=3, kind="params")
+                │  1  watch: count it, keep it in the ring with the line of the script
+                │  2  message_log: start a clock, if it is on
+                │  3  backend: start the operation (gloo, NCCL, shared memory, ...; see backend.py)
+                │  4  traffic: count the bytes
+                └──> Call, whose `wait` measures the wait, and raises PeerError if a rank does not take part
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -24,20 +23,19 @@ from torch import Tensor
 from ..watch import Mark, Store, Watch
 from ..watch.config import WatchConfig
 from ..watch.sentinel import start_watching, stop_watching
-from .handles import Handle
-from .message_log import MessageLog, clock_of
-from .shared_flat import SharedFlat
+from .backend import (
+    ACCESS_BUFFER,
+    ACTIVATION_BUFFER,
+    CONTROL_BUFFER,
+    MESSAGE_BUFFER,
+    Backend,
+    Bounds,
+    SharedFlat,
+)
+from .handles import DONE, Handle, Lost
+from .message_log import MessageLog, Timed, Traffic, clock_of
 
-TAG_BASE = 0x5D000  # above the small tags that a user's own send and recv are likely to use
-TAGS_PER_BUFFER = 2
-TAGS_PER_INSTANCE = 1 << 16  # so that two engines in one group never receive each other's messages
-SMALL_TAGS = 1 << 14  # the last tags of an instance: small gathers, by their size
-# numbers for messages that belong to no flat buffer
-CONTROL_BUFFER, ACCESS_BUFFER, MESSAGE_BUFFER, ACTIVATION_BUFFER = (-1, -2, -3, -4)
-
-Bounds = Sequence[tuple[int, int]]  # [start, stop) of each rank's part; empty parts are allowed
-# of each group, which is torch's and knows no engines: every rank creates its engines in the same order
-_num_instances: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,316 +46,142 @@ class PartOf:
     ranks: tuple[int, ...]
 
 
-class Collectives(ABC):
-    """Collectives of one process group. Flat tensors are [world_size * shard_numel], shards [shard_numel].
+class Collectives:
+    """The collective operations of one process group, which are counted, logged and watched.
 
-    `buffer` is the number of the flat buffer that a message belongs to: concurrent messages of different
-    buffers are never mixed. `sent_bytes` counts the bytes that this rank sent since construction, by kind;
-    `sent_across_bytes` those of them to ranks on other hosts, if `set_hosts` was called.
+    Every operation is **collective** unless it says otherwise: all ranks of the group must call it. Flat
+    tensors are [world_size * shard_numel], shards are [shard_numel].
 
-    has_tags: ranks may start messages of different buffers in different orders.
+    Arguments that many operations have:
+        buffer: The number of the flat buffer that a tensor belongs to. Operations of different buffers are
+            never mixed, and ranks may start them in different orders where `has_tags`.
+        kind: The name under which the bytes are counted, e.g. "params".
+        what: The subject in errors, e.g. "the output of blocks.0.mlp.down".
+
+    Operations that return a `Handle` are complete after its `wait`. Until then, neither inputs nor outputs
+    may be written. An operation and a wait raise `PeerError` if another rank does not take part.
+
+    Attributes:
+        backend: What carries the operations.
+        watch: What this rank has started, and the diagnosis of failures. All groups of an engine share it.
+        message_log: Times of the operations. All groups of an engine share it.
+        traffic: The bytes that this rank has sent.
     """
 
-    has_tags = True
-
     def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        rank: int,
-        world_size: int,
-        part_of: PartOf | None = None,
-        successor_of: Collectives | None = None,
+        self, backend: Backend, part_of: PartOf | None = None, traffic: Traffic | None = None
     ) -> None:
         """
         Args:
-            part_of: the collectives of all ranks; their watch serves this group as well.
-            successor_of: other collectives of `group`, which this object replaces.
+            part_of: The collectives of all ranks, which have the watch and the log; None if these are they.
+            traffic: Counts the bytes; None for a new one.
         """
-        self.group = group
-        self.device = device
-        self.rank = rank
-        self.world_size = world_size
-        self.sent_bytes: dict[str, int] = {}
-        self.sent_across_bytes: dict[str, int] = {}
-        self.exact_bytes: dict[str, int] = {}  # that messages of these kinds stand for
-        self._is_across: list[bool] | None = None  # by rank: it is on another host; None: not known
-        self._counted_as = ""  # the kind, whatever the message is; "": its own
-        if successor_of is not None:
-            self._succeed(successor_of)
-            return
-        instance = 0
-        if group is not None:
-            instance = _num_instances.get(group, 0)
-            _num_instances[group] = instance + 1
-        self.instance = instance
-        self._ranks: Sequence[int] = range(world_size)  # of this group, among all ranks
-        self._members: tuple[int, ...] | None = None
-        self._watch: Watch
-        self.message_log: MessageLog  # of all groups of the engine
+        self.backend = backend
+        self.group = backend.group
+        self.device = backend.device
+        self.rank = backend.rank
+        self.world_size = backend.world_size
+        self.traffic = traffic or Traffic(self.world_size)
+        self._members = None if part_of is None else part_of.ranks
+        self.watch: Watch
+        self.message_log: MessageLog
         if part_of is not None:
-            self._watch = part_of.world._watch
-            self.message_log = part_of.world.message_log
-            self._ranks = self._members = part_of.ranks
+            self.watch, self.message_log = part_of.world.watch, part_of.world.message_log
             return
-        self._watch = Watch(rank, world_size, instance, partial(_store_of, group))
-        self.message_log = MessageLog(rank, clock_of(device))
-        self._watch.name(CONTROL_BUFFER, "norms and flags")
-        self._watch.name(ACCESS_BUFFER, "a parameter")
+        engine = backend.member.engine
+        self.watch = Watch(self.rank, self.world_size, engine, partial(_store_of, self.group))
+        self.message_log = MessageLog(self.rank, clock_of(self.device))
+        self.watch.name(CONTROL_BUFFER, "norms and flags")
+        self.watch.name(ACCESS_BUFFER, "a parameter")
 
-    def _succeed(self, before: Collectives) -> None:
-        self.instance, self._ranks, self._members = before.instance, before._ranks, before._members
-        self._watch, self.message_log = before._watch, before.message_log
-
-    @property
-    def watch(self) -> Watch:
-        """What this rank has started, and the messages about failures."""
-        return self._watch
+    def replace_backend(self, backend: Backend) -> None:
+        """Carry all later operations by `backend`, and count bytes from 0."""
+        self.backend = backend
+        self.traffic = Traffic(self.world_size)
 
     @property
     def members(self) -> Sequence[int]:
-        """The ranks of the group, among all ranks of the job."""
-        return self._ranks
-
-    def name_buffer(self, buffer: int, name: str) -> None:
-        """Set the name of the flat buffer `buffer` in messages, e.g. "unit 'blocks.5'"."""
-        self._watch.name(buffer, name)
-
-    def name_places(self, places: Mapping[int, str]) -> None:
-        """Say in messages about a rank what it has, e.g. "stage 1"."""
-        self._watch.places = places
-
-    def _record(
-        self,
-        operation: str,
-        kind: str,
-        buffer: int,
-        what: str = "",
-        tensor: Tensor | None = None,
-        *,
-        peer: int | None = None,
-    ) -> Mark:
-        """Record the start of a collective. Of a message there is no second start to compare with.
-
-        operation: one of those in bandwidth.py. peer: of a message, the other rank of this group.
-        """
-        mark = self._watch.start(kind, buffer, what, tensor)
-        mark.members = self._members if peer is None else ()
-        if self.message_log.is_on:
-            self._time(mark, operation, peer)
-        return mark
-
-    def _time(self, mark: Mark, operation: str, peer: int | None = None) -> None:
-        """Let the log measure the collective of `mark`."""
-        of_shards = self.world_size if operation == "all_gather" else 1
-        ranks = self._ranks
-        members = ranks if peer is None else sorted((ranks[self.rank], ranks[peer]))
-        mark.timed = self.message_log.start(
-            operation,
-            mark.size_bytes * of_shards,
-            members,
-            lambda: self._watch.call(mark.key).partition(" of ")[2],
-        )
-
-    def _of_size(self, mark: Mark, numel: int) -> None:
-        """`mark`, whose collective is of `numel` elements in all."""
-        if mark.timed is not None and mark.dtype is not None:
-            mark.timed.size_bytes = numel * mark.dtype.itemsize
-
-    def _of_parts(self, mark: Mark, parts: Sequence[Tensor]) -> None:
-        """`mark`, whose collective is of all `parts`."""
-        if mark.timed is not None:
-            self._of_size(mark, sum(part.numel() for part in parts))
-
-    @contextmanager
-    def _guard(
-        self, operation: str, kind: str, buffer: int, what: str = "", tensor: Tensor | None = None
-    ) -> Iterator[Mark]:
-        with self._watch.guard(kind, buffer, what, tensor) as mark:
-            mark.members = self._members
-            if self.message_log.is_on:
-                self._time(mark, operation)
-            yield mark
-            if mark.timed is not None:
-                mark.timed.end()
-
-    def start_watching(self, section: WatchConfig, timeout_seconds: float) -> None:
-        """Let the process's watcher serve this rank until `stop_watching`, where the group has a store.
-
-        Args:
-            timeout_seconds: timeout of waits in the group, where the group does not provide it.
-        """
-        self._watch.keep(section.ring_size)
-        if self.group is not None and self.world_size > 1:
-            timeout_seconds = timeout_of(self.group, self.device) or timeout_seconds
-            start_watching(self._watch, self.group.group_name, section, timeout_seconds)
-
-    def stop_watching(self) -> None:
-        """Undo `start_watching`."""
-        stop_watching(self._watch)
-
-    def end_step(self) -> None:
-        """Record the end of a training step, with its time and its wait time."""
-        self._watch.step()
-
-    def publishing_errors(self, where: str) -> AbstractContextManager[None]:
-        """Wrap the user's code: an exception in it is reported on the ranks that wait for this one."""
-        return self._watch.publishing_errors(where)
-
-    def shard_of(self, flat: Tensor, rank: int | None = None) -> Tensor:
-        """The view of `flat` that belongs to `rank` (default: this rank)."""
-        numel = flat.numel() // self.world_size
-        return flat.narrow(0, (self.rank if rank is None else rank) * numel, numel)
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """[numel], undefined: memory from which this group sends faster than from other memory.
-
-        Its storage may be of a fixed size. device: None is that of the group.
-        """
-        return torch.empty(numel, dtype=dtype, device=device or self.device)
-
-    def share(self, numel: int, dtype: torch.dtype, text: str) -> SharedFlat | None:
-        """[numel], undefined, that the ranks of each machine have in common. For all ranks.
-
-        text: is printed when a script writes to it.
-        None, on all ranks: they do not share memory.
-        """
-        return None
-
-    def publish_shared(self, flat: Tensor, *, buffer: int, kind: str) -> Handle:
-        """As `all_gather` into `flat`, the writable view of `share`, of which each rank has written its shard.
-
-        Sends nothing inside a machine. After `wait` the values may be read.
-        """
-        raise AssertionError("share returns None here")
-
-    def wait_for_readers(self) -> None:
-        """Wait for all ranks of this machine: before and after writes to what they `share`."""
-        raise AssertionError("share returns None here")
+        """The numbers in the job of the ranks of this group."""
+        return self.backend.ranks
 
     @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the receive buffers, which are kept between steps."""
-        return 0
+    def has_tags(self) -> bool:
+        """Ranks may start operations of different buffers in different orders."""
+        return self.backend.has_tags
 
-    def free_scratch(self) -> None:  # noqa: B027 (most keep none)
-        """Free the receive buffers that are not in use."""
+    def shard_of(self, flat: Tensor, rank: int | None = None) -> Tensor:
+        """The view of `flat` that belongs to `rank`; None is this rank. Not collective."""
+        return self.backend.shard_of(flat, rank)
 
-    def _count(self, kind: str, shard: Tensor) -> None:
-        """Count (world_size - 1) shards, which every algorithm here sends: the lower bound."""
-        self._add(kind, (self.world_size - 1) * shard.numel() * shard.element_size())
+    # -- operations in flight -------------------------------------------------------------------------------
 
-    def _count_all_reduce(self, kind: str, tensor: Tensor) -> None:
-        numel_sent = 2 * (self.world_size - 1) * tensor.numel()
-        self._add(kind, numel_sent * tensor.element_size() // self.world_size)
-
-    def _count_parts(self, kind: str, part: Tensor, peer: int | None = None) -> None:
-        """Count one message of `part`; to `peer`, if that is one rank."""
-        self._add(kind, part.numel() * part.element_size(), peer)
-
-    def _add(self, kind: str, sent: int, peer: int | None = None) -> None:
-        """Count bytes to `peer`, or the same number to every other rank."""
-        part = 0
-        if self._is_across is not None:
-            across = sum(self._is_across) if peer is None else int(self._is_across[peer])
-            part = sent * across // (self.world_size - 1 if peer is None else 1)
-        self._add_link(kind, sent, part)
-
-    def _add_link(self, kind: str, sent: int, across: int) -> None:
-        """Count bytes of which some go to other hosts."""
-        kind = self._counted_as or kind
-        self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
-        if self._is_across is not None:
-            self.sent_across_bytes[kind] = self.sent_across_bytes.get(kind, 0) + across
-
-    def count_exact(self, kind: str, shard: Tensor) -> None:
-        """A message of `kind` to each rank takes the place of `shard`, which would be sent otherwise."""
-        sent = (self.world_size - 1) * shard.numel() * shard.element_size()
-        self.exact_bytes[kind] = self.exact_bytes.get(kind, 0) + sent
-
-    def set_hosts(self, numbers: Sequence[int]) -> None:
-        """Count bytes to other hosts from now on. numbers: for each rank of the job, that of its host."""
-        own = numbers[self._ranks[self.rank]]
-        self._is_across = [numbers[rank] != own for rank in self._ranks]
-
-    @abstractmethod
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
-        """Fill `flat` with every rank's `shard`. Sends (world_size - 1) * shard bytes per rank.
+        """Fill `flat` with the `shard` of every rank, in rank order.
 
-        `shard` may be this rank's own slice of `flat`. Neither may be written before `wait`.
+        Shapes:  flat [world_size * n], shard [n]; `shard` may be this rank's slice of `flat`.
+        Sends:   (world_size - 1) * n elements from each rank.
         """
+        call = self._call("all_gather", kind, buffer, shard)
+        handle = call.start(self.backend.all_gather, flat, shard, buffer)
+        self._count_flat("all_gather", kind, flat, shard.nbytes)
+        return handle
 
-    @abstractmethod
     def reduce_scatter(
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
     ) -> Handle:
-        """out = (out +) the sum over ranks of their `flat`, this rank's shard of it.
+        """Sum `flat` over the ranks, and write this rank's shard of the sum to `out`, or add it to `out`.
 
-        Shapes:  flat [world_size * n], out [n]; `out` may be wider than `flat`, and may be this rank's
-                 slice of `flat` unless `add`.
-        Sends:   (world_size - 1) * n elements of `flat`'s dtype per rank. Do not write to them before `wait`.
+        The sum runs in rank order and in the dtype of `out`, so it does not depend on the position of an
+        element. NCCL chooses its own order.
+
+        Shapes:  flat [world_size * n], out [n]; `out` may be wider than `flat`, and may be this rank's slice of
+                 `flat` unless `add`.
+        Sends:   (world_size - 1) * n elements of `flat`'s dtype from each rank.
         """
+        call = self._call("reduce_scatter", kind, buffer, flat)
+        handle = call.start(self.backend.reduce_scatter, flat, out, buffer, add)
+        self._count_flat("reduce_scatter", kind, flat, self.shard_of(flat).nbytes)
+        return handle
 
-    def sum(self, tensor: Tensor, *, what: str, kind: str) -> None:
-        """As `all_reduce`, complete on return. Faster for small tensors."""
-        self.all_reduce(tensor, what=what, kind=kind).wait()
+    def all_reduce(
+        self, tensor: Tensor, *, what: str, kind: str, buffer: int = ACTIVATION_BUFFER
+    ) -> Handle:
+        """Overwrite `tensor`, contiguous, with its sum over the ranks. Every rank gets the same bits.
+
+        Sends:   2 (world_size - 1) / world_size of its bytes are counted. Every algorithm sends as much or
+                 more.
+        """
+        call = self._call("all_reduce", kind, buffer, tensor, what)
+        handle = call.start(self.backend.all_reduce, tensor, buffer)
+        self._count_all_reduce(kind, tensor)
+        return handle
 
     def sums_whole(self, flat: Tensor, out: Tensor) -> bool:
-        """`sum_whole` is faster than `reduce_scatter` and `all_gather`; the same on all ranks."""
-        return False
+        """Whether `sum_whole` is faster than `reduce_scatter` and `all_gather`, the same on all ranks."""
+        return self.backend.sums_whole(flat, out)
 
     def sum_whole(
         self, flat: Tensor, out: Tensor, *, buffer: int, kinds: tuple[str, str]
     ) -> tuple[Handle, Handle]:
-        """Reduce_scatter `flat` [world_size * n] to `out` [n], then all_gather it, rounded, to `flat`.
+        """Reduce_scatter `flat` [world_size * n] to `out` [n], and all_gather `out`, rounded, to `flat`.
 
-        Where `sums_whole`. `out` is this rank's shard of `flat`, or wider. Bits and bytes are those of the two,
-        counted by these `kinds`.
-        """
-        raise AssertionError("sums_whole is False here")
-
-    @abstractmethod
-    def collect(
-        self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
-    ) -> None:
-        """Assemble a tensor from the ranks' parts: rank r's `mine` becomes out[start:stop] of bounds[r].
-
-        Shapes:  out [n], mine [stop - start] of this rank's bounds. `out` may be None on a rank that is not
-                 `target`; without `target` every rank receives the whole tensor.
-        Sends:   this rank's part to each receiver. Complete on return.
-        """
-
-    @abstractmethod
-    def serve(
-        self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
-    ) -> None:
-        """An all_gather to `receivers` only: they fill their `flat`, the other ranks only send.
-
-        Sends this rank's shard to each receiver. Complete on return.
-        """
-
-    @abstractmethod
-    def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
-        """out = full[start:stop] of this rank's bounds, from rank `source`; only that rank needs `full` [n].
-
-        Sends:   from `source`, the part of each other rank. Complete on return.
-        """
-
-    @abstractmethod
-    def all_reduce(
-        self, tensor: Tensor, *, what: str, kind: str, buffer: int = ACTIVATION_BUFFER
-    ) -> Handle:
-        """tensor = the sum over ranks of `tensor`, of any shape, contiguous; the same bits on every rank.
+        Call it where `sums_whole`. Bits and bytes are those of the two operations.
 
         Args:
-            what: the subject in messages about a failure, e.g. "the output of blocks.0.mlp.down".
-            buffer: the number of the flat buffer that it is of, if any.
-        Sums run in rank order where the backend has messages of its own (gloo). Counts 2 (world_size - 1) /
-        world_size of its bytes as `kind`, which every algorithm sends: the lower bound. Neither read nor write
-        it before `wait`.
+            out: This rank's shard of `flat`, or a wider tensor.
+            kinds: The kinds of the bytes of the reduce_scatter and of the all_gather.
+        Returns: The handle of the sum, and that of the gathered values.
         """
+        calls = [
+            self._call(name, kind, buffer, self.shard_of(flat) if name == "all_gather" else flat)
+            for name, kind in zip(self.backend.whole_sum, kinds, strict=False)
+        ]
+        started = calls[0].checked(self.backend.sum_whole, flat, out, buffer)
+        handles = [call.hold(handle) for call, handle in zip(calls, started, strict=True)]
+        for operation, kind in zip(("reduce_scatter", "all_gather"), kinds, strict=True):
+            self._count_flat(operation, kind, flat, self.shard_of(flat).nbytes)
+        return handles[0], handles[1] if len(handles) > 1 else DONE
 
-    @abstractmethod
     def all_to_all(
         self,
         outs: Sequence[Tensor],
@@ -367,78 +191,353 @@ class Collectives(ABC):
         kind: str,
         buffer: int = ACTIVATION_BUFFER,
     ) -> Handle:
-        """outs[r] = what rank r has in parts[rank of this one]. Contiguous tensors, empty ones are allowed.
+        """Send parts[r] to each rank r, and fill outs[r] with the part that rank r sends to this rank.
 
-        Sends `parts` without this rank's own, counted as `kind`. Do not write to them before `wait`.
-        buffer: the number of the flat buffer that they are of, if any.
+        Shapes:  contiguous tensors of any shape; empty ones are allowed.
+        Sends:   `parts` without this rank's own.
         """
+        numel = sum(part.numel() for part in parts) if self.message_log.is_on else None
+        call = self._call("all_to_all", kind, buffer, parts[self.rank], what, numel=numel)
+        handle = call.start(self.backend.all_to_all, outs, parts, buffer)
+        for peer, part in enumerate(parts):
+            if peer != self.rank and part.numel():
+                self.traffic.add_to(kind, part.nbytes, peer)
+        return handle
 
-    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:
-        """[n] -> [world_size, n], in rank order. Blocks until it is complete. For norms and flags: a few bytes.
+    def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
+        """Send contiguous `tensor` to rank `peer`, which calls `receive` with the same number. Not collective.
 
-        what: the subject in the message where a rank does not take part, e.g. "get_full_param(blocks.0.bias)".
+        Messages with equal numbers arrive in the order in which they were sent. Without tags all messages do.
         """
-        table, handle = self.start_gather_small(values, buffer, what)
-        handle.wait()
-        return table
+        call = self._call("send", "send", MESSAGE_BUFFER, tensor, what, peer=peer)
+        handle = call.start(self.backend.send, tensor, peer, number)
+        self.traffic.add_to(kind, tensor.nbytes, peer)
+        return handle
 
-    @abstractmethod
+    def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
+        """Fill contiguous `tensor` with a message of rank `peer`, of the same size. Not collective."""
+        call = self._call("receive", "receive", MESSAGE_BUFFER, tensor, what, peer=peer)
+        return call.start(self.backend.receive, tensor, peer, number)
+
     def start_gather_small(
         self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
     ) -> tuple[Tensor, Handle]:
-        """Start `gather_small`. Returns the table that will hold the values, and the handle to wait for."""
+        """Start `gather_small`. Returns the table, whose values are there after the handle's `wait`."""
+        call = self._call("all_gather", _small_kind(buffer), buffer, values, what)
+        table, handle = call.checked(self.backend.start_gather_small, values, buffer)
+        self._count_to_all("control", values.nbytes)
+        return table, call.hold(handle)
 
-    @abstractmethod
-    def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
-        """Start to send contiguous `tensor` to rank `peer`, which calls `receive` with the same number.
+    # -- operations that are complete on return -------------------------------------------------------------
+
+    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:
+        """Return the `values` [n] of every rank, [world_size, n], in rank order: norms, flags, a few bytes."""
+        call = self._call("all_gather", _small_kind(buffer), buffer, values, what)
+        table = call.run(self.backend.gather_small, values, buffer)
+        self._count_to_all("control", values.nbytes)
+        return table
+
+    def sum(self, tensor: Tensor, *, what: str, kind: str) -> None:
+        """As `all_reduce`, complete on return, which is faster for small tensors."""
+        self._call("all_reduce", kind, ACTIVATION_BUFFER, tensor, what).run(
+            self.backend.sum, tensor
+        )
+        self._count_all_reduce(kind, tensor)
+
+    def collect(
+        self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
+    ) -> None:
+        """Assemble a tensor from unequal parts: out[start:stop] of bounds[r] is `mine` of rank r.
+
+        Shapes:  out [n], mine [stop - start] of this rank's bounds.
+        Sends:   this rank's part to each receiver.
 
         Args:
-            number: tells messages between two ranks apart where the backend has tags. Those of one number, and
-                on other backends all, arrive in the order in which they were sent.
-            what: the subject in messages about a failure, e.g. "activations of micro-batch 3 from stage 1".
-        Do not write to `tensor` before `wait`. Sends all its bytes, counted as `kind`.
+            out: May be None on a rank that is not `target`.
+            target: The only rank that receives; None for all ranks.
         """
+        name = "all_gather" if target is None else "gather"
+        call = self._call(name, "access", ACCESS_BUFFER, mine, numel=bounds[-1][1])
+        call.run(self.backend.collect, out, mine, bounds, target)
+        self._count_receivers(
+            "access", mine, range(self.world_size) if target is None else [target]
+        )
 
-    @abstractmethod
-    def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
-        """Start to fill contiguous `tensor` with a message of rank `peer`; it has the same size."""
+    def serve(
+        self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
+    ) -> None:
+        """As `all_gather`, to `receivers` only. They fill their `flat`; the other ranks have None.
+
+        Sends:   this rank's shard to each receiver.
+        """
+        call = self._call("all_gather", "all_gather", buffer, shard)
+        call.run(self.backend.serve, flat, shard, receivers, buffer)
+        self._count_receivers("all_gather", shard, receivers)
+
+    def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
+        """Fill `out` with full[start:stop] of this rank's bounds, from rank `source`.
+
+        Shapes:  full [n], needed on `source` only; out [stop - start].
+        Sends:   from `source`, the part of each other rank.
+        """
+        call = self._call("scatter", "access", ACCESS_BUFFER, out, numel=bounds[-1][1])
+        call.run(self.backend.scatter, full, out, bounds, source)
+        if self.rank == source and full is not None:
+            for peer, (start, stop) in enumerate(bounds):
+                if peer != source and stop > start:
+                    self.traffic.add_to("access", (stop - start) * full.element_size(), peer)
 
     def broadcast(
         self, tensor: Tensor, source: int = 0, what: str = "the first rank's values"
     ) -> None:
-        """Overwrite `tensor` on every rank with that of rank `source` (its rank within the group).
-
-        what: the subject in the message where a rank does not take part.
-        """
-        self._count("broadcast", tensor if self.rank == source else tensor.new_empty(0))
-        with self._guard("broadcast", "broadcast", CONTROL_BUFFER, what, tensor):
-            dist.broadcast(tensor, group=self.group, group_src=source)
+        """Overwrite `tensor` with that of rank `source`, a number in this group."""
+        call = self._call("broadcast", "broadcast", CONTROL_BUFFER, tensor, what)
+        call.run(self.backend.broadcast, tensor, source)
+        self._count_to_all("broadcast", tensor.nbytes if self.rank == source else 0)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
-        device = self.device
-        is_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend(self.group))
-        # without it torch takes the current device, and warns
-        ids = [device.index or 0] if is_nccl else None
-        with self._guard("barrier", "barrier", CONTROL_BUFFER, "all ranks"):
-            dist.barrier(self.group, device_ids=ids)
+        call = self._call("barrier", "barrier", CONTROL_BUFFER, None, "all ranks")
+        call.run(self.backend.barrier)
+
+    # -- memory ---------------------------------------------------------------------------------------------
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """Memory [numel], undefined, from which this group sends fast. Not collective.
+
+        device: None is that of the group. The storage may be of a fixed size.
+        """
+        return self.backend.empty(numel, dtype, device or self.device)
+
+    def share(self, numel: int, dtype: torch.dtype, text: str) -> SharedFlat | None:
+        """Memory [numel], undefined, that the ranks of each machine have once. None on all ranks if they
+        cannot.
+
+        text: Is printed when a script writes to it.
+        """
+        gather = partial(self.gather_small, what="memory for shared parameters")
+        return self.backend.share(numel, dtype, text, gather)
+
+    def publish_shared(self, flat: Tensor, *, buffer: int, kind: str) -> Handle:
+        """As `all_gather` into `flat`, the writable view of `share`. Each rank has written its shard.
+
+        Sends:   nothing inside a machine, each shard once to each other machine.
+        """
+        call = self._call("all_gather", kind, buffer, self.shard_of(flat))
+        handle = call.start(self.backend.publish_shared, flat, buffer)
+        sent_bytes = (self.backend.across_numel("publish_shared", flat) or 0) * flat.element_size()
+        self.traffic.add(kind, sent_bytes, sent_bytes)
+        return handle
+
+    def wait_for_readers(self) -> None:
+        """Wait for all ranks of this machine, before and after writes to memory that they `share`."""
+        call = self._call("barrier", "barrier", CONTROL_BUFFER, None, "shared parameters")
+        call.run(self.backend.wait_for_readers)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the receive buffers, which are kept between steps."""
+        return self.backend.scratch_bytes
+
+    def free_scratch(self) -> None:
+        """Free the receive buffers that are not in use. Not collective."""
+        self.backend.free_scratch()
+
+    # -- records --------------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        operation: str,
+        kind: str,
+        buffer: int,
+        tensor: Tensor | None,
+        what: str = "",
+        *,
+        peer: int | None = None,
+        numel: int | None = None,
+    ) -> Call:
+        """Record that this rank starts an operation.
+
+        Args:
+            operation: One of `OPERATIONS`.
+            peer: The other rank of a message. A message has no second start to compare with.
+            numel: How many elements the whole operation has. None for those of `tensor`, times the number of
+                ranks in an all_gather.
+        """
+        if not self.backend.is_recorded:
+            return Call(None, None, None)
+        watch, log = self.watch, self.message_log
+        mark = watch.start(kind, buffer, what, tensor)
+        mark.members = self._members if peer is None else ()
+        if not log.is_on:
+            return Call(watch, mark, None)
+        ranks = self.members if peer is None else sorted(self.members[r] for r in (self.rank, peer))
+        if numel is None:
+            numel = mark.numel * (self.world_size if operation == "all_gather" else 1)
+        size_bytes = numel * (0 if mark.dtype is None else mark.dtype.itemsize)
+        subject = watch.call(mark.key).partition(" of ")[2] if log.options.debug else ""
+        return Call(watch, mark, log.start(operation, size_bytes, ranks, subject))
+
+    def name_buffer(self, buffer: int, name: str) -> None:
+        """Set the name of the flat buffer `buffer` in messages, e.g. "unit 'blocks.5'"."""
+        self.watch.name(buffer, name)
+
+    def name_places(self, places: Mapping[int, str]) -> None:
+        """Set what each rank has in messages, e.g. "stage 1"."""
+        self.watch.places = places
+
+    def start_watching(self, section: WatchConfig, timeout_seconds: float) -> None:
+        """Let the process's watcher serve this rank until `stop_watching`, where the group has a store.
+
+        Args:
+            timeout_seconds: The timeout of waits in the group, where the group does not provide it.
+        """
+        self.watch.keep(section.ring_size)
+        if self.group is not None and self.world_size > 1:
+            timeout_seconds = timeout_of(self.group, self.device) or timeout_seconds
+            start_watching(self.watch, self.group.group_name, section, timeout_seconds)
+
+    def stop_watching(self) -> None:
+        """Undo `start_watching`."""
+        stop_watching(self.watch)
+
+    def end_step(self) -> None:
+        """Record the end of a training step, with its time and its wait time."""
+        self.watch.step()
+
+    def publishing_errors(self, where: str) -> AbstractContextManager[None]:
+        """Wrap user code. The ranks that wait for this rank are told of an exception in it."""
+        return self.watch.publishing_errors(where)
 
     def store(self) -> Store | None:
         """The store of the group; None where there is none."""
         return _store_of(self.group)
 
+    # -- bytes ----------------------------------------------------------------------------------------------
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """The bytes that this rank has sent, by kind."""
+        return self.traffic.sent_bytes
+
+    @property
+    def sent_across_bytes(self) -> dict[str, int]:
+        """Those bytes that went to other machines, by kind, where `set_hosts` was called."""
+        return self.traffic.sent_across_bytes
+
+    @property
+    def exact_bytes(self) -> dict[str, int]:
+        """The bytes that compressed messages stand for, by kind."""
+        return self.traffic.exact_bytes
+
+    def set_hosts(self, numbers: Sequence[int]) -> None:
+        """Count bytes to other hosts from now on. numbers: For each rank of the job, the number of its host."""
+        own = numbers[self.members[self.rank]]
+        self.traffic.is_across = [numbers[rank] != own for rank in self.members]
+
+    def count_exact(self, kind: str, shard: Tensor) -> None:
+        """Count that a message of `kind` to each rank stands for `shard`, which is not sent itself."""
+        self.traffic.add_exact(kind, (self.world_size - 1) * shard.nbytes)
+
+    def _count_flat(self, operation: str, kind: str, flat: Tensor, shard_bytes: int) -> None:
+        """Count world_size - 1 shards of `flat`. Every algorithm sends as much or more."""
+        sent_bytes = (self.world_size - 1) * shard_bytes
+        across_numel = self.backend.across_numel(operation, flat)
+        if across_numel is None:
+            self.traffic.add_to_all(kind, sent_bytes)
+        else:
+            self.traffic.add(kind, sent_bytes, across_numel * flat.element_size())
+
+    def _count_all_reduce(self, kind: str, tensor: Tensor) -> None:
+        sent_numel = 2 * (self.world_size - 1) * tensor.numel()
+        self.traffic.add_to_all(kind, sent_numel * tensor.element_size() // self.world_size)
+
+    def _count_to_all(self, kind: str, size_bytes: int) -> None:
+        self.traffic.add_to_all(kind, (self.world_size - 1) * size_bytes)
+
+    def _count_receivers(self, kind: str, part: Tensor, receivers: Sequence[int]) -> None:
+        for peer in receivers:
+            if peer != self.rank and part.numel():
+                self.traffic.add_to(kind, part.nbytes, peer)
+
+
+@final
+class Call(Handle):
+    """An operation of this rank: its records, and the backend's handle once it has started."""
+
+    __slots__ = ("_handle", "_mark", "_timed", "_watch")
+
+    def __init__(self, watch: Watch | None, mark: Mark | None, timed: Timed | None) -> None:
+        """None: The operation is not recorded."""
+        self._watch, self._mark, self._timed = watch, mark, timed
+        self._handle: Handle | None = None
+
+    def start(self, function: Callable[..., Handle], *args: Any) -> Handle:
+        """Start the operation by a `function` of the backend. Returns the handle for the caller."""
+        try:
+            return self.hold(function(*args))
+        except Lost as error:
+            raise self._failed(error) from error
+
+    def checked(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Call a `function` of the backend. Returns its result."""
+        try:
+            return function(*args)
+        except Lost as error:
+            raise self._failed(error) from error
+
+    def hold(self, handle: Handle) -> Handle:
+        """Hold the `handle` of the operation, which has started. Returns the handle for the caller."""
+        if self._watch is None:
+            return handle
+        self._handle = handle
+        return self
+
+    def run(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Run the operation by a `function` of the backend that waits itself. Returns its result."""
+        watch, mark = self._watch, self._mark
+        if watch is None or mark is None:
+            return function(*args)
+        begin_seconds = watch.begin_wait(mark)
+        result = self.checked(function, *args)
+        watch.end_wait(mark, begin_seconds)
+        if self._timed is not None:
+            self._timed.end()
+        return result
+
+    def wait(self) -> None:
+        handle, watch, mark, timed = self._handle, self._watch, self._mark, self._timed
+        if handle is None or watch is None or mark is None:
+            return  # the second wait
+        if timed is not None:
+            timed.begin_wait()
+        begin_seconds = watch.begin_wait(mark, handle)
+        self.checked(handle.wait)
+        watch.end_wait(mark, begin_seconds)
+        self._handle = None
+        if timed is not None:
+            timed.end()
+
+    def _failed(self, error: Lost) -> Exception:
+        assert self._watch is not None and self._mark is not None
+        return self._watch.failed(self._mark, error, error.rank)
+
+
+def _small_kind(buffer: int) -> str:
+    return "access" if buffer == ACCESS_BUFFER else "exchange"
+
 
 @contextmanager
 def counting_as(kind: str, opened: Sequence[Collectives]) -> Iterator[None]:
-    """Inside, the bytes of all messages of these groups are counted as `kind`."""
-    before = [each._counted_as for each in opened]
+    """Count the bytes of all messages of these groups as `kind` inside."""
+    before = [each.traffic.counted_as for each in opened]
     for each in opened:
-        each._counted_as = kind
+        each.traffic.counted_as = kind
     try:
         yield
     finally:
         for each, kept in zip(opened, before, strict=True):
-            each._counted_as = kept
+            each.traffic.counted_as = kept
 
 
 def _store_of(group: dist.ProcessGroup | None) -> Store | None:
@@ -457,3 +556,16 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
         return float(group._get_backend(device).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):
         return 0.0
+
+
+__all__ = [
+    "ACCESS_BUFFER",
+    "ACTIVATION_BUFFER",
+    "CONTROL_BUFFER",
+    "MESSAGE_BUFFER",
+    "Bounds",
+    "Collectives",
+    "PartOf",
+    "counting_as",
+    "timeout_of",
+]

@@ -1,4 +1,4 @@
-"""Handles of collectives in flight: the work to wait for, and the processing of the received data."""
+"""Handles of operations in flight, and the error of an operation that cannot complete."""
 
 from __future__ import annotations
 
@@ -6,19 +6,44 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from ..watch import Mark, Watch
+from torch import Tensor
+
+Messages = Sequence[
+    tuple[int, Tensor]
+]  # the rank of the peer in the group, and a contiguous tensor
+Works = list[
+    tuple[int | None, Any]
+]  # the rank of the peer in the job, if there is one, and torch's work
+
+
+@final
+class Lost(RuntimeError):
+    """A rank does not take part in an operation. Users get a `PeerError` in its place.
+
+    rank: That rank's number in the job; None if it is not known.
+    """
+
+    def __init__(self, reason: str, rank: int | None) -> None:
+        super().__init__(reason)
+        self.rank = rank
 
 
 class Handle(ABC):
-    """A collective in flight. `wait` completes it and may be called more than once."""
+    """An operation in flight. `wait` completes it, and may be called more than once.
+
+    num_done: How many of its messages have arrived. The watcher gives each message the whole timeout.
+    """
+
+    num_done = 0
 
     @abstractmethod
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Wait until the results are there and the inputs may be written. Raises `Lost` or `PeerError`."""
 
 
 @final
 class Done(Handle):
-    """Nothing was sent."""
+    """An operation that was complete when it returned."""
 
     def wait(self) -> None:
         return
@@ -26,10 +51,10 @@ class Done(Handle):
 
 @final
 class Then(Handle):
-    """Another handle, and a function to call once after it."""
+    """Another handle, and a function that `wait` calls once after it."""
 
     def __init__(self, handle: Handle, finish: Callable[[], None], kept: object = None) -> None:
-        """kept: memory that is being sent, which nobody else holds."""
+        """kept: Memory that is being sent, to which there is no other reference."""
         self._handle = handle
         self._finish: Callable[[], None] | None = finish
         self._kept = kept
@@ -44,19 +69,15 @@ class Then(Handle):
 
 @final
 class InFlight(Handle):
-    """Works to wait for, each with its peer, and a function to call after them with the received data."""
+    """Works of torch, and a function that `wait` calls once after them."""
 
     def __init__(
         self,
-        watch: Watch,
-        mark: Mark,
         works: Sequence[tuple[int | None, Any]],
         finish: Callable[[], None] | None = None,
         dropped: list[Any] | None = None,
     ) -> None:
-        """dropped: gets works that nobody has waited for, where the backend does not keep them itself."""
-        self._watch = watch
-        self._mark = mark
+        """dropped: Gets the works if nobody waits for them. None where the backend keeps them itself."""
         self._works = works
         self._finish = finish
         self._dropped = dropped
@@ -66,20 +87,19 @@ class InFlight(Handle):
             self._dropped.append(self._works)
 
     def wait(self) -> None:
-        timed, peer = self._mark.timed, None
-        if timed is not None:
-            timed.begin_wait()
-        try:
-            for peer, work in self._works:  # noqa: B007 (the message names it)
-                begin_seconds = self._watch.begin_wait(self._mark)  # each has the whole timeout
+        for peer, work in self._works:
+            try:
                 work.wait()
-                self._watch.end_wait(self._mark, begin_seconds)
-        except RuntimeError as error:
-            self._works = ()  # the backend has closed the connections
-            raise self._watch.failed(self._mark, error, peer) from error
+            except RuntimeError as error:
+                self._works = ()  # the backend has closed the connections
+                raise Lost(str(error), peer) from error
+            self.num_done += 1
         self._works = ()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
-        if timed is not None:
-            timed.end()
+
+
+DONE = Done()
+
+__all__ = ["DONE", "Done", "Handle", "InFlight", "Lost", "Messages", "Then", "Works"]

@@ -12,27 +12,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from threading import Thread
-from typing import Any, final
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
-from .collectives import CONTROL_BUFFER, TAG_BASE, Collectives, PartOf
+from .backend import CONTROL_BUFFER, state_of
+from .collectives import Collectives, PartOf
 from .config import Communication
-from .levels import Levels
 from .opening import DEFAULT, open_collectives
+from .point_to_point import TAG_BASE
 
 _MADE_TAG = TAG_BASE - 1  # of no other message
 _POLL_SECONDS = 0.05
 _NAMED = 8  # ranks of a group, in messages
-# torch's groups belong to the process, and making one is for all ranks. They end with the group of all ranks
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str], Any]] = (
-    WeakKeyDictionary()
-)
 
 
 def blocks_of(mesh: Mesh, axes: Axis | tuple[Axis, ...], length: int) -> list[tuple[int, ...]]:
@@ -45,10 +43,54 @@ def blocks_of(mesh: Mesh, axes: Axis | tuple[Axis, ...], length: int) -> list[tu
     return [ranks[at : at + length] for ranks in groups for at in range(0, len(ranks), length)]
 
 
-class AxisGroups(ABC):
-    """The groups of ranks along the axes of a mesh, for one rank. `on_paper.py` has those of a plan.
+# -- two levels of a group ----------------------------------------------------------------------------------
+#
+# rank = block * L + place     0 1 | 2 3     inside   0 1 / 2 3     the ranks of a block, e.g. of one host
+#                                            across   0 2 / 1 3     the same place in every block
 
-    opened: the collectives so far, those of all ranks first.
+
+@final
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """A group, and the two groups that it consists of. Either may be this rank alone."""
+
+    whole: Collectives
+    inside: Collectives
+    across: Collectives
+
+
+class Split(Protocol):
+    """Opens the levels of a group, with blocks of `length` ranks. **Collective** for all ranks of the mesh."""
+
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        """The ranks of this group and of all similar ones, as numbers in the job. All of them decide alike."""
+
+    def __call__(self, length: int) -> Levels: ...
+
+
+def block_length(hosts: Sequence[int]) -> int:
+    """The number of ranks on every host; 1 where hosts have unequal numbers, or ranks are not in order.
+
+    hosts: For each rank of a group, the number of its host.
+
+    >>> block_length([7, 7, 3, 3])
+    2
+    """
+    starts = [0] + [at for at, (a, b) in enumerate(pairwise(hosts), 1) if a != b]
+    length = len(hosts) // len(starts) if hosts else 1
+    is_even = all(start == at * length for at, start in enumerate(starts))
+    in_order = len(set(hosts)) == len(starts)
+    return length if is_even and in_order and length * len(starts) == len(hosts) else 1
+
+
+# -- the groups of a mesh -----------------------------------------------------------------------------------
+
+
+class AxisGroups(ABC):
+    """The groups of ranks along the axes of a mesh, for one rank. `fake.py` has those of a plan.
+
+    opened: The collectives so far, those of all ranks first.
     """
 
     mesh: Mesh
@@ -57,7 +99,7 @@ class AxisGroups(ABC):
     @property
     @abstractmethod
     def is_everywhere(self) -> bool:
-        """The mesh has all ranks of the job."""
+        """Whether the mesh has all ranks of the job."""
 
     @abstractmethod
     def coordinate(self, axis: Axis) -> int:
@@ -65,24 +107,28 @@ class AxisGroups(ABC):
 
     @abstractmethod
     def along(self, axes: Axis | tuple[Axis, ...], use: str = "") -> Collectives:
-        """The ranks that differ from this one on `axes` only. `use` tells several groups of one axis apart."""
+        """Open the group of the ranks that differ from this one on `axes` only. **Collective.**
+
+        use: Tells several groups of one axis apart.
+        """
 
     @abstractmethod
     def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
-        """The group `whole` as blocks of `length` ranks, which divides it.
+        """Split the group `whole` into blocks of `length` ranks, which divides it. **Collective.**
 
-        whole: the group along `axes`, or one of its equal blocks.
+        whole: The group along `axes`, or one of its equal blocks.
         """
 
     @abstractmethod
     def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
-        """As `along`, of the ranks whose place on the tensor axis is in the same set as this one's."""
+        """As `along`, with the ranks whose place on the tensor axis is in the same set as this one's."""
 
     @abstractmethod
     def shared(self, stages: Sequence[int], *, by_slice: bool = False) -> Collectives | None:
-        """All ranks of several pipeline stages; None where this rank is not one of them.
+        """Open the group of all ranks of several pipeline stages. **Collective.**
 
-        by_slice: only those with the same place on the tensor axis as this rank.
+        Returns None where this rank is not one of them. by_slice: Only those with the same place on the
+        tensor axis as this rank.
         """
 
 
@@ -103,7 +149,7 @@ class BlocksOf:
 
 @final
 class MeshGroups(AxisGroups):
-    """Opens the collectives of one engine. Every method is for all ranks of the mesh, in one order.
+    """Opens the collectives of one engine. All ranks of the mesh call every method, in one order.
 
     torch names a group by how many this process has made, so every rank takes part in making every group.
     """
@@ -183,7 +229,7 @@ class MeshGroups(AxisGroups):
         if len(ranks) == 1 or (len(ranks) == self.mesh.size and not use):
             return self._world
         assert dist.group.WORLD is not None
-        made, key = _groups.setdefault(dist.group.WORLD, {}), (tuple(ranks), use)
+        made, key = state_of(dist.group.WORLD).parts, (tuple(ranks), use)
         if key not in made:
             made[key] = self._new_group(ranks)
         return made[key]

@@ -1,12 +1,12 @@
-"""The log of collectives: the count and the times of each operation and message size, where it is on.
+"""Counts the bytes that a rank sends, and logs the times of its collectives where that is on.
 
     start ──────── begin of the wait ──────── end of the wait, and of the sum of what was received
       └─────────────────── latency ─────────────────────┘
                            └───────── waited ───────────┘
 
-Computation between the start and the wait is part of the latency. So the latency of a collective that is
-overlapped is an upper bound, and its bandwidth a lower one. `waited` is what the collective cost the step.
-On a CUDA device the three moments are events on the current stream, so nothing is synchronized.
+Computation between the start and the wait is part of the latency. So the latency of an overlapped collective
+is an upper bound, and its bandwidth is a lower bound. `waited` is what the collective cost the step. On a
+CUDA device the three moments are events on the current stream, so nothing is synchronized.
 """
 
 from __future__ import annotations
@@ -15,32 +15,98 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 
-from .bandwidth import ALIASES, bus_factor, gbps
-
 log = logging.getLogger("xds")
 
-SAMPLES = 1000  # times that are kept of each operation and size, the last ones
+SAMPLES = 1000  # the number of latest times that are kept for each row
+
+_OTHERS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+_WHOLE = ("broadcast", "reduce", "send", "receive", "barrier")
+
+# the names of other libraries for the same operations
+ALIASES = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_coalesced": "all_gather",
+    "all_gather_object": "all_gather",
+    "allgather_fn": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_fn": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "all_reduce_coalesced": "all_reduce",
+    "inference_all_reduce": "all_reduce",
+    "broadcast_object_list": "broadcast",
+    "monitored_barrier": "barrier",
+    "isend": "send",
+    "recv": "receive",
+    "irecv": "receive",
+    "batch_isend_irecv": "send",
+}
+TRIMMED = 0.1  # the part of measured times that an average leaves out, at each end
+OPERATIONS = ("all_reduce", *_OTHERS, *_WHOLE)
+
+
+class Traffic:
+    """The bytes that one rank sends to the ranks of a group. A group of one rank has none.
+
+    Attributes:
+        sent_bytes: By kind.
+        sent_across_bytes: Those to other hosts, by kind, once `is_across` is known.
+        exact_bytes: By kind, those that compressed messages stand for.
+        is_across: For each rank of the group, whether it is on another host; None if that is not known.
+        counted_as: The kind of all bytes from now on; "" for the kind of each message.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.sent_bytes: dict[str, int] = {}
+        self.sent_across_bytes: dict[str, int] = {}
+        self.exact_bytes: dict[str, int] = {}
+        self.is_across: list[bool] | None = None
+        self.counted_as = ""
+
+    def add_to_all(self, kind: str, sent_bytes: int) -> None:
+        """Count bytes of which each other rank gets the same number."""
+        if self.world_size > 1:
+            is_across = self.is_across
+            num_across = 0 if is_across is None else sum(is_across)
+            self.add(kind, sent_bytes, sent_bytes * num_across // (self.world_size - 1))
+
+    def add_to(self, kind: str, sent_bytes: int, peer: int) -> None:
+        """Count bytes to the rank `peer` of the group."""
+        is_across = self.is_across is not None and self.is_across[peer]
+        self.add(kind, sent_bytes, sent_bytes if is_across else 0)
+
+    def add(self, kind: str, sent_bytes: int, across_bytes: int) -> None:
+        """Count bytes, of which `across_bytes` go to other hosts."""
+        kind = self.counted_as or kind
+        self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent_bytes
+        if self.is_across is not None:
+            self.sent_across_bytes[kind] = self.sent_across_bytes.get(kind, 0) + across_bytes
+
+    def add_exact(self, kind: str, exact_bytes: int) -> None:
+        """Count bytes that a compressed message stands for."""
+        self.exact_bytes[kind] = self.exact_bytes.get(kind, 0) + exact_bytes
+
 
 Moment = Any
 """Seconds of the host, or an event of a device."""
 
 
 class Clock(ABC):
-    """Moments of one kind, and the time between two."""
+    """Takes moments of one kind, and measures the time between two of them."""
 
     @abstractmethod
     def now(self) -> Moment:
-        """This moment."""
+        """The current moment."""
 
     @abstractmethod
     def is_over(self, moment: Moment) -> bool:
-        """The device has reached `moment`."""
+        """Whether the device has reached `moment`."""
 
     @abstractmethod
     def milliseconds(self, start: Moment, end: Moment) -> float:
@@ -90,7 +156,7 @@ class LogOptions:
 
 @dataclass(frozen=True)
 class Key:
-    """What one row counts."""
+    """What the collectives of one row have in common."""
 
     label: str  # the operation; with `debug` also its subject
     operation: str
@@ -109,7 +175,7 @@ class Row:
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
     def add(self, milliseconds: float, waited: float) -> None:
-        """Count one more."""
+        """Count one more collective."""
         self.count += 1
         self.total_milliseconds += milliseconds
         self.waited_milliseconds += waited
@@ -145,12 +211,12 @@ class Timed:
         self._wait: Moment = None
 
     def begin_wait(self) -> None:
-        """This rank begins to wait. Only the first call counts."""
+        """Record that this rank begins to wait. Only the first call counts."""
         if self._wait is None:
             self._wait = self._log.clock.now()
 
     def end(self) -> None:
-        """The collective is complete. Only the first call counts."""
+        """Record that the collective is complete. Only the first call counts."""
         if not self.is_done:
             self.is_done = True
             key = Key(self.label, self.operation, self.size_bytes, self.members)
@@ -163,7 +229,7 @@ class MessageLog:
     """The collectives of all groups of one engine on this rank. Off until `configure` turns it on."""
 
     def __init__(self, rank: int, clock: Clock) -> None:
-        """rank: of all ranks; rank 0 writes the lines of `verbose`."""
+        """rank: The number in the job. Rank 0 writes the lines of `verbose`."""
         self.clock = clock
         self.is_on = False
         self.options = LogOptions()
@@ -172,7 +238,7 @@ class MessageLog:
         self._pending: deque[tuple[Key, Moment, Moment, Moment]] = deque()
 
     def configure(self, options: LogOptions, *, enabled: bool) -> None:
-        """Log from now on as `options` say; or stop, and keep what was logged."""
+        """Log as `options` say from now on. `enabled=False` stops, and keeps what was logged."""
         self.options = options
         self.is_on = enabled
 
@@ -181,27 +247,27 @@ class MessageLog:
         operation: str,
         size_bytes: int,
         members: Sequence[int],
-        subject: Callable[[], str],
+        subject: str,
     ) -> Timed | None:
-        """A collective starts now. None: it is not one of those that are logged.
+        """Start to measure a collective. Returns None if the log leaves it out.
 
         Args:
-            size_bytes: of the whole tensor, see `bus_factor`; the caller may correct it before the end.
-            subject: what the collective is of, e.g. "unit 'blocks.5'"; called with `debug` only.
+            size_bytes: Of the whole tensor, see `bus_factor`.
+            subject: What the collective is of, e.g. "unit 'blocks.5'". It is used with `debug` only.
         """
         options = self.options
         if not options.prof_all and operation not in _canonical(options.prof_ops):
             return None
-        label = f"{operation} | [{subject()}]" if options.debug else operation
+        label = f"{operation} | [{subject}]" if options.debug else operation
         return Timed(self, operation, label, tuple(members), size_bytes)
 
     def ended(self, key: Key, start: Moment, begin_wait: Moment) -> None:
-        """A collective ends now."""
+        """Record that a collective has ended now."""
         self._pending.append((key, start, begin_wait, self.clock.now()))
         self._collect(waits=False)
 
     def rows(self) -> dict[Key, Row]:
-        """What was logged since the last reset, in order of first use. Waits for the device."""
+        """The rows since the last reset, in order of first use. Waits for the device."""
         self._collect(waits=True)
         return dict(self._rows)
 
@@ -250,7 +316,53 @@ def binary_size(size_bytes: int) -> str:
     return f"{round(size_bytes / 1024**power, 2)} {'KMGTPEZY'[power - 1] if power else ''}B"
 
 
+# -- bandwidths, as NVIDIA's nccl-tests define them (doc/PERFORMANCE.md there) -------------------------------
+#
+#    algorithm bandwidth   size / time: how fast the call seems to its caller
+#    bus bandwidth         algorithm bandwidth * factor: how fast each link carries bytes
+
+
+def bus_factor(operation: str, world_size: int) -> float:
+    """The bytes that each rank must send, over the size of the operation.
+
+    The size is that of the whole tensor: what all_gather and gather return, what reduce_scatter and scatter
+    take, all parts of all_to_all on one rank.
+
+    >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("broadcast", 4)
+    (1.5, 0.75, 1.0)
+
+    Raises KeyError: `operation` is none of `OPERATIONS` and `ALIASES`.
+    """
+    operation = ALIASES.get(operation, operation)
+    if operation == "all_reduce":
+        return 2 * (world_size - 1) / world_size
+    if operation in _OTHERS:
+        return (world_size - 1) / world_size
+    if operation in _WHOLE:
+        return 1.0
+    raise KeyError(operation)
+
+
+def gbps(size_bytes: float, milliseconds: float) -> float:
+    """Gigabits (10^9) per second; 0 where no time was measured."""
+    return size_bytes * 8e-6 / milliseconds if milliseconds > 0 else 0.0
+
+
+def trimmed_mean(values: Iterable[float], part: float = TRIMMED) -> float:
+    """The mean without the least and the greatest `part` of the values; 0 of none.
+
+    >>> trimmed_mean([3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 90.0])
+    2.125
+    """
+    ordered = sorted(values)
+    cut = round(len(ordered) * part)
+    kept = ordered[cut : len(ordered) - cut]
+    return sum(kept) / len(kept) if kept else 0.0
+
+
 __all__ = [
+    "ALIASES",
+    "OPERATIONS",
     "Clock",
     "EventClock",
     "HostClock",
@@ -259,6 +371,10 @@ __all__ = [
     "MessageLog",
     "Row",
     "Timed",
+    "Traffic",
     "binary_size",
+    "bus_factor",
     "clock_of",
+    "gbps",
+    "trimmed_mean",
 ]

@@ -1,11 +1,11 @@
-"""Chooses the collectives for a process group and the device of its tensors.
+"""Chooses the backend for a process group and the device of its tensors.
 
 one rank               SingleRank
-gloo, CPU, one machine SharedMemory    where its ranks can map each other's memory
-gloo, CPU, machines    Machines        where one of them has several ranks
-gloo, CPU              PeerToPeer
-gloo, CUDA             Staged          several ranks on one GPU
-else                   Native
+gloo, CPU, one machine SharedMemoryBackend    where its ranks can map each other's memory
+gloo, CPU, machines    MachinesBackend        where one of them has several ranks
+gloo, CPU              GlooBackend
+gloo, CUDA             StagedGlooBackend      several ranks on one GPU
+else                   NcclBackend
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import logging
 import torch
 import torch.distributed as dist
 
+from ..watch.device import Probe
+from .backend import Member, SingleRank, state_of
 from .collectives import Collectives, PartOf, timeout_of
 from .config import Communication
-from .machines import Machines
+from .memory.machines import MachinesBackend
 from .memory.peers import connect
-from .native import Native
-from .point_to_point import PeerToPeer, Staged
-from .shared_memory import SharedMemory
-from .single_rank import SingleRank
+from .memory.shared_memory import SharedMemoryBackend
+from .nccl import NcclBackend
+from .point_to_point import GlooBackend, StagedGlooBackend
 
 log = logging.getLogger("xds")
 DEFAULT = Communication.model_construct()
@@ -31,7 +32,7 @@ STAGED = (
     "gloo sends messages of GPUs through host memory: use it for tests with several ranks on one GPU, and NCCL "
     "for training"
 )
-DEFAULT_TIMEOUT_SECONDS = 600.0  # where torch does not say that of the group
+DEFAULT_TIMEOUT_SECONDS = 600.0  # where torch does not provide that of the group
 
 
 def open_collectives(
@@ -40,44 +41,62 @@ def open_collectives(
     part_of: PartOf | None = None,
     section: Communication = DEFAULT,
 ) -> Collectives:
-    """The collectives for `group` and the device of its tensors. For all ranks of the group.
+    """Return the collectives for `group` and the device of its tensors. **Collective.**
 
     Args:
-        part_of: the collectives of all ranks, if the group is a part of them.
-        section: the same on all ranks.
+        group: None is a group of this rank alone.
+        part_of: The collectives of all ranks, if the group is a part of them.
+        section: The same on all ranks.
     """
     if group is None or group.size() == 1:
-        return SingleRank(device)
+        return Collectives(SingleRank(device))
+    member = member_of(group, device, part_of)
     if dist.get_backend(group) != "gloo":
-        return Native(group, device, part_of)
+        return open_nccl(member, part_of)
     if device.type == "cpu":
-        return _on_host(group, device, part_of, section)
+        return _open_on_host(member, group, part_of, section)
     if group.rank() == 0 and part_of is None:
         log.warning(STAGED)
-    return Staged(group, device, part_of)
+    return Collectives(StagedGlooBackend(member), part_of)
 
 
-def _on_host(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    part_of: PartOf | None,
-    section: Communication,
+def member_of(
+    group: dist.ProcessGroup, device: torch.device, part_of: PartOf | None = None
+) -> Member:
+    """This rank as a member of `group`, with the next number of an engine. **Collective.**"""
+    state = state_of(group)
+    engine, state.num_engines = state.num_engines, state.num_engines + 1
+    ranks = range(group.size()) if part_of is None else part_of.ranks
+    return Member(group, device, group.rank(), ranks, engine)
+
+
+def open_nccl(member: Member, part_of: PartOf | None = None) -> Collectives:
+    """The collectives of torch's own backend, e.g. NCCL."""
+    found = Collectives(NcclBackend(member), part_of)
+    if member.device.type == "cuda":  # waits return before the work is done
+        found.watch.probe = Probe(member.device)
+    return found
+
+
+def _open_on_host(
+    member: Member, group: dist.ProcessGroup, part_of: PartOf | None, section: Communication
 ) -> Collectives:
-    plain = PeerToPeer(group, device, part_of)
+    found = Collectives(GlooBackend(member), part_of)
     if not section.shared_memory:
-        return plain
-    found, why = connect(
-        plain.rank, plain.world_size, lambda mine, what: plain.gather_small(mine, what=what)
-    )
-    if found is None:
-        if why and part_of is None:  # of a part of a group the reason is that of the whole
-            log.warning("%s: %s", NO_SHARED_MEMORY, why)
-        return plain
-    seconds = timeout_of(group, device) or DEFAULT_TIMEOUT_SECONDS
-    if len(set(found.hosts)) == 1:
-        return SharedMemory(group, device, found, seconds, part_of, plain)
-    is_hierarchical = section.hierarchical
-    return Machines(group, device, found, seconds, part_of, plain, is_hierarchical=is_hierarchical)
+        return found
+    neighbours, reason = connect(found)
+    if neighbours is None:
+        if reason and part_of is None:  # the reason of a part of a group is that of the whole group
+            log.warning("%s: %s", NO_SHARED_MEMORY, reason)
+        return found
+    seconds = timeout_of(group, member.device) or DEFAULT_TIMEOUT_SECONDS
+    if len(set(neighbours.hosts)) == 1:
+        found.replace_backend(SharedMemoryBackend(member, neighbours, seconds))
+        return found
+    machines = MachinesBackend(member, neighbours, seconds, is_hierarchical=section.hierarchical)
+    found.replace_backend(machines)
+    found.traffic.is_across = machines.is_across
+    return found
 
 
-__all__ = ["open_collectives"]
+__all__ = ["PartOf", "member_of", "open_collectives", "open_nccl"]

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, final
 if TYPE_CHECKING:
     import torch
 
-    from ..comm.message_log import Timed
-
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 PACKAGES = (
     "ops",
@@ -46,12 +44,11 @@ class Mark:
 
     members: the ranks that take part; None: all.
     numel, dtype: of this rank's input. Seconds are those of time.monotonic; 0 means not yet.
-    timed: its measurement, where collectives are logged.
     """
 
     __slots__ = (
         *("kind", "buffer", "what", "number", "serial"),
-        *("numel", "dtype", "place", "started_seconds", "ended_seconds", "members", "timed"),
+        *("numel", "dtype", "place", "started_seconds", "ended_seconds", "members"),
     )
 
     def __init__(  # noqa: PLR0913
@@ -68,7 +65,6 @@ class Mark:
         self.started_seconds = started_seconds
         self.ended_seconds = 0.0
         self.members: tuple[int, ...] | None = None
-        self.timed: Timed | None = None
 
     @property
     def key(self) -> tuple[str, int, str]:

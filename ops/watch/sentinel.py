@@ -281,11 +281,11 @@ class Sentinel:
         waiting = [
             (entry, watch) for entry in self._engines if (watch := entry.watch()) is not None
         ]
-        found: tuple[WatchedEngine, Watch, tuple[Mark, float]] | None = None
+        found: tuple[WatchedEngine, Watch, tuple[Mark, float, int]] | None = None
         for entry, watch in waiting:
-            now_waits = watch.waiting
-            if now_waits is not None and not watch.is_failing:
-                found = (entry, watch, now_waits)
+            position = watch.position()
+            if position is not None and not watch.is_failing:
+                found = (entry, watch, position)
         seconds = self._wait_stall.update(found and found[2], elapsed_seconds)
         if found is not None:
             self._own_stall.update(None, 0.0)

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 RING_SIZE = 128  # collectives that a rank remembers, unless the config sets another number
 
 
+class Progress(Protocol):
+    """A wait that consists of several ones. `num_done`: How many of them are over."""
+
+    num_done: int
+
+
 class Diagnoser(Protocol):
     """The sentinel's interface for a watch: it requests reports from all ranks."""
 
@@ -54,6 +60,7 @@ class Watch:
         self.open_store = open_store
         self.ring: deque[Mark] = deque(maxlen=RING_SIZE)
         self.waiting: tuple[Mark, float] | None = None  # the current wait, and its begin
+        self._progress: Progress | None = None  # of the current wait
         self.is_failing = False
         self.lost: int | None = None  # a rank that has ended, as another rank reports
         self.waited_seconds = 0.0
@@ -91,9 +98,10 @@ class Watch:
         self.ring.append(mark)
         return mark
 
-    def begin_wait(self, mark: Mark) -> float:
+    def begin_wait(self, mark: Mark, progress: Progress | None = None) -> float:
         """Record that this rank waits in `mark`. Returns the time, for `end_wait`."""
         now = time.monotonic()
+        self._progress = progress
         self.waiting = (mark, now)
         return now
 
@@ -102,6 +110,11 @@ class Watch:
         mark.ended_seconds = now = time.monotonic()
         self.waited_seconds += now - begin_seconds
         self.waiting = None
+
+    def position(self) -> tuple[Mark, float, int] | None:
+        """The current wait, which changes with each message that arrives; None for no wait."""
+        waiting, progress = self.waiting, self._progress
+        return None if waiting is None else (*waiting, progress.num_done if progress else 0)
 
     def step(self) -> None:
         """Record the end of a training step."""

@@ -24,8 +24,8 @@ import xds
 from xds.compression.unit import GradientUnit
 from xds.compression.zeropp.legs import ZeroppChoice, ZeroppLegs
 from xds.launcher import checkpoint as command
-from xds.ops.comm.levels import Levels
-from xds.ops.comm.on_paper import PaperCollectives
+from xds.ops.comm.fake import FakeCollectives
+from xds.ops.comm.mesh_groups import Levels
 from xds.zero import GatheredParameters, get_full_param, set_full_param
 
 LR, DECAY, STEPS = 1e-2, 0.1, 12
@@ -492,7 +492,7 @@ def test_a_nan_in_one_step_does_not_stay_in_the_gaps_of_a_buffer() -> None:
 class Split:
     """Opens blocks of a group of 4 ranks, and notes which."""
 
-    own: PaperCollectives
+    own: FakeCollectives
     groups: tuple[tuple[int, ...], ...]
     opened: list[int] = field(default_factory=list)
 
@@ -505,7 +505,7 @@ class Split:
 def test_pipeline_stages_on_unlike_hosts_open_the_same_groups(hosts: list[int]) -> None:
     opened = []
     for first in (0, 4):
-        own = PaperCollectives(0, 4, ("data",))
+        own = FakeCollectives(0, 4, ("data",))
         own._ranks = tuple(range(first, first + 4))
         split = Split(own, ((0, 1, 2, 3), (4, 5, 6, 7)))
         choice = ZeroppChoice(True, True, True, 1, None)

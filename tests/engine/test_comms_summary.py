@@ -9,7 +9,7 @@ from helpers import run_ranks
 from models import build, micro_batch
 
 import xds
-from xds.ops.comm.bandwidth import bus_factor
+from xds.ops.comm.message_log import bus_factor
 
 
 def train(config: dict[str, Any]) -> tuple[xds.Engine, int]:

@@ -22,7 +22,7 @@ from xds.engine.steps.forecast import Forecast
 from xds.offload import host_sums, lanes, ring, rotation
 from xds.offload.device_memory import DeviceMemory
 from xds.offload.disk import transfers
-from xds.ops.comm.pool import BufferPool
+from xds.ops.pool import BufferPool
 from xds.zero.core import filling
 
 SAMPLES, STEPS = 4, 7

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 import xds
 from xds.offload import homes, host_sums, lanes, reused, rotation, shards
 from xds.offload.lanes import ThreadLane
-from xds.ops.comm.pool import BufferPool
+from xds.ops.pool import BufferPool
 from xds.zero.core import reduction
 from xds.zero.core.flat_params import FlatParams
 from xds.zero.core.local_sum import LocalSum

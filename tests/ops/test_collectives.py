@@ -14,18 +14,18 @@ import torch.distributed as dist
 from helpers import run_processes
 from torch import Tensor
 
+from xds.ops.comm.backend import SingleRank
 from xds.ops.comm.collectives import Collectives
 from xds.ops.comm.config import Communication
 from xds.ops.comm.memory.operations import KINDS as DTYPES
-from xds.ops.comm.native import Native
-from xds.ops.comm.opening import open_collectives
-from xds.ops.comm.point_to_point import PeerToPeer
-from xds.ops.comm.shared_memory import SharedMemory
-from xds.ops.comm.single_rank import SingleRank
+from xds.ops.comm.memory.shared_memory import SharedMemoryBackend
+from xds.ops.comm.nccl import NcclBackend
+from xds.ops.comm.opening import member_of, open_collectives, open_nccl
+from xds.ops.comm.point_to_point import GlooBackend
 from xds.ops.libraries import open_plain
 
 CPU = torch.device("cpu")
-KINDS = {"memory": SharedMemory, "messages": PeerToPeer, "native": Native}
+KINDS = {"memory": SharedMemoryBackend, "messages": GlooBackend, "native": NcclBackend}
 NUMELS = (1, 7, 1000, 20_000)  # copied when it is sent, and read in place
 
 
@@ -34,10 +34,10 @@ def opened(kind: str) -> Collectives:
     group = dist.group.WORLD
     assert group is not None
     section = Communication(shared_memory=kind == "memory")
-    found = (
-        Native(group, CPU) if kind == "native" else open_collectives(group, CPU, section=section)
-    )
-    assert type(found) is KINDS[kind]
+    if kind == "native":
+        return open_nccl(member_of(group, CPU))
+    found = open_collectives(group, CPU, section=section)
+    assert type(found.backend) is KINDS[kind]
     return found
 
 
@@ -130,7 +130,7 @@ def test_values_and_bytes_of_every_kind(world: int) -> None:
 
 def test_one_rank_sends_nothing() -> None:
     collectives = open_collectives(None, CPU)
-    assert isinstance(collectives, SingleRank)
+    assert isinstance(collectives.backend, SingleRank)
     out, full = torch.zeros(4), torch.zeros(4)
     collectives.reduce_scatter(torch.ones(4), out, add=True, buffer=0, kind="reduce").wait()
     collectives.all_gather(full, out, buffer=0, kind="gather").wait()

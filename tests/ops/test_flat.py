@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xds.ops.comm.pool import BufferPool
 from xds.ops.flat import CHUNK_NUMEL, align_up, chunks, overlap, sum_in_order
+from xds.ops.pool import BufferPool
 
 CPU = torch.device("cpu")
 

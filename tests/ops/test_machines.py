@@ -17,10 +17,10 @@ from runs import config
 import xds
 from xds.ops.comm.collectives import Collectives
 from xds.ops.comm.config import Communication
-from xds.ops.comm.in_order import InOrder
-from xds.ops.comm.machines import Machines
-from xds.ops.comm.opening import open_collectives
-from xds.ops.comm.point_to_point import PeerToPeer
+from xds.ops.comm.memory.machines import MachinesBackend
+from xds.ops.comm.opening import member_of, open_collectives
+from xds.ops.comm.point_to_point import GlooBackend
+from xds.ops.comm.threads import OrderedThreads
 from xds.ops.watch import watch
 
 CPU = torch.device("cpu")
@@ -40,14 +40,14 @@ PAIRS = [
 ]
 
 
-def both(layout: str, *, is_hierarchical: bool = True) -> tuple[Machines, PeerToPeer]:
+def both(layout: str, *, is_hierarchical: bool = True) -> tuple[Collectives, Collectives]:
     group = dist.group.WORLD
     assert group is not None
     section = Communication.model_validate({"hierarchical": is_hierarchical})
     with placed(layout):
         found = open_collectives(group, CPU, section=section)
-    assert isinstance(found, Machines)
-    plain = PeerToPeer(group, CPU)
+    assert isinstance(found.backend, MachinesBackend)
+    plain = Collectives(GlooBackend(member_of(group, CPU)))
     plain.set_hosts([ord(letter) for letter in layout])
     return found, plain
 
@@ -280,7 +280,7 @@ def test_a_rank_that_ends_is_noticed_on_all_machines(tmp_path: Path) -> None:
 
 
 def test_jobs_of_a_key_run_in_order_and_others_meanwhile() -> None:
-    jobs, free, seen = InOrder("xds-test"), threading.Event(), []
+    jobs, free, seen = OrderedThreads("xds-test"), threading.Event(), []
 
     def blocked() -> None:
         free.wait(10)

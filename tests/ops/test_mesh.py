@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 
-from xds.ops.comm.levels import block_length
-from xds.ops.comm.mesh_groups import MeshGroups
+from xds.ops.comm.mesh_groups import MeshGroups, block_length
 from xds.ops.comm.opening import open_collectives
 from xds.ops.mesh import AXES, Coordinates, Mesh
 

@@ -10,11 +10,19 @@ import torch
 import torch.distributed as dist
 from helpers import run_processes
 
-from xds.ops.comm.bandwidth import ALIASES, OPERATIONS, bus_factor, gbps
 from xds.ops.comm.collectives import Collectives
-from xds.ops.comm.message_log import Clock, LogOptions, MessageLog, binary_size
-from xds.ops.comm.native import Native
-from xds.ops.comm.opening import open_collectives
+from xds.ops.comm.message_log import (
+    ALIASES,
+    OPERATIONS,
+    Clock,
+    LogOptions,
+    MessageLog,
+    binary_size,
+    bus_factor,
+    gbps,
+)
+from xds.ops.comm.nccl import NcclBackend
+from xds.ops.comm.opening import member_of, open_collectives, open_nccl
 
 CPU = torch.device("cpu")
 
@@ -45,7 +53,9 @@ def call_all(collectives: Collectives) -> None:
     collectives.reduce_scatter(flat, shard, add=False, buffer=0, kind="reduce").wait()
     collectives.all_reduce(torch.zeros(10), what="x", kind="tensor").wait()
     collectives.sum(torch.zeros(3), what="x", kind="tensor")
-    uneven = 0 if isinstance(collectives, Native) else 1  # gloo's own takes equal parts alone
+    uneven = (
+        0 if isinstance(collectives.backend, NcclBackend) else 1
+    )  # gloo's own takes equal parts alone
     parts = [torch.zeros(2 + uneven * peer) for peer in range(world)]
     outs = [torch.zeros(2 + uneven * rank) for _ in range(world)]
     collectives.all_to_all(outs, parts, what="x", kind="tokens").wait()
@@ -61,7 +71,7 @@ def call_all(collectives: Collectives) -> None:
 def logged(native: bool, options: LogOptions | None) -> dict[tuple[str, int, int], int]:
     group = dist.group.WORLD
     assert group is not None
-    collectives = Native(group, CPU) if native else open_collectives(group, CPU)
+    collectives = open_nccl(member_of(group, CPU)) if native else open_collectives(group, CPU)
     log = collectives.message_log
     if options is not None:
         log.configure(options, enabled=True)
@@ -125,8 +135,8 @@ def test_moments_of_a_device_are_read_when_they_are_over(caplog: pytest.LogCaptu
     clock = Ticks()
     log = MessageLog(0, clock)
     log.configure(LogOptions(verbose=True), enabled=True)
-    first = log.start("all_reduce", 2048, (0, 1), lambda: "x")
-    second = log.start("broadcast", 0, (0, 1), lambda: "x")
+    first = log.start("all_reduce", 2048, (0, 1), "x")
+    second = log.start("broadcast", 0, (0, 1), "x")
     assert first is not None
     assert second is not None
     first.begin_wait()

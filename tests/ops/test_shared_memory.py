@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from helpers import run_new_ranks, run_processes
 
-from xds.ops.comm.collectives import PartOf
+from xds.ops.comm.collectives import Collectives, PartOf
 from xds.ops.comm.memory import segment
 from xds.ops.comm.memory.operations import InMemory
+from xds.ops.comm.memory.shared_memory import SharedMemoryBackend
 from xds.ops.comm.opening import open_collectives
-from xds.ops.comm.shared_memory import SharedMemory
 from xds.ops.watch import watch
 from xds.utils.errors import BuildError, PeerError, UsageError
 
@@ -33,10 +33,10 @@ LARGE = 40_000  # elements: peers read them where they are
 MAX_ENTRIES = 1024  # as in segment.h
 
 
-def opened(timeout_seconds: float = 60.0) -> SharedMemory:
+def opened(timeout_seconds: float = 60.0) -> Collectives:
     found = open_collectives(dist.group.WORLD, CPU)
-    assert isinstance(found, SharedMemory)
-    found._memory._timeout_seconds = timeout_seconds
+    assert isinstance(found.backend, SharedMemoryBackend)
+    found.backend.memory._timeout_seconds = timeout_seconds
     return found
 
 
@@ -48,28 +48,28 @@ def failure(do: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def start_sum(shared: SharedMemory, flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def start_sum(shared: Collectives, flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
     out = torch.zeros(LARGE)
     return out, shared.reduce_scatter(flat, out, add=False, buffer=0, kind="sum")
 
 
-def near(shared: SharedMemory, value: float) -> torch.Tensor:
+def near(shared: Collectives, value: float) -> torch.Tensor:
     return shared.empty(LARGE * shared.world_size, torch.float32).fill_(value)
 
 
-def sum_of(shared: SharedMemory) -> torch.Tensor:
+def sum_of(shared: Collectives) -> torch.Tensor:
     out, handle = start_sum(shared, near(shared, 1.0))
     handle.wait()
     return out
 
 
-def pids(shared: SharedMemory) -> list[int]:
+def pids(shared: Collectives) -> list[int]:
     return [int(pid) for pid in shared.gather_small(torch.tensor([os.getpid()])).flatten()]
 
 
 # -- ranks that cannot share memory -------------------------------------------------------------------------
 
-MESSAGES = "PeerToPeer"
+MESSAGES = "GlooBackend"
 
 
 class Lines(logging.Handler):
@@ -97,7 +97,7 @@ def sums_after(arrange: Callable[[int], None]) -> tuple[str, list[str], bool]:
     flat, out = torch.ones(80_000), torch.zeros(40_000)
     for one in (first, part):
         one.reduce_scatter(flat, out, add=True, buffer=1, kind="sum").wait()
-    return type(first).__name__, lines.texts, bool((out == 2 * group.size()).all())
+    return type(first.backend).__name__, lines.texts, bool((out == 2 * group.size()).all())
 
 
 def _refused(*_: Any) -> Any:
@@ -156,11 +156,11 @@ def ended(heard: Path) -> None:
     assert group is not None
     without_names_of_calls(group.rank())
     found = open_collectives(group, CPU)
-    assert isinstance(found, SharedMemory)
+    assert isinstance(found.backend, SharedMemoryBackend)
     found.barrier()
     if group.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    _, handle = found.start_gather_small(torch.ones(1))
+    _, handle = found.backend.start_gather_small(torch.ones(1), 0)
     assert isinstance(handle, InMemory)
     heard.write_text(str(handle.settle()))
 
@@ -181,7 +181,7 @@ def fill_up(folder: str) -> list[str]:
     group = dist.group.WORLD
     assert group is not None
     found, told = open_collectives(group, CPU), []
-    assert isinstance(found, SharedMemory)
+    assert isinstance(found.backend, SharedMemoryBackend)
 
     def send(flat: torch.Tensor) -> None:
         out = torch.zeros(flat.numel() // 2)

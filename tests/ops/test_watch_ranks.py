@@ -26,8 +26,7 @@ import xds
 from xds.engine.process.process import join
 from xds.ops.comm.collectives import ACCESS_BUFFER
 from xds.ops.comm.mesh_groups import MeshGroups
-from xds.ops.comm.native import Native
-from xds.ops.comm.opening import open_collectives
+from xds.ops.comm.opening import member_of, open_collectives, open_nccl
 from xds.ops.mesh import Mesh
 from xds.ops.watch.config import WatchConfig
 from xds.ops.watch.diagnosis import GONE
@@ -177,7 +176,7 @@ def wait_in_a_barrier_alone(folder: str) -> dict[str, Any]:
     """Rank 0 is in a barrier that rank 1 never joins."""
     group = dist.group.WORLD
     assert group is not None
-    collectives, flat = Native(group, torch.device("cpu")), torch.zeros(8)
+    collectives, flat = open_nccl(member_of(group, torch.device("cpu"))), torch.zeros(8)
     collectives.barrier()
     if collectives.rank == 0:
         return outcome_of(collectives.barrier)
@@ -410,7 +409,7 @@ def never_raise(folder: str) -> None:
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error{engine.global_rank}.json"
     one_step(engine, 0)
     if engine.global_rank == 1:
-        watch = engine._sharded.collectives._watch
+        watch = engine._sharded.collectives.watch
         watch.begin_wait(watch.start("all_gather", 0))
     while not Path(folder, "error1.json").exists():
         time.sleep(0.1)

@@ -345,12 +345,12 @@ def call_all(device_type: str, dtype: torch.dtype) -> dict[str, Any]:
         group.receive(found["message"], 0, number=4, what="x").wait()
     group.barrier()
     host = {name: value.cpu() for name, value in found.items()}
-    return {"values": host, "sent": group.sent_bytes, "kind": type(group).__name__}
+    return {"values": host, "sent": group.sent_bytes, "kind": type(group.backend).__name__}
 
 
 def assert_equal(found: list[dict[str, Any]], on_cpu: list[dict[str, Any]]) -> None:
     for here, there in zip(found, on_cpu, strict=True):
-        assert (here["kind"], there["kind"]) == ("Staged", "PeerToPeer")
+        assert (here["kind"], there["kind"]) == ("StagedGlooBackend", "GlooBackend")
         assert here["sent"] == there["sent"]
         assert {*here["values"]} == {*there["values"]}
         for name, value in here["values"].items():

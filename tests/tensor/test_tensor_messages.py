@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import xds
 from xds.offload import activations
-from xds.ops.comm import light_thread
+from xds.ops.comm import threads
+from xds.ops.comm.exchange import EqualParts
 from xds.ops.comm.handles import Handle
-from xds.ops.comm.light_thread import LightThread
-from xds.ops.comm.parts import EqualParts
+from xds.ops.comm.threads import LightThread
 from xds.pipe import channel
 from xds.pipe.weight_grads import WeightGrads
 from xds.tensor import compiled, overlap, partition
@@ -66,7 +66,7 @@ def train_mlps(tensor: int, stage: int) -> tuple[list[runs.Step], list[str], int
     config = runs.config(stage, params={"eps": 1e-3}, clip=0.01, tensor_parallel=section)
     config["zero_optimization"] = {"stage": stage}
     engine = xds.initialize(Mlps(), config)
-    found, before, ring = [], 0, engine._sharded.collectives._watch.ring
+    found, before, ring = [], 0, engine._sharded.collectives.watch.ring
     for step in range(4):  # the first three compare their batches
         before = engine.bytes_sent().get("tensor sums", 0)
         ring.clear()
@@ -303,7 +303,7 @@ def test_a_forked_process_gets_a_thread_of_its_own(monkeypatch: pytest.MonkeyPat
 def test_the_thread_ends_without_a_process_group_and_the_next_job_starts_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(light_thread, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(threads, "IDLE_SECONDS", 0.01)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     thread, seen = LightThread(), []
     for _ in range(2):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.collectives import Bounds, Collectives
-from ...ops.comm.json_values import exchange
+from ...ops.comm.exchange import all_gather_json
 from ...ops.flat import numel_of
 from ...utils.errors import UsageError
 from ..core.groups import FlatGroups
@@ -45,7 +45,7 @@ def all_names(groups: FlatGroups, own: Iterable[tuple[list[str], Tensor]]) -> di
     mine = [(groups.names.get(id(tensor), names[0]), names) for names, tensor in own]
     is_first = groups.is_first
     found: dict[str, list[str]] = {}
-    for stage in exchange(groups.world, mine if is_first else [], "the names of a model"):
+    for stage in all_gather_json(groups.world, mine if is_first else [], "the names of a model"):
         for first, names in stage:
             known = found.setdefault(first, [first])
             known += [name for name in names if name not in known]
@@ -105,7 +105,7 @@ def _sources(
         else:
             rows.append([name, name, [], "", _as_json(value)])
     is_first = groups.is_first
-    tables = exchange(groups.world, rows if is_first else [], "the names of a state dict")
+    tables = all_gather_json(groups.world, rows if is_first else [], "the names of a state dict")
     ranks: dict[str, int] = {}
     found: dict[str, _Source] = {}
     for rank, table in enumerate(tables):

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ...ops.comm.json_values import exchange
+from ...ops.comm.exchange import all_gather_json
 from ...ops.flat import numel_of
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
@@ -362,7 +362,7 @@ def _agree(groups: FlatGroups, match: Match, failure: UsageError | None) -> None
         UsageError: on every rank: one could not read the weights.
     """
     mine = [str(failure or ""), match.missing, match.shapes]
-    found = exchange(groups.world, mine, "whether weights fit")
+    found = all_gather_json(groups.world, mine, "whether weights fit")
     failed = [rank for rank, (text, *_) in enumerate(found) if text]
     if failed:
         raise failure or UsageError(f"rank {failed[0]}: {found[failed[0]][0]}")

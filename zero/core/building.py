@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ...offload.homes import Homes
-from ...ops.comm.agreeing import agree, agreeing
-from ...ops.comm.pool import BufferPool
+from ...ops.comm.exchange import agree, agreeing
 from ...ops.flat import numel_of
+from ...ops.pool import BufferPool
 from ...utils.errors import UsageError
 from .discover import UnitPlan, plan_units
 from .flat_grads import FlatGrads

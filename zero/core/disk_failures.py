@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...offload.homes import Homes
-from ...ops.comm.agreeing import agree
 from ...ops.comm.collectives import Collectives
+from ...ops.comm.exchange import agree
 from ...utils.errors import XdsError
 
 

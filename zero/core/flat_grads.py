@@ -23,7 +23,7 @@ from ...compression.reducer import ExactReducer
 from ...offload.homes import Home
 from ...offload.host_sums import SumHome
 from ...ops.comm.handles import Handle
-from ...ops.comm.pool import BufferPool
+from ...ops.pool import BufferPool
 from .arrivals import Arrivals
 from .groups import FlatGroup, buffer_of
 from .layout import FlatLayout

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ...compression.sender import ParameterSender
+from ...ops.comm.backend import SharedFlat
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle
-from ...ops.comm.shared_flat import SharedFlat
 from ...utils.errors import UsageError
 from .layout import FlatLayout
 

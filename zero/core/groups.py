@@ -22,7 +22,7 @@ from torch import nn
 
 from ...compression.legs import Buffer, Legs
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.levels import Levels
+from ...ops.comm.mesh_groups import Levels
 from ...ops.flat import numel_of
 from ...ops.mesh import Mesh
 from .layout import Box, FlatLayout

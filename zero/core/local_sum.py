@@ -19,7 +19,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from ...ops.comm.pool import BufferPool
+from ...ops.pool import BufferPool
 from .flat_memory import views_in
 from .layout import FlatLayout
 

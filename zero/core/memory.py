@@ -8,7 +8,7 @@ from typing import final
 from torch import Tensor
 
 from ...offload.shards import Shard
-from ...ops.comm.pool import BufferPool
+from ...ops.pool import BufferPool
 from .flat_grads import FlatGrads
 from .groups import FlatGroups
 from .policy import master_dtype

@@ -12,8 +12,8 @@ from typing import final
 
 import torch
 
-from ...ops.comm.agreeing import agree
 from ...ops.comm.collectives import Collectives
+from ...ops.comm.exchange import agree
 from ...ops.fingerprint import fingerprint
 from ...utils.errors import UsageError
 from .flat_params import FlatParams

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...offload.homes import Homes
-from ...ops.comm.agreeing import agree
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.json_values import exchange
-from ...ops.comm.pool import BufferPool
+from ...ops.comm.exchange import agree, all_gather_json
+from ...ops.pool import BufferPool
 from ...utils.errors import UsageError, XdsError
 from ..config import ZeroConfig
 from .agreement import Agreement
@@ -90,7 +89,7 @@ class ShardedModel:
         self._shared = [flat for flat in flats if flat.memory.is_shared]
         # some ranks may have no buffer that is shared: a pipeline stage that is frozen, a slice without copies
         self._any_shares = shares_params and any(
-            exchange(self.collectives, bool(self._shared), "which ranks share parameters")
+            all_gather_json(self.collectives, bool(self._shared), "which ranks share parameters")
         )
         self._unchanged = Unchanged(model, flats, groups.keys(), self.backwards)
         self._num_checked = {True: 0, False: 0}  # forwards, of training and of evaluation

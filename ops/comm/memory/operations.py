@@ -1,10 +1,10 @@
 """Operations in shared memory: their start, their handle, and what happens when a peer does not take part.
 
 start ──> handle ──wait──> done
-                   ├─ its process ended, or it stopped waiting ─┐
-                   └─ the timeout is over ──────────────────────┴─> PeerError, and peers fail as well
+                   ├─ a peer's process ended, or it stopped waiting ─┐
+                   └─ the timeout is over ───────────────────────────┴─> Lost, and peers fail as well
 
-Threads may start operations at once, and wait for different ones. Two may not wait for the same one.
+Threads may start operations at once, and wait for different ones. Two threads may not wait for the same one.
 """
 
 from __future__ import annotations
@@ -19,21 +19,15 @@ import torch
 from torch import Tensor
 
 from ....utils.errors import UsageError
-from ...watch import Mark, Watch
-from ..handles import Done, Handle
-from .library import DONE as IS_DONE
-from .library import ENDED, LEFT, NO_MEMORY, PENDING, SIZE_DIFFERS
+from ..handles import Handle, Lost, Messages
 from .peers import Neighbours
-from .segment import Segment
+from .segment import DONE, ENDED, LEFT, NO_MEMORY, PENDING, SIZE_DIFFERS, Segment
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # as in sums.h
 SLICE_NS = 200_000_000  # the longest time without a look at signals
 SPIN_NS = 100_000  # before a process sleeps
 YIELD_NS = 20_000  # the same with fewer cores than threads
 MOST_SECONDS = 1.0  # of a wait between two looks at the clock: in the rest this process was stopped
-DONE = Done()
-
-Messages = Sequence[tuple[int, Tensor]]  # rank in the group, contiguous tensor
 
 
 def can_sum(part: torch.dtype, out: torch.dtype) -> bool:
@@ -47,10 +41,9 @@ class GroupOperations:
     """The operations of one group on this rank."""
 
     def __init__(
-        self, neighbours: Neighbours, watch: Watch, ranks: Sequence[int], timeout_seconds: float
+        self, neighbours: Neighbours, ranks: Sequence[int], timeout_seconds: float
     ) -> None:
-        """ranks: of the group, among all ranks."""
-        self.watch = watch
+        """ranks: The numbers in the job of the ranks of the group."""
         self.native = neighbours.segment.native
         self._neighbours = neighbours  # the group is closed with it
         self._group = neighbours.handle
@@ -65,31 +58,26 @@ class GroupOperations:
 
     def start(
         self,
-        mark: Mark,
         function: Callable[..., Any],
         arguments: tuple[Any, ...],
         kept: tuple[Any, ...],
         finish: Callable[[], None] | None = None,
     ) -> InMemory:
-        """Start `function` of the library. kept: the memory that it reads and writes."""
-        self.check(mark)
+        """Start `function` of the library. kept: The memory that it reads and writes. Raises `Lost`."""
+        self.check_owner()
+        if self._failure:
+            raise self.lost(self._failure, self._about)
         segment = self._neighbours.segment
         if segment.dropped:
             _forget_dropped(segment)
         try:
             operation = function(self._group, *arguments)
             if operation is None:
-                operation = self._retry(mark, function, arguments)
-            return InMemory(self, mark, operation, kept, finish)
+                operation = self._retry(function, arguments)
+            return InMemory(self, operation, kept, finish)
         except BaseException:  # of the handler of a signal: the operation may be in flight
             segment.interrupted.append((self, kept))
             raise
-
-    def check(self, mark: Mark) -> None:
-        """Raises PeerError: the group has failed. Raises UsageError: see `check_owner`."""
-        self.check_owner()
-        if self._failure:
-            raise self.failed(mark, self._failure, self._about)
 
     @property
     def is_own(self) -> bool:
@@ -114,7 +102,6 @@ class GroupOperations:
 
     def transfer(
         self,
-        mark: Mark,
         key: int,
         receives: Messages,
         sends: Messages,
@@ -123,15 +110,15 @@ class GroupOperations:
         """Messages to and from single ranks, of contiguous tensors."""
         tables = [_table([(peer, _place(t), t.nbytes) for peer, t in m]) for m in (sends, receives)]
         arguments = (key, len(sends), tables[0], len(receives), tables[1])
-        return self.start(mark, self.native.transfer, arguments, (receives, sends), finish)
+        return self.start(self.native.transfer, arguments, (receives, sends), finish)
 
-    def all_gather(self, mark: Mark, key: int, flat: Tensor, shard: Tensor) -> InMemory:
+    def all_gather(self, key: int, flat: Tensor, shard: Tensor) -> InMemory:
         """Each rank's `shard` becomes its part of the others' `flat`; see `Collectives.all_gather`."""
         arguments = (key, _place(shard), _place(flat), shard.nbytes)
-        return self.start(mark, self.native.all_gather, arguments, (flat, shard))
+        return self.start(self.native.all_gather, arguments, (flat, shard))
 
     def gather_parts(
-        self, mark: Mark, key: int, posted: Tensor, copies: Sequence[Sequence[int]], kept: Any
+        self, key: int, posted: Tensor, copies: Sequence[Sequence[int]], kept: Any
     ) -> InMemory:
         """Post a tensor; copy parts of what each peer posts.
 
@@ -139,11 +126,10 @@ class GroupOperations:
             the order of peers, and some of each peer.
         """
         arguments = (key, _place(posted), posted.nbytes, len(copies), _table(copies))
-        return self.start(mark, self.native.gather_parts, arguments, (posted, kept))
+        return self.start(self.native.gather_parts, arguments, (posted, kept))
 
     def sum(
         self,
-        mark: Mark,
         key: int,
         flat: Tensor,
         parts: Sequence[tuple[int, Tensor]],
@@ -159,11 +145,11 @@ class GroupOperations:
         table = _table([(begins, out.numel(), _place(out)) for begins, out in parts])
         kinds = KINDS[flat.dtype], KINDS[parts[0][1].dtype]
         arguments = (key, _place(flat), flat.numel(), *kinds, add, copies, len(parts), table)
-        return self.start(mark, self.native.sum, arguments, (flat, parts), finish)
+        return self.start(self.native.sum, arguments, (flat, parts), finish)
 
-    def _retry(self, mark: Mark, function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
-        """Too many messages are unread: wait until peers have read some."""
-        begin_seconds, operation, clock = self.watch.begin_wait(mark), None, Clock()
+    def _retry(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
+        """Wait until peers have read some messages, because too many are unread, and start the operation."""
+        operation, clock = None, Clock()
         while operation is None:
             time.sleep(0.001)
             self.native.progress()
@@ -171,12 +157,11 @@ class GroupOperations:
             if operation is None and clock.seconds() > self._timeout_seconds:
                 about = self.native.first_reader(self._group)
                 rank = self._ranks[about] if about >= 0 else None
-                raise self.failed(mark, f"Timed out: rank {rank} reads no messages", rank)
-        self.watch.end_wait(mark, begin_seconds)
+                raise self.lost(f"Timed out: rank {rank} reads no messages", rank)
         return int(operation)
 
     def explain(self, status: int, operation: int) -> tuple[str, int | None]:
-        """Why an operation failed, and the rank, among all ranks, that it is about."""
+        """Why an operation failed, and the number in the job of the rank that this is about."""
         about = self.native.about(operation)
         rank = self._ranks[about] if about >= 0 else None
         reason = {
@@ -189,21 +174,24 @@ class GroupOperations:
         return reason, None if status == NO_MEMORY else rank
 
     def is_out_of_time(self, clock: Clock) -> bool:
-        """A wait has lasted for the timeout, or the group has failed already."""
+        """Whether a wait has lasted for the timeout, or the group has failed already."""
         return bool(self._failure) or clock.seconds() > self._timeout_seconds
 
-    def failed(self, mark: Mark, reason: str, rank: int | None) -> Exception:
-        """The error to raise. Peers that wait for this rank in the group fail as well; it does not recover."""
+    def lost(self, reason: str, rank: int | None) -> Lost:
+        """Leave the group, which does not recover.
+
+        Returns the error; ranks that wait for this one fail as well.
+        """
         if not self._failure:
             self._failure, self._about = reason, rank
             self.native.leave_group(self._group)  # now: they have a report to write as well
             _forget_dropped(self._neighbours.segment)
-        return self.watch.failed(mark, RuntimeError(reason), rank)
+        return Lost(reason, rank)
 
 
 @final
 class Clock:
-    """Seconds of waiting since it was made. Time in which this process was stopped does not count."""
+    """Counts seconds of waiting, without the time in which this process was stopped."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -252,13 +240,11 @@ class InMemory(Handle):
     def __init__(
         self,
         of: GroupOperations,
-        mark: Mark,
         operation: int,
         kept: tuple[Any, ...],
         finish: Callable[[], None] | None,
     ) -> None:
         self._of = of
-        self._mark = mark
         self._operation = operation
         self._kept = kept
         self._finish = finish
@@ -272,27 +258,15 @@ class InMemory(Handle):
             self._of.keep(self._operation, self._kept)
 
     def wait(self) -> None:
-        operation = self._operation
-        if operation:
-            self._complete(operation)
+        failure = self.settle()
+        if failure is not None:
+            raise self._of.lost(*failure)
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
-        if operation and self._mark.timed is not None:
-            self._mark.timed.end()
-
-    def _complete(self, operation: int) -> None:
-        of, mark = self._of, self._mark
-        if mark.timed is not None:
-            mark.timed.begin_wait()
-        begin_seconds = of.watch.begin_wait(mark)
-        failure = self.settle()
-        if failure is not None:
-            raise of.failed(mark, *failure)
-        of.watch.end_wait(mark, begin_seconds)
 
     def settle(self) -> tuple[str, int | None] | None:
-        """Wait, in any thread. Returns why it failed, and the rank that this is about; None: it is done."""
+        """Wait, in any thread. Returns why it failed and the rank that this is about, or None."""
         of, operation = self._of, self._operation
         if not operation:
             return None
@@ -302,7 +276,7 @@ class InMemory(Handle):
             clock = Clock()
             while status == PENDING and not of.is_out_of_time(clock):
                 status = of.native.wait(operation, SLICE_NS, of.spin_ns, of.yields)
-        failure = None if status == IS_DONE else of.explain(status, operation)
+        failure = None if status == DONE else of.explain(status, operation)
         self._operation = 0
         of.native.quick.end(operation)
         self._kept = ()
@@ -324,4 +298,4 @@ def _table(rows: Sequence[Sequence[int]]) -> Any:
     return (c_int64 * len(flat))(*flat)
 
 
-__all__ = ["DONE", "KINDS", "Clock", "GroupOperations", "InMemory", "can_sum"]
+__all__ = ["KINDS", "Clock", "GroupOperations", "InMemory", "can_sum"]

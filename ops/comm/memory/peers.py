@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import c_void_p
 from typing import final
 
 import torch
-from torch import Tensor
 
-from ..hosts import host_key
+from ..collectives import Collectives
+from ..exchange import host_key
 from .segment import NoSegment, Segment, segment
-
-Gather = Callable[[Tensor, str], Tensor]  # [n] int64 and a subject for messages -> [world_size, n]
 
 MAX_RANKS = 256  # as in segment.h
 _WHAT = "shared memory"
@@ -32,9 +30,9 @@ _FINE, _NOT_OPENED, _NO_SEGMENT = range(3)
 
 @final
 class Neighbours:
-    """A group of which this process has mapped the segments: the ranks on its machine. Closed with the object.
+    """The ranks of a group on this machine, whose segments this process has mapped. Closed with the object.
 
-    ranks: those on this machine, this one too. hosts: for each rank, the lowest rank on its machine.
+    ranks: The ranks on this machine, with this one. hosts: For each rank, the lowest rank on its machine.
     """
 
     def __init__(
@@ -47,20 +45,20 @@ class Neighbours:
         weakref.finalize(self, _close, found, handle).atexit = False
 
 
-def connect(rank: int, size: int, gather: Gather) -> tuple[Neighbours | None, str]:
-    """For all ranks of a group: whom this one shares memory with. Where any rank fails, all get None.
+def connect(collectives: Collectives) -> tuple[Neighbours | None, str]:
+    """Find the ranks that share memory with this one. **Collective.** If any rank fails, all ranks get None.
 
-    Returns: the neighbours; and why there are none, on the one rank that is to tell it.
+    Returns: The neighbours; and the reason why there are none, on the one rank that logs it.
     """
     own, why = None, ""
     try:
         own = segment()
     except NoSegment as error:
         why = str(error)
-    handles: list[int | None] = [None] * size
+    handles: list[int | None] = [None] * collectives.world_size
     found = None
     try:
-        found, why = _connect(rank, size, gather, own, why, handles)
+        found, why = _connect(collectives, own, why, handles)
     finally:
         if found is None and own is not None:
             for peer in filter(None, handles):
@@ -69,14 +67,13 @@ def connect(rank: int, size: int, gather: Gather) -> tuple[Neighbours | None, st
 
 
 def _connect(
-    rank: int,
-    size: int,
-    gather: Gather,
+    collectives: Collectives,
     own: Segment | None,
     why: str,
     handles: list[int | None],
 ) -> tuple[Neighbours | None, str]:
     """As `connect`. `handles` gets the peers that are mapped, by rank."""
+    rank, size = collectives.rank, collectives.world_size
     token = own.token if own is not None else (0, 0)
     mine = [host_key(), os.getpid(), own.fd if own else -1, *map(_signed, token)]
     mine += [
@@ -84,7 +81,7 @@ def _connect(
         _signed(int.from_bytes(os.urandom(8), "big")),
         os.getuid(),
     ]
-    table = gather(torch.tensor(mine), _WHAT).tolist()
+    table = collectives.gather_small(torch.tensor(mine), what=_WHAT).tolist()
     hosts = [next(at for at, row in enumerate(table) if row[0] == one[0]) for one in table]
     ranks = [at for at in range(size) if hosts[at] == hosts[rank]]
     if len(set(hosts)) == size:
@@ -99,7 +96,7 @@ def _connect(
     elif own is not None:
         why = f"the group has {size} ranks, more than {MAX_RANKS}"
     state = _FINE if not why else _NO_SEGMENT if own is None else _NOT_OPENED
-    states = gather(torch.tensor([state]), _WHAT).flatten().tolist()
+    states = collectives.gather_small(torch.tensor([state]), what=_WHAT).flatten().tolist()
     if any(states):
         # a rank without a segment knows more than one that does not find it
         teller = states.index(max(states))

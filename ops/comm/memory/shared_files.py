@@ -10,18 +10,15 @@ import ctypes
 import faulthandler
 import os
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..shared_flat import SharedFlat
-from .library import Native
+from ..backend import Gather, SharedFlat
 from .peers import Neighbours
-from .segment import NoSegment, open_file, reserve
+from .segment import Native, NoSegment, open_file, reserve
 
-Gather = Callable[[Tensor], Tensor]  # [n] int64 -> [world_size, n]
 PAGE_BYTES = 4096
 
 

@@ -1,4 +1,4 @@
-"""Collectives of ranks on several machines, of which some share a machine: two levels.
+"""The backend of ranks on several machines, of which some share a machine: two levels.
 
     reduce_scatter   inside    each rank adds, over the ranks of its machine, its own shard and its part of the
                                shards of other machines
@@ -10,9 +10,9 @@
     ranks 0 1 | 2 3, shard 2 (c)     rank 0: first half of c0 + c1 ──> rank 2: + (c2 + c3)
                                      rank 1: second half           ──> rank 2
 
-The sums of machines are in the dtype that is sent. So each result depends on its own inputs and on the ranks'
-places only, and stages have equal bits. All other messages go to ranks inside through memory, and to each rank
-across by gloo.
+The sums of machines have the dtype that is sent. So each result depends on its own inputs and on the ranks'
+places only, and stages have equal bits. All other messages go through memory to ranks inside, and through
+gloo to each rank on other machines.
 """
 
 from __future__ import annotations
@@ -23,48 +23,45 @@ from functools import partial
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..flat import sum_in_order
-from ..watch import Mark
-from .collectives import CONTROL_BUFFER, Collectives, PartOf
-from .handles import Handle
-from .in_order import InOrder, Job
-from .memory import operations
-from .memory.operations import Clock, GroupOperations, InMemory, Messages
-from .memory.peers import Neighbours
-from .pairwise_in_memory import PairwiseInMemory
-from .point_to_point import Lost, Works, dropped_of, post, transfer
-from .pool import BufferPool
+from ...flat import sum_in_order
+from ...pool import BufferPool
+from ..backend import Member, state_of
+from ..handles import Handle, Lost, Messages, Works
+from ..point_to_point import post, transfer
+from ..threads import Job, OrderedThreads
+from .operations import Clock, GroupOperations, InMemory, can_sum
+from .peers import Neighbours
+from .segment import Segment
+from .shared_memory import InMemoryBackend
 
-_jobs = InOrder(
+_threads = OrderedThreads(
     "xds-machines"
-)  # its threads serve all groups; jobs of different ones never wait for each other
+)  # of all groups; jobs of different ones never wait for each other
 _SHARED = 1 << 40  # of a key: the second messages inside, of an all_gather
 
 
 @final
-class Machines(PairwiseInMemory):
-    """Collectives of a group on several machines, with several ranks on at least one of them."""
+class MachinesBackend(InMemoryBackend):
+    """Operations of a group on several machines, with several ranks on at least one of them."""
+
+    whole_sum = ("reduce_scatter", "all_gather")
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        member: Member,
         neighbours: Neighbours,
         timeout_seconds: float,
-        part_of: PartOf | None = None,
-        successor_of: Collectives | None = None,
         *,
         is_hierarchical: bool = True,
     ) -> None:
         """is_hierarchical: False adds in rank order, and sends a shard to each rank of another machine."""
-        super().__init__(group, device, neighbours, timeout_seconds, part_of, successor_of)
+        super().__init__(member, neighbours, timeout_seconds)
         self.is_hierarchical = is_hierarchical
         hosts = neighbours.hosts
-        self._is_far = self._is_across = [host != hosts[self.rank] for host in hosts]
-        self._across = [rank for rank in range(self.world_size) if self._is_far[rank]]
+        self.is_across = [host != hosts[self.rank] for host in hosts]
+        self._across = [rank for rank in range(self.world_size) if self.is_across[rank]]
         self._machines = [
             [rank for rank in range(self.world_size) if hosts[rank] == host]
             for host in sorted(set(hosts))
@@ -72,7 +69,7 @@ class Machines(PairwiseInMemory):
         self._own = next(ranks for ranks in self._machines if self.rank in ranks)
         self._place = {rank: at for ranks in self._machines for at, rank in enumerate(ranks)}
         self._beside = {rank: len(ranks) for ranks in self._machines for rank in ranks}
-        self._arrived = BufferPool(lambda numel, dtype, _: self.empty(numel, dtype))
+        self._arrived = BufferPool(partial(_empty, neighbours.segment))
 
     @property
     def scratch_bytes(self) -> int:
@@ -86,7 +83,6 @@ class Machines(PairwiseInMemory):
 
     def _transfer(
         self,
-        mark: Mark,
         tag: int,
         receives: Messages,
         sends: Messages,
@@ -94,14 +90,14 @@ class Machines(PairwiseInMemory):
     ) -> Handle:
         receives_near, receives_far = self._by_place(receives)
         sends_near, sends_far = self._by_place(sends)
-        inside = self._memory.transfer(mark, tag, receives_near, sends_near)
-        return _Both(inside, transfer(self, mark, tag, receives_far, sends_far, finish))
+        inside = self.memory.transfer(tag, receives_near, sends_near)
+        return _Both(inside, transfer(self, tag, receives_far, sends_far, finish))
 
     def _by_place(self, messages: Messages) -> tuple[Messages, Messages]:
-        """Those with ranks of this machine, and those with other ones."""
+        """The messages with ranks of this machine, and those with other ranks."""
         return (
-            [message for message in messages if not self._is_far[message[0]]],
-            [message for message in messages if self._is_far[message[0]]],
+            [message for message in messages if not self.is_across[message[0]]],
+            [message for message in messages if self.is_across[message[0]]],
         )
 
     # -- two levels -------------------------------------------------------------------------------------
@@ -111,31 +107,29 @@ class Machines(PairwiseInMemory):
         at, count, numel = self._place[rank], self._beside[rank], shard.numel()
         return shard[numel * at // count : numel * (at + 1) // count]
 
-    def _reduce_scatter(
-        self, mark: Mark, flat: Tensor, out: Tensor, add: bool, tag: int, kind: str
-    ) -> Handle:
+    def reduce_scatter(self, flat: Tensor, out: Tensor, buffer: int, add: bool) -> Handle:
         if not self._reduces_on_levels(flat):
-            return super()._reduce_scatter(mark, flat, out, add, tag, kind)
-        sums = self._reducing(mark, flat, tag, kind)
+            return super().reduce_scatter(flat, out, buffer, add)
+        tag = self._tag(buffer) + 1
+        sums = self._reducing(flat, tag)
 
         def finish() -> None:
             sums.add_up(out, add=add)
             self._give_back(sums.buffers)
 
-        return self._start(mark, tag, sums.exchange, finish)
+        return self._start(tag, sums.exchange, finish)
 
     def _reduces_on_levels(self, flat: Tensor) -> bool:
-        return self.is_hierarchical and operations.can_sum(flat.dtype, flat.dtype)
+        return self.is_hierarchical and can_sum(flat.dtype, flat.dtype)
 
-    def _reducing(self, mark: Mark, flat: Tensor, tag: int, kind: str) -> _Reducing:
-        """Start to add inside; the caller lets `exchange` send, in a thread."""
+    def _reducing(self, flat: Tensor, tag: int) -> _Reducing:
+        """Start to add inside the machine. The caller lets a thread call `exchange`."""
         shard = self.shard_of(flat)
         found = {self._own[0]: self._scratch.take(shard.numel(), flat.dtype, flat.device)}
         parts = [(self.rank * shard.numel(), found[self._own[0]])]
         shards = [(rank, self.shard_of(flat, rank)) for rank in self._across]
         sent = [(rank, self._part(shard, self.rank)) for rank, shard in shards]
         whole = sum(part.numel() for _, part in sent)
-        self._count_links(kind, flat, whole)
         scratch = self._scratch.take(whole, flat.dtype, flat.device)
         sends, at = [], 0
         for rank, part in sent:
@@ -147,7 +141,7 @@ class Machines(PairwiseInMemory):
             if ranks is not self._own:
                 found[ranks[0]] = self._scratch.take(shard.numel(), flat.dtype, flat.device)
                 receives += [(rank, self._part(found[ranks[0]], rank)) for rank in ranks]
-        inside = self._memory.sum(mark, tag, flat, parts)
+        inside = self.memory.sum(tag, flat, parts)
 
         def exchange(works: Works) -> None:
             post(self, works, tag, _filled(receives), [])
@@ -160,25 +154,23 @@ class Machines(PairwiseInMemory):
         for buffer in buffers:
             self._scratch.give(buffer)
 
-    def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, tag: int, kind: str) -> Handle:
+    def _all_gather(self, flat: Tensor, shard: Tensor, tag: int) -> Handle:
         if not self.is_hierarchical or not shard.numel():
-            return super()._all_gather(mark, flat, shard, tag, kind)
+            return super()._all_gather(flat, shard, tag)
         if self.shard_of(flat).data_ptr() != shard.data_ptr():
             self.shard_of(flat).copy_(shard)
-        exchange, received = self._gathering(mark, flat, tag, kind)
-        inside = self._memory.all_gather(mark, tag, flat, shard)
-        finish = partial(self._arrived.give, received)
-        return self._start(mark, tag, partial(exchange, inside), finish)
+        exchange, received = self._gathering(flat, tag)
+        inside = self.memory.all_gather(tag, flat, shard)
+        return self._start(tag, partial(exchange, inside), partial(self._arrived.give, received))
 
     def _gathering(
-        self, mark: Mark, flat: Tensor, tag: int, kind: str
+        self, flat: Tensor, tag: int
     ) -> tuple[Callable[[InMemory, Works], None], Tensor]:
-        """What sends this rank's part of `flat`, in a thread, and the memory that it needs.
+        """A function that sends this rank's part of `flat`, in a thread, and the memory that it needs.
 
-        Its argument is the all_gather inside, which has started.
+        Its argument is the all_gather inside the machine, which has started.
         """
         shard = self.shard_of(flat)
-        self._count_links(kind, flat, (len(self._machines) - 1) * shard.numel())
         targets = {rank: self._part(self.shard_of(flat, rank), self.rank) for rank in self._across}
         whole = sum(part.numel() for part in targets.values())
         received = self._arrived.take(whole, flat.dtype, flat.device)
@@ -194,7 +186,7 @@ class Machines(PairwiseInMemory):
             _await(works, len(_filled(receives)))
             for (_, source), target in zip(receives, targets.values(), strict=True):
                 target.copy_(source)
-            shared = self._share(mark, tag, flat, received) if len(self._own) > 1 else None
+            shared = self._share(tag, flat, received) if len(self._own) > 1 else None
             _settle(inside)
             if shared is not None:
                 _settle(shared)
@@ -205,12 +197,9 @@ class Machines(PairwiseInMemory):
         # the second half starts when the first is done, while the caller computes
         return bool(flat.numel()) and self._reduces_on_levels(flat)
 
-    def sum_whole(
-        self, flat: Tensor, out: Tensor, *, buffer: int, kinds: tuple[str, str]
-    ) -> tuple[Handle, Handle]:
+    def sum_whole(self, flat: Tensor, out: Tensor, buffer: int) -> Sequence[Handle]:
         tag, shard = self._tag(buffer), self.shard_of(flat)
-        mark = self._record("reduce_scatter", kinds[0], buffer, tensor=flat)
-        sums = self._reducing(mark, flat, tag + 1, kinds[0])
+        sums = self._reducing(flat, tag + 1)
 
         @torch.no_grad()
         def reduce(works: Works) -> None:
@@ -220,43 +209,43 @@ class Machines(PairwiseInMemory):
             if out.data_ptr() != shard.data_ptr():
                 shard.copy_(out)
 
-        reduced = self._start(mark, tag + 1, reduce, partial(self._give_back, sums.buffers))
-        mark = self._record("all_gather", kinds[1], buffer, tensor=shard)
-        exchange, received = self._gathering(mark, flat, tag, kinds[1])
+        reduced = self._start(tag + 1, reduce, partial(self._give_back, sums.buffers))
+        exchange, received = self._gathering(flat, tag)
         first = reduced.job
 
         def gather(works: Works) -> None:
             first.join()
-            exchange(self._memory.all_gather(mark, tag, flat, shard), works)
+            exchange(self.memory.all_gather(tag, flat, shard), works)
 
-        return reduced, self._start(mark, tag, gather, partial(self._arrived.give, received))
+        return reduced, self._start(tag, gather, partial(self._arrived.give, received))
 
-    def _publish_shared(self, mark: Mark, flat: Tensor, tag: int, kind: str) -> Handle:
-        shard = self.shard_of(flat)
-        sent_bytes = (len(self._machines) - 1) * shard.nbytes
-        self._add_link(kind, sent_bytes, sent_bytes)
+    def publish_shared(self, flat: Tensor, buffer: int) -> Handle:
+        shard, tag = self.shard_of(flat), self._tag(buffer)
         receives = [(r, self._part(self.shard_of(flat, r), self.rank)) for r in self._across]
         sends = [(rank, self._part(shard, rank)) for rank in self._across]
 
         def exchange(works: Works) -> None:
             post(self, works, tag, _filled(receives), _filled(sends))
             _await(works, len(_filled(receives)))
-            _settle(self._meet(mark, tag))
+            _settle(self._meet(tag))
 
-        return self._start(mark, tag, exchange, _nothing)
+        return self._start(tag, exchange, _nothing)
 
     def _start(
         self,
-        mark: Mark,
         tag: int,
         exchange: Callable[[Works], None],
         finish: Callable[[], None],
     ) -> _Chained:
         """Let a thread run `exchange`, which adds its messages to a list, and wait for them.
 
-        The caller never posts: gloo's thread holds the locks that this takes while it sends and receives.
-        finish: called once in the handle's wait.
+        The caller does not start messages itself: gloo's thread holds the locks for that while it sends and
+        receives.
+        finish: Is called once in the handle's wait.
         """
+
+        assert self.group is not None
+        dropped = state_of(self.group).dropped
 
         def run() -> None:
             works: Works = []
@@ -264,20 +253,18 @@ class Machines(PairwiseInMemory):
                 exchange(works)
                 _await(works)
             except BaseException:
-                dropped_of(self.group).append(works)  # their memory may still be written
+                dropped.append(works)  # their memory may still be written
                 raise
 
-        return _Chained(self._memory, mark, _jobs.add((id(self), tag), run), finish)
+        return _Chained(self.memory, _threads.add((id(self), tag), run), finish)
 
-    def start_gather_small(
-        self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
-    ) -> tuple[Tensor, Handle]:
-        """To each rank at once: the second level would cost more than it saves."""
-        mark, table, tag = self._table_of(values, buffer, what)
+    def start_gather_small(self, values: Tensor, buffer: int) -> tuple[Tensor, Handle]:
+        """Send to each rank at once, because the second level would cost more than it saves."""
+        table, tag = self._table_of(values, buffer)
         flat = table.view(-1)
-        return table, super()._all_gather(mark, flat, self.shard_of(flat), tag, "control")
+        return table, super()._all_gather(flat, self.shard_of(flat), tag)
 
-    def _share(self, mark: Mark, tag: int, flat: Tensor, received: Tensor) -> InMemory:
+    def _share(self, tag: int, flat: Tensor, received: Tensor) -> InMemory:
         """Copy what the other ranks of this machine have received into `flat`, and let them copy `received`."""
         copies = []
         for peer in self._own:
@@ -288,26 +275,32 @@ class Machines(PairwiseInMemory):
                 rows.append((at_bytes, part.nbytes, part.data_ptr()))
                 at_bytes += part.nbytes
             copies += [(peer, at_bytes, *row) for row in rows if peer != self.rank]
-        return self._memory.gather_parts(mark, tag + _SHARED, received, copies, flat)
+        return self.memory.gather_parts(tag + _SHARED, received, copies, flat)
 
     # -- bytes ------------------------------------------------------------------------------------------
 
-    def _count_links(self, kind: str, flat: Tensor, across_numel: int) -> None:
-        """Count (world_size - 1) shards of `flat`, of which so many elements leave the machine."""
-        item = flat.element_size()
-        self._add_link(
-            kind,
-            flat.numel() // self.world_size * (self.world_size - 1) * item,
-            across_numel * item,
-        )
+    def across_numel(self, operation: str, flat: Tensor) -> int | None:
+        numel = flat.numel() // self.world_size
+        if operation == "reduce_scatter":
+            if not self._reduces_on_levels(flat):
+                return None
+            at, count = self._place[self.rank], len(self._own)
+            return len(self._across) * (numel * (at + 1) // count - numel * at // count)
+        is_on_levels = self.is_hierarchical or operation == "publish_shared"
+        return (len(self._machines) - 1) * numel if is_on_levels else None
+
+
+def _empty(segment: Segment, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return segment.empty(numel, dtype)
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class _Reducing:
-    """A reduce_scatter that has started inside. exchange: sends, in a thread, and receives.
+    """A reduce_scatter that has started inside the machine.
 
-    found: the sums of each machine, by its first rank. buffers: to return at the end.
+    exchange: Sends and receives, in a thread. found: The sums of each machine, by its first rank. buffers: The
+    memory to give back at the end.
     """
 
     exchange: Callable[[Works], None]
@@ -334,12 +327,9 @@ class _Both(Handle):
 class _Chained(Handle):
     """A job to wait for, and a function to call after it."""
 
-    def __init__(
-        self, memory: GroupOperations, mark: Mark, job: Job, finish: Callable[[], None]
-    ) -> None:
+    def __init__(self, memory: GroupOperations, job: Job, finish: Callable[[], None]) -> None:
         self.job = job
         self._memory = memory
-        self._mark = mark
         self._is_waited_for = False
         self._finish = finish
 
@@ -348,20 +338,14 @@ class _Chained(Handle):
         if self._is_waited_for:
             return
         self._is_waited_for = True
-        watch, mark = self._memory.watch, self._mark
-        if mark.timed is not None:
-            mark.timed.begin_wait()
-        begin_seconds, clock = watch.begin_wait(mark), Clock()
+        clock = Clock()
         while not job.wait(0.2):
             if self._memory.is_out_of_time(clock):
-                raise self._memory.failed(mark, "Timed out waiting for other machines", None)
+                raise self._memory.lost("Timed out waiting for other machines", None)
         if job.error is not None:
-            reason = str(job.error)
-            raise self._memory.failed(mark, reason, getattr(job.error, "rank", None)) from job.error
-        watch.end_wait(mark, begin_seconds)
+            rank = job.error.rank if isinstance(job.error, Lost) else None
+            raise self._memory.lost(str(job.error), rank) from job.error
         self._finish()
-        if mark.timed is not None:
-            mark.timed.end()
 
 
 def _nothing() -> None:
@@ -375,7 +359,7 @@ def _settle(inside: InMemory) -> None:
 
 
 def _await(works: Works, count: int | None = None) -> None:
-    """Wait for messages, or for the first ones, in a thread, and take them off the list."""
+    """Wait for the messages, or for the first `count`, in a thread, and take them off the list."""
     for _ in range(len(works) if count is None else count):
         peer, work = works[0]
         try:
@@ -389,4 +373,4 @@ def _filled(messages: Messages) -> list[tuple[int, Tensor]]:
     return [(rank, tensor) for rank, tensor in messages if tensor.numel()]
 
 
-__all__ = ["Machines"]
+__all__ = ["MachinesBackend"]

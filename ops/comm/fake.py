@@ -1,0 +1,228 @@
+"""Groups and collectives of a rank that does not run: they know their sizes, count bytes and send nothing.
+
+`xds plan` uses them to count the messages of a training. Sums and exchanges of activations are counted as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn, final
+
+import torch
+from torch import Tensor
+
+from ..mesh import Axis, Mesh
+from .backend import CONTROL_BUFFER, Backend, Bounds, Gather, Member, SharedFlat
+from .collectives import Collectives
+from .handles import DONE, Handle
+from .mesh_groups import AxisGroups, Levels
+from .message_log import Traffic
+
+
+@final
+class FakeBackend(Backend):
+    """Sends nothing. With `has_values` each peer seems to send what this rank sends."""
+
+    is_recorded = False
+
+    def __init__(self, member: Member, num_near: int, *, has_values: bool) -> None:
+        """num_near: How many of the other ranks are on this rank's host."""
+        super().__init__(member)
+        self._num_near = num_near
+        self._has_values = has_values
+
+    def all_gather(self, flat: Tensor, shard: Tensor, buffer: int) -> Handle:
+        if self._has_values:
+            flat.view(self.world_size, -1).copy_(shard.clone())
+        return DONE
+
+    def reduce_scatter(self, flat: Tensor, out: Tensor, buffer: int, add: bool) -> Handle:
+        return DONE
+
+    def all_reduce(self, tensor: Tensor, buffer: int) -> Handle:
+        return DONE
+
+    def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor], buffer: int) -> Handle:
+        for out, part in zip(outs, parts, strict=True):
+            if self._has_values:
+                out.copy_(part)
+        return DONE
+
+    def start_gather_small(self, values: Tensor, buffer: int) -> tuple[Tensor, Handle]:
+        # on the host, where they are read
+        found = torch.zeros_like(values, device="cpu") if values.is_meta else values
+        return found.expand(self.world_size, -1), DONE
+
+    def send(self, tensor: Tensor, peer: int, number: int) -> Handle:
+        return DONE
+
+    def receive(self, tensor: Tensor, peer: int, number: int) -> Handle:
+        return DONE
+
+    def collect(self, out: Tensor | None, mine: Tensor, bounds: Bounds, target: int | None) -> None:
+        _refuse()
+
+    def serve(
+        self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], buffer: int
+    ) -> None:
+        _refuse()
+
+    def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, source: int) -> None:
+        _refuse()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        return
+
+    def share(self, numel: int, dtype: torch.dtype, text: str, gather: Gather) -> SharedFlat | None:
+        values = self.empty(numel, dtype, self.device)
+        return SharedFlat(values, values.view(-1), 1 + self._num_near, is_filler=self.rank == 0)
+
+    def publish_shared(self, flat: Tensor, buffer: int) -> Handle:
+        return DONE
+
+    def wait_for_readers(self) -> None:
+        return
+
+    def across_numel(self, operation: str, flat: Tensor) -> int | None:
+        if operation != "publish_shared":
+            return None
+        num_hosts = -(-self.world_size // (1 + self._num_near))
+        return (num_hosts - 1) * self.shard_of(flat).numel()  # once to each other host
+
+
+def _refuse() -> NoReturn:
+    raise AssertionError("a plan has no values that could be sent")
+
+
+@final
+class _EvenTraffic(Traffic):
+    """Counts each message as if every other rank got the same part of it."""
+
+    def __init__(self, world_size: int, num_near: int) -> None:
+        super().__init__(world_size)
+        self.is_across = []  # known
+        self._num_near = num_near
+
+    def add_to_all(self, kind: str, sent_bytes: int) -> None:
+        near = sent_bytes * self._num_near // (self.world_size - 1) if self._num_near else 0
+        self.add(kind, sent_bytes, sent_bytes - near)
+
+    def add_to(self, kind: str, sent_bytes: int, peer: int) -> None:
+        self.add_to_all(kind, sent_bytes)
+
+
+@final
+class FakeCollectives(Collectives):
+    """The collectives of rank `rank` of `world_size`, which does not run.
+
+    Attributes:
+        axes: The axes of the mesh along which its ranks differ.
+        num_near: How many of the other ranks are on this rank's host. `sent_across_bytes` leaves them out.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        axes: tuple[Axis, ...],
+        num_near: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        """device: Of values that are exchanged. Each peer then sends what this rank does. None: no values."""
+        member = Member(None, device or torch.device("cpu"), rank, range(world_size))
+        backend = FakeBackend(member, num_near, has_values=device is not None)
+        super().__init__(backend, traffic=_EvenTraffic(world_size, num_near))
+        self.axes = axes
+        self.num_near = num_near
+
+    # the bytes of these are not a part of a plan
+
+    def start_gather_small(
+        self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
+    ) -> tuple[Tensor, Handle]:
+        return self.backend.start_gather_small(values, buffer)
+
+    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:
+        return self.backend.gather_small(values, buffer)
+
+    def broadcast(
+        self, tensor: Tensor, source: int = 0, what: str = "the first rank's values"
+    ) -> None:
+        return
+
+
+@final
+class FakeGroups(AxisGroups):
+    """The groups of a rank that does not run, at these coordinates of a mesh of any size."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        ranks_per_host: int = 1,
+        *,
+        pipe: int = 0,
+        tensor: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        """The data and sequence coordinates are 0, because all of them have equal parts.
+
+        ranks_per_host: Hosts have consecutive ranks. device: See `FakeCollectives`.
+        """
+        self.mesh = mesh
+        self.rank = mesh.rank_at(pipe=pipe, tensor=tensor)
+        self._device = device
+        first = self.rank // ranks_per_host * ranks_per_host
+        self._on_host = range(first, min(first + ranks_per_host, mesh.size))
+        self.opened = []
+        self._at: dict[Axis, int] = {"pipe": pipe, "data": 0, "sequence": 0, "tensor": tensor}
+        self._found: dict[tuple[tuple[Axis, ...], str], FakeCollectives] = {}
+        self._members: dict[Collectives, Sequence[int]] = {}
+        self.world: FakeCollectives = self._open(("pipe", "data", "sequence", "tensor"), "")
+
+    @property
+    def is_everywhere(self) -> bool:
+        return True
+
+    def coordinate(self, axis: Axis) -> int:
+        return self._at[axis]
+
+    def along(self, axes: Axis | tuple[Axis, ...], use: str = "") -> Collectives:
+        return self._open((axes,) if isinstance(axes, str) else tuple(axes), use)
+
+    def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        members = self._members.get(whole, self.mesh.ranks_along(names, self.rank))
+        block, place = divmod(whole.rank, length)
+        inside = self._made(members[block * length : (block + 1) * length], names)
+        across = self._made(members[place::length], names)
+        return Levels(whole, inside, across)
+
+    def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
+        own = next(places for places in tensor_sets if self._at["tensor"] in places)
+        at = self.mesh.coordinates
+        along = self.mesh.ranks_along(axes, self.rank)
+        return self._made([rank for rank in along if at(rank).tensor in own], axes)
+
+    def shared(self, stages: Sequence[int], *, by_slice: bool = False) -> Collectives | None:
+        if self._at["pipe"] not in stages:
+            return None
+        axes: tuple[Axis, ...] = ("pipe", "data", "sequence") + (() if by_slice else ("tensor",))
+        at = self.mesh.coordinates
+        along = self.mesh.ranks_along(axes, self.rank)
+        return self._made([rank for rank in along if at(rank).pipe in stages], axes)
+
+    def _open(self, axes: tuple[Axis, ...], use: str) -> FakeCollectives:
+        if (axes, use) not in self._found:
+            self._found[axes, use] = self._made(self.mesh.ranks_along(axes, self.rank), axes)
+        return self._found[axes, use]
+
+    def _made(self, members: Sequence[int], axes: tuple[Axis, ...]) -> FakeCollectives:
+        near = sum(rank != self.rank and rank in self._on_host for rank in members)
+        at = list(members).index(self.rank)
+        found = FakeCollectives(at, len(members), axes, near, self._device)
+        self._members[found] = members
+        self.opened.append(found)
+        return found
+
+
+__all__ = ["FakeBackend", "FakeCollectives", "FakeGroups"]
