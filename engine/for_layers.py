@@ -15,6 +15,7 @@ from ..zero.access.guards import Guards
 from ..zero.core.gather import Gatherer
 from ..zero.core.sharded_model import ShardedModel
 from .readings import Readings
+from .states import States
 from .torch_calls import Driver, TorchCalls
 
 
@@ -24,7 +25,7 @@ class ForLayers(Readings, ABC):
     _sharded: ShardedModel
     _guards: Guards
     _torch_calls: TorchCalls
-    _is_destroyed: bool
+    _states: States
 
     # -- ranks ------------------------------------------------------------------------------------------
 
@@ -50,7 +51,7 @@ class ForLayers(Readings, ABC):
 
     @property
     def is_destroyed(self) -> bool:
-        return self._is_destroyed
+        return self._states.are_released
 
     @property
     def access_guards(self) -> Guards:

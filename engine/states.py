@@ -29,9 +29,17 @@ class States:
     """Moves the states of one engine. Every method is for all ranks together."""
 
     def __init__(self, parts: Parts, counters: Counters) -> None:
+        self.are_released = False  # the engine was destroyed
         self._parts = parts
         self._counters = counters
         self._host_copies: HostCopies | None = None
+
+    def check_usable(self) -> None:
+        """Raises UsageError: the states are away from the device, or the engine was destroyed."""
+        if self.are_released:
+            raise UsageError("this engine was destroyed: make a new one with xds.initialize")
+        if self.are_offloaded:
+            raise UsageError("the engine's states are offloaded: call reload_states() first")
 
     @property
     def are_offloaded(self) -> bool:

@@ -21,8 +21,8 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.on_paper import PaperCollectives, PaperGroups
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ShardOptimizer
-from ...zero.core.flat_grads import FlatGrads
 from ...zero.core.flat_params import FlatParams
+from ...zero.core.grad_bucket import GradBucket
 from ...zero.core.groups import FlatGroups
 from ...zero.core.layout import FlatLayout
 from ...zero.core.sharded_model import ShardedModel
@@ -194,7 +194,7 @@ class RankObjects:
                 again=again,
             )
 
-    def _bring(self, grads: FlatGrads) -> tuple[Sent, Sent]:
+    def _bring(self, grads: GradBucket) -> tuple[Sent, Sent]:
         """Gradients arrive and are summed over the ranks: see `FlatMessages.reduced` and `summed`."""
         grads.begin_backward(hold=grads.group.policy.holds_grads)
         for param in grads.params:

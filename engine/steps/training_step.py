@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
@@ -16,12 +16,14 @@ from ...ops.optim.scale import Scale
 from ...utils.arguments import wrong
 from ...utils.errors import UnscaledLossError, UsageError, XdsError
 from ...zero.core.agreement import Agreement
+from ...zero.core.backward_pass import BackwardRules, ScriptBackward
 from ...zero.core.reduction import Scope
 from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
 from ..optim.backward_scale import mark, running_loss_scale, scaled_backward
 from ..optim.gradient_factor import GradientFactor
 from ..parts import Parts
+from ..states import States
 from .counters import Counters
 from .forecast import Forecast
 
@@ -29,14 +31,13 @@ log = logging.getLogger("xds")
 
 
 @final
-class TrainingStep:
+class TrainingStep(BackwardRules):
     """Runs forward and backward, and applies the update. Owns the norm and the limit of the clipping.
 
     It never asks which ZeRO stage it runs: the sharded model and the updater know.
     """
 
-    def __init__(self, parts: Parts, counters: Counters, check_usable: Callable[[], None]) -> None:
-        """check_usable: raises UsageError where the engine cannot be used now."""
+    def __init__(self, parts: Parts, counters: Counters, states: States) -> None:
         self.was_applied = False  # the last step changed the parameters
         self.grad_norm: float | None = None
         self.is_updating = False  # the engine itself calls the optimizer
@@ -46,7 +47,7 @@ class TrainingStep:
         self._report = parts.report
         self._counters = counters
         self._accumulation = counters.accumulation
-        self._check_usable = check_usable
+        self._states = states
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         self._forecast = Forecast()
         self._by_optimizer = False  # optimizer.step() was called last, not engine.step()
@@ -61,10 +62,11 @@ class TrainingStep:
         self._allocates_states = parts.device.type == "cuda"  # at the first forward that trains
         mesh = parts.sharded.flat_groups.mesh
         self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale)
-        parts.sharded.backwards.set_script_callbacks(
-            self._own_backward_begins, self._factor_of_own_backward
-        )
-        parts.sharded.expect_ends(self._ends_step)
+        parts.sharded.backwards.rules = self
+
+    def check_usable(self) -> None:
+        """See `States.check_usable`."""
+        self._states.check_usable()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output, under autocast where the config says so."""
@@ -114,7 +116,7 @@ class TrainingStep:
         self._clipping = None  # measured before these gradients
         with self._report.region("backward"):
             self._expect()
-            self._sharded.backwards.begin(reduces=self._reduces_now())
+            self._sharded.backwards.begin(reduces=self._reduces_now(), ends_step=self._ends_step())
             try:
                 factor = self._scale.value / divisor
                 scaled = loss if factor == 1.0 else loss * factor
@@ -301,16 +303,17 @@ class TrainingStep:
         accumulation = self._accumulation
         return accumulation.is_managed and accumulation.is_last() and not accumulation.in_no_sync
 
-    def _own_backward_begins(self) -> bool:
-        """The script started a backward itself: whether its gradients are reduced before it ends."""
-        self._check_usable()
+    def begin_script_backward(self) -> ScriptBackward:
+        """See `BackwardRules`."""
+        self.check_usable()
         self._clipping = None
         self._accumulation.backward()
         self._expect()
-        return not self._accumulation.in_no_sync and self._sharded.reduces_each_backward
+        reduces = not self._accumulation.in_no_sync and self._sharded.reduces_each_backward
+        return ScriptBackward(reduces, self._ends_step())
 
-    def _factor_of_own_backward(self) -> float:
-        """What the gradients of a backward that the script started are multiplied with.
+    def script_factor(self) -> float:
+        """See `BackwardRules`.
 
         Raises UsageError: the loss needs a loss scale and has none.
         """

@@ -41,7 +41,7 @@ from xds.offload.lanes import ThreadLane
 from xds.ops.comm.pool import BufferPool
 from xds.zero.core import reduction
 from xds.zero.core.flat_params import FlatParams
-from xds.zero.core.local_sum import LocalSum
+from xds.zero.core.grad_bucket import GradBucket
 from xds.zero.core.master import Master
 
 HOST, DEVICE = "host", "device"
@@ -189,7 +189,7 @@ def two_places() -> Iterator[None]:
         stack.enter_context(_marked(homes.DeviceHome, "store", DEVICE))
         stack.enter_context(_marked(shards.ShardsOnDevice, "store", DEVICE))
         stack.enter_context(_marked(BufferPool, "take", DEVICE))
-        stack.enter_context(_marked(LocalSum, "allocate", DEVICE))
+        stack.enter_context(_marked(GradBucket, "_allocate", DEVICE))
         stack.enter_context(mock.patch.object(host_sums.OnHost, "_add", _add_staged))
         stack.enter_context(mock.patch.object(reduction, "_on_device", _on_device))
         stack.enter_context(mock.patch.object(FlatParams, "__init__", build))

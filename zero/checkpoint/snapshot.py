@@ -11,14 +11,14 @@ copied: a block is the tensor that is trained, in full or this rank's part.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from ...offload.states import Blocks
+from ...offload.states import Blocks, Residence
 from ...ops.flat import overlap
 from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
 from ...utils.errors import UsageError
@@ -62,7 +62,7 @@ class Held:
 
     name: of the parameter if the tensor is a full parameter with its own shape; else None.
     group: the index of its group in the optimizer.
-    blocks_of: how a state of it is read while it is on a disk.
+    residence: where its states are between updates.
     is_shard: as in `Block`.
     """
 
@@ -71,7 +71,7 @@ class Held:
     start: int
     name: str | None
     group: int
-    blocks_of: Callable[[Tensor], Blocks | None]
+    residence: Residence
     is_shard: bool = False
 
 
@@ -232,8 +232,9 @@ class Snapshot:
         slot = None if master.is_sharded else self._slots[number].get(start)
         is_tensor = slot is not None and slot.shape == tensor.shape and slot.box is None
         name = slot.name if slot is not None and is_tensor else None
-        blocks_of = master.residence.blocks_of
-        return Held(tensor, number, start, name, group, blocks_of, is_shard=master.is_sharded)
+        return Held(
+            tensor, number, start, name, group, master.residence, is_shard=master.is_sharded
+        )
 
     def _add_states(self) -> None:
         known = {id(held.tensor) for held in self.held}
@@ -255,7 +256,7 @@ class Snapshot:
             if value.numel() == 1 and is_single and not value.is_complex():
                 self._add_constant(held, name, value.item(), value)
             elif value.shape == held.tensor.shape:
-                blocks = held.blocks_of(value)
+                blocks = held.residence.blocks_of(value)
                 self.states.append(
                     Block(held.flat, name, held.start, value, blocks, is_shard=held.is_shard)
                 )
@@ -348,7 +349,7 @@ class Snapshot:
         """This rank's shards of the sums over ranks that no update has used yet."""
         blocks = []
         for master in self.masters:
-            total = master.grads.sums().total
+            total = master.grads.sums().reduced
             if total is not None:
                 start = master.params.layout.shard_range(master.rank)[0]
                 number = self.number_of(master)

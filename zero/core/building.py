@@ -16,9 +16,9 @@ from ...ops.comm.pool import BufferPool
 from ...ops.flat import numel_of
 from ...utils.errors import UsageError
 from .discover import UnitPlan, plan_units
-from .flat_grads import FlatGrads
 from .flat_memory import KEY, FlatMemory, check_not_written, own_memory, shared_memory
 from .flat_params import FlatParams
+from .grad_bucket import GradBucket
 from .groups import FlatGroup, FlatGroups, buffer_of
 from .layout import Entry, FlatLayout, plan_flat
 from .tensors import broadcast_whole
@@ -199,7 +199,7 @@ class Builder:
         if kind.trains:
             home = self._homes.next(layout.numel)
             sums = home.sums(self._policy.sum_dtype(kind.dtype))
-            unit.grads.append(FlatGrads(layout, ordered, group, self._pool, sums, index))
+            unit.grads.append(GradBucket(layout, ordered, group, self._pool, sums, index))
             unit.homes.append(home)
 
     def _memory(

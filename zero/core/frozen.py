@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
+from ...ops.optim.shard_optimizer import states_of
 from .flat_params import FlatParams
 
 Range = tuple[int, int]
@@ -60,6 +62,18 @@ class FrozenValues:
                 self.keep(value, ranges)
             elif is_whole:
                 self.keep(value, [(0, value.numel())])
+
+    def keep_states(
+        self,
+        optimizer: torch.optim.Optimizer,
+        tensors: Iterable[tuple[Tensor, int]],
+        ranges: Sequence[Range],
+    ) -> None:
+        """Save the states of what is frozen. tensors: those of `optimizer`, and their first elements."""
+        for tensor, at in tensors:
+            inside = clip(ranges, at, tensor.numel())
+            if inside:
+                self.keep_state(states_of(optimizer).get(tensor, {}), tensor.numel(), inside)
 
     def restore(self) -> None:
         """Write the saved values back. Without gradients."""

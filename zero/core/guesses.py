@@ -12,8 +12,7 @@ old memory becomes spare. Otherwise the tensors return to the old memory, and th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import final
 
 import torch
@@ -22,7 +21,8 @@ from torch import Tensor
 from ...offload.lanes import Done, Ticket
 from ...offload.spare import Room, Spare
 from ...ops.optim.shard_optimizer import Old, states_of
-from .host_updates import Arrival, HostUpdate, start
+from .grad_bucket import EarlyUpdate
+from .host_updates import Arrival, HostUpdate, HostUpdates, start
 from .master import Master
 
 
@@ -213,19 +213,12 @@ class Guesses:
     The last sum that has left is the first one to be used for a guess: its unit comes first in forward.
     """
 
-    def __init__(
-        self,
-        masters: Iterable[Master],
-        optimizer: torch.optim.Optimizer,
-        spare: Spare,
-        prepare: Callable[[Master, float], HostUpdate],
-    ) -> None:
-        """prepare: the update of a master with a factor on gradients, and the hyperparameters of now."""
+    def __init__(self, masters: Iterable[Master], updates: HostUpdates, spare: Spare) -> None:
         self.num_used = 0
         self.num_undone = 0
-        self._optimizer = optimizer
+        self._updates = updates
+        self._optimizer = updates.optimizer
         self._spare = spare
-        self._prepare = prepare
         self._scale: float | None = None
         self._has_stepped = False
         self._guesses: dict[int, Guess] = {}  # by id of the master
@@ -242,19 +235,17 @@ class Guesses:
         ]
         self._masters = found
         for master in found:
-            undo = partial(self.undo, master)
-            master.grads.watch(partial(self._begin, master), undo)
-            master.watch(undo)
+            master.grads.early_update = _EarlyUpdate(self, master)
 
     def expect(self, scale: float | None) -> None:
         """The step of the backward that begins is expected to multiply gradients by `scale`. None: unknown."""
         self._scale = scale
 
-    def _begin(self, master: Master) -> None:
+    def begin(self, master: Master) -> None:
         """The last sum of `master` is on its way to the host."""
         if self._scale is None or not self._has_stepped:
             return
-        update = self._prepare(master, self._scale)
+        update = self._updates.prepare(master, self._scale)
         if update.frozen or update.takes_edits:  # the new memory would need the old values
             return
         guess = Guess(update, self._optimizer)
@@ -326,6 +317,20 @@ class Guesses:
         ticket = guess.use()
         guess.release(self._spare)
         return ticket
+
+
+@final
+class _EarlyUpdate(EarlyUpdate):
+    """The guess of one master."""
+
+    def __init__(self, guesses: Guesses, master: Master) -> None:
+        self._guesses, self._master = guesses, master
+
+    def sum_left(self) -> None:
+        self._guesses.begin(self._master)
+
+    def take_back(self) -> None:
+        self._guesses.undo(self._master)
 
 
 __all__ = ["Guess", "Guesses"]

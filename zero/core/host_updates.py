@@ -8,7 +8,7 @@ forward                                    unit 0 ...    stage 3: a unit waits f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from ...offload.lanes import Done, Ticket
-from ...ops.optim.shard_optimizer import Old
+from ...ops.optim.scale import Scale
+from ...ops.optim.shard_optimizer import Old, ShardOptimizer, World
 from .frozen import FrozenValues, Range
 from .master import Master
+from .places import Places
 
 Olds = Sequence[Old] | None
 
@@ -30,19 +32,18 @@ class HostUpdate:
     """An update of `master` on the host, whose inputs but the gradient are fixed.
 
     groups: the hyperparameters of the step. scale: the factor on gradients.
+    frozen: elements that the update must not change. tensors: those of the optimizer that hold some of them.
     takes_edits: user code has written to forward's values, so they are compared with the master.
-    run: takes the gradient [n], a place for the values in the compute dtype if there is a cast, and for each
-        item of the master the values before, where they are in other memory.
-    keep: saves what the update must not change: the elements `frozen`.
     """
 
     master: Master
     groups: Sequence[dict[str, Any]]
     scale: float
     frozen: Sequence[Range]
+    tensors: Sequence[tuple[Tensor, int]]
     takes_edits: bool
-    run: Callable[[Tensor, Tensor | None, Olds], None]
-    keep: Callable[[Tensor | None], FrozenValues]
+    optimizer: ShardOptimizer
+    world: World
 
     def is_same_as(self, other: HostUpdate) -> bool:
         """The other one would write the same values if its gradient is the same."""
@@ -56,20 +57,39 @@ class HostUpdate:
 
         values: have the old ones where `takes_edits`, or where some are frozen.
         """
-        kept = self.keep(values)
-        self.run(grad, values, old)
+        kept = self._keep(values)
+        self._run(grad, values, old)
         kept.restore()
 
     def write_far(self, grad: Tensor, values: Tensor, old: Olds = None) -> None:
         """Update the master, and write what the device is to have to `values` [n]. In the thread."""
         tensor, casts = self.master.raw, self.master.casts
-        kept = self.keep(None)
-        self.run(grad, values if casts else None, old)
+        kept = self._keep(None)
+        self._run(grad, values if casts else None, old)
         kept.restore()
         if not casts:
             values.copy_(tensor)
         for low, high in self.frozen if casts else ():
             values[low:high].copy_(tensor[low:high])
+
+    def _run(self, grad: Tensor, values: Tensor | None, old: Olds) -> None:
+        """
+        Args:
+            grad: [n].
+            values: the place of the values in the compute dtype, if there is a cast.
+            old: for each item of the master the values before, where they are in other memory.
+        """
+        updates = self.master.updates(self.groups, grad, values, has_old=self.takes_edits, old=old)
+        self.optimizer.update(updates, Scale(self.scale), self.world)
+
+    def _keep(self, values: Tensor | None) -> FrozenValues:
+        """Save what is frozen."""
+        kept = FrozenValues()
+        kept.keep(self.master.raw, self.frozen)
+        if values is not None:
+            kept.keep(values, self.frozen)
+        kept.keep_states(self.optimizer, self.tensors, self.frozen)
+        return kept
 
 
 def _is_same_group(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -77,6 +97,25 @@ def _is_same_group(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return names == other.keys() - {"params"} and all(
         one[name] is other[name] or bool(one[name] == other[name]) for name in names
     )
+
+
+@final
+class HostUpdates:
+    """Prepares updates of one optimizer."""
+
+    def __init__(self, optimizer: ShardOptimizer, world: World, places: Places) -> None:
+        self.optimizer = optimizer
+        self._world, self._places = world, places
+
+    def prepare(self, master: Master, scale: float) -> HostUpdate:
+        """The update of `master`, with the rates and flags of now: user code may change them while it runs."""
+        optimizer, frozen = self.optimizer, master.frozen_ranges()
+        groups = copies_of(optimizer.param_groups)
+        tensors = list(self._places.tensors_in(master, optimizer)) if frozen else []
+        takes_edits = master.params.is_written and not master.is_far
+        return HostUpdate(
+            master, groups, scale, frozen, tensors, takes_edits, optimizer, self._world
+        )
 
 
 @final
@@ -165,4 +204,4 @@ def copies_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-__all__ = ["Arrival", "HostUpdate", "copies_of", "start"]
+__all__ = ["Arrival", "HostUpdate", "HostUpdates", "copies_of", "start"]

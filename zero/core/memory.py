@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...offload.shards import Shard
 from ...ops.comm.pool import BufferPool
-from .flat_grads import FlatGrads
+from .grad_bucket import GradBucket
 from .groups import FlatGroups
 from .policy import master_dtype
 from .unit import Unit
@@ -22,7 +22,7 @@ class Memory:
     def __init__(
         self,
         units: Sequence[Unit],
-        grads: Sequence[FlatGrads],
+        grads: Sequence[GradBucket],
         pool: BufferPool,
         groups: FlatGroups,
     ) -> None:

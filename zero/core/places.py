@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
+import torch
 from torch import Tensor
 
 from ...ops.optim.shard_optimizer import World
@@ -54,6 +55,16 @@ class Places:
         """The master that contains an optimizer's `tensor`, and the tensor's first element in it; or None."""
         _, master, start = self._found.get(id(tensor), (None, None, 0))
         return None if master is None or not tensor.numel() else (master, start)
+
+    def tensors_in(
+        self, master: Master, optimizer: torch.optim.Optimizer
+    ) -> Iterator[tuple[Tensor, int]]:
+        """The tensors of `optimizer` that are ranges of `master`, and their first elements in it."""
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                place = self.of(tensor)
+                if place is not None and place[0] is master:
+                    yield tensor, place[1]
 
     def _add_view(self, tensor: Tensor, master: Master, start: int) -> Tensor:
         master.residence.add_view(tensor, start)

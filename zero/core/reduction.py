@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import final
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from ...ops.comm.handles import Handle
 from ...ops.from_host import moved
 from .agreement import ASKED, LATE, Agreement
-from .flat_grads import FlatGrads
+from .grad_bucket import GradBucket
 from .groups import FlatGroups
 from .same_edits import SameEdits
 
@@ -31,8 +31,8 @@ REDUCTIONS_IN_FLIGHT = 2  # one is sent while the one before it is summed; 0 wit
 class Scope:
     """A backward through a part of the model: the gradients that it brings, and those that it reduces."""
 
-    brings: Set[FlatGrads]
-    reduces: Set[FlatGrads]
+    brings: Set[GradBucket]
+    reduces: Set[GradBucket]
 
 
 @final
@@ -41,7 +41,7 @@ class Reduction:
 
     def __init__(
         self,
-        order: Sequence[FlatGrads],
+        order: Sequence[GradBucket],
         groups: FlatGroups,
         *,
         in_flight: int,
@@ -68,13 +68,14 @@ class Reduction:
         self._running = self.order  # what the current backward brings gradients for
         self._scope: Scope | None = None
         self._next = 0
-        self._in_flight: list[FlatGrads] = []
+        self._in_flight: list[GradBucket] = []
         self._with_replicas = [g for g in self.order if g.group.levels is not None]
-        self._completing: list[tuple[FlatGrads, Handle]] = []  # on their way over the replicas
-        self._ends_step: Callable[[], bool] = lambda: False
+        self._completing: list[tuple[GradBucket, Handle]] = []  # on their way over the replicas
         self._completes = False  # the running backward is expected to be the last of its step
         self._reduces = True
-        self._held: set[FlatGrads] = set()  # gradients of whole backward passes are not reduced yet
+        self._held: set[GradBucket] = (
+            set()
+        )  # gradients of whole backward passes are not reduced yet
         self.has_sums = False  # a backward has brought gradients since the last step
 
     def _count_numel(self) -> int:
@@ -85,10 +86,15 @@ class Reduction:
         mine = torch.tensor([numel], dtype=torch.int64, device=self._world.device)
         return int(self._world.gather_small(mine).max())
 
-    def begin_backward(self, *, reduces: bool, scope: Scope | None = None) -> None:
+    def begin_backward(
+        self, *, reduces: bool, ends_step: bool = False, scope: Scope | None = None
+    ) -> None:
         """Gradients are about to arrive. With `reduces`, `end_backward` returns after their reduction began.
 
-        scope: what the backward brings and reduces; None: everything.
+        Args:
+            ends_step: the backward is likely to be the last of its step, the same on all ranks: sums cross to
+                replicas during it. If it is wrong they cross later or more often, and are the same.
+            scope: what the backward brings and reduces; None: everything.
         """
         if scope is None:
             self.settle()  # buffers may be written again only when they are not being sent
@@ -99,7 +105,7 @@ class Reduction:
                 self.settle(grads)
         self._reduces = reduces
         self._scope = scope
-        self._completes = scope is None and self._ends_step()
+        self._completes = scope is None and ends_step
         self._next = 0
         for grads in self._running:
             grads.begin_backward(hold=not self._reduces_now(grads))
@@ -114,15 +120,7 @@ class Reduction:
         for grads in self._running:
             grads.arrivals.expect_no_more()
 
-    def expect_ends(self, ends_step: Callable[[], bool]) -> None:
-        """Where there are replicas, sums cross to them during the last backward of a step.
-
-        ends_step: the backward that begins is the last one; the same on all ranks. If it is wrong sums cross
-        later or more often, and are the same.
-        """
-        self._ends_step = ends_step
-
-    def _reduces_now(self, grads: FlatGrads) -> bool:
+    def _reduces_now(self, grads: GradBucket) -> bool:
         """`grads` is reduced at the end of the running backward."""
         return self._reduces and (self._scope is None or grads in self._scope.reduces)
 
@@ -151,8 +149,6 @@ class Reduction:
         for grads in self._running:  # if all are sent: late gradients of small parameters
             grads.collect()
             if not self._reduces_now(grads):
-                if grads.leaves_alone and grads.has_local:
-                    grads.start_reduce()
                 grads.hold()
                 self._held.add(grads)
             else:
@@ -210,7 +206,7 @@ class Reduction:
             self.start_held(self._held)
             self.settle()
 
-    def start_held(self, only: Collection[FlatGrads]) -> None:
+    def start_held(self, only: Collection[GradBucket]) -> None:
         """Start to reduce what was held back of `only`, the same on all ranks of each group."""
         for grads in self.order:
             if grads in only and grads in self._held:
@@ -272,7 +268,7 @@ class Reduction:
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._world.device)
 
-    def _squares(self, order: Sequence[FlatGrads], *, exact: bool) -> list[Tensor]:
+    def _squares(self, order: Sequence[GradBucket], *, exact: bool) -> list[Tensor]:
         found = []
         for grads in order:  # the norm of one buffer is computed while the next is in flight
             grads.finish_gather()
@@ -292,7 +288,7 @@ class Reduction:
                     self._start(grads)
         self.settle()
 
-    def settle(self, only: FlatGrads | None = None) -> None:
+    def settle(self, only: GradBucket | None = None) -> None:
         """Wait for all reductions and gathers in flight, or for those of `only`."""
         if only is None:
             self._drain()
@@ -302,7 +298,7 @@ class Reduction:
             grads.finish_gather()
         self._end_completing(self.order if only is None else [only])
 
-    def settle_late(self, grads: FlatGrads) -> None:
+    def settle_late(self, grads: GradBucket) -> None:
         """Let `grads` take a late gradient. Only this rank may have one, so no message starts here."""
         grads.finish_reduce()
         grads.finish_gather()
@@ -316,7 +312,7 @@ class Reduction:
                 self._complete(grads)
             self._end_completing(self._with_replicas)
 
-    def _complete(self, grads: FlatGrads) -> None:
+    def _complete(self, grads: GradBucket) -> None:
         """Start to sum over the replicas, and end the sums before the last one."""
         rest = grads.complete()
         if rest is not None:
@@ -324,7 +320,7 @@ class Reduction:
         while len(self._completing) > min(self._depth, 2):
             self._completing.pop(0)[1].wait()
 
-    def _end_completing(self, only: Sequence[FlatGrads]) -> None:
+    def _end_completing(self, only: Sequence[GradBucket]) -> None:
         while any(grads in only for grads, _ in self._completing):
             self._completing.pop(0)[1].wait()
 
@@ -351,7 +347,7 @@ class Reduction:
         self._held = set()
         self.has_sums = False
 
-    def _start(self, grads: FlatGrads) -> None:
+    def _start(self, grads: GradBucket) -> None:
         grads.start_reduce()
         if grads.is_single_rank:  # nothing is in flight
             return
@@ -359,7 +355,7 @@ class Reduction:
         if len(self._in_flight) > self._depth:
             self._end(self._in_flight.pop(0))
 
-    def _end(self, grads: FlatGrads) -> None:
+    def _end(self, grads: GradBucket) -> None:
         grads.finish_reduce()
         if not grads.group.policy.shards_optimizer:  # stage 0: every rank gets the whole total
             grads.start_gather()

@@ -12,14 +12,14 @@ from typing import final
 from torch import Tensor, nn
 
 from ...utils.errors import UsageError
-from .flat_grads import FlatGrads
+from .grad_bucket import GradBucket
 
 
 @final
 class ScriptGrads:
     """Looks at the trained parameters. It costs about 0.1 us for each."""
 
-    def __init__(self, order: Sequence[FlatGrads]) -> None:
+    def __init__(self, order: Sequence[GradBucket]) -> None:
         self._params = tuple(param for grads in order for param in grads.params)
         self._names = tuple(slot.name for grads in order for slot in grads.layout.slots)
         self._shown: frozenset[int] = frozenset()

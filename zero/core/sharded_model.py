@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
@@ -18,13 +18,14 @@ from ...ops.comm.pool import BufferPool
 from ...utils.errors import UsageError, XdsError
 from ..config import ZeroConfig
 from .agreement import Agreement
-from .backwards import Backwards
+from .backward_pass import BackwardPass
 from .building import Builder
 from .discover import found_blocks
 from .disk_failures import agree_on_disks
-from .flat_grads import FlatGrads
 from .gather import Gatherer
+from .grad_bucket import GradBucket
 from .groups import FlatGroup, FlatGroups
+from .hooks import UnitHooks
 from .memory import Memory
 from .outside import CHECKED_FORWARDS, OutsideUse
 from .reduction import REDUCTIONS_IN_FLIGHT, Reduction
@@ -80,12 +81,21 @@ class ShardedModel:
         )
         self.memory = Memory(self.units, self._reduction.order, self._pool, flat_groups)
         self._diverges = config.divergent_graphs and policy.shards_params
-        self.backwards = Backwards(
+        self._publishes = homes.defers and not policy.shards_params
+        hooks = policy.shards_params or self._publishes
+        self._gatherer = self._build_gatherer(config) if hooks else None
+        self.backwards = BackwardPass(
             [(unit, grads) for unit, _, grads in self.trainable],
             self._reduction,
+            self._gatherer,
             shards_grads=policy.shards_grads,
             diverges=self._diverges,
         )
+        self._hooks: UnitHooks | None = None
+        if self._gatherer is not None:
+            self._hooks = UnitHooks(
+                self.units, self._gatherer, self.backwards, gathers_all=self._publishes
+            )
         flats = [flat for unit in self.units for flat in unit.params]
         self._shared = [flat for flat in flats if flat.memory.is_shared]
         # some ranks may have no buffer that is shared: a pipeline stage that is frozen, a slice without copies
@@ -97,9 +107,6 @@ class ShardedModel:
         self._unit_of = {
             id(param): unit for unit in self.units for flat in unit.params for param in flat.params
         }
-        self._publishes = homes.defers and not policy.shards_params
-        hooks = policy.shards_params or self._publishes
-        self._gatherer = self._build_gatherer(config) if hooks else None
         self._same_edits = SameEdits(flats, flat_groups)
         self.backwards.hook_gradients()
 
@@ -117,17 +124,12 @@ class ShardedModel:
         kept = num_kept(numels, reuse_distance, config.max_live_parameters)
         for unit in blocks[len(blocks) - kept :]:
             unit.keep_until_backward()
-        gatherer = Gatherer(
+        return Gatherer(
             self.units,
             prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
             max_live_numel=config.max_live_parameters,
             collectives=self._gathering,
-            on_backward=self.backwards.on_output_grad,
-            on_call_done=self.backwards.on_call_done,
-            gathers_all=self._publishes,
         )
-        self.backwards.attach(gatherer)
-        return gatherer
 
     @property
     def _gathering(self) -> Collectives:
@@ -154,10 +156,10 @@ class ShardedModel:
         self, *, is_training: bool, is_compiled: bool
     ) -> AbstractContextManager[Any]:
         """Around a call of the module. The first ones look for parameters used outside of their unit."""
-        if self._gatherer is None:
+        if self._gatherer is None or self._hooks is None:
             return nullcontext()
         context = ExitStack()
-        self._gatherer.exclude_from_compile()
+        self._hooks.exclude_from_compile()
         if self._diverges:
             context.enter_context(self.uneven_forwards())
         if self._num_checked[is_training] < CHECKED_FORWARDS and not (
@@ -231,7 +233,7 @@ class ShardedModel:
         """A script has written to parameters before the ranks last agreed on it."""
         return self._same_edits.were_made
 
-    def start_held(self, only: Collection[FlatGrads]) -> None:
+    def start_held(self, only: Collection[GradBucket]) -> None:
         """Start to reduce the gradients of `only` that were held back. For all ranks of their groups."""
         self._reduction.start_held(only)
 
@@ -259,10 +261,6 @@ class ShardedModel:
         self._reduction.complete()
         return True
 
-    def expect_ends(self, ends_step: Callable[[], bool]) -> None:
-        """See `Reduction.expect_ends`."""
-        self._reduction.expect_ends(ends_step)
-
     def complete_sums(self) -> None:
         """What is reduced is summed over all ranks on return, also over replicas. For all ranks."""
         self._reduction.settle()
@@ -279,7 +277,7 @@ class ShardedModel:
         return self.policy.shards_grads and not self._reduction.is_lossy
 
     @property
-    def flat_grads(self) -> Sequence[FlatGrads]:
+    def flat_grads(self) -> Sequence[GradBucket]:
         """The gradients of all flat buffers that are trained."""
         return self._reduction.order
 
@@ -382,8 +380,8 @@ class ShardedModel:
         """
         self.backwards.remove_hooks()
         try:
-            if self._gatherer is not None:
-                self._gatherer.remove()
+            if self._hooks is not None:
+                self._hooks.remove()
                 self._gather_all()
             for flat in self._shared:
                 flat.end_sharing()

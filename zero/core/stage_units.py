@@ -12,7 +12,7 @@ from typing import final
 
 from torch import nn
 
-from .flat_grads import FlatGrads
+from .grad_bucket import GradBucket
 from .reduction import Scope
 from .sharded_model import ShardedModel
 from .unit import Unit
@@ -97,7 +97,7 @@ class StageUnits:
         """Start to reduce the root unit, without what other stages share."""
         self._sharded.start_held([g for g in self._root.grads if not g.group.is_shared])
 
-    def _grads(self, stage: int) -> frozenset[FlatGrads]:
+    def _grads(self, stage: int) -> frozenset[GradBucket]:
         units = self._units.get(stage, ())
         return frozenset(grads for unit in units for grads in unit.grads).difference(self._shared)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ops.optim.state_places import scalars_are_beside
-from .flat_grads import FlatGrads
+from .grad_bucket import GradBucket
 from .master import Master
 from .sharded_model import ShardedModel
 from .update import Updater
@@ -99,7 +99,7 @@ def memory_plan(sharded: ShardedModel, updater: Updater) -> dict[str, int]:
     return plan
 
 
-def _most_bytes_of_sums(grads: FlatGrads) -> int:
+def _most_bytes_of_sums(grads: GradBucket) -> int:
     """The most bytes that sums of a step take if they stay on the device."""
     policy, layout = grads.group.policy, grads.layout
     numel = layout.numel if grads.is_single_rank or not policy.shards_grads else 0

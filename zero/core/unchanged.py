@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...utils.errors import UsageError
-from .backwards import Backwards
+from .backward_pass import BackwardPass
 from .flat_params import FlatParams
 
 
@@ -22,7 +22,7 @@ class Unchanged:
         model: nn.Module,
         flats: Sequence[FlatParams],
         trained: Collection[int],
-        backwards: Backwards,
+        backwards: BackwardPass,
     ) -> None:
         """trained: ids of the parameters that the optimizer updates."""
         self._flats = flats

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from ...offload.lanes import Ticket
+from ...offload.states import OptimizerStates
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World, states_of
 from ...utils.errors import UsageError, XdsError
 from .agreement import Agreement
 from .disk_failures import agree_on_disks
-from .frozen import FrozenValues, Range, clip, frozen_ranges
+from .frozen import FrozenValues
 from .guesses import Guesses
-from .host_updates import HostUpdate, Olds, copies_of, start
+from .host_updates import HostUpdates, copies_of, start
 from .layout import Slot
 from .master import Master, parts_in
 from .other_states import states_of_others
@@ -59,6 +60,7 @@ class Updater:
         self.homes = model.homes
         self._optimizer: torch.optim.Optimizer | None = None
         self._num_tensors = 0  # in the optimizer's groups
+        self._host_updates: HostUpdates | None = None
         self._guesses: Guesses | None = None
         self.places = Places(self.masters, self.world)
 
@@ -80,11 +82,12 @@ class Updater:
         if isinstance(optimizer, ShardOptimizer):
             optimizer.bind(self.wait, self.world)
             host = self.homes.host
+            self._host_updates = HostUpdates(optimizer, self.world, self.places)
             if host is not None and host.spare is not None and optimizer.is_elementwise:
-                prepare = partial(self._host_update, optimizer)
-                self._guesses = Guesses(self.masters, optimizer, host.spare, prepare)
+                self._guesses = Guesses(self.masters, self._host_updates, host.spare)
         for master in self.masters:
-            master.residence.bind(partial(self.states_in, master))
+            states = OptimizerStates(optimizer, self._tensors_in(master))
+            master.residence.bind(states)
         if self.homes.host is not None:
             optimizer.register_state_dict_pre_hook(partial(self._before_state_dict, "state_dict"))
             load_hook = partial(self._before_state_dict, "load_state_dict")
@@ -217,7 +220,7 @@ class Updater:
                 master.take_far_edits()
         for master in self.masters:
             by_update = master.casts and not (also_near or master.sends_differences)
-            if master.params.is_written and self._frozen_ranges(master):
+            if master.params.is_written and master.frozen_ranges():
                 by_update = False  # an update keeps the masters of frozen parameters as they are
             if not (master.is_near or (by_update and not master.is_far)):
                 master.take_edits()
@@ -231,8 +234,9 @@ class Updater:
     ) -> bool:
         """Masters on the host update in a thread, those on the device meanwhile."""
         self._take_edits_into_masters(written, also_near=not optimizer.takes_edits)
+        assert self._host_updates is not None
         updates = [
-            self._host_update(optimizer, master, scale.value)
+            self._host_updates.prepare(master, scale.value)
             for master in self._in_order_of_use()
             if master.home.is_on_host
         ]
@@ -281,26 +285,6 @@ class Updater:
             self.masters, key=lambda m: (m.params.may_be_resharded, id(m.params) not in roots)
         )
 
-    def _host_update(self, optimizer: ShardOptimizer, master: Master, scale: float) -> HostUpdate:
-        """The update of `master` on the host. The script may change rates and flags while it runs."""
-        groups = copies_of(optimizer.param_groups)
-        frozen = self._frozen_ranges(master)
-        takes_edits = master.params.is_written and not master.is_far
-
-        def run(grad: Tensor, values: Tensor | None, old: Olds) -> None:
-            updates = master.updates(groups, grad, values, has_old=takes_edits, old=old)
-            optimizer.update(updates, Scale(scale), self.world)
-
-        def keep(values: Tensor | None) -> FrozenValues:
-            kept = FrozenValues()
-            kept.keep(master.raw, frozen)
-            if values is not None:
-                kept.keep(values, frozen)
-            self._keep_states(kept, master, frozen)
-            return kept
-
-        return HostUpdate(master, groups, scale, frozen, takes_edits, run, keep)
-
     def _updates(
         self, master: Master, groups: Sequence[dict[str, Any]], *, is_counted: bool = False
     ) -> list[Update]:
@@ -331,28 +315,15 @@ class Updater:
         """Save the values and states of the parameters that are frozen now."""
         kept = FrozenValues()
         for master in masters:
-            ranges = self._frozen_ranges(master)
+            ranges = master.frozen_ranges()
             if not ranges:
                 continue
             kept.keep(master.tensor, ranges)
             if master.casts:
                 kept.keep(master.compute, ranges)
-            self._keep_states(kept, master, ranges)
+            assert self._optimizer is not None
+            kept.keep_states(self._optimizer, self._tensors_in(master), ranges)
         return kept
-
-    def _frozen_ranges(self, master: Master) -> list[Range]:
-        layout = master.params.layout
-        whole = (0, layout.numel)
-        bounds = layout.shard_range(master.rank) if master.is_sharded else whole
-        return frozen_ranges(master.params, *bounds)
-
-    def _keep_states(self, kept: FrozenValues, master: Master, ranges: Sequence[Range]) -> None:
-        assert self._optimizer is not None
-        for tensor, at in self._tensors_in(master) if ranges else ():
-            inside = clip(ranges, at, tensor.numel())
-            if inside:
-                state = states_of(self._optimizer).get(tensor, {})
-                kept.keep_state(state, tensor.numel(), inside)
 
     def _step_torch(self, optimizer: torch.optim.Optimizer, scale: Scale) -> None:
         """Step any torch optimizer, with `.grad` set on its tensors in the master's dtype."""
@@ -404,11 +375,8 @@ class Updater:
 
     def _tensors_in(self, master: Master) -> Iterator[tuple[Tensor, int]]:
         """The optimizer's tensors that are ranges of `master`, and their first elements in it."""
-        for group in [] if self._optimizer is None else self._optimizer.param_groups:
-            for tensor in group["params"]:
-                place = self.places.of(tensor)
-                if place is not None and place[0] is master:
-                    yield tensor, place[1]
+        if self._optimizer is not None:
+            yield from self.places.tensors_in(master, self._optimizer)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

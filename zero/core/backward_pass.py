@@ -9,8 +9,10 @@ torch.autograd.grad      leaves no gradients in parameters: nothing is reduced
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import final
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -18,27 +20,69 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ...utils.errors import UsageError
-from .flat_grads import FlatGrads
 from .gather import Gatherer
+from .grad_bucket import Added, GradBucket
 from .reduction import Reduction, Scope
 from .script_grads import ScriptGrads
 from .unit import Unit
 
 
+class ScriptBackward(NamedTuple):
+    """What a backward that the script has started is for; see `BackwardPass.begin`."""
+
+    reduces: bool
+    ends_step: bool
+
+
+class BackwardRules(ABC):
+    """Decides about a backward that the script starts, loss.backward(). It is asked at the first gradient."""
+
+    @abstractmethod
+    def begin_script_backward(self) -> ScriptBackward:
+        """Such a backward begins. If this raises, none of its gradients is taken."""
+
+    @abstractmethod
+    def script_factor(self) -> float:
+        """The factor on its gradients. If this raises, none of them is taken."""
+
+
 @final
-class Backwards:
-    """Takes the gradients of backward passes. Owns the hooks on gradients and the state of the running pass."""
+class PlainRules(BackwardRules):
+    """Each backward is a micro-batch, and its gradients count as they are."""
+
+    def __init__(self, *, reduces: bool) -> None:
+        self._reduces = reduces
+
+    def begin_script_backward(self) -> ScriptBackward:
+        return ScriptBackward(self._reduces, ends_step=False)
+
+    def script_factor(self) -> float:
+        return 1.0
+
+
+@final
+class BackwardPass:
+    """Takes the gradients of backward passes. Owns the hooks on gradients and the state of the running pass.
+
+    It calls downward: the gatherer for parameters, the buckets for gradients, the reduction for messages.
+    """
 
     def __init__(
         self,
-        trainable: Sequence[tuple[Unit, FlatGrads]],
+        trainable: Sequence[tuple[Unit, GradBucket]],
         reduction: Reduction,
+        gatherer: Gatherer | None,
         *,
         shards_grads: bool,
         diverges: bool,
     ) -> None:
-        """diverges: ranks may run different units."""
+        """
+        Args:
+            gatherer: gathers units that are sharded or not up to date; None: there are none.
+            diverges: ranks may run different units.
+        """
         self.has_seen_one = False  # since `clear_seen`
+        self.rules: BackwardRules = PlainRules(reduces=shards_grads)
         self._trainable = trainable
         self._slots = {
             id(param): (grads, position)
@@ -47,34 +91,29 @@ class Backwards:
         }
         self._reduction = reduction
         self._diverges = diverges
-        self._gatherer: Gatherer | None = None
+        self._gatherer = gatherer
         self._is_running = False
         self._has_factor = True  # the factor on this backward's gradients is known
         self._had_seen_one = False  # before the backward that is running
-        self._script_begins: Callable[[], bool] = lambda: shards_grads
-        self._script_factor: Callable[[], float] = lambda: 1.0
         self._in_other = False  # a backward runs that leaves no gradients in parameters
         self._script_grads = ScriptGrads(reduction.order)
         self._hooks: list[tuple[Node, RemovableHandle]] = []
 
-    def attach(self, gatherer: Gatherer) -> None:
-        """From now on units are gathered for backward as well."""
-        self._gatherer = gatherer
-
-    def set_script_callbacks(self, begins: Callable[[], bool], factor: Callable[[], float]) -> None:
-        """For loss.backward() by the script: its argument of `begin`, and the gradient factor.
-
-        `factor` is called at the first gradient. If it raises, no gradient is taken.
-        """
-        self._script_begins, self._script_factor = begins, factor
-
     # -- begin and end ----------------------------------------------------------------------------------
 
-    def begin(self, *, reduces: bool, scope: Scope | None = None, has_factor: bool = True) -> None:
+    def begin(
+        self,
+        *,
+        reduces: bool,
+        ends_step: bool = False,
+        scope: Scope | None = None,
+        has_factor: bool = True,
+    ) -> None:
         """A backward is about to start. With `reduces` its gradients are reduced before it ends.
 
-        scope: the part of the model that it runs through; None: all of it.
-        has_factor: the factor on its gradients is known; else it is asked for at the first one.
+        Args:
+            ends_step, scope: see `Reduction.begin_backward`.
+            has_factor: the factor on its gradients is known; else `rules` is asked at the first one.
         """
         if self._gatherer is not None and self._gatherer.is_uneven:
             raise UsageError(
@@ -82,7 +121,7 @@ class Backwards:
                 "gradients together; leave the context first"
             )
         self.end_script_backward()
-        self._reduction.begin_backward(reduces=reduces, scope=scope)
+        self._reduction.begin_backward(reduces=reduces, ends_step=ends_step, scope=scope)
         if has_factor:
             self._reduction.open()
         self._is_running = True
@@ -96,11 +135,13 @@ class Backwards:
     def end(self) -> None:
         """Backward is over: reduce the rest, with zeros for parameters that it did not use."""
         if self._is_running:
-            self._close(self._reduction.end_backward)
+            with self._closing():
+                self._reduction.end_backward()
 
     def abandon(self) -> None:
         """Backward raised: drop its gradients, so that the next one starts from zero."""
-        self._close(self._reduction.settle)
+        with self._closing():
+            self._reduction.settle()
         if self._gatherer is not None:
             self._gatherer.begin_update()
         self._reduction.reset()
@@ -148,20 +189,21 @@ class Backwards:
         """Drop what a script has put into `.grad`. Call it where all gradients of passes are taken."""
         self._script_grads.clear()
 
-    def _close(self, end: Callable[[], None]) -> None:
-        """End the running backward; `end` reduces or drops its gradients."""
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Around the reduction or the drop of the gradients of the running backward, which ends."""
         self._is_running = False
         if self._diverges and self._gatherer is not None:
             self._gatherer.end_uneven()  # first: this rank serves those whose backward goes on
         self._reduction.expect_no_more()
         with torch.no_grad():
-            end()
+            yield
         if self._gatherer is not None:
             self._gatherer.end_backward()
 
     # -- gradients --------------------------------------------------------------------------------------
 
-    def _hook_gradient(self, unit: Unit, grads: FlatGrads, position: int) -> None:
+    def _hook_gradient(self, unit: Unit, grads: GradBucket, position: int) -> None:
         """Take the gradient in slot `position` after the script's own hooks have run.
 
         The hook is on the autograd node, not on the tensor: hooks of tensors always run before it.
@@ -177,13 +219,13 @@ class Backwards:
                 arrivals.remaining -= 1
                 if arrivals.remaining:
                     return
-            backwards = this()
-            if backwards is None:
+            running = this()
+            if running is None:
                 return
             if is_awaited:
-                backwards._completed(unit)
+                running._completed(unit)
             else:
-                backwards._on_grad(unit, grads, position)
+                running._on_grad(unit, grads, position)
 
         # keep a reference to the node: torch drops the hooks of a node without references
         node = get_gradient_edge(grads.params[position]).node
@@ -208,16 +250,18 @@ class Backwards:
         self._hooks = []
 
     @torch.no_grad()
-    def _on_grad(self, unit: Unit, grads: FlatGrads, position: int) -> None:
+    def _on_grad(self, unit: Unit, grads: GradBucket, position: int) -> None:
         if not (self._is_running and self._has_factor):
             self._on_first_grad(grads.params[position])
-        if grads.is_sent:  # late: it must not be written into a buffer that is being sent
+        added = grads.add(position)
+        if added is Added.LATE:
             self._reduction.settle_late(grads)
-        if grads.add_grad(position):
+            grads.add_late(position)
+        elif added is Added.READY:
             self._completed(unit)
 
     @property
-    def trained(self) -> list[FlatGrads]:
+    def trained(self) -> list[GradBucket]:
         """The gradients of all units that are trained."""
         return [grads for _, grads in self._trainable]
 
@@ -250,11 +294,12 @@ class Backwards:
         try:
             if not self._is_running:
                 self._begin_script_backward(param)
-            factor = self._script_factor()
+            factor = self.rules.script_factor()
         except BaseException:
             param.grad = None
             if self._is_running:  # no gradient of this backward is taken
-                self._close(self._reduction.end_without_reducing)
+                with self._closing():
+                    self._reduction.end_without_reducing()
                 self.has_seen_one = self._had_seen_one
             raise
         self._has_factor = True
@@ -272,7 +317,10 @@ class Backwards:
             self._reduction.start_complete()
 
     def on_call_done(self, unit: Unit) -> None:
-        """Backward has finished a call of `unit`: gradients that cannot arrive any more are complete."""
+        """Backward has finished a call of `unit`, because its inputs have their gradients.
+
+        Gradients of the unit that cannot arrive any more are complete.
+        """
         if not self._is_running:  # torch.autograd.grad leaves no gradients
             return
         missing = [grads for grads in unit.grads if not grads.arrivals.is_complete]
@@ -284,7 +332,9 @@ class Backwards:
     # -- passes that the script starts ------------------------------------------------------------------
 
     def on_output_grad(self) -> None:
-        """A gradient has arrived at an output of the model, possibly of a backward that the script started.
+        """A gradient has arrived at an output of some unit; before anything is gathered for it.
+
+        It may be one of a backward that the script started.
 
         - The gradients of a loss.backward() are reduced; those of torch.autograd.grad are not.
         - With create_graph the new graph needs full parameters until the next update.
@@ -324,10 +374,11 @@ class Backwards:
         before = self.has_seen_one
         if self._reduction.has_sums:
             self._script_grads.refuse(arrived)
-        self.begin(reduces=self._script_begins(), has_factor=False)
+        reduces, ends_step = self.rules.begin_script_backward()
+        self.begin(reduces=reduces, ends_step=ends_step, has_factor=False)
         self._had_seen_one = before
         if self._gatherer is not None and not self._in_other:
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
 
 
-__all__ = ["Backwards"]
+__all__ = ["BackwardPass", "BackwardRules", "ScriptBackward"]
