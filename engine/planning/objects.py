@@ -21,10 +21,10 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.on_paper import PaperCollectives, PaperGroups
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ShardOptimizer
-from ...zero.core.flat_params import FlatParams
 from ...zero.core.grad_bucket import GradBucket
 from ...zero.core.groups import FlatGroups
 from ...zero.core.layout import FlatLayout
+from ...zero.core.param_bucket import ParamBucket
 from ...zero.core.sharded_model import ShardedModel
 from ...zero.core.state_memory import memory_plan
 from ...zero.core.update import Updater
@@ -213,7 +213,7 @@ class RankObjects:
                 grads.finish_gather()
         return reduced, summed
 
-    def _gathered(self, params: FlatParams) -> Sent:
+    def _gathered(self, params: ParamBucket) -> Sent:
         with self._counting() as found:
             if params.may_be_resharded:
                 params.unshard()

@@ -53,9 +53,9 @@ FAULTS = [
     Fault(
         "a unit is used before it is gathered",
         RACE,
-        "zero/core/flat_params.py",
-        "            handle.wait()\n            self.is_unsharded = True",
-        "            self._kept = handle\n            self.is_unsharded = True",
+        "zero/core/param_bucket.py",
+        "            handle.wait()\n            self._state = ShardState.UNSHARDED",
+        "            self._kept = handle\n            self._state = ShardState.UNSHARDED",
         training(3, "bf16"),
     ),
     Fault(

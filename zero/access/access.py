@@ -17,9 +17,9 @@ from ...ops.comm.collectives import Collectives
 from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ...utils.views import write
-from ..core.flat_params import FlatParams
 from ..core.layout import Slot
 from ..core.master import Master
+from ..core.param_bucket import ParamBucket
 from ..core.policy import LOW_PRECISION
 from ..core.sharded_model import ShardedModel
 from ..core.slices import Reader, Slices
@@ -56,7 +56,7 @@ class _Place:
     """The place of a parameter: slot `position` of `flat`. `master` updates it; None if it is frozen."""
 
     number: int
-    flat: FlatParams
+    flat: ParamBucket
     position: int
     master: Master | None
 

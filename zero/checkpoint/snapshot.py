@@ -128,7 +128,7 @@ class Snapshot:
         self._layouts: list[FlatLayout] = []
         self._groups: list[FlatGroup] = []  # of each flat
         self._slots: list[dict[int, Slot]] = []  # of a flat buffer, by offset
-        self._numbers: dict[int, int] = {}  # id(FlatParams) -> number
+        self._numbers: dict[int, int] = {}  # id(ParamBucket) -> number
         self._add_flats()
         self._add_alone(module)
         self._add_tied(module)

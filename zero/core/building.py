@@ -17,10 +17,10 @@ from ...ops.flat import numel_of
 from ...utils.errors import UsageError
 from .discover import UnitPlan, plan_units
 from .flat_memory import KEY, FlatMemory, check_not_written, own_memory, shared_memory
-from .flat_params import FlatParams
 from .grad_bucket import GradBucket
 from .groups import FlatGroup, FlatGroups, buffer_of
 from .layout import Entry, FlatLayout, plan_flat
+from .param_bucket import ParamBucket
 from .tensors import broadcast_whole
 from .unit import Unit
 
@@ -181,7 +181,7 @@ class Builder:
         name = f"unit '{unit.name}'" if unit.name else "the root unit"
         shared = ", shared by several stages" if group.is_shared else ""
         group.collectives.name_buffer(index, name + frozen + shared)
-        params = FlatParams(
+        params = ParamBucket(
             layout,
             ordered,
             kind.dtype,

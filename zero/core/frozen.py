@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ...ops.optim.shard_optimizer import states_of
-from .flat_params import FlatParams
+from .param_bucket import ParamBucket
 
 Range = tuple[int, int]
 
 
-def frozen_ranges(params: FlatParams, start: int, stop: int) -> list[Range]:
+def frozen_ranges(params: ParamBucket, start: int, stop: int) -> list[Range]:
     """[from, to) of what is frozen now in [start, stop) of the buffer, in elements from `start` on."""
     frozen = {
         slot.offset

@@ -18,10 +18,10 @@ from ...offload.states import InMemory, Residence
 from ...ops.fingerprint import fingerprint
 from ...ops.optim.edits import take_edits
 from ...ops.optim.shard_optimizer import Item, Old, Part, Update
-from .flat_params import FlatParams
 from .frozen import Range, frozen_ranges
 from .grad_bucket import GradBucket
 from .layout import Piece
+from .param_bucket import ParamBucket
 from .policy import master_dtype
 
 
@@ -35,7 +35,7 @@ class Master:
     is_near: forward's values are near the master, and not the master cast: a difference was sent last.
     """
 
-    def __init__(self, params: FlatParams, grads: GradBucket, home: Home) -> None:
+    def __init__(self, params: ParamBucket, grads: GradBucket, home: Home) -> None:
         layout = params.layout
         is_sharded = grads.group.policy.shards_optimizer
         self.rank = rank = grads.group.collectives.rank  # in the group of the buffer
@@ -163,7 +163,7 @@ class Master:
     def take_edits(self, start: int = 0, stop: int | None = None) -> None:
         """Copy computed values [start, stop) that user code wrote: those that differ from the rounded master.
 
-        Where the master or the values are on the host: only if `FlatParams.is_written` says so.
+        Where the master or the values are on the host: only if `ParamBucket.is_written` says so.
         """
         if not self.is_apart:
             return

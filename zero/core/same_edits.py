@@ -16,8 +16,8 @@ from ...ops.comm.agreeing import agree
 from ...ops.comm.collectives import Collectives
 from ...ops.fingerprint import fingerprint
 from ...utils.errors import UsageError
-from .flat_params import FlatParams
 from .groups import FlatGroups
+from .param_bucket import ParamBucket
 
 NUM_COUNTS = 1 << 6  # a number below it fits into one byte with two flags
 
@@ -26,7 +26,7 @@ NUM_COUNTS = 1 << 6  # a number below it fits into one byte with two flags
 class _Watched:
     """A buffer that stays whole between steps, and the sum of its parameters' addresses from its start."""
 
-    def __init__(self, flat: FlatParams) -> None:
+    def __init__(self, flat: ParamBucket) -> None:
         pairs = list(zip(flat.params, flat.layout.slots, strict=True))
         filled = [(param, slot) for param, slot in pairs if slot.numel]
         self.flat = flat
@@ -48,7 +48,7 @@ class _Watched:
 class SameEdits:
     """Compares over the ranks. It costs about 0.1 us for each parameter that stays whole, and no message."""
 
-    def __init__(self, flats: Sequence[FlatParams], groups: FlatGroups) -> None:
+    def __init__(self, flats: Sequence[ParamBucket], groups: FlatGroups) -> None:
         """`flats`: those that stay whole are watched; they are known by now."""
         whole = [flat for flat in flats if flat.group.everyone.world_size > 1]
         self._groups = groups

@@ -346,7 +346,7 @@ class ShardedModel:
     def take_edits(self) -> None:
         """Make the script's writes to parameters since the last update their values.
 
-        Raises UsageError: the first one of `FlatParams.take_edits`; every flat buffer has been looked at.
+        Raises UsageError: the first one of `ParamBucket.take_edits`; every flat buffer has been looked at.
         """
         errors: list[UsageError] = []
         for unit in self.units:

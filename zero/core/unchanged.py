@@ -10,7 +10,7 @@ from torch import nn
 
 from ...utils.errors import UsageError
 from .backward_pass import BackwardPass
-from .flat_params import FlatParams
+from .param_bucket import ParamBucket
 
 
 @final
@@ -20,7 +20,7 @@ class Unchanged:
     def __init__(
         self,
         model: nn.Module,
-        flats: Sequence[FlatParams],
+        flats: Sequence[ParamBucket],
         trained: Collection[int],
         backwards: BackwardPass,
     ) -> None:

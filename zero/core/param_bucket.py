@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from enum import Enum
 from typing import final
 
 import torch
@@ -34,19 +35,38 @@ from ..access.owners import find_owner
 from .flat_memory import FlatMemory, drop_assigned, views_in
 from .groups import FlatGroup
 from .layout import FlatLayout
-from .placeholders import bytes_of, placeholder_like
 
 # the engine's own operations on parameters are hidden from any mode that surrounds a forward
 _NoTorchFunction = torch._C.DisableTorchFunction
 
 
-@final
-class FlatParams:
-    """Owns one flat buffer of parameters.
+class ShardState(Enum):
+    """The life of the full buffer.
 
-    is_unsharded: the full buffer is in memory and may be used.
-    is_written: user code has written to parameters since the owner of the master last cleared it, as far as
-        version counters and assignments to `.data` show.
+    SHARDED --start_unshard--> IN_FLIGHT --wait--> UNSHARDED --reshard, start_publish--> SHARDED
+    """
+
+    SHARDED = 1  # it has no memory, or has old values of other ranks
+    IN_FLIGHT = 2  # the shards of other ranks are on their way
+    UNSHARDED = 3  # it may be used
+
+
+class Deferred(Enum):
+    """What the next `start_unshard` waits for, where an update on the host goes on under the next forward."""
+
+    NOTHING = 1
+    OWN = 2  # this rank's new values
+    ALL = 3  # these, and then those of the other ranks
+
+
+@final
+class ParamBucket:
+    """Owns one flat buffer of parameters: its memory, this rank's shard, what `.data` of each parameter is.
+
+    Attributes:
+        is_sharded: ranks keep one shard each between uses (stage 3); else each keeps the full buffer.
+        is_written: user code has written to parameters since the owner of the master last cleared it, as far
+            as version counters and assignments to `.data` show.
     """
 
     def __init__(
@@ -73,7 +93,8 @@ class FlatParams:
         self.group = group
         self.collectives = collectives = group.collectives
         self.sender = memory.sender
-        self._handle: Handle | None = None
+        self._state = ShardState.UNSHARDED
+        self._handle: Handle | None = None  # while it is in flight
         self._reshards = is_sharded
         self._overridden: dict[int, Tensor] = {}  # position -> the tensor that replaces `.data`
         self.memory = memory
@@ -91,9 +112,7 @@ class FlatParams:
         if is_sharded:
             self.place = home.store(index, memory.own, self._near)
         self._arrival: Ticket | None = None
-        self._is_deferred = False  # not sharded, and its next use waits for new values
-        self._gathers_deferred = False
-        self.is_unsharded = True
+        self._deferred = Deferred.NOTHING
         if is_sharded:
             self.reshard()
 
@@ -126,6 +145,11 @@ class FlatParams:
         return self.layout.numel * self.raw.element_size()
 
     @property
+    def is_unsharded(self) -> bool:
+        """The full buffer may be used."""
+        return self._state is ShardState.UNSHARDED
+
+    @property
     def may_be_resharded(self) -> bool:
         """The buffer does not stay gathered all the time."""
         return self._reshards
@@ -155,19 +179,19 @@ class FlatParams:
         gathers: only this rank's part arrives; the rest is gathered then.
         """
         self._arrival = arrival
-        self._is_deferred, self._gathers_deferred = True, gathers
-        self.is_unsharded = False
+        self._deferred = Deferred.ALL if gathers else Deferred.OWN
+        self._state = ShardState.SHARDED
         self._point_to(self._placeholders)
 
     @property
     def is_deferred(self) -> bool:
         """Parameters read as if dropped until `unshard`."""
-        return self._is_deferred
+        return self._deferred is not Deferred.NOTHING
 
     @property
     def gathers_deferred(self) -> bool:
         """The next `unshard` after `defer` sends something."""
-        return self._gathers_deferred and self.collectives.world_size > 1
+        return self._deferred is Deferred.ALL and self.collectives.world_size > 1
 
     def keep_gathered(self) -> None:
         """From now on `reshard` does nothing: the full buffer stays gathered between steps."""
@@ -178,18 +202,19 @@ class FlatParams:
 
         Sends (world_size - 1) shards per rank.
         """
-        if self.is_unsharded or self._handle is not None:
+        if self._state is not ShardState.SHARDED:
             return
         storage = self.raw.untyped_storage()
         if storage.nbytes() == 0:
             self._check_not_written()
             storage.resize_(self.full_bytes)
         self._handle = self._start_gather()
+        self._state = ShardState.IN_FLIGHT
 
     def _start_gather(self) -> Handle:
-        if self._is_deferred:
+        if self.is_deferred:
             self._check_not_written()
-            if not self._gathers_deferred:
+            if self._deferred is Deferred.OWN:
                 self.arrive()
                 return Done()
         own = self.collectives.shard_of(self.raw)
@@ -230,7 +255,7 @@ class FlatParams:
         shard = self.shard.to(self.collectives.device)
         self.collectives.serve(self.raw if receives else None, shard, receivers, buffer=self.index)
         if receives:
-            self.is_unsharded = True
+            self._state = ShardState.UNSHARDED
             self._point_to(self._views)
 
     def unshard(self) -> None:
@@ -244,9 +269,9 @@ class FlatParams:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
-            self.is_unsharded = True
-            if self.is_sharded or self._is_deferred:
-                self._is_deferred = False
+            self._state = ShardState.UNSHARDED
+            if self.is_sharded or self.is_deferred:
+                self._deferred = Deferred.NOTHING
                 self._point_to(self._views)
 
     def _point_to(self, values: Sequence[Tensor]) -> None:
@@ -262,7 +287,7 @@ class FlatParams:
             self.sender.keep(self.raw)
             self._point_to(self._placeholders)
             self.raw.untyped_storage().resize_(0)
-            self.is_unsharded = False
+            self._state = ShardState.SHARDED
 
     def start_publish(self, near: Tensor | None = None) -> None:
         """The shard has changed: start to gather it, if the full buffer stays gathered between steps.
@@ -273,10 +298,12 @@ class FlatParams:
         self.sender.forget()
         if self._reshards:
             return
-        self.is_unsharded = False
-        if near is not None:
+        self._state = ShardState.SHARDED
+        if near is None:
+            self.start_unshard()
+        else:
             self._handle = self.sender.publish(self.raw, near)
-        self.start_unshard()
+            self._state = ShardState.IN_FLIGHT
 
     # -- what `param.data` refers to --------------------------------------------------------------------
 
@@ -301,7 +328,7 @@ class FlatParams:
     def clear_override(self, position: int) -> None:
         """End `override`; the values of `full` are lost unless they were written to the shard."""
         del self._overridden[position]
-        is_dropped = self._is_deferred or (self.is_sharded and not self.is_unsharded)
+        is_dropped = self.is_deferred or (self.is_sharded and not self.is_unsharded)
         here = self._placeholders if is_dropped else self._views
         self.params[position].data = here[position]
 
@@ -336,9 +363,9 @@ class FlatParams:
                 parameter was dropped; the parameter is unchanged.
         """
         has_memory = bool(self.raw.untyped_storage().nbytes())
-        if not has_memory or self._is_deferred:
+        if not has_memory or self.is_deferred:
             self._check_not_written(only)
-        if self._handle is not None or not self.is_unsharded or not has_memory:
+        if not (self.is_unsharded and has_memory):
             return
         with _NoTorchFunction():
             versions, self._versions = self._versions, self._sum_versions()
@@ -391,7 +418,7 @@ class FlatParams:
             self.wait()
             self.take_edits()
             self.sender = ExactSender(self.collectives, self.index)
-            self.is_unsharded = False
+            self._state = ShardState.SHARDED
         self.unshard()
 
     def _copy_assigned(self, position: int) -> None:
@@ -450,6 +477,25 @@ class FlatParams:
             )
 
 
+def placeholder_like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The placeholder for a dropped parameter: one NaN expanded to its shape; torch refuses most writes.
+
+    Integers read as their smallest value. Bools read as True, stored as a byte that no write produces.
+    """
+    if dtype == torch.bool:
+        one = torch.full((1,), 2, dtype=torch.uint8, device=device).view(torch.bool)
+    elif dtype.is_floating_point:
+        one = torch.full((1,), torch.nan, device=device).to(dtype)
+    else:
+        one = torch.full((1,), torch.iinfo(dtype).min, dtype=dtype, device=device)
+    return one[0].expand(tuple(shape))
+
+
+def bytes_of(scalar: Tensor) -> Tensor:
+    """The bytes of one element, as a view."""
+    return scalar.view(1).view(torch.uint8)
+
+
 _REMEDY = (
     "the value is lost and the parameters are unchanged; write inside "
     "xds.zero.GatheredParameters(params, modifier_rank=0), or use xds.zero.set_full_param"
@@ -459,3 +505,6 @@ _REMEDY = (
 def _is_same(param: Tensor, value: Tensor) -> bool:
     """`.data` of `param` is `value`: the same dtype, memory, shape and strides."""
     return param.dtype is value.dtype and param.is_set_to(value)
+
+
+__all__ = ["ParamBucket", "ShardState", "placeholder_like"]
