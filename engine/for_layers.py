@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..ops.mesh import Mesh
 from ..zero.access.guards import Guards
 from ..zero.core.gather import Gatherer
-from ..zero.core.sharded_model import ShardedModel
+from ..zero.model.sharded_model import ShardedModel
 from .readings import Readings
 from .states import States
 from .torch_calls import Driver, TorchCalls

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..utils.errors import UsageError
-from ..zero.core.sharded_model import ShardedModel
+from ..zero.model.sharded_model import ShardedModel
 from .steps.training_step import TrainingStep
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .access.full import set_full_param as set_full_param
     from .access.gathered import GatheredParameters as GatheredParameters
     from .construction.weights import load_weights as load_weights
-    from .core.outside import register_external_parameter as register_external_parameter
+    from .features.external_params import register_external_parameter as register_external_parameter
 
 _FULL = tuple(
     f"{prefix}{verb}_full_{what}"

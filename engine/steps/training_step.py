@@ -15,9 +15,8 @@ from ...ops.kernels.decide import CLIP_EPS
 from ...ops.optim.scale import Scale
 from ...utils.arguments import wrong
 from ...utils.errors import UnscaledLossError, UsageError, XdsError
-from ...zero.core.agreement import Agreement
 from ...zero.core.backward_pass import BackwardRules, ScriptBackward
-from ...zero.core.reduction import Scope
+from ...zero.core.reduction import Scope, StepStatus
 from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
 from ..optim.backward_scale import mark, running_loss_scale, scaled_backward
@@ -333,10 +332,10 @@ class TrainingStep(BackwardRules):
         with self._report.region("reduce"):
             return self._norm(self._start_finish())
 
-    def _start_finish(self) -> Agreement:
+    def _start_finish(self) -> StepStatus:
         return self._sharded.start_finish(is_asked=self._parts.preemption.is_asked)
 
-    def _norm(self, agreement: Agreement) -> float:
+    def _norm(self, agreement: StepStatus) -> float:
         square = self._sharded.end_finish(agreement)
         self._parts.preemption.agree(agreement)
         return math.sqrt(square) * self.gradient_factor() if square >= 0 else math.nan
@@ -391,7 +390,7 @@ class TrainingStep(BackwardRules):
                 clip = limit / (norm + CLIP_EPS) if limit and norm > limit else 1.0
                 self._parts.updater.step(Scale(self.gradient_factor() * clip), written=written)
             self._sharded.reset()
-            self._parts.filling.after_update()
+            self._parts.offload_ratio.after_update()
             self.was_applied = True
         self._scale.after_step(overflow=overflow)
         if self.was_applied and scheduler is not None:

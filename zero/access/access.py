@@ -17,13 +17,13 @@ from ...ops.comm.collectives import Collectives
 from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ...utils.views import write
-from ..core.layout import Slot
 from ..core.master import Master
 from ..core.param_bucket import ParamBucket
-from ..core.policy import LOW_PRECISION
-from ..core.sharded_model import ShardedModel
-from ..core.slices import Reader, Slices
-from ..core.update import Updater
+from ..layout.groups import LOW_PRECISION
+from ..layout.layout import Slot
+from ..layout.slices import Reader, Slices
+from ..model.sharded_model import ShardedModel
+from ..model.update import Updater
 from .owners import Owner, Stored, clear_owner, set_owner
 
 

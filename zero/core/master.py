@@ -18,11 +18,10 @@ from ...offload.states import InMemory, Residence
 from ...ops.fingerprint import fingerprint
 from ...ops.optim.edits import take_edits
 from ...ops.optim.shard_optimizer import Item, Old, Part, Update
-from .frozen import Range, frozen_ranges
+from ..layout.groups import master_dtype
+from ..layout.layout import Piece
 from .grad_bucket import GradBucket
-from .layout import Piece
 from .param_bucket import ParamBucket
-from .policy import master_dtype
 
 
 @final
@@ -98,7 +97,7 @@ class Master:
 
     @property
     def sends_differences(self) -> bool:
-        """The next update publishes differences: see `ParameterSender.publish`."""
+        """The next update publishes differences: see `ParamSender.publish`."""
         return self.is_sharded and self.params.sender.sends_differences
 
     @property
@@ -190,12 +189,12 @@ class Master:
 
     # -- an update --------------------------------------------------------------------------------------
 
-    def frozen_ranges(self) -> list[Range]:
+    def frozen_ranges(self) -> list[tuple[int, int]]:
         """[from, to) of what is frozen now, in this rank's part."""
         layout = self.params.layout
         whole = (0, layout.numel)
         bounds = layout.shard_range(self.rank) if self.is_sharded else whole
-        return frozen_ranges(self.params, *bounds)
+        return self.params.frozen_ranges(*bounds)
 
     def updates(
         self,

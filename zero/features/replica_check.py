@@ -16,10 +16,9 @@ from ...ops.comm.agreeing import agree
 from ...ops.comm.collectives import Collectives
 from ...ops.fingerprint import fingerprint
 from ...utils.errors import UsageError
-from .groups import FlatGroups
-from .param_bucket import ParamBucket
-
-NUM_COUNTS = 1 << 6  # a number below it fits into one byte with two flags
+from ..core.param_bucket import ParamBucket
+from ..core.reduction import NUM_COUNTS
+from ..layout.groups import FlatGroups
 
 
 @final
@@ -45,7 +44,7 @@ class _Watched:
 
 
 @final
-class SameEdits:
+class ReplicaCheck:
     """Compares over the ranks. It costs about 0.1 us for each parameter that stays whole, and no message."""
 
     def __init__(self, flats: Sequence[ParamBucket], groups: FlatGroups) -> None:
@@ -120,4 +119,4 @@ class SameEdits:
         )
 
 
-__all__ = ["NUM_COUNTS", "SameEdits"]
+__all__ = ["ReplicaCheck"]

@@ -8,17 +8,56 @@ class Model:                                 self.blocks[0].weight belongs to un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...utils.errors import UsageError
 from ..access.owners import find_owner
-from .gather import Gatherer
-from .touched import touched_params
-from .unit import Unit
+from ..core.gather import Gatherer
+from ..core.unit import Unit
+
+# attributes of a parameter that do not need its values
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "requires_grad", "grad_fn", "is_meta", "grad", "layout", "ndim"),
+    *(
+        "is_leaf",
+        "is_cuda",
+        "is_cpu",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "itemsize",
+        "nbytes",
+    ),
+    *("is_mkldnn", "is_mps", "is_xla", "is_xpu", "names", "retains_grad", "_version", "output_nr"),
+)
+_METADATA = {
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)),
+    *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.__len__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.element_size),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__, Tensor.is_same_size),
+}
+
+
+def touched_params(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[nn.Parameter]:
+    """Parameters among the arguments, also in lists; none if `func` does not read values."""
+    if func in _METADATA:
+        return
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, nn.Parameter):
+                    yield item
+
 
 CHECKED_FORWARDS = (
     2  # of training, and of evaluation: seeing every call costs a few microseconds each
@@ -26,7 +65,7 @@ CHECKED_FORWARDS = (
 
 
 @final
-class OutsideUse(TorchFunctionMode):
+class ExternalParams(TorchFunctionMode):
     """A mode that finds uses of parameters outside of their unit in the torch calls of a forward."""
 
     def __init__(self, gatherer: Gatherer, unit_of: Mapping[int, Unit], root: Unit) -> None:
@@ -76,4 +115,4 @@ def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
         )
 
 
-__all__ = ["CHECKED_FORWARDS", "OutsideUse", "register_external_parameter"]
+__all__ = ["CHECKED_FORWARDS", "ExternalParams", "register_external_parameter", "touched_params"]

@@ -19,9 +19,8 @@ from torch import Tensor
 from ...offload.lanes import Done, Ticket
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import Old, ShardOptimizer, World
-from .frozen import FrozenValues, Range
-from .master import Master
-from .places import Places
+from ..core.master import Master
+from ..core.optimizer_tensors import FrozenValues, OptimizerTensors, Range
 
 Olds = Sequence[Old] | None
 
@@ -103,15 +102,15 @@ def _is_same_group(one: dict[str, Any], other: dict[str, Any]) -> bool:
 class HostUpdates:
     """Prepares updates of one optimizer."""
 
-    def __init__(self, optimizer: ShardOptimizer, world: World, places: Places) -> None:
+    def __init__(self, optimizer: ShardOptimizer, world: World, tensors: OptimizerTensors) -> None:
         self.optimizer = optimizer
-        self._world, self._places = world, places
+        self._world, self._tensors = world, tensors
 
     def prepare(self, master: Master, scale: float) -> HostUpdate:
         """The update of `master`, with the rates and flags of now: user code may change them while it runs."""
         optimizer, frozen = self.optimizer, master.frozen_ranges()
         groups = copies_of(optimizer.param_groups)
-        tensors = list(self._places.tensors_in(master, optimizer)) if frozen else []
+        tensors = list(self._tensors.tensors_in(master, optimizer)) if frozen else []
         takes_edits = master.params.is_written and not master.is_far
         return HostUpdate(
             master, groups, scale, frozen, tensors, takes_edits, optimizer, self._world

@@ -20,17 +20,13 @@ from ...offload.states import OptimizerStates
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World, states_of
 from ...utils.errors import UsageError, XdsError
-from .agreement import Agreement
-from .disk_failures import agree_on_disks
-from .frozen import FrozenValues
-from .guesses import Guesses
-from .host_updates import HostUpdates, copies_of, start
-from .layout import Slot
-from .master import Master, parts_in
-from .other_states import states_of_others
-from .places import Places
-from .sharded_model import ShardedModel
-from .tensors import values_of
+from ..core.master import Master, parts_in
+from ..core.optimizer_tensors import FrozenValues, OptimizerTensors, states_of_others
+from ..core.reduction import StepStatus
+from ..features.host_updates import HostUpdates, copies_of, start
+from ..features.super_offload import SuperOffload
+from ..layout.layout import Slot
+from .sharded_model import ShardedModel, agree_on_disks
 
 
 def _flat(master: Master) -> Flat:
@@ -61,8 +57,8 @@ class Updater:
         self._optimizer: torch.optim.Optimizer | None = None
         self._num_tensors = 0  # in the optimizer's groups
         self._host_updates: HostUpdates | None = None
-        self._guesses: Guesses | None = None
-        self.places = Places(self.masters, self.world)
+        self._super_offload: SuperOffload | None = None
+        self.optimizer_tensors = OptimizerTensors(self.masters, self.world)
 
     @property
     def casts(self) -> bool:
@@ -82,9 +78,9 @@ class Updater:
         if isinstance(optimizer, ShardOptimizer):
             optimizer.bind(self.wait, self.world)
             host = self.homes.host
-            self._host_updates = HostUpdates(optimizer, self.world, self.places)
+            self._host_updates = HostUpdates(optimizer, self.world, self.optimizer_tensors)
             if host is not None and host.spare is not None and optimizer.is_elementwise:
-                self._guesses = Guesses(self.masters, self._host_updates, host.spare)
+                self._super_offload = SuperOffload(self.masters, self._host_updates, host.spare)
         for master in self.masters:
             states = OptimizerStates(optimizer, self._tensors_in(master))
             master.residence.bind(states)
@@ -108,8 +104,8 @@ class Updater:
 
         None: unknown, or another backward may follow before the step.
         """
-        if self._guesses is not None:
-            self._guesses.expect(scale)
+        if self._super_offload is not None:
+            self._super_offload.expect(scale)
 
     def allocate_states(self) -> None:
         """Allocate states on the device that the first step would allocate."""
@@ -138,7 +134,7 @@ class Updater:
         self,
         scale: Scale,
         *,
-        decided: Agreement | None = None,
+        decided: StepStatus | None = None,
         written: Sequence[bool] | None = None,
     ) -> bool:
         """Update all masters with gradient `scale` times the sums, and publish the new values.
@@ -214,7 +210,7 @@ class Updater:
         """
         near = [master for master in self.masters if master.is_near]
         # what is on the device is read together, because each read waits for it
-        said = written if written else values_of([master.written() for master in near])
+        said = written if written else _values_of([master.written() for master in near])
         for master, is_written in zip(near, said, strict=True):
             if is_written:
                 master.take_far_edits()
@@ -229,7 +225,7 @@ class Updater:
         self,
         optimizer: ShardOptimizer,
         scale: Scale,
-        decided: Agreement | None,
+        decided: StepStatus | None,
         written: Sequence[bool] | None,
     ) -> bool:
         """Masters on the host update in a thread, those on the device meanwhile."""
@@ -241,8 +237,8 @@ class Updater:
             if master.home.is_on_host
         ]
         groups = copies_of(optimizer.param_groups)
-        if self._guesses is not None:
-            tickets = self._guesses.start_rest(updates)
+        if self._super_offload is not None:
+            tickets = self._super_offload.start_rest(updates)
         else:
             tickets = [start(update) for update in updates]
         arrivals = [(u.master, ticket) for u, ticket in zip(updates, tickets, strict=True)]
@@ -376,7 +372,7 @@ class Updater:
     def _tensors_in(self, master: Master) -> Iterator[tuple[Tensor, int]]:
         """The optimizer's tensors that are ranges of `master`, and their first elements in it."""
         if self._optimizer is not None:
-            yield from self.places.tensors_in(master, self._optimizer)
+            yield from self.optimizer_tensors.tensors_in(master, self._optimizer)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -403,3 +399,8 @@ class Updater:
 
 def _num_tensors(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _values_of(scalars: Sequence[Tensor]) -> list[Any]:
+    """The values of scalars on one device, with one synchronization."""
+    return torch.stack(list(scalars)).tolist() if scalars else []

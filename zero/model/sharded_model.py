@@ -17,21 +17,18 @@ from ...ops.comm.json_values import exchange
 from ...ops.comm.pool import BufferPool
 from ...utils.errors import UsageError, XdsError
 from ..config import ZeroConfig
-from .agreement import Agreement
-from .backward_pass import BackwardPass
+from ..core.backward_pass import BackwardPass
+from ..core.gather import Gatherer, num_kept
+from ..core.grad_bucket import GradBucket
+from ..core.hooks import UnitHooks
+from ..core.reduction import REDUCTIONS_IN_FLIGHT, Reduction, StepStatus
+from ..features.dtype_guard import DtypeGuard
+from ..features.external_params import CHECKED_FORWARDS, ExternalParams
+from ..features.replica_check import ReplicaCheck
+from ..layout.discover import found_blocks
+from ..layout.groups import FlatGroup, FlatGroups
 from .building import Builder
-from .discover import found_blocks
-from .disk_failures import agree_on_disks
-from .gather import Gatherer
-from .grad_bucket import GradBucket
-from .groups import FlatGroup, FlatGroups
-from .hooks import UnitHooks
 from .memory import Memory
-from .outside import CHECKED_FORWARDS, OutsideUse
-from .reduction import REDUCTIONS_IN_FLIGHT, Reduction
-from .reuse import num_kept
-from .same_edits import SameEdits
-from .unchanged import Unchanged
 
 log = logging.getLogger("xds")
 
@@ -102,12 +99,12 @@ class ShardedModel:
         self._any_shares = shares_params and any(
             exchange(self.collectives, bool(self._shared), "which ranks share parameters")
         )
-        self._unchanged = Unchanged(model, flats, groups.keys(), self.backwards)
+        self._dtype_guard = DtypeGuard(model, flats, groups.keys(), self.backwards)
         self._num_checked = {True: 0, False: 0}  # forwards, of training and of evaluation
         self._unit_of = {
             id(param): unit for unit in self.units for flat in unit.params for param in flat.params
         }
-        self._same_edits = SameEdits(flats, flat_groups)
+        self._replica_check = ReplicaCheck(flats, flat_groups)
         self.backwards.hook_gradients()
 
     def _build_gatherer(self, config: ZeroConfig) -> Gatherer:
@@ -150,7 +147,7 @@ class ShardedModel:
             UsageError: the script has changed a dtype, or unfrozen a parameter that is not trained.
         """
         self.end_backward()
-        self._unchanged.check()
+        self._dtype_guard.check()
 
     def forward_context(
         self, *, is_training: bool, is_compiled: bool
@@ -166,7 +163,7 @@ class ShardedModel:
             is_compiled or self._user_compiled
         ):
             self._num_checked[is_training] += 1
-            context.enter_context(OutsideUse(self._gatherer, self._unit_of, self.units[-1]))
+            context.enter_context(ExternalParams(self._gatherer, self._unit_of, self.units[-1]))
         return context
 
     @property
@@ -213,25 +210,30 @@ class ShardedModel:
             for unit in dropped:
                 unit.reshard()
 
-    def start_finish(self, *, is_asked: bool) -> Agreement:
+    def start_finish(self, *, is_asked: bool) -> StepStatus:
         """Every gradient is summed over the ranks on return. See `Reduction.start_finish`."""
         self.backwards.end()  # a loss.backward() of the script's own
-        return self._reduction.start_finish(self._same_edits, is_asked=is_asked)
+        num_writes = self._replica_check.count()
+        return self._reduction.start_finish(num_writes=num_writes, is_asked=is_asked)
 
-    def end_finish(self, agreement: Agreement) -> float:
-        """The squared norm. See `Reduction.end_finish`."""
-        return self._reduction.end_finish(agreement, self._same_edits)
+    def end_finish(self, agreement: StepStatus) -> float:
+        """The squared norm. See `Reduction.end_finish`.
+
+        Raises UsageError: see `ReplicaCheck.agree`; the gradients are kept.
+        """
+        self._replica_check.agree(agreement.edits)
+        return self._reduction.end_finish(agreement)
 
     def agree_on_edits(self) -> None:
         """Let all ranks know whether a script has written to parameters since they last agreed on it."""
-        mine = torch.tensor([self._same_edits.count()], dtype=torch.uint8)
+        mine = torch.tensor([self._replica_check.count()], dtype=torch.uint8)
         table = self.collectives.gather_small(mine.to(self.collectives.device), what="parameters")
-        self._same_edits.agree(table.view(-1).tolist())
+        self._replica_check.agree(table.view(-1).tolist())
 
     @property
     def was_edited(self) -> bool:
         """A script has written to parameters before the ranks last agreed on it."""
-        return self._same_edits.were_made
+        return self._replica_check.were_made
 
     def start_held(self, only: Collection[GradBucket]) -> None:
         """Start to reduce the gradients of `only` that were held back. For all ranks of their groups."""
@@ -421,3 +423,13 @@ class ShardedModel:
         """Some gradients have not been used by a step yet."""
         self.settle_reductions()
         return any(g.has_local or g.reduced() is not None for g in self._reduction.order)
+
+
+def agree_on_disks(collectives: Collectives, homes: Homes) -> None:
+    """Sends 512 bytes to each rank if values are on a disk, and nothing otherwise. A collective.
+
+    Raises:
+        XdsError: on every rank; the disk of one has failed.
+    """
+    if homes.are_on_disk:
+        agree(collectives, homes.failure(), XdsError, "offload to NVMe")

@@ -11,7 +11,7 @@ import torch
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.levels import Split
 from .reducer import ExactReducer, GradientReducer
-from .sender import ExactSender, ParameterSender
+from .sender import ExactSender, ParamSender
 
 
 @final
@@ -32,7 +32,7 @@ class Buffer:
     trains: bool = True
 
 
-class Legs(ABC):
+class CommScheme(ABC):
     """Builds what sends the gradients and the parameters of each flat buffer of a group."""
 
     @abstractmethod
@@ -40,12 +40,12 @@ class Legs(ABC):
         """What reduces the gradients of `buffer`."""
 
     @abstractmethod
-    def sender(self, buffer: Buffer) -> ParameterSender:
+    def sender(self, buffer: Buffer) -> ParamSender:
         """What sends the parameters of `buffer`."""
 
 
-class BuildLegs(Protocol):
-    """Makes the legs of a group.
+class BuildScheme(Protocol):
+    """Makes the scheme of a group.
 
     num_copies: so many of its ranks compute the same gradient. split: opens blocks of its ranks; None: the
     group has no blocks. For all ranks.
@@ -53,11 +53,11 @@ class BuildLegs(Protocol):
 
     def __call__(
         self, collectives: Collectives, num_copies: int = 1, split: Split | None = None
-    ) -> Legs: ...
+    ) -> CommScheme: ...
 
 
 @final
-class ExactLegs(Legs):
+class ExactScheme(CommScheme):
     """Exact sums and values."""
 
     def __init__(
@@ -70,8 +70,8 @@ class ExactLegs(Legs):
     def reducer(self, buffer: Buffer) -> GradientReducer:
         return ExactReducer(self._collectives, buffer.index, self._num_copies)
 
-    def sender(self, buffer: Buffer) -> ParameterSender:
+    def sender(self, buffer: Buffer) -> ParamSender:
         return ExactSender(self._collectives, buffer.index)
 
 
-__all__ = ["Buffer", "BuildLegs", "ExactLegs", "Legs"]
+__all__ = ["Buffer", "BuildScheme", "ExactScheme", "CommScheme"]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...ops.optim.state_places import scalars_are_beside
-from .grad_bucket import GradBucket
-from .master import Master
+from ..core.grad_bucket import GradBucket
+from ..core.master import Master
 from .sharded_model import ShardedModel
 from .update import Updater
 

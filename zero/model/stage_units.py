@@ -12,10 +12,10 @@ from typing import final
 
 from torch import nn
 
-from .grad_bucket import GradBucket
-from .reduction import Scope
+from ..core.grad_bucket import GradBucket
+from ..core.reduction import Scope
+from ..core.unit import Unit
 from .sharded_model import ShardedModel
-from .unit import Unit
 
 
 @final

@@ -8,21 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...offload.homes import Homes
 from ...ops.comm.agreeing import agree, agreeing
+from ...ops.comm.collectives import Collectives
 from ...ops.comm.pool import BufferPool
 from ...ops.flat import numel_of
 from ...utils.errors import UsageError
-from .discover import UnitPlan, plan_units
-from .flat_memory import KEY, FlatMemory, check_not_written, own_memory, shared_memory
-from .grad_bucket import GradBucket
-from .groups import FlatGroup, FlatGroups, buffer_of
-from .layout import Entry, FlatLayout, plan_flat
-from .param_bucket import ParamBucket
-from .tensors import broadcast_whole
-from .unit import Unit
+from ..core.grad_bucket import GradBucket
+from ..core.param_bucket import ParamBucket, ParamMemory, own_memory
+from ..core.unit import Unit
+from ..features.shared_memory import KEY, check_not_written, shared_memory
+from ..layout.discover import UnitPlan, plan_units
+from ..layout.groups import FlatGroup, FlatGroups, buffer_of
+from ..layout.layout import Entry, FlatLayout, plan_flat
 
 log = logging.getLogger("xds")
 WHOLE_BUFFERS = 1 << 11  # the first number of buffers of what tensor ranks hold whole
@@ -204,7 +204,7 @@ class Builder:
 
     def _memory(
         self, layout: FlatLayout, kind: _Kind, group: FlatGroup, index: int, name: str
-    ) -> FlatMemory:
+    ) -> ParamMemory:
         """The memory of flat buffer `index`."""
         collectives, numel = group.collectives, layout.numel
         if self._shares_params and not kind.is_single and collectives.world_size > 1:
@@ -214,9 +214,35 @@ class Builder:
             if collectives.rank == 0 and not self._has_told:
                 self._has_told = True
                 log.warning("%s: ranks share no memory here, so each one has all parameters", KEY)
-        sender = group.legs.sender(buffer_of(layout, index, kind.dtype, group, trains=kind.trains))
+        sender = group.scheme.sender(
+            buffer_of(layout, index, kind.dtype, group, trains=kind.trains)
+        )
         is_dropped = group.policy.shards_params
         return own_memory(collectives, numel, kind.dtype, sender, is_dropped=is_dropped)
+
+
+def broadcast_whole(collectives: Collectives, tensor: Tensor) -> Tensor:
+    """Rank 0's values of a tensor of any dtype and strides: in `tensor` itself, or in its replacement.
+
+    Elements of an expanded tensor share memory, so it cannot be written. It is replaced if its values differ
+    from rank 0's.
+    """
+    if collectives.world_size == 1 or not tensor.numel() or tensor.layout != torch.strided:
+        return tensor
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    own = dense.clone() if dense is not tensor else dense
+    collectives.broadcast(own.view(-1).view(torch.uint8))  # gloo does not support every dtype
+    if own is tensor:
+        return tensor
+    if any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        return (
+            tensor
+            if own.view(-1).view(torch.uint8).equal(dense.view(-1).view(torch.uint8))
+            else own
+        )
+    return tensor.copy_(own)
 
 
 __all__ = ["Builder"]

@@ -15,17 +15,17 @@ import torch
 from ...offload.config import OffloadOptimizer
 from ...offload.device_memory import DeviceMemory, memory_of
 from ...utils.sizes import size_text
-from .master import Master
-from .sharded_model import ShardedModel
-from .state_memory import StateMemory
-from .update import Updater
+from ..core.master import Master
+from ..model.sharded_model import ShardedModel
+from ..model.state_memory import StateMemory
+from ..model.update import Updater
 
 log = logging.getLogger("xds")
 
 MEASURED_UPDATES = 2  # the first one makes the states, the second one is like all others
 
 
-class Filling(ABC):
+class OffloadRatio(ABC):
     """Decides after an update whether masters move."""
 
     @abstractmethod
@@ -34,7 +34,7 @@ class Filling(ABC):
 
 
 @final
-class NoFilling(Filling):
+class FixedRatio(OffloadRatio):
     """Every master stays where it was made."""
 
     def after_update(self) -> None:
@@ -42,7 +42,7 @@ class NoFilling(Filling):
 
 
 @final
-class FillOnce(Filling):
+class AutoRatio(OffloadRatio):
     """Moves masters and states from the host to the device, once, as many as fit on every rank."""
 
     def __init__(self, model: ShardedModel, updater: Updater, memory: DeviceMemory) -> None:
@@ -92,15 +92,17 @@ class FillOnce(Filling):
             log.info('offload_optimizer.ratio = "auto": %s', text)
 
 
-def build_filling(section: OffloadOptimizer, model: ShardedModel, updater: Updater) -> Filling:
-    """The filling that the config asks for."""
+def build_offload_ratio(
+    section: OffloadOptimizer, model: ShardedModel, updater: Updater
+) -> OffloadRatio:
+    """The ratio that the config asks for."""
     if section.device == "none" or section.ratio != "auto":
-        return NoFilling()
-    return FillOnce(model, updater, memory_of(model.collectives.device))
+        return FixedRatio()
+    return AutoRatio(model, updater, memory_of(model.collectives.device))
 
 
 def _numel(masters: list[Master]) -> int:
     return sum(master.raw.numel() for master in masters)
 
 
-__all__ = ["FillOnce", "Filling", "NoFilling", "build_filling"]
+__all__ = ["AutoRatio", "OffloadRatio", "FixedRatio", "build_offload_ratio"]

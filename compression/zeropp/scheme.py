@@ -13,9 +13,9 @@ from ...ops.comm.levels import Levels, Split, block_length
 from ...ops.comm.single_rank import SingleRank
 from ...utils.errors import UsageError
 from ..config import Loco
-from ..legs import Buffer, Legs
 from ..reducer import ExactReducer, GradientReducer
-from ..sender import ExactSender, ParameterSender
+from ..scheme import Buffer, CommScheme
+from ..sender import ExactSender, ParamSender
 from ..unit import GradientUnit
 from .errors import Errors, NoErrors, RunningErrors
 from .reducer import QuantizedReducer
@@ -42,7 +42,7 @@ class ZeroppChoice:
 
 
 @final
-class ZeroppLegs(Legs):
+class ZeroppScheme(CommScheme):
     """Builds the messages of one group."""
 
     def __init__(
@@ -94,8 +94,8 @@ class ZeroppLegs(Legs):
             return NoErrors()
         return RunningErrors(buffer.numel, loco.err_beta, loco.reset_T, self._unit)
 
-    def sender(self, buffer: Buffer) -> ParameterSender:
-        first: ParameterSender = ExactSender(self._collectives, buffer.index)
+    def sender(self, buffer: Buffer) -> ParamSender:
+        first: ParamSender = ExactSender(self._collectives, buffer.index)
         if self._collectives.world_size == 1 or not buffer.is_gathered:
             return first
         if self._choice.weights if buffer.trains else self._choice.frozen_weights:
@@ -140,4 +140,4 @@ def _one_level(collectives: Collectives) -> Levels:
     return Levels(collectives, collectives, SingleRank(collectives.device))
 
 
-__all__ = ["ZeroppChoice", "ZeroppLegs", "check_partition"]
+__all__ = ["ZeroppChoice", "ZeroppScheme", "check_partition"]

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ...offload.shards import Shard
 from ...ops.comm.pool import BufferPool
-from .grad_bucket import GradBucket
-from .groups import FlatGroups
-from .policy import master_dtype
-from .unit import Unit
+from ..core.grad_bucket import GradBucket
+from ..core.unit import Unit
+from ..layout.groups import FlatGroups, master_dtype
 
 
 @final

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from ...utils.errors import UsageError
-from .backward_pass import BackwardPass
-from .param_bucket import ParamBucket
+from ..core.backward_pass import BackwardPass
+from ..core.param_bucket import ParamBucket
 
 
 @final
-class Unchanged:
+class DtypeGuard:
     """What has to stay as it was at `initialize`."""
 
     def __init__(
@@ -63,4 +63,4 @@ class Unchanged:
                 )
 
 
-__all__ = ["Unchanged"]
+__all__ = ["DtypeGuard"]

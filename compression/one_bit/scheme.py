@@ -9,9 +9,9 @@ import torch
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.levels import Split
 from ...utils.errors import UsageError
-from ..legs import Buffer, Legs
 from ..reducer import ExactReducer, GradientReducer
-from ..sender import ExactSender, ParameterSender
+from ..scheme import Buffer, CommScheme
+from ..sender import ExactSender, ParamSender
 from .phase import Phase
 from .reducer import OneBitReducer
 from .sender import OneBitSender
@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @final
-class OneBitLegs(Legs):
+class OneBitScheme(CommScheme):
     """One bit per element after the freeze of `phase`."""
 
     def __init__(
@@ -45,10 +45,10 @@ class OneBitLegs(Legs):
             )
         return OneBitReducer(self._collectives, buffer, self._phase, self._num_copies)
 
-    def sender(self, buffer: Buffer) -> ParameterSender:
+    def sender(self, buffer: Buffer) -> ParamSender:
         if self._collectives.world_size == 1:
             return ExactSender(self._collectives, buffer.index)
         return OneBitSender(self._collectives, buffer, self._phase)
 
 
-__all__ = ["OneBitLegs"]
+__all__ = ["OneBitScheme"]

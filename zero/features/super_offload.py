@@ -21,9 +21,9 @@ from torch import Tensor
 from ...offload.lanes import Done, Ticket
 from ...offload.spare import Room, Spare
 from ...ops.optim.shard_optimizer import Old, states_of
-from .grad_bucket import EarlyUpdate
+from ..core.grad_bucket import EarlyUpdate
+from ..core.master import Master
 from .host_updates import Arrival, HostUpdate, HostUpdates, start
-from .master import Master
 
 
 @final
@@ -99,7 +99,7 @@ def _values_bytes(master: Master) -> int:
 
 
 @final
-class Guess:
+class SpeculativeUpdate:
     """One update before its norm is known. Its result is used once, or taken back."""
 
     def __init__(self, update: HostUpdate, optimizer: torch.optim.Optimizer) -> None:
@@ -207,7 +207,7 @@ class Guess:
 
 
 @final
-class Guesses:
+class SuperOffload:
     """Starts guesses when sums have left for the host, and gives them to the step. Counts both outcomes.
 
     The last sum that has left is the first one to be used for a guess: its unit comes first in forward.
@@ -221,8 +221,8 @@ class Guesses:
         self._spare = spare
         self._scale: float | None = None
         self._has_stepped = False
-        self._guesses: dict[int, Guess] = {}  # by id of the master
-        self._waiting: list[Guess] = []  # those that have not begun
+        self._super_offload: dict[int, SpeculativeUpdate] = {}  # by id of the master
+        self._waiting: list[SpeculativeUpdate] = []  # those that have not begun
         self._has_rooms = False
         self._choosing = threading.Lock()  # which ones begin
         # without a copy the parameters themselves are the master: a script would read new values
@@ -248,9 +248,9 @@ class Guesses:
         update = self._updates.prepare(master, self._scale)
         if update.frozen or update.takes_edits:  # the new memory would need the old values
             return
-        guess = Guess(update, self._optimizer)
+        guess = SpeculativeUpdate(update, self._optimizer)
         with self._choosing:
-            self._guesses[id(master)] = guess
+            self._super_offload[id(master)] = guess
             self._waiting.append(guess)
         master.host.lanes.updates.run(self._run_latest)
 
@@ -262,7 +262,7 @@ class Guesses:
                 self._make_rooms()
             guess = self._waiting.pop()
             if not guess.reserve(self._spare):
-                del self._guesses[id(guess.master)]
+                del self._super_offload[id(guess.master)]
                 return
         guess.run()
 
@@ -283,7 +283,7 @@ class Guesses:
     def undo(self, master: Master) -> None:
         """Undo a guess: somebody reads the states of `master`, or its gradients change."""
         with self._choosing:
-            guess = self._guesses.pop(id(master), None)
+            guess = self._super_offload.pop(id(master), None)
             if guess in self._waiting:
                 self._waiting.remove(guess)
                 return
@@ -301,16 +301,16 @@ class Guesses:
         self._scale, self._has_stepped = None, True
         with self._choosing:  # what has not begun runs in the order of forward instead
             for guess in self._waiting:
-                del self._guesses[id(guess.master)]
+                del self._super_offload[id(guess.master)]
             self._waiting = []
         for update in updates:
-            begun = self._guesses.get(id(update.master))
+            begun = self._super_offload.get(id(update.master))
             if begun is not None and not begun.fits(update):
                 self.undo(update.master)
         return [self._use(update) or start(update) for update in updates]
 
     def _use(self, update: HostUpdate) -> Ticket | None:
-        guess = self._guesses.pop(id(update.master), None)
+        guess = self._super_offload.pop(id(update.master), None)
         if guess is None:
             return None
         self.num_used += 1
@@ -323,14 +323,14 @@ class Guesses:
 class _EarlyUpdate(EarlyUpdate):
     """The guess of one master."""
 
-    def __init__(self, guesses: Guesses, master: Master) -> None:
-        self._guesses, self._master = guesses, master
+    def __init__(self, guesses: SuperOffload, master: Master) -> None:
+        self._super_offload, self._master = guesses, master
 
     def sum_left(self) -> None:
-        self._guesses.begin(self._master)
+        self._super_offload.begin(self._master)
 
     def take_back(self) -> None:
-        self._guesses.undo(self._master)
+        self._super_offload.undo(self._master)
 
 
-__all__ = ["Guess", "Guesses"]
+__all__ = ["SpeculativeUpdate", "SuperOffload"]
