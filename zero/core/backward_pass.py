@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from ...ops.torch_internals import after_backward, in_backward, will_execute
 from ...utils.errors import UsageError
 from .gather import Gatherer
 from .grad_bucket import Added, GradBucket
@@ -202,7 +203,7 @@ class BackwardPass:
 
     def end_script_backward(self) -> None:
         """End a backward that the script started, unless it is still running (a checkpoint's recompute)."""
-        if torch._C._current_graph_task_id() != -1 or not (self._is_running or self._in_other):
+        if in_backward() or not (self._is_running or self._in_other):
             return
         with (
             torch.inference_mode(False),
@@ -403,12 +404,12 @@ class BackwardPass:
             return
         self._in_other = True
         self._gatherer.begin_backward(is_own=False)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_other)
+        after_backward(self._end_other)
 
     def _brings_gradients(self) -> bool:
         """The running backward leaves gradients in parameters."""
         try:
-            return any(torch._C._will_engine_execute_node(node) for node, _ in self._hooks)
+            return any(will_execute(node) for node, _ in self._hooks)
         except RuntimeError:  # torch raises it if torch.autograd.grad computes some of them
             return False
 
@@ -432,7 +433,7 @@ class BackwardPass:
         self.begin(reduces=reduces, ends_step=ends_step, has_factor=False)
         self._had_seen_one = before
         if self._gatherer is not None and not self._in_other:
-            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+            after_backward(self.end)
 
 
 __all__ = ["BackwardPass", "BackwardRules", "ScriptBackward", "ManualGradGuard"]

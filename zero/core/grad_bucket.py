@@ -31,6 +31,7 @@ from ...offload.host_sums import SumHome
 from ...ops.comm.handles import Handle
 from ...ops.comm.pool import BufferPool
 from ...ops.kernels.square_sum import exact_square_sum, square_sum
+from ...ops.torch_internals import will_execute
 from ..layout.groups import FlatGroup, buffer_of
 from ..layout.layout import FlatLayout
 from .param_bucket import views_in
@@ -134,7 +135,7 @@ class Arrivals:
     def expects_more(self) -> bool:
         """The graph of the running backward still produces some gradient. Call only inside of a backward."""
         expected = sum(
-            torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+            will_execute(get_gradient_edge(param).node)
             for param in self._params
             if param.requires_grad
         )

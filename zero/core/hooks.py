@@ -18,9 +18,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from ...ops.torch_internals import tree_leaves, tree_map
 from ...utils.replaying import is_replaying
 from .backward_pass import BackwardPass
 from .gather import Gatherer

@@ -32,6 +32,7 @@ from ...offload.shards import Fetched, Shard, ShardHome, ShardInMemory
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Done, Handle
 from ...ops.flat import overlap
+from ...ops.torch_internals import NoTorchFunction
 from ...utils.errors import UsageError
 from ..access.owners import find_owner
 from ..layout.groups import FlatGroup
@@ -130,7 +131,6 @@ def views_in(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
 
 
 # the engine's own operations on parameters are hidden from any mode that surrounds a forward
-_NoTorchFunction = torch._C.DisableTorchFunction
 
 
 class ShardState(Enum):
@@ -368,7 +368,7 @@ class ParamBucket:
                 self._point_to(self._views)
 
     def _point_to(self, values: Sequence[Tensor]) -> None:
-        with _NoTorchFunction():
+        with NoTorchFunction():
             for position, (param, value) in enumerate(zip(self.params, values, strict=True)):
                 if position not in self._overridden:
                     param.data = value
@@ -472,7 +472,7 @@ class ParamBucket:
             self._check_not_written(only)
         if not (self.is_unsharded and has_memory):
             return
-        with _NoTorchFunction():
+        with NoTorchFunction():
             versions, self._versions = self._versions, self._sum_versions()
             is_written = versions != self._versions
             if only is None or not _is_same(self.params[only], self._views[only]):
@@ -550,7 +550,7 @@ class ParamBucket:
 
         Gathered parameters keep the values that were cast; dropped ones have no values to cast.
         """
-        with _NoTorchFunction():
+        with NoTorchFunction():
             dtype = self.raw.dtype
             found = [at for at, param in enumerate(self.params) if param.dtype is not dtype]
             for position in found:
@@ -565,7 +565,7 @@ class ParamBucket:
 
     def _check_not_written(self, only: int | None = None) -> None:
         """Check for writes to dropped parameters: torch lets fill_ and zero_ pass, and assignments to .data."""
-        with _NoTorchFunction():
+        with NoTorchFunction():
             is_one = only is not None and _is_same(self.params[only], self._placeholders[only])
             changed = [] if is_one else self._assigned(self._placeholders)
             for at in changed:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import final
 
-import torch
 from torch import nn
 
+from ...ops.torch_internals import NoTorchFunction
 from ...utils.errors import UsageError
 from ..core.backward_pass import BackwardPass
 from ..core.param_bucket import ParamBucket
@@ -40,7 +40,7 @@ class DtypeGuard:
         Raises:
             UsageError: a dtype was changed, or a parameter that no optimizer updates was unfrozen.
         """
-        with torch._C.DisableTorchFunction():
+        with NoTorchFunction():
             is_changed = any([param.dtype is not dtype for param, dtype in self._dtypes])
         if is_changed:
             changed = [(flat, at) for flat in self._flats for at in flat.other_dtypes()]

@@ -15,6 +15,7 @@ import torch
 from ...ops.comm.agreeing import agree
 from ...ops.comm.collectives import Collectives
 from ...ops.fingerprint import fingerprint
+from ...ops.torch_internals import NoTorchFunction
 from ...utils.errors import UsageError
 from ..core.param_bucket import ParamBucket
 from ..core.reduction import NUM_COUNTS
@@ -58,7 +59,7 @@ class ReplicaCheck:
 
     def count(self) -> int:
         """The writes on this rank since all ranks agreed, below NUM_COUNTS; 0 only if there are none."""
-        with torch._C.DisableTorchFunction():
+        with NoTorchFunction():
             self._versions = self._sum()
             assigned = [watched.is_assigned() for watched in self._watched]
         writes = self._versions - self._base + sum(assigned)
