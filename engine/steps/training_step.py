@@ -61,7 +61,7 @@ class TrainingStep(BackwardRules):
         self._allocates_states = parts.device.type == "cuda"  # at the first forward that trains
         mesh = parts.sharded.flat_groups.mesh
         self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale)
-        parts.sharded.backwards.rules = self
+        parts.sharded.backward_pass.rules = self
 
     def check_usable(self) -> None:
         """See `States.check_usable`."""
@@ -115,7 +115,9 @@ class TrainingStep(BackwardRules):
         self._clipping = None  # measured before these gradients
         with self._report.region("backward"):
             self._expect()
-            self._sharded.backwards.begin(reduces=self._reduces_now(), ends_step=self._ends_step())
+            self._sharded.backward_pass.begin(
+                reduces=self._reduces_now(), ends_step=self._ends_step()
+            )
             try:
                 factor = self._scale.value / divisor
                 scaled = loss if factor == 1.0 else loss * factor
@@ -125,9 +127,9 @@ class TrainingStep(BackwardRules):
                 ):
                     torch.autograd.backward(scaled, retain_graph=retain_graph)
             except BaseException:
-                self._sharded.backwards.abandon()
+                self._sharded.backward_pass.abandon()
                 raise
-            self._sharded.backwards.end()
+            self._sharded.backward_pass.end()
         result = loss.detach() / divisor if divisor > 1 else loss.detach()
         self._report.add_loss(result)
         return result
@@ -153,13 +155,13 @@ class TrainingStep(BackwardRules):
         """Around the backward of one pipeline stage for one micro-batch."""
         self._clipping = None
         with self._report.region("backward"), scaled_backward(self._scale.value):
-            self._sharded.backwards.begin(reduces=bool(scope.reduces), scope=scope)
+            self._sharded.backward_pass.begin(reduces=bool(scope.reduces), scope=scope)
             try:
                 yield
             except BaseException:
-                self._sharded.backwards.abandon()
+                self._sharded.backward_pass.abandon()
                 raise
-            self._sharded.backwards.end()
+            self._sharded.backward_pass.end()
 
     def stage_weights(self) -> AbstractContextManager[None]:
         """Around the weight gradients of one pipeline stage that come after its backward."""
@@ -179,7 +181,7 @@ class TrainingStep(BackwardRules):
         by_optimizer: optimizer.step() was called. All micro-batches since the last step count, and the schedule
             stays. Without gradients it does nothing, as in torch.
         """
-        if not self._sharded.backwards.has_seen_one:
+        if not self._sharded.backward_pass.has_seen_one:
             self._step_again(scheduler, by_optimizer=by_optimizer)
             return False
         if self._accumulation.in_no_sync:
@@ -190,7 +192,7 @@ class TrainingStep(BackwardRules):
         self._sharded.end_backward()
         is_boundary = self._accumulation.ends_step(counts_all=by_optimizer)
         self.was_applied = False
-        self._sharded.backwards.clear_seen()
+        self._sharded.backward_pass.clear_seen()
         self._counters.count_micro_batches(counts_all=by_optimizer)
         self._by_optimizer = by_optimizer
         self._only_counted = by_optimizer and not is_boundary
@@ -268,7 +270,7 @@ class TrainingStep(BackwardRules):
     @property
     def only_counted(self) -> bool:
         """optimizer.step() was the last call, and was no boundary. No backward has begun since."""
-        return self._only_counted and not self._sharded.backwards.has_seen_one
+        return self._only_counted and not self._sharded.backward_pass.has_seen_one
 
     def drop_gradients(self) -> None:
         """Forget all gradients since the last update."""

@@ -139,7 +139,7 @@ class Access(Owner):
 
         param: other pipeline stages do not take part in an access of what they do not hold.
         """
-        self._model.backwards.end_script_backward()
+        self._model.backward_pass.end_script_backward()
         self._model.publish(None if param is None else self._model.flat_groups.of(param))
 
     def settle_alone(self) -> None:

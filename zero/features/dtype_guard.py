@@ -22,12 +22,12 @@ class DtypeGuard:
         model: nn.Module,
         flats: Sequence[ParamBucket],
         trained: Collection[int],
-        backwards: BackwardPass,
+        backward_pass: BackwardPass,
     ) -> None:
         """trained: ids of the parameters that the optimizer updates."""
         self._flats = flats
         self._dtypes = [(param, flat.dtype) for flat in flats for param in flat.params]
-        self._backwards = backwards
+        self._backwards = backward_pass
         self._frozen = [
             (name, param, param.dtype)
             for name, param in model.named_parameters()

@@ -81,7 +81,7 @@ class ShardedModel:
         self._publishes = homes.defers and not policy.shards_params
         hooks = policy.shards_params or self._publishes
         self._gatherer = self._build_gatherer(config) if hooks else None
-        self.backwards = BackwardPass(
+        self.backward_pass = BackwardPass(
             [(unit, grads) for unit, _, grads in self.trainable],
             self._reduction,
             self._gatherer,
@@ -91,7 +91,7 @@ class ShardedModel:
         self._hooks: UnitHooks | None = None
         if self._gatherer is not None:
             self._hooks = UnitHooks(
-                self.units, self._gatherer, self.backwards, gathers_all=self._publishes
+                self.units, self._gatherer, self.backward_pass, gathers_all=self._publishes
             )
         flats = [flat for unit in self.units for flat in unit.params]
         self._shared = [flat for flat in flats if flat.memory.is_shared]
@@ -99,13 +99,13 @@ class ShardedModel:
         self._any_shares = shares_params and any(
             exchange(self.collectives, bool(self._shared), "which ranks share parameters")
         )
-        self._dtype_guard = DtypeGuard(model, flats, groups.keys(), self.backwards)
+        self._dtype_guard = DtypeGuard(model, flats, groups.keys(), self.backward_pass)
         self._num_checked = {True: 0, False: 0}  # forwards, of training and of evaluation
         self._unit_of = {
             id(param): unit for unit in self.units for flat in unit.params for param in flat.params
         }
         self._replica_check = ReplicaCheck(flats, flat_groups)
-        self.backwards.hook_gradients()
+        self.backward_pass.hook_gradients()
 
     def _build_gatherer(self, config: ZeroConfig) -> Gatherer:
         for unit in self.units:
@@ -212,7 +212,7 @@ class ShardedModel:
 
     def start_finish(self, *, is_asked: bool) -> StepStatus:
         """Every gradient is summed over the ranks on return. See `Reduction.start_finish`."""
-        self.backwards.end()  # a loss.backward() of the script's own
+        self.backward_pass.end()  # a loss.backward() of the script's own
         num_writes = self._replica_check.count()
         return self._reduction.start_finish(num_writes=num_writes, is_asked=is_asked)
 
@@ -241,18 +241,18 @@ class ShardedModel:
 
     def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """Add a gradient that is computed after its backward. See `Backwards.add_gradient`."""
-        self.backwards.add_gradient(param, grad)
+        self.backward_pass.add_gradient(param, grad)
 
     def drop_gradients(self) -> None:
         """Drop all gradients, at any time outside of a backward."""
-        self.backwards.drop()
+        self.backward_pass.drop()
 
     def reduce_rest(self, *, also_held: bool) -> bool:
         """Reduce all gradients into the totals. False: some are held back without reduction.
 
         also_held: reduce gradients that were held back as well: the step will get no others.
         """
-        self.backwards.end_checked()
+        self.backward_pass.end_checked()
         if also_held:
             self._reduction.reduce_held()
         self._reduction.settle()
@@ -290,7 +290,7 @@ class ShardedModel:
     def end_backward(self) -> None:
         """End a backward that the script started. Raises UsageError: the script has set some `.grad` since."""
         with self.collectives.publishing_errors("the check of .grad"):
-            self.backwards.end_checked()
+            self.backward_pass.end_checked()
 
     def before_update(self) -> None:
         """Gathered parameters are about to become stale."""
@@ -380,7 +380,7 @@ class ShardedModel:
 
         If a disk has failed, sharded parameters stay NaN, and a warning says why.
         """
-        self.backwards.remove_hooks()
+        self.backward_pass.remove_hooks()
         try:
             if self._hooks is not None:
                 self._hooks.remove()
@@ -416,7 +416,7 @@ class ShardedModel:
     @property
     def has_brought_gradients(self) -> bool:
         """A backward has begun since the last step, also one that the script started. Looks at no gradient."""
-        return self.backwards.has_seen_one or self._reduction.has_sums
+        return self.backward_pass.has_seen_one or self._reduction.has_sums
 
     @property
     def has_gradients(self) -> bool:
