@@ -27,7 +27,7 @@ class DtypeGuard:
         """trained: ids of the parameters that the optimizer updates."""
         self._flats = flats
         self._dtypes = [(param, flat.dtype) for flat in flats for param in flat.params]
-        self._backwards = backward_pass
+        self._backward_pass = backward_pass
         self._frozen = [
             (name, param, param.dtype)
             for name, param in model.named_parameters()
@@ -44,7 +44,7 @@ class DtypeGuard:
             is_changed = any([param.dtype is not dtype for param, dtype in self._dtypes])
         if is_changed:
             changed = [(flat, at) for flat in self._flats for at in flat.other_dtypes()]
-            self._backwards.hook_gradients()
+            self._backward_pass.hook_gradients()
             for _, param, dtype in self._frozen:
                 param.data = param.data.to(dtype)
             flat, at = changed[0]
