@@ -33,7 +33,7 @@ _LOCATIONS = {
     **dict.fromkeys(_FULL, ".access.full"),
     "GatheredParameters": ".access.gathered",
     "load_weights": ".construction.weights",
-    "register_external_parameter": ".core.outside",
+    "register_external_parameter": ".features.external_params",
 }
 _provided: dict[str, str] = {}  # by `provide`, once, while the package is imported
 
