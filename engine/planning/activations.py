@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ...ops.comm.fake import FakeCollectives, FakeGroups
+from ...ops.comm.fake import FakeGroups, backend_of
 from ...ops.mesh import Axis
 from ...ops.torch_internals import tree_leaves
 from ..model.forwards import Forward, replace_forwards
@@ -92,9 +92,8 @@ class Observer:
     def _all_sent(self) -> Counter[str]:
         found: Counter[str] = Counter()
         for group in self._groups.opened:
-            assert isinstance(group, FakeCollectives)
             found.update(group.sent_bytes)
-            self.found.axes.update(dict.fromkeys(group.sent_bytes, group.axes))
+            self.found.axes.update(dict.fromkeys(group.sent_bytes, backend_of(group).axes))
         return found
 
     def _begin(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:

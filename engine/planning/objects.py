@@ -18,7 +18,7 @@ from torch import nn
 
 from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.fake import FakeCollectives, FakeGroups
+from ...ops.comm.fake import FakeGroups, backend_of
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ShardOptimizer
 from ...zero.core.grad_bucket import GradBucket
@@ -76,8 +76,8 @@ def sent_in(opened: Sequence[Collectives]) -> dict[str, Link]:
 
 def spread(size: int, group: Collectives) -> Link:
     """`size` bytes in equal parts for the other ranks of `group`."""
-    assert isinstance(group, FakeCollectives)
-    near = size * group.num_near // (group.world_size - 1) if group.num_near else 0
+    num_near = backend_of(group).num_near
+    near = size * num_near // (group.world_size - 1) if num_near else 0
     return Link(near, size - near)
 
 

@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import nn
 
-from ...ops.comm.fake import FakeCollectives, FakeGroups
+from ...ops.comm.fake import FakeGroups, backend_of, fake_collectives
 from ...ops.mesh import Mesh
 from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.outlines import outlined_part
@@ -213,7 +213,7 @@ class Shares:
         messages = Messages(self._config, groups.world, hosts)
         build_policy = partial(policy_of, self._config)
         # ranks agree by values, which tensors of the meta device do not have
-        world = FakeCollectives(groups.rank, self._mesh.size, groups.world.axes)
+        world = fake_collectives(groups.rank, self._mesh.size, backend_of(groups.world).axes)
         is_one = found is None and self._mesh.tensor == 1
         flat_groups = open_flat_groups(
             groups,

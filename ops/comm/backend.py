@@ -113,7 +113,7 @@ class Backend(ABC):
 
     Attributes:
         has_tags: Ranks may start operations of different buffers in different orders.
-        is_recorded: Operations wait for other ranks, so they are worth a record.
+        is_recorded: Operations wait for other ranks, so each one is recorded.
         whole_sum: The operations that `sum_whole` consists of.
     """
 

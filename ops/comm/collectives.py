@@ -46,6 +46,7 @@ class PartOf:
     ranks: tuple[int, ...]
 
 
+@final
 class Collectives:
     """The collective operations of one process group, which are counted, logged and watched.
 
@@ -68,20 +69,14 @@ class Collectives:
         traffic: The bytes that this rank has sent.
     """
 
-    def __init__(
-        self, backend: Backend, part_of: PartOf | None = None, traffic: Traffic | None = None
-    ) -> None:
-        """
-        Args:
-            part_of: The collectives of all ranks, which have the watch and the log; None if these are they.
-            traffic: Counts the bytes; None for a new one.
-        """
+    def __init__(self, backend: Backend, part_of: PartOf | None = None) -> None:
+        """part_of: The collectives of all ranks, which have the watch and the log; None if these are they."""
         self.backend = backend
         self.group = backend.group
         self.device = backend.device
         self.rank = backend.rank
         self.world_size = backend.world_size
-        self.traffic = traffic or Traffic(self.world_size)
+        self.traffic = Traffic(self.world_size)
         self._members = None if part_of is None else part_of.ranks
         self.watch: Watch
         self.message_log: MessageLog
@@ -225,7 +220,7 @@ class Collectives:
         """Start `gather_small`. Returns the table, whose values are there after the handle's `wait`."""
         call = self._call("all_gather", _small_kind(buffer), buffer, values, what)
         table, handle = call.checked(self.backend.start_gather_small, values, buffer)
-        self._count_to_all("control", values.nbytes)
+        self._count_small("control", values.nbytes)
         return table, call.hold(handle)
 
     # -- operations that are complete on return -------------------------------------------------------------
@@ -234,7 +229,7 @@ class Collectives:
         """Return the `values` [n] of every rank, [world_size, n], in rank order: norms, flags, a few bytes."""
         call = self._call("all_gather", _small_kind(buffer), buffer, values, what)
         table = call.run(self.backend.gather_small, values, buffer)
-        self._count_to_all("control", values.nbytes)
+        self._count_small("control", values.nbytes)
         return table
 
     def sum(self, tensor: Tensor, *, what: str, kind: str) -> None:
@@ -293,7 +288,7 @@ class Collectives:
         """Overwrite `tensor` with that of rank `source`, a number in this group."""
         call = self._call("broadcast", "broadcast", CONTROL_BUFFER, tensor, what)
         call.run(self.backend.broadcast, tensor, source)
-        self._count_to_all("broadcast", tensor.nbytes if self.rank == source else 0)
+        self._count_small("broadcast", tensor.nbytes if self.rank == source else 0)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -452,8 +447,10 @@ class Collectives:
         sent_numel = 2 * (self.world_size - 1) * tensor.numel()
         self.traffic.add_to_all(kind, sent_numel * tensor.element_size() // self.world_size)
 
-    def _count_to_all(self, kind: str, size_bytes: int) -> None:
-        self.traffic.add_to_all(kind, (self.world_size - 1) * size_bytes)
+    def _count_small(self, kind: str, size_bytes: int) -> None:
+        """Count values that each other rank gets. They are no part of a plan."""
+        if self.backend.is_recorded:
+            self.traffic.add_to_all(kind, (self.world_size - 1) * size_bytes)
 
     def _count_receivers(self, kind: str, part: Tensor, receivers: Sequence[int]) -> None:
         for peer in receivers:

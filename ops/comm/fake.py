@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..mesh import Axis, Mesh
-from .backend import CONTROL_BUFFER, Backend, Bounds, Gather, Member, SharedFlat
+from .backend import Backend, Bounds, Gather, Member, SharedFlat
 from .collectives import Collectives
 from .handles import DONE, Handle
 from .mesh_groups import AxisGroups, Levels
@@ -21,14 +21,19 @@ from .message_log import Traffic
 
 @final
 class FakeBackend(Backend):
-    """Sends nothing. With `has_values` each peer seems to send what this rank sends."""
+    """Sends nothing. With `has_values` each peer seems to send what this rank sends.
+
+    axes, num_near: See `fake_collectives`.
+    """
 
     is_recorded = False
 
-    def __init__(self, member: Member, num_near: int, *, has_values: bool) -> None:
-        """num_near: How many of the other ranks are on this rank's host."""
+    def __init__(
+        self, member: Member, axes: tuple[Axis, ...], num_near: int, *, has_values: bool
+    ) -> None:
         super().__init__(member)
-        self._num_near = num_near
+        self.axes = axes
+        self.num_near = num_near
         self._has_values = has_values
 
     def all_gather(self, flat: Tensor, shard: Tensor, buffer: int) -> Handle:
@@ -75,7 +80,7 @@ class FakeBackend(Backend):
 
     def share(self, numel: int, dtype: torch.dtype, text: str, gather: Gather) -> SharedFlat | None:
         values = self.empty(numel, dtype, self.device)
-        return SharedFlat(values, values.view(-1), 1 + self._num_near, is_filler=self.rank == 0)
+        return SharedFlat(values, values.view(-1), 1 + self.num_near, is_filler=self.rank == 0)
 
     def publish_shared(self, flat: Tensor, buffer: int) -> Handle:
         return DONE
@@ -86,7 +91,7 @@ class FakeBackend(Backend):
     def across_numel(self, operation: str, flat: Tensor) -> int | None:
         if operation != "publish_shared":
             return None
-        num_hosts = -(-self.world_size // (1 + self._num_near))
+        num_hosts = -(-self.world_size // (1 + self.num_near))
         return (num_hosts - 1) * self.shard_of(flat).numel()  # once to each other host
 
 
@@ -94,61 +99,30 @@ def _refuse() -> NoReturn:
     raise AssertionError("a plan has no values that could be sent")
 
 
-@final
-class _EvenTraffic(Traffic):
-    """Counts each message as if every other rank got the same part of it."""
-
-    def __init__(self, world_size: int, num_near: int) -> None:
-        super().__init__(world_size)
-        self.is_across = []  # known
-        self._num_near = num_near
-
-    def add_to_all(self, kind: str, sent_bytes: int) -> None:
-        near = sent_bytes * self._num_near // (self.world_size - 1) if self._num_near else 0
-        self.add(kind, sent_bytes, sent_bytes - near)
-
-    def add_to(self, kind: str, sent_bytes: int, peer: int) -> None:
-        self.add_to_all(kind, sent_bytes)
-
-
-@final
-class FakeCollectives(Collectives):
+def fake_collectives(
+    rank: int,
+    world_size: int,
+    axes: tuple[Axis, ...],
+    num_near: int = 0,
+    device: torch.device | None = None,
+) -> Collectives:
     """The collectives of rank `rank` of `world_size`, which does not run.
 
-    Attributes:
-        axes: The axes of the mesh along which its ranks differ.
+    Args:
+        axes: The axes of the mesh along which the ranks differ.
         num_near: How many of the other ranks are on this rank's host. `sent_across_bytes` leaves them out.
+        device: Of values that are exchanged. Each peer then sends what this rank does. None: no values.
     """
+    member = Member(None, device or torch.device("cpu"), rank, range(world_size))
+    found = Collectives(FakeBackend(member, axes, num_near, has_values=device is not None))
+    found.traffic = Traffic(world_size, num_near)
+    return found
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        axes: tuple[Axis, ...],
-        num_near: int = 0,
-        device: torch.device | None = None,
-    ) -> None:
-        """device: Of values that are exchanged. Each peer then sends what this rank does. None: no values."""
-        member = Member(None, device or torch.device("cpu"), rank, range(world_size))
-        backend = FakeBackend(member, num_near, has_values=device is not None)
-        super().__init__(backend, traffic=_EvenTraffic(world_size, num_near))
-        self.axes = axes
-        self.num_near = num_near
 
-    # the bytes of these are not a part of a plan
-
-    def start_gather_small(
-        self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
-    ) -> tuple[Tensor, Handle]:
-        return self.backend.start_gather_small(values, buffer)
-
-    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:
-        return self.backend.gather_small(values, buffer)
-
-    def broadcast(
-        self, tensor: Tensor, source: int = 0, what: str = "the first rank's values"
-    ) -> None:
-        return
+def backend_of(collectives: Collectives) -> FakeBackend:
+    """The backend of `fake_collectives`."""
+    assert isinstance(collectives.backend, FakeBackend)
+    return collectives.backend
 
 
 @final
@@ -166,7 +140,7 @@ class FakeGroups(AxisGroups):
     ) -> None:
         """The data and sequence coordinates are 0, because all of them have equal parts.
 
-        ranks_per_host: Hosts have consecutive ranks. device: See `FakeCollectives`.
+        ranks_per_host: Hosts have consecutive ranks. device: See `fake_collectives`.
         """
         self.mesh = mesh
         self.rank = mesh.rank_at(pipe=pipe, tensor=tensor)
@@ -175,9 +149,9 @@ class FakeGroups(AxisGroups):
         self._on_host = range(first, min(first + ranks_per_host, mesh.size))
         self.opened = []
         self._at: dict[Axis, int] = {"pipe": pipe, "data": 0, "sequence": 0, "tensor": tensor}
-        self._found: dict[tuple[tuple[Axis, ...], str], FakeCollectives] = {}
+        self._found: dict[tuple[tuple[Axis, ...], str], Collectives] = {}
         self._members: dict[Collectives, Sequence[int]] = {}
-        self.world: FakeCollectives = self._open(("pipe", "data", "sequence", "tensor"), "")
+        self.world: Collectives = self._open(("pipe", "data", "sequence", "tensor"), "")
 
     @property
     def is_everywhere(self) -> bool:
@@ -211,18 +185,18 @@ class FakeGroups(AxisGroups):
         along = self.mesh.ranks_along(axes, self.rank)
         return self._made([rank for rank in along if at(rank).pipe in stages], axes)
 
-    def _open(self, axes: tuple[Axis, ...], use: str) -> FakeCollectives:
+    def _open(self, axes: tuple[Axis, ...], use: str) -> Collectives:
         if (axes, use) not in self._found:
             self._found[axes, use] = self._made(self.mesh.ranks_along(axes, self.rank), axes)
         return self._found[axes, use]
 
-    def _made(self, members: Sequence[int], axes: tuple[Axis, ...]) -> FakeCollectives:
+    def _made(self, members: Sequence[int], axes: tuple[Axis, ...]) -> Collectives:
         near = sum(rank != self.rank and rank in self._on_host for rank in members)
         at = list(members).index(self.rank)
-        found = FakeCollectives(at, len(members), axes, near, self._device)
+        found = fake_collectives(at, len(members), axes, near, self._device)
         self._members[found] = members
         self.opened.append(found)
         return found
 
 
-__all__ = ["FakeBackend", "FakeCollectives", "FakeGroups"]
+__all__ = ["FakeBackend", "FakeGroups", "backend_of", "fake_collectives"]

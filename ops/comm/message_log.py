@@ -50,6 +50,7 @@ TRIMMED = 0.1  # the part of measured times that an average leaves out, at each 
 OPERATIONS = ("all_reduce", *_OTHERS, *_WHOLE)
 
 
+@final
 class Traffic:
     """The bytes that one rank sends to the ranks of a group. A group of one rank has none.
 
@@ -61,8 +62,12 @@ class Traffic:
         counted_as: The kind of all bytes from now on; "" for the kind of each message.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, num_near: int | None = None) -> None:
+        """num_near: How many of the other ranks are on this host, if every message is to be counted as if all
+        other ranks got an equal part of it. None counts each message by its receivers.
+        """
+        self._num_others = world_size - 1
+        self._num_near = num_near
         self.sent_bytes: dict[str, int] = {}
         self.sent_across_bytes: dict[str, int] = {}
         self.exact_bytes: dict[str, int] = {}
@@ -71,21 +76,27 @@ class Traffic:
 
     def add_to_all(self, kind: str, sent_bytes: int) -> None:
         """Count bytes of which each other rank gets the same number."""
-        if self.world_size > 1:
+        if self._num_near is not None:
+            near_bytes = sent_bytes * self._num_near // max(self._num_others, 1)
+            self.add(kind, sent_bytes, sent_bytes - near_bytes)
+        elif self._num_others:
             is_across = self.is_across
             num_across = 0 if is_across is None else sum(is_across)
-            self.add(kind, sent_bytes, sent_bytes * num_across // (self.world_size - 1))
+            self.add(kind, sent_bytes, sent_bytes * num_across // self._num_others)
 
     def add_to(self, kind: str, sent_bytes: int, peer: int) -> None:
         """Count bytes to the rank `peer` of the group."""
-        is_across = self.is_across is not None and self.is_across[peer]
-        self.add(kind, sent_bytes, sent_bytes if is_across else 0)
+        if self._num_near is not None:
+            self.add_to_all(kind, sent_bytes)
+        else:
+            is_across = self.is_across is not None and self.is_across[peer]
+            self.add(kind, sent_bytes, sent_bytes if is_across else 0)
 
     def add(self, kind: str, sent_bytes: int, across_bytes: int) -> None:
         """Count bytes, of which `across_bytes` go to other hosts."""
         kind = self.counted_as or kind
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent_bytes
-        if self.is_across is not None:
+        if self.is_across is not None or self._num_near is not None:
             self.sent_across_bytes[kind] = self.sent_across_bytes.get(kind, 0) + across_bytes
 
     def add_exact(self, kind: str, exact_bytes: int) -> None:

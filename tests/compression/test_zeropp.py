@@ -24,7 +24,8 @@ import xds
 from xds.compression.unit import GradientUnit
 from xds.compression.zeropp.scheme import ZeroppChoice, ZeroppScheme
 from xds.launcher import checkpoint as command
-from xds.ops.comm.fake import FakeCollectives
+from xds.ops.comm.collectives import Collectives
+from xds.ops.comm.fake import fake_collectives
 from xds.ops.comm.mesh_groups import Levels
 from xds.zero import GatheredParameters, get_full_param, set_full_param
 
@@ -492,7 +493,7 @@ def test_a_nan_in_one_step_does_not_stay_in_the_gaps_of_a_buffer() -> None:
 class Split:
     """Opens blocks of a group of 4 ranks, and notes which."""
 
-    own: FakeCollectives
+    own: Collectives
     groups: tuple[tuple[int, ...], ...]
     opened: list[int] = field(default_factory=list)
 
@@ -505,8 +506,8 @@ class Split:
 def test_pipeline_stages_on_unlike_hosts_open_the_same_groups(hosts: list[int]) -> None:
     opened = []
     for first in (0, 4):
-        own = FakeCollectives(0, 4, ("data",))
-        own._ranks = tuple(range(first, first + 4))
+        own = fake_collectives(0, 4, ("data",))
+        own.backend.ranks = tuple(range(first, first + 4))
         split = Split(own, ((0, 1, 2, 3), (4, 5, 6, 7)))
         choice = ZeroppChoice(True, True, True, 1, None)
         ZeroppScheme(choice, GradientUnit(), hosts, own, split=split)

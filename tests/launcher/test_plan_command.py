@@ -19,7 +19,7 @@ from xds.engine.planning.models import FolderModel, FunctionModel
 from xds.engine.planning.objects import Link, spread
 from xds.engine.planning.plan import Plan, RankPlan, make_plan
 from xds.launcher.plan import main
-from xds.ops.comm.fake import FakeGroups
+from xds.ops.comm.fake import FakeGroups, backend_of
 from xds.ops.mesh import Mesh
 from xds.zero.core.gather import num_kept
 
@@ -162,7 +162,8 @@ def test_the_links_of_a_group_and_the_units_that_stay() -> None:
         (("data",), 4, 0),
         (("data", "tensor"), 6, 5),
     ):
-        assert FakeGroups(mesh, ranks_per_host).along(axes).num_near == num_near
+        found = FakeGroups(mesh, ranks_per_host).along(axes)
+        assert backend_of(found).num_near == num_near
     assert spread(70, FakeGroups(mesh, 6).along(("data", "tensor"))) == Link(50, 20)
     assert spread(0, FakeGroups(Mesh(1, 1)).along("data")) == Link()
     given = [([5, 5, 5], 0, 100), ([5, 5, 5], 20, 100), ([5, 5, 5], 20, 4), ([], 20, 4)]
