@@ -3,9 +3,9 @@
     rank 0   runs ─────┐ wait        ┌── runs      One rank runs at a time. A rank that waits for a message
     rank 1             └─ runs ─ send┘             hands over to the next one, so that every run is the same.
 
-Messages go through queues of one `Mail`. Everything above them is the product's own: `GlooBackend` sums in rank
-order here as in processes, so the results have the same bits. A switch also exchanges what is one for each
-process: the random numbers, the default dtype, the compiler's stance, the process groups.
+Messages go through queues of one `Mail`, and `ThreadBackend` carries the operations of xds with them. It sums
+in rank order as the backends of processes do, so the results have the same bits. A switch also exchanges what
+is one for each process: the random numbers, the default dtype, the compiler's stance, the process groups.
 
 Not here: a rank that dies, real sockets, memory that ranks share, `xds.zero.Init`, DTensor, and what else
 belongs to a process (signals, the current folder, environment variables). These need `run_processes` or
@@ -34,7 +34,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from xds.engine.optim import backward_scale
-from xds.ops.comm import mesh_groups, opening, point_to_point
+from xds.ops.comm import opening
+from xds.ops.comm.handles import Handle, Messages
+from xds.ops.comm.point_to_point import PointToPointBackend, transfer
 
 TIMEOUT_SECONDS = 300
 IDLE_SECONDS = 20
@@ -341,11 +343,17 @@ def _reduced(values: list[Tensor], op: Any) -> Tensor:
     return found / len(values) if op == dist.ReduceOp.AVG else found
 
 
-class _Groups(dict[Any, Any]):
-    """Group -> (backend, store): this one is called gloo, so that xds takes its messages with tags."""
+class ThreadBackend(PointToPointBackend):
+    """Carries the operations of xds by messages of a `ThreadGroup`."""
 
-    def __setitem__(self, group: Any, value: Any) -> None:
-        super().__setitem__(group, ("gloo", value[1]))
+    def _transfer(
+        self,
+        tag: int,
+        receives: Messages,
+        sends: Messages,
+        finish: Callable[[], None] | None = None,
+    ) -> Handle:
+        return transfer(self, tag, receives, sends, finish)
 
 
 class World:
@@ -353,7 +361,7 @@ class World:
 
     def __init__(self) -> None:
         self.default_pg: Any = None
-        self.pg_map = _Groups()
+        self.pg_map: dict[Any, Any] = {}
         self.pg_names: dict[Any, str] = {}
         self.pg_group_ranks: dict[Any, dict[int, int]] = {}
         self.pg_backend_config: dict[Any, str] = {}
@@ -386,13 +394,6 @@ def _mail() -> Mail:
 def _rank() -> int | None:
     """The rank that this thread is; None in a thread that a rank has started."""
     return getattr(threading.current_thread(), "xds_rank", None)
-
-
-class _InThisThread:
-    """In place of the light thread: the rank itself waits."""
-
-    def run(self, job: Callable[[], None]) -> None:
-        job()
 
 
 _outside = [c10d._world]
@@ -434,9 +435,8 @@ def _patched() -> Iterator[None]:
     with (
         mock.patch.object(c10d, "_world", _Worlds()),
         mock.patch.object(threading.Thread, "start", _start_with_world),
-        mock.patch.object(point_to_point, "light_thread", _InThisThread()),
-        mock.patch.object(opening, "connect", lambda _: (None, "")),
-        mock.patch.object(mesh_groups.MeshGroups, "_new_group", lambda _, ranks: _new_group(ranks)),
+        # what xds opens for a group of torch whose backend is not gloo
+        mock.patch.object(opening, "NcclBackend", ThreadBackend),
         mock.patch.object(dist, "new_group", _new_group),
         mock.patch.object(c10d, "new_group", _new_group),
     ):

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..watch import Mark, Store, Watch
+from ..watch import Record, Store, Watch
 from ..watch.config import WatchConfig
-from ..watch.sentinel import start_watching, stop_watching
+from ..watch.watcher import start_watching, stop_watching
 from .backend import (
     ACCESS_BUFFER,
     ACTIVATION_BUFFER,
@@ -362,16 +362,16 @@ class Collectives:
         if not self.backend.is_recorded:
             return Call(None, None, None)
         watch, log = self.watch, self.message_log
-        mark = watch.start(kind, buffer, what, tensor)
-        mark.members = self._members if peer is None else ()
+        record = watch.start(kind, buffer, what, tensor)
+        record.members = self._members if peer is None else ()
         if not log.is_on:
-            return Call(watch, mark, None)
+            return Call(watch, record, None)
         ranks = self.members if peer is None else sorted(self.members[r] for r in (self.rank, peer))
         if numel is None:
-            numel = mark.numel * (self.world_size if operation == "all_gather" else 1)
-        size_bytes = numel * (0 if mark.dtype is None else mark.dtype.itemsize)
-        subject = watch.call(mark.key).partition(" of ")[2] if log.options.debug else ""
-        return Call(watch, mark, log.start(operation, size_bytes, ranks, subject))
+            numel = record.numel * (self.world_size if operation == "all_gather" else 1)
+        size_bytes = numel * (0 if record.dtype is None else record.dtype.itemsize)
+        subject = watch.call(record.key).partition(" of ")[2] if log.options.debug else ""
+        return Call(watch, record, log.start(operation, size_bytes, ranks, subject))
 
     def name_buffer(self, buffer: int, name: str) -> None:
         """Set the name of the flat buffer `buffer` in messages, e.g. "unit 'blocks.5'"."""
@@ -462,11 +462,11 @@ class Collectives:
 class Call(Handle):
     """An operation of this rank: its records, and the backend's handle once it has started."""
 
-    __slots__ = ("_handle", "_mark", "_timed", "_watch")
+    __slots__ = ("_handle", "_record", "_timed", "_watch")
 
-    def __init__(self, watch: Watch | None, mark: Mark | None, timed: Timed | None) -> None:
+    def __init__(self, watch: Watch | None, record: Record | None, timed: Timed | None) -> None:
         """None: The operation is not recorded."""
-        self._watch, self._mark, self._timed = watch, mark, timed
+        self._watch, self._record, self._timed = watch, record, timed
         self._handle: Handle | None = None
 
     def start(self, function: Callable[..., Handle], *args: Any) -> Handle:
@@ -492,32 +492,32 @@ class Call(Handle):
 
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
         """Run the operation by a `function` of the backend that waits itself. Returns its result."""
-        watch, mark = self._watch, self._mark
-        if watch is None or mark is None:
+        watch, record = self._watch, self._record
+        if watch is None or record is None:
             return function(*args)
-        begin_seconds = watch.begin_wait(mark)
+        begin_seconds = watch.begin_wait(record)
         result = self.checked(function, *args)
-        watch.end_wait(mark, begin_seconds)
+        watch.end_wait(record, begin_seconds)
         if self._timed is not None:
             self._timed.end()
         return result
 
     def wait(self) -> None:
-        handle, watch, mark, timed = self._handle, self._watch, self._mark, self._timed
-        if handle is None or watch is None or mark is None:
+        handle, watch, record, timed = self._handle, self._watch, self._record, self._timed
+        if handle is None or watch is None or record is None:
             return  # the second wait
         if timed is not None:
             timed.begin_wait()
-        begin_seconds = watch.begin_wait(mark, handle)
+        begin_seconds = watch.begin_wait(record, handle)
         self.checked(handle.wait)
-        watch.end_wait(mark, begin_seconds)
+        watch.end_wait(record, begin_seconds)
         self._handle = None
         if timed is not None:
             timed.end()
 
     def _failed(self, error: Lost) -> Exception:
-        assert self._watch is not None and self._mark is not None
-        return self._watch.failed(self._mark, error, error.rank)
+        assert self._watch is not None and self._record is not None
+        return self._watch.failed(self._record, error, error.rank)
 
 
 def _small_kind(buffer: int) -> str:

@@ -15,7 +15,7 @@ import logging
 import torch
 import torch.distributed as dist
 
-from ..watch.device import Probe
+from ..watch.watch import Probe
 from .backend import Member, SingleRank, state_of
 from .collectives import Collectives, PartOf, timeout_of
 from .config import Communication

@@ -2,8 +2,8 @@
 
 ring        the last collectives of this rank, with the lines of the script
 watch       counts collectives, and turns a failed wait into a PeerError
-sentinel    one thread per process: sends heartbeats, answers alarms, ends a process that cannot raise
-exchange    reports between the ranks, through their store
+watcher     one thread per process: sends heartbeats, answers alarms, ends a process that cannot raise
+reports     reports between the ranks, through their store
 diagnosis   reports of all ranks -> one message
 stragglers  step times of all ranks -> slow ranks
 dump        files for the analysis after a failure
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .diagnosis import Report as Report
     from .diagnosis import explain as explain
-    from .ring import Mark as Mark
+    from .ring import Record as Record
     from .store import Store as Store
     from .watch import Watch as Watch
 
 _MODULES = {
     "Store": ".store",
-    "Mark": ".ring",
+    "Record": ".ring",
     "Report": ".diagnosis",
     "Watch": ".watch",
     "explain": ".diagnosis",

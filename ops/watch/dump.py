@@ -34,19 +34,19 @@ def write_ring(watch: Watch, report: Report) -> str:
     waiting = watch.waiting
     collectives = [
         {
-            "serial": mark.serial,
-            "collective": watch.call(mark.key),
-            "number": mark.number,
-            "shape": [mark.numel],
-            "dtype": "" if mark.dtype is None else str(mark.dtype)[6:],
-            "bytes": mark.size_bytes,
-            "script": place_text(mark.place),
-            "started_seconds": round(now - (clock - mark.started_seconds), 6),
-            "ended_seconds": round(now - (clock - mark.ended_seconds), 6)
-            if mark.ended_seconds
+            "serial": record.serial,
+            "collective": watch.call(record.key),
+            "number": record.number,
+            "shape": [record.numel],
+            "dtype": "" if record.dtype is None else str(record.dtype)[6:],
+            "bytes": record.size_bytes,
+            "script": place_text(record.place),
+            "started_seconds": round(now - (clock - record.started_seconds), 6),
+            "ended_seconds": round(now - (clock - record.ended_seconds), 6)
+            if record.ended_seconds
             else None,
         }
-        for mark in list(watch.ring)
+        for record in list(watch.ring)
     ]
     content: dict[str, Any] = {
         "rank": watch.rank,
@@ -98,12 +98,12 @@ def end_process(text: str) -> NoReturn:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if path:
         extra = {"py_callstack": f"{text}\n", "timestamp": str(int(now))}
-        record = {
+        error_record = {
             "message": {"message": text, "extraInfo": extra},
             "xds": {"time_seconds": now, "exit_code": 1, "text": f"{text}\n"},
         }
         with contextlib.suppress(OSError):
             with open(f"{path}.part", "w", encoding="utf-8") as file:
-                json.dump(record, file)
+                json.dump(error_record, file)
             os.replace(f"{path}.part", path)
     os._exit(1)

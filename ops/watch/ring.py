@@ -39,7 +39,7 @@ Place = tuple[CodeType, int]  # the code of a frame and the index of its current
 
 
 @final
-class Mark:
+class Record:
     """One collective: the `number`-th of its kind and buffer on this rank, from 1; `serial` counts all of them.
 
     members: the ranks that take part; None: all.

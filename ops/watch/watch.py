@@ -1,4 +1,4 @@
-"""Counts the collectives of one engine on this rank, keeps the last ones, and explains a failed wait.
+"""Records the collectives of one engine on this rank, and explains a failed wait.
 
     wait fails -> this rank's report -> the group's store -> the reports of all ranks -> one PeerError
 
@@ -17,30 +17,61 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from ...utils.errors import PeerError
-from .device import Probe
 from .diagnosis import Report, explain
-from .exchange import PATIENCE_SECONDS, Exchange
-from .ring import Mark, place_of_caller, place_text
+from .reports import PATIENCE_SECONDS, ReportExchange
+from .ring import Record, place_of_caller, place_text
 from .store import Store
 from .stragglers import Steps
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 RING_SIZE = 128  # collectives that a rank remembers, unless the config sets another number
 
 
+@final
+class Probe:
+    """Detects that a device's queue is stuck: on a device, a collective's wait returns before the work is done.
+
+    It records an event on the default stream, and a new one each time the event has completed. Only the watcher
+    thread uses it, so the training thread has no cost. It does not see streams that the default stream does not
+    wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: Any = None
+        self.count = 0
+
+    def is_stuck(self) -> bool:
+        """Whether the event of the last call has not completed. `count` is the number of that event."""
+        if self._event is not None and not self._event.query():
+            return True
+        self._event = self._record()
+        self.count += 1
+        return False
+
+    def _record(self) -> Any:
+        import torch
+
+        with torch.cuda.device(self._device):
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.default_stream(self._device))
+        return event
+
+
 class Progress(Protocol):
-    """A wait that consists of several ones. `num_done`: How many of them are over."""
+    """A wait that consists of several waits. `num_done` is how many of them are over."""
 
     num_done: int
 
 
 class Diagnoser(Protocol):
-    """The sentinel's interface for a watch: it requests reports from all ranks."""
+    """The watcher's interface for a watch: it requests reports from all ranks."""
 
     def diagnose(self, report: Report) -> str:
-        """The message about all ranks. Takes a little more than `PATIENCE_SECONDS` at most."""
+        """Return the message about all ranks. Takes a little more than `PATIENCE_SECONDS` at most."""
 
 
 @final
@@ -58,8 +89,8 @@ class Watch:
         self.world_size = world_size
         self.engine = engine
         self.open_store = open_store
-        self.ring: deque[Mark] = deque(maxlen=RING_SIZE)
-        self.waiting: tuple[Mark, float] | None = None  # the current wait, and its begin
+        self.ring: deque[Record] = deque(maxlen=RING_SIZE)
+        self.waiting: tuple[Record, float] | None = None  # the current wait, and its begin
         self._progress: Progress | None = None  # of the current wait
         self.is_failing = False
         self.lost: int | None = None  # a rank that has ended, as another rank reports
@@ -84,34 +115,34 @@ class Watch:
         taken = name in self._names.values()
         self._names[buffer] = f"{name} (buffer {buffer})" if taken else name
 
-    def start(self, kind: str, buffer: int, what: str = "", tensor: Tensor | None = None) -> Mark:
+    def start(self, kind: str, buffer: int, what: str = "", tensor: Tensor | None = None) -> Record:
         """Record that this rank starts a collective of `buffer` with `tensor`; `what` names it in messages."""
         if self._has_published:
             self._withdraw()
         key = (kind, buffer, what)
         number = self._counts[key] = self._counts.get(key, 0) + 1
         self._serial += 1
-        mark = Mark(kind, buffer, what, number, self._serial, time.monotonic())
+        record = Record(kind, buffer, what, number, self._serial, time.monotonic())
         if tensor is not None:
-            mark.numel, mark.dtype = tensor.numel(), tensor.dtype
-        mark.place = place_of_caller()
-        self.ring.append(mark)
-        return mark
+            record.numel, record.dtype = tensor.numel(), tensor.dtype
+        record.place = place_of_caller()
+        self.ring.append(record)
+        return record
 
-    def begin_wait(self, mark: Mark, progress: Progress | None = None) -> float:
-        """Record that this rank waits in `mark`. Returns the time, for `end_wait`."""
+    def begin_wait(self, record: Record, progress: Progress | None = None) -> float:
+        """Record that this rank waits in `record`. Returns the time, for `end_wait`."""
         now = time.monotonic()
         self._progress = progress
-        self.waiting = (mark, now)
+        self.waiting = (record, now)
         return now
 
-    def end_wait(self, mark: Mark, begin_seconds: float) -> None:
+    def end_wait(self, record: Record, begin_seconds: float) -> None:
         """Record the end of the wait that began at `begin_seconds`."""
-        mark.ended_seconds = now = time.monotonic()
+        record.ended_seconds = now = time.monotonic()
         self.waited_seconds += now - begin_seconds
         self.waiting = None
 
-    def position(self) -> tuple[Mark, float, int] | None:
+    def position(self) -> tuple[Record, float, int] | None:
         """The current wait, which changes with each message that arrives; None for no wait."""
         waiting, progress = self.waiting, self._progress
         return None if waiting is None else (*waiting, progress.num_done if progress else 0)
@@ -121,8 +152,8 @@ class Watch:
         self.thread = threading.get_ident()
         self.steps.add(time.monotonic(), self.waited_seconds)
 
-    def failed(self, mark: Mark, error: RuntimeError, peer: int | None) -> PeerError:
-        """The error to raise for a failed wait in `mark`. Takes `PATIENCE_SECONDS` at most.
+    def failed(self, record: Record, error: RuntimeError, peer: int | None) -> PeerError:
+        """Return the error to raise for a failed wait in `record`. Takes `PATIENCE_SECONDS` at most.
 
         Args:
             error: the backend's error; peer: the rank that it is about, if known.
@@ -134,7 +165,7 @@ class Watch:
                 peer = 1 - self.rank
             # a peer that failed before this rank closes the connection as well, but it has published a report
             is_closed = "Timed out" not in message and "timeout" not in message
-            report = self.report_wait(mark, gone=peer if is_closed else None)
+            report = self.report_wait(record, gone=peer if is_closed else None)
             if self.diagnoser is None:
                 diagnosis = self._diagnose(report)
             else:
@@ -153,19 +184,19 @@ class Watch:
     @contextmanager
     def guard(
         self, kind: str, buffer: int, what: str = "", tensor: Tensor | None = None
-    ) -> Iterator[Mark]:
+    ) -> Iterator[Record]:
         """Wrap a blocking collective: record it, and turn its RuntimeError into a PeerError."""
-        mark = self.start(kind, buffer, what, tensor)
-        begin_seconds = self.begin_wait(mark)
+        record = self.start(kind, buffer, what, tensor)
+        begin_seconds = self.begin_wait(record)
         try:
-            yield mark
+            yield record
         except RuntimeError as error:
-            raise self.failed(mark, error, None) from error
-        self.end_wait(mark, begin_seconds)
+            raise self.failed(record, error, None) from error
+        self.end_wait(record, begin_seconds)
 
     @contextmanager
     def publishing_errors(self, where: str) -> Iterator[None]:
-        """Wrap the user's code: publish an exception of this rank to the ranks that will wait for it."""
+        """Wrap user code: publish an exception of this rank to the ranks that will wait for it."""
         try:
             yield
         except PeerError:
@@ -183,15 +214,15 @@ class Watch:
 
     # -- reports ----------------------------------------------------------------------------------------
 
-    def report_wait(self, mark: Mark, **fields: Any) -> Report:
-        """The report that this rank waits in `mark`."""
+    def report_wait(self, record: Record, **fields: Any) -> Report:
+        """The report that this rank waits in `record`."""
         return self.report(
-            waits_in=self.call(mark.key),
-            number=mark.number,
-            serial=mark.serial,
-            shape=mark.shape,
-            place=place_text(mark.place),
-            members=mark.members,
+            waits_in=self.call(record.key),
+            number=record.number,
+            serial=record.serial,
+            shape=record.shape,
+            place=place_text(record.place),
+            members=record.members,
             **fields,
         )
 
@@ -199,7 +230,7 @@ class Watch:
         counts: Counter[str] = Counter()
         for key, number in list(self._counts.items()):
             counts[self.call(key)] += number
-        recent = [self.call(mark.key) for mark in list(self.ring)]
+        recent = [self.call(record.key) for record in list(self.ring)]
         return Report(self.rank, self.engine, counts=dict(counts), recent=recent, **fields)
 
     def call(self, key: tuple[str, int, str]) -> str:
@@ -214,13 +245,17 @@ class Watch:
 
     # -- through the store ------------------------------------------------------------------------------
 
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> ReportExchange | None:
         """The exchange through the group's store; None where there is no store."""
         store = self.open_store()
-        return None if store is None else Exchange(store, self.rank, self.world_size, self.engine)
+        return (
+            None
+            if store is None
+            else ReportExchange(store, self.rank, self.world_size, self.engine)
+        )
 
     def _withdraw(self) -> None:
-        """Delete this rank's report: it continued, and the report must not explain a later failure."""
+        """Delete this rank's report. The rank continued, so the report must not explain a later failure."""
         self._has_published = False
         exchange = self.exchange()
         if exchange is not None and not self._diagnosis:
@@ -230,14 +265,14 @@ class Watch:
                 return
 
     def _diagnose(self, mine: Report) -> str:
-        """The diagnosis without a sentinel, from the reports that other ranks publish."""
+        """The diagnosis without a watcher, from the reports that other ranks publish."""
         store, reports = self.open_store(), {self.rank: mine}
         if store is not None:
             deadline = time.monotonic() + PATIENCE_SECONDS
             try:
                 # another thread may wait for a key of torch's, which would block this connection
                 own = store.own_connection()
-                exchange = Exchange(own, self.rank, self.world_size, self.engine)
+                exchange = ReportExchange(own, self.rank, self.world_size, self.engine)
                 exchange.publish(mine)
                 self._has_published = True
                 reports = exchange.collect(mine, deadline)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from xds.ops.watch import Report, Store, explain, store
-from xds.ops.watch.exchange import Beat, Exchange
+from xds.ops.watch.reports import Beat, ReportExchange
 from xds.ops.watch.stragglers import SpeedChange
 from xds.utils.sealing import RUN_KEY, new_key, seal, unseal
 
@@ -124,7 +124,7 @@ def test_a_seal_that_is_changed_anywhere_is_none() -> None:
 
 def test_a_malformed_message_is_ignored(raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(RUN_KEY, raising=False)
-    exchange = Exchange(Store(raw, "0", 0), 0, 2, 0)
+    exchange = ReportExchange(Store(raw, "0", 0), 0, 2, 0)
     exchange.beat(Beat(1.0, "host", [(4, 0.5, 0.25)]))
     for text in MALFORMED:
         keys = ("waits/1", "answers/0/1", "beat/0/1", "read/0/1")

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from .config import WatchConfig
 from .diagnosis import Report, explain
 from .dump import end_process, recorded, write_ring
-from .exchange import PATIENCE_SECONDS, Beat, Exchange
-from .ring import Mark, ThreadPosition, tensor_of_call
+from .reports import PATIENCE_SECONDS, Beat, ReportExchange
+from .ring import Record, ThreadPosition, tensor_of_call
 from .store import REPLY_SECONDS
 from .stragglers import StragglerDetector
 from .watch import Watch
@@ -59,7 +59,7 @@ class Request:
 
 @final
 class WatchedEngine:
-    """The sentinel's state for one watch. It holds the watch by a weak reference: the engine owns it."""
+    """The watcher's state for one watch. It holds the watch by a weak reference: the engine owns it."""
 
     def __init__(
         self, watch: Watch, group: str, timeout_seconds: float, section: WatchConfig
@@ -70,7 +70,7 @@ class WatchedEngine:
         self.timeout_seconds = timeout_seconds
         self.beat_seconds = min(section.heartbeat_seconds, timeout_seconds / 4)
         self.store = watch.open_store()
-        self.exchange: Exchange | None = None
+        self.exchange: ReportExchange | None = None
         self.is_leaving = False
         self.answered = 0  # the newest alarm that was answered, and when
         self.answered_seconds = 0.0
@@ -105,7 +105,7 @@ class Stall:
         self.is_reported = False
 
     def update(self, what: object, elapsed_seconds: float) -> float:
-        """Compare `what` with the value of the last call; None: nothing waits. Returns the seconds."""
+        """Compare `what` with the last value. None means that nothing waits. Returns the seconds."""
         if what is None or what != self._what:
             self._what, self.seconds, self.is_reported = what, 0.0, False
         else:
@@ -114,7 +114,7 @@ class Stall:
 
 
 @final
-class Sentinel:
+class Watcher:
     """The watcher thread and the engines that it watches."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class Sentinel:
             self._thread.join(REPLY_SECONDS)
 
     def end(self) -> None:
-        """End the thread before the process exits: returning from the store later would abort the process."""
+        """End the thread before the process exits. A later return from the store would abort the process."""
         for entry in list(self._engines):
             entry.is_leaving = True
         self._wakes.set()
@@ -162,7 +162,7 @@ class Sentinel:
     # -- in the thread ----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until no engine is left, or the process group has ended."""
+        """Work until no engine is left, or the process group has ended."""
         last_seconds = time.monotonic()
         while True:
             now = time.monotonic()
@@ -189,7 +189,7 @@ class Sentinel:
             if entry.exchange is None:
                 assert entry.store is not None
                 store, entry.store = entry.store.own_connection(), None
-                entry.exchange = Exchange(store, watch.rank, watch.world_size, watch.engine)
+                entry.exchange = ReportExchange(store, watch.rank, watch.world_size, watch.engine)
             exchange = entry.exchange
             exchange.beat(Beat(time.time(), self._host, watch.steps.totals()))
             if entry.request is not None:
@@ -220,7 +220,7 @@ class Sentinel:
         self._engines.remove(entry)
 
     def _serve(self, entry: WatchedEngine, watch: Watch, request: Request) -> None:
-        """The main thread's wait failed: publish its report, raise an alarm, collect all reports."""
+        """Serve a failed wait of the main thread: publish its report, raise an alarm, collect all reports."""
         exchange, entry.request = entry.exchange, None
         assert exchange is not None
         exchange.publish(request.report)
@@ -264,9 +264,9 @@ class Sentinel:
     def _position(self, entry: WatchedEngine, watch: Watch, number: int) -> Report:
         """The report about this rank, made by the watcher thread."""
         for other in [watch, *(w for w in (p.watch() for p in self._engines) if w is not None)]:
-            mark = _waits_in(other, self._device_stall)
-            if mark is not None:
-                return replace(other.report_wait(mark), alarm=number)
+            record = _waits_in(other, self._device_stall)
+            if record is not None:
+                return replace(other.report_wait(record), alarm=number)
         position, call = ThreadPosition(watch.thread), ""
         if position.call:
             has_moved = self._own_stall.seconds == 0.0
@@ -281,7 +281,7 @@ class Sentinel:
         waiting = [
             (entry, watch) for entry in self._engines if (watch := entry.watch()) is not None
         ]
-        found: tuple[WatchedEngine, Watch, tuple[Mark, float, int]] | None = None
+        found: tuple[WatchedEngine, Watch, tuple[Record, float, int]] | None = None
         for entry, watch in waiting:
             position = watch.position()
             if position is not None and not watch.is_failing:
@@ -328,11 +328,11 @@ class Sentinel:
         return True
 
     def _end(self, entry: WatchedEngine, watch: Watch) -> None:
-        """End the process: the main thread is in a wait that does not raise."""
+        """End the process, because the main thread is in a wait that does not raise."""
         diagnosis = self._raise_alarm(entry, watch)
-        mark = _waits_in(watch, self._device_stall)
-        if diagnosis and not watch.is_failing and mark is not None:
-            called = watch.call(mark.key)
+        record = _waits_in(watch, self._device_stall)
+        if diagnosis and not watch.is_failing and record is not None:
+            called = watch.call(record.key)
             end_process(
                 f"PeerError: {called} did not end on rank {watch.rank} of {watch.world_size} within "
                 f"{entry.timeout_seconds:.0f} s, and cannot raise. Another rank stopped, or took a different "
@@ -372,7 +372,7 @@ class Sentinel:
 
     # -- stragglers -------------------------------------------------------------------------------------
 
-    def _compare(self, entry: WatchedEngine, exchange: Exchange) -> None:
+    def _compare(self, entry: WatchedEngine, exchange: ReportExchange) -> None:
         entry.beats += 1
         is_skipped = exchange.world_size > MANY and entry.beats % 5
         if entry.detector is None or exchange.world_size < FEWEST or is_skipped:
@@ -387,12 +387,12 @@ class Sentinel:
 
 @final
 class _Thread(threading.Thread):
-    def __init__(self, sentinel: Sentinel) -> None:
-        super().__init__(target=sentinel.run, name="xds-watch", daemon=True)
-        self.stop = sentinel.end  # for programs that end the daemon threads that are left
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__(target=watcher.run, name="xds-watch", daemon=True)
+        self.stop = watcher.end  # for programs that end the daemon threads that are left
 
 
-def _explained(exchange: Exchange, reports: Reports, places: Mapping[int, str]) -> str:
+def _explained(exchange: ReportExchange, reports: Reports, places: Mapping[int, str]) -> str:
     silences = exchange.silences(reports)
     return explain(list(reports.values()), exchange.world_size, silences, places)
 
@@ -402,7 +402,7 @@ def _early(entry: WatchedEngine) -> float:
     return entry.timeout_seconds - min(EARLY_SECONDS, entry.timeout_seconds / 4)
 
 
-def _waits_in(watch: Watch, device: Stall) -> Mark | None:
+def _waits_in(watch: Watch, device: Stall) -> Record | None:
     """The collective that a rank waits in; on a device, the last one that has not completed."""
     if watch.waiting is not None:
         return watch.waiting[0]
@@ -422,37 +422,37 @@ def _cpu_seconds(thread: int) -> float:
 
 # A process has one main thread, which waits for one engine at a time: who looks at it knows all engines.
 _lock = threading.Lock()
-_sentinel: Sentinel | None = None
+_watcher: Watcher | None = None
 
 
 def start_watching(watch: Watch, group: str, section: WatchConfig, timeout_seconds: float) -> None:
     """Let this process's watcher thread serve `watch` until `stop_watching`. Starts the thread if needed."""
-    global _sentinel  # noqa: PLW0603 (one thread per process)
+    global _watcher  # noqa: PLW0603 (one thread per process)
     entry = WatchedEngine(watch, group, timeout_seconds, section)
     if entry.store is None:
         return
     watch.diagnoser = entry
     with _lock:
-        if _sentinel is None or _sentinel.is_over:
-            _sentinel = Sentinel()
-        _sentinel.add(entry)
+        if _watcher is None or _watcher.is_over:
+            _watcher = Watcher()
+        _watcher.add(entry)
 
 
 def stop_watching(watch: Watch) -> None:
     """Undo `start_watching`."""
     watch.diagnoser = None
-    if _sentinel is not None:
-        _sentinel.remove(watch)
+    if _watcher is not None:
+        _watcher.remove(watch)
 
 
 def _at_exit() -> None:
-    if _sentinel is not None:
-        _sentinel.end()
+    if _watcher is not None:
+        _watcher.end()
 
 
 def _after_fork() -> None:
-    global _sentinel, _lock  # noqa: PLW0603
-    _sentinel, _lock = None, threading.Lock()
+    global _watcher, _lock  # noqa: PLW0603
+    _watcher, _lock = None, threading.Lock()
 
 
 atexit.register(_at_exit)

@@ -39,7 +39,7 @@ _REPORT, _BEAT, _NUMBER = TypeAdapter(Report), TypeAdapter(Beat), TypeAdapter(in
 
 
 @final
-class Exchange:
+class ReportExchange:
     """One rank's view of the store. Every method may raise RuntimeError: the store is not reachable."""
 
     def __init__(self, store: Store, rank: int, world_size: int, engine: int) -> None:
