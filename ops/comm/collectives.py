@@ -135,7 +135,7 @@ class Collectives:
         """
         call = self._call("reduce_scatter", kind, buffer, flat)
         handle = call.start(self.backend.reduce_scatter, flat, out, buffer, add)
-        self._count_flat("reduce_scatter", kind, flat, self.shard_of(flat).nbytes)
+        self._count_flat("reduce_scatter", kind, flat, flat.nbytes // self.world_size)
         return handle
 
     def all_reduce(
@@ -437,7 +437,9 @@ class Collectives:
     def _count_flat(self, operation: str, kind: str, flat: Tensor, shard_bytes: int) -> None:
         """Count world_size - 1 shards of `flat`. Every algorithm sends as much or more."""
         sent_bytes = (self.world_size - 1) * shard_bytes
-        across_numel = self.backend.across_numel(operation, flat)
+        across_numel = None
+        if self.traffic.is_across is not None:
+            across_numel = self.backend.across_numel(operation, flat)
         if across_numel is None:
             self.traffic.add_to_all(kind, sent_bytes)
         else:
@@ -472,9 +474,13 @@ class Call(Handle):
     def start(self, function: Callable[..., Handle], *args: Any) -> Handle:
         """Start the operation by a `function` of the backend. Returns the handle for the caller."""
         try:
-            return self.hold(function(*args))
+            handle = function(*args)
         except Lost as error:
             raise self._failed(error) from error
+        if self._watch is None:
+            return handle
+        self._handle = handle
+        return self
 
     def checked(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call a `function` of the backend. Returns its result."""
@@ -509,7 +515,10 @@ class Call(Handle):
         if timed is not None:
             timed.begin_wait()
         begin_seconds = watch.begin_wait(record, handle)
-        self.checked(handle.wait)
+        try:
+            handle.wait()
+        except Lost as error:
+            raise self._failed(error) from error
         watch.end_wait(record, begin_seconds)
         self._handle = None
         if timed is not None:

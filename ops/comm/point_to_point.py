@@ -91,11 +91,10 @@ class PointToPointBackend(Backend):
         return self._all_gather(flat, shard, self._tag(buffer))
 
     def _all_gather(self, flat: Tensor, shard: Tensor, tag: int) -> Handle:
-        own = self.shard_of(flat)
         receives = [(peer, self.shard_of(flat, peer)) for peer in self._peers]
         handle = self._transfer(tag, receives, [(peer, shard) for peer in self._peers])
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
+        if flat.data_ptr() + self.rank * shard.nbytes != shard.data_ptr():
+            self.shard_of(flat).copy_(shard)
         return handle
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, buffer: int, add: bool) -> Handle:
