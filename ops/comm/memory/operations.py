@@ -31,7 +31,7 @@ MOST_SECONDS = 1.0  # of a wait between two looks at the clock: in the rest this
 
 
 def can_sum(part: torch.dtype, out: torch.dtype) -> bool:
-    """There is a native sum of `part` into `out`: as in sums.h."""
+    """Whether there is a native sum of `part` into `out`, as in sums.h."""
     is_wider = out == torch.float32 and part in (torch.bfloat16, torch.float16)
     return is_wider or (part == out and part in KINDS)
 
@@ -81,7 +81,7 @@ class GroupOperations:
 
     @property
     def is_own(self) -> bool:
-        """This process opened it; a forked child has a copy, in which it must not take part."""
+        """Whether this process opened it. A forked child has a copy, and must not take part in it."""
         return self._forks == _Forks.count
 
     @property
@@ -89,7 +89,7 @@ class GroupOperations:
         return bool(self._failure)
 
     def check_owner(self) -> None:
-        """Raises UsageError in a forked process."""
+        """Raise UsageError in a forked process."""
         if not self.is_own:
             raise UsageError(
                 f"process {os.getpid()} was forked from a rank and is none itself, so it cannot take part in "
@@ -97,7 +97,7 @@ class GroupOperations:
             )
 
     def keep(self, operation: int, kept: tuple[Any, ...]) -> None:
-        """Nobody waits for the operation: this object and the memory stay until it is done."""
+        """Keep this object and the memory of an operation for which nobody waits, until it is done."""
         self._neighbours.segment.dropped.append((operation, (self, kept)))
 
     def transfer(
@@ -107,23 +107,23 @@ class GroupOperations:
         sends: Messages,
         finish: Callable[[], None] | None = None,
     ) -> InMemory:
-        """Messages to and from single ranks, of contiguous tensors."""
+        """Exchange messages with single ranks, of contiguous tensors."""
         tables = [_table([(peer, _place(t), t.nbytes) for peer, t in m]) for m in (sends, receives)]
         arguments = (key, len(sends), tables[0], len(receives), tables[1])
         return self.start(self.native.transfer, arguments, (receives, sends), finish)
 
     def all_gather(self, key: int, flat: Tensor, shard: Tensor) -> InMemory:
-        """Each rank's `shard` becomes its part of the others' `flat`; see `Collectives.all_gather`."""
+        """Copy each rank's `shard` to its part of the `flat` of all ranks, as `Collectives.all_gather`."""
         arguments = (key, _place(shard), _place(flat), shard.nbytes)
         return self.start(self.native.all_gather, arguments, (flat, shard))
 
     def gather_parts(
         self, key: int, posted: Tensor, copies: Sequence[Sequence[int]], kept: Any
     ) -> InMemory:
-        """Post a tensor; copy parts of what each peer posts.
+        """Post a tensor, and copy parts of what each peer posts.
 
-        copies: of each the peer, the bytes that it posts, where the part begins, its bytes, and an address. In
-            the order of peers, and some of each peer.
+        copies: For each part the peer, the bytes that it posts, where the part begins, the bytes of the part,
+            and the address of the copy. They are in the order of peers, and each peer has some.
         """
         arguments = (key, _place(posted), posted.nbytes, len(copies), _table(copies))
         return self.start(self.native.gather_parts, arguments, (posted, kept))
@@ -138,9 +138,11 @@ class GroupOperations:
         copies: bool = False,
         finish: Callable[[], None] | None = None,
     ) -> InMemory:
-        """Each `out` [n] of `parts` (+)= the sum over ranks of n elements of `flat`, from its number on.
+        """Write sums over the ranks of parts of `flat`, or with `add` add them.
 
-        copies: `flat` may be written at once.
+        Args:
+            parts: For each part its first element in `flat`, and the tensor [n] for its sum.
+            copies: `flat` is copied, so it may be written at once.
         """
         table = _table([(begins, out.numel(), _place(out)) for begins, out in parts])
         kinds = KINDS[flat.dtype], KINDS[parts[0][1].dtype]
@@ -161,7 +163,7 @@ class GroupOperations:
         return int(operation)
 
     def explain(self, status: int, operation: int) -> tuple[str, int | None]:
-        """Why an operation failed, and the number in the job of the rank that this is about."""
+        """Return why an operation failed, and the number in the job of the rank that this is about."""
         about = self.native.about(operation)
         rank = self._ranks[about] if about >= 0 else None
         reason = {
@@ -205,7 +207,7 @@ class Clock:
 
 
 def _forget_dropped(of: Segment) -> None:
-    """End what has been dropped and is done now."""
+    """End the dropped operations that are done now."""
     if not of.forgetting.acquire(blocking=False):  # another thread does it
         return
     try:
@@ -219,7 +221,7 @@ def _forget_dropped(of: Segment) -> None:
 
 
 class _Forks:
-    """How many forks this process is away from the one that loaded the module: a fact of the process."""
+    """Counts the forks between this process and the one that loaded the module."""
 
     count = 0
 

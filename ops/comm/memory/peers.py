@@ -114,7 +114,7 @@ def _close(of: Segment, group: int) -> None:
 
 
 def _open(own: Segment, row: Sequence[int], uid: int) -> int:
-    """The peer's segment, mapped. row: what the peer sent. Raises NoSegment."""
+    """Map the peer's segment. row: What the peer has sent. Raises NoSegment."""
     _, pid, fd, first, second, size_bytes, _, their_uid = row
     token = _unsigned(first), _unsigned(second)
     native = own.native
@@ -146,7 +146,7 @@ def _file_of(row: Sequence[int], uid: int) -> int:
 
 
 def _map(own: Segment, row: Sequence[int], pidfd: int, file: int) -> int:
-    """The peer's segment from its file, which is closed."""
+    """Map the peer's segment from its file, which is closed then."""
     _, pid, _, first, second, size_bytes, _, _ = row
     native, data_bytes = own.native, size_bytes - own.control_bytes
     try:
@@ -171,7 +171,7 @@ def _map(own: Segment, row: Sequence[int], pidfd: int, file: int) -> int:
 
 
 def _pidfd(pid: int) -> int:
-    """-1: this system has none."""
+    """A file that tells when a process ends; -1 where this system has none."""
     with suppress(AttributeError, OSError):
         return os.pidfd_open(pid)
     return -1

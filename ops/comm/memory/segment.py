@@ -111,15 +111,19 @@ class Quick:
 
 
 class NoSegment(Exception):
-    """There is no shared memory here. The text says why."""
+    """This process has no shared memory. The text is the reason."""
 
 
 @final
 class Segment:
-    """The segment of one process. `token` identifies it; `fd` is its file.
+    """The segment of one process.
 
-    dropped: operations that nobody waits for, with their memory, until they are done. interrupted: memory of
-    operations that have no handle, because a signal came in between. An engine that ends leaves them here.
+    Attributes:
+        token: Identifies it.
+        fd: Its file.
+        dropped: Operations for which nobody waits, with their memory, until they are done.
+        interrupted: Memory of operations that have no handle, because a signal came in between. An engine that
+            ends leaves both here.
     """
 
     def __init__(self, native: Native) -> None:
@@ -149,7 +153,7 @@ class Segment:
 
     @property
     def why_full(self) -> str:
-        """Why there is no room for another message, and a remedy."""
+        """The reason why there is no room for another message, and a remedy."""
         if not self._is_limited:
             return f"{self.size_bytes >> 30} GiB of shared memory are in use"
         return (
@@ -162,7 +166,7 @@ class Segment:
             self.native.stop()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] that peers can read, if it is large enough to be worth it and there is room."""
+        """Memory [numel] that peers can read, if it is at least `LEAST_BYTES` and there is room."""
         size_bytes = numel * dtype.itemsize
         place = self._take(size_bytes) if size_bytes >= LEAST_BYTES else None
         return (
@@ -172,7 +176,7 @@ class Segment:
         )
 
     def _take(self, size_bytes: int) -> Any:
-        """A new block, freed with the object that is returned; None where there is no room."""
+        """Allocate a block, which is freed with the returned object. None: there is no room."""
         offset = self.native.allocate(size_bytes)
         if offset < 0:
             return None
@@ -196,7 +200,7 @@ def _memory_bytes() -> int:
 
 
 def open_file(size_bytes: int) -> tuple[int, bool]:
-    """A new file without a name, and whether its folder limits it."""
+    """Open a new file without a name. Returns its number, and whether its folder limits its size."""
     fd, is_limited = -1, False
     try:
         try:
@@ -217,7 +221,7 @@ def open_file(size_bytes: int) -> tuple[int, bool]:
 
 
 def _memfd() -> int:
-    """Raises AttributeError or OSError: this system has none."""
+    """Open a memfd. Raises AttributeError or OSError where the system has none."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("xds", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     libc = ctypes.CDLL(None, use_errno=True)  # a Python that was built on an older system
@@ -245,7 +249,7 @@ def _free_bytes() -> int:
 
 
 def reserve(fd: int, offset: int, size_bytes: int) -> None:
-    """Raises NoSegment: there is no room."""
+    """Reserve bytes of the file. Raises NoSegment where there is no room."""
     try:
         os.posix_fallocate(fd, offset, size_bytes)
     except OSError as error:
@@ -255,7 +259,7 @@ def reserve(fd: int, offset: int, size_bytes: int) -> None:
 
 
 def _seal(fd: int) -> None:
-    """Nobody can shorten it, which would end the processes that read it."""
+    """Let nobody shorten the file, because that would end the processes that read it."""
     import fcntl
 
     with suppress(AttributeError, OSError):
@@ -268,7 +272,7 @@ _opening: dict[int, threading.Lock] = {}
 
 
 def segment() -> Segment:
-    """The segment of this process, opened on first use. Raises NoSegment, each time with the same text."""
+    """Return the segment of this process, opened on first use. Raises NoSegment, always with the same text."""
     pid = os.getpid()
     with _opening.setdefault(pid, threading.Lock()):  # a process has one
         found = _opened.get(pid)

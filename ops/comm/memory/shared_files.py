@@ -25,10 +25,11 @@ PAGE_BYTES = 4096
 def open_shared(
     neighbours: Neighbours, rank: int, gather: Gather, numel: int, dtype: torch.dtype, text: str
 ) -> SharedFlat | None:
-    """For all ranks of a group. None, on all of them: one of them cannot have the memory.
+    """Open a flat buffer [numel] for all ranks of a group. **Collective.** None if one of them cannot have it.
 
     Args:
-        text: is printed when a script writes to `values`.
+        gather: Gathers a few numbers of every rank.
+        text: Is printed when a script writes to `values`.
     """
     filler = neighbours.ranks[0]
     size_bytes = -(-numel * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
@@ -59,7 +60,7 @@ def open_shared(
 
 
 def _new_file(size_bytes: int) -> int:
-    """A file without a name; -1: there is no memory for it."""
+    """Open a file without a name. -1: there is no memory for it."""
     try:
         file, is_limited = open_file(size_bytes)
     except NoSegment:
@@ -81,7 +82,7 @@ def _identity(file: int) -> tuple[int, int]:
 
 
 def _open(pid: int, number: int, identity: list[int]) -> int:
-    """The file `number` of process `pid`; -1: it cannot be opened."""
+    """Open the file `number` of process `pid`. -1: it cannot be opened."""
     try:
         file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -93,7 +94,7 @@ def _open(pid: int, number: int, identity: list[int]) -> int:
 
 
 def _map(native: Native, file: int, size_bytes: int) -> tuple[int, int] | None:
-    """The addresses of the file, to read and to write; None: there are no addresses left."""
+    """Map the file to read and to write, and return both addresses. None: there are no addresses left."""
     reads = native.map(file, 0, size_bytes, False)
     writes = native.map(file, 0, size_bytes, True)
     if reads and writes:
@@ -112,7 +113,7 @@ def _tensor(
     *,
     explained: bool,
 ) -> Tensor:
-    """The memory at `address` as a tensor, which unmaps it at its end."""
+    """Return the memory at `address` as a tensor, which unmaps it at its end."""
     place: Any = (ctypes.c_uint8 * size_bytes).from_address(address)
     weakref.finalize(place, _unmap, native, address, size_bytes, explained=explained).atexit = False
     return torch.frombuffer(place, dtype=dtype, count=numel)
