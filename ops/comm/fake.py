@@ -15,7 +15,7 @@ from ..mesh import Axis, Mesh
 from .backend import Backend, Bounds, Gather, Member, SharedFlat
 from .collectives import Collectives
 from .handles import DONE, Handle
-from .mesh_groups import AxisGroups, Levels
+from .mesh_groups import AxisGroups
 from .message_log import Traffic
 
 
@@ -148,55 +148,25 @@ class FakeGroups(AxisGroups):
         first = self.rank // ranks_per_host * ranks_per_host
         self._on_host = range(first, min(first + ranks_per_host, mesh.size))
         self.opened = []
-        self._at: dict[Axis, int] = {"pipe": pipe, "data": 0, "sequence": 0, "tensor": tensor}
-        self._found: dict[tuple[tuple[Axis, ...], str], Collectives] = {}
-        self._members: dict[Collectives, Sequence[int]] = {}
-        self.world: Collectives = self._open(("pipe", "data", "sequence", "tensor"), "")
+        self._found: dict[tuple[tuple[int, ...], tuple[Axis, ...], str], Collectives] = {}
+        self.world = self.along(("pipe", "data", "sequence", "tensor"))
 
     @property
     def is_everywhere(self) -> bool:
         return True
 
-    def coordinate(self, axis: Axis) -> int:
-        return self._at[axis]
-
-    def along(self, axes: Axis | tuple[Axis, ...], use: str = "") -> Collectives:
-        return self._open((axes,) if isinstance(axes, str) else tuple(axes), use)
-
-    def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
-        members = self._members.get(whole, self.mesh.ranks_along(names, self.rank))
-        block, place = divmod(whole.rank, length)
-        inside = self._made(members[block * length : (block + 1) * length], names)
-        across = self._made(members[place::length], names)
-        return Levels(whole, inside, across)
-
-    def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
-        own = next(places for places in tensor_sets if self._at["tensor"] in places)
-        at = self.mesh.coordinates
-        along = self.mesh.ranks_along(axes, self.rank)
-        return self._made([rank for rank in along if at(rank).tensor in own], axes)
-
-    def shared(self, stages: Sequence[int], *, by_slice: bool = False) -> Collectives | None:
-        if self._at["pipe"] not in stages:
+    def _open(
+        self, groups: Sequence[Sequence[int]], axes: tuple[Axis, ...], use: str = ""
+    ) -> Collectives | None:
+        own = next((tuple(ranks) for ranks in groups if self.rank in ranks), None)
+        if own is None:
             return None
-        axes: tuple[Axis, ...] = ("pipe", "data", "sequence") + (() if by_slice else ("tensor",))
-        at = self.mesh.coordinates
-        along = self.mesh.ranks_along(axes, self.rank)
-        return self._made([rank for rank in along if at(rank).pipe in stages], axes)
-
-    def _open(self, axes: tuple[Axis, ...], use: str) -> Collectives:
-        if (axes, use) not in self._found:
-            self._found[axes, use] = self._made(self.mesh.ranks_along(axes, self.rank), axes)
-        return self._found[axes, use]
-
-    def _made(self, members: Sequence[int], axes: tuple[Axis, ...]) -> Collectives:
-        near = sum(rank != self.rank and rank in self._on_host for rank in members)
-        at = list(members).index(self.rank)
-        found = fake_collectives(at, len(members), axes, near, self._device)
-        self._members[found] = members
-        self.opened.append(found)
-        return found
+        if (own, axes, use) not in self._found:
+            near = sum(rank != self.rank and rank in self._on_host for rank in own)
+            found = fake_collectives(own.index(self.rank), len(own), axes, near, self._device)
+            self._found[own, axes, use] = found
+            self.opened.append(found)
+        return self._found[own, axes, use]
 
 
 __all__ = ["FakeBackend", "FakeGroups", "backend_of", "fake_collectives"]

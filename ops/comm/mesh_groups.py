@@ -90,10 +90,15 @@ def block_length(hosts: Sequence[int]) -> int:
 class AxisGroups(ABC):
     """The groups of ranks along the axes of a mesh, for one rank. `fake.py` has those of a plan.
 
-    opened: The collectives so far, those of all ranks first.
+    All ranks of the mesh call every method that opens a group, in one order.
+
+    Attributes:
+        rank: The number of this rank in the mesh.
+        opened: The collectives so far, those of all ranks first.
     """
 
     mesh: Mesh
+    rank: int
     opened: list[Collectives]
 
     @property
@@ -102,34 +107,66 @@ class AxisGroups(ABC):
         """Whether the mesh has all ranks of the job."""
 
     @abstractmethod
+    def _open(
+        self, groups: Sequence[Sequence[int]], axes: tuple[Axis, ...], use: str = ""
+    ) -> Collectives | None:
+        """Open the one of these groups that has this rank. None: this rank is in none of them."""
+
     def coordinate(self, axis: Axis) -> int:
         """The place of this rank on `axis`."""
+        return int(getattr(self.mesh.coordinates(self.rank), axis))
 
-    @abstractmethod
     def along(self, axes: Axis | tuple[Axis, ...], use: str = "") -> Collectives:
         """Open the group of the ranks that differ from this one on `axes` only. **Collective.**
 
         use: Tells several groups of one axis apart.
         """
+        return self._open_own(self.mesh.groups(axes), axes, use)
 
-    @abstractmethod
     def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
         """Split the group `whole` into blocks of `length` ranks, which divides it. **Collective.**
 
         whole: The group along `axes`, or one of its equal blocks.
         """
+        size = whole.world_size
+        wholes = blocks_of(self.mesh, axes, size)
+        inside = [ranks[at : at + length] for ranks in wholes for at in range(0, size, length)]
+        across = [ranks[at::length] for ranks in wholes for at in range(length)]
+        levels = [
+            whole if len(groups[0]) == size else self._open_own(groups, axes)
+            for groups in (inside, across)
+        ]
+        return Levels(whole, *levels)
 
-    @abstractmethod
     def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
         """As `along`, with the ranks whose place on the tensor axis is in the same set as this one's."""
+        at = self.mesh.coordinates
+        groups = [
+            [rank for rank in ranks if at(rank).tensor in places]
+            for ranks in self.mesh.groups(axes)
+            for places in tensor_sets
+        ]
+        return self._open_own(groups, axes)
 
-    @abstractmethod
     def shared(self, stages: Sequence[int], *, by_slice: bool = False) -> Collectives | None:
         """Open the group of all ranks of several pipeline stages. **Collective.**
 
-        Returns None where this rank is not one of them. by_slice: Only those with the same place on the
-        tensor axis as this rank.
+        Returns None where this rank is not one of them.
+        by_slice: Only those with the same place on the tensor axis as this rank.
         """
+        axes: tuple[Axis, ...] = ("pipe", "data", "sequence") + (() if by_slice else ("tensor",))
+        at = self.mesh.coordinates
+        groups = [
+            [rank for rank in ranks if at(rank).pipe in stages] for ranks in self.mesh.groups(axes)
+        ]
+        return self._open(groups, axes)
+
+    def _open_own(
+        self, groups: Sequence[Sequence[int]], axes: Axis | tuple[Axis, ...], use: str = ""
+    ) -> Collectives:
+        found = self._open(groups, (axes,) if isinstance(axes, str) else tuple(axes), use)
+        assert found is not None
+        return found
 
 
 @final
@@ -149,7 +186,7 @@ class BlocksOf:
 
 @final
 class MeshGroups(AxisGroups):
-    """Opens the collectives of one engine. All ranks of the mesh call every method, in one order.
+    """Opens the collectives of one engine.
 
     torch names a group by how many this process has made, so every rank takes part in making every group.
     """
@@ -162,12 +199,17 @@ class MeshGroups(AxisGroups):
         timeout_seconds: float,
         section: Communication = DEFAULT,
     ) -> None:
-        """`group`, `world`: of all ranks. `timeout_seconds`: of waits in new groups. `section`: of `world`."""
+        """
+        Args:
+            group: torch's group of all ranks.
+            world: The collectives of `group`, opened with `section`.
+            timeout_seconds: The timeout of waits in new groups.
+        """
         self.mesh = mesh
         self.opened = [world]
         self._world = group
         self._collectives = world
-        self._rank = group.rank()
+        self.rank = group.rank()
         self._section = section
         self._timeout = timedelta(seconds=timeout_seconds)
 
@@ -175,53 +217,19 @@ class MeshGroups(AxisGroups):
     def is_everywhere(self) -> bool:
         return self._world.size() == dist.get_world_size()
 
-    def coordinate(self, axis: Axis) -> int:
-        return int(getattr(self.mesh.coordinates(self._rank), axis))
-
-    def along(self, axes: Axis | tuple[Axis, ...], use: str = "") -> Collectives:
-        for ranks in self.mesh.groups(axes):
+    def _open(
+        self, groups: Sequence[Sequence[int]], axes: tuple[Axis, ...], use: str = ""
+    ) -> Collectives | None:
+        for ranks in groups:
             self._make(ranks, use)
-        return self._open(self.mesh.ranks_along(axes, self._rank), use)
-
-    def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
-        own: list[list[int]] = [[], []]
-        size = whole.world_size
-        for ranks in blocks_of(self.mesh, axes, size):
-            inside = [list(ranks[at : at + length]) for at in range(0, size, length)]
-            across = [list(ranks[at::length]) for at in range(length)]
-            for level, parts in enumerate((inside, across)):
-                for part in parts:
-                    self._make(part, "")
-                    own[level] = part if self._rank in part else own[level]
-        found = [whole if len(part) == size else self._open(part, "") for part in own]
-        return Levels(whole, *found)
-
-    def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
-        own: list[int] = []
-        for ranks in self.mesh.groups(axes):
-            for places in tensor_sets:
-                part = [rank for rank in ranks if self.mesh.coordinates(rank).tensor in places]
-                self._make(part, "")
-                own = part if self._rank in part else own
-        return self._open(own, "")
-
-    def shared(self, stages: Sequence[int], *, by_slice: bool = False) -> Collectives | None:
-        everywhere = range(self.mesh.size)
-        held = [rank for rank in everywhere if self.mesh.coordinates(rank).pipe in stages]
-        own: list[int] = []
-        for place in range(self.mesh.tensor) if by_slice else [-1]:
-            ranks = [r for r in held if place < 0 or self.mesh.coordinates(r).tensor == place]
-            self._make(ranks, "")
-            own = ranks if self._rank in ranks else own
-        return self._open(own, "") if own else None
-
-    def _open(self, ranks: Sequence[int], use: str) -> Collectives:
-        if len(ranks) == 1:
-            return open_collectives(None, self._collectives.device)
-        part_of = PartOf(self._collectives, tuple(ranks))
-        found = open_collectives(
-            self._make(ranks, use), self._collectives.device, part_of, self._section
-        )
+        own = next((ranks for ranks in groups if self.rank in ranks), None)
+        if own is None:
+            return None
+        device = self._collectives.device
+        if len(own) == 1:
+            return open_collectives(None, device)
+        part_of = PartOf(self._collectives, tuple(own))
+        found = open_collectives(self._make(own, use), device, part_of, self._section)
         self.opened.append(found)
         return found
 
@@ -235,7 +243,7 @@ class MeshGroups(AxisGroups):
         return made[key]
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
-        """torch's new_group. Raises PeerError, within seconds where one of `ranks` ends meanwhile.
+        """Call torch's new_group. Raises PeerError, within seconds where one of `ranks` ends meanwhile.
 
         gloo waits for all of `ranks` in native code, which nothing can interrupt. So a thread makes the group.
         Another one waits for a message of the next rank, that its group is made. This fails at once when the
@@ -243,11 +251,11 @@ class MeshGroups(AxisGroups):
         """
         watch, names = self._collectives.watch, ", ".join(map(str, ranks[:_NAMED]))
         what = f"ranks {names}" + (f", ..., {ranks[-1]}" if len(ranks) > _NAMED else "")
-        with watch.guard("new_group", CONTROL_BUFFER, what) as mark:
-            mark.members = tuple(ranks)
-            if self._rank not in ranks or dist.get_backend(self._world) != "gloo":
+        with watch.guard("new_group", CONTROL_BUFFER, what) as record:
+            record.members = tuple(ranks)
+            if self.rank not in ranks or dist.get_backend(self._world) != "gloo":
                 return dist.new_group(list(ranks), timeout=self._timeout)
-            at = ranks.index(self._rank)
+            at = ranks.index(self.rank)
             after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
             made: list[Any] = []
             failed: list[tuple[Exception, int | None]] = []
@@ -275,7 +283,7 @@ class MeshGroups(AxisGroups):
                     failed.append((RuntimeError(lost), watch.lost))
             if failed:
                 error, rank = failed[0]
-                raise watch.failed(mark, RuntimeError(str(error)), rank) from error
+                raise watch.failed(record, RuntimeError(str(error)), rank) from error
             return made[0]
 
 
