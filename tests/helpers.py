@@ -155,6 +155,7 @@ def _rank_main(
 
     from xds.zero.core import local_sum
 
+    gc.freeze()  # a collection looks at what this rank makes, not at all of torch
     if small_numel is not None:
         local_sum.SMALL_NUMEL = small_numel
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import socket
@@ -161,6 +162,7 @@ def _forever(loader: Any) -> Any:
 def _rank_main(run: Run, rank: int, port: int) -> None:
     import signal
 
+    gc.freeze()  # a collection looks at what this rank makes, not at all of torch
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.world_size}
     os.environ |= {key: str(value) for key, value in environment.items()}
     os.environ |= {

@@ -160,7 +160,7 @@ def test_each_mistake_gives_one_sentence_on_every_rank() -> None:
 
 def fail_in_the_middle(stage: int, path: str) -> str:
     """Rank 1 dies between forward and backward; rank 0 must be told, not wait."""
-    engine = xds.initialize(build("plain"), config(stage))
+    engine = xds.initialize(build("plain"), config(stage, watch={"heartbeat_seconds": 0.25}))
     loss = loss_of(engine)
     if dist.get_rank() == 1:
         os._exit(7)
