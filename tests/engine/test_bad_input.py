@@ -15,6 +15,7 @@ from models import build, micro_batch
 from runs import config
 
 import xds
+from xds.ops.watch import sentinel
 
 
 def started(model: Any = None, **more: Any) -> Any:
@@ -160,6 +161,7 @@ def test_each_mistake_gives_one_sentence_on_every_rank() -> None:
 
 def fail_in_the_middle(stage: int, path: str) -> str:
     """Rank 1 dies between forward and backward; rank 0 must be told, not wait."""
+    sentinel.PATIENCE_SECONDS = 0.5
     engine = xds.initialize(build("plain"), config(stage, watch={"heartbeat_seconds": 0.25}))
     loss = loss_of(engine)
     if dist.get_rank() == 1:

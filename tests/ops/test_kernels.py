@@ -36,10 +36,10 @@ FENCE_NUMEL = 16  # behind every flat tensor, to be left alone
 @pytest.fixture(
     scope="module", params=["cpu", "cuda on host", pytest.param("gpu", marks=pytest.mark.gpu)]
 )
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "cpu":
         return OnCpu()
-    return OnGpu() if request.param == "gpu" else OnHost(tmp_path_factory.mktemp("kernels"))
+    return OnGpu() if request.param == "gpu" else OnHost(request.config.cache.mkdir("kernels"))
 
 
 @pytest.fixture

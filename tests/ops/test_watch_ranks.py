@@ -29,6 +29,7 @@ from xds.ops.comm.mesh_groups import MeshGroups
 from xds.ops.comm.native import Native
 from xds.ops.comm.opening import open_collectives
 from xds.ops.mesh import Mesh
+from xds.ops.watch import sentinel
 from xds.ops.watch.config import WatchConfig
 from xds.ops.watch.diagnosis import GONE
 
@@ -376,6 +377,7 @@ def test_a_store_over_tcp_is_asked_through_a_connection_of_its_own(tmp_path: Pat
 def lose_a_rank_in_new_group(rank: int, world_size: int, port: int, pipe: Any) -> None:
     """The last rank's process ends when it is to join a group, which the others wait for in torch."""
     _set_variables(rank, world_size, port)
+    sentinel.PATIENCE_SECONDS = 1.0
     group = join(torch.device("cpu"))
     world = open_collectives(group, torch.device("cpu"))
     world.start_watching(WatchConfig(heartbeat_seconds=0.25), 600)
