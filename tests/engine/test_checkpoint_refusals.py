@@ -6,7 +6,9 @@ import contextlib
 import copy
 import json
 import logging
+import os
 import random
+import shutil
 import struct
 import zlib
 from collections import Counter
@@ -18,8 +20,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_runs import engine_of as plain_engine
 from helpers import run_ranks
-from manifest_damages import MANIFEST, TOO_DEEP, manifest_text, rewrite
+from manifest_damages import MANIFEST, TOO_DEEP, manifest_text, rewrite, with_sum
 from runs import config
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -29,7 +32,9 @@ from xds.engine.checkpoint.hyperparameters import check_groups
 from xds.engine.config.optimizer import OPTIMIZERS
 from xds.launcher import checkpoint as command
 from xds.ops.optim.shard_optimizer import kind_of
+from xds.utils import small_files
 from xds.utils.errors import DamagedError, UsageError, XdsError
+from xds.utils.small_files import parse_json, read_small_text
 from xds.zero.checkpoint.snapshot import Snapshot
 
 WIDTH = 6
@@ -245,20 +250,6 @@ def _remove(_: random.Random, parent: Any, key: Any, root: Any) -> None:
     del parent[key]
 
 
-def _repeat(_: random.Random, parent: Any, key: Any, root: Any) -> None:
-    if isinstance(parent, list):
-        parent.insert(key, copy.deepcopy(parent[key]))
-    else:
-        parent[f"{key}2"] = copy.deepcopy(parent[key])
-
-
-def _rename(draw: random.Random, parent: Any, key: Any, _: Any) -> None:
-    if isinstance(parent, dict):
-        parent[draw.choice([f"{key}x", key[:-1], "$tensor", "params", "", "5"])] = parent.pop(key)
-    else:
-        draw.shuffle(parent)
-
-
 def _nudge(draw: random.Random, parent: Any, key: Any, _: Any) -> None:
     value = parent[key]
     if isinstance(value, bool) or value is None:
@@ -288,9 +279,7 @@ def _borrow(draw: random.Random, parent: Any, key: Any, root: Any) -> None:
         parent[key] = copy.deepcopy(draw.choice(found))
 
 
-CHANGES: tuple[Callable[[random.Random, Any, Any, Any], None], ...] = (
-    *(_replace, _replace, _replace, _remove, _remove, _repeat, _rename, _nudge, _nudge, _borrow),
-)
+CHANGES = (_replace, _replace, _remove, _nudge, _borrow)
 
 
 class Damages:
@@ -463,14 +452,9 @@ class Stubborn(torch.optim.lr_scheduler.LambdaLR):
 
 
 def refuse_on_one_rank(folder: str) -> None:
-    torch.manual_seed(0)
-    engine = xds.initialize(
-        nn.Linear(4, 4),
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "zero_optimization": {"stage": 2},
-        },
+    engine = plain_engine(
+        2,
+        model=nn.Linear(4, 4),
         lr_scheduler=lambda optimizer: Stubborn(optimizer, lambda step: 1 / (1 + step)),
     )
     for _ in range(2):
@@ -493,16 +477,21 @@ def test_a_scheduler_that_refuses_on_one_rank_changes_nothing_on_any(tmp_path: P
     run_ranks(refuse_on_one_rank, 2, str(tmp_path))
 
 
-def small_engine(schedule: Any = None) -> Any:
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
-    engine = xds.initialize(nn.Linear(4, 4), config, lr_scheduler=schedule)
+def small_engine(**more: Any) -> Any:
+    """It has taken a step."""
+    engine = plain_engine(0, model=nn.Linear(4, 4), **more)
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
     return engine
+
+
+def test_every_optimizer_of_the_config_keeps_to_the_rules() -> None:
+    for kind in (*OPTIMIZERS.built_in, *OPTIMIZERS.from_torch):
+        section = {"type": kind, "params": {"lr": 1e-3}}
+        engine = small_engine(optimizer=section, zero_allow_untested_optimizer=True)
+        check_groups(kind_of(engine.optimizer), engine.optimizer.param_groups)
+        engine.destroy()
+    check_groups("Their", [{"lr": None, "eps": (None, 1e-3), "clip": float("inf")}])
 
 
 def test_weights_beside_a_wrong_rate_can_be_loaded(
@@ -522,7 +511,7 @@ def test_weights_beside_a_wrong_rate_can_be_loaded(
     ):
         other.load_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path, load_optimizer_states=False)
-    assert torch.equal(other.module.weight, weight) and other.get_lr() == [1e-3]
+    assert torch.equal(other.module.weight, weight) and other.get_lr() == [1e-2]
     assert torch.equal(xds.get_fp32_state_dict(tmp_path)["weight"], weight)
 
 
@@ -537,7 +526,9 @@ STEP_LR: list[tuple[str, Any, str]] = [
 
 
 def test_a_schedule_of_torch_gets_no_attributes_but_its_own(tmp_path: Path) -> None:
-    engine = small_engine(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    engine = small_engine(
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    )
     for key, value, says in STEP_LR:
         engine.save_checkpoint(tmp_path, "tag")
         keys = ("state", "lr_scheduler", "state", key)
@@ -547,21 +538,6 @@ def test_a_schedule_of_torch_gets_no_attributes_but_its_own(tmp_path: Path) -> N
         engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
         engine.backward(engine(torch.ones(1, 4)).sum())
         engine.step()
-
-
-def test_every_optimizer_of_the_config_keeps_to_the_rules() -> None:
-    for kind in (*OPTIMIZERS.built_in, *OPTIMIZERS.from_torch):
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": kind, "params": {"lr": 1e-3}},
-            "zero_allow_untested_optimizer": True,
-        }
-        engine = xds.initialize(nn.Linear(4, 4), config)
-        engine.backward(engine(torch.ones(1, 4)).sum())
-        engine.step()
-        check_groups(kind_of(engine.optimizer), engine.optimizer.param_groups)
-        engine.destroy()
-    check_groups("Their", [{"lr": None, "eps": (None, 1e-3), "clip": float("inf")}])
 
 
 # -- optimizer states of one element ------------------------------------------------------------------------
@@ -588,14 +564,8 @@ class Counting(torch.optim.Optimizer):
 
 
 def counting_engine(stage: int) -> Any:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1), nn.Linear(1, 4))  # some of one element
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "unit_min_numel": 0},
-    }
-    return xds.initialize(model, config, optimizer=Counting)
+    return plain_engine(stage, model=model, optimizer=Counting, zero_allow_untested_optimizer=True)
 
 
 def count(engine: Any, steps: int) -> Tensor:
@@ -628,3 +598,132 @@ def states_of_one_element(folder: str) -> None:
 def test_states_of_one_element_load_at_every_stage(tmp_path: Path) -> None:
     run_ranks(states_of_one_element, 2, str(tmp_path))
     assert command.main(["verify", str(tmp_path / "1")]) == 0
+
+
+# -- files that are no files, and names that are there twice -------------------------------------------------
+
+SPECIAL: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (os.mkfifo, "a pipe that received no data"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "a device, not a file"),
+    "a folder": (Path.mkdir, "Is a directory"),
+    "a huge file": (lambda path: _sparse(path), "is it the right file"),
+}
+
+
+def _sparse(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(64 << 30)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("saved")
+    engine = small_engine()
+    engine.save_checkpoint(folder, "tag")
+    return engine, folder
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("latest", "a pipe"), *(("tag/manifest.json", kind) for kind in SPECIAL)]
+)
+def test_what_is_no_file_is_refused_in_one_sentence(
+    saved: tuple[Any, Path],
+    kind: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(small_files, "PIPE_SECONDS", 0.1)
+    engine, good = saved
+    folder = shutil.copytree(good, tmp_path / "c")
+    make, says = SPECIAL[kind]
+    (folder / name).unlink()
+    make(folder / name)
+    says = f"{folder / name} cannot be read: .*{says}"
+    for read in (xds.get_fp32_state_dict, engine.load_checkpoint):
+        with pytest.raises(xds.UsageError, match=says):
+            read(folder)
+    assert command.main(["verify", str(folder)]) == 1
+    assert says[:40] in capsys.readouterr().err
+    shutil.copytree(good / "tag", folder / "older")
+    assert engine.load_checkpoint(folder, fallback=True)[0] is not None
+
+
+def test_a_pipe_for_a_file_of_tensors_is_not_waited_for(
+    saved: tuple[Any, Path], tmp_path: Path
+) -> None:
+    engine, good = saved
+    folder = shutil.copytree(good, tmp_path / "c")
+    data = next((folder / "tag").glob("rank_*"))
+    data.unlink()
+    os.mkfifo(data)
+    with pytest.raises(xds.UsageError, match="has 0 bytes and should have"):
+        engine.load_checkpoint(folder)
+
+
+# -- a name twice -------------------------------------------------------------------------------------------
+
+
+def test_json_has_one_meaning() -> None:
+    assert parse_json('{"a": [1, {"a": null}], "b": 1e3}') == {"a": [1, {"a": None}], "b": 1e3}
+    for text, says in {
+        '{"a": 1, "b": {"c": 1, "c": 1}}': "has the key 'c' twice in one object",
+        '{"a": NaN}': "has the number NaN",
+        "[" * 100_000: "is nested too deeply",
+        "{": "is not JSON",
+        "9" * 5000: "is not JSON",
+    }.items():
+        with pytest.raises(ValueError, match=f"^{says}"):
+            parse_json(text)
+    with pytest.raises(ValueError, match="^is not JSON"):
+        parse_json(b'"\xff"')
+
+
+def test_text_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"ab\xff")
+    with pytest.raises(OSError) as error:
+        read_small_text(tmp_path / "file")
+    assert "byte 2 is not UTF-8" in error.value.strerror
+    (tmp_path / "file").write_text("\ufeffab", encoding="utf-8")
+    assert read_small_text(tmp_path / "file") == "ab"
+    with pytest.raises(OSError):
+        read_small_text(f"{tmp_path}/a\0b")
+
+
+def test_a_key_twice_and_bytes_of_another_tensor_are_refused(
+    saved: tuple[Any, Path], tmp_path: Path
+) -> None:
+    engine, good = saved
+    folder = shutil.copytree(good, tmp_path / "c")
+    path = folder / "tag" / MANIFEST
+
+    def refused(says: str) -> None:
+        assert command.main(["verify", str(folder)]) == 1
+        with pytest.raises(xds.UsageError, match=says):
+            engine.load_checkpoint(folder)
+
+    whole = json.loads(path.read_text())
+    raw = copy.deepcopy(whole)
+    raw["state"]["counters"]["TWICE"] = 9
+    del raw["sha256"]
+    path.write_bytes(with_sum(json.dumps(raw)[1:].replace("TWICE", "global_steps")))
+    refused("has the key 'global_steps' twice")
+
+    record = whole["files"][0]
+    file = folder / "tag" / record["path"]
+    content = file.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    table = json.loads(content[8 : 8 + length])
+    value, state = (
+        next(name for name in table if name.startswith(start))
+        for start in ("value/", "state/exp_avg/")
+    )
+    for name, says in (("TWICE", f"has the key '{value}' twice"), (value, "bytes in common")):
+        header = json.dumps({**table, name: table[state]}).replace("TWICE", value).encode()
+        header += b" " * (-len(header) % 64)
+        changed = struct.pack("<Q", len(header)) + header + content[8 + length :]
+        file.write_bytes(changed)
+        set_content(record, changed)
+        path.write_bytes(manifest_text(whole))
+        refused(says)
