@@ -31,7 +31,7 @@ from checkpoint_runs import (
     whole,
 )
 from helpers import run_new_ranks, run_ranks
-from runs import config
+from runs import PRECISIONS, config
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -44,6 +44,7 @@ from xds.engine.data.loaders import build_loader
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 1e-2}}
 HALF_A_STEP = ({**BF16, "gradient_accumulation_steps": 3}, 4, 9)
 CPU = {"device": "cpu"}
+MOMENTUM = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}
 FEW_BITS = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.6, "reset_T": 7}}
 
 
@@ -69,6 +70,10 @@ CASES = {
     "torch's optimizer": (1, {"optimizer": torch.optim.NAdam, "lr_scheduler": milestones}),
     "a callable": (2, {"optimizer": momentum, "lr_scheduler": milestones}),
     "lamb": (3, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}),
+    **{
+        name: (stage, {"optimizer": {"type": name, "params": {"lr": 1e-2}}, **BF16})
+        for stage, name in ((1, "SGD"), (2, "Adagrad"), (3, "Lion"))
+    },
     "muon": (3, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}),
 }
 MICS_CASES = {
@@ -143,6 +148,8 @@ def check_replicas(states: list[Any], size: int) -> None:
         ((3, 3, BF16), (2, 0, BF16)),
         ((2, 2, FP16), (3, 1, BF16)),
         ((1, 0, {"optimizer": torch.optim.Adagrad}), (3, 1, {"optimizer": torch.optim.Adagrad})),
+        # torch's own takes over what the kernels of 16 bits have
+        ((2, 1, {**MOMENTUM, **BF16}), (3, 2, MOMENTUM)),
         ((4, 2, mics()), (2, 3, {})),
         ((4, 3, {**mics(), **BF16}), (4, 1, {**mics(4), **BF16})),
     ],
@@ -155,8 +162,9 @@ def test_states_are_bit_equal_in_another_layout(tmp_path: Path, old: Any, new: A
         if "zero" in case[1]:
             check_replicas(ranks[-1], case[1]["zero"]["mics_shard_size"])
     saved, loaded = map(whole, ranks)
-    if ("fp16" in old[2]) != ("fp16" in new[2]):  # what is not trained has another dtype
-        names = {name for name, key in saved if key == "state/exp_avg"}
+    if {*old[2]} & PRECISIONS.keys() != {*new[2]} & PRECISIONS.keys():
+        # what is not trained has another dtype
+        names = {name for name, key in saved if key in ("state/exp_avg", "state/momentum_buffer")}
         saved, loaded = ({p: v for p, v in w.items() if p[0] in names} for w in (saved, loaded))
     same(saved, loaded)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_new_ranks, run_ranks
+from helpers import run_new_ranks
 from torch import nn
 
 import xds
@@ -108,64 +108,6 @@ def each_optimizer() -> None:
 
 def test_one_pass_trains_as_torchs_optimizer_on_masters() -> None:
     run_new_ranks(each_optimizer, 2)
-
-
-def resumed(name: str, folder: str) -> None:
-    """Half of the steps, saved; the other half at another stage and, for the last, in another precision."""
-
-    def engine_at(stage: int, precision: str = "bf16") -> Any:
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": ROWS,
-            "optimizer": {"type": name, "params": RESUMED[name]},
-            "zero_optimization": {"stage": stage, "unit_min_numel": 0},
-        }
-        if precision != "fp32":
-            config[precision] = {"enabled": True}
-        return xds.initialize(net(), config)
-
-    def steps(engine: Any, numbers: range) -> list[float]:
-        losses = []
-        for step in numbers:
-            given = rows(step, torch.distributed.get_rank()).to(next(net().parameters()).dtype)
-            if engine.config.bf16.enabled:
-                given = given.bfloat16()
-            loss = engine(given).float().square().mean()
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses
-
-    engine = engine_at(1)
-    steps(engine, range(3))
-    engine.save_checkpoint(folder)
-    want = steps(engine, range(3, 6))
-    engine.destroy()
-    for stage in (3,) if name in ("SGD", "Lamb") else (1,):
-        again = engine_at(stage)
-        again.load_checkpoint(folder)
-        assert steps(again, range(3, 6)) == want
-        again.destroy()
-    wide = engine_at(2, "fp32")  # torch's own SGD and Adagrad take over the states
-    wide.load_checkpoint(folder)
-    assert steps(wide, range(3, 6)) == pytest.approx(want, rel=2e-2)
-    wide.destroy()
-
-
-RESUMED: dict[str, dict[str, Any]] = {
-    "SGD": {"lr": 1e-1, "momentum": 0.9},
-    "Adagrad": {"lr": 1e-2},
-    "Lion": {"lr": 1e-3},
-    "Lamb": {"lr": 1e-2},
-}
-
-
-def each_resumed(folder: str) -> None:
-    for name in RESUMED:
-        resumed(name, f"{folder}/{name}")
-
-
-def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Any) -> None:
-    run_ranks(each_resumed, 2, str(tmp_path))
 
 
 def without_compiler(folder: str, require: bool) -> None:

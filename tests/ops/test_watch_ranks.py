@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from divergent_models import build, config_of, samples
-from helpers import run_new_ranks, run_ranks
+from helpers import run_new_ranks
 
 import xds
 from xds.engine.process.process import join
@@ -300,23 +300,6 @@ def test_small_gathers_that_do_not_fit_and_a_barrier_that_nobody_joins_are_named
         text = said(runs, wait_in_a_barrier_alone, rank)
         assert "rank 0 waits in barrier of all ranks, for the 2nd time" in text
         assert "rank 1 waits in all_gather of flat buffer 0" in text
-
-
-def other_shapes(stage: int) -> dict[str, Any]:
-    """Rank 1 built another model."""
-    rank = dist.get_rank()
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4 + 3 * rank))
-    return outcome_of(lambda: xds.initialize(model, config_of(stage)))
-
-
-def test_ranks_with_other_shapes_are_refused_by_name() -> None:
-    for stage in (0, 3):
-        for found in run_ranks(other_shapes, 2, stage):
-            assert found["error"] == (
-                "UsageError: rank 1 has another model than rank 0: parameter 1.weight float32[7, 8] on rank 1, "
-                "parameter 1.weight float32[4, 8] on rank 0; build the same model, with the same config, on "
-                "every rank"
-            )
 
 
 # -- ranks over TCP -----------------------------------------------------------------------------------------
