@@ -88,11 +88,7 @@ def wanted(stage: int, num_ranks: int, num_micro: int, kind: str) -> tuple[int, 
 
 @pytest.mark.parametrize(
     ("stage", "num_ranks", "num_micro", "kind"),
-    [
-        (0, 3, 1, "OneBitAdam"),
-        (2, 2, 3, "OneBitAdam"),
-        (1, 3, 1, "OneBitLamb"),
-    ],
+    [(0, 3, 1, "OneBitAdam"), (2, 2, 3, "OneBitAdam"), (1, 3, 1, "OneBitLamb")],
 )
 def test_steps_are_those_of_the_reference(
     stage: int, num_ranks: int, num_micro: int, kind: str
@@ -183,10 +179,7 @@ def test_stages_1_and_2_have_the_same_bits_and_elements_without_gradients_stay()
     torch.testing.assert_close(first[2][30:], kept, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"),
-    [(0, "fp32"), (1, "fp16")],
-)
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp16")])
 def test_a_resumed_run_has_the_same_bits(stage: int, precision: str, tmp_path: Any) -> None:
     more, folder = PRECISIONS[precision], str(tmp_path)
     whole = run_ranks(train_table, 2, stage, 14, 0, more, "", folder)
@@ -553,8 +546,7 @@ def train_few(kind: str, stage: int, freeze_step: int | str, folder: str) -> Any
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage", "freeze_step"),
-    [("OneBitAdam", 2, "auto"), ("OneBitLamb", 1, 3)],
+    ("kind", "stage", "freeze_step"), [("OneBitAdam", 2, "auto"), ("OneBitLamb", 1, 3)]
 )
 def test_a_rank_of_padding_knows_the_step(
     kind: str, stage: int, freeze_step: int | str, tmp_path: Any

@@ -55,10 +55,7 @@ SPECIAL: dict[str, tuple[list[Any], list[Any]]] = {
     "fp16.loss_scale": ([0, 1e-30, 1e30, 128], [1e-300, 1e300, True, -1, "1"]),
     "fp16.min_loss_scale": ([1e-30, 1e30], [1e39, True, -1]),
     "flops_profiler.profile_step": ([0, [1, 2]], [[3, 1], [1], -1, "1"]),
-    "pipeline.partition": (
-        ["uniform", "type:(A|B)$", [0, 3, 7]],
-        ["even", "type:(", 3],
-    ),
+    "pipeline.partition": (["uniform", "type:(A|B)$", [0, 3, 7]], ["even", "type:(", 3]),
     "pipeline.schedule": (["gpipe", "zbv", "auto", "orders/My.CSV"], ["2f2b", 3]),
     "zero_optimization.mics_shard_size": ([-1, 2], [-2, True, "2"]),
 }

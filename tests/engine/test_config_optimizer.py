@@ -214,11 +214,7 @@ DEEPSPEED_DEFAULTS: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
         ],
     ),
     ("Lion", {}, [{"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}]),
-    (
-        "Lamb",
-        {},
-        [{**_ADAM, "max_coeff": 10.0, "min_coeff": 0.01}],
-    ),
+    ("Lamb", {}, [{**_ADAM, "max_coeff": 10.0, "min_coeff": 0.01}]),
     (
         "Muon",
         {},

@@ -16,10 +16,7 @@ from xds.utils.errors import BuildError
 
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
     "AdamW": ({"lr": 1e-2, "weight_decay": 0.1}, torch.optim.AdamW),
-    "SGD": (
-        {"lr": 1e-1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
-        torch.optim.SGD,
-    ),
+    "SGD": ({"lr": 1e-1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}, torch.optim.SGD),
     "Adagrad": ({"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1}, torch.optim.Adagrad),
 }
 STEPS, ROWS, CLIP = 4, 4, 0.05

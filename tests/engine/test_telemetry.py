@@ -21,12 +21,7 @@ import xds.deepspeed as deepspeed
 from xds import UsageError
 from xds.engine.telemetry.breakdown import breakdown
 from xds.engine.telemetry.monitor import Monitor, build_monitor
-from xds.engine.telemetry.timers import (
-    Rates,
-    Throughput,
-    Timers,
-    memory_use,
-)
+from xds.engine.telemetry.timers import Rates, Throughput, Timers, memory_use
 
 CPU = torch.device("cpu")
 

@@ -335,10 +335,7 @@ def test_what_a_build_lacks_is_told_with_the_remedy(
 
 @needs_cxx
 def test_without_a_usable_home_libraries_go_to_the_temporary_folder(
-    sources: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.delenv("XDS_CACHE_DIR")
