@@ -11,7 +11,6 @@ import torch.distributed as dist
 from helpers import run_ranks
 from one_bit_reference import LambReference, Reference
 from runs import PRECISIONS, config
-from threaded_ranks import run_threads
 from torch import Tensor, nn
 
 import xds
@@ -111,15 +110,6 @@ def test_a_compressed_step_sends_its_formula() -> None:
             assert one.pop("control") <= 16 * num_ranks
             assert {k: v for k, v in one.items() if v} == {"one-bit gradients": leg, second: leg}
         assert sent[0]["reduce_scatter"] == 4 * (num_ranks - 1) * CHUNK
-
-
-def test_messages_over_a_backends_own_collectives_have_the_same_bits() -> None:
-    """As on NCCL: torch's threaded process group has no send and recv."""
-    threads = run_threads(train, 2, 2)
-    for (found, sent), (want, bytes_) in zip(threads, run_ranks(train, 2, 2), strict=True):
-        assert sent == bytes_
-        assert all(one.equal(other) for one, other in zip(found, want, strict=True))
-        assert torch.stack(list(found)).isfinite().all()
 
 
 class Table(nn.Module):

@@ -95,21 +95,6 @@ def test_a_file_system_without_direct_writes_is_written_through_the_page_cache(
     assert opened == [tmp_path / "when it opens"] or not hasattr(os, "O_DIRECT")
 
 
-@pytest.mark.parametrize("fails_at", [0, 5])
-def test_a_full_disk_is_raised_whichever_block_finds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
-) -> None:
-    def full(fd: int, part: Any, at: int) -> int:
-        if at >= fails_at * BLOCK:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return original(fd, part, at)
-
-    original = patched(monkeypatch, full)
-    with pytest.raises(OSError, match="No space left"):
-        content = os.urandom(5 * BLOCK + 1)
-        write(tmp_path / "file", len(content), pieces_of(content, 1))
-
-
 def test_a_file_that_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")

@@ -132,6 +132,7 @@ BAD: dict[str, Callable[[], Any]] = {  # what the sentence says
     "the gradient norm over all ranks is nan": nan_loss,
     "this engine was destroyed": destroyed,
     "on the meta device: no reset_parameters() to make initial values with": meta_model,
+    "clip_grad_norm(1.0) without gradients": lambda: started().clip_grad_norm(1.0),
     "that is not a parameter of the model": stranger_in_groups,
     "train_batch() without data_iter": lambda: started().train_batch(),
     "no module of the model has this class name": lambda: started(zero_optimization=UNITS),
