@@ -379,32 +379,21 @@ def test_a_loader_with_a_state_of_its_own_goes_on(tmp_path: Path) -> None:
 
 def client_states(folder: str) -> None:
     engine = engine_of(1)
-    state = {
-        "epoch": 3,
-        "best": float("inf"),
-        "names": ["a", None, True],
-        "pair": (1, 2.5),
-        "by_number": {1: "one"},
-        "ema": {"weight": torch.arange(6, dtype=torch.bfloat16).view(2, 3).t()},
-        "empty": {},
-        "counts": Counter({"x": 2}),
-    }
+    ema = torch.arange(6, dtype=torch.bfloat16).view(2, 3).t()
+    state = {"pair": (1, float("inf")), "by_number": {1: "one"}, "ema": {"weight": ema}}
     assert engine.save_checkpoint(folder, tag=7, client_state=state) is True
     assert (Path(folder) / "latest").read_text() == "7"
     path, found = engine.load_checkpoint(folder)
     assert path == f"{folder}/7"
-    tensor, wanted = found["ema"].pop("weight"), state["ema"].pop("weight")  # type: ignore[union-attr]
-    assert torch.equal(tensor, wanted) and tensor.dtype == wanted.dtype
-    assert found == state
+    tensor = found["ema"].pop("weight")
+    assert torch.equal(tensor, ema) and tensor.dtype == ema.dtype
+    assert found == {**state, "ema": {}}
     before = sorted(path.name for path in Path(folder).iterdir())
     refused = [({"a": [{"b": object()}]}, r"client_state\['a'\]\[0\]\['b'\] is a builtins.object")]
     refused += [({"f": print}, "builtin_function"), ({(1, 2): 3}, "has the key")]
     for bad, words in refused:
         with pytest.raises(xds.UsageError, match=words):
             engine.save_checkpoint(folder, client_state=bad)
-    for tag in ("a/b", "", ".hidden", "latest"):
-        with pytest.raises(xds.UsageError, match="tag = "):
-            engine.save_checkpoint(folder, tag=tag)
     with pytest.raises(xds.UsageError, match="the same tag"):
         engine.save_checkpoint(folder, tag=f"rank{dist.get_rank()}")
     dist.barrier()  # rank 0 has removed its folder
