@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -45,12 +44,10 @@ Q, KV = r(2, 4, 16, 8), r(2, 2, 16, 8)  # grouped: two heads of queries for one 
 # call, MACs
 TABLE: dict[str, tuple[Callable[[], Any], int]] = {
     "mm": (lambda: r(4, 8) @ r(8, 5), 160),
-    "mv": (lambda: r(4, 8) @ r(8), 32),
     "dot": (lambda: r(8) @ r(8), 8),
     "bmm": (lambda: r(2, 1, 4, 8) @ r(3, 8, 5), 960),
     "linear": (lambda: F.linear(r(3, 4, 8), r(5, 8)), 480),
     "addmm": (lambda: torch.addmm(r(1), r(4, 8), r(8, 5)), 160),
-    "baddbmm": (lambda: torch.baddbmm(r(5), r(2, 4, 8), r(2, 8, 5)), 320),
     "addbmm": (lambda: torch.addbmm(r(5), r(2, 4, 8), r(2, 8, 5)), 320),
     "einsum": (lambda: torch.einsum("bij,bjk->bik", r(2, 3, 4), r(2, 4, 5)), 120),
     "grouped": (lambda: F.grouped_mm(r(8, 16), r(2, 16, 16), offs=OFFSETS), 2048),
@@ -113,23 +110,6 @@ def test_the_attention_kernels_of_gpus_count(kind: str) -> None:
 def _grouped(x: Tensor) -> Tensor:
     weight = r(2, 16, 16, requires_grad=True)
     return F.grouped_mm(torch.cat([x, x]).repeat(1, 2), weight, offs=OFFSETS)
-
-
-def test_formulas_that_others_register_with_torch_count() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    class Flex(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return flex_attention(x, x, x)
-
-    recorder = Recorder(model := Flex())
-    with (
-        pytest.warns(UserWarning, match="flex_attention called without torch.compile"),
-        recorder.forward(),
-    ):
-        model(r(1, 2, 128, 16))
-    found = recorder.profile()
-    assert found.macs == 2 * 2 * 128 * 128 * 16
 
 
 @pytest.mark.parametrize("module", [profile, units])
@@ -197,8 +177,9 @@ def is_clean() -> bool:
 
 def test_each_module_counts_what_is_inside() -> None:
     model = nn.Sequential(Twice(linear()), nn.ReLU(), linear())
-    found = record(model, X)
+    found = record(model, X, clock=Steps())
     assert (found.macs, found.flops) == (3 * LINEAR, 6 * LINEAR)
+    assert [found.root.find(path).seconds for path in ("0.layer", "0")] == [2.0, 5.0]
     layer = found.root.find("0.layer")
     assert (layer.macs, layer.calls, layer.params) == (2 * LINEAR, 2, 64)
     assert found.root.find("0").flops == 4 * LINEAR
@@ -206,13 +187,6 @@ def test_each_module_counts_what_is_inside() -> None:
     assert found.params == 128
     with pytest.raises(KeyError, match=r"0\.missing"):
         found.root.find("0.missing")
-
-
-def test_time_is_that_of_the_modules_calls() -> None:
-    found = record(nn.Sequential(Twice(linear())), X, clock=Steps())
-    layer, twice, root = (found.root.find(path) for path in ("0.layer", "0", ""))
-    assert (layer.seconds, twice.seconds, root.seconds) == (2.0, 5.0, 7.0)
-    assert found.seconds == {"forward": 9.0}
 
 
 def test_a_shared_module_counts_where_it_was_called() -> None:
@@ -264,6 +238,7 @@ def test_nothing_stays_installed() -> None:
         model(X)
     assert is_clean()
     recorder.start()
+    X @ X.t()  # in no module: it does not count
     assert not is_clean()
     with pytest.raises(ValueError, match="no"):
         model(X)
@@ -273,20 +248,6 @@ def test_nothing_stays_installed() -> None:
     assert is_clean()
     assert recorder.profile().macs == 2 * LINEAR
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
-
-
-def test_between_start_and_stop_calls_of_any_module_count() -> None:
-    model = nn.Sequential(linear(), linear())
-    recorder = Recorder(model)
-    recorder.start()
-    recorder.start()
-    X @ X.t()  # in no module
-    model(X)
-    model[1](X)
-    recorder.stop()
-    model(X)
-    found = recorder.profile()
-    assert [child.macs for child in found.root.children] == [LINEAR, 2 * LINEAR]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -312,16 +273,6 @@ def test_a_recomputed_forward_is_no_forward(reentrant: bool) -> None:
     assert found.backward.macs == 5 * LINEAR  # the data has no gradient
     # without reentrance torch stops when it has what backward needs: before the last layer
     assert found.backward.recomputed_macs == (2 if reentrant else 1) * LINEAR
-
-
-@pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
-def test_layers_that_torch_fuses_for_inference_count(inference: Callable[[], Any]) -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    x = torch.ones(2, 4, 8)
-    trained = record(layer, x)
-    with inference():
-        found = record(layer.eval(), x)
-    assert found.macs == trained.macs == 8 * (4 * 64 + 2 * 8 * 16) + 2 * 4 * 4 * 8 * 2
 
 
 # ---- as text --------------------------------------------------------------------------------------
@@ -356,7 +307,6 @@ def test_a_report_shows_what_was_asked_for() -> None:
 
 
 ROWS, WIDTH, DEPTH = 4, 8, 4
-LINEAR = ROWS * WIDTH * WIDTH  # MACs of one layer and micro-batch
 PARAMS = DEPTH * (WIDTH * WIDTH + WIDTH)
 
 
@@ -438,17 +388,6 @@ def test_several_steps_are_one_mean_in_a_file(
     text = path.read_text()
     assert "Profile of step 2 to 3" in text and "Detailed" not in text
     assert not capsys.readouterr().out
-    engine.destroy()
-
-
-def test_a_file_that_cannot_be_written_does_not_end_the_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = engine_of(profile_step=0, output_file=str(tmp_path))
-    with caplog.at_level(logging.WARNING, "xds"):
-        train(engine, 1)
-    assert "flops_profiler.output_file" in caplog.text
-    assert "Profile of step 1" in capsys.readouterr().out
     engine.destroy()
 
 

@@ -29,61 +29,32 @@ def loss_of(engine: Any) -> torch.Tensor:
     return engine(micro_batch(0, 0, 2))
 
 
-def twice() -> None:
-    engine = started()
-    xds.initialize(engine.module, config())
+Call = Callable[[xds.Engine, torch.Tensor], Any]
 
 
-def used_optimizer() -> None:
+def after_forward(call: Call, **more: Any) -> Callable[[], Any]:
+    """Calls it with an engine and its loss."""
+
+    def run() -> None:
+        engine = started(**more)
+        call(engine, loss_of(engine))
+
+    return run
+
+
+def of_script(kind: type[torch.optim.Optimizer], stage: int, takes_a_step: bool) -> None:
     model = build("plain")
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(micro_batch(0, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    xds.initialize(model, config() | {"optimizer": None}, optimizer=optimizer)
+    optimizer = kind(model.parameters())
+    if takes_a_step:
+        model(micro_batch(0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    xds.initialize(model, config(stage) | {"optimizer": None}, optimizer=optimizer)
 
 
-def shape_seeing_optimizer() -> None:
-    model = build("plain")
-    optimizer = torch.optim.Adafactor(model.parameters())
-    xds.initialize(model, config(1) | {"optimizer": None}, optimizer=optimizer)
-
-
-def vector_loss() -> None:
-    engine = started()
-    engine.backward(loss_of(engine) * torch.ones(3))
-
-
-def loss_without_graph() -> None:
-    engine = started()
-    engine.backward(loss_of(engine).detach())
-
-
-def step_without_backward() -> None:
-    engine = started()
-    loss_of(engine)
-    engine.step()
-
-
-def step_twice() -> None:
-    engine = started()
-    engine.backward(loss_of(engine))
-    engine.step()
-    engine.step()
-
-
-def step_in_no_sync() -> None:
-    engine = started()
-    with engine.no_sync():
-        engine.backward(loss_of(engine))
-        engine.step()
-
-
-def nan_loss() -> None:
+def nan_loss(engine: xds.Engine, loss: torch.Tensor) -> None:
     """Only rank 0 sees a NaN; every rank is told, and the engine goes on."""
-    engine = started(stage=2)
     before = [p.detach().clone() for p in engine.module.parameters()]
-    loss = loss_of(engine)
     engine.backward(loss * float("nan") if dist.get_rank() == 0 else loss)
     try:
         engine.step()
@@ -93,6 +64,12 @@ def nan_loss() -> None:
         engine.step()
         assert engine.was_step_applied()
         raise
+
+
+def step_in_no_sync(engine: xds.Engine, loss: torch.Tensor) -> None:
+    with engine.no_sync():
+        engine.backward(loss)
+        engine.step()
 
 
 def destroyed() -> None:
@@ -108,32 +85,37 @@ def meta_model() -> None:
     started(model)
 
 
-def stranger_in_groups() -> None:
-    stranger = torch.nn.Parameter(torch.zeros(3))
-    xds.initialize(build("plain"), config(), model_parameters=[stranger])
-
-
 SIZES = {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}
 UNITS = {"stage": 3, "units": ["NoSuchBlock"]}
 BAD: dict[str, Callable[[], Any]] = {  # what the sentence says
     "this engine only infers: every parameter of its model was frozen": lambda: started(
         build("plain").requires_grad_(False)
     ).step(),
-    "already belongs to another engine: call destroy": twice,
+    "already belongs to another engine: call destroy": after_forward(
+        lambda engine, _: xds.initialize(engine.module, config())
+    ),
     'optimizer is missing: write e.g. {"type": "AdamW"': lambda: started(optimizer=None),
-    "AdamW has already taken steps": used_optimizer,
-    "Adafactor: this optimizer may use the shape": shape_seeing_optimizer,
-    "must be a scalar tensor; reduce it with .mean()": vector_loss,
-    "a loss without a graph": loss_without_graph,
+    "AdamW has already taken steps": lambda: of_script(torch.optim.AdamW, 0, True),
+    "Adafactor: this optimizer may use the shape": lambda: of_script(
+        torch.optim.Adafactor, 1, False
+    ),
+    "must be a scalar tensor; reduce it with .mean()": after_forward(
+        lambda engine, loss: engine.backward(loss * torch.ones(3))
+    ),
+    "a loss without a graph": after_forward(lambda engine, loss: engine.backward(loss.detach())),
     "needs the loss, a scalar tensor": lambda: started().backward(1.5),
-    "engine.step() without engine.backward(loss)": step_without_backward,
-    "step() without engine.backward(loss)": step_twice,
-    "engine.step() inside no_sync()": step_in_no_sync,
-    "the gradient norm over all ranks is nan": nan_loss,
+    "engine.step() without engine.backward(loss)": after_forward(lambda engine, _: engine.step()),
+    "step() without engine.backward(loss)": after_forward(
+        lambda engine, loss: (engine.backward(loss), engine.step(), engine.step())
+    ),
+    "engine.step() inside no_sync()": after_forward(step_in_no_sync),
+    "the gradient norm over all ranks is nan": after_forward(nan_loss, stage=2),
     "this engine was destroyed": destroyed,
     "on the meta device: no reset_parameters() to make initial values with": meta_model,
     "clip_grad_norm(1.0) without gradients": lambda: started().clip_grad_norm(1.0),
-    "that is not a parameter of the model": stranger_in_groups,
+    "that is not a parameter of the model": lambda: xds.initialize(
+        build("plain"), config(), model_parameters=[torch.nn.Parameter(torch.zeros(3))]
+    ),
     "train_batch() without data_iter": lambda: started().train_batch(),
     "no module of the model has this class name": lambda: started(zero_optimization=UNITS),
     "xds.initialize needs a config": lambda: xds.initialize(build("plain")),
