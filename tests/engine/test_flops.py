@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_ranks
+from runs import config
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
@@ -338,14 +339,9 @@ class Model(nn.Module):
 
 def engine_of(*, accumulation: int = 1, more: dict[str, Any] | None = None, **section: Any) -> Any:
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "flops_profiler": {"enabled": True, **section},
-        **(more or {}),
-    }
-    return xds.initialize(Model(), config)
+    settings = config(samples=ROWS, accumulation=accumulation, **(more or {}))
+    settings["flops_profiler"] = {"enabled": True, **section}
+    return xds.initialize(Model(), settings)
 
 
 def train(engine: Any, steps: int, rows: int = ROWS) -> None:
@@ -458,14 +454,8 @@ def llama_counts(more: dict[str, Any]) -> tuple[Any, ...]:
 
     model = LlamaForCausalLM(LlamaConfig(**LLAMA))
     whole = sum(param.numel() for param in model.parameters())
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4,
-        "optimizer": {"type": "AdamW"},
-        "flops_profiler": {"enabled": True, "detailed": False},
-        **more,
-    }
-    engine = xds.initialize(model, config)
+    profiler = {"enabled": True, "detailed": False}
+    engine = xds.initialize(model, config(accumulation=4, flops_profiler=profiler, **more))
     ids = torch.arange(32).view(2, 16)
     batches = iter([{"input_ids": ids, "labels": ids}] * 8)
     for _ in range(2):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_new_ranks
+from runs import config
 from torch import nn
 
 import xds
@@ -28,14 +29,9 @@ def rows(step: int, rank: int) -> torch.Tensor:
 
 def kernels_are_used(native: bool) -> list[torch.Tensor]:
     """The parameters after two steps, by kernels or by torch's ops."""
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "ops": {"native": native, "require": native},
-    }
+    settings = config(0, "bf16", samples=ROWS, ops={"native": native, "require": native})
     assert not libraries.is_loaded("cpu")
-    engine = xds.initialize(net(), config)
+    engine = xds.initialize(net(), settings)
     for step in range(2):
         engine.backward(engine(rows(step, 0)).float().square().mean())
         engine.step()
@@ -54,18 +50,13 @@ def without_compiler(folder: str, require: bool) -> None:
     patch.setenv("PATH", folder)
     patch.setenv("CXX", "")
     patch.setenv("XDS_CACHE_DIR", folder)
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "Lion", "params": {"lr": 1e-3}},
-        "ops": {"require": require},
-    }
+    settings = config(0, "bf16", samples=ROWS, optimizer="Lion", ops={"require": require})
     if require:
         with pytest.raises(BuildError, match="compiler"):
-            xds.initialize(net(), config)
+            xds.initialize(net(), settings)
         return
     with pytest.warns(libraries.NativeOpsWarning, match="are not used.*compiler"):
-        engine = xds.initialize(net(), config)
+        engine = xds.initialize(net(), settings)
     engine.backward(engine(rows(0, 0)).float().square().mean())
     engine.step()
     engine.destroy()
