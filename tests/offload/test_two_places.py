@@ -37,7 +37,6 @@ from torch.utils._pytree import tree_leaves
 
 import xds
 from xds.offload import homes, host_sums, lanes, reused, rotation, shards
-from xds.offload.lanes import ThreadLane
 from xds.ops.comm.pool import BufferPool
 from xds.zero.core import reduction
 from xds.zero.core.grad_bucket import GradBucket
@@ -223,27 +222,6 @@ def test_ops_stay_in_one_place(
     found = run_processes(train, world_size, stage, precision, accumulation, offload, *rest)
     for one, other in zip(plain, found, strict=True):
         assert list(map(repr, one["numbers"][:-1])) == other[:-1]
-
-
-def test_the_helper_itself() -> None:
-    with two_places():
-        host, device = put(torch.zeros(3), HOST), put(torch.zeros(3), DEVICE)
-        assert place_of(host[1:] * 2) == HOST
-        assert place_of(torch.ones(3)) is None
-        later = torch.ones(3)
-        assert place_of(device + later) == DEVICE and place_of(later) == DEVICE
-        host.copy_(device)
-        with pytest.raises(Mixed, match="mixes host and device memory"):
-            host + device
-        with pytest.raises(Mixed):
-            host + later
-        assert place_of(device.to("cpu")) is None
-        assert device + put(torch.tensor(2.0), HOST) is not None  # a single element
-        lane = ThreadLane("test")
-        with pytest.raises(Mixed):
-            lane.run(lambda: host.add_(device)).wait()
-        lane.close()
-    assert place_of(host + device) is None or place_of(host) == HOST
 
 
 def mixes() -> str:
