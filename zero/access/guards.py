@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...utils.errors import UsageError
+from ..core.owners import Owner, find_owner
 from .in_parts import InParts, Sentence
-from .owners import Owner, find_owner
 
 
 @final

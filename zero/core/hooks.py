@@ -168,7 +168,7 @@ class UnitHooks:
                 # in one order on every rank, before the messages of backward
                 for other in self._units:
                     other.unshard()
-        elif not (unit.stays_until_backward and needs_backward):
+        elif not (unit.is_kept_until_backward and needs_backward):
             if is_last:
                 self._gatherer.drop(unit)
             else:

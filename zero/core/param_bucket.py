@@ -34,9 +34,9 @@ from ...ops.comm.handles import Done, Handle
 from ...ops.flat import overlap
 from ...ops.torch_internals import NoTorchFunction
 from ...utils.errors import UsageError
-from ..access.owners import find_owner
 from ..layout.groups import FlatGroup
 from ..layout.layout import FlatLayout
+from .owners import find_owner
 
 
 class ParamMemory(ABC):
@@ -337,6 +337,11 @@ class ParamBucket:
     def is_on_host(self) -> bool:
         """The shard is in host memory, or on a disk."""
         return self.is_sharded and self.place.is_on_host
+
+    @property
+    def is_on_disk(self) -> bool:
+        """The shard is on a disk."""
+        return self.place.is_on_disk
 
     def serve(self, receivers: Sequence[int]) -> None:
         """Take part in a gather to the ranks `receivers` only, which may or may not include this one."""

@@ -53,7 +53,6 @@ class ReplicaCheck:
         whole = [flat for flat in flats if flat.group.everyone.world_size > 1]
         self._groups = groups
         self._watched = [_Watched(flat) for flat in whole if not flat.may_be_resharded]
-        self.were_made = False  # by what all ranks agreed on last
         self._versions = 0
         self._base = self._sum()
 
@@ -75,12 +74,11 @@ class ReplicaCheck:
         Raises:
             UsageError: on every rank; a parameter has different values. What is sharded has its old ones again.
         """
-        self.were_made = any(counts)
         if len(set(counts)) > 1:
-            messages = [self._compare(one) for one in self._groups.several]
+            messages = [self._compare(one) for one in self._groups.holders]
             text = next((message for message in messages if message), "")
             if (
-                len(self._groups.several) > 1
+                len(self._groups.holders) > 1
                 or self._groups.world is not self._groups.data.everyone
             ):
                 agree(self._groups.world, text, UsageError, "the comparison of parameters")

@@ -168,9 +168,7 @@ class Updater:
             optimizer.step()
         self._model.wait_published()
         for master in self.masters:
-            if master.has_sent_delta:
-                master.remember()
-            master.params.is_written = False
+            master.remember()
         return True
 
     @contextmanager
