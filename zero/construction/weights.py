@@ -78,7 +78,7 @@ class InMemory(Weights):
 
     def shape(self, name: str) -> tuple[int, ...]:
         tensor = self._tensors[name]
-        if not isinstance(tensor, Tensor):  # a state dict of the script's own
+        if not isinstance(tensor, Tensor):  # a state dict of user code's own
             raise wrong(f"{self.source}: {printable(name)}", tensor, "a tensor, or left out")
         return tuple(tensor.shape)
 

@@ -48,7 +48,7 @@ class ManualGradGuard:
         self._shown = frozenset()
 
     def clear(self) -> None:
-        """Drop what the script has put into `.grad`."""
+        """Drop what user code has put into `.grad`."""
         self._shown = frozenset()
         for param in self._params:
             param.grad = None
@@ -83,14 +83,14 @@ class ManualGradGuard:
 
 
 class ScriptBackward(NamedTuple):
-    """What a backward that the script has started is for; see `BackwardPass.begin`."""
+    """What a backward that user code has started is for; see `BackwardPass.begin`."""
 
     reduces: bool
     ends_step: bool
 
 
 class BackwardRules(ABC):
-    """Decides about a backward that the script starts, loss.backward(). It is asked at the first gradient."""
+    """Decides about a backward that user code starts, loss.backward(). It is asked at the first gradient."""
 
     @abstractmethod
     def begin_script_backward(self) -> ScriptBackward:
@@ -202,7 +202,7 @@ class BackwardPass:
         self._reduction.reset()
 
     def end_script_backward(self) -> None:
-        """End a backward that the script started, unless it is still running (a checkpoint's recompute)."""
+        """End a backward that user code started, unless it is still running (a checkpoint's recompute)."""
         if in_backward() or not (self._is_running or self._in_other):
             return
         # buffers outlive an evaluation that ends it
@@ -212,10 +212,10 @@ class BackwardPass:
             self.end()
 
     def end_checked(self) -> None:
-        """End a backward that the script started. All gradients are taken on return.
+        """End a backward that user code started. All gradients are taken on return.
 
         Raises:
-            UsageError: the script has set some `.grad` since, which would not count. It is None again.
+            UsageError: user code has set some `.grad` since, which would not count. It is None again.
         """
         self.end_script_backward()
         if self._reduction.has_sums and not self._is_running:
@@ -239,7 +239,7 @@ class BackwardPass:
         self.has_seen_one = False
 
     def drop_script_grads(self) -> None:
-        """Drop what a script has put into `.grad`. Call it where all gradients of passes are taken."""
+        """Drop what user code has put into `.grad`. Call it where all gradients of passes are taken."""
         self._manual_grads.clear()
 
     @contextmanager
@@ -257,7 +257,7 @@ class BackwardPass:
     # -- gradients --------------------------------------------------------------------------------------
 
     def _hook_gradient(self, unit: Unit, bucket: GradBucket, position: int) -> None:
-        """Take the gradient in slot `position` after the script's own hooks have run.
+        """Take the gradient in slot `position` after user code's own hooks have run.
 
         The hook is on the autograd node, not on the tensor: hooks of tensors always run before it.
         """
@@ -342,7 +342,7 @@ class BackwardPass:
             bucket.add_by_call(position, grad)
 
     def _on_first_grad(self, param: nn.Parameter) -> None:
-        """The first gradient has arrived: begin the script's backward if none runs, and set the factor."""
+        """The first gradient has arrived: begin user code's backward if none runs, and set the factor."""
         try:
             if not self._is_running:
                 self._begin_script_backward(param)
@@ -381,12 +381,12 @@ class BackwardPass:
                 bucket.arrivals.expect_no_more()
             self._completed(unit)
 
-    # -- passes that the script starts ------------------------------------------------------------------
+    # -- passes that user code starts ------------------------------------------------------------------
 
     def on_output_grad(self) -> None:
         """A gradient has arrived at an output of some unit; before anything is gathered for it.
 
-        It may be one of a backward that the script started.
+        It may be one of a backward that user code started.
 
         - The gradients of a loss.backward() are reduced; those of torch.autograd.grad are not.
         - With create_graph the new graph needs full parameters until the next update.
@@ -417,7 +417,7 @@ class BackwardPass:
         self._gatherer.end_backward()
 
     def _begin_script_backward(self, arrived: nn.Parameter | None = None) -> None:
-        """The script called loss.backward() itself. The next call of the engine ends this backward.
+        """User code called loss.backward() itself. The next call of the engine ends this backward.
 
         Callbacks of autograd cannot end it: they run at the end of the innermost backward, and a reentrant
         checkpoint runs a nested one for each call. At stage 3 they can: the hook on the model's output has

@@ -706,7 +706,7 @@ class GradBucket:
         self._is_kept = False
         self._mark_empty()
         self._is_writable = False
-        for param in self.params:  # a large one is still there if a script's hook raised
+        for param in self.params:  # a large one is still there if user code's hook raised
             param.grad = None
         self._has_reduced = False
         self._was_held = False

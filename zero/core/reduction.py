@@ -103,7 +103,7 @@ class StepStatus:
 
     @property
     def num_writes(self) -> list[int]:
-        """The writes of scripts by rank."""
+        """The writes of user code by rank."""
         return [int(number) % NUM_COUNTS for _, number in self._rows]
 
     @property
@@ -264,7 +264,7 @@ class Reduction:
         """Sum every gradient over the ranks, also those that were held back. The host waits for no device.
 
         Args:
-            num_writes: of this rank's script to parameters, below NUM_COUNTS; the others hear it.
+            num_writes: of this rank's user code to parameters, below NUM_COUNTS; the others hear it.
             must_stop: this rank's process was asked to stop; the others hear it.
 
         Sends 16 bytes to each rank beside the gradients, or one (stage 0 on devices). `end_finish` must follow.

@@ -29,7 +29,7 @@ class Unit:
             which share some of the buffers: it decides what is gathered when.
         is_kept_until_backward: stays gathered from its forward to its backward, which uses it first.
         is_running: one of its modules is being called; the unit stays gathered until that call ends.
-        entry: the inner module that the script called directly and whose call is running.
+        entry: the inner module that user code called directly and whose call is running.
         depth: the number of nested calls of `entry` by itself.
         used_units: other units whose parameters the modules of this unit use as well.
         num_running_users: the number of running units that use the parameters of this unit.
@@ -59,7 +59,7 @@ class Unit:
 
     @property
     def inner_modules(self) -> list[nn.Module]:
-        """Submodules that hold parameters of this unit directly: scripts may call them."""
+        """Submodules that hold parameters of this unit directly: user code may call them."""
         keys = {id(param) for flat in self.params for param in flat.params}
         return [
             module
@@ -130,7 +130,7 @@ class Unit:
         self.is_running, self.entry, self.depth, self.num_running_users = False, None, 0, 0
 
     def set_entry(self, module: nn.Module | None) -> None:
-        """The script calls the inner module `module` directly; None: that call has returned."""
+        """User code calls the inner module `module` directly; None: that call has returned."""
         self.entry = module
 
     def begin_nested_call(self) -> None:

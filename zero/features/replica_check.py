@@ -1,6 +1,6 @@
 """Finds writes to whole parameters that only some ranks made: the next update would mix old and new values.
 
-Every rank adds to a message of the step how often a script has written since the last one: by torch's version
+Every rank adds to a message of the step how often user code has written since the last one: by torch's version
 counters, which the engine's own writes do not move, and by assignments to `.data`. Only where these numbers
 differ do the ranks compare values. So a write through `.data` in place (`p.data.fill_()`) is not found.
 """
@@ -36,7 +36,7 @@ class _Watched:
         self._offsets = sum(slot.offset for _, slot in filled) * flat.raw.element_size()
 
     def is_assigned(self) -> bool:
-        """A script has assigned to `.data` of some parameter."""
+        """User code has assigned to `.data` of some parameter."""
         start = self.flat.raw.data_ptr() * len(self.params)
         return sum([param.data_ptr() for param in self.params]) != start + self._offsets
 

@@ -225,7 +225,7 @@ class SuperOffload:
         self._waiting: list[Speculation] = []  # those that have not begun
         self._has_rooms = False
         self._choosing = threading.Lock()  # which ones begin
-        # without a copy the parameters themselves are the master: a script would read new values
+        # without a copy the parameters themselves are the master: user code would read new values
         found = [
             m
             for m in masters

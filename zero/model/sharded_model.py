@@ -140,10 +140,10 @@ class ShardedModel:
     # -- forward ----------------------------------------------------------------------------------------
 
     def check_unchanged(self) -> None:
-        """Before forwards: end a backward of the script.
+        """Before forwards: end a backward of user code.
 
         Raises:
-            UsageError: the script has changed a dtype, or unfrozen a parameter that is not trained.
+            UsageError: user code has changed a dtype, or unfrozen a parameter that is not trained.
         """
         self.end_script_backward()
         self._dtype_guard.check()
@@ -167,7 +167,7 @@ class ShardedModel:
 
     @property
     def _user_compiled(self) -> bool:
-        """The script compiled the model or a part of it: torch would compile a mode around it as well."""
+        """User code compiled the model or a part of it: torch would compile a mode around it as well."""
         return any(
             type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
             for module in self.units[-1].modules[0].modules()
@@ -211,7 +211,7 @@ class ShardedModel:
 
     def start_finish(self, *, must_stop: bool) -> StepStatus:
         """Every gradient is summed over the ranks on return. See `Reduction.start_finish`."""
-        self.backward_pass.end()  # a loss.backward() of the script's own
+        self.backward_pass.end()  # a loss.backward() of user code's own
         num_writes = self._replica_check.count()
         return self._reduction.start_finish(num_writes=num_writes, must_stop=must_stop)
 
@@ -275,7 +275,7 @@ class ShardedModel:
         self._reduction.settle()
 
     def end_script_backward(self) -> None:
-        """End a backward that the script started. Raises UsageError: the script has set some `.grad` since."""
+        """End a backward that user code started. Raises UsageError: user code has set some `.grad` since."""
         with self.collectives.publishing_errors("the check of .grad"):
             self.backward_pass.end_checked()
 
@@ -331,7 +331,7 @@ class ShardedModel:
             )
 
     def take_edits(self) -> None:
-        """Make the script's writes to parameters since the last update their values.
+        """Make user code's writes to parameters since the last update their values.
 
         Raises UsageError: the first one of `ParamBucket.take_edits`; every flat buffer has been looked at.
         """
@@ -397,7 +397,7 @@ class ShardedModel:
 
     @property
     def has_brought_gradients(self) -> bool:
-        """A backward has begun since the last step, also one that the script started. Looks at no gradient."""
+        """A backward has begun since the last step, also one that user code started. Looks at no gradient."""
         return self.backward_pass.has_seen_one or self._reduction.has_sums
 
     @property
