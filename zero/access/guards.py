@@ -77,7 +77,7 @@ class Guards:
         self._handles = []
 
     def keep_with_model(self, model: nn.Module, engine: object) -> None:
-        """`engine` lives as long as `model`, until `remove`: where user code dropped it, it can be destroyed."""
+        """`engine` lives as long as `model`, until `remove`; user code that dropped it can destroy it."""
         self._handles.append(
             model.register_load_state_dict_post_hook(_Kept(engine))  # type: ignore[no-untyped-call]
         )
