@@ -213,11 +213,11 @@ class _Agent(threading.Thread):
             import_torch()
             from .elastic import count_ranks, launch
 
-            num_ranks = count_ranks(self.order.job, self.order.num_ranks)
+            # first the number, then the look at the signal: without a number `_supervise` leaves at a signal
+            self.num_ranks = count_ranks(self.order.job, self.order.num_ranks)
             if not self._stop_asked.signum:
-                self.num_ranks = num_ranks
                 self.failures, self.store_reference = launch(
-                    self.order, num_ranks, self.folder, self._ranks, self._extra
+                    self.order, self.num_ranks, self.folder, self._ranks, self._extra
                 )
         except XdsError as error:
             self.error = error

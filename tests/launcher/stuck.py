@@ -1,4 +1,4 @@
-"""Waiting for a launcher: one that does not end in time is asked for its stacks, so that the failure explains itself."""
+"""Waiting for a launcher: one that does not end in time is asked for its stacks."""
 
 import os
 import signal

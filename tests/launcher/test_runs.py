@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -282,6 +283,30 @@ def test_machines_without_a_head_tell_one_another_of_a_failure_and_end_with_its_
     assert [code for code, _, _ in ended] == [7, 7], ended
     assert all("rank 1 failed" in err and "exit code 7" in err for _, _, err in ended)
     assert ["another machine reports" in err for _, _, err in ended] == [True, False]
+
+
+def test_a_failure_is_published_though_the_thread_that_listens_still_tries_to_connect(monkeypatch):
+    monkeypatch.delenv("XDS_RUN_KEY", raising=False)
+    monkeypatch.setattr("xds.launcher.ranks.local._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("xds.launcher.ranks.local._DELIVERY_SECONDS", 0.0)
+    place = {"run_id": "run", "max_nodes": 2, "node_rank": 0}
+    meeting, store = serve(Rendezvous("static", f"127.0.0.1:{free_port()}", **place))
+    peers, tries, is_over = Peers(meeting, Stop()), threading.Event(), threading.Event()
+    connect = peers._connect
+
+    def hesitate():
+        if threading.current_thread() is peers:
+            tries.set()
+            is_over.wait()
+        return connect()
+
+    monkeypatch.setattr(peers, "_connect", hesitate)
+    peers.start()
+    tries.wait()
+    peers.publish("rank 1 failed", 7)
+    assert json.loads(store.get("xds/run/failed")) == {"text": "rank 1 failed", "exit_code": 7}
+    is_over.set()
+    peers.join()
 
 
 def test_what_anybody_writes_as_a_failure_of_another_machine_is_ignored_or_escaped(monkeypatch):
