@@ -1,5 +1,6 @@
 """Complete runs of the `xds` command on one machine: output, exit code, restarts, remaining processes."""
 
+import contextlib
 import json
 import os
 import pty
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import stuck
+from forked_launcher import ForkedLauncher
 
 from xds.launcher.job import Rendezvous
 from xds.launcher.ranks import worker
@@ -35,27 +37,19 @@ def start(tmp_path):
     mark, begun = str(uuid.uuid4()), []
     (tmp_path / "temporary").mkdir()
 
-    def begin(script, *words, output=subprocess.PIPE, session=True, **variables):
+    def begin(script, *words, output="", seconds=None, **variables):
         (tmp_path / "train.py").write_text(textwrap.dedent(script))
         environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
         environment |= {MARK: mark, "TMPDIR": str(tmp_path / "temporary"), "PYTHONSAFEPATH": ""}
-        environment |= {
-            "XDS_CACHE_DIR": str(tmp_path / "cache"),
-            **stuck.STACKS_ON_ABORT,
-            **variables,
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "xds.launcher.cli", *(words or ("train.py",))],
-            cwd=tmp_path,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            text=True,
-            start_new_session=session,
-            # nohup around the tests would have it ignored
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-        )
+        environment |= {"XDS_CACHE_DIR": str(tmp_path / "cache"), **variables}
+        words = words or ("train.py",)
+        if "PYTHONPATH" in variables:  # another installation of xds
+            command = [sys.executable, "-m", "xds.launcher.cli", *words]
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            environment |= stuck.STACKS_ON_ABORT
+            process = subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
+        else:
+            process = ForkedLauncher(words, tmp_path, environment, output=output, seconds=seconds)
         begun.append(process)
         return process
 
@@ -64,7 +58,17 @@ def start(tmp_path):
     for pid in marked(mark):
         os.kill(pid, signal.SIGKILL)
     for process in begun:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
         process.communicate()
+
+
+# ranks that do not end are killed after seconds else
+SHORT = {
+    "xds.launcher.ranks.supervise:_FAILED_RANK_SECONDS": 1.0,
+    "xds.launcher.ranks.stop:_SIGTERM_AFTER_SECONDS": 0.5,
+    "xds.launcher.ranks.stop:_SIGKILL_AFTER_SECONDS": 1.0,
+}
 
 
 def finish(process):
@@ -167,7 +171,8 @@ def test_each_failure_is_told_once_before_the_restart_and_the_last_exit_code_is_
 ):
     """An exception whose peer fails in a collective, a signal, a crash, an exit code behind a thread."""
     options = ("--max-restarts", "3", "--nproc-per-node", "2", "--log-dir", "logs", "train.py")
-    code, out, err = finish(start(FAILS_IN_FOUR_WAYS, *options, XDS_RUN_KEY="of the run around it"))
+    run = start(FAILS_IN_FOUR_WAYS, *options, seconds=SHORT, XDS_RUN_KEY="of the run around it")
+    code, out, err = finish(run)
     assert code == 3
     starts = [line.rsplit(" ", 1) for line in out.splitlines()]
     assert [line for line, _ in starts] == [f"start {count} of 3" for count in range(4)]
@@ -216,9 +221,10 @@ def test_a_signal_to_the_launcher_ends_the_ranks_and_whatever_they_started(start
     """SIGHUP: of a terminal that is closed, to ranks that ignore it. SIGKILL: to the whole process group."""
     master, slave = pty.openpty()
     words = ("--no-python", sys.executable, "-u", "train.py") if name == "SIGHUP" else ()
-    process = start(STARTS_OTHERS, *words, output=slave, DEAF="1" if name == "SIGHUP" else "")
-    os.close(slave)
+    deaf = "1" if name == "SIGHUP" else ""
+    process = start(STARTS_OTHERS, *words, output=os.ttyname(slave), seconds=SHORT, DEAF=deaf)
     wait_for_two(tmp_path)
+    os.close(slave)
     assert len(marked(start.mark)) > 2 * 5
     if name == "SIGHUP":
         assert os.read(master, 100) == b"rank 0\r\n"
@@ -251,12 +257,12 @@ def test_ranks_save_when_asked_to_stop_though_nobody_reads_what_they_print(start
         open(f"saved{rank}", "w").close()
         sys.exit(143)
     """
-    reader, writer = os.pipe()
-    process = start(saves, output=writer)
-    os.close(writer)
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    process = start(saves, output=str(tmp_path / "pipe"))
     wait_for_two(tmp_path)
     os.close(reader)
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_SECONDS) == 143
     wait_for_two(tmp_path, "saved")
 
