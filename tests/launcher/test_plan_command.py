@@ -54,6 +54,7 @@ def compare(plan: Plan, found: list[Any], name: str) -> None:
         assert links == sent, (name, rank)
 
 
+QUANTIZED = {"zero_quantized_weights": True}
 # what it shows: model, config, ranks, notes of the plan
 CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "stage 0": ("plain", config_of(0, "bf16"), 2, 0),
@@ -63,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "uneven slices": ("plain", config_of(1, tensor=3), 3, 0),
     "replicas": ("plain", config_of(3, "bf16", count=2, zero={"mics_shard_size": 2}), 4, 0),
     "quantized second shards": (
-        *("plain", config_of(3, "bf16", count=2, zero={"zero_quantized_weights": True, "zero_hpz_partition_size": 2})),
+        *("plain", config_of(3, "bf16", count=2, zero={"zero_hpz_partition_size": 2, **QUANTIZED})),
         *(4, 0),
     ),
     "host": (
