@@ -185,7 +185,8 @@ def test_every_failure_on_another_host_is_told_once_and_starts_every_rank_again(
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             for_ever()
         if AGAIN == 1:
-            import ctypes
+            import ctypes, resource
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             ctypes.string_at(0)
         print("last words", flush=True)
         sys.exit(3)

@@ -157,6 +157,8 @@ FAILS_IN_FOUR_WAYS = """
     if count == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if count == 2:
+        import resource
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         def crash():
             ctypes.string_at(0)
         crash()
