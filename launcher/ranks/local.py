@@ -184,7 +184,7 @@ class Peers(threading.Thread):
                 return
 
     def _connect(self) -> Store:
-        from torch._C._distributed_c10d import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         from ...ops.watch.store import Store
 

@@ -36,7 +36,7 @@ FOUND = {
     "Reentrant,BlockUsesAnother": (1000, 40525),
     "Reentrant,BlockUsesAnother,FunctionBlock": (601402,),
     "Reentrant,ReusedBlocks": (1010, 1015),
-    "Reentrant,ReusedBlocks,OutsideUse": (1015, 1031),
+    "Reentrant,ReusedBlocks,ExternalParams": (1015, 1031),
     "Scaled": (1000, 1004),
     "ScaledBetweenSteps": (1000, 1003),
     "Teacher": (1000, 1002),

@@ -1,4 +1,4 @@
-"""Waiting for a launcher: one that does not end in time is asked for its stacks."""
+"""Waiting for a launcher: one that does not end in time prints its stacks into the failure."""
 
 import os
 import signal
