@@ -169,6 +169,7 @@ class Peers(threading.Thread):
             self._store = None
 
     def _listen(self) -> None:
+        import_torch()  # the agent's thread does so at the same time
         from pydantic import TypeAdapter
 
         kind = TypeAdapter(Ending)

@@ -231,19 +231,27 @@ class _Agent(threading.Thread):
                 )
 
 
+# held while torch is imported. A second import of one of its modules at that time would raise errors in both.
+_importing = threading.Lock()
+
+
 def import_torch() -> None:
-    """Import torch with its C++ log turned off, because the failure report covers lost peers."""
+    """Import torch with its C++ log turned off, because the failure report covers lost peers.
+
+    For several threads: the others wait.
+    """
     name = "TORCH_CPP_LOG_LEVEL"
-    former = os.environ.get(name)
-    os.environ[name] = former or "FATAL"
-    try:
-        # torch without NumPy warns; the ranks show that warning themselves
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from . import elastic  # noqa: F401
-    finally:
-        if former is None:
-            del os.environ[name]  # the ranks keep torch's default
+    with _importing:
+        former = os.environ.get(name)
+        os.environ[name] = former or "FATAL"
+        try:
+            # torch without NumPy warns; the ranks show that warning themselves
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                from . import elastic  # noqa: F401
+        finally:
+            if former is None:
+                del os.environ[name]  # the ranks keep torch's default
 
 
 def _supervise(

@@ -37,19 +37,19 @@ def start(tmp_path):
     mark, begun = str(uuid.uuid4()), []
     (tmp_path / "temporary").mkdir()
 
-    def begin(script, *words, output="", seconds=None, **variables):
+    def begin(script, *words, forked=True, output="", seconds=None, **variables):
         (tmp_path / "train.py").write_text(textwrap.dedent(script))
         environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
         environment |= {MARK: mark, "TMPDIR": str(tmp_path / "temporary"), "PYTHONSAFEPATH": ""}
         environment |= {"XDS_CACHE_DIR": str(tmp_path / "cache"), **variables}
         words = words or ("train.py",)
-        if "PYTHONPATH" in variables:  # another installation of xds
+        if forked:
+            process = ForkedLauncher(words, tmp_path, environment, output=output, seconds=seconds)
+        else:
             command = [sys.executable, "-m", "xds.launcher.cli", *words]
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             environment |= stuck.STACKS_ON_ABORT
             process = subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
-        else:
-            process = ForkedLauncher(words, tmp_path, environment, output=output, seconds=seconds)
         begun.append(process)
         return process
 
@@ -122,7 +122,8 @@ def test_ranks_get_arguments_and_variables_and_leave_nothing_behind(start, tmp_p
     """
     options = ("--num_gpus", "3", "--elastic-config", "elastic.json", "--backend=gloo")
     arguments = ("--help", "$$ ${local_rank}", "--", "-x")
-    process = start(script, *options, "train.py", *arguments, PYTHONPATH=str(tmp_path / "linked"))
+    linked = {"forked": False, "PYTHONPATH": str(tmp_path / "linked")}
+    process = start(script, *options, "train.py", *arguments, **linked)
     assert finish(process) == (0, "to stdout\n", "to stderr\n")  # rank 0's alone
     told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in range(2)]
     assert [each["RANK"] for each in told] == ["0", "1"]
@@ -284,13 +285,47 @@ def test_machines_without_a_head_tell_one_another_of_a_failure_and_end_with_its_
     options = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "static")
     meeting = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     machines = [
-        start(script, *options, *meeting, "--node-rank", str(number), "train.py")
+        start(script, *options, *meeting, "--node-rank", str(number), "train.py", forked=False)
         for number in range(2)
     ]
     ended = [finish(machine) for machine in machines]
     assert [code for code, _, _ in ended] == [7, 7], ended
     assert all("rank 1 failed" in err and "exit code 7" in err for _, _, err in ended)
     assert ["another machine reports" in err for _, _, err in ended] == [True, False]
+
+
+LISTENS = """
+import threading, time
+import pydantic
+from xds.launcher.job import Rendezvous
+from xds.launcher.ranks import local
+from xds.launcher.ranks.network import free_port
+from xds.launcher.ranks.stop import Stop
+from xds.launcher.ranks.supervise import import_torch
+
+local._POLL_SECONDS = 0.01
+port = free_port()
+peers = local.Peers(Rendezvous("static", f"127.0.0.1:{port}", max_nodes=2), Stop())
+threads = [threading.Thread(target=import_torch), peers]
+for thread in threads:
+    thread.start()
+threads[0].join()
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+while peers.is_alive() and peers._store is None:
+    time.sleep(0.01)
+print(peers._store is not None)
+"""
+
+
+@pytest.mark.slow
+def test_the_agent_and_the_thread_that_listens_import_torch_at_the_same_time():
+    """Python's import of a package in one thread and of its module in another raises errors in both."""
+    environ = os.environ | {"TORCH_CPP_LOG_LEVEL": "FATAL"}
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENS], env=environ, capture_output=True, text=True, timeout=150
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
 def test_a_failure_is_published_though_the_thread_that_listens_still_tries_to_connect(monkeypatch):
