@@ -11,6 +11,7 @@ Lower packages never import higher ones:
 """
 
 import ast
+import gc
 import re
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,14 @@ def package_files():
     """Every Python file of the package, relative to the root."""
     inside = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return [path.relative_to(ROOT) for path in [ROOT / "__init__.py", *inside]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_collections():
+    """They would look at every node of the trees, again and again."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @cache
