@@ -327,11 +327,11 @@ def _import(args: argparse.Namespace) -> int:
 
     report = import_checkpoint(args.source, args.save_dir, args.tag, args.kind)
     print(
-        f"{args.source} ({report.origin}) -> {report.folder}: {report.num_tensors} parameters and buffers, "
-        f"{report.numel:,} elements"
+        f"{printable(args.source)} ({printable(report.origin)}) -> {printable(report.folder)}: "
+        f"{report.num_tensors} parameters and buffers, {report.numel:,} elements"
     )
     for note in report.notes:
-        print(f"note: {note}")
+        print(f"note: {escaped(note)}")
     return SOUND
 
 
@@ -359,7 +359,8 @@ def _diff(args: argparse.Namespace) -> int:
             for one in differences(a, b, on_read):
                 print(f"{printable(one.name)}: {printable(one.text)}")
                 count += 1
-        print(f"{count} differences" if count else f"{a.folder} and {b.folder} are equal")
+        equal = f"{printable(a.folder)} and {printable(b.folder)} are equal"
+        print(f"{count} differences" if count else equal)
         return DIFFERENT if count else EQUAL
 
 

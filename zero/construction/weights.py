@@ -136,7 +136,7 @@ def open_weights(source: Any) -> Weights:
     if isinstance(source, Weights):
         return source
     if isinstance(source, Mapping):
-        return InMemory(source)
+        return InMemory({str(name): value for name, value in source.items()})
     path = _path(source)
     if path.is_dir():
         found = [path / name for name in (INDEX, *SINGLE) if (path / name).is_file()]

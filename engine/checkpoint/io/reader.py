@@ -73,8 +73,7 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
     if not folder.is_dir():
         raise UsageError(f"{path} is not a folder; give the save_dir of save_checkpoint")
     if tag is not None:
-        check_tag(tag)
-        return folder, tag
+        return folder, check_tag(tag)
     if (folder / MANIFEST).exists():
         return folder.parent, folder.name
     found = read_latest(folder)
