@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from xds.engine.checkpoint.io.tensor_table import DTYPES, PAIRS
+from xds.ops.weights.tensor_table import DTYPES, PAIRS
 
 
 def values(dtype: torch.dtype, numel: int) -> Tensor:

@@ -17,11 +17,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ...ops.mesh import Mesh
+from ...ops.weights.tensor_table import shown
 from ...utils.errors import DamagedError, UsageError
 from ...utils.small_files import parse_json
 from ...zero.checkpoint.ranges import Catalogue, ConstantRange
 from ...zero.core.layout import Slot
-from .io.tensor_table import shown
 from .manifest import (
     FORMAT,
     READ_VERSIONS,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...ops.optim.shard_optimizer import kind_of
+from ...ops.weights.tensor_table import shown
 from ...utils.errors import DamagedError, UsageError
 from ...utils.views import holds
 from ...zero.checkpoint.ranges import Catalogue, Differences, SavedFlat
@@ -25,7 +26,6 @@ from ..steps.counters import Counters
 from .hyperparameters import RATES, check_state_values
 from .io.checked_file import CheckedFiles
 from .io.folders import MANIFEST
-from .io.tensor_table import shown
 from .manifest import Manifest, some_of
 from .training import Training
 

@@ -24,6 +24,7 @@ from pydantic import Field
 
 from ...ops.flat import numel_of
 from ...ops.mesh import AXES, Axis, Mesh
+from ...ops.weights.tensor_table import BY_NAME, Located, is_possible, shown
 from ...utils.schema.checked_types import Positive, Size, Text
 from ...zero.checkpoint.ranges import (
     COPY,
@@ -38,7 +39,6 @@ from ...zero.checkpoint.ranges import (
 )
 from ...zero.core.layout import Box, Slot
 from .io.tensor_file import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
-from .io.tensor_table import BY_NAME, Located, is_possible, shown
 from .packing import unpack
 from .saved_values import Named, OwnValues, names_in
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...ops.flat import overlap
 from ...ops.optim.shard_optimizer import kind_of
+from ...ops.weights.tensor_table import check_storable
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
@@ -30,7 +31,6 @@ from .format import constants_to_json
 from .hyperparameters import check_state_values
 from .io.folders import Claim, check_folder, check_tag, discard, make_folder
 from .io.tensor_file import Entry, bytes_of, dense
-from .io.tensor_table import check_storable
 from .manifest import FileRecord, RankPart
 from .packing import pack
 from .random_state import read_random_state

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....ops.weights.tensor_table import DTYPES
 from ....utils.errors import UsageError
 from ..io.reader import CheckpointReader, Saved, chosen
 from ..io.tensor_file import bytes_of, dense
-from ..io.tensor_table import DTYPES
 from .publish import published
 from .torch_file import write_torch_file
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ....ops.flat import numel_of
 from ....ops.mesh import Mesh
+from ....ops.weights.safe_pickle import StandIn
+from ....ops.weights.tensor_table import check_storable
 from ....utils.errors import UsageError
 from ....utils.quoting import printable
 from ....zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
@@ -31,10 +33,8 @@ from ..io.folders import (
     write_latest,
 )
 from ..io.tensor_file import Entry, Sums, image_bytes, write_tensors
-from ..io.tensor_table import check_storable
 from ..manifest import FileRecord, Manifest, lacking, new_manifest, some_of
 from ..packing import pack
-from .safe_pickle import StandIn
 
 MAX_EXPANSION_BYTES = (
     1 << 30

@@ -22,12 +22,12 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ....ops.weights.tensor_table import Located, read_header, shown
 from ....utils.errors import DamagedError
 from ....zero.checkpoint.ranges import Copy
 from ....zero.core.boxes import Runs, clipped
 from ..manifest import FileRecord, Manifest, check_tensors
 from .tensor_file import bytes_of
-from .tensor_table import Located, read_header, shown
 
 SEGMENT_BYTES = 1 << 20  # read at a time, or one chunk
 READERS = 2  # threads: one reads while another sums

@@ -26,13 +26,13 @@ from typing import Any, final
 
 from torch import Tensor
 
+from ....ops.weights.tensor_table import shown
 from ....utils.errors import DamagedError, UsageError
 from ....utils.file_lock import try_lock
 from ....utils.quoting import printable, quoted
 from ....utils.small_files import read_small_file
 from ..format import dump, parse
 from ..manifest import OWN_FILE, Manifest
-from .tensor_table import shown
 
 log = logging.getLogger("xds")
 MANIFEST, LATEST = "manifest.json", "latest"

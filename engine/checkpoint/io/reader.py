@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ....ops.flat import numel_of
+from ....ops.weights.tensor_table import BY_NAME
 from ....utils.errors import DamagedError, UsageError
 from ....utils.quoting import printable
 from ....zero.checkpoint.ranges import Copy, Piece, SavedFlat, merged
@@ -27,7 +28,6 @@ from ..manifest import lacking
 from ..packing import unpack
 from .checked_file import CheckedFile, CheckedFiles
 from .folders import MANIFEST, check_folder, check_tag, committed, read_latest, read_manifest
-from .tensor_table import BY_NAME
 
 log = logging.getLogger("xds")
 

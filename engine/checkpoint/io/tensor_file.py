@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .tensor_table import make_header
+from ....ops.weights.tensor_table import make_header
 
 BLOCK_BYTES = 8 << 20  # written at a time: whole chunks
 DEPTH = 3  # blocks that are summed and written at the same time

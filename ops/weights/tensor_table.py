@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.flat import numel_of
-from ....utils.errors import UsageError
-from ....utils.quoting import printable
-from ....utils.small_files import parse_json
+from ...utils.errors import UsageError
+from ...utils.quoting import printable
+from ...utils.small_files import parse_json
+from ..flat import numel_of
 
 HEADER_ALIGN = 64
 LENGTH_BYTES = 8  # before the header: its length
