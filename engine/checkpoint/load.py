@@ -34,6 +34,7 @@ from .io.folders import (
     read_latest,
     read_manifest,
 )
+from .io.storage import storage_of
 from .load_effect import set_engine, set_own
 from .load_plan import (
     DOING,
@@ -73,7 +74,7 @@ def load_checkpoint(
         hint = "" if options.fallback else "; fallback=True loads the newest checkpoint there"
         log.warning(
             "no checkpoint loaded: there is no file `latest` in %s, and no tag was given%s",
-            *(load_dir, hint if any(path.is_dir() for path in load_dir.glob("*")) else ""),
+            *(load_dir, hint if storage_of(load_dir).names(load_dir) else ""),
         )
         return None, None
     refused: list[str] = []

@@ -29,7 +29,8 @@ from ..steps.counters import Counters
 from .agreement import together
 from .format import constants_to_json
 from .hyperparameters import check_state_values
-from .io.folders import Claim, check_folder, check_tag, discard, make_folder
+from .io.folders import check_folder, check_tag, discard, make_folder
+from .io.storage import Claim
 from .io.tensor_file import Entry, bytes_of, dense
 from .manifest import FileRecord, RankPart
 from .packing import pack

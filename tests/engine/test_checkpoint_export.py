@@ -203,7 +203,7 @@ def test_damage_is_named_by_file_wherever_it_is(checkpoint: Checkpoint, tmp_path
         file.truncate(100)
     with CheckpointReader(folder) as reader:
         one, other = damage(reader, nothing)
-    assert one == f"{first} is missing" and f"{second} has 100 bytes" in other
+    assert one.startswith(f"{first} is missing") and f"{second} has 100 bytes" in other
     flip(folder / "global_step2" / "manifest.json", 500)
     with pytest.raises(DamagedError, match="manifest.json is damaged"):
         CheckpointReader(folder)
