@@ -30,7 +30,6 @@ from .manifest import (
     check_numbers,
     check_own,
     lengths_of,
-    ranges_of,
 )
 from .packing import pack, unpack
 from .saved_values import OwnValues, complaint, state_of
@@ -46,8 +45,7 @@ _SOUND: deque[str] = deque(maxlen=64)
 def dump(manifest: Manifest) -> bytes:
     """The manifest's text."""
     # dataclasses.asdict copies every value: a third of the time of a save of many small tensors
-    fields = {key: value for key, value in vars(manifest).items() if key != "nodes" or value}
-    body = json.dumps(fields, allow_nan=False, default=_fields)
+    body = json.dumps(vars(manifest), allow_nan=False, default=_fields)
     text = f'{HEAD}{NO_SUM}", {body[1:]}'.encode()
     return _with_sum(text, sha256(text).hexdigest())
 
@@ -160,6 +158,6 @@ def catalogue_of(manifest: Manifest, source: str) -> Catalogue:
     packed = [one for record in manifest.files for one in record.constants]
     constants = [replace(one, value=unpack(one.value, _no_tensor)) for one in packed]
     try:
-        return Catalogue(manifest.flats, ranges_of(manifest), constants)
+        return Catalogue(manifest.flats, manifest.ranges, constants)
     except ValueError as error:
         raise DamagedError(f"{source} contradicts itself: {error}") from None
