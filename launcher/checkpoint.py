@@ -119,9 +119,10 @@ def _info(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts if tensors is None else {**facts, "tensors": tensors}, indent=2))
         return SOUND
-    width = max(len(name) for name in facts)
+    labels = {name: _label(name) for name in facts}
+    width = max(map(len, labels.values()))
     for name, value in facts.items():
-        print(f"{name.replace('_', ' '):{width}}  {escaped(_text(name, value))}")
+        print(f"{labels[name]:{width}}  {escaped(_text(name, value))}")
     for one in tensors or ():
         states = f"  states {', '.join(one['states'])}" if one["states"] else ""
         kind = one["kind"] if one["kind"] != "param" or one["trains"] else "frozen"
@@ -175,6 +176,12 @@ def _tensor_facts(reader: CheckpointReader, name: str) -> dict[str, Any]:
         "trains": one.trains,
         "states": list(reader.states(name)),
     }
+
+
+def _label(name: str) -> str:
+    """The name of a fact without its unit, which its text has: "size" for "size_bytes"."""
+    plain = name.removeprefix("num_").removesuffix("_bytes").removesuffix("_seconds")
+    return plain.replace("numel", "elements").replace("_", " ")
 
 
 def _text(name: str, value: Any) -> str:

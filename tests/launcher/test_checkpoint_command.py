@@ -44,8 +44,8 @@ def test_info_says_what_it_is_and_which_others_there_are(saved: Path, capsys: Ca
         "global steps 3",
         "world size 2",
         "stage 2",
-        "num files 2",
-        "num params 11",
+        "files 2",
+        "params 11",
     ):
         assert line.split() in lines
     for line in (
