@@ -72,21 +72,14 @@ class Engine(ForLayers):
             micro_batch_size=parts.config.train_micro_batch_size_per_gpu,
             world_size=self.dp_world_size,
         )
-        self._step = TrainingStep(parts, self._counters, self._check_usable)
         self._states = States(parts, self._counters)
-        self._access = Access(
-            parts.sharded,
-            parts.updater,
-            self._step.gradient_factor,
-            self._step.reduces_when_asked,
-            self._check_usable,
-        )
+        self._step = TrainingStep(parts, self._counters, self._states)
+        self._access = Access(parts.sharded, parts.updater, self._step)
         self._guards = Guards(parts.module, self._access, defers=parts.sharded.defers)
         self._torch_calls = TorchCalls(self, self._step, parts.sharded, parts.module)
         if parts.optimizer is not None:
             self._torch_calls.take_optimizer(parts.optimizer)
         self._batches: Loop = parts.loop(parts, self._step, self._counters)
-        self._is_destroyed = False
 
     # -- forward, backward, step ------------------------------------------------------------------------
 
@@ -104,7 +97,7 @@ class Engine(ForLayers):
 
         Raises Preempted: with checkpoint.preemption_save_dir a rank was asked to stop; all states are saved.
         """
-        self._check_usable()
+        self._states.check_usable()
         self._batches.refuse("forward")
         self._parts.preemption.check()
         return self._step.forward(args, kwargs)
@@ -175,7 +168,7 @@ class Engine(ForLayers):
         Call it after the last backward of a step. Returns the norm that `get_global_grad_norm` returns after
         the step.
         """
-        self._check_usable()
+        self._states.check_usable()
         self._batches.refuse("clip_grad_norm", "set gradient_clipping in the config to clip")
         return self._step.clip(max_norm)
 
@@ -185,7 +178,7 @@ class Engine(ForLayers):
         `zero_grad()` of the module or of the optimizer does the same. Only after an `optimizer.step()` that has
         counted a micro-batch and updated nothing they drop nothing.
         """
-        self._check_usable()
+        self._states.check_usable()
         self._step.drop_gradients()
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -216,7 +209,7 @@ class Engine(ForLayers):
             reduce_output: "avg", or None for the losses of this rank's micro-batches.
             compute_loss: False returns None for the loss, for outputs alone.
         """
-        self._check_usable()
+        self._states.check_usable()
         if reduce_output not in ("avg", None):
             raise wrong("eval_batch: reduce_output", reduce_output, '"avg" or None')
         return self._batches.evaluate(
@@ -270,7 +263,7 @@ class Engine(ForLayers):
         For evaluation on unequal data, and for generation that stops at different lengths; no backward. Each
         gather costs a small message more. Entry and exit are for all ranks; other stages need nothing.
         """
-        self._check_usable()
+        self._states.check_usable()
         return self._sharded.uneven_forwards()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -293,7 +286,7 @@ class Engine(ForLayers):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each found block from now on; takes what `Compiler.compile` takes, all optional."""
-        self._check_usable()
+        self._states.check_usable()
         self._parts.compiler.compile(*args, **kwargs)
 
     @property
@@ -316,7 +309,7 @@ class Engine(ForLayers):
             rank0_only: the other ranks get {}, and need no memory for it.
             full_precision: fp32 masters instead of 16-bit values.
         """
-        self._check_usable()
+        self._states.check_usable()
         return self._states.full_state_dict(rank0_only=rank0_only, full_precision=full_precision)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -324,7 +317,7 @@ class Engine(ForLayers):
 
         Raises UsageError, and nothing has changed, where names or shapes do not fit.
         """
-        self._check_usable()
+        self._states.check_usable()
         self._states.load_state_dict(state_dict, strict=strict)
 
     def save_checkpoint(
@@ -344,7 +337,7 @@ class Engine(ForLayers):
         exclude_frozen_parameters: leave the values of frozen parameters out of the files; a load then leaves
             the model's own as they are.
         """
-        self._check_usable()
+        self._states.check_usable()
         how = self.config.checkpoint.tag_validation
         options = SaveOptions(save_latest, exclude_frozen_parameters, how)
         self._states.save(save_dir, tag, client_state, options)
@@ -379,7 +372,7 @@ class Engine(ForLayers):
             there is no `latest`, that of the most.
         Raises UsageError, and nothing has changed, where it is damaged or does not fit.
         """
-        self._check_usable()
+        self._states.check_usable()
         what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states)
         options = LoadOptions(*what, load_module_only, fallback)
         found = self._states.load(load_dir, tag, options)
@@ -405,7 +398,7 @@ class Engine(ForLayers):
         Raises:
             UsageError: gradients wait for a step, states are away already, or an unknown name or device.
         """
-        self._check_usable()
+        self._states.check_usable()
         self._states.offload(include, device, pin_memory=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -422,7 +415,7 @@ class Engine(ForLayers):
 
         Raises XdsError, when all is done: the last checkpoint could not be written in the background.
         """
-        if not self._is_destroyed:
+        if not self._states.are_released:
             try:
                 self._destroy()
             finally:
@@ -430,7 +423,7 @@ class Engine(ForLayers):
 
     def _destroy(self) -> None:
         self.reload_states()
-        self._is_destroyed = True
+        self._states.are_released = True
         self._guards.remove()
         self._torch_calls.remove()
         self._batches.close()
@@ -446,14 +439,8 @@ class Engine(ForLayers):
             self._parts.updater.release()
             self._sharded.release()
 
-    def _check_usable(self) -> None:
-        if self._is_destroyed:
-            raise UsageError("this engine was destroyed: make a new one with xds.initialize")
-        if self._states.are_offloaded:
-            raise UsageError("the engine's states are offloaded: call reload_states() first")
-
     def _check_trains(self) -> None:
-        self._check_usable()
+        self._states.check_usable()
         self._parts.preemption.check()
         if self.optimizer is None:
             raise UsageError(

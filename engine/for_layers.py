@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ..ops.mesh import Mesh
 from ..zero.access.guards import Guards
 from ..zero.core.gather import Gatherer
-from ..zero.core.sharded_model import ShardedModel
+from ..zero.model.sharded_model import ShardedModel
 from .readings import Readings
+from .states import States
 from .torch_calls import Driver, TorchCalls
 
 
@@ -24,7 +25,7 @@ class ForLayers(Readings, ABC):
     _sharded: ShardedModel
     _guards: Guards
     _torch_calls: TorchCalls
-    _is_destroyed: bool
+    _states: States
 
     # -- ranks ------------------------------------------------------------------------------------------
 
@@ -50,7 +51,7 @@ class ForLayers(Readings, ABC):
 
     @property
     def is_destroyed(self) -> bool:
-        return self._is_destroyed
+        return self._states.are_released
 
     @property
     def access_guards(self) -> Guards:
@@ -87,15 +88,17 @@ class ForLayers(Readings, ABC):
     @property
     def has_seen_backward(self) -> bool:
         """A backward has run since the last step."""
-        return self._sharded.backwards.has_seen_one
+        return self._sharded.backward_pass.has_seen_one
 
     def allow_grads(self, grads: Iterable[Tensor]) -> None:
         """`param.grad` may be one of these tensors: the layer has put it there. Others are refused."""
-        self._sharded.backwards.allow_shown(grads)
+        self._sharded.backward_pass.allow_shown(grads)
 
     def params_without_grad(self) -> list[nn.Parameter]:
         """The trained parameters that had no gradient in the last backward."""
-        return [one for grads in self._sharded.backwards.trained for one in grads.arrivals.absent]
+        return [
+            one for grads in self._sharded.backward_pass.trained for one in grads.arrivals.absent
+        ]
 
     # -- parameters -------------------------------------------------------------------------------------
 

@@ -24,12 +24,11 @@ from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
 from ..zero.construction.construction import Construction, materialise
 from ..zero.construction.slices import SliceStore
 from ..zero.construction.weights import load_weights
-from ..zero.core.filling import build_filling
-from ..zero.core.groups import FlatGroups
-from ..zero.core.model_checks import check_model, move_model
-from ..zero.core.policy import Policy
-from ..zero.core.sharded_model import ShardedModel
-from ..zero.core.update import Updater
+from ..zero.features.auto_ratio import build_offload_ratio
+from ..zero.layout.groups import FlatGroups, Policy
+from ..zero.layout.model_checks import check_model, move_model
+from ..zero.model.sharded_model import ShardedModel
+from ..zero.model.update import Updater
 from .checkpoint.saver import Saver
 from .config.batch import mesh_of
 from .config.config import Config
@@ -163,7 +162,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     if keeps_a_part or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
     messages = Messages(config, collectives)
-    divided = divide(model, config, mesh, collectives, partial(policy_of, config), messages.legs)
+    divided = divide(model, config, mesh, collectives, partial(policy_of, config), messages.scheme)
     model, runs, found, flat_groups = divided.model, divided.runs, divided.found, divided.groups
     with agreeing(collectives, "xds.initialize"):
         groups = groups or _groups(model, config, given)
@@ -196,7 +195,9 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         module=model,
         sharded=sharded,
         updater=updater,
-        filling=build_filling(config.zero_optimization.offload_optimizer, sharded, updater),
+        offload_ratio=build_offload_ratio(
+            config.zero_optimization.offload_optimizer, sharded, updater
+        ),
         optimizer=optimizer,
         scheduler=_scheduler(config, given.lr_scheduler, optimizer) if optimizer else None,
         loss_scale=loss_scale,

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ..ops.comm.collectives import Collectives
-from ..zero.core.filling import Filling
-from ..zero.core.sharded_model import ShardedModel
-from ..zero.core.update import Updater
+from ..zero.features.auto_ratio import OffloadRatio
+from ..zero.model.sharded_model import ShardedModel
+from ..zero.model.update import Updater
 from .checkpoint.saver import Saver
 from .config.config import Config
 from .model.compiling import Compiler
@@ -44,7 +44,7 @@ class Parts:
     module: nn.Module
     sharded: ShardedModel
     updater: Updater
-    filling: Filling
+    offload_ratio: OffloadRatio
     optimizer: Any  # None: a frozen model
     scheduler: Scheduler | None
     loss_scale: LossScale

@@ -13,8 +13,8 @@ from ..utils.errors import UsageError, XdsError
 from ..utils.quoting import printable
 from ..zero.access.whole import full_state_dict
 from ..zero.construction.weights import load_weights
-from ..zero.core.host_copies import HostCopies
-from ..zero.core.state_memory import StateMemory, memory_plan
+from ..zero.features.host_copies import HostCopies
+from ..zero.model.state_memory import StateMemory, memory_plan
 from .checkpoint.load import load_checkpoint
 from .checkpoint.load_plan import LoadOptions
 from .checkpoint.save import SaveOptions, save_checkpoint
@@ -29,9 +29,17 @@ class States:
     """Moves the states of one engine. Every method is for all ranks together."""
 
     def __init__(self, parts: Parts, counters: Counters) -> None:
+        self.are_released = False  # the engine was destroyed
         self._parts = parts
         self._counters = counters
         self._host_copies: HostCopies | None = None
+
+    def check_usable(self) -> None:
+        """Raises UsageError: the states are away from the device, or the engine was destroyed."""
+        if self.are_released:
+            raise UsageError("this engine was destroyed: make a new one with xds.initialize")
+        if self.are_offloaded:
+            raise UsageError("the engine's states are offloaded: call reload_states() first")
 
     @property
     def are_offloaded(self) -> bool:

@@ -64,14 +64,14 @@ class _Stored(InMemory):
 
     def __init__(self, master_bytes: int) -> None:
         self._master_bytes = master_bytes
-        self._states: OptimizerStates = tuple
+        self._states: OptimizerStates | None = None
 
     def bind(self, states: OptimizerStates) -> None:
         self._states = states
 
     @property
     def disk_bytes(self) -> int:  # type: ignore[override]
-        of_items = (state.values() for _, _, state in self._states())
+        of_items = (state.values() for _, _, state in self._states or ())
         tensors = (value for values in of_items for value in values if isinstance(value, Tensor))
         return self._master_bytes + sum(tensor.nbytes for tensor in tensors)
 

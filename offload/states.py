@@ -11,12 +11,29 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
+import torch
 from torch import Tensor
+
+from ..ops.optim.shard_optimizer import states_of
 
 # (start, stop) -> the elements [start, stop) of a flattened tensor, in blocks; a block is valid until the next
 Blocks = Callable[[int, int], Iterator[Tensor]]
-# an optimizer's tensors in a master: the first element of each, and its states
-OptimizerStates = Callable[[], Iterable[tuple[int, Tensor, dict[str, Any]]]]
+
+
+@final
+class OptimizerStates:
+    """The states that an optimizer has of one master."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, tensors: Iterable[tuple[Tensor, int]]
+    ) -> None:
+        """tensors: those of `optimizer` in the master, and the first element of each."""
+        self._optimizer, self._tensors = optimizer, list(tensors)
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
+        """The first element of each tensor, the tensor, and its states of now."""
+        states = states_of(self._optimizer)
+        return ((start, tensor, states.get(tensor, {})) for tensor, start in self._tensors)
 
 
 class Residence(ABC):
@@ -30,7 +47,7 @@ class Residence(ABC):
 
     @abstractmethod
     def bind(self, states: OptimizerStates) -> None:
-        """`states` tells the optimizer's states of this master."""
+        """The master has these states, from the first step on."""
 
     @abstractmethod
     def bring(self) -> None:

@@ -41,14 +41,14 @@ def run_ranks(
     """
     from thread_ranks import run_on_threads
 
-    from xds.zero.core import local_sum
+    from xds.zero.core import grad_bucket
 
-    own = local_sum.SMALL_NUMEL
-    local_sum.SMALL_NUMEL = own if small_numel is None else small_numel
+    own = grad_bucket.SMALL_NUMEL
+    grad_bucket.SMALL_NUMEL = own if small_numel is None else small_numel
     try:
         return run_on_threads(function, world_size, *args)
     finally:
-        local_sum.SMALL_NUMEL = own
+        grad_bucket.SMALL_NUMEL = own
 
 
 def run_processes(
@@ -108,7 +108,7 @@ def _call_again(small_numel: int | None, function: Callable[..., Any], *args: An
     import torch
 
     from xds.ops.comm import hosts
-    from xds.zero.core import local_sum
+    from xds.zero.core import grad_bucket
 
     gc.collect()
     logger = logging.getLogger("xds")  # its level is that of the last engine's config
@@ -118,12 +118,12 @@ def _call_again(small_numel: int | None, function: Callable[..., Any], *args: An
     torch.manual_seed(0)
     random.seed(0)
     torch.set_num_threads(1)
-    own = local_sum.SMALL_NUMEL
-    local_sum.SMALL_NUMEL = own if small_numel is None else small_numel
+    own = grad_bucket.SMALL_NUMEL
+    grad_bucket.SMALL_NUMEL = own if small_numel is None else small_numel
     try:
         result = function(*args)
     finally:
-        local_sum.SMALL_NUMEL = own
+        grad_bucket.SMALL_NUMEL = own
     assert hosts._host_id.__module__ == hosts.__name__, "the next call would be on other machines"
     return result
 
@@ -153,10 +153,10 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    from xds.zero.core import local_sum
+    from xds.zero.core import grad_bucket
 
     if small_numel is not None:
-        local_sum.SMALL_NUMEL = small_numel
+        grad_bucket.SMALL_NUMEL = small_numel
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group(

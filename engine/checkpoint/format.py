@@ -21,7 +21,7 @@ from ...ops.weights.tensor_table import shown
 from ...utils.errors import DamagedError, UsageError
 from ...utils.small_files import parse_json
 from ...zero.checkpoint.ranges import Catalogue, ConstantRange
-from ...zero.core.layout import Slot
+from ...zero.layout.layout import Slot
 from .manifest import (
     FORMAT,
     READ_VERSIONS,

@@ -37,7 +37,7 @@ from ...zero.checkpoint.ranges import (
     SavedFlat,
     kind_of_number,
 )
-from ...zero.core.layout import Box, Slot
+from ...zero.layout.layout import Box, Slot
 from .io.tensor_file import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .packing import unpack
 from .saved_values import Named, OwnValues, names_in

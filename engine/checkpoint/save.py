@@ -186,12 +186,12 @@ def _prepare(
 ) -> _Content:
     """Collect the content. All refusals happen here, before any file is written."""
     parts.saver.wait()
-    if parts.sharded.backwards.has_seen_one:
+    if parts.sharded.backward_pass.has_seen_one:
         raise UsageError(
             "save_checkpoint() between backward() and step(): the gradients of this micro-batch would be "
             "incomplete; call step() first"
         )
-    parts.sharded.backwards.end_checked()
+    parts.sharded.backward_pass.end_checked()
     parts.sharded.complete_sums()
     parts.updater.take_edits()
     snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ...offload.homes import Homes, HostHome
 from ...offload.shards import ShardHome, ShardsOnHost
 from ...offload.states import StateHome, StatesInMemory
-from ...zero.core.policy import master_dtype
-from ...zero.core.sharded_model import ShardedModel
+from ...zero.layout.groups import master_dtype
+from ...zero.model.sharded_model import ShardedModel
 from ..checkpoint.agreement import together
 from ..config.config import Config
 from ..optim.optimizers import ClientOptimizer

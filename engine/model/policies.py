@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...zero.core.policy import Policy
+from ...zero.layout.groups import Policy
 from ..config.config import Config
 from .offloading import host_ratio
 

@@ -14,8 +14,9 @@ from functools import partial
 from typing import final
 from weakref import ReferenceType, ref
 
-import torch
 from torch import Tensor
+
+from ...ops.torch_internals import after_backward
 
 
 @final
@@ -55,7 +56,7 @@ def mark(loss: Tensor, loss_scale: float) -> None:
 
     def begin(_: Tensor) -> None:
         end = partial(_Pass.end, _Pass(loss_scale))  # autograd drops it with a pass that raises
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        after_backward(end)
 
     loss.register_hook(begin)  # type: ignore[no-untyped-call]
 

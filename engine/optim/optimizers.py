@@ -16,7 +16,7 @@ from ...ops.libraries import load, optimizer_library
 from ...ops.optim.shard_optimizer import ShardOptimizer
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
-from ...zero.core.update import Updater
+from ...zero.model.update import Updater
 from .shape_seeing import refusal_text, sees_shapes, warning_text
 from .trial import has_fused, try_optimizer
 
@@ -248,17 +248,17 @@ def _layout_for(
     if allow_untested and is_cut and sees_shapes(kind) and updater.world.collectives.rank == 0:
         log.warning(warning_text(name))
     if issubclass(kind, ShardOptimizer):
-        return updater.places.tensors_of
+        return updater.optimizer_tensors.tensors_of
     if updater.world.is_alone:
         return (
-            updater.places.whole_params
+            updater.optimizer_tensors.whole_params
         )  # the tensors plain torch would get: bit-identical results
     if kind in ELEMENTWISE:
-        return updater.places.tensors_of
+        return updater.optimizer_tensors.tensors_of
     if not updater.world.is_sharded:
-        return updater.places.whole_params
+        return updater.optimizer_tensors.whole_params
     if allow_untested:
-        return updater.places.tensors_of
+        return updater.optimizer_tensors.tensors_of
     raise UsageError(refusal_text(name, _elementwise_names()))
 
 
@@ -292,6 +292,6 @@ def _elementwise_names() -> str:
 
 def _entries(updater: Updater, groups: Groups) -> list[Named]:
     return [
-        {"params": updater.places.tensors_of(at), **options}
+        {"params": updater.optimizer_tensors.tensors_of(at), **options}
         for at, options in enumerate(groups.options)
     ]

@@ -21,13 +21,13 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.on_paper import PaperCollectives, PaperGroups
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ShardOptimizer
-from ...zero.core.flat_grads import FlatGrads
-from ...zero.core.flat_params import FlatParams
-from ...zero.core.groups import FlatGroups
-from ...zero.core.layout import FlatLayout
-from ...zero.core.sharded_model import ShardedModel
-from ...zero.core.state_memory import memory_plan
-from ...zero.core.update import Updater
+from ...zero.core.grad_bucket import GradBucket
+from ...zero.core.param_bucket import ParamBucket
+from ...zero.layout.groups import FlatGroups
+from ...zero.layout.layout import FlatLayout
+from ...zero.model.sharded_model import ShardedModel
+from ...zero.model.state_memory import memory_plan
+from ...zero.model.update import Updater
 from ..config.config import Config
 from ..config.optimizer import OptimizerConfig
 from ..config.scheduler import warmup_steps
@@ -194,7 +194,7 @@ class RankObjects:
                 again=again,
             )
 
-    def _bring(self, grads: FlatGrads) -> tuple[Sent, Sent]:
+    def _bring(self, grads: GradBucket) -> tuple[Sent, Sent]:
         """Gradients arrive and are summed over the ranks: see `FlatMessages.reduced` and `summed`."""
         grads.begin_backward(hold=grads.group.policy.holds_grads)
         for param in grads.params:
@@ -213,7 +213,7 @@ class RankObjects:
                 grads.finish_gather()
         return reduced, summed
 
-    def _gathered(self, params: FlatParams) -> Sent:
+    def _gathered(self, params: ParamBucket) -> Sent:
         with self._counting() as found:
             if params.may_be_resharded:
                 params.unshard()

@@ -28,7 +28,7 @@ from ...pipe.weight_grads import WeightGrads
 from ...utils.arguments import whole
 from ...utils.errors import UsageError
 from ...utils.module_buffers import untouched_buffers
-from ...zero.core.stage_units import StageUnits
+from ...zero.model.stage_units import StageUnits
 from ..data.batches import loss_of, move
 from ..data.sharing import share_batches
 from ..parts import Parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
@@ -15,12 +15,13 @@ from ...ops.kernels.decide import CLIP_EPS
 from ...ops.optim.scale import Scale
 from ...utils.arguments import wrong
 from ...utils.errors import UnscaledLossError, UsageError, XdsError
-from ...zero.core.agreement import Agreement
-from ...zero.core.reduction import Scope
+from ...zero.core.backward_pass import BackwardRules, ScriptBackward
+from ...zero.core.reduction import Scope, StepStatus
 from ..data.batches import check_loss, move
 from ..optim.backward_scale import mark, running_loss_scale, scaled_backward
 from ..optim.gradient_factor import GradientFactor
 from ..parts import Parts, Scheduler
+from ..states import States
 from .counters import Counters
 from .forecast import Forecast
 
@@ -28,14 +29,13 @@ log = logging.getLogger("xds")
 
 
 @final
-class TrainingStep:
+class TrainingStep(BackwardRules):
     """Runs forward and backward, and applies the update. Owns the norm and the limit of the clipping.
 
     It never asks which ZeRO stage it runs: the sharded model and the updater know.
     """
 
-    def __init__(self, parts: Parts, counters: Counters, check_usable: Callable[[], None]) -> None:
-        """check_usable: raises UsageError where the engine cannot be used now."""
+    def __init__(self, parts: Parts, counters: Counters, states: States) -> None:
         self.was_applied = False  # the last step changed the parameters
         self.grad_norm: float | None = None
         self.is_updating = False  # the engine itself calls the optimizer
@@ -45,7 +45,7 @@ class TrainingStep:
         self._report = parts.report
         self._counters = counters
         self._accumulation = counters.accumulation
-        self._check_usable = check_usable
+        self._states = states
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         self._forecast = Forecast()
         self._by_optimizer = False  # optimizer.step() was called last, not engine.step()
@@ -60,10 +60,11 @@ class TrainingStep:
         self._allocates_states = parts.device.type == "cuda"  # at the first forward that trains
         mesh = parts.sharded.flat_groups.mesh
         self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale)
-        parts.sharded.backwards.set_script_callbacks(
-            self._own_backward_begins, self._factor_of_own_backward
-        )
-        parts.sharded.expect_ends(self._ends_step)
+        parts.sharded.backward_pass.rules = self
+
+    def check_usable(self) -> None:
+        """See `States.check_usable`."""
+        self._states.check_usable()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output, under autocast where the config says so."""
@@ -113,7 +114,9 @@ class TrainingStep:
         self._clipping = None  # measured before these gradients
         with self._report.region("backward"):
             self._expect()
-            self._sharded.backwards.begin(reduces=self._reduces_now())
+            self._sharded.backward_pass.begin(
+                reduces=self._reduces_now(), ends_step=self._ends_step()
+            )
             try:
                 factor = self._scale.value / divisor
                 scaled = loss if factor == 1.0 else loss * factor
@@ -123,9 +126,9 @@ class TrainingStep:
                 ):
                     torch.autograd.backward(scaled, retain_graph=retain_graph)
             except BaseException:
-                self._sharded.backwards.abandon()
+                self._sharded.backward_pass.abandon()
                 raise
-            self._sharded.backwards.end()
+            self._sharded.backward_pass.end()
         result = loss.detach() / divisor if divisor > 1 else loss.detach()
         self._report.add_loss(result)
         return result
@@ -151,13 +154,13 @@ class TrainingStep:
         """Around the backward of one pipeline stage for one micro-batch."""
         self._clipping = None
         with self._report.region("backward"), scaled_backward(self._scale.value):
-            self._sharded.backwards.begin(reduces=bool(scope.reduces), scope=scope)
+            self._sharded.backward_pass.begin(reduces=bool(scope.reduces), scope=scope)
             try:
                 yield
             except BaseException:
-                self._sharded.backwards.abandon()
+                self._sharded.backward_pass.abandon()
                 raise
-            self._sharded.backwards.end()
+            self._sharded.backward_pass.end()
 
     def stage_weights(self) -> AbstractContextManager[None]:
         """Around the weight gradients of one pipeline stage that come after its backward."""
@@ -177,7 +180,7 @@ class TrainingStep:
         by_optimizer: optimizer.step() was called. All micro-batches since the last step count, and the schedule
             stays. Without gradients it does nothing, as in torch.
         """
-        if not self._sharded.backwards.has_seen_one:
+        if not self._sharded.backward_pass.has_seen_one:
             self._step_again(scheduler, by_optimizer=by_optimizer)
             return False
         if self._accumulation.in_no_sync:
@@ -188,7 +191,7 @@ class TrainingStep:
         self._sharded.end_backward()
         is_boundary = self._accumulation.ends_step(counts_all=by_optimizer)
         self.was_applied = False
-        self._sharded.backwards.clear_seen()
+        self._sharded.backward_pass.clear_seen()
         self._counters.count_micro_batches(counts_all=by_optimizer)
         self._by_optimizer = by_optimizer
         self._only_counted = by_optimizer and not is_boundary
@@ -266,7 +269,7 @@ class TrainingStep:
     @property
     def only_counted(self) -> bool:
         """optimizer.step() was the last call, and was no boundary. No backward has begun since."""
-        return self._only_counted and not self._sharded.backwards.has_seen_one
+        return self._only_counted and not self._sharded.backward_pass.has_seen_one
 
     def drop_gradients(self) -> None:
         """Forget all gradients since the last update."""
@@ -300,16 +303,17 @@ class TrainingStep:
         accumulation = self._accumulation
         return accumulation.is_managed and accumulation.is_last() and not accumulation.in_no_sync
 
-    def _own_backward_begins(self) -> bool:
-        """The script started a backward itself: whether its gradients are reduced before it ends."""
-        self._check_usable()
+    def begin_script_backward(self) -> ScriptBackward:
+        """See `BackwardRules`."""
+        self.check_usable()
         self._clipping = None
         self._accumulation.backward()
         self._expect()
-        return not self._accumulation.in_no_sync and self._sharded.reduces_each_backward
+        reduces = not self._accumulation.in_no_sync and self._sharded.reduces_each_backward
+        return ScriptBackward(reduces, self._ends_step())
 
-    def _factor_of_own_backward(self) -> float:
-        """What the gradients of a backward that the script started are multiplied with.
+    def script_factor(self) -> float:
+        """See `BackwardRules`.
 
         Raises UsageError: the loss needs a loss scale and has none.
         """
@@ -329,10 +333,10 @@ class TrainingStep:
         with self._report.region("reduce"):
             return self._norm(self._start_finish())
 
-    def _start_finish(self) -> Agreement:
+    def _start_finish(self) -> StepStatus:
         return self._sharded.start_finish(is_asked=self._parts.preemption.is_asked)
 
-    def _norm(self, agreement: Agreement) -> float:
+    def _norm(self, agreement: StepStatus) -> float:
         square = self._sharded.end_finish(agreement)
         self._parts.preemption.agree(agreement)
         return math.sqrt(square) * self.gradient_factor() if square >= 0 else math.nan
@@ -387,7 +391,7 @@ class TrainingStep:
                 clip = limit / (norm + CLIP_EPS) if limit and norm > limit else 1.0
                 self._parts.updater.step(Scale(self.gradient_factor() * clip), written=written)
             self._sharded.reset()
-            self._parts.filling.after_update()
+            self._parts.offload_ratio.after_update()
             self.was_applied = True
         self._scale.after_step(overflow=overflow)
         if self.was_applied and scheduler is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.hosts import host_numbers
-from ...zero.core.sharded_model import ShardedModel
+from ...zero.model.sharded_model import ShardedModel
 from ..config.config import Config
 from ..data.loaders import RepeatingLoader
 from ..profiling.steps import StepProfiler

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from ..pinned import host_memory
 from .extents import Extent
-from .file import DiskFile
+from .file import DiskFile, Ticket
 from .options import ALIGN_BYTES, aligned
-from .requests import Ticket
 
 BLOCK_BYTES = 8 << 20
 

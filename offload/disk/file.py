@@ -22,8 +22,30 @@ from ...utils.errors import XdsError
 from .creation import create_file
 from .extents import Extent
 from .options import ALIGN_BYTES, DiskOptions
-from .requests import Request, Ticket
+from .requests import Request
 from .workers import Workers
+
+
+@final
+class Ticket:
+    """A request under way. It keeps the file open while it exists."""
+
+    def __init__(self, request: Request, file: DiskFile) -> None:
+        self._request, self._file = request, file
+
+    def wait(self) -> None:
+        """Return when the request is finished. May be called more than once, from any thread.
+
+        Raises:
+            XdsError: the disk failed. The bytes of the range are undefined then.
+        """
+        self._file.join(self._request)
+        if self._request.error is not None:
+            raise self._request.error
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._request.is_finished
 
 
 @final
@@ -79,7 +101,7 @@ class DiskFile:
         with self._submitting:
             self._is_closed = True
         for request in self._workers.active():
-            self._join(request)
+            self.join(request)
         if self._end.detach() is not None:
             self._workers.stop(join_seconds=None)
 
@@ -92,9 +114,10 @@ class DiskFile:
                     f"internal error: a {request.operation} of {self.label}, which is closed"
                 )
             self._workers.submit(request)
-        return Ticket(request, self._join)
+        return Ticket(request, self)
 
-    def _join(self, request: Request) -> None:
+    def join(self, request: Request) -> None:
+        """Wait until `request` is finished; a slow one is logged."""
         request.join(self._slow_seconds, self._workers.warn_if_slow)
 
     def _check_request(self, extent: Extent, memory: Tensor, start: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
 
-from .requests import Ticket
+from .file import Ticket
 from .transfers import wait_quietly
 
 NUM_KEPT = 2  # a master is read while the one before it is still used

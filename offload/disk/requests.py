@@ -56,26 +56,3 @@ class Request:
         self._memory = None
         self.is_finished = True
         self._running.release()
-
-
-@final
-class Ticket:
-    """A request under way. It keeps the file open while it exists."""
-
-    def __init__(self, request: Request, join: Callable[[Request], None]) -> None:
-        self._request = request
-        self._join = join  # a method of the file
-
-    def wait(self) -> None:
-        """Return when the request is finished. May be called more than once, from any thread.
-
-        Raises:
-            XdsError: the disk failed. The bytes of the range are undefined then.
-        """
-        self._join(self._request)
-        if self._request.error is not None:
-            raise self._request.error
-
-    def is_done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._request.is_finished

@@ -18,9 +18,9 @@ from ..pinned import host_memory
 from ..states import Blocks, OptimizerStates, Residence
 from .blocks import read_blocks
 from .extents import Extent
+from .file import Ticket
 from .kept import Kept, Movable
 from .options import aligned
-from .requests import Ticket
 from .transfers import Transfers, wait_quietly
 
 log = logging.getLogger("xds")
@@ -96,7 +96,7 @@ class OnDisk(Residence, Movable):
         self._num_regions = extent.padded_bytes // self._region_bytes
         self._num_used = self._first
         self._views: list[tuple[Tensor, int]] = []
-        self._find_states: OptimizerStates = lambda: ()
+        self._states: OptimizerStates | None = None
         # where each state is: (first element of the optimizer's tensor, key) -> region
         self._regions: dict[tuple[int, str], int] = {}
         self._stored: list[tuple[Tensor, int, int]] = []  # states, their regions, first elements
@@ -121,7 +121,7 @@ class OnDisk(Residence, Movable):
             view.data = self._place(MAIN, start, view)
 
     def bind(self, states: OptimizerStates) -> None:
-        self._find_states = states
+        self._states = states
 
     # -- in the thread of the script --------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class OnDisk(Residence, Movable):
     def release(self) -> None:
         self._kept.forget(self)
         self._memory, self._views, self._stored = None, [], []
-        self._find_states = lambda: ()
+        self._states = None
 
     def move_away(self) -> Ticket:
         """End `bring`: start to write what is in memory."""
@@ -240,7 +240,7 @@ class OnDisk(Residence, Movable):
         """Give every state of the optimizer a region, as far as there are some, and copy new ones there."""
         assert self._memory is not None
         stored = []
-        for start, owner, state in self._find_states():
+        for start, owner, state in self._states or ():
             taken = {self._regions[start, key] for key in state if (start, key) in self._regions}
             for key, value in state.items():
                 if not self._fits(value, owner):

@@ -14,9 +14,8 @@ from ...utils.errors import UsageError, XdsError
 from ..lanes import Lane, ThreadLane
 from ..ring import Ring
 from .extents import Extents
-from .file import DiskFile
+from .file import DiskFile, Ticket
 from .options import DiskOptions
-from .requests import Ticket
 
 NUM_SLOTS = 3  # one is updated, one is read, one is written
 Value = TypeVar("Value")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import xds
 from xds import zero
-from xds.zero.core.flat_params import FlatParams
+from xds.zero.core.param_bucket import ParamBucket
 
 ADAM: dict[str, Any] = {"optimizer": "Adam", "params": {"adam_w_mode": False}}
 
@@ -242,7 +242,7 @@ def dropped_after_backward(stage: int) -> list[float]:
             engine.step()
         del engine, loss, model
         gc.collect()
-        assert not [held for held in gc.get_objects() if type(held) is FlatParams]
+        assert not [held for held in gc.get_objects() if type(held) is ParamBucket]
         store.set(name, "")
     return losses
 
@@ -270,7 +270,7 @@ def come_and_go(stage: int) -> list[tuple[int, int, int]]:
         engine.destroy()
         del engine, model
         gc.collect()
-        assert not [held for held in gc.get_objects() if type(held) is FlatParams]
+        assert not [held for held in gc.get_objects() if type(held) is ParamBucket]
         threads, files = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd")
         seen.append((resident_bytes(), len(threads), len(files)))
     return seen

@@ -40,9 +40,9 @@ from xds.offload import homes, host_sums, lanes, reused, rotation, shards
 from xds.offload.lanes import ThreadLane
 from xds.ops.comm.pool import BufferPool
 from xds.zero.core import reduction
-from xds.zero.core.flat_params import FlatParams
-from xds.zero.core.local_sum import LocalSum
+from xds.zero.core.grad_bucket import GradBucket
 from xds.zero.core.master import Master
+from xds.zero.core.param_bucket import ParamBucket
 
 HOST, DEVICE = "host", "device"
 aten = torch.ops.aten
@@ -170,13 +170,13 @@ def _marked(owner: Any, name: str, place: str) -> Any:
 @contextmanager
 def two_places() -> Iterator[None]:
     """Inside, ops of this thread and of all lanes raise `Mixed` where a GPU would, or would be slow."""
-    job_of_lane, init = lanes._without_grad, FlatParams.__init__
+    job_of_lane, init = lanes._without_grad, ParamBucket.__init__
 
     def run(job: Callable[[], Any]) -> None:
         with _Functions(), _Dispatch():
             job_of_lane(job)
 
-    def build(flat: FlatParams, *args: Any, **kwargs: Any) -> None:
+    def build(flat: ParamBucket, *args: Any, **kwargs: Any) -> None:
         init(flat, *args, **kwargs)
         put(flat.raw, DEVICE)
         put(flat._placeholder, HOST)  # on a GPU it is not read
@@ -189,10 +189,10 @@ def two_places() -> Iterator[None]:
         stack.enter_context(_marked(homes.DeviceHome, "store", DEVICE))
         stack.enter_context(_marked(shards.ShardsOnDevice, "store", DEVICE))
         stack.enter_context(_marked(BufferPool, "take", DEVICE))
-        stack.enter_context(_marked(LocalSum, "allocate", DEVICE))
+        stack.enter_context(_marked(GradBucket, "_allocate", DEVICE))
         stack.enter_context(mock.patch.object(host_sums.OnHost, "_add", _add_staged))
         stack.enter_context(mock.patch.object(reduction, "_on_device", _on_device))
-        stack.enter_context(mock.patch.object(FlatParams, "__init__", build))
+        stack.enter_context(mock.patch.object(ParamBucket, "__init__", build))
         stack.enter_context(mock.patch.object(lanes, "_without_grad", run))
         stack.enter_context(_Functions())
         stack.enter_context(_Dispatch())

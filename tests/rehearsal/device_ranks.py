@@ -113,11 +113,11 @@ def serve(numbers: list[int], folder: str, *, kernels: bool, gloo: bool) -> None
 
     import xds.engine.initialize  # noqa: F401  (before the ranks are forked)
     from xds.engine.data.lanes import lane_to
-    from xds.zero.core import local_sum
+    from xds.zero.core import grad_bucket
 
     if kernels:
         stand_in.use_host_kernels()
-    local_sum.SMALL_NUMEL = SMALL_NUMEL  # as in the ranks of helpers.py
+    grad_bucket.SMALL_NUMEL = SMALL_NUMEL  # as in the ranks of helpers.py
     torch.set_num_threads(1)
     rank = next((rank for rank in range(1, len(numbers)) if os.fork() == 0), 0)
     pipes = [Connection(number) for number in numbers]

@@ -53,15 +53,15 @@ FAULTS = [
     Fault(
         "a unit is used before it is gathered",
         RACE,
-        "zero/core/flat_params.py",
-        "            handle.wait()\n            self.is_unsharded = True",
-        "            self._kept = handle\n            self.is_unsharded = True",
+        "zero/core/param_bucket.py",
+        "            handle.wait()\n            self._state = ShardState.UNSHARDED",
+        "            self._kept = handle\n            self._state = ShardState.UNSHARDED",
         training(3, "bf16"),
     ),
     Fault(
         "the host reads the norm before it has arrived",
         RACE,
-        "zero/core/agreement.py",
+        "zero/core/reduction.py",
         "        event.synchronize()\n",
         "        event.query\n",
         training(0, "fp32"),
@@ -69,15 +69,15 @@ FAULTS = [
     Fault(
         "norms are added on the host",
         DEVICE,
-        "zero/core/squares.py",
-        "sums = torch.zeros(size, dtype=torch.float64, device=device)",
-        "sums = torch.zeros(size, dtype=torch.float64)",
+        "zero/core/grad_bucket.py",
+        "squares = torch.zeros(self._collectives.world_size, dtype=torch.float64, device=device)",
+        "squares = torch.zeros(self._collectives.world_size, dtype=torch.float64)",
         training(2, "fp16"),
     ),
     Fault(
         "a hook looks at a gradient",
         WAIT,
-        "zero/core/local_sum.py",
+        "zero/core/grad_bucket.py",
         "            if grad.layout != torch.strided:",
         "            if grad.layout != torch.strided or not bool(grad.any()):",
         training(1, "fp32"),
@@ -85,11 +85,11 @@ FAULTS = [
     Fault(
         "gradients are freed while they are sent",
         FLIGHT,
-        "zero/core/flat_grads.py",
-        "        self._handle = self.reducer.reduce(payload, self._total, add=adds)\n"
-        "        self._local.clear()",
-        "        self._handle = self.reducer.reduce(payload, self._total, add=adds)\n"
-        "        self._local.give_back()",
+        "zero/core/grad_bucket.py",
+        "        self._handle = self.reducer.reduce(payload, self._reduced, add=adds)\n"
+        "        self._clear_local()",
+        "        self._handle = self.reducer.reduce(payload, self._reduced, add=adds)\n"
+        "        self._free_local()",
         training(1, "fp32"),
     ),
     Fault(

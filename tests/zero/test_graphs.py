@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import xds
 from xds import zero
-from xds.zero.core.flat_params import FlatParams
-from xds.zero.core.tensors import tensors_in
+from xds.zero.core.hooks import tensors_in
+from xds.zero.core.param_bucket import ParamBucket
 
 WIDTH = 12
 assert WIDTH < SMALL_NUMEL < WIDTH**2  # gradients are copied in both ways
@@ -441,7 +441,7 @@ def gathers_started_on_some_ranks(offload: bool) -> list[float]:
     engine = start(build(Skips), 3, {"stage3_max_reuse_distance": 0, **more})
     waits = pytest.MonkeyPatch()
     if offload and dist.get_rank():  # its update on the host is never done in time
-        waits.setattr(FlatParams, "may_start", property(lambda _: False))
+        waits.setattr(ParamBucket, "may_start", property(lambda _: False))
     losses = []
     for step in range(5):
         engine.module.left_out = 1 if step % 2 else -1

@@ -7,7 +7,6 @@ the rank's range. A read sends only the elements of that parameter.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -18,13 +17,13 @@ from ...ops.comm.collectives import Collectives
 from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ...utils.views import write
-from ..core.flat_params import FlatParams
-from ..core.layout import Slot
 from ..core.master import Master
-from ..core.policy import LOW_PRECISION
-from ..core.sharded_model import ShardedModel
-from ..core.slices import Reader, Slices
-from ..core.update import Updater
+from ..core.param_bucket import ParamBucket
+from ..layout.groups import LOW_PRECISION
+from ..layout.layout import Slot
+from ..layout.slices import Reader, Slices
+from ..model.sharded_model import ShardedModel
+from ..model.update import Updater
 from .owners import Owner, Stored, clear_owner, set_owner
 
 
@@ -36,12 +35,28 @@ class Factor(Protocol):
     def of_own(self) -> float: ...
 
 
+class StepState(Protocol):
+    """What an access needs to know of the engine.
+
+    gradient_factor: the step uses this factor times the sum of gradients, before clipping.
+    """
+
+    @property
+    def gradient_factor(self) -> Factor: ...
+
+    def reduces_when_asked(self) -> bool:
+        """Gradients that are not reduced yet may be: the step will get no others."""
+
+    def check_usable(self) -> None:
+        """Raises UsageError: the states are elsewhere, or the engine was destroyed."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Place:
     """The place of a parameter: slot `position` of `flat`. `master` updates it; None if it is frozen."""
 
     number: int
-    flat: FlatParams
+    flat: ParamBucket
     position: int
     master: Master | None
 
@@ -54,28 +69,13 @@ class _Place:
 class Access(Owner):
     """Owns the parameters of one engine. All ranks call every method but `name_of` together."""
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        updater: Updater,
-        gradient_factor: Factor,
-        may_reduce: Callable[[], bool],
-        check_usable: Callable[[], None],
-    ) -> None:
-        """
-        Args:
-            gradient_factor: the step uses this factor times the sum of gradients, before clipping.
-            may_reduce: gradients that are not reduced yet may be: the step will get no others.
-            check_usable: raises UsageError while the states are elsewhere.
-        """
+    def __init__(self, model: ShardedModel, updater: Updater, step: StepState) -> None:
         self.collectives = model.collectives
         self.flat_groups = model.flat_groups
         self._data = model.flat_groups.data.everyone
         self._model = model
         self._updater = updater
-        self._factor = gradient_factor
-        self._may_reduce = may_reduce
-        self._check_usable = check_usable
+        self._step = step
         masters = {id(master.params): master for master in updater.masters}
         self._places: dict[int, _Place] = {}
         self._params: list[nn.Parameter] = []
@@ -139,7 +139,7 @@ class Access(Owner):
 
         param: other pipeline stages do not take part in an access of what they do not hold.
         """
-        self._model.backwards.end_script_backward()
+        self._model.backward_pass.end_script_backward()
         self._model.publish(None if param is None else self._model.flat_groups.of(param))
 
     def settle_alone(self) -> None:
@@ -152,12 +152,12 @@ class Access(Owner):
         self._settle()
 
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
-        self._check_usable()
+        self._step.check_usable()
         self._settle(param)
         super().agree(doing, param, value)
 
     def value(self, param: nn.Parameter) -> Stored:
-        self._check_usable()  # also before `agree`: a check of shapes looks at the value
+        self._step.check_usable()  # also before `agree`: a check of shapes looks at the value
         self._settle(param)
         place = self._places.get(id(param))
         if place is None or place.master is None:
@@ -309,7 +309,7 @@ class Access(Owner):
         """
         master = self._trained(param, "its gradient")
         grads = master.grads
-        is_reduced = self._model.reduce_rest(also_held=self._may_reduce())
+        is_reduced = self._model.reduce_rest(also_held=self._step.reduces_when_asked())
         if not is_reduced and grads.has_local and not grads.is_single_rank:
             raise UsageError(
                 f"the gradient of {self.name_of(param)} is not reduced over the ranks yet: read it after the "
@@ -328,7 +328,7 @@ class Access(Owner):
         grads = master.grads
         if grads.is_single_rank or grads.reducer.is_lossy:
             return False
-        return not self._model.reduce_rest(also_held=self._may_reduce())
+        return not self._model.reduce_rest(also_held=self._step.reduces_when_asked())
 
     def own_grad(self, param: nn.Parameter) -> Tensor | None:
         """Where `holds_grads`: a new tensor with the gradient of this rank's losses alone; None: it has none.
@@ -340,11 +340,11 @@ class Access(Owner):
             return None
         own = sums.local.narrow(0, place.slot.offset, place.slot.numel).view(place.slot.shape)
         wide = torch.float32 if own.dtype in LOW_PRECISION else own.dtype
-        return own.to(wide, copy=True).mul_(self._factor.of_own())
+        return own.to(wide, copy=True).mul_(self._step.gradient_factor.of_own())
 
     def gradient_factor(self) -> float:
         """The factor on a sum of gradients before clipping, usually 1 / (ranks x loss scale)."""
-        return self._factor()
+        return self._step.gradient_factor()
 
     # -- optimizer states -------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
 from ...ops.optim.state_places import scalars_are_beside
-from ..core.flat_grads import FlatGrads
-from ..core.local_sum import GradSums
+from ..core.grad_bucket import GradBucket, GradSums
 from .owed import OwedRestore
 from .ranges import Catalogue, ConstantRange, Copy, Piece, pieces
 from .snapshot import STEP, Block, Held, Snapshot
@@ -41,8 +40,8 @@ class Restore:
         self._snapshot = snapshot
         self._catalogue = catalogue
         self._states: list[_NewState] = []
-        self._grads: list[tuple[FlatGrads, Tensor]] = []
-        self._locals: list[tuple[FlatGrads, Tensor, list[bool]]] = []
+        self._grads: list[tuple[GradBucket, Tensor]] = []
+        self._locals: list[tuple[GradBucket, Tensor, list[bool]]] = []
         self._any_held = False
         self._is_within_step = False
         self._owed: OwedRestore | None = None
@@ -237,7 +236,7 @@ class Restore:
         sharded = self._snapshot.sharded
         sharded.settle_reductions()
         sharded.reset()
-        sharded.backwards.clear_seen()
+        sharded.backward_pass.clear_seen()
         sharded.before_update()
 
     @torch.no_grad()

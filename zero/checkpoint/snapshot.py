@@ -11,22 +11,22 @@ copied: a block is the tensor that is trained, in full or this rank's part.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from ...offload.states import Blocks
+from ...offload.states import Blocks, Residence
 from ...ops.flat import overlap
 from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
 from ...utils.errors import UsageError
-from ..core.groups import FlatGroup
-from ..core.layout import Box, FlatLayout, Slot
 from ..core.master import Master
-from ..core.sharded_model import ShardedModel
-from ..core.update import Updater
+from ..layout.groups import FlatGroup
+from ..layout.layout import Box, FlatLayout, Slot
+from ..model.sharded_model import ShardedModel
+from ..model.update import Updater
 from .ranges import COPY, ERROR, SERVER, ConstantRange, SavedFlat, share, share_of_replica
 
 COMPILED = "_orig_mod."  # torch.compile adds it to names; a checkpoint omits it
@@ -62,7 +62,7 @@ class Held:
 
     name: of the parameter if the tensor is a full parameter with its own shape; else None.
     group: the index of its group in the optimizer.
-    blocks_of: how a state of it is read while it is on a disk.
+    residence: where its states are between updates.
     is_shard: as in `Block`.
     """
 
@@ -71,7 +71,7 @@ class Held:
     start: int
     name: str | None
     group: int
-    blocks_of: Callable[[Tensor], Blocks | None]
+    residence: Residence
     is_shard: bool = False
 
 
@@ -128,7 +128,7 @@ class Snapshot:
         self._layouts: list[FlatLayout] = []
         self._groups: list[FlatGroup] = []  # of each flat
         self._slots: list[dict[int, Slot]] = []  # of a flat buffer, by offset
-        self._numbers: dict[int, int] = {}  # id(FlatParams) -> number
+        self._numbers: dict[int, int] = {}  # id(ParamBucket) -> number
         self._add_flats()
         self._add_alone(module)
         self._add_tied(module)
@@ -221,7 +221,7 @@ class Snapshot:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         for number, group in enumerate(groups):
             for tensor in group["params"]:
-                place = self._updater.places.of(tensor)
+                place = self._updater.optimizer_tensors.of(tensor)
                 if place is not None:
                     yield self._held(tensor, *place, number)
 
@@ -232,8 +232,9 @@ class Snapshot:
         slot = None if master.is_sharded else self._slots[number].get(start)
         is_tensor = slot is not None and slot.shape == tensor.shape and slot.box is None
         name = slot.name if slot is not None and is_tensor else None
-        blocks_of = master.residence.blocks_of
-        return Held(tensor, number, start, name, group, blocks_of, is_shard=master.is_sharded)
+        return Held(
+            tensor, number, start, name, group, master.residence, is_shard=master.is_sharded
+        )
 
     def _add_states(self) -> None:
         known = {id(held.tensor) for held in self.held}
@@ -255,7 +256,7 @@ class Snapshot:
             if value.numel() == 1 and is_single and not value.is_complex():
                 self._add_constant(held, name, value.item(), value)
             elif value.shape == held.tensor.shape:
-                blocks = held.blocks_of(value)
+                blocks = held.residence.blocks_of(value)
                 self.states.append(
                     Block(held.flat, name, held.start, value, blocks, is_shard=held.is_shard)
                 )
@@ -348,7 +349,7 @@ class Snapshot:
         """This rank's shards of the sums over ranks that no update has used yet."""
         blocks = []
         for master in self.masters:
-            total = master.grads.sums().total
+            total = master.grads.sums().reduced
             if total is not None:
                 start = master.params.layout.shard_range(master.rank)[0]
                 number = self.number_of(master)

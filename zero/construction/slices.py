@@ -17,8 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...ops.comm.collectives import Collectives
 from ...ops.flat import cut, numel_of
 from ..access.owners import Owner, Stored, clear_owner, set_owner
-from ..core.placeholders import placeholder_like
-from ..core.slices import Reader
+from ..core.param_bucket import placeholder_like
+from ..layout.slices import Reader
 
 CHUNK_NUMEL = 1 << 22  # elements that a rank sends at a time in `move_into`
 

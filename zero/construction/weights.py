@@ -25,9 +25,9 @@ from ...utils.quoting import printable
 from ...utils.views import holds, may_overlap, write
 from ..access.owners import find_owner
 from ..access.stages import all_names, groups_of, spans_stages
-from ..core.groups import FlatGroups
-from ..core.placeholders import placeholder_like
-from ..core.slices import Reader, Slices, reader_of_slice
+from ..core.param_bucket import placeholder_like
+from ..layout.groups import FlatGroups
+from ..layout.slices import Reader, Slices, reader_of_slice
 from .construction import make_real
 from .slices import SliceStore
 

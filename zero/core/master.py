@@ -6,7 +6,7 @@ host home      master [n] (host) ──cast──> buffer ──to_device──>
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -18,10 +18,10 @@ from ...offload.states import InMemory, Residence
 from ...ops.fingerprint import fingerprint
 from ...ops.optim.edits import take_edits
 from ...ops.optim.shard_optimizer import Item, Old, Part, Update
-from .flat_grads import FlatGrads
-from .flat_params import FlatParams
-from .layout import Piece
-from .policy import master_dtype
+from ..layout.groups import master_dtype
+from ..layout.layout import Piece
+from .grad_bucket import GradBucket
+from .param_bucket import ParamBucket
 
 
 @final
@@ -34,7 +34,7 @@ class Master:
     is_near: forward's values are near the master, and not the master cast: a difference was sent last.
     """
 
-    def __init__(self, params: FlatParams, grads: FlatGrads, home: Home) -> None:
+    def __init__(self, params: ParamBucket, grads: GradBucket, home: Home) -> None:
         layout = params.layout
         is_sharded = grads.group.policy.shards_optimizer
         self.rank = rank = grads.group.collectives.rank  # in the group of the buffer
@@ -47,7 +47,6 @@ class Master:
         self.is_near = False
         self._settle_in(home)
         self._update: Ticket = Done()
-        self._before_read: Callable[[], None] = _nothing
         # without a copy the parameters themselves are the master
         self._tensor = home.store(self.compute, wide) if self.is_apart else self.compute.detach()
         self._published: Tensor | None = (
@@ -98,7 +97,7 @@ class Master:
 
     @property
     def sends_differences(self) -> bool:
-        """The next update publishes differences: see `ParameterSender.publish`."""
+        """The next update publishes differences: see `ParamSender.publish`."""
         return self.is_sharded and self.params.sender.sends_differences
 
     @property
@@ -137,13 +136,9 @@ class Master:
 
     def wait(self) -> None:
         """Wait for the update that runs on the host. One that is not certain yet is taken back."""
-        self._before_read()
+        self.grads.early_update.take_back()
         update, self._update = self._update, Done()
         update.wait()
-
-    def watch(self, before_read: Callable[[], None]) -> None:
-        """Call `before_read` whenever somebody but the update wants the master or its states."""
-        self._before_read = before_read
 
     def bring(self) -> None:
         """The master and its states have their values in memory; see `Residence.bring`."""
@@ -167,7 +162,7 @@ class Master:
     def take_edits(self, start: int = 0, stop: int | None = None) -> None:
         """Copy computed values [start, stop) that user code wrote: those that differ from the rounded master.
 
-        Where the master or the values are on the host: only if `FlatParams.is_written` says so.
+        Where the master or the values are on the host: only if `ParamBucket.is_written` says so.
         """
         if not self.is_apart:
             return
@@ -193,6 +188,13 @@ class Master:
         self.remember()
 
     # -- an update --------------------------------------------------------------------------------------
+
+    def frozen_ranges(self) -> list[tuple[int, int]]:
+        """[from, to) of what is frozen now, in this rank's part."""
+        layout = self.params.layout
+        whole = (0, layout.numel)
+        bounds = layout.shard_range(self.rank) if self.is_sharded else whole
+        return self.params.frozen_ranges(*bounds)
 
     def updates(
         self,
@@ -308,10 +310,6 @@ class Master:
 
         self.host.lanes.updates.run(work).wait()
         tickets[0].order()
-
-
-def _nothing() -> None:
-    return
 
 
 def parts_in(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Part, ...]:

@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -18,10 +19,100 @@ from torch import Tensor
 
 from ...ops.comm.handles import Handle
 from ...ops.from_host import moved
-from .agreement import ASKED, LATE, Agreement
-from .flat_grads import FlatGrads
-from .groups import FlatGroups
-from .same_edits import SameEdits
+from ...ops.kernels.decide import decide
+from ...ops.kernels.square_sum import is_in_range
+from ..layout.groups import FlatGroups
+from .grad_bucket import GradBucket
+
+NUM_COUNTS = 1 << 6  # a number of writes below it fits into one byte with two flags
+LATE, ASKED = NUM_COUNTS, 2 * NUM_COUNTS  # flags beside the number of writes
+
+
+@final
+class StepStatus:
+    """The squared norm of the reduced sums, and what each rank has to say."""
+
+    def __init__(self, table: Tensor, numel: int) -> None:
+        """
+        Args:
+            table: fp64 [world_size, 2], by rank: its part of the squared norm; its writes, plus LATE if
+                it has late gradients, plus ASKED if its process was asked to stop.
+            numel: elements of all gradients, on the rank that has the most.
+        """
+        self._table, self._numel = table, numel
+        self._arrived: tuple[Tensor, torch.Event] | None = None
+        self._flags: Tensor | None = None
+
+    def attach(self, flags: Tensor | None) -> None:
+        """Read `flags` [n] of this rank in the same wait; before anything is read."""
+        self._flags = flags
+
+    def decide(self, factor: float, limit: float) -> Tensor:
+        """What the kernels of a plain step read; see the op `decide`. Reading on the host waits for no more."""
+        numbers = decide(self._table, self._numel, factor, limit)
+        host = torch.empty(self._table.shape, dtype=self._table.dtype, pin_memory=True)
+        host.copy_(self._table, non_blocking=True)
+        event = torch.Event(self._table.device)
+        event.record()
+        self._arrived = host, event
+        return numbers
+
+    @cached_property
+    def _numbers(self) -> list[float]:
+        """The table row by row, then the flags. Waits for the device once, until `decide` if it was called."""
+        if self._arrived is not None:
+            host, event = self._arrived
+            event.synchronize()
+        else:
+            host = self._table.view(-1)
+            if self._flags is not None:
+                host = torch.cat([host, self._flags.to(host)])
+        numbers: list[float] = host.view(-1).tolist()
+        return numbers
+
+    @property
+    def _rows(self) -> list[tuple[float, float]]:
+        numbers = self._numbers[: self._table.numel()]
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+    @property
+    def flags(self) -> list[bool]:
+        """Those that were attached."""
+        return [bool(number) for number in self._numbers[self._table.numel() :]]
+
+    @property
+    def square(self) -> float:
+        """The squared norm, added in rank order; inf or nan on overflow."""
+        total = 0.0
+        for square, _ in self._rows:  # `sum` compensates rounding in some versions of Python
+            total += square
+        return total
+
+    @property
+    def is_late(self) -> bool:
+        """Some rank has late gradients."""
+        return any(int(number) & LATE for _, number in self._rows)
+
+    @property
+    def asked(self) -> list[bool]:
+        """By rank: its process was asked to stop."""
+        return [bool(int(number) & ASKED) for _, number in self._rows]
+
+    @property
+    def edits(self) -> list[int]:
+        """The writes of scripts by rank."""
+        return [int(number) % NUM_COUNTS for _, number in self._rows]
+
+    @property
+    def is_in_range(self) -> bool:
+        """The square needs no second, exact computation."""
+        return is_in_range(self.square, self._numel)
+
+    @property
+    def is_plain(self) -> bool:
+        """The condition of the op `decide`."""
+        return self.is_in_range and not any(number for _, number in self._rows)
+
 
 REDUCTIONS_IN_FLIGHT = 2  # one is sent while the one before it is summed; 0 without overlap_comm
 
@@ -31,8 +122,8 @@ REDUCTIONS_IN_FLIGHT = 2  # one is sent while the one before it is summed; 0 wit
 class Scope:
     """A backward through a part of the model: the gradients that it brings, and those that it reduces."""
 
-    brings: Set[FlatGrads]
-    reduces: Set[FlatGrads]
+    brings: Set[GradBucket]
+    reduces: Set[GradBucket]
 
 
 @final
@@ -41,7 +132,7 @@ class Reduction:
 
     def __init__(
         self,
-        order: Sequence[FlatGrads],
+        order: Sequence[GradBucket],
         groups: FlatGroups,
         *,
         in_flight: int,
@@ -68,13 +159,14 @@ class Reduction:
         self._running = self.order  # what the current backward brings gradients for
         self._scope: Scope | None = None
         self._next = 0
-        self._in_flight: list[FlatGrads] = []
+        self._in_flight: list[GradBucket] = []
         self._with_replicas = [g for g in self.order if g.group.levels is not None]
-        self._completing: list[tuple[FlatGrads, Handle]] = []  # on their way over the replicas
-        self._ends_step: Callable[[], bool] = lambda: False
+        self._completing: list[tuple[GradBucket, Handle]] = []  # on their way over the replicas
         self._completes = False  # the running backward is expected to be the last of its step
         self._reduces = True
-        self._held: set[FlatGrads] = set()  # gradients of whole backward passes are not reduced yet
+        self._held: set[GradBucket] = (
+            set()
+        )  # gradients of whole backward passes are not reduced yet
         self.has_sums = False  # a backward has brought gradients since the last step
 
     def _count_numel(self) -> int:
@@ -85,10 +177,15 @@ class Reduction:
         mine = torch.tensor([numel], dtype=torch.int64, device=self._world.device)
         return int(self._world.gather_small(mine).max())
 
-    def begin_backward(self, *, reduces: bool, scope: Scope | None = None) -> None:
+    def begin_backward(
+        self, *, reduces: bool, ends_step: bool = False, scope: Scope | None = None
+    ) -> None:
         """Gradients are about to arrive. With `reduces`, `end_backward` returns after their reduction began.
 
-        scope: what the backward brings and reduces; None: everything.
+        Args:
+            ends_step: the backward is likely to be the last of its step, the same on all ranks: sums cross to
+                replicas during it. If it is wrong they cross later or more often, and are the same.
+            scope: what the backward brings and reduces; None: everything.
         """
         if scope is None:
             self.settle()  # buffers may be written again only when they are not being sent
@@ -99,7 +196,7 @@ class Reduction:
                 self.settle(grads)
         self._reduces = reduces
         self._scope = scope
-        self._completes = scope is None and self._ends_step()
+        self._completes = scope is None and ends_step
         self._next = 0
         for grads in self._running:
             grads.begin_backward(hold=not self._reduces_now(grads))
@@ -114,15 +211,7 @@ class Reduction:
         for grads in self._running:
             grads.arrivals.expect_no_more()
 
-    def expect_ends(self, ends_step: Callable[[], bool]) -> None:
-        """Where there are replicas, sums cross to them during the last backward of a step.
-
-        ends_step: the backward that begins is the last one; the same on all ranks. If it is wrong sums cross
-        later or more often, and are the same.
-        """
-        self._ends_step = ends_step
-
-    def _reduces_now(self, grads: FlatGrads) -> bool:
+    def _reduces_now(self, grads: GradBucket) -> bool:
         """`grads` is reduced at the end of the running backward."""
         return self._reduces and (self._scope is None or grads in self._scope.reduces)
 
@@ -151,8 +240,6 @@ class Reduction:
         for grads in self._running:  # if all are sent: late gradients of small parameters
             grads.collect()
             if not self._reduces_now(grads):
-                if grads.leaves_alone and grads.has_local:
-                    grads.start_reduce()
                 grads.hold()
                 self._held.add(grads)
             else:
@@ -170,27 +257,26 @@ class Reduction:
         for grads in self.order:
             grads.scale_by(factor)
 
-    def start_finish(self, edits: SameEdits, *, is_asked: bool) -> Agreement:
+    def start_finish(self, *, num_writes: int, is_asked: bool) -> StepStatus:
         """Sum every gradient over the ranks, also those that were held back. The host waits for no device.
 
-        is_asked: this rank's process was asked to stop, which the others hear.
+        Args:
+            num_writes: of this rank's script to parameters, below NUM_COUNTS; the others hear it.
+            is_asked: this rank's process was asked to stop; the others hear it.
 
         Sends 16 bytes to each rank beside the gradients, or one (stage 0 on devices). `end_finish` must follow.
         """
         self.reduce_held()
         self.complete()
-        return self._agree(exact=False, said=edits.count() + ASKED * is_asked)
+        return self._agree(exact=False, said=num_writes + ASKED * is_asked)
 
-    def end_finish(self, agreed: Agreement, edits: SameEdits) -> float:
-        """Check `edits`, and reduce late gradients.
+    def end_finish(self, agreed: StepStatus) -> float:
+        """Reduce late gradients.
 
         Returns:
             the squared 2-norm of the sums over all parameters, fp64, the same on every rank; inf or nan on
             overflow. Partial sums of the ranks' shards are added in rank order.
-
-        Raises UsageError: see `SameEdits.agree`; the gradients are kept.
         """
-        edits.agree(agreed.edits)
         if agreed.is_late:
             self.reduce_late()
             self.complete()
@@ -210,7 +296,7 @@ class Reduction:
             self.start_held(self._held)
             self.settle()
 
-    def start_held(self, only: Collection[FlatGrads]) -> None:
+    def start_held(self, only: Collection[GradBucket]) -> None:
         """Start to reduce what was held back of `only`, the same on all ranks of each group."""
         for grads in self.order:
             if grads in only and grads in self._held:
@@ -218,13 +304,13 @@ class Reduction:
                 self._start(grads)
         self._held = self._held.difference(only)
 
-    def _agree(self, *, exact: bool, said: int = 0) -> Agreement:
+    def _agree(self, *, exact: bool, said: int = 0) -> StepStatus:
         """The squared norm of the reduced sums, and what each rank has `said`, with its late gradients."""
         said += LATE * any(grads.is_late for grads in self.order)
         if self._spans_stages or self._groups.data.policy.shards_optimizer:
-            return Agreement(self._by_norms(said, exact=exact), self._numel)
+            return StepStatus(self._by_norms(said, exact=exact), self._numel)
         if not self._sent and all(grads.gathers_exactly for grads in self.order):
-            return Agreement(self._by_own_shards(said, exact=exact), self._numel)
+            return StepStatus(self._by_own_shards(said, exact=exact), self._numel)
         # every rank gets all sums, so no exchange of norms follows: send the flag first
         world = self._world
         flag = torch.full((1,), said, dtype=torch.uint8, device=world.device)  # no copy to wait for
@@ -234,10 +320,10 @@ class Reduction:
         squares = _added(none, self._squares(self.order, exact=exact))
         handle.wait()
         rows = torch.stack([squares, table.view(-1).to(squares.dtype)], dim=1)
-        return Agreement(rows, self._numel)
+        return StepStatus(rows, self._numel)
 
     def _by_own_shards(self, said: int, *, exact: bool) -> Tensor:
-        """The table of an `Agreement` at stage 0, while sums are still gathered: updates wait for them.
+        """The table of an `StepStatus` at stage 0, while sums are still gathered: updates wait for them.
 
         Each rank computes the norm of its own shards only.
         """
@@ -247,7 +333,7 @@ class Reduction:
         return world.gather_small(torch.stack([own, own.new_full((), said)]))
 
     def _by_norms(self, said: int, *, exact: bool) -> Tensor:
-        """The table of an `Agreement`, with a message of this rank's part of the norm.
+        """The table of an `StepStatus`, with a message of this rank's part of the norm.
 
         Sums that every rank has are no part of it. They may arrive while it is sent.
         """
@@ -272,7 +358,7 @@ class Reduction:
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._world.device)
 
-    def _squares(self, order: Sequence[FlatGrads], *, exact: bool) -> list[Tensor]:
+    def _squares(self, order: Sequence[GradBucket], *, exact: bool) -> list[Tensor]:
         found = []
         for grads in order:  # the norm of one buffer is computed while the next is in flight
             grads.finish_gather()
@@ -292,7 +378,7 @@ class Reduction:
                     self._start(grads)
         self.settle()
 
-    def settle(self, only: FlatGrads | None = None) -> None:
+    def settle(self, only: GradBucket | None = None) -> None:
         """Wait for all reductions and gathers in flight, or for those of `only`."""
         if only is None:
             self._drain()
@@ -302,7 +388,7 @@ class Reduction:
             grads.finish_gather()
         self._end_completing(self.order if only is None else [only])
 
-    def settle_late(self, grads: FlatGrads) -> None:
+    def settle_late(self, grads: GradBucket) -> None:
         """Let `grads` take a late gradient. Only this rank may have one, so no message starts here."""
         grads.finish_reduce()
         grads.finish_gather()
@@ -316,7 +402,7 @@ class Reduction:
                 self._complete(grads)
             self._end_completing(self._with_replicas)
 
-    def _complete(self, grads: FlatGrads) -> None:
+    def _complete(self, grads: GradBucket) -> None:
         """Start to sum over the replicas, and end the sums before the last one."""
         rest = grads.complete()
         if rest is not None:
@@ -324,7 +410,7 @@ class Reduction:
         while len(self._completing) > min(self._depth, 2):
             self._completing.pop(0)[1].wait()
 
-    def _end_completing(self, only: Sequence[FlatGrads]) -> None:
+    def _end_completing(self, only: Sequence[GradBucket]) -> None:
         while any(grads in only for grads, _ in self._completing):
             self._completing.pop(0)[1].wait()
 
@@ -351,7 +437,7 @@ class Reduction:
         self._held = set()
         self.has_sums = False
 
-    def _start(self, grads: FlatGrads) -> None:
+    def _start(self, grads: GradBucket) -> None:
         grads.start_reduce()
         if grads.is_single_rank:  # nothing is in flight
             return
@@ -359,7 +445,7 @@ class Reduction:
         if len(self._in_flight) > self._depth:
             self._end(self._in_flight.pop(0))
 
-    def _end(self, grads: FlatGrads) -> None:
+    def _end(self, grads: GradBucket) -> None:
         grads.finish_reduce()
         if not grads.group.policy.shards_optimizer:  # stage 0: every rank gets the whole total
             grads.start_gather()
@@ -386,4 +472,4 @@ def _on_device(found: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [copies.get(number, one) for number, one in enumerate(found)]
 
 
-__all__ = ["REDUCTIONS_IN_FLIGHT", "Reduction", "Scope"]
+__all__ = ["ASKED", "StepStatus", "LATE", "REDUCTIONS_IN_FLIGHT", "Reduction", "Scope"]

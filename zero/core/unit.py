@@ -8,8 +8,8 @@ from typing import final
 from torch import nn
 
 from ...offload.homes import Home
-from .flat_grads import FlatGrads
-from .flat_params import FlatParams
+from .grad_bucket import GradBucket
+from .param_bucket import ParamBucket
 
 
 @final
@@ -41,8 +41,8 @@ class Unit:
     name: str
     modules: tuple[nn.Module, ...]
     is_root: bool
-    params: list[FlatParams] = field(default_factory=list)
-    grads: list[FlatGrads] = field(default_factory=list)
+    params: list[ParamBucket] = field(default_factory=list)
+    grads: list[GradBucket] = field(default_factory=list)
     homes: list[Home] = field(default_factory=list)
     most_numel: int = 0
     stays_until_backward: bool = False

@@ -1,0 +1,439 @@
+"""Backward passes: who started the running one, when it ends, and what happens to its gradients.
+
+engine.backward(loss)    begin ──gradients──> end          all of it known beforehand
+loss.backward()          the first gradient, or the gradient of an output, begins it; the next call of
+                         the engine ends it (at stage 3 autograd does)
+torch.autograd.grad      leaves no gradients in parameters: nothing is reduced
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from ...ops.torch_internals import after_backward, in_backward, will_execute
+from ...utils.errors import UsageError
+from .gather import Gatherer
+from .grad_bucket import Added, GradBucket
+from .reduction import Reduction, Scope
+from .unit import Unit
+
+
+@final
+class ManualGradGuard:
+    """Looks at the trained parameters. It costs about 0.1 us for each."""
+
+    def __init__(self, order: Sequence[GradBucket]) -> None:
+        self._params = tuple(param for grads in order for param in grads.params)
+        self._names = tuple(slot.name for grads in order for slot in grads.layout.slots)
+        self._shown: frozenset[int] = frozenset()
+
+    def allow(self, shown: Iterable[Tensor]) -> None:
+        """These may be in `.grad`. Who put them there takes them out before the next backward."""
+        self._shown = frozenset(id(grad) for grad in shown)
+
+    def take_out_allowed(self) -> None:
+        """No `.grad` holds what `allow` named: another engine would add to it."""
+        for param in self._params:
+            if param.grad is not None and id(param.grad) in self._shown:
+                param.grad = None
+        self._shown = frozenset()
+
+    def clear(self) -> None:
+        """Drop what the script has put into `.grad`."""
+        self._shown = frozenset()
+        for param in self._params:
+            param.grad = None
+
+    def refuse(self, arrived: nn.Parameter | None = None) -> None:
+        """Check that every `.grad` is None, except that of `arrived`. Call it where all gradients are taken.
+
+        Raises:
+            UsageError: some are not. They are None again, and the engine's gradients are untouched.
+        """
+        if arrived is not None and self._shown:
+            raise UsageError(
+                "loss.backward() after engine.backward(loss) in one step: gradients of the step are in .grad; "
+                "call engine.backward for each loss of the step"
+            )
+        found = [
+            at
+            for at, param in enumerate(self._params)
+            if param.grad is not None and id(param.grad) not in self._shown
+        ]
+        own = [at for at in found if self._params[at] is not arrived]
+        if not own:
+            return
+        for at in own:
+            self._params[at].grad = None
+        more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
+        raise UsageError(
+            f"{self._names[own[0]]}.grad{more} was set after backward, but the engine has taken the gradients: "
+            "it would not count, and is None again; to change them call xds.zero.set_full_grad, "
+            "engine.clip_grad_norm or engine.zero_grad"
+        )
+
+
+class ScriptBackward(NamedTuple):
+    """What a backward that the script has started is for; see `BackwardPass.begin`."""
+
+    reduces: bool
+    ends_step: bool
+
+
+class BackwardRules(ABC):
+    """Decides about a backward that the script starts, loss.backward(). It is asked at the first gradient."""
+
+    @abstractmethod
+    def begin_script_backward(self) -> ScriptBackward:
+        """Such a backward begins. If this raises, none of its gradients is taken."""
+
+    @abstractmethod
+    def script_factor(self) -> float:
+        """The factor on its gradients. If this raises, none of them is taken."""
+
+
+@final
+class PlainRules(BackwardRules):
+    """Each backward is a micro-batch, and its gradients count as they are."""
+
+    def __init__(self, *, reduces: bool) -> None:
+        self._reduces = reduces
+
+    def begin_script_backward(self) -> ScriptBackward:
+        return ScriptBackward(self._reduces, ends_step=False)
+
+    def script_factor(self) -> float:
+        return 1.0
+
+
+@final
+class BackwardPass:
+    """Takes the gradients of backward passes. Owns the hooks on gradients and the state of the running pass.
+
+    It calls downward: the gatherer for parameters, the buckets for gradients, the reduction for messages.
+    """
+
+    def __init__(
+        self,
+        trainable: Sequence[tuple[Unit, GradBucket]],
+        reduction: Reduction,
+        gatherer: Gatherer | None,
+        *,
+        shards_grads: bool,
+        diverges: bool,
+    ) -> None:
+        """
+        Args:
+            gatherer: gathers units that are sharded or not up to date; None: there are none.
+            diverges: ranks may run different units.
+        """
+        self.has_seen_one = False  # since `clear_seen`
+        self.rules: BackwardRules = PlainRules(reduces=shards_grads)
+        self._trainable = trainable
+        self._slots = {
+            id(param): (grads, position)
+            for _, grads in trainable
+            for position, param in enumerate(grads.params)
+        }
+        self._reduction = reduction
+        self._diverges = diverges
+        self._gatherer = gatherer
+        self._is_running = False
+        self._has_factor = True  # the factor on this backward's gradients is known
+        self._had_seen_one = False  # before the backward that is running
+        self._in_other = False  # a backward runs that leaves no gradients in parameters
+        self._manual_grads = ManualGradGuard(reduction.order)
+        self._hooks: list[tuple[Node, RemovableHandle]] = []
+
+    # -- begin and end ----------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        *,
+        reduces: bool,
+        ends_step: bool = False,
+        scope: Scope | None = None,
+        has_factor: bool = True,
+    ) -> None:
+        """A backward is about to start. With `reduces` its gradients are reduced before it ends.
+
+        Args:
+            ends_step, scope: see `Reduction.begin_backward`.
+            has_factor: the factor on its gradients is known; else `rules` is asked at the first one.
+        """
+        if self._gatherer is not None and self._gatherer.is_uneven:
+            raise UsageError(
+                "backward inside uneven_forwards(): ranks that run unequal numbers of forwards cannot reduce "
+                "gradients together; leave the context first"
+            )
+        self.end_script_backward()
+        self._reduction.begin_backward(reduces=reduces, ends_step=ends_step, scope=scope)
+        if has_factor:
+            self._reduction.open()
+        self._is_running = True
+        self._has_factor = has_factor
+        self.has_seen_one = True
+        if self._gatherer is not None:
+            if self._diverges:
+                self._gatherer.begin_uneven()
+            self._gatherer.begin_backward(is_own=True)
+
+    def end(self) -> None:
+        """Backward is over: reduce the rest, with zeros for parameters that it did not use."""
+        if self._is_running:
+            with self._closing():
+                self._reduction.end_backward()
+
+    def abandon(self) -> None:
+        """Backward raised: drop its gradients, so that the next one starts from zero."""
+        with self._closing():
+            self._reduction.settle()
+        if self._gatherer is not None:
+            self._gatherer.begin_update()
+        self._reduction.reset()
+
+    def end_script_backward(self) -> None:
+        """End a backward that the script started, unless it is still running (a checkpoint's recompute)."""
+        if in_backward() or not (self._is_running or self._in_other):
+            return
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # buffers outlive an evaluation that ends it
+            if self._in_other:  # it raised
+                self._end_other()
+            self.end()
+
+    def end_checked(self) -> None:
+        """End a backward that the script started. All gradients are taken on return.
+
+        Raises:
+            UsageError: the script has set some `.grad` since, which would not count. It is None again.
+        """
+        self.end_script_backward()
+        if self._reduction.has_sums and not self._is_running:
+            self._manual_grads.refuse()
+
+    def allow_shown(self, grads: Iterable[Tensor]) -> None:
+        """`ManualGradGuard.allow`, until the next call."""
+        self._manual_grads.allow(grads)
+
+    def clear_seen(self) -> None:
+        """The engine has counted the backward passes until now."""
+        self.has_seen_one = False
+
+    def drop(self) -> None:
+        """Drop the gradients of all passes, at any time outside of a backward."""
+        if self._is_running:
+            self.abandon()
+        self._reduction.undo()
+        self._reduction.reset()
+        self._manual_grads.clear()
+        self.has_seen_one = False
+
+    def drop_script_grads(self) -> None:
+        """Drop what a script has put into `.grad`. Call it where all gradients of passes are taken."""
+        self._manual_grads.clear()
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Around the reduction or the drop of the gradients of the running backward, which ends."""
+        self._is_running = False
+        if self._diverges and self._gatherer is not None:
+            self._gatherer.end_uneven()  # first: this rank serves those whose backward goes on
+        self._reduction.expect_no_more()
+        with torch.no_grad():
+            yield
+        if self._gatherer is not None:
+            self._gatherer.end_backward()
+
+    # -- gradients --------------------------------------------------------------------------------------
+
+    def _hook_gradient(self, unit: Unit, grads: GradBucket, position: int) -> None:
+        """Take the gradient in slot `position` after the script's own hooks have run.
+
+        The hook is on the autograd node, not on the tensor: hooks of tensors always run before it.
+        """
+        this, arrivals, awaits = weakref.ref(self), grads.arrivals, grads.arrivals.awaits
+
+        def arrived(
+            *_: object,
+        ) -> None:  # nearly always only this: it runs for each parameter in each step
+            is_awaited = awaits[position]
+            if is_awaited:
+                awaits[position] = False
+                arrivals.remaining -= 1
+                if arrivals.remaining:
+                    return
+            running = this()
+            if running is None:
+                return
+            if is_awaited:
+                running._completed(unit)
+            else:
+                running._on_grad(unit, grads, position)
+
+        # keep a reference to the node: torch drops the hooks of a node without references
+        node = get_gradient_edge(grads.params[position]).node
+        self._hooks.append((node, node.register_hook(arrived)))
+
+    def hook_gradients(self) -> None:
+        """Take gradients from now on.
+
+        Called again where dtypes have changed: torch makes new autograd nodes for such parameters.
+        """
+        held = {id(node) for node, _ in self._hooks}
+        for unit, grads in self._trainable:
+            for position, param in enumerate(grads.params):
+                if param.requires_grad and id(get_gradient_edge(param).node) not in held:
+                    self._hook_gradient(unit, grads, position)
+
+    def remove_hooks(self) -> None:
+        """Take no more gradients."""
+        self._manual_grads.take_out_allowed()
+        for _, handle in self._hooks:
+            handle.remove()
+        self._hooks = []
+
+    @torch.no_grad()
+    def _on_grad(self, unit: Unit, grads: GradBucket, position: int) -> None:
+        if not (self._is_running and self._has_factor):
+            self._on_first_grad(grads.params[position])
+        added = grads.add(position)
+        if added is Added.LATE:
+            self._reduction.settle_late(grads)
+            grads.add_late(position)
+        elif added is Added.READY:
+            self._completed(unit)
+
+    @property
+    def trained(self) -> list[GradBucket]:
+        """The gradients of all units that are trained."""
+        return [grads for _, grads in self._trainable]
+
+    def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Add `grad` to the sum of `param`, as if autograd had brought it at the end of the last backward.
+
+        That backward should hold its gradients back: what is sent already is reduced a second time. A
+        parameter that the optimizer does not update is ignored.
+
+        Args:
+            grad: [shape of `param`], with the factor of the loss.
+
+        Raises:
+            UsageError: a backward is running.
+        """
+        self.end_script_backward()
+        if self._is_running:
+            raise UsageError(
+                "add_gradient inside a backward: its buffer may be on its way to other ranks; "
+                "call it after the backward"
+            )
+        if id(param) in self._slots:
+            grads, position = self._slots[id(param)]
+            if grads.is_sent:
+                self._reduction.settle_late(grads)
+            grads.add_by_call(position, grad)
+
+    def _on_first_grad(self, param: nn.Parameter) -> None:
+        """The first gradient has arrived: begin the script's backward if none runs, and set the factor."""
+        try:
+            if not self._is_running:
+                self._begin_script_backward(param)
+            factor = self.rules.script_factor()
+        except BaseException:
+            param.grad = None
+            if self._is_running:  # no gradient of this backward is taken
+                with self._closing():
+                    self._reduction.end_without_reducing()
+                self.has_seen_one = self._had_seen_one
+            raise
+        self._has_factor = True
+        self._reduction.scale_by(factor)
+        self._reduction.open()
+
+    def _completed(self, unit: Unit) -> None:
+        if torch.is_grad_enabled():  # with create_graph
+            with torch.no_grad():
+                self._completed(unit)
+            return
+        if self._gatherer is not None and unit.is_complete:
+            self._gatherer.after_grads(unit)
+        if not self._diverges:  # there no rank waits for a reduction while others gather
+            self._reduction.start_complete()
+
+    def on_call_done(self, unit: Unit) -> None:
+        """Backward has finished a call of `unit`, because its inputs have their gradients.
+
+        Gradients of the unit that cannot arrive any more are complete.
+        """
+        if not self._is_running:  # torch.autograd.grad leaves no gradients
+            return
+        missing = [grads for grads in unit.grads if not grads.arrivals.is_complete]
+        if missing and not any(grads.arrivals.expects_more() for grads in missing):
+            for grads in missing:
+                grads.arrivals.expect_no_more()
+            self._completed(unit)
+
+    # -- passes that the script starts ------------------------------------------------------------------
+
+    def on_output_grad(self) -> None:
+        """A gradient has arrived at an output of some unit; before anything is gathered for it.
+
+        It may be one of a backward that the script started.
+
+        - The gradients of a loss.backward() are reduced; those of torch.autograd.grad are not.
+        - With create_graph the new graph needs full parameters until the next update.
+        """
+        assert self._gatherer is not None
+        if self._is_running or self._in_other:
+            return
+        if torch.is_grad_enabled():
+            self._gatherer.keep_all()
+        elif self._brings_gradients():
+            self._begin_script_backward()
+            return
+        self._in_other = True
+        self._gatherer.begin_backward(is_own=False)
+        after_backward(self._end_other)
+
+    def _brings_gradients(self) -> bool:
+        """The running backward leaves gradients in parameters."""
+        try:
+            return any(will_execute(node) for node, _ in self._hooks)
+        except RuntimeError:  # torch raises it if torch.autograd.grad computes some of them
+            return False
+
+    def _end_other(self) -> None:
+        assert self._gatherer is not None
+        self._in_other = False
+        self.end()
+        self._gatherer.end_backward()
+
+    def _begin_script_backward(self, arrived: nn.Parameter | None = None) -> None:
+        """The script called loss.backward() itself. The next call of the engine ends this backward.
+
+        Callbacks of autograd cannot end it: they run at the end of the innermost backward, and a reentrant
+        checkpoint runs a nested one for each call. At stage 3 they can: the hook on the model's output has
+        already run in the outermost backward.
+        """
+        before = self.has_seen_one
+        if self._reduction.has_sums:
+            self._manual_grads.refuse(arrived)
+        reduces, ends_step = self.rules.begin_script_backward()
+        self.begin(reduces=reduces, ends_step=ends_step, has_factor=False)
+        self._had_seen_one = before
+        if self._gatherer is not None and not self._in_other:
+            after_backward(self.end)
+
+
+__all__ = ["BackwardPass", "BackwardRules", "ScriptBackward", "ManualGradGuard"]

@@ -1,0 +1,329 @@
+"""Hooks on the modules and the graph: they see each use of a unit, and call the gatherer and the backward pass.
+
+    forward    pre_forward  -> gather this unit, start the next one     post_forward -> drop
+    backward   pre_backward -> gather this unit, start the previous one  gradients complete -> drop
+
+- A call begins with a module of the unit, or with an inner module when a script calls that one directly.
+- pre_backward is a hook on the autograd nodes of a module's outputs.
+- A forward during backward is a recompute (activation checkpointing), which may end early: it gathers units
+  and never drops them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ...ops.torch_internals import tree_leaves, tree_map
+from ...utils.replaying import is_replaying
+from .backward_pass import BackwardPass
+from .gather import Gatherer
+from .unit import Unit
+
+_PLAIN = (type(None), str, bytes, int, float, complex, type, nn.Module)
+HookWrapper = Callable[[Unit, nn.Module, Any], Any]  # (unit, module, hook) -> hook
+
+
+@final
+class UnitHooks:
+    """Owns the hooks on modules, and those that each forward puts on its outputs and inputs."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        gatherer: Gatherer,
+        backward: BackwardPass,
+        *,
+        gathers_all: bool,
+    ) -> None:
+        """Hook every module of `units` (root last).
+
+        gathers_all: at the end of forward all units are gathered, also those that it did not call.
+        """
+        self._units = list(units)
+        self._gatherer = gatherer
+        self._backward = backward
+        self._gathers_all = gathers_all
+        # called without a graph, as inside of a checkpoint, which calls them again in backward
+        self._without_graph: set[Unit] = set()
+        self._pending_drop: Unit | None = None  # one of its modules returned, others may follow
+        self._handles: list[RemovableHandle] = []
+        self._is_excluded = False
+        self._hook_all(lambda unit, module, hook: hook)
+        self.exclude_from_compile()
+
+    def exclude_from_compile(self) -> None:
+        """Keep torch.compile from tracing into the hooks, if it is loaded. Cheap; call before a forward.
+
+        - torch.compile is not loaded here: that takes more than a second.
+        - Code compiled for a module without these hooks must not run for one with them: guards are enabled.
+        - Code that was compiled earlier has no such guard: torch._dynamo is reset. With a GPU a reset loads
+          inductor, which takes a second, so there is none where nothing was compiled.
+        """
+        if self._is_excluded or "torch._dynamo" not in sys.modules:
+            return
+        self._is_excluded = True
+        if torch._dynamo.config.skip_nnmodule_hook_guards:
+            torch._dynamo.config.skip_nnmodule_hook_guards = False
+            if getattr(torch._dynamo.convert_frame, "FRAME_COUNTER", 1):
+                torch._dynamo.reset()
+        self.remove()
+        self._hook_all(_excluded_from_compile)
+
+    def _hook_all(self, wrap: HookWrapper) -> None:
+        for unit in self._units:
+            for module in unit.modules:
+                self._hook(unit, module, wrap)
+            for module in unit.inner_modules:
+                self._hook_inner(unit, module, wrap)
+
+    def _hook_inner(self, unit: Unit, module: nn.Module, wrap: HookWrapper) -> None:
+        """Hook a submodule of a unit; the hooks act only when a script calls it directly."""
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if unit.is_running:
+                if unit.entry is module:
+                    unit.begin_nested_call()
+            elif self._gatherer.in_backward:
+                if not is_replaying():
+                    unit.count_recompute()
+                self._gatherer.gather(unit)
+            else:
+                unit.set_entry(module)
+                self._pre_forward(unit, module, args, kwargs)
+
+        def after(_: nn.Module, args: Any, output: Any) -> Any:
+            if unit.entry is not module:
+                return output
+            if unit.depth:
+                unit.end_nested_call()
+                return output
+            output = self._post_forward(unit, module, True, output)
+            unit.set_entry(None)
+            return output
+
+        self._handles += [
+            module.register_forward_pre_hook(wrap(unit, module, before), with_kwargs=True),
+            module.register_forward_hook(wrap(unit, module, after)),
+        ]
+
+    def _hook(self, unit: Unit, module: nn.Module, wrap: HookWrapper) -> None:
+        is_last = module is unit.modules[-1]
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._pre_forward(unit, module, args, kwargs)
+
+        def after(_: nn.Module, args: Any, output: Any) -> Any:
+            return self._post_forward(unit, module, is_last, output)
+
+        self._handles += [
+            module.register_forward_pre_hook(wrap(unit, module, before), with_kwargs=True),
+            module.register_forward_hook(wrap(unit, module, after)),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks on modules."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # -- forward ----------------------------------------------------------------------------------------
+
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        gatherer = self._gatherer
+        if not gatherer.in_backward:
+            if unit.is_root and module is unit.modules[0]:
+                gatherer.begin_forward()
+                self._without_graph.clear()
+            gatherer.note_use(unit)
+            self._drop_pending(unit)
+        gatherer.gather(unit)
+        if _is_entry(unit, module):
+            gatherer.enter(unit)
+            if gatherer.in_backward and not is_replaying():
+                unit.count_recompute()
+        if not gatherer.in_backward:
+            gatherer.start_next_of_forward(unit)
+        if not unit.is_root:
+            self._follow_inputs(unit, (args, kwargs))
+
+    def _post_forward(self, unit: Unit, module: nn.Module, is_last: bool, output: Any) -> Any:
+        """Drop what the call no longer needs. Returns the output with views of parameters copied."""
+        if _is_entry(unit, module):
+            self._gatherer.leave(unit)
+        output = self._without_views(unit, output)
+        needs_backward = torch.is_grad_enabled() and self._hook_outputs(unit, output)
+        if self._gatherer.in_backward:
+            return output
+        if unit.is_root:
+            if module is unit.modules[0] and not needs_backward:
+                self._gatherer.drop_all()
+            if module is unit.modules[0] and self._gathers_all:
+                # in one order on every rank, before the messages of backward
+                for other in self._units:
+                    other.unshard()
+        elif not (unit.stays_until_backward and needs_backward):
+            if is_last:
+                self._gatherer.drop(unit)
+            else:
+                self._pending_drop = unit
+        return output
+
+    def _drop_pending(self, entered: Unit) -> None:
+        """Drop a unit whose last modules the pass skipped: ranks that called them have dropped it."""
+        if not entered.is_root:
+            if self._pending_drop is not None and self._pending_drop is not entered:
+                self._gatherer.drop(self._pending_drop)
+            self._pending_drop = None
+
+    def _without_views(self, unit: Unit, output: Any) -> Any:
+        """Copy views of parameters in the output: dropping `unit` frees the memory that they refer to.
+
+        If a copy cannot be put into the output, `unit` stays gathered until the update.
+        """
+        held = {
+            flat.raw.untyped_storage().data_ptr() for flat in unit.params if flat.may_be_resharded
+        }
+        held.discard(0)
+
+        def is_view(value: Any) -> bool:
+            return isinstance(value, Tensor) and _storage_of(value) in held
+
+        if not any(is_view(tensor) for tensor in tensors_in(output)):
+            return output
+        output = tree_map(lambda leaf: leaf.clone() if is_view(leaf) else leaf, output)
+        if any(is_view(tensor) for tensor in tensors_in(output)):
+            unit.keep_until_update()
+        return output
+
+    # -- backward ---------------------------------------------------------------------------------------
+
+    def _hook_outputs(self, unit: Unit, output: Any) -> bool:
+        """Gather `unit` again when a gradient of `output` arrives. False: `output` gets no gradient."""
+        tensors = tensors_in(output)
+        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn}
+        if not tensors and not self._gatherer.in_backward and not unit.is_root:
+            unit.keep_until_update()  # its results, and their gradients, do not pass through its output
+
+        def before_node(_: Any) -> None:
+            self._pre_backward(unit)
+
+        for node in nodes:
+            node.register_prehook(before_node)
+        return bool(nodes)
+
+    def _pre_backward(self, unit: Unit) -> None:
+        self._backward.on_output_grad()
+        for needed in (self._units[-1], unit, *unit.used_units):  # any unit may use root parameters
+            self._gatherer.gather(needed)
+        self._gatherer.start_next_of_backward(unit)
+
+    def _follow_inputs(self, unit: Unit, inputs: Any) -> None:
+        """Hook the inputs of a call: backward has finished the call when all of them have gradients.
+
+        Only then is it known that parameters which this rank did not use get no gradient. This must
+        not wait for the end of backward: reductions on other ranks wait for it, and gathers on this rank wait
+        for those ranks.
+        """
+        if not torch.is_grad_enabled():
+            if not self._gatherer.in_backward:
+                self._without_graph.add(unit)
+            return
+        tensors = [
+            leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+
+        # a reentrant checkpoint runs nested graphs: neither shows the gradients that the other produces
+        is_whole_graph = not self._gatherer.in_backward and unit not in self._without_graph
+        arrived = [0, 0]  # in which backward, how many
+
+        # one hook for each tensor: torch's multi-tensor hook keeps the nodes alive for ever
+        def one_arrived(_: Tensor) -> None:
+            if is_whole_graph:
+                self._backward.on_call_done(unit)
+            if arrived[0] != self._gatherer.num_backwards:
+                arrived[:] = [self._gatherer.num_backwards, 0]
+            arrived[1] += 1
+            passed = arrived[1] == count and unit.is_complete
+            if passed and unit.has_frozen and not unit.is_used_by_others:
+                self._gatherer.drop(unit)
+
+        count = len(tensors)
+        for tensor in tensors:
+            handle = tensor.register_hook(one_arrived)  # type: ignore[no-untyped-call]
+            if tensor.is_leaf:  # a parameter of another unit, or a tensor that the script keeps
+                self._gatherer.remove_after_backward(handle)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in `value`, without the tensors inside modules and classes.
+
+    Torch's pytree supports only registered containers. A tensor in another container would get no hook, and
+    backward would use parameters that are not gathered. So this also looks into other objects.
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    seen: set[int] = set()  # an object may refer to itself
+    waiting = [value]
+    while waiting:
+        for leaf in tree_leaves(waiting.pop()):
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif not isinstance(leaf, _PLAIN) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                waiting += _values(leaf)
+    return found
+
+
+def _values(holder: Any) -> list[Any]:
+    """The contents of a container that is not registered with pytree."""
+    if isinstance(holder, Mapping):
+        return list(holder.values())
+    if isinstance(holder, list | tuple | set | frozenset):  # subclasses of them
+        return list(holder)
+    if is_dataclass(holder):  # with slots it has no __dict__
+        return [getattr(holder, field.name, None) for field in fields(holder)]
+    return list(getattr(holder, "__dict__", {}).values())
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """The address of its storage; 0 for tensors without an ordinary storage (sparse, of vmap, ...)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _is_entry(unit: Unit, module: nn.Module) -> bool:
+    """Calls of `unit` begin with this module; other modules of the root run inside the model's call."""
+    return module is unit.entry or (
+        module is unit.modules[0] if unit.is_root else module in unit.modules
+    )
+
+
+def _excluded_from_compile(unit: Unit, module: nn.Module, hook: Any) -> Any:
+    """Wrap `hook` for torch.compile: it runs outside of every graph.
+
+    A submodule of a gathered unit has nothing to gather. Its graph contains guards on that instead of a call;
+    otherwise the graph would break at each such module. A recomputation in backward, where the unit is gathered
+    and no call of it runs, takes the same graph.
+    """
+    outside = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    if _is_entry(unit, module):
+        return outside
+
+    def inside(*args: Any) -> None:
+        if not (torch.compiler.is_compiling() and unit.is_unsharded):
+            outside(*args)
+
+    return inside
+
+
+__all__ = ["UnitHooks", "tensors_in"]

@@ -1,0 +1,618 @@
+"""The parameters of one flat buffer: permanent views of it, while its storage is allocated and freed.
+
+    gathered   param.data --view--> full [world_size * shard_numel] --storage--> memory
+    dropped    param.data = NaN, expanded to its shape      full --storage--> nothing
+                                                             ^ raw: an alias with its own version counter
+
+- Dropping resizes the storage to zero and gathering fills it in place, so every view that autograd saved is
+  valid again. Swapping `.data` alone would keep the full storages alive through saved tensors.
+- A script that reads a dropped parameter gets a placeholder: NaN of the right shape. Reading a view of an
+  empty storage can crash the process. torch refuses writes to a placeholder.
+- The engine writes only through `raw`: gloo increments the version counter of its output from a worker
+  thread, and the counter of `raw` is not the one that autograd checks.
+- What user code writes to a gathered parameter counts: a drop copies this rank's part of it into the shard,
+  and a tensor that was assigned to `.data` is copied into the buffer. On a device the copy is always made, for
+  writes through `.data` change no version counter. To the host it is made where a counter has changed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from ...compression.sender import ExactSender, ParamSender
+from ...offload.lanes import Ticket
+from ...offload.shards import Fetched, Shard, ShardHome, ShardInMemory
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.handles import Done, Handle
+from ...ops.flat import overlap
+from ...ops.torch_internals import NoTorchFunction
+from ...utils.errors import UsageError
+from ..access.owners import find_owner
+from ..layout.groups import FlatGroup
+from ..layout.layout import FlatLayout
+
+
+class ParamMemory(ABC):
+    """`raw` [world_size * n]: the buffer. `own` [n]: this rank's part of it, to which the engine may write.
+
+    num_holders: so many ranks have the memory in common. sender: how the buffer is sent.
+    writable: `raw` to write to, on the one of these ranks that sets values which no update has computed.
+    """
+
+    raw: Tensor
+    own: Tensor
+    num_holders: int
+    sender: ParamSender
+    writable: Tensor | None
+
+    @property
+    @abstractmethod
+    def is_shared(self) -> bool:
+        """Other ranks have the same memory, and scripts may only read it."""
+
+    @abstractmethod
+    def fill(self, fill: Callable[[Tensor], None]) -> None:
+        """Let `fill` set a tensor like `raw` to the first values, for which it may communicate."""
+
+    @abstractmethod
+    def refuse_assigned(self, assigned: Sequence[tuple[nn.Parameter, Tensor, str]]) -> None:
+        """Undo what a script has assigned to `.data`, where other ranks have the same memory.
+
+        assigned: each parameter, its values and its name.
+        Raises UsageError: some are other values; the parameters have their own again.
+        """
+
+    @abstractmethod
+    def check_place(self) -> None:
+        """Raises UsageError: the script has moved the memory."""
+
+    @abstractmethod
+    def wait_for_readers(self) -> None:
+        """This rank's parts are about to be written, or have been. For all ranks, once for all buffers."""
+
+    @abstractmethod
+    def leave(self) -> Tensor:
+        """This engine ends: the tensor that takes the place of `raw`, to which scripts may write."""
+
+
+@final
+class OwnMemory(ParamMemory):
+    """Memory of this rank."""
+
+    is_shared = False
+    num_holders = 1
+
+    def __init__(self, raw: Tensor, collectives: Collectives, sender: ParamSender) -> None:
+        self.sender = sender
+        self.raw = self.writable = raw
+        self.own = collectives.shard_of(raw)
+
+    def fill(self, fill: Callable[[Tensor], None]) -> None:
+        fill(self.raw)
+
+    def refuse_assigned(self, assigned: Sequence[tuple[nn.Parameter, Tensor, str]]) -> None:
+        raise AssertionError("scripts may write to it")
+
+    def check_place(self) -> None:
+        return
+
+    def wait_for_readers(self) -> None:
+        return
+
+    def leave(self) -> Tensor:
+        return self.raw
+
+
+def own_memory(
+    collectives: Collectives,
+    numel: int,
+    dtype: torch.dtype,
+    sender: ParamSender,
+    *,
+    is_dropped: bool,
+) -> OwnMemory:
+    """Memory for a flat buffer; is_dropped: it is dropped between uses."""
+    # what is dropped changes its size; what stays is read by other ranks where it is
+    empty = torch.empty if is_dropped else collectives.empty
+    raw = empty(numel, dtype=dtype, device=collectives.device).zero_()
+    return OwnMemory(raw, collectives, sender)
+
+
+def views_in(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
+    """The parts of `flat` [world_size * n] that are the slots of `layout`."""
+    return [flat.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in layout.slots]
+
+
+# the engine's own operations on parameters are hidden from any mode that surrounds a forward
+
+
+class ShardState(Enum):
+    """The life of the full buffer.
+
+    SHARDED --start_unshard--> IN_FLIGHT --wait--> UNSHARDED --reshard, start_publish--> SHARDED
+    """
+
+    SHARDED = 1  # it has no memory, or has old values of other ranks
+    IN_FLIGHT = 2  # the shards of other ranks are on their way
+    UNSHARDED = 3  # it may be used
+
+
+class Deferred(Enum):
+    """What the next `start_unshard` waits for, where an update on the host goes on under the next forward."""
+
+    NOTHING = 1
+    OWN = 2  # this rank's new values
+    ALL = 3  # these, and then those of the other ranks
+
+
+@final
+class ParamBucket:
+    """Owns one flat buffer of parameters: its memory, this rank's shard, what `.data` of each parameter is.
+
+    Attributes:
+        is_sharded: ranks keep one shard each between uses (stage 3); else each keeps the full buffer.
+        is_written: user code has written to parameters since the owner of the master last cleared it, as far
+            as version counters and assignments to `.data` show.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        params: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        group: FlatGroup,
+        *,
+        index: int,
+        is_sharded: bool,
+        home: ShardHome,
+        memory: ParamMemory,
+    ) -> None:
+        """Move `params` (in the order of `layout.slots`) into `memory`, with the values of rank 0.
+
+        Peak memory: the parameters plus this buffer; each parameter frees its memory as soon as it is
+        copied. With `is_sharded` only the shard stays.
+        """
+        self.layout = layout
+        self.params = tuple(params)
+        self.index = index
+        self.is_sharded = is_sharded
+        self.group = group
+        self.collectives = collectives = group.collectives
+        self.sender = memory.sender
+        self._state = ShardState.UNSHARDED
+        self._handle: Handle | None = None  # while it is in flight
+        self._reshards = is_sharded
+        self._overridden: dict[int, Tensor] = {}  # position -> the tensor that replaces `.data`
+        self.memory = memory
+        self.raw = memory.raw
+        self._views = views_in(self.raw, layout)
+        memory.fill(self._fill)
+        self._placeholder = placeholder_like((), dtype, collectives.device)
+        bits = bytes_of(self._placeholder)  # checked on CPUs alone
+        self._placeholder_bytes = bytes(bits.tolist()) if bits.device.type == "cpu" else b""
+        self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
+        self._counted = tuple(param for param in self.params if not param.is_inference())
+        self._versions = self._sum_versions()
+        self.is_written = False
+        self.place: Shard = ShardInMemory(memory.own)
+        if is_sharded:
+            self.place = home.store(index, memory.own, self._near)
+        self._arrival: Ticket | None = None
+        self._deferred = Deferred.NOTHING
+        if is_sharded:
+            self.reshard()
+
+    def _near(self, values: Tensor) -> Tensor:
+        """A copy of `values` from which the other ranks gather."""
+        return self.collectives.empty(values.numel(), values.dtype).copy_(values)
+
+    def _fill(self, whole: Tensor) -> None:
+        """Copy the parameters' values into `whole`, and make the parameters views of the buffer."""
+        own: list[Tensor] = []
+        for param, into, view in zip(
+            self.params, views_in(whole, self.layout), self._views, strict=True
+        ):
+            owner = find_owner(param)
+            if owner is None:
+                own.append(into)
+                into.copy_(param.data)
+            else:
+                owner.move_into(param, into)
+            param.data = view
+        for part in [whole] if len(own) == len(self.params) else own:
+            self.group.everyone.broadcast(part)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.raw.dtype
+
+    @property
+    def full_bytes(self) -> int:
+        return self.layout.numel * self.raw.element_size()
+
+    @property
+    def is_unsharded(self) -> bool:
+        """The full buffer may be used."""
+        return self._state is ShardState.UNSHARDED
+
+    @property
+    def may_be_resharded(self) -> bool:
+        """The buffer does not stay gathered all the time."""
+        return self._reshards
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part, [shard_numel], with its values: waits for an update, and reads it from a disk."""
+        self.arrive()
+        self.place.bring()
+        return self.place.tensor
+
+    def arrive(self) -> None:
+        """Wait for values that an update is still sending from the host."""
+        if self._arrival is not None:
+            arrival, self._arrival = self._arrival, None
+            arrival.order()
+
+    def expect(self, arrival: Ticket) -> None:
+        """New values of the shard are complete when `arrival` is."""
+        self.sender.forget()
+        self._arrival = arrival
+
+    def defer(self, arrival: Ticket, *, gathers: bool) -> None:
+        """New values are complete when `arrival` is; `start_unshard` waits for it.
+
+        Until then parameters read as if dropped. For buffers that are not sharded.
+        gathers: only this rank's part arrives; the rest is gathered then.
+        """
+        self._arrival = arrival
+        self._deferred = Deferred.ALL if gathers else Deferred.OWN
+        self._state = ShardState.SHARDED
+        self._point_to(self._placeholders)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Parameters read as if dropped until `unshard`."""
+        return self._deferred is not Deferred.NOTHING
+
+    @property
+    def gathers_deferred(self) -> bool:
+        """The next `unshard` after `defer` sends something."""
+        return self._deferred is Deferred.ALL and self.collectives.world_size > 1
+
+    def keep_gathered(self) -> None:
+        """From now on `reshard` does nothing: the full buffer stays gathered between steps."""
+        self._reshards = False
+
+    def start_unshard(self) -> None:
+        """Start to gather all shards into the buffer, unless it is gathered or in flight.
+
+        Sends (world_size - 1) shards per rank.
+        """
+        if self._state is not ShardState.SHARDED:
+            return
+        storage = self.raw.untyped_storage()
+        if storage.nbytes() == 0:
+            self._check_not_written()
+            storage.resize_(self.full_bytes)
+        self._handle = self._start_gather()
+        self._state = ShardState.IN_FLIGHT
+
+    def _start_gather(self) -> Handle:
+        if self.is_deferred:
+            self._check_not_written()
+            if self._deferred is Deferred.OWN:
+                self.arrive()
+                return Done()
+        own = self.collectives.shard_of(self.raw)
+        if not self.is_on_host:
+            return self.sender.gather(self.raw, self.shard)
+        arrival, self._arrival = self._arrival, None
+        fetched = self.place.fetch(own, arrival)
+        if self.collectives.world_size == 1:
+            return Fetched(fetched)
+        fetched.order()
+        return self.sender.gather(self.raw, own)
+
+    @property
+    def may_start(self) -> bool:
+        """`start_unshard` would not wait for an update on the host.
+
+        Ranks may differ, as the updates of one may end earlier. Without tags all gathers must start in one
+        order on all ranks, so there it is False until the update was waited for.
+        """
+        if self._arrival is None:
+            return True
+        if self.collectives.world_size == 1:
+            return self._arrival.is_done or self.is_on_host
+        return self.collectives.has_tags and self._arrival.is_done
+
+    @property
+    def is_on_host(self) -> bool:
+        """The shard is in host memory, or on a disk."""
+        return self.is_sharded and self.place.is_on_host
+
+    def serve(self, receivers: Sequence[int]) -> None:
+        """Take part in a gather to the ranks `receivers` only, which may or may not include this one."""
+        self.sender.forget()
+        receives = self.collectives.rank in receivers
+        if receives:
+            self._check_not_written()
+            self.raw.untyped_storage().resize_(self.full_bytes)
+        shard = self.shard.to(self.collectives.device)
+        self.collectives.serve(self.raw if receives else None, shard, receivers, buffer=self.index)
+        if receives:
+            self._state = ShardState.UNSHARDED
+            self._point_to(self._views)
+
+    def unshard(self) -> None:
+        """Gather the full buffer."""
+        if not self.is_unsharded:
+            self.start_unshard()
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for a gather in flight."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self._state = ShardState.SHARDED  # if the wait raises
+            handle.wait()
+            self._state = ShardState.UNSHARDED
+            if self.is_sharded or self.is_deferred:
+                self._deferred = Deferred.NOTHING
+                self._point_to(self._views)
+
+    def _point_to(self, values: Sequence[Tensor]) -> None:
+        with NoTorchFunction():
+            for position, (param, value) in enumerate(zip(self.params, values, strict=True)):
+                if position not in self._overridden:
+                    param.data = value
+
+    def reshard(self) -> None:
+        """Free the full buffer; the shard stays."""
+        if self._reshards and self.is_unsharded:
+            self.take_edits()
+            self.sender.keep(self.raw)
+            self._point_to(self._placeholders)
+            self.raw.untyped_storage().resize_(0)
+            self._state = ShardState.SHARDED
+
+    def start_publish(self, near: Tensor | None = None) -> None:
+        """The shard has changed: start to gather it, if the full buffer stays gathered between steps.
+
+        Earlier writes to the full parameters are lost, unless `take_edits` was called first.
+        near: new values of this rank's part, which the buffer moves to: see `ParamSender.publish`.
+        """
+        self.sender.forget()
+        if self._reshards:
+            return
+        self._state = ShardState.SHARDED
+        if near is None:
+            self.start_unshard()
+        else:
+            self._handle = self.sender.publish(self.raw, near)
+            self._state = ShardState.IN_FLIGHT
+
+    # -- what `param.data` refers to --------------------------------------------------------------------
+
+    def end_sharing(self) -> None:
+        """The engine ends: parameters get memory of their own."""
+        self.raw = self.memory.leave()
+        self._views = views_in(self.raw, self.layout)
+        self._point_to(self._views)
+
+    def release(self) -> None:
+        """The engine has ended: keep the gathered buffer alone, also in backward of a graph from before."""
+        self.keep_gathered()
+        if self.is_unsharded:
+            self.place = ShardInMemory(self.collectives.shard_of(self.raw))
+        self.sender = ExactSender(self.collectives, self.index)
+
+    def override(self, position: int, full: Tensor) -> None:
+        """`.data` of the parameter in slot `position` is `full`, a separate tensor, until `clear_override`."""
+        self._overridden[position] = full
+        self.params[position].data = full
+
+    def clear_override(self, position: int) -> None:
+        """End `override`; the values of `full` are lost unless they were written to the shard."""
+        del self._overridden[position]
+        is_dropped = self.is_deferred or (self.is_sharded and not self.is_unsharded)
+        here = self._placeholders if is_dropped else self._views
+        self.params[position].data = here[position]
+
+    @property
+    def overridden(self) -> list[str]:
+        """Names of the parameters whose `.data` is a tensor given to `override`."""
+        return [self.layout.slots[position].name for position in self._overridden]
+
+    def is_overridden(self, position: int) -> bool:
+        """`.data` of the parameter in slot `position` is a tensor given to `override`."""
+        return position in self._overridden
+
+    def hide(self) -> None:
+        """The memory of the buffer is about to be freed: parameters read as NaN, as if dropped."""
+        self._point_to(self._placeholders)
+
+    def show(self) -> None:
+        """The memory of the buffer is allocated again: end `hide`."""
+        if self.is_unsharded:
+            self._point_to(self._views)
+
+    def frozen_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """[from, to) of what is frozen now in [start, stop) of the buffer, in elements from `start` on."""
+        frozen = {
+            slot.offset
+            for slot, param in zip(self.layout.slots, self.params, strict=True)
+            if not param.requires_grad
+        }
+        if not frozen:
+            return []
+        pieces = self.layout.pieces_in(start, stop)
+        return [(piece.start, piece.stop) for piece in pieces if piece.slot.offset in frozen]
+
+    # -- writes by the script ---------------------------------------------------------------------------
+
+    def take_edits(self, only: int | None = None) -> None:
+        """Make the script's writes to full parameters, or assignments to their `.data`, their values.
+
+        Args:
+            only: the slot of the only parameter to look at; None: all.
+
+        Raises:
+            UsageError: a tensor of another shape or dtype was assigned, or `.data` was assigned while the
+                parameter was dropped; the parameter is unchanged.
+        """
+        has_memory = bool(self.raw.untyped_storage().nbytes())
+        if not has_memory or self.is_deferred:
+            self._check_not_written(only)
+        if not (self.is_unsharded and has_memory):
+            return
+        with NoTorchFunction():
+            versions, self._versions = self._versions, self._sum_versions()
+            is_written = versions != self._versions
+            if only is None or not _is_same(self.params[only], self._views[only]):
+                is_written = self._take_assigned() or is_written
+        self.is_written |= is_written
+        if self.is_sharded and is_written:  # the counters do not say which slot
+            self._write_back(None)
+        elif self.is_sharded and not self.is_on_host:
+            self._write_back(only)
+
+    def _sum_versions(self) -> int:
+        """A number that grows with each write to a parameter, but not with the engine's own."""
+        return sum([param._version for param in self._counted])
+
+    def _take_assigned(self) -> bool:
+        """Copy what was assigned to `.data`. True: something was."""
+        found = self._assigned(self._views)
+        if self.memory.is_shared:
+            slots = self.layout.slots
+            self.memory.refuse_assigned(
+                [(self.params[at], self._views[at], slots[at].name) for at in found]
+            )
+            return False
+        for at in found:
+            self._copy_assigned(at)
+        return bool(found)
+
+    def _assigned(self, values: Sequence[Tensor]) -> list[int]:
+        """Positions of parameters whose `.data` is not their entry in `values`, without overridden ones."""
+        with suppress(RuntimeError):  # dtypes differ
+            if all(map(Tensor.is_set_to, self.params, values)):  # nearly always; in each step
+                return []
+        pairs = zip(self.params, values, strict=True)
+        changed = [at for at, (param, value) in enumerate(pairs) if not _is_same(param, value)]
+        return [at for at in changed if at not in self._overridden]
+
+    def _write_back(self, only: int | None) -> None:
+        """Copy this rank's part of the full buffer, or of one slot of it, into the shard."""
+        start, stop = self.layout.shard_range(self.collectives.rank)
+        if only is not None:
+            slot = self.layout.slots[only]
+            start, stop = overlap((slot.offset, slot.stop), (start, stop))
+        if start < stop:
+            first = self.layout.shard_range(self.collectives.rank)[0]
+            self.sender.take_written(self.raw, self.shard, start - first, stop - first)
+
+    def gather_exactly(self) -> None:
+        """From now on the buffer stays gathered, with exact values. For all ranks."""
+        if self.sender.rounds:
+            self.wait()
+            self.take_edits()
+            self.sender = ExactSender(self.collectives, self.index)
+            self._state = ShardState.SHARDED
+        self.unshard()
+
+    def _copy_assigned(self, position: int) -> None:
+        param, view, slot = (
+            self.params[position],
+            self._views[position],
+            self.layout.slots[position],
+        )
+        given = param.data
+        param.data = view
+        if given.shape != view.shape or given.dtype != view.dtype:
+            raise UsageError(
+                f"{slot.name}.data was set to a tensor of shape {tuple(given.shape)} and {given.dtype}, after "
+                f"xds.initialize: the parameter has {tuple(view.shape)} and {view.dtype}, and is unchanged; "
+                "assign a tensor of that shape and dtype, or use xds.zero.set_full_param"
+            )
+        view.copy_(given.clone())  # it may be another view of the same memory
+
+    @torch.no_grad()
+    def other_dtypes(self) -> list[int]:
+        """Undo dtype changes by the script (`module.float()`); returns the positions of the parameters.
+
+        Gathered parameters keep the values that were cast; dropped ones have no values to cast.
+        """
+        with NoTorchFunction():
+            dtype = self.raw.dtype
+            found = [at for at, param in enumerate(self.params) if param.dtype is not dtype]
+            for position in found:
+                param, view = self.params[position], self._views[position]
+                if self.is_unsharded and position not in self._overridden:
+                    if not self.memory.is_shared:
+                        view.copy_(param.data)
+                    param.data = view
+                else:
+                    param.data = self._placeholders[position]
+        return found
+
+    def _check_not_written(self, only: int | None = None) -> None:
+        """Check for writes to dropped parameters: torch lets fill_ and zero_ pass, and assignments to .data."""
+        with NoTorchFunction():
+            is_one = only is not None and _is_same(self.params[only], self._placeholders[only])
+            changed = [] if is_one else self._assigned(self._placeholders)
+            for at in changed:
+                self.params[at].data = self._placeholders[at]
+            assigned = [self.layout.slots[at].name for at in changed]
+        if assigned:
+            shown = ", ".join(assigned[:3]) + (", ..." if len(assigned) > 3 else "")
+            raise UsageError(f".data of {shown} was assigned while dropped (stage 3): {_REMEDY}")
+        bits = bytes_of(self._placeholder)
+        if bits.device.type == "cpu" and bytes(bits.tolist()) != self._placeholder_bytes:
+            names = self.layout.slots[0].name, self.layout.slots[-1].name
+            bits.copy_(bits.new_tensor(list(self._placeholder_bytes)))
+            raise UsageError(
+                f"a parameter between {names[0]} and {names[1]} was written while it was dropped (stage 3): "
+                f"{_REMEDY}"
+            )
+
+
+def placeholder_like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The placeholder for a dropped parameter: one NaN expanded to its shape; torch refuses most writes.
+
+    Integers read as their smallest value. Bools read as True, stored as a byte that no write produces.
+    """
+    if dtype == torch.bool:
+        one = torch.full((1,), 2, dtype=torch.uint8, device=device).view(torch.bool)
+    elif dtype.is_floating_point:
+        one = torch.full((1,), torch.nan, device=device).to(dtype)
+    else:
+        one = torch.full((1,), torch.iinfo(dtype).min, dtype=dtype, device=device)
+    return one[0].expand(tuple(shape))
+
+
+def bytes_of(scalar: Tensor) -> Tensor:
+    """The bytes of one element, as a view."""
+    return scalar.view(1).view(torch.uint8)
+
+
+_REMEDY = (
+    "the value is lost and the parameters are unchanged; write inside "
+    "xds.zero.GatheredParameters(params, modifier_rank=0), or use xds.zero.set_full_param"
+)
+
+
+def _is_same(param: Tensor, value: Tensor) -> bool:
+    """`.data` of `param` is `value`: the same dtype, memory, shape and strides."""
+    return param.dtype is value.dtype and param.is_set_to(value)
+
+
+__all__ = ["ParamBucket", "ParamMemory", "ShardState", "own_memory", "placeholder_like", "views_in"]
