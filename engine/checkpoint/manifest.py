@@ -93,6 +93,14 @@ class RankPart:
 
 
 @dataclass(frozen=True)
+class SavedNode:
+    """Ranks, ascending, whose files are in one folder that no other rank saw. name: of the first one's host."""
+
+    name: Text
+    ranks: tuple[Size, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything of a checkpoint except the tensors.
 
@@ -100,6 +108,8 @@ class Manifest:
     holders: tuples of ranks, ascending: each flat names one, the ranks that hold its shards, in order.
     state: the engine's values; its tensors are in files[0].
     saved_seconds: when it was saved, in Unix time; 0 if the writer did not record it.
+    nodes: of xds 0.1.0, where each node saved into a folder of its own, the nodes by their first rank. Then
+        several files may have the same elements, in whole or not at all. All files are in one folder here.
     totals: the elements of each key in all files; older checkpoints do not contain it.
     """
 
@@ -117,6 +127,7 @@ class Manifest:
     ] = 0.0
     mesh: dict[Axis, Positive] = field(default_factory=dict)
     holders: tuple[tuple[Size, ...], ...] = ()
+    nodes: tuple[SavedNode, ...] = ()
     totals: dict[Text, Size] = field(default_factory=dict)
 
     @property
@@ -126,8 +137,16 @@ class Manifest:
 
     @property
     def ranges(self) -> list[Range]:
-        """The ranges of all files."""
-        return [one for record in self.files for one in record.ranges]
+        """All ranges, each element once: of the first node that has it."""
+        taken: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        found: list[Range] = []
+        for ranks in (node.ranks for node in self.nodes):
+            here = [one for rank in ranks for one in self.files[rank].ranges]
+            fresh = [one for one in here if not _covers(taken.get((one.flat, one.key), []), one)]
+            for one in fresh:
+                taken.setdefault((one.flat, one.key), []).append((one.start, one.stop))
+            found += fresh
+        return found if self.nodes else [one for record in self.files for one in record.ranges]
 
     def holders_of(self, flat: SavedFlat) -> tuple[int, ...]:
         """The ranks that hold the shards of `flat`, in order."""
@@ -142,6 +161,14 @@ class Manifest:
     def micro_steps(self) -> int:
         """Micro-batches processed before the save."""
         return int(self.state["counters"]["micro_steps"])
+
+
+def _covers(spans: list[tuple[int, int]], one: Range) -> bool:
+    start = one.start
+    for low, high in sorted(spans):
+        if low <= start < high:
+            start = high
+    return start >= one.stop
 
 
 def totals_of(files: Iterable[FileRecord]) -> dict[str, int]:
@@ -237,6 +264,11 @@ def _check_mesh(manifest: Manifest) -> None:
     for number, ranks in enumerate(manifest.holders):
         fits = ranks and _rises(ranks) and ranks[-1] < num_files
         _require(fits, ranks, "holders[{}]", number)
+    for number, node in enumerate(manifest.nodes):
+        _require(node.ranks and _rises(node.ranks), node.ranks, "nodes[{}].ranks", number)
+    found = sorted(rank for node in manifest.nodes for rank in node.ranks)
+    if manifest.nodes:
+        _require(found == list(range(num_files)), found, "the ranks of nodes")
 
 
 def _check_flats(flats: Iterable[SavedFlat], num_holders: int) -> None:
