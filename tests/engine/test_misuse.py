@@ -106,6 +106,7 @@ def methods(engine: xds.Engine, folder: str) -> Calls:
         ),
         "auto = a list: must be": lambda: xds.Config.load(CONFIG, auto=["optimizer.params.lr"]),
         "auto = a dict: must be": lambda: xds.Config.load(CONFIG, auto={3: 1}),
+        "zero.Init: module = 3: must": lambda: xds.zero.Init(CONFIG, module=3),
         "layers = 3: must be": lambda: xds.pipe.PipelineModule(3),
         "num_stages = 'x': must be": lambda: xds.pipe.PipelineModule([nn.ReLU()], "x"),
         "tied_weight_attr = 3: must be": lambda: xds.pipe.TiedLayerSpec(
