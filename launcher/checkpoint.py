@@ -181,7 +181,7 @@ def _tensor_facts(reader: CheckpointReader, name: str) -> dict[str, Any]:
 def _label(name: str) -> str:
     """The name of a fact without its unit, which its text has: "size" for "size_bytes"."""
     plain = name.removeprefix("num_").removesuffix("_bytes").removesuffix("_seconds")
-    return plain.replace("numel", "elements").replace("_", " ")
+    return plain.replace("params_numel", "elements").removesuffix("_numel").replace("_", " ")
 
 
 def _text(name: str, value: Any) -> str:
