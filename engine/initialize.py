@@ -24,9 +24,9 @@ from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
 from ..zero.construction.construction import Construction, materialise
 from ..zero.construction.slices import SliceStore
 from ..zero.construction.weights import load_weights
-from ..zero.features.auto_ratio import build_offload_ratio
 from ..zero.layout.groups import FlatGroups, Policy
-from ..zero.layout.model_checks import check_model, move_model
+from ..zero.model.auto_ratio import build_offload_ratio
+from ..zero.model.model_checks import check_model, move_model
 from ..zero.model.sharded_model import ShardedModel
 from ..zero.model.update import Updater
 from .checkpoint.saver import Saver

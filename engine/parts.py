@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..ops.comm.collectives import Collectives
-from ..zero.features.auto_ratio import OffloadRatio
+from ..zero.model.auto_ratio import OffloadRatio
 from ..zero.model.sharded_model import ShardedModel
 from ..zero.model.update import Updater
 from .checkpoint.saver import Saver

@@ -73,7 +73,7 @@ class Preemption(ABC):
         """The engine is ready."""
 
     @abstractmethod
-    def agree(self, agreement: StepStatus) -> None:
+    def agree(self, status: StepStatus) -> None:
         """What the ranks said in the message of the step that runs."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class NoPreemptionSave(Preemption):
     def begin(self, engine: Saving) -> None:
         return
 
-    def agree(self, agreement: StepStatus) -> None:
+    def agree(self, status: StepStatus) -> None:
         return
 
     def boundary(self) -> None:
@@ -129,8 +129,8 @@ class SaveOnPreemption(Preemption):
         """This rank got a signal, and the steps of this engine decide."""
         return bool(_signals.name) and (_signals.leader() is self or _signals.is_half_over())
 
-    def agree(self, agreement: StepStatus) -> None:
-        asked = agreement.asked
+    def agree(self, status: StepStatus) -> None:
+        asked = status.stops
         if any(asked):
             name = _signals.name or "a signal to stop"
             self._reason = f"{name} on rank {asked.index(True)}"
