@@ -30,6 +30,7 @@ from typing import Any, NoReturn, Protocol, final
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError, XdsError
 from ..utils.messages import write_stderr
+from ..utils.quoting import plain_lines
 from ..zero.core.reduction import StepStatus
 from .config.sections import Checkpoint
 
@@ -348,7 +349,7 @@ _signals = _Signals()  # signal handlers belong to the process
 
 def _report(text: str) -> None:
     """Nobody may read: the save and the end come first."""
-    write_stderr(f"xds: {text}\n")
+    write_stderr(f"xds: {plain_lines(text)}\n")
 
 
 __all__ = ["NoPreemptionSave", "Preempted", "Preemption", "SaveOnPreemption"]

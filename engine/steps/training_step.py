@@ -17,11 +17,10 @@ from ...utils.arguments import wrong
 from ...utils.errors import UnscaledLossError, UsageError, XdsError
 from ...zero.core.backward_pass import BackwardRules, ScriptBackward
 from ...zero.core.reduction import Scope, StepStatus
-from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
 from ..optim.backward_scale import mark, running_loss_scale, scaled_backward
 from ..optim.gradient_factor import GradientFactor
-from ..parts import Parts
+from ..parts import Parts, Scheduler
 from ..states import States
 from .counters import Counters
 from .forecast import Forecast

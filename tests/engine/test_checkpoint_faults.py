@@ -19,7 +19,7 @@ from helpers import run_processes
 from torch import nn
 
 import xds
-from xds.engine.checkpoint.io import folders, tensor_file
+from xds.engine.checkpoint.io import storage
 from xds.engine.checkpoint.io.folders import MANIFEST, committed
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "checkpoint"))
@@ -89,7 +89,7 @@ def every_call(folder: str, victim: int, kind: str, tag: str | None, more: dict[
         disk = BrokenDisk(root, fails_at, kind if dist.get_rank() == victim else "eio")
         if dist.get_rank() != victim:
             disk.fails_at = -1
-        with disk.in_place(folders, tensor_file):
+        with disk.in_place(storage):
             said = save(engine, root, tag)
         sentences = everybodys(said)
         hit, count = everybodys((disk.hit, disk.count))[victim]

@@ -18,8 +18,8 @@ from torch import nn
 
 import xds
 from xds.engine.checkpoint.imports.importing import import_checkpoint
-from xds.engine.checkpoint.imports.safe_pickle import StandIn, read_pickle
 from xds.engine.checkpoint.io.folders import read_manifest
+from xds.ops.weights.safe_pickle import StandIn, read_pickle
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
 TAG = "global_step3"
@@ -33,6 +33,14 @@ def refused(source: Path, out: Path, says: str) -> None:
     text = str(caught.value)
     assert text.isprintable() and len(text) < 1000, text
     assert not out.exists()
+
+
+def refused_as_weights(path: Path, out: Path, says: str) -> None:
+    """A file of weights is refused by an import and by `load_weights`."""
+    refused(path, out, says)
+    with pytest.raises(xds.UsageError, match=says) as caught:
+        xds.zero.load_weights(nn.Linear(1, 1), path)
+    assert str(caught.value).isprintable()
 
 
 def copied(key: str, folder: Path) -> Path:
@@ -248,13 +256,13 @@ def test_a_safetensors_file_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     for header in NO_HEADERS:
         write_safetensors(path, header)
-        refused(tmp_path, tmp_path / "out", "model.safetensors is damaged: ")
+        refused_as_weights(tmp_path, tmp_path / "out", "model.safetensors is damaged: ")
     sound = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     write_safetensors(path, sound)
     content = path.read_bytes()
     for broken in (content[:-1], content[:5], b"", b"\xff" * 8 + content[8:]):
         path.write_bytes(broken)
-        refused(tmp_path, tmp_path / "out", r"model\.safetensors")
+        refused_as_weights(tmp_path, tmp_path / "out", r"model\.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -276,9 +284,8 @@ def test_an_index_that_cannot_be_read_is_refused(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     refused(tmp_path, tmp_path / "out", says)
-    if name.startswith("model"):
-        with pytest.raises(xds.UsageError, match=says):
-            xds.zero.load_weights(nn.Linear(1, 1), tmp_path / name)
+    if name != "latest":
+        refused_as_weights(tmp_path, tmp_path / "out", says)
 
 
 def test_a_source_that_is_no_source_is_refused(tmp_path: Path) -> None:
@@ -307,7 +314,7 @@ def test_a_file_that_unpacks_to_more_than_it_is_is_refused(tmp_path: Path) -> No
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
             for name in plain.namelist():
                 packed.writestr(name, plain.read(name))
-    refused(path, tmp_path / "out", "bomb.pt is compressed, or its parts overlap")
+    refused_as_weights(path, tmp_path / "out", "bomb.pt is compressed, or its parts overlap")
     torch.save({"w": torch.zeros(1).expand(1 << 20, 1 << 20)}, path)
     refused(path, tmp_path / "out", r"w has 4398046511104 bytes, made of 4 in the file")
     torch.save({f"{n}": torch.zeros(1).expand(n, 1 << 26) for n in range(1, 9)}, path)
@@ -343,7 +350,9 @@ def test_nothing_that_a_file_names_is_executed(means: Any, tmp_path: Path) -> No
     change(path, "x", to=Bomb(means, f"mkdir {witness}"))
     for number, origin in enumerate((path.parent, path)):
         if means is os.system:  # torch refuses its module
-            refused(origin, tmp_path / "out", f"{path.name} cannot be read without executing it")
+            says = f"{path.name} cannot be read without executing it"
+            refused(origin, tmp_path / "out", says)
+            refused_as_weights(path, tmp_path / "out", says)
         else:
             report = import_checkpoint(origin, tmp_path / f"{number}")
             assert any("x" in note and "left out" in note for note in report.notes)

@@ -25,7 +25,7 @@ import pytest
 from checkpoint_runs import engine_of
 from torch import nn
 
-from xds.engine.checkpoint.io import folders, tensor_file
+from xds.engine.checkpoint.io import storage
 from xds.engine.checkpoint.io.folders import MANIFEST, committed, read_latest
 
 MAX_STATES = 48  # of one instant
@@ -219,7 +219,7 @@ def record(base: Path, tags: list[str | None], keep_last: int = 0) -> Recorder:
     base.mkdir()
     engine = engine_of(0, model=nn.Linear(3, 3), checkpoint={"keep_last": keep_last})
     recorder = Recorder(base)
-    with recorder.in_place(folders, tensor_file):
+    with recorder.in_place(storage):
         for tag in tags:
             engine.global_steps += 1
             engine.save_checkpoint(base / "runs" / "out", tag)

@@ -285,6 +285,19 @@ def methods(engine: xds.Engine, folder: str) -> Calls:
         "save_checkpoint: client_state = 'ab'": lambda: engine.save_checkpoint(
             folder, client_state="ab"
         ),
+        "auto = a list: must be": lambda: xds.Config.load(CONFIG, auto=["optimizer.params.lr"]),
+        "auto = a dict: must be": lambda: xds.Config.load(CONFIG, auto={3: 1}),
+        "zero.Init: module = 3: must": lambda: xds.zero.Init(CONFIG, module=3),
+        "layers = 3: must be": lambda: xds.pipe.PipelineModule(3),
+        "num_stages = 'x': must be": lambda: xds.pipe.PipelineModule([nn.ReLU()], "x"),
+        "tied_weight_attr = 3: must be": lambda: xds.pipe.TiedLayerSpec(
+            "tied", nn.Linear, 1, 1, tied_weight_attr=3
+        ),
+        "run_in_tiles: sequences = 3": lambda: xds.tensor.run_in_tiles(abs, 3, tiles=1),
+        "run_in_tiles: one of sequences = 3": lambda: xds.tensor.run_in_tiles(abs, [3], tiles=1),
+        "run_in_tiles: others = 3": lambda: xds.tensor.run_in_tiles(
+            abs, [torch.ones(1, 2)], tiles=1, others=3
+        ),
         "save_dir = 3 is not": lambda: xds.newest_checkpoint(3),
         "dir = 3 is not": lambda: xds.get_fp32_state_dict(3),
     }
@@ -331,7 +344,7 @@ def test_wrong_types(tmp_path) -> None:
 def test_a_state_that_is_no_tensor_may_be_left_out() -> None:
     model = nn.Linear(3, 3)
     state = {**model.state_dict(), "_extra_state": {"a": 1}}
-    xds.zero.load_weights(model, state, strict=False)
+    xds.zero.load_weights(model, {**state, 3: torch.ones(1)}, strict=False)
 
 
 @pytest.mark.parametrize(

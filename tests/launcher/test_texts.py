@@ -153,3 +153,22 @@ def test_ctrl_c_before_ranks_run(monkeypatch, capsys):
     monkeypatch.setattr("xds.launcher.cli._start", interrupted)
     assert main(["t.py"]) == 130
     assert capsys.readouterr().err == ""
+
+
+def test_paths_of_checkpoints(folder, capsys):
+    """What the commands print when all is well; every character of it is one that is seen."""
+    torch = pytest.importorskip("torch")
+    (folder / f"in{ESCAPES}").mkdir()
+    source, out = f"in{ESCAPES}/pytorch_model.bin", f"out{ESCAPES}"
+    torch.save({f"weight{ESCAPES}": torch.ones(2), ESCAPES: 1}, source)
+    for argv in (
+        ["import", source, out],
+        ["info", out, "--tag=imported", "--tensors"],
+        ["verify", f"{out}/imported"],
+        ["export", f"{out}/imported", f"back{ESCAPES}", "--to", "safetensors"],
+        ["diff", f"{out}/imported", f"{out}/imported"],
+    ):
+        assert main(["checkpoint", *argv]) == 0
+        said_here = capsys.readouterr().out
+        assert all(line.isprintable() for line in said_here.split("\n")), said_here
+        assert "\\x1b" in said_here
