@@ -48,7 +48,7 @@ class GradientReducer(ABC):
         """
 
     @abstractmethod
-    def complete(self, total: Tensor) -> Handle | None:
+    def cross_replicas(self, total: Tensor) -> Handle | None:
         """Start to add to `total` [n] what `reduce` has left out: once, after the last `reduce` of a step.
 
         None: nothing has started; `total` is the sum over all ranks. More gradients may still be reduced, and
@@ -127,7 +127,7 @@ class ExactReducer(GradientReducer):
             flat, out, add=add, buffer=self._buffer, kind="reduce_scatter"
         )
 
-    def complete(self, total: Tensor) -> Handle | None:
+    def cross_replicas(self, total: Tensor) -> Handle | None:
         return None
 
     def reduce_whole(self, flat: Tensor, out: Tensor) -> tuple[Handle, Handle] | None:

@@ -46,7 +46,7 @@ class ParamSender(ABC):
 
     @abstractmethod
     def take_written(self, flat: Tensor, shard: Tensor, start: int, stop: int) -> None:
-        """Set elements [start, stop) of `shard` [n] to what a script wrote to this rank's part of `flat`."""
+        """Set elements [start, stop) of `shard` [n] to what user code wrote to this rank's part of `flat`."""
 
     @abstractmethod
     def keep(self, flat: Tensor) -> None:

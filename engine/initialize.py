@@ -24,13 +24,12 @@ from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
 from ..zero.construction.construction import Construction, materialise
 from ..zero.construction.slices import SliceStore
 from ..zero.construction.weights import load_weights
-from ..zero.features.auto_ratio import build_offload_ratio
 from ..zero.layout.groups import FlatGroups, Policy
-from ..zero.layout.model_checks import check_model, move_model
+from ..zero.model.auto_ratio import build_offload_ratio
+from ..zero.model.model_checks import check_model, move_model
 from ..zero.model.sharded_model import ShardedModel
 from ..zero.model.update import Updater
 from .checkpoint.saver import Saver
-from .checkpoint.training import Scheduler
 from .config.batch import mesh_of
 from .config.config import Config
 from .config.scheduler import warmup_steps
@@ -58,7 +57,7 @@ from .optim.optimizers import (
 )
 from .optim.schedules import build_scheduler
 from .optim.state_count import count_states
-from .parts import LoopFactory, Parts
+from .parts import LoopFactory, Parts, Scheduler
 from .preemption import NoPreemptionSave, Preemption, SaveOnPreemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop

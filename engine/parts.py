@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from ..ops.comm.collectives import Collectives
-from ..zero.features.auto_ratio import OffloadRatio
+from ..zero.model.auto_ratio import OffloadRatio
 from ..zero.model.sharded_model import ShardedModel
 from ..zero.model.update import Updater
 from .checkpoint.saver import Saver
-from .checkpoint.training import Scheduler, Training
 from .config.config import Config
 from .model.compiling import Compiler
 from .optim.loss_scale import LossScale
@@ -23,6 +22,12 @@ from .preemption import Preemption
 from .steps.counters import Counters
 from .telemetry.monitor import Monitor
 from .telemetry.report import StepReport
+
+
+class Scheduler(Protocol):
+    """The methods of a learning-rate schedule that the engine calls."""
+
+    def step(self) -> None: ...
 
 
 class LoopFactory(Protocol):
@@ -56,19 +61,3 @@ class Parts:
     preemption: Preemption
     opened: list[Collectives]  # of all groups that this engine uses
     loop: LoopFactory
-
-    @property
-    def training(self) -> Training:
-        """What checkpoints are made of."""
-        return Training(
-            module=self.module,
-            sharded=self.sharded,
-            updater=self.updater,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            loss_scale=self.loss_scale,
-            loader=self.loader,
-            device=self.device,
-            stage=self.config.zero_optimization.stage,
-            saver=self.saver,
-        )

@@ -30,6 +30,7 @@ from typing import Any, NoReturn, Protocol, final
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError, XdsError
 from ..utils.messages import write_stderr
+from ..utils.quoting import plain_lines
 from ..zero.core.reduction import StepStatus
 from .config.sections import Checkpoint
 
@@ -72,7 +73,7 @@ class Preemption(ABC):
         """The engine is ready."""
 
     @abstractmethod
-    def agree(self, agreement: StepStatus) -> None:
+    def agree(self, status: StepStatus) -> None:
         """What the ranks said in the message of the step that runs."""
 
     @abstractmethod
@@ -95,7 +96,7 @@ class NoPreemptionSave(Preemption):
     def begin(self, engine: Saving) -> None:
         return
 
-    def agree(self, agreement: StepStatus) -> None:
+    def agree(self, status: StepStatus) -> None:
         return
 
     def boundary(self) -> None:
@@ -128,8 +129,8 @@ class SaveOnPreemption(Preemption):
         """This rank got a signal, and the steps of this engine decide."""
         return bool(_signals.name) and (_signals.leader() is self or _signals.is_half_over())
 
-    def agree(self, agreement: StepStatus) -> None:
-        asked = agreement.asked
+    def agree(self, status: StepStatus) -> None:
+        asked = status.stops
         if any(asked):
             name = _signals.name or "a signal to stop"
             self._reason = f"{name} on rank {asked.index(True)}"
@@ -348,7 +349,7 @@ _signals = _Signals()  # signal handlers belong to the process
 
 def _report(text: str) -> None:
     """Nobody may read: the save and the end come first."""
-    write_stderr(f"xds: {text}\n")
+    write_stderr(f"xds: {plain_lines(text)}\n")
 
 
 __all__ = ["NoPreemptionSave", "Preempted", "Preemption", "SaveOnPreemption"]

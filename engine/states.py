@@ -73,9 +73,8 @@ class States:
         options: SaveOptions,
     ) -> None:
         """Write a checkpoint."""
-        training = self._parts.training
         try:
-            save_checkpoint(training, self._counters, save_dir, tag, client_state, options)
+            save_checkpoint(self._parts, self._counters, save_dir, tag, client_state, options)
         except UsageError:
             raise
         except XdsError as error:
@@ -89,7 +88,7 @@ class States:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint; its folder and client_state, or (None, None)."""
         self._parts.saver.wait()
-        return load_checkpoint(self._parts.training, self._counters, load_dir, tag, options)
+        return load_checkpoint(self._parts, self._counters, load_dir, tag, options)
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes of model states on this rank."""

@@ -119,9 +119,10 @@ def _info(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts if tensors is None else {**facts, "tensors": tensors}, indent=2))
         return SOUND
-    width = max(len(name) for name in facts)
+    labels = {name: _label(name) for name in facts}
+    width = max(map(len, labels.values()))
     for name, value in facts.items():
-        print(f"{name.replace('_', ' '):{width}}  {escaped(_text(name, value))}")
+        print(f"{labels[name]:{width}}  {escaped(_text(name, value))}")
     for one in tensors or ():
         states = f"  states {', '.join(one['states'])}" if one["states"] else ""
         kind = one["kind"] if one["kind"] != "param" or one["trains"] else "frozen"
@@ -175,6 +176,12 @@ def _tensor_facts(reader: CheckpointReader, name: str) -> dict[str, Any]:
         "trains": one.trains,
         "states": list(reader.states(name)),
     }
+
+
+def _label(name: str) -> str:
+    """The name of a fact without its unit, which its text has: "size" for "size_bytes"."""
+    plain = name.removeprefix("num_").removesuffix("_bytes").removesuffix("_seconds")
+    return plain.replace("params_numel", "elements").removesuffix("_numel").replace("_", " ")
 
 
 def _text(name: str, value: Any) -> str:
@@ -327,11 +334,11 @@ def _import(args: argparse.Namespace) -> int:
 
     report = import_checkpoint(args.source, args.save_dir, args.tag, args.kind)
     print(
-        f"{args.source} ({report.origin}) -> {report.folder}: {report.num_tensors} parameters and buffers, "
-        f"{report.numel:,} elements"
+        f"{printable(args.source)} ({printable(report.origin)}) -> {printable(report.folder)}: "
+        f"{report.num_tensors} parameters and buffers, {report.numel:,} elements"
     )
     for note in report.notes:
-        print(f"note: {note}")
+        print(f"note: {escaped(note)}")
     return SOUND
 
 
@@ -359,7 +366,8 @@ def _diff(args: argparse.Namespace) -> int:
             for one in differences(a, b, on_read):
                 print(f"{printable(one.name)}: {printable(one.text)}")
                 count += 1
-        print(f"{count} differences" if count else f"{a.folder} and {b.folder} are equal")
+        equal = f"{printable(a.folder)} and {printable(b.folder)} are equal"
+        print(f"{count} differences" if count else equal)
         return DIFFERENT if count else EQUAL
 
 

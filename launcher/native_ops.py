@@ -11,6 +11,7 @@ from ..ops import libraries
 from ..ops.build import build, build_cache
 from ..ops.build.plan import Library
 from ..utils.errors import BuildError, UsageError
+from ..utils.quoting import escaped
 from ..utils.sizes import size_text
 from .command_line.options import Parser
 
@@ -86,13 +87,16 @@ def _build_one(library: Library) -> int:
         libraries.check(library)
         entry = build.find(library)
         if entry is not None:
-            print(f"{library.name}: built before, {entry.path}", flush=True)
+            print(f"{library.name}: built before, {escaped(str(entry.path))}", flush=True)
             return DONE
         entry = build.find_or_build(library)
     except BuildError as error:
         print(f"{library.name}: {error}", file=sys.stderr, flush=True)
         return FAILED
-    print(f"{library.name}: built in {entry.info.seconds:.1f} s, {entry.path}", flush=True)
+    print(
+        f"{library.name}: built in {entry.info.seconds:.1f} s, {escaped(str(entry.path))}",
+        flush=True,
+    )
     return DONE
 
 
@@ -100,12 +104,12 @@ def _build_one(library: Library) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    print(f"cache: {build_cache.default_folder()}")
+    print(f"cache: {escaped(str(build_cache.default_folder()))}")
     for library in libraries.LIBRARIES.values():
         lines = list(_facts(library))
         print(f"{library.name} ({library.device}): {lines[0]}")
         for line in lines[1:]:
-            print(f"  {line}")
+            print(f"  {escaped(line)}")
     return DONE
 
 
@@ -138,9 +142,11 @@ def _clean(args: argparse.Namespace) -> int:
             is_library = path.exists()  # otherwise it is the lock of a failed build
             if build_cache.remove(path):
                 num_removed += is_library
-                print(f"removed {path}\n" * is_library, end="")
+                print(f"removed {escaped(str(path))}\n" * is_library, end="")
             else:
-                print(f"kept {path}: a process uses it, or you have no permission to remove it")
+                print(
+                    f"kept {escaped(str(path))}: a process uses it, or you have no permission to remove it"
+                )
         build_cache.sweep(folder)
     print(f"{num_removed} removed")
     return DONE

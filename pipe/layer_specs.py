@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..utils.arguments import items
 from ..utils.errors import UsageError
 
 
@@ -70,9 +71,9 @@ class TiedLayerSpec(LayerSpec):
         super().__init__(typename, *module_args, **module_kwargs)
         self.key = key
         self.forward_fn = forward_fn
-        self.tied_weight_attr = (
-            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
-        )
+        if isinstance(tied_weight_attr, str):
+            tied_weight_attr = [tied_weight_attr]
+        self.tied_weight_attr = items("tied_weight_attr", tied_weight_attr, "names of parameters")
 
 
 def check_ties(layers: Sequence[Any]) -> None:

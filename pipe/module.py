@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..ops.torch_internals import tree_flatten, tree_unflatten
+from ..utils.arguments import items, whole
 from ..utils.errors import UsageError
 from ..utils.module_buffers import Buffers
 from .cut.costs import size_of
@@ -67,16 +68,22 @@ class PipelineModule(nn.Module):
         dynamic_shape: bool = False,
     ) -> None:
         super().__init__()
-        self.layers = tuple(layers)  # a tuple: torch does not register its modules
+        found = items("layers", layers, "a list of modules, functions and LayerSpec objects")
+        self.layers = tuple(found)  # a tuple: torch does not register its modules
         _check_layers(self.layers)
         self._names = tuple(self._find_name(index) for index in range(len(self.layers)))
-        self.num_stages = topology.get_dim("pipe") if topology is not None else num_stages
+        if topology is not None:
+            num_stages = topology.get_dim("pipe")
+        self.num_stages = None if num_stages is None else whole("num_stages", num_stages, 1)
         self.loss_fn = loss_fn
         self.seed_layers = seed_layers
         self.base_seed = base_seed
         self.partition_method = partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
+        if checkpointable_layers is not None:
+            need = "a list of names of classes"
+            checkpointable_layers = items("checkpointable_layers", checkpointable_layers, need)
         self.checkpointable_layers = checkpointable_layers
         self.dynamic_shape = dynamic_shape
         self.bounds: tuple[int, ...] | None = None  # of the stages, once the constructor has built

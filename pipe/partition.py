@@ -13,6 +13,7 @@ from math import inf
 from re import IGNORECASE
 from typing import final
 
+from ..utils.arguments import items, wrong
 from ..utils.errors import UsageError
 from ..utils.patterns import check_expression, matching
 from ..utils.quoting import quoted
@@ -165,7 +166,9 @@ def _matches(partition: str, layers: Sequence[LayerSize]) -> list[int]:
 
 
 def _checked(bounds: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
-    whole = tuple(bounds)
+    whole = tuple(items("pipeline.partition", bounds, "a method, or a list of bounds"))
+    if any(type(one) is not int for one in whole):
+        raise wrong("pipeline.partition", bounds, "a list of whole numbers")
     rises = all(a < b for a, b in zip(whole[:-1], whole[1:], strict=True))
     if len(whole) != num_stages + 1 or whole[0] != 0 or whole[-1] != num_layers or not rises:
         raise UsageError(

@@ -1,5 +1,6 @@
 """Fails early, with the remedy, when xds is not installed. Each test begins as the first one does."""
 
+import gc
 import logging
 import os
 import sys
@@ -40,6 +41,12 @@ def _each_file_begins_anew() -> Iterator[None]:
         torch.distributed.destroy_process_group()
     if "torch._dynamo" in sys.modules:  # else torch compiles a function of many files no more
         sys.modules["torch._dynamo"].reset()
+
+
+def pytest_collection_finish() -> None:
+    """A collection of garbage looks at what the tests make, not at torch and all test modules."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
+from helpers import run_processes, run_ranks
 from pipeline_runs import worst
 from tensor_cases import ADAMW, COUNT, SAMPLES, STEPS, batches, build, one_process
-from warm_ranks import warm
 
 import xds
 
@@ -114,7 +114,9 @@ def outcome(names: tuple[str, ...]) -> str:
         offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
         if "nvme_path" in offload:
             offload["nvme_path"] = folder
-        steps, refusal = warm(world_size).run(train, config)[0]
+        # memory that ranks share, and the compiler, are of a process
+        run = run_processes if {"shared", "compile"} & {*names} else run_ranks
+        steps, refusal = run(train, world_size, config, small_numel=None)[0]
     if refusal:
         return refusal.removeprefix("config: ")
     near = max(NEAR[name] for name in ("fp32", *names) if name in NEAR)

@@ -157,6 +157,7 @@ def _rank_main(
 
     from xds.zero.core import grad_bucket
 
+    gc.freeze()  # a collection looks at what this rank makes, not at all of torch
     if small_numel is not None:
         grad_bucket.SMALL_NUMEL = small_numel
     torch.set_num_threads(1)

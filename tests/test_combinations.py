@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from feature_pairs import FEATURES, cells, config_of, outcome, page, pairs
-from thinned import RUNS_ALL
+from feature_pairs import FEATURES, cells, config_of, outcome, pairs
 
 pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
+COMMAND = "PYTHONPATH=tests python tests/feature_pairs.py > docs/combinations.md"
 
 
 def test_settings_are_merged() -> None:
@@ -19,18 +19,16 @@ def test_settings_are_merged() -> None:
     assert FEATURES["ZeRO 1"] == {"zero_optimization": {"stage": 1}}
 
 
-@pytest.mark.parametrize("pair", [("tensor", "offload_param"), ("zero-bubble", "tensor")])
-def test_a_pair_of_features_trains(pair: tuple[str, str]) -> None:
-    assert outcome(pair) == ""
+def test_a_pair_of_features_trains_and_the_page_has_every_pair() -> None:
+    said = cells(PAGE.read_text())
+    assert said.keys() == set(pairs()), f"run: {COMMAND}"
+    pair = ("tensor", "offload_param")
+    assert outcome(pair) == said[pair] == ""
 
 
 @pytest.mark.slow
 def test_the_page_is_current() -> None:
-    command = "PYTHONPATH=tests python tests/feature_pairs.py > docs/combinations.md"
-    if RUNS_ALL:
-        assert page() == PAGE.read_text(), f"run: {command}"
-        return
+    """Every twentieth pair; the command trains all of them."""
     said = cells(PAGE.read_text())
-    assert said.keys() == set(pairs()), f"run: {command}"
-    for pair in pairs()[::12]:
-        assert outcome(pair) == said[pair], f"{pair}; run: {command}"
+    for pair in pairs()[::20]:
+        assert outcome(pair) == said[pair], f"{pair}; run: {COMMAND}"

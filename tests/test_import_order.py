@@ -11,6 +11,7 @@ Lower packages never import higher ones:
 """
 
 import ast
+import gc
 import re
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,14 @@ def package_files():
     """Every Python file of the package, relative to the root."""
     inside = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return [path.relative_to(ROOT) for path in [ROOT / "__init__.py", *inside]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_collections():
+    """They would look at every node of the trees, again and again."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @cache
@@ -134,6 +143,17 @@ def test_lower_packages_never_import_higher_ones():
     assert not wrong, "import order: lower packages must not import higher ones:\n" + "\n".join(
         wrong
     )
+
+
+def test_folders_of_zero_import_only_those_below():
+    floors = ("layout", "core", "features", "model", "access", "construction checkpoint")
+    rank = {folder: at for at, floor in enumerate(floors) for folder in floor.split()}
+    for file in package_files():
+        if file.parts[0] == "zero" and len(file.parts) == 3:
+            for module in imported_modules((ROOT / file).read_text(), file):
+                other = re.match(r"xds\.zero\.(\w+)\.", module)
+                if other and other[1] in rank:
+                    assert rank[other[1]] <= rank[file.parts[1]], f"{file} imports {module}"
 
 
 def test_nothing_imports_the_names_of_deepspeed():

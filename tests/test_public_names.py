@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import run_new_ranks
 
 import xds
 
@@ -75,26 +76,26 @@ def test_reading_configs_does_not_import_torch():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_a_run_at_stage_2_imports_no_feature_that_its_config_does_not_ask_for():
-    script = """
-import sys
-import torch
-import xds
+def loaded_by_a_run():
+    """The modules of a process that has trained nothing but what its config asks for."""
+    import torch
 
-config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
-engine = xds.initialize(torch.nn.Linear(2, 2), config | {"zero_optimization": {"stage": 2}})
-engine.destroy()
-barred = ("xds.launcher", "xds.deepspeed", "xds.engine.deepspeed", "xds.engine.planning")
-found = [name for name in sys.modules if name.startswith(barred)]
-assert not found, found
-assert "torch.utils.flop_counter" not in sys.modules
-features = ("xds.pipe.", "xds.tensor.", "xds.compression.one_bit", "xds.compression.zeropp", "xds.offload.disk")
-features += ("xds.engine.profiling.", "xds.engine.model.pipelining", "xds.engine.model.slicing")
-known = ("xds.pipe.config", "xds.tensor.config", "xds.engine.profiling.steps")
-found = [name for name in sys.modules if name.startswith(features) and name not in known]
-assert not found, found
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    engine = xds.initialize(torch.nn.Linear(2, 2), config | {"zero_optimization": {"stage": 2}})
+    engine.destroy()
+    return list(sys.modules)
+
+
+def test_a_run_at_stage_2_imports_no_feature_that_its_config_does_not_ask_for():
+    (loaded,) = run_new_ranks(loaded_by_a_run, 1)
+    barred = ("xds.launcher", "xds.deepspeed", "xds.engine.deepspeed", "xds.engine.planning")
+    assert [name for name in loaded if name.startswith(barred)] == []
+    assert "torch.utils.flop_counter" not in loaded
+    features = ("xds.pipe.", "xds.tensor.", "xds.offload.disk")
+    features += ("xds.compression.one_bit", "xds.compression.zeropp", "xds.engine.profiling.")
+    features += ("xds.engine.model.pipelining", "xds.engine.model.slicing")
+    known = ("xds.pipe.config", "xds.tensor.config", "xds.engine.profiling.steps")
+    assert [name for name in loaded if name.startswith(features) and name not in known] == []
 
 
 def test_every_folder_has_its_config():

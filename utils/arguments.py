@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from typing import Any
 
 from .errors import UsageError
 from .quoting import printable, quoted
@@ -25,6 +27,13 @@ def wrong(setting: str, value: object, need: str) -> UsageError:
     return UsageError(f"{setting} = {shown(value)}: must be {need}")
 
 
+def items(setting: str, value: object, need: str) -> list[Any]:
+    """What `value` holds. Raises UsageError: it is text, or not iterable. `need` completes "must be"."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise wrong(setting, value, need)
+    return list(value)
+
+
 def whole(setting: str, value: object, least: int) -> int:
     """`value` as a whole number. Raises UsageError: it is none, or less than `least`."""
     is_number = hasattr(value, "__index__") and not isinstance(value, bool)
@@ -37,4 +46,4 @@ def whole(setting: str, value: object, least: int) -> int:
     return number
 
 
-__all__ = ["shown", "whole", "wrong"]
+__all__ = ["items", "shown", "whole", "wrong"]

@@ -5,6 +5,7 @@ Every state is a function of its step, so the expected contents of a checkpoint 
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -38,13 +39,17 @@ class Scenario:
     keep_last: int = 0
     async_save: bool = False
     victims: str = "one"  # a random one, or "all"
+    layout: str = (
+        ""  # of the two ranks: "pipeline", "slices"; "offload": data ranks, states in host memory
+    )
 
     @property
     def label(self) -> str:
+        layout = f"{self.layout}, " if self.layout else ""
         tags = "the same tag" if self.same_tag else "new tags"
         keep = f", keep_last {self.keep_last}" if self.keep_last else ""
         how = ", async" if self.async_save else ""
-        return f"{tags}{keep}{how}, {self.victims} killed"
+        return f"{layout}{tags}{keep}{how}, {self.victims} killed"
 
 
 @dataclass
@@ -87,13 +92,18 @@ def parts_of(engine: Any) -> list[tuple[str, str, int, int, Any]]:
     found = []
     for block in (*snapshot.values, *snapshot.states):
         flat = block.tensor.detach().reshape(-1)
+        slots = {slot.name: slot for slot in snapshot.flats[block.flat].slots}
         for piece in pieces(snapshot.flats[block.flat], block.start, block.stop):
             memory = flat[piece.target : piece.target + piece.stop - piece.start]
-            found.append((piece.name, block.key, piece.start, piece.stop, memory))
+            box, first = slots[piece.name].box, 0
+            if box is not None:  # whole rows of a tensor
+                first = box.ranges[0][0] * math.prod(box.whole[1:])
+            place = (first + piece.start, first + piece.stop)
+            found.append((piece.name, block.key, *place, memory))
     return found
 
 
-def make_engine(scenario: Scenario, stage: int) -> Any:
+def make_engine(scenario: Scenario, stage: int, layout: str = "") -> Any:
     """A tiny engine whose optimizer has its states."""
     import torch
 
@@ -101,7 +111,8 @@ def make_engine(scenario: Scenario, stage: int) -> Any:
 
     torch.manual_seed(0)
     width = scenario.width
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(scenario.layers)))
+    layers = [torch.nn.Linear(width, width) for _ in range(scenario.layers)]
+    model: Any = torch.nn.Sequential(*layers)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -110,9 +121,22 @@ def make_engine(scenario: Scenario, stage: int) -> Any:
     section = {"keep_last": scenario.keep_last, "async_save": scenario.async_save}
     if any(section.values()):
         config["checkpoint"] = section
+    if layout == "offload":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    if layout == "slices":
+        plan = {str(layer): "colwise_gather_output" for layer in range(scenario.layers)}
+        config["tensor_parallel"] = {"tp_size": 2, "plan": plan}
+    if layout == "pipeline":
+        model = xds.pipe.PipelineModule(layers, 2, loss_fn=torch.nn.functional.mse_loss)
+        config |= {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}
+        config["zero_optimization"]["stage"] = min(stage, 1)
     engine = xds.initialize(model, config)
-    engine.backward(engine(torch.randn(1, width)).square().mean())
-    engine.step()
+    batch = torch.randn(1, width)
+    if layout == "pipeline":
+        engine.train_batch(iter([(batch, batch)] * 2))
+    else:
+        engine.backward(engine(batch).square().mean())
+        engine.step()
     return engine
 
 
@@ -140,7 +164,7 @@ def _save_for_ever(
         world_size=2,
         timeout=timedelta(seconds=30),
     )
-    engine = make_engine(scenario, scenario.stage)
+    engine = make_engine(scenario, scenario.stage, scenario.layout)
     newest = xds.newest_checkpoint(folder)
     if newest is not None:
         engine.load_checkpoint(folder, newest)

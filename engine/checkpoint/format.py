@@ -17,11 +17,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ...ops.mesh import Mesh
+from ...ops.weights.tensor_table import shown
 from ...utils.errors import DamagedError, UsageError
 from ...utils.small_files import parse_json
 from ...zero.checkpoint.ranges import Catalogue, ConstantRange
 from ...zero.layout.layout import Slot
-from .io.tensor_table import shown
 from .manifest import (
     FORMAT,
     READ_VERSIONS,
@@ -30,7 +30,6 @@ from .manifest import (
     check_numbers,
     check_own,
     lengths_of,
-    ranges_of,
 )
 from .packing import pack, unpack
 from .saved_values import OwnValues, complaint, state_of
@@ -160,6 +159,6 @@ def catalogue_of(manifest: Manifest, source: str) -> Catalogue:
     packed = [one for record in manifest.files for one in record.constants]
     constants = [replace(one, value=unpack(one.value, _no_tensor)) for one in packed]
     try:
-        return Catalogue(manifest.flats, ranges_of(manifest), constants)
+        return Catalogue(manifest.flats, manifest.ranges, constants)
     except ValueError as error:
         raise DamagedError(f"{source} contradicts itself: {error}") from None

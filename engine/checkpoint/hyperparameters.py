@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from torch import Tensor
 
+from ...ops.weights.tensor_table import shown
 from ...utils.schema.values import FLAG, WHOLE, Value
 from ..config.classes import RATE, Rate
 from ..config.optimizer import OPTIMIZERS
 from ..config.scheduler import SCHEDULERS
-from .io.tensor_table import shown
 
 RATES = ("base_lrs", "_last_lr")  # of torch's schedules, one for each group
 POSITIONS = ("last_epoch", "_step_count", "last_batch_iteration")

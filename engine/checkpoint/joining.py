@@ -24,7 +24,6 @@ from .manifest import (
     RankPart,
     check_numbers,
     new_manifest,
-    ranges_of,
     some_of,
 )
 
@@ -153,7 +152,7 @@ def _check_joined(manifest: Manifest) -> None:
     """Check that the files of all parts together hold every element of every flat once."""
     try:
         check_numbers(manifest)
-        names = Catalogue(manifest.flats, ranges_of(manifest)).uncovered()
+        names = Catalogue(manifest.flats, manifest.ranges).uncovered()
     except ValueError as error:
         raise XdsError(f"the parts of a checkpoint do not fit: {error}") from None
     if names:

@@ -21,6 +21,7 @@ from ...utils.errors import DamagedError, UsageError
 from ...zero.checkpoint.ranges import Copy
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
+from ..parts import Parts
 from ..steps.counters import Counters
 from .agreement import together
 from .format import catalogue_of
@@ -34,6 +35,7 @@ from .io.folders import (
     read_latest,
     read_manifest,
 )
+from .io.storage import storage_of
 from .load_effect import set_engine, set_own
 from .load_plan import (
     DOING,
@@ -51,36 +53,35 @@ from .manifest import Manifest, lacking, some_of
 from .packing import unpack
 from .random_state import check_random_state
 from .saved_values import OwnValues
-from .training import Training
 
 log = logging.getLogger("xds")
 
 
 def load_checkpoint(
-    training: Training,
+    parts: Parts,
     counters: Counters,
     load_dir: str | Path,
     tag: str | None,
     options: LoadOptions,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `Engine.load_checkpoint`."""
-    if training.optimizer is None:  # an engine for inference
+    if parts.optimizer is None:  # an engine for inference
         options = replace(options, load_optimizer_states=False)
-    collectives = training.sharded.collectives
+    collectives = parts.sharded.collectives
     chosen = _find_tag(collectives, load_dir, tag, falls_back=options.fallback)
     load_dir = Path(load_dir)
     if chosen is None:
         hint = "" if options.fallback else "; fallback=True loads the newest checkpoint there"
         log.warning(
             "no checkpoint loaded: there is no file `latest` in %s, and no tag was given%s",
-            *(load_dir, hint if any(path.is_dir() for path in load_dir.glob("*")) else ""),
+            *(load_dir, hint if storage_of(load_dir).names(load_dir) else ""),
         )
         return None, None
     refused: list[str] = []
     while True:
         try:
-            with training.updater.in_memory():
-                return _load(training, counters, load_dir, chosen, options)
+            with parts.updater.in_memory():
+                return _load(parts, counters, load_dir, chosen, options)
         except DamagedError as error:
             if not options.fallback:
                 raise
@@ -89,13 +90,13 @@ def load_checkpoint(
 
 
 def _load(
-    training: Training,
+    parts: Parts,
     counters: Counters,
     load_dir: Path,
     tag: str,
     options: LoadOptions,
 ) -> tuple[str, dict[str, Any]]:
-    collectives, folder = training.sharded.collectives, load_dir / tag
+    collectives, folder = parts.sharded.collectives, load_dir / tag
     step = partial(together, collectives, DOING)  # on all ranks, or all raise
     manifest, found = step(
         lambda: read_manifest(load_dir, tag), share=lambda m: [m.tag, m.files[0].path]
@@ -106,16 +107,16 @@ def _load(
             "all of them share"
         )
     with ExitStack() as undo, CheckedFiles(folder, manifest) as files:
-        plan, reports = step(lambda: _begin(training, folder, manifest, files, options), report)
-        step(lambda: _prepare(training, counters, plan, reports, options))
+        plan, reports = step(lambda: _begin(parts, folder, manifest, files, options), report)
+        step(lambda: _prepare(parts, counters, plan, reports, options))
         if not options.load_module_only:
-            step(lambda: set_engine(training, counters, plan, options, undo))
+            step(lambda: set_engine(parts, counters, plan, options, undo))
         plan.restore.begin()
         half_way = f"{DOING}, half-way (load again before continuing)"
         together(collectives, half_way, lambda: _read_files(plan, is_fresh=False))
         undo.pop_all()  # nothing below can fail
         plan.restore.finish(plan.targets)
-    set_own(plan, training.device)
+    set_own(plan, parts.device)
     if collectives.rank == 0:
         log.info("loaded checkpoint %s", folder)
     client_state: dict[str, Any] = plan.state["client_state"]
@@ -184,15 +185,15 @@ def _of_rank_0(collectives: Collectives, look: Any) -> str | None:
 
 
 def _begin(
-    training: Training,
+    parts: Parts,
     folder: Path,
     manifest: Manifest,
     files: CheckedFiles,
     options: LoadOptions,
 ) -> Plan:
     """What this rank holds, and where the checkpoint has it."""
-    training.sharded.settle_reductions()
-    snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)
+    parts.sharded.settle_reductions()
+    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
     catalogue = catalogue_of(manifest, str(folder / MANIFEST))
     if names := lacking(manifest, catalogue, with_optimizer=options.with_optimizer):
         raise DamagedError(
@@ -202,7 +203,7 @@ def _begin(
 
 
 def _prepare(
-    training: Training,
+    parts: Parts,
     counters: Counters,
     plan: Plan,
     reports: Sequence[Report | None],
@@ -211,7 +212,7 @@ def _prepare(
     """Refuse what does not fit, plan all copies, and check every byte that they read."""
     check_names(plan, reports, options)
     plan.state = unpack(plan.manifest.state, lambda name: plan.files[0].tensor(name))
-    check_state(training, counters, plan, options)
+    check_state(parts, counters, plan, options)
     if options.with_optimizer and plan.state["optimizer"] is not None:
         check_groups(plan.catalogue, plan.snapshot, plan.folder)
     _read_own(plan, options)

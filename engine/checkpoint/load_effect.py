@@ -19,24 +19,24 @@ from ...ops.optim.shard_optimizer import kind_of
 from ...utils.errors import UsageError, XdsError
 from ...utils.views import write
 from ..data.loaders import keeps_position, resume_loader
+from ..parts import Parts
 from ..steps.counters import Counters
 from .hyperparameters import check_groups
 from .load_plan import LoadOptions, Plan
 from .random_state import set_random_state
-from .training import Training
 
 log = logging.getLogger("xds")
 
 
 @torch.no_grad()
 def set_engine(
-    training: Training, counters: Counters, plan: Plan, options: LoadOptions, undo: ExitStack
+    parts: Parts, counters: Counters, plan: Plan, options: LoadOptions, undo: ExitStack
 ) -> None:
     """Set all states except tensor elements and random generators; closing `undo` restores the former ones.
 
     Raises UsageError: an object of the user refuses its saved state.
     """
-    saved, optimizer, scheduler = plan.state, training.optimizer, training.scheduler
+    saved, optimizer, scheduler = plan.state, parts.optimizer, parts.scheduler
     if optimizer is not None:  # a scheduler writes to the groups, too
         undo.callback(_restore_groups, optimizer, _groups(optimizer))
     if options.with_optimizer and saved["optimizer"] is not None:
@@ -48,13 +48,13 @@ def set_engine(
         with _taking(plan, "lr_scheduler"):
             load(saved["lr_scheduler"]["state"])
             check_groups(kind_of(optimizer), optimizer.param_groups)  # it may have written there
-    undo.callback(training.loss_scale.load_state_dict, training.loss_scale.state_dict())
-    training.loss_scale.load_state_dict(saved["loss_scale"])
+    undo.callback(parts.loss_scale.load_state_dict, parts.loss_scale.state_dict())
+    parts.loss_scale.load_state_dict(saved["loss_scale"])
     _set_counters(counters, saved["counters"], options, undo)
-    if training.loader is not None:
-        undo.callback(_restore_fields, training.loader, dict(vars(training.loader)))
+    if parts.loader is not None:
+        undo.callback(_restore_fields, parts.loader, dict(vars(parts.loader)))
         with _taking(plan, "data"):
-            _set_data(training.loader, plan)
+            _set_data(parts.loader, plan)
 
 
 @contextmanager

@@ -15,19 +15,19 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...ops.optim.shard_optimizer import kind_of
+from ...ops.weights.tensor_table import shown
 from ...utils.errors import DamagedError, UsageError
 from ...utils.views import holds
 from ...zero.checkpoint.ranges import Catalogue, Differences, SavedFlat
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
 from ...zero.checkpoint.targets import Target
+from ..parts import Parts
 from ..steps.counters import Counters
 from .hyperparameters import RATES, check_state_values
 from .io.checked_file import CheckedFiles
 from .io.folders import MANIFEST
-from .io.tensor_table import shown
 from .manifest import Manifest, some_of
-from .training import Training
 
 log = logging.getLogger("xds")
 DOING = "load_checkpoint"
@@ -149,7 +149,7 @@ def check_names(plan: Plan, reports: Sequence[Report | None], options: LoadOptio
         log.warning("%s is loaded in part: %s; all else is unchanged", folder, "; ".join(sentences))
 
 
-def check_state(training: Training, counters: Counters, plan: Plan, options: LoadOptions) -> None:
+def check_state(parts: Parts, counters: Counters, plan: Plan, options: LoadOptions) -> None:
     """Check that the optimizer, the scheduler and the accumulation are like the saved ones."""
     saved, folder = plan.state, plan.folder
     try:
@@ -162,39 +162,39 @@ def check_state(training: Training, counters: Counters, plan: Plan, options: Loa
             "and load_lr_scheduler_states=False"
         ) from None
     if options.with_optimizer:
-        _check_optimizer(training, saved["optimizer"], folder)
+        _check_optimizer(parts, saved["optimizer"], folder)
         _check_accumulation(counters, plan, folder)
     scheduler = saved["lr_scheduler"]
-    if options.with_scheduler and scheduler is not None and training.scheduler is not None:
-        here = type(training.scheduler).__name__
+    if options.with_scheduler and scheduler is not None and parts.scheduler is not None:
+        here = type(parts.scheduler).__name__
         if here != scheduler["type"]:
             raise UsageError(
                 f"{folder} holds the state of the scheduler {scheduler['type']}, this engine has "
                 f"{here}: use the same one, or load with load_lr_scheduler_states=False"
             )
-        _check_scheduler(training.scheduler, scheduler["state"], folder)
+        _check_scheduler(parts.scheduler, scheduler["state"], folder)
 
 
-def _check_optimizer(training: Training, saved: dict[str, Any] | None, folder: Path) -> None:
+def _check_optimizer(parts: Parts, saved: dict[str, Any] | None, folder: Path) -> None:
     if saved is None:  # imported weights, or saved by an engine for inference
-        if training.sharded.collectives.rank == 0:
+        if parts.sharded.collectives.rank == 0:
             log.warning("%s has no optimizer states: they start from zero", folder)
         return
-    here = kind_of(training.optimizer)
+    here = kind_of(parts.optimizer)
     # Adam and AdamW have the same states; the class of xds is called Adam in both cases
     if here.removesuffix("W") != saved["type"].removesuffix("W"):
         raise UsageError(
             f"{folder} holds states of the optimizer {saved['type']}, and this engine has {here}: use "
             "the same one, or load with load_optimizer_states=False"
         )
-    num_here, num_saved = len(training.optimizer.param_groups), len(saved["groups"])
+    num_here, num_saved = len(parts.optimizer.param_groups), len(saved["groups"])
     if num_here != num_saved:
         raise UsageError(
             f"{folder} holds {num_saved} parameter groups, and this engine has {num_here}: make the same "
             "groups, or load with load_optimizer_states=False"
         )
     for number, (group, values) in enumerate(
-        zip(training.optimizer.param_groups, saved["groups"], strict=True)
+        zip(parts.optimizer.param_groups, saved["groups"], strict=True)
     ):
         for key, value in values.items():
             if not _are_alike(group.get(key), value):

@@ -24,6 +24,7 @@ from pydantic import Field
 
 from ...ops.flat import numel_of
 from ...ops.mesh import AXES, Axis, Mesh
+from ...ops.weights.tensor_table import BY_NAME, Located, is_possible, shown
 from ...utils.schema.checked_types import Positive, Size, Text
 from ...zero.checkpoint.ranges import (
     COPY,
@@ -38,7 +39,6 @@ from ...zero.checkpoint.ranges import (
 )
 from ...zero.layout.layout import Box, Slot
 from .io.tensor_file import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
-from .io.tensor_table import BY_NAME, Located, is_possible, shown
 from .packing import unpack
 from .saved_values import Named, OwnValues, names_in
 
@@ -135,6 +135,19 @@ class Manifest:
         """The ranks that wrote it."""
         return Mesh(**self.mesh)
 
+    @property
+    def ranges(self) -> list[Range]:
+        """All ranges, each element once: of the first node that has it."""
+        taken: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        found: list[Range] = []
+        for ranks in (node.ranks for node in self.nodes):
+            here = [one for rank in ranks for one in self.files[rank].ranges]
+            fresh = [one for one in here if not _covers(taken.get((one.flat, one.key), []), one)]
+            for one in fresh:
+                taken.setdefault((one.flat, one.key), []).append((one.start, one.stop))
+            found += fresh
+        return found if self.nodes else [one for record in self.files for one in record.ranges]
+
     def holders_of(self, flat: SavedFlat) -> tuple[int, ...]:
         """The ranks that hold the shards of `flat`, in order."""
         return self.holders[flat.held_by]
@@ -148,21 +161,6 @@ class Manifest:
     def micro_steps(self) -> int:
         """Micro-batches processed before the save."""
         return int(self.state["counters"]["micro_steps"])
-
-
-def ranges_of(manifest: Manifest) -> list[Range]:
-    """All ranges, each element once: of the first node that has it."""
-    if not manifest.nodes:
-        return [one for record in manifest.files for one in record.ranges]
-    found: list[Range] = []
-    taken: dict[tuple[int, str], list[tuple[int, int]]] = {}
-    for node in manifest.nodes:
-        here = [one for rank in node.ranks for one in manifest.files[rank].ranges]
-        fresh = [one for one in here if not _covers(taken.get((one.flat, one.key), []), one)]
-        for one in fresh:
-            taken.setdefault((one.flat, one.key), []).append((one.start, one.stop))
-        found += fresh
-    return found
 
 
 def _covers(spans: list[tuple[int, int]], one: Range) -> bool:

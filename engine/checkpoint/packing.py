@@ -23,8 +23,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from ...ops.weights.tensor_table import check_storable, shown
 from ...utils.errors import UsageError
-from .io.tensor_table import check_storable, shown
 
 SEQUENCES: dict[str, type] = {
     "": list,

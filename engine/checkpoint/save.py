@@ -18,24 +18,25 @@ from torch import Tensor
 
 from ...ops.flat import overlap
 from ...ops.optim.shard_optimizer import kind_of
+from ...ops.weights.tensor_table import check_storable
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
 from ...zero.checkpoint.ranges import Range
 from ...zero.checkpoint.snapshot import Block, Snapshot, name_of
 from ..data.loaders import keeps_position, loader_position
+from ..parts import Parts
 from ..steps.counters import Counters
 from .agreement import together
 from .format import constants_to_json
 from .hyperparameters import check_state_values
-from .io.folders import Claim, check_folder, check_tag, discard, make_folder
+from .io.folders import check_folder, check_tag, discard, make_folder
+from .io.storage import Claim
 from .io.tensor_file import Entry, bytes_of, dense
-from .io.tensor_table import check_storable
 from .manifest import FileRecord, RankPart
 from .packing import pack
 from .random_state import read_random_state
 from .saver import DOING, Job
-from .training import Training
 
 log = logging.getLogger("xds")
 
@@ -108,7 +109,7 @@ class _Content:
 
 
 def save_checkpoint(
-    training: Training,
+    parts: Parts,
     counters: Counters,
     save_dir: str | Path,
     tag: str | None,
@@ -116,7 +117,7 @@ def save_checkpoint(
     options: SaveOptions,
 ) -> None:
     """See `Engine.save_checkpoint`."""
-    saver, collectives = training.saver, training.sharded.collectives
+    saver, collectives = parts.saver, parts.sharded.collectives
     is_first = collectives.rank == 0
     claims: list[Claim] = []  # the folder that this rank has made
 
@@ -125,7 +126,7 @@ def save_checkpoint(
         name = check_tag(f"global_step{counters.global_steps}" if tag is None else tag)
         if client_state is not None and not isinstance(client_state, Mapping):
             raise wrong("client_state", client_state, "a dict, or None")
-        content = _prepare(training, counters, client_state, options)
+        content = _prepare(parts, counters, client_state, options)
         if is_first:
             claims.append(make_folder(folder, name))
         return content, folder, name
@@ -137,7 +138,7 @@ def save_checkpoint(
     try:
         (content, folder, name), shared = together(collectives, DOING, prepare, share)
         name = _agreed_tag([tags for tags, _, _ in shared], options.tag_validation, is_first)
-        _add_own(content, training, [sums for _, _, sums in shared])
+        _add_own(content, parts, [sums for _, _, sums in shared])
     except BaseException:
         for claim in claims:
             discard(claim.folder)
@@ -152,7 +153,7 @@ def save_checkpoint(
         save_latest=options.save_latest,
         keep_last=saver.keep_last,
         mesh=content.snapshot.mesh,
-        stage=training.stage,
+        stage=parts.config.zero_optimization.stage,
         part=content.part(),
         state=content.state,
     )
@@ -178,22 +179,22 @@ def _agreed_tag(tags: list[str], tag_validation: str, is_first: bool) -> str:
 
 
 def _prepare(
-    training: Training,
+    parts: Parts,
     counters: Counters,
     client_state: Mapping[str, Any] | None,
     options: SaveOptions,
 ) -> _Content:
     """Collect the content. All refusals happen here, before any file is written."""
-    training.saver.wait()
-    if training.sharded.backward_pass.has_seen_one:
+    parts.saver.wait()
+    if parts.sharded.backward_pass.has_seen_one:
         raise UsageError(
             "save_checkpoint() between backward() and step(): the gradients of this micro-batch would be "
             "incomplete; call step() first"
         )
-    training.sharded.backward_pass.end_checked()
-    training.sharded.complete_sums()
-    training.updater.take_edits()
-    snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)
+    parts.sharded.backward_pass.end_checked()
+    parts.sharded.complete_sums()
+    parts.updater.take_edits()
+    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
     if options.exclude_frozen_parameters:
         snapshot.leave_out_frozen()
     content = _Content(snapshot)
@@ -201,7 +202,7 @@ def _prepare(
     for block in (*snapshot.values, *snapshot.states, *totals, *snapshot.owed()):
         content.add(block)
     is_accumulating = bool(totals or snapshot.grad_locals()) or snapshot.has_kept_grads
-    state = _engine_state(training, counters, is_accumulating)
+    state = _engine_state(parts, counters, is_accumulating)
     _warn_of_values(state, is_first=snapshot.rank == 0)
     state |= snapshot.owed_meaning()
     put = partial(content.put, "engine")
@@ -216,8 +217,8 @@ def _prepare(
     return content
 
 
-def _engine_state(training: Training, counters: Counters, is_accumulating: bool) -> dict[str, Any]:
-    scheduler = training.scheduler
+def _engine_state(parts: Parts, counters: Counters, is_accumulating: bool) -> dict[str, Any]:
+    scheduler = parts.scheduler
     accumulation = counters.accumulation
     has_state = scheduler is not None and hasattr(scheduler, "state_dict")
     return {
@@ -230,12 +231,12 @@ def _engine_state(training: Training, counters: Counters, is_accumulating: bool)
             "accumulated": accumulation.done,
             "is_accumulating": is_accumulating,
         },
-        "loss_scale": training.loss_scale.state_dict(),
-        "optimizer": _optimizer_state(training.optimizer),
+        "loss_scale": parts.loss_scale.state_dict(),
+        "optimizer": _optimizer_state(parts.optimizer),
         "lr_scheduler": {"type": type(scheduler).__name__, "state": scheduler.state_dict()}  # type: ignore[union-attr]
         if has_state
         else None,
-        "data": loader_position(training.loader),
+        "data": loader_position(parts.loader),
     }
 
 
@@ -275,7 +276,7 @@ def _buffer_sums(snapshot: Snapshot) -> dict[str, int]:
     }
 
 
-def _add_own(content: _Content, training: Training, sums: list[dict[str, int]]) -> None:
+def _add_own(content: _Content, parts: Parts, sums: list[dict[str, int]]) -> None:
     """Add this rank's own values: random generators, unreduced gradients, buffers that differ.
 
     The first rank that has a buffer saves it for all; others save theirs where `sums`, by rank, differ.
@@ -294,7 +295,7 @@ def _add_own(content: _Content, training: Training, sums: list[dict[str, int]]) 
         str(flat): {"local": local, "filled": filled}
         for flat, (local, filled) in snapshot.grad_locals().items()
     }
-    own = {"random": read_random_state(training.device), "buffers": buffers, "grads": grads}
-    if keeps_position(training.loader):
-        own["data"] = training.loader.state_dict()
+    own = {"random": read_random_state(parts.device), "buffers": buffers, "grads": grads}
+    if keeps_position(parts.loader):
+        own["data"] = parts.loader.state_dict()
     content.own = pack(own, "own", partial(content.put, "own"))

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, InstanceOf, TypeAdapter, ValidationError
 
+from ...ops.weights.tensor_table import shown
 from ...utils.schema.checked_types import Flag, Positive, Size, Text
 from ..config.sections import SCALES
 from ..optim.loss_scale import MAX_SCALE
-from .io.tensor_table import shown
 from .packing import unpack
 
 Whole = Annotated[int, Field(strict=True)]

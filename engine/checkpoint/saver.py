@@ -38,7 +38,8 @@ from ...utils.quoting import plain_lines, printable
 from ...utils.sizes import size_text
 from .agreement import failure_text, together
 from .format import part_of_json, part_to_json
-from .io.folders import MANIFEST, Claim, commit, discard, file_name, prune, write_latest
+from .io.folders import MANIFEST, commit, discard, file_name, prune, write_latest
+from .io.storage import Claim, storage_of
 from .io.tensor_file import Entry, Sums, copy_image, image_bytes, write_image, write_tensors
 from .joining import joined_manifest
 from .manifest import RankPart
@@ -366,8 +367,10 @@ class _Messages:
             failure: str = self._await(self._key("done"), 0)["error"]
         except RuntimeError:  # the store ended with rank 0, perhaps after the commit
             folder = self._job.save_dir / self._job.tag
-            is_there = (folder / self._job.path.name).exists() and (folder / MANIFEST).exists()
-            failure = "" if is_there else "rank 0 ended before it was committed"
+            sizes = map(
+                storage_of(folder).size_of, (folder / self._job.path.name, folder / MANIFEST)
+            )
+            failure = "" if min(sizes) >= 0 else "rank 0 ended before it was committed"
         return failure
 
     def _await(self, key: str, rank: int) -> dict[str, Any]:

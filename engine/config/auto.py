@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ...utils.arguments import wrong
 from ...utils.schema.section import AUTO, Report, is_auto, is_comment, joined, plain
 from ...utils.schema.values import FLAG, shown
 from .batch import COMPUTED, MICRO, STEPS, TRAIN
@@ -68,7 +69,12 @@ def fill_auto(
     """`data` (changed in place) with each "auto" filled, computed or reported as an error.
 
     `canonical` maps a key path to its canonical spelling, which is looked up in `given`.
+    Raises UsageError: `given` is no mapping with text for keys.
     """
+    if not isinstance(given, Mapping) or not all(isinstance(path, str) for path in given):
+        raise wrong(
+            "auto", given, 'a dict of values by path, such as {"optimizer.params.lr": 1e-4}'
+        )
     values = {canonical(path): value for path, value in given.items()}
     for section, key, here in list(_each_auto(data, "")):
         name = canonical(here)

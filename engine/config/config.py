@@ -182,7 +182,7 @@ class Config(Section):
             auto: values for keys whose value is "auto", by full path.
             world_size: all ranks; if given, the result is resolved.
         Raises:
-            ConfigError: every complaint at once.
+            ConfigError: every complaint at once. UsageError: `auto` is no dict of values by path.
 
         Rank 0 warns once which keys have no effect.
         """
@@ -285,7 +285,7 @@ def parse_config(
     report = ConfigReport(complaints=complaints, model=Config)
     if isinstance(data, dict):
         _write_out(data, report)
-        fill_auto(data, auto or {}, canonical_path, report)
+        fill_auto(data, {} if auto is None else auto, canonical_path, report)
     read = read_section(Config, data, "", report)
     if read is None or report.complaints:
         raise ConfigError(report.complaints, name)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ...pipe.module import PipelineModule
 from ...tensor.sequence.distributed import DistributedAttention
-from ...utils.arguments import whole
+from ...utils.arguments import whole, wrong
 from ...utils.errors import ConfigError, UsageError
 from ...utils.version import __version__
 from ..config.config import Config, log_idle_keys, parse_config
@@ -396,6 +396,8 @@ def _cuts_itself(model: nn.Module) -> bool:
 def _group_of(mpu: Any) -> dist.ProcessGroup | None:
     if mpu is None:
         return None
+    if not hasattr(mpu, "get_model_parallel_world_size"):
+        raise wrong("mpu", mpu, "an object with get_model_parallel_world_size(), or None")
     size = int(mpu.get_model_parallel_world_size())
     if size != 1:
         raise UsageError(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...ops.comm.opening import open_collectives
+from ...utils.arguments import wrong
 from ...utils.host_memory import keep_freed_blocks, return_freed_blocks
 from ...zero.construction.construction import Construction
 from ...zero.construction.slices import SliceStore
@@ -55,8 +56,10 @@ class Init:
             enabled: False makes the context do nothing.
             group: the data-parallel ranks; None means all ranks.
         Raises:
-            ConfigError: every complaint about the config at once.
+            ConfigError: every complaint about the config at once. UsageError: `module` is none.
         """
+        if not isinstance(module, nn.Module | None):
+            raise wrong("zero.Init: module", module, "a torch.nn.Module object, or None")
         self._construction: Construction | None = None
         self.store: SliceStore | None = None
         self.is_at_stage_3 = enabled and (

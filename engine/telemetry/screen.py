@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...utils.messages import write_stderr
+from ...utils.quoting import plain_lines
 from ...utils.sizes import size_text
 from ...utils.version import __version__
 from ...zero.model.sharded_model import ShardedModel
@@ -35,7 +36,7 @@ class ScreenHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:  # the script has set up logging since
             return
-        text = record.getMessage()
+        text = plain_lines(record.getMessage())  # it may name paths and keys
         if record.exc_info:
             text += "\n" + logging.Formatter().formatException(record.exc_info)
         _write(text if text.startswith("xds") else f"xds: {text}")

@@ -198,10 +198,12 @@ class _RankFiles(LogsSpecs):
         return str(self._folder.path)
 
     def reify(self, envs: dict[int, dict[str, Any]]) -> LogsDest:
-        self._ranks.clear()
-        self._ranks.update({local_rank: int(env["RANK"]) for local_rank, env in envs.items()})
-        self._folder.prepare(list(self._ranks.values()), is_first=self._is_first)
+        ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
+        self._folder.prepare(list(ranks.values()), is_first=self._is_first)
         self._is_first = False
+        # after `prepare`: the main thread looks for failure records of these ranks, and would find old ones
+        self._ranks.clear()
+        self._ranks.update(ranks)
         errors = {}
         for local_rank, env in envs.items():
             rank = self._ranks[local_rank]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _DRAIN_SECONDS = 1.0
 _POLL_SECONDS = 1.0
 _DELIVERY_SECONDS = 2.5  # time for the others to read, before the store may end with this process
-_CONNECT_SECONDS = 20.0
+_CONNECT_SECONDS = 5.0  # of one attempt: torch waits longer and longer between the tries of one
 _ON_TCP_STORES = ("c10d", "static")
 
 _ONE_MACHINE = Rendezvous()
@@ -169,20 +169,14 @@ class Peers(threading.Thread):
             self._store = None
 
     def _listen(self) -> None:
+        import_torch()  # the agent's thread does so at the same time
         from pydantic import TypeAdapter
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        from ...ops.watch.store import Store
 
         kind = TypeAdapter(Ending)
-        host, port = split_endpoint(self._rendezvous.endpoint)
         while not self._is_over.wait(_POLL_SECONDS):
             if self._store is None:
                 with contextlib.suppress(RuntimeError):  # the machine that serves it starts later
-                    store = TCPStore(
-                        host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
-                    )
-                    self._store = Store(store, "launcher", self._rendezvous.node_rank or 0)
+                    self._store = self._connect()
                 continue
             found = self._store.read_as(kind, self._key)
             if found is not None:
@@ -190,14 +184,26 @@ class Peers(threading.Thread):
                 self._stop_asked.request(signal.SIGTERM, is_for_peer=True)
                 return
 
+    def _connect(self) -> Store:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        from ...ops.watch.store import Store
+
+        host, port = split_endpoint(self._rendezvous.endpoint)
+        timeout = timedelta(seconds=_CONNECT_SECONDS)
+        store = TCPStore(host, port, is_master=False, timeout=timeout)
+        return Store(store, "launcher", self._rendezvous.node_rank or 0)
+
     def publish(self, text: str, exit_code: int) -> None:
         """Publish how the ranks ended on this machine, and give the others time to read it."""
         self._is_over.set()
         self.join(2 * _POLL_SECONDS)
-        if self._store is None or self.received:
+        if self.received or not (self._store or self.is_alive()):
             return
         try:
-            self._store.set(self._key, json.dumps({"text": text, "exit_code": exit_code}))
-        except Exception:
+            # the thread may wait for its next attempt while the store already answers
+            store = self._store or self._connect()
+            store.set(self._key, json.dumps({"text": text, "exit_code": exit_code}))
+        except Exception:  # the store ended with its machine
             return
         time.sleep(_DELIVERY_SECONDS)

@@ -22,6 +22,7 @@ import tempfile
 import termios
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -112,7 +113,8 @@ class RankZero:
         if os.isatty(first):
             stream.open_terminal()
         else:
-            name = f"rank0.{os.getpid()}.{first}"
+            # hosts may share the folder, and their process ids may be equal
+            name = f"rank0.{uuid.uuid4().hex[:12]}.{first}"
             try:
                 stream.open_fifo(str(self._folder.absolute() / name))
             except OSError:  # a file system without FIFOs
@@ -210,8 +212,6 @@ class _Stream(threading.Thread):
 
     def open_fifo(self, path: str) -> None:
         """Open a FIFO, used if the launcher's stream is not a terminal."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # left by an earlier process with the same id
         os.mkfifo(path, 0o600)
         self.path = path
         self._reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

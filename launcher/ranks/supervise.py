@@ -213,11 +213,11 @@ class _Agent(threading.Thread):
             import_torch()
             from .elastic import count_ranks, launch
 
-            num_ranks = count_ranks(self.order.job, self.order.num_ranks)
+            # first the number, then the look at the signal: without a number `_supervise` leaves at a signal
+            self.num_ranks = count_ranks(self.order.job, self.order.num_ranks)
             if not self._stop_asked.signum:
-                self.num_ranks = num_ranks
                 self.failures, self.store_reference = launch(
-                    self.order, num_ranks, self.folder, self._ranks, self._extra
+                    self.order, self.num_ranks, self.folder, self._ranks, self._extra
                 )
         except XdsError as error:
             self.error = error
@@ -231,19 +231,27 @@ class _Agent(threading.Thread):
                 )
 
 
+# held while torch is imported. A second import of one of its modules at that time would raise errors in both.
+_importing = threading.Lock()
+
+
 def import_torch() -> None:
-    """Import torch with its C++ log turned off, because the failure report covers lost peers."""
+    """Import torch with its C++ log turned off, because the failure report covers lost peers.
+
+    For several threads: the others wait.
+    """
     name = "TORCH_CPP_LOG_LEVEL"
-    former = os.environ.get(name)
-    os.environ[name] = former or "FATAL"
-    try:
-        # torch without NumPy warns; the ranks show that warning themselves
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from . import elastic  # noqa: F401
-    finally:
-        if former is None:
-            del os.environ[name]  # the ranks keep torch's default
+    with _importing:
+        former = os.environ.get(name)
+        os.environ[name] = former or "FATAL"
+        try:
+            # torch without NumPy warns; the ranks show that warning themselves
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                from . import elastic  # noqa: F401
+        finally:
+            if former is None:
+                del os.environ[name]  # the ranks keep torch's default
 
 
 def _supervise(

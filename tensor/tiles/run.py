@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...ops.torch_internals import TreeSpec, outside_of_graphs, tree_flatten, tree_unflatten
+from ...utils.arguments import items, wrong
 from ...utils.errors import UsageError
 from ...utils.module_buffers import Buffers, modules_of, untouched_buffers
 from ...utils.replaying import replaying
@@ -56,13 +57,13 @@ def run_in_tiles(
         UsageError: sequences of different lengths, no sequence, or `tiles` below 1. In backward: the function
             used a tensor that is not among `weights`.
     """
-    sequences = list(sequences)
+    sequences = _tensors("sequences", sequences)
     ranges = tile_ranges(_length(sequences, dim), tiles)
-    flat, spec = tree_flatten(list(others))
+    flat, spec = tree_flatten(items("run_in_tiles: others", others, "a list of further arguments"))
     call = _Call(
         function, sequences, ranges, spec, (dim, dim if output_dim is None else output_dim)
     )
-    given = weights_of(function) if weights is None else list(weights)
+    given = weights_of(function) if weights is None else _tensors("weights", weights)
     if given is None:
         given = call.find_weights(sequences, flat) if torch.is_grad_enabled() else []
     inputs = [*sequences, *flat]
@@ -71,6 +72,14 @@ def run_in_tiles(
     outputs = _Tiled.apply(call, *inputs, *call.weights)  # type: ignore[no-untyped-call]
     assert call.output is not None
     return tree_unflatten(list(outputs), call.output)
+
+
+def _tensors(argument: str, values: Any) -> list[Any]:
+    found = items(f"run_in_tiles: {argument}", values, "a list of tensors")
+    for value in found:
+        if not (value is None or isinstance(value, Tensor)):
+            raise wrong(f"run_in_tiles: one of {argument}", value, "a tensor")
+    return found
 
 
 def _length(sequences: Sequence[Tensor | None], dim: int) -> int:

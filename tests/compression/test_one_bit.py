@@ -11,14 +11,13 @@ import torch.distributed as dist
 from helpers import run_ranks
 from one_bit_reference import LambReference, Reference
 from runs import PRECISIONS, config
-from threaded_ranks import run_threads
 from torch import Tensor, nn
 
 import xds
 from xds.zero import get_full_param
 
 CHUNK = 2048
-STEPS, FREEZE = 12, 5
+STEPS, FREEZE, SAVED = 12, 5, 10
 LR, DECAY = 1e-2, 0.1
 MARGIN = 2e-6  # of a value that is packed; fp32 is wrong by a few 1e-7
 
@@ -88,12 +87,7 @@ def wanted(stage: int, num_ranks: int, num_micro: int, kind: str) -> tuple[int, 
 
 @pytest.mark.parametrize(
     ("stage", "num_ranks", "num_micro", "kind"),
-    [
-        (0, 3, 1, "OneBitAdam"),
-        (2, 2, 3, "OneBitAdam"),
-        (0, 2, 1, "OneBitLamb"),
-        (1, 3, 1, "OneBitLamb"),
-    ],
+    [(0, 3, 1, "OneBitAdam"), (2, 2, 3, "OneBitAdam"), (1, 3, 1, "OneBitLamb")],
 )
 def test_steps_are_those_of_the_reference(
     stage: int, num_ranks: int, num_micro: int, kind: str
@@ -116,15 +110,6 @@ def test_a_compressed_step_sends_its_formula() -> None:
             assert one.pop("control") <= 16 * num_ranks
             assert {k: v for k, v in one.items() if v} == {"one-bit gradients": leg, second: leg}
         assert sent[0]["reduce_scatter"] == 4 * (num_ranks - 1) * CHUNK
-
-
-def test_messages_over_a_backends_own_collectives_have_the_same_bits() -> None:
-    """As on NCCL: torch's threaded process group has no send and recv."""
-    threads = run_threads(train, 2, 2)
-    for (found, sent), (want, bytes_) in zip(threads, run_ranks(train, 2, 2), strict=True):
-        assert sent == bytes_
-        assert all(one.equal(other) for one, other in zip(found, want, strict=True))
-        assert torch.stack(list(found)).isfinite().all()
 
 
 class Table(nn.Module):
@@ -152,7 +137,7 @@ def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def train_table(stage: int, steps: int, start: int, more: dict[str, Any], *paths: str) -> Any:
-    """Losses and norms; paths: where to load from and to save to, "" for neither. more: also `kind`."""
+    """Losses and norms. paths: where to load from, and where to save after step SAVED, "" for neither."""
     engine = xds.initialize(Table(), config_of(stage, gradient_clipping=1.0, **more))
     load, save = paths or ("", "")
     if load:
@@ -163,8 +148,8 @@ def train_table(stage: int, steps: int, start: int, more: dict[str, Any], *paths
         engine.backward(loss)
         engine.step()
         found.append((loss.item(), engine.get_global_grad_norm()))
-    if save:
-        engine.save_checkpoint(save)
+        if save and step + 1 == SAVED:
+            engine.save_checkpoint(save)
     table = get_full_param(engine.module.embed.weight)
     params = torch.cat([param.detach().float().flatten() for param in engine.module.parameters()])
     engine.destroy()
@@ -184,17 +169,13 @@ def test_stages_1_and_2_have_the_same_bits_and_elements_without_gradients_stay()
     torch.testing.assert_close(first[2][30:], kept, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"),
-    [(0, "fp32"), (1, "fp16")],
-)
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp16")])
 def test_a_resumed_run_has_the_same_bits(stage: int, precision: str, tmp_path: Any) -> None:
     more, folder = PRECISIONS[precision], str(tmp_path)
-    run_ranks(train_table, 2, stage, 10, 0, more, "", folder)
-    whole = run_ranks(train_table, 2, stage, 14, 0, more)
-    resumed = run_ranks(train_table, 2, stage, 4, 10, more, folder, "")
+    whole = run_ranks(train_table, 2, stage, 14, 0, more, "", folder)
+    resumed = run_ranks(train_table, 2, stage, 4, SAVED, more, folder, "")
     for one, two in zip(whole, resumed, strict=True):
-        assert one[0][10:] == two[0]
+        assert one[0][SAVED:] == two[0]
         assert one[1].equal(two[1])
 
 
@@ -224,18 +205,17 @@ def owed(stage: int, load: str) -> Any:
     return float(total), losses
 
 
-@pytest.mark.parametrize(("stage", "to"), [(2, 2), (1, 0)])
+@pytest.mark.parametrize(("stage", "to", "num_ranks"), [(2, 2, 2), (1, 0, 4)])
 def test_what_is_owed_is_kept_at_another_number_of_ranks(
-    stage: int, to: int, tmp_path: Any
+    stage: int, to: int, num_ranks: int, tmp_path: Any
 ) -> None:
     folder = str(tmp_path)
-    run_ranks(train_table, 3, stage, 10, 0, {}, "", folder)
+    run_ranks(train_table, 3, stage, SAVED, 0, {}, "", folder)
     expected, _ = run_ranks(owed, 3, stage, folder)[0]
     assert expected > 0
-    for num_ranks in (2, 4):
-        for found, losses in run_ranks(owed, num_ranks, to, folder):
-            assert found == pytest.approx(expected, rel=1e-5)
-            assert max(losses) < 4
+    for found, losses in run_ranks(owed, num_ranks, to, folder):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert max(losses) < 4
 
 
 def skip(stage: int) -> Any:
@@ -319,7 +299,7 @@ def sums_around_a_step(stage: int, num_backwards: int, load: str, save: str) -> 
     return before + found, after, sent
 
 
-@pytest.mark.parametrize(("stage", "to", "num_backwards"), [(1, 1, 2), (0, 2, 1), (1, 0, 2)])
+@pytest.mark.parametrize(("stage", "to", "num_backwards"), [(0, 2, 1), (1, 0, 2)])
 def test_momenta_and_errors_are_kept_by_late_gradients_and_at_another_stage(
     stage: int, to: int, num_backwards: int, tmp_path: Any
 ) -> None:
@@ -556,8 +536,7 @@ def train_few(kind: str, stage: int, freeze_step: int | str, folder: str) -> Any
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage", "freeze_step"),
-    [("OneBitAdam", 2, "auto"), ("OneBitLamb", 1, 3)],
+    ("kind", "stage", "freeze_step"), [("OneBitAdam", 2, "auto"), ("OneBitLamb", 1, 3)]
 )
 def test_a_rank_of_padding_knows_the_step(
     kind: str, stage: int, freeze_step: int | str, tmp_path: Any

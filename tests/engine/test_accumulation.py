@@ -1,4 +1,4 @@
-"""Which gradients a step is made of: batch sizes that change, the script's own backward passes, zero_grad."""
+"""Which gradients a step is made of: batch sizes that change, the script's own backward passes."""
 
 from __future__ import annotations
 
@@ -264,36 +264,7 @@ def resumed(stage: int, folder: str) -> None:
         assert one.equal(other)
 
 
-# -- zero_grad, clip_grad_norm, counters --------------------------------------------------------------------
-
-
-def zero_grad_at_any_time(stage: int) -> None:
-    engine = engine_of(stage, accumulation=2)
-    optimizer = engine.optimizer
-
-    def drop() -> None:
-        engine.zero_grad()
-        optimizer.zero_grad()
-        engine.module.zero_grad()
-
-    drop()  # stock trainers begin with it
-    with pytest.raises(xds.UsageError, match="without gradients"):
-        engine.clip_grad_norm(1.0)
-    engine(part(0))
-    drop()
-    engine.backward(engine(part(7)))
-    drop()
-    with pytest.raises(xds.UsageError, match="without engine.backward"):
-        engine.step()
-    with engine.no_sync():
-        engine.backward(engine(part(8)))
-    drop()
-    for micro_batch in (0, 1):
-        engine.backward(engine(part(micro_batch)))
-        engine.step()
-    drop()
-    (want,) = plain_gradient([[0, 1]], 2)
-    close(updates_of(engine), want, 1e-4, (stage, "zero_grad"))
+# -- counters -----------------------------------------------------------------------------------------------
 
 
 def counted(stage: int) -> None:
@@ -324,7 +295,6 @@ def at_several_stages(folder: str) -> None:
         resumed(stage, folder)
     for stage in (0, 3):
         unscaled_fp16(stage)
-        zero_grad_at_any_time(stage)
     changed_batch(1)
     through_another_engine(3)
     counted(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from runs import config
 from torch import Tensor, nn
 
 import xds
@@ -38,12 +39,7 @@ class Model(nn.Module):
 
 
 def dtypes_after_initialize(model: nn.Module, precision: str) -> dict[str, torch.dtype]:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        precision: {"enabled": True},
-    }
-    engine = xds.initialize(model, config)
+    engine = xds.initialize(model, config(0, precision))
     found = {name: buffer.dtype for name, buffer in model.named_buffers()}
     engine.destroy()
     return found
@@ -72,10 +68,5 @@ def test_a_wide_buffer_in_a_model_built_in_bf16_stays_wide() -> None:
 def test_in_fp32_no_buffer_changes() -> None:
     model = Model()
     model.rotary.table = model.rotary.table.half()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
-    xds.initialize(model, config).destroy()
-    assert model.rotary.table.dtype == torch.float16
-    assert model.norm.running_var.dtype == torch.float32
+    found = dtypes_after_initialize(model, "fp32")
+    assert found["rotary.table"] == torch.float16 and found["norm.running_var"] == torch.float32

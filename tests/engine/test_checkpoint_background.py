@@ -20,7 +20,8 @@ from helpers import run_processes
 
 import xds
 from xds.engine.checkpoint import saver as saver_module
-from xds.engine.checkpoint.io.folders import Claim, make_folder
+from xds.engine.checkpoint.io.folders import make_folder
+from xds.engine.checkpoint.io.storage import Claim
 from xds.engine.checkpoint.io.tensor_file import write_image
 from xds.ops.watch import Store
 

@@ -282,20 +282,16 @@ def test_a_file_that_the_disk_cannot_read_counts_as_damaged(
 # -- names --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", ["", " ", None, 5, b"out", "a\0b"], ids=repr)
 def test_what_is_no_folder_is_refused_in_one_sentence(
-    tmp_path: Path, folder: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    engine = tiny()
-    with pytest.raises(
-        xds.UsageError, match=r"save_checkpoint: save_dir = .* is not the path of a f"
-    ):
-        engine.save_checkpoint(folder)
-    with pytest.raises(
-        xds.UsageError, match=r"load_checkpoint: load_dir = .* is not the path of a f"
-    ):
-        engine.load_checkpoint(folder)
+    engine: Any = tiny()
+    for folder in ("", " ", None, 5, b"out", "a\0b"):
+        for call, name in ((engine.save_checkpoint, "save"), (engine.load_checkpoint, "load")):
+            said = rf"{name}_checkpoint: {name}_dir = .* is not the path of a f"
+            with pytest.raises(xds.UsageError, match=said):
+                call(folder)
     assert os.listdir(tmp_path) == []
     engine.save_checkpoint(Path())  # the working folder, said aloud
     assert engine.load_checkpoint(".")[0] == "global_step0"
@@ -303,7 +299,20 @@ def test_what_is_no_folder_is_refused_in_one_sentence(
 
 def test_a_tag_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     engine = tiny()
-    bad = [" lead", "trail ", "a\nb", "a\0b", "a\x1b[31m", "\ud800", "a\u2028b", "manifest.json"]
+    bad = [
+        "a/b",
+        "",
+        ".hidden",
+        "latest",
+        " lead",
+        "trail ",
+        "a\nb",
+        "a\0b",
+        "a\x1b[31m",
+        "\ud800",
+        "a\u2028b",
+        "manifest.json",
+    ]
     for tag in (*bad, "x" * (MAX_TAG_BYTES + 1), "ü" * 200, True, 1.5, b"bytes", ["tag"]):
         for call in (engine.save_checkpoint, engine.load_checkpoint):
             with pytest.raises(xds.UsageError, match=r"_checkpoint: tag = ") as found:

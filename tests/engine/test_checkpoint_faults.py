@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ from helpers import run_processes
 from torch import nn
 
 import xds
-from xds.engine.checkpoint.io import folders, tensor_file
+from xds.engine.checkpoint.io import storage
 from xds.engine.checkpoint.io.folders import MANIFEST, committed
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "checkpoint"))
+from kill_runs import Killer, Scenario, Tally  # noqa: E402
 
 WIDTH = 5
 MAX_CALLS = 200
@@ -84,7 +89,7 @@ def every_call(folder: str, victim: int, kind: str, tag: str | None, more: dict[
         disk = BrokenDisk(root, fails_at, kind if dist.get_rank() == victim else "eio")
         if dist.get_rank() != victim:
             disk.fails_at = -1
-        with disk.in_place(folders, tensor_file):
+        with disk.in_place(storage):
             said = save(engine, root, tag)
         sentences = everybodys(said)
         hit, count = everybodys((disk.hit, disk.count))[victim]
@@ -197,3 +202,30 @@ def only_the_first(folder: str) -> None:
 
 def test_only_rank_0_makes_renames_and_removes(tmp_path: Path) -> None:
     run_processes(only_the_first, 2, str(tmp_path))
+
+
+# -- SIGKILL at random instants; the long form, and its figures: benchmarks/checkpoint/kills.py ------------
+
+KILLS = 4
+SCENARIOS = [
+    Scenario(stage=3, victims="all", keep_last=2),
+    Scenario(stage=2, victims="one", same_tag=True),
+    Scenario(stage=3, victims="one", keep_last=2, async_save=True),
+    Scenario(stage=2, victims="all", same_tag=True, async_save=True, width=128),
+]
+
+
+def kill_often(scenario: Scenario, seed: int) -> Tally:
+    killer = Killer(scenario, seed, window_seconds=0.15)
+    for _ in range(KILLS):
+        killer.trial()
+    return killer.finish()
+
+
+@pytest.mark.slow
+def test_no_kill_loses_or_tears_a_checkpoint() -> None:
+    # side by side: a rank whose peer was killed waits three seconds for what the peer may have to say
+    with ThreadPoolExecutor(len(SCENARIOS)) as pool:
+        tallies = list(pool.map(kill_often, SCENARIOS, range(len(SCENARIOS))))
+    assert [problem for tally in tallies for problem in tally.problems] == []
+    assert sum(tally.inside for tally in tallies) > 0

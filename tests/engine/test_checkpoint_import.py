@@ -22,10 +22,10 @@ from torch.nn import functional as F
 import xds
 from xds.engine.checkpoint.imports.deepspeed import read_deepspeed
 from xds.engine.checkpoint.imports.importing import import_checkpoint
-from xds.engine.checkpoint.imports.safe_pickle import read_pickle
 from xds.engine.checkpoint.io.folders import read_manifest
 from xds.engine.checkpoint.io.reader import CheckpointReader
 from xds.launcher.cli import main
+from xds.ops.weights.safe_pickle import read_pickle
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
 sys.path.insert(0, str(DATA))

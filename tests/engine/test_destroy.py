@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
+from runs import config
 from torch import Tensor
 from warm_ranks import warm
 
@@ -17,7 +18,7 @@ WIDTH = 96
 CPU: dict[str, Any] = {"device": "cpu"}
 CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
-    "stage 3": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "stage 3": {"stage": 3},
     "host, early": {"stage": 2, "offload_optimizer": {**CPU, "super_offload": True}},
     "all on the host": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
     "ZeRO++": {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True},
@@ -39,13 +40,7 @@ def kept(zero: dict[str, Any]) -> tuple[int, int]:
     """Bytes of living tensors that an engine leaves after `destroy`, though it is referenced; its model's."""
     before = living_bytes()
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"unit_min_numel": 0, **zero},
-        "bf16": {"enabled": True},
-    }
-    engine = xds.initialize(model, config)
+    engine = xds.initialize(model, config(zero["stage"], "bf16", zero=zero))
     for _ in range(3):
         x = torch.ones(2, WIDTH, dtype=next(model.parameters()).dtype) * (1 + dist.get_rank())
         engine.backward(engine(x).float().square().mean())
@@ -71,12 +66,7 @@ def test_destroy_frees_all_but_the_parameters() -> None:
 def values_after_an_old_graph(zero: dict[str, Any]) -> bool:
     """Whether the parameters are as `destroy` left them after backward of a graph from before."""
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"unit_min_numel": 0, **zero},
-    }
-    engine = xds.initialize(model, config)
+    engine = xds.initialize(model, config(zero["stage"], zero=zero))
     loss = engine(torch.ones(2, WIDTH)).square().mean()
     engine.destroy()
     left = [param.detach().clone() for param in model.parameters()]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 from pipeline_runs import LENGTH, VOCAB, Model
+from runs import config
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -17,11 +18,6 @@ import xds
 from xds import UsageError
 
 WIDTH = 4
-
-
-def config_of(**changes: Any) -> dict[str, Any]:
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
-    return {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, **changes}
 
 
 def build() -> nn.Module:
@@ -36,7 +32,7 @@ def samples(count: int) -> tuple[Tensor, Tensor]:
 
 def evaluate(stage: int, count: int, each_batch: bool) -> Any:
     """Logits and numbers of `count` samples, gathered after the loop or after each batch."""
-    engine = xds.initialize(build(), config_of(zero_optimization={"stage": stage}))
+    engine = xds.initialize(build(), config(stage))
     engine.eval()
     dataset = TensorDataset(*samples(count))
     sampler = DistributedSampler(dataset, engine.dp_world_size, engine.dp_rank, shuffle=False)
@@ -77,7 +73,7 @@ def test_every_rank_gets_what_one_process_has(
 
 def gather_unequal_parts() -> Any:
     """No sampler fills up: 5 samples over 3 ranks, in bf16, of which one rank has none."""
-    engine = xds.initialize(build(), config_of())
+    engine = xds.initialize(build(), config())
     mine = torch.arange(5)[engine.dp_rank :: 3]
     values = torch.stack([mine, -mine], 1).to(torch.bfloat16).requires_grad_()
     first = engine.gather_for_metrics(values, None)
@@ -94,7 +90,7 @@ def test_ranks_may_have_different_numbers_of_rows() -> None:
 
 def messages(*calls: tuple[Any, Any]) -> list[str]:
     """What each call raises on this rank; `values` may be one for each rank."""
-    engine = xds.initialize(build(), config_of())
+    engine = xds.initialize(build(), config())
     found = []
     for values, num_samples in calls:
         values = values[engine.dp_rank] if isinstance(values, list) else values
@@ -147,9 +143,7 @@ def tokens_of(count: int) -> Tensor:
 
 def evaluate_pipeline(count: int) -> Tensor:
     torch.manual_seed(0)
-    engine = xds.initialize(
-        Scored(2), config_of(gradient_accumulation_steps=2, pipeline={"stages": 2})
-    )
+    engine = xds.initialize(Scored(2), config(accumulation=2, pipeline={"stages": 2}))
     dataset = TensorDataset(tokens_of(count), tokens_of(count))
     sampler = DistributedSampler(dataset, engine.dp_world_size, engine.dp_rank, shuffle=False)
     loader = DataLoader(dataset, batch_size=2, sampler=sampler)
@@ -174,7 +168,7 @@ def gather_over_tensor_ranks() -> Any:
     The last data rank has one sample, a slice with a stride of 2.
     """
     plan = {"0": "colwise", "2": "rowwise"}
-    engine = xds.initialize(build(), config_of(tensor_parallel={"tp_size": 2, "plan": plan}))
+    engine = xds.initialize(build(), config(tensor_parallel={"tp_size": 2, "plan": plan}))
     x, number = samples(3)
     part = slice(engine.dp_rank, None, engine.dp_world_size)
     with torch.no_grad():

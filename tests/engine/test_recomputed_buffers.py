@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_ranks
+from runs import config
 from torch import Tensor, nn
 
 import xds
@@ -59,17 +60,10 @@ class Model(nn.Module):
         return self.head(self.last(x)).square().mean() * self.calls
 
 
-def train(model: nn.Module, **config: Any) -> dict[str, Tensor]:
+def train(model: nn.Module, **more: Any) -> dict[str, Tensor]:
     """State after some steps, buffers included; of the whole model."""
-    engine = xds.initialize(
-        model,
-        {
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": COUNT,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-            **config,
-        },
-    )
+    settings = config(0, samples=4, accumulation=COUNT, optimizer="SGD", **more)
+    engine = xds.initialize(model, settings)
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         batches = [torch.randn(4, WIDTH, generator=generator) + 1 for _ in range(COUNT)]
@@ -93,14 +87,14 @@ RECOMPUTED = {"activation_checkpointing": {"enabled": True}}
 CPU = {"activation_checkpointing": {"enabled": True, "cpu_checkpointing": True}}
 
 
-@pytest.mark.parametrize(("stage", "config"), [(1, CPU), (3, RECOMPUTED)])
+@pytest.mark.parametrize(("stage", "more"), [(1, CPU), (3, RECOMPUTED)])
 def test_a_recomputed_block_counts_once_and_finds_the_values_of_its_forward(
-    stage: int, config: dict[str, Any]
+    stage: int, more: dict[str, Any]
 ) -> None:
     zero = {"zero_optimization": {"stage": stage}}
     wanted = train(model_of(Model), **zero)
     assert wanted["blocks.0.norm.num_batches_tracked"] == STEPS * COUNT
-    assert not differences(train(model_of(Model), **zero, **config), wanted)
+    assert not differences(train(model_of(Model), **zero, **more), wanted)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -111,11 +105,11 @@ def test_the_same_where_blocks_are_compiled() -> None:
     assert all(torch.allclose(found[name], wanted[name], atol=1e-5) for name in wanted)
 
 
-def buffers_in_a_pipeline(schedule: str, chunks: int, config: dict[str, Any]) -> dict[str, Tensor]:
+def buffers_in_a_pipeline(schedule: str, chunks: int, more: dict[str, Any]) -> dict[str, Tensor]:
     bounds = list(range(2 * chunks + 1))  # one block in each stage
     cut = {"stages": 2, "schedule": schedule, "chunks": chunks, "partition": bounds}
     model = model_of(partial(Model, depth=2 * chunks))
-    found = train(model, pipeline=cut, **config)
+    found = train(model, pipeline=cut, **more)
     return {name: found[name] for name, _ in model.named_buffers()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import xds
 from xds import zero
+from xds.zero.construction.weights import Weights
 from xds.zero.features.host_copies import HostCopies
 from xds.zero.model.state_memory import StateMemory
 
@@ -186,34 +188,23 @@ def test_weights_are_loaded_from_outside(tmp_path: Path) -> None:
     run_processes(from_files, 2, str(folder), 3)
 
 
-def rows_read(folder: str) -> int:
-    """Elements of a file that a rank asks for while it loads a big matrix."""
-    from safetensors.torch import save_file
-
-    from xds.zero.construction import weights as module
-
+def from_big_file(folder: str) -> None:
     path = Path(folder) / "model.safetensors"
-    if dist.get_rank() == 0:
-        save_file({"0.weight": torch.randn(1024, 64), "1.weight": torch.randn(1024, 64)}, path)
-    dist.barrier()
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 1024, bias=False), nn.Linear(64, 1024, bias=False))
-    opened = module.SafeTensors(str(path), {"": path})
-    count = 0
-
-    class Counting(module.Weights):
-        source = "counted"
-        names, shape, close = opened.names, opened.shape, opened.close  # type: ignore[assignment]
-
-        def read(self, name: str, start: int, stop: int) -> Tensor:
-            nonlocal count
-            count += stop - start
-            return opened.read(name, start, stop)
-
-    xds.initialize(model, config(3), weights=Counting())
-    return count
+    xds.initialize(model, config(3), weights=path)
 
 
-def test_a_rank_reads_its_own_part_of_a_file_only(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    assert run_ranks(rows_read, 4, str(tmp_path)) == [2 * 1024 * 64 // 4] * 4
+def test_a_rank_reads_its_own_part_of_a_file_only(tmp_path: Path, monkeypatch: Any) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    weights = {"0.weight": torch.randn(1024, 64), "1.weight": torch.randn(1024, 64)}
+    save_file(weights, tmp_path / "model.safetensors")
+    counts, read = [0] * 4, Weights.read
+
+    def counting(weights: Weights, name: str, start: int, stop: int) -> Tensor:
+        counts[dist.get_rank()] += stop - start
+        return read(weights, name, start, stop)
+
+    monkeypatch.setattr(Weights, "read", counting)
+    run_ranks(from_big_file, 4, str(tmp_path))
+    assert counts == [2 * 1024 * 64 // 4] * 4

@@ -79,6 +79,9 @@ def callers(stage: int, make: Any) -> None:
             engine.step()
         loss_of(engine, 8).backward()  # the script's own
         zero(set_to_none=False) if zero != engine.zero_grad else zero()
+        with engine.no_sync():
+            engine.backward(loss_of(engine, 9))
+        zero()
     for number in range(2):
         engine.backward(loss_of(engine, number))
         engine.step()

@@ -13,24 +13,31 @@ from xds.launcher.remote.messages import _unpacked
 
 SCRIPT = """
 import os, sys
-start, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-with open(f"key{rank}.{start}", "w") as file:
+rank = os.environ["RANK"]
+with open(f"key{rank}", "w") as file:
     file.write(os.environ["XDS_RUN_KEY"])
-if start == "0" and rank == "1":
+if rank == "1":
     raise ValueError("on purpose")
-if start == "1" and rank == "0":
-    is_here = os.getcwd() == os.path.dirname(os.path.abspath(__file__))
-    print(sys.argv[1:], is_here, os.environ["MARK"])
+is_here = os.getcwd() == os.path.dirname(os.path.abspath(__file__))
+print(sys.argv[1:], is_here, os.environ["MARK"], os.environ["TORCHELASTIC_RESTART_COUNT"])
 """
 WORDS = ("a b", "$(touch evil)", "%n", "ü\n")
 
 
-def test_the_ranks_of_a_start_have_one_key_that_no_command_shows(tmp_path: Path) -> None:
+def test_a_command_that_fails_starts_again_and_the_ranks_have_one_key_that_no_command_shows(
+    tmp_path: Path,
+) -> None:
     """srun numbers the hosts in an order of its own, and hands words and variables over literally."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "hosts").write_text("127.0.0.2 slots=1\n127.0.0.3 slots=1\n")
     (tmp_path / ".xds_env").write_text("# for every host\nMARK=it's here\n")
     record = make_stub(tmp_path, "srun")
+    refused = tmp_path / "refused"
+    once = (
+        f"if not os.path.exists({str(refused)!r}):\n    open({str(refused)!r}, 'w'); sys.exit(9)\n"
+    )
+    stub = tmp_path / "srun"
+    stub.write_text(stub.read_text().replace("\nrecord()\n", f"\nrecord()\n{once}"))
     foreign = ("SLURM_", "OMPI_", "PMI", "PET_", "MASTER_", "RANK", "WORLD_SIZE")
     kept = {key: value for key, value in with_stub(tmp_path).items() if not key.startswith(foreign)}
     options = ("--hostfile", "hosts", "--launcher", "slurm", "--max-restarts", "1")
@@ -42,17 +49,17 @@ def test_the_ranks_of_a_start_have_one_key_that_no_command_shows(tmp_path: Path)
         text=True,
         timeout=180,
     )
-    assert (done.returncode, done.stdout) == (0, f"{list(WORDS)} True it's here\n"), done.stderr
+    assert (done.returncode, done.stdout) == (1, f"{list(WORDS)} True it's here 1\n"), done.stderr
+    assert "slurm ended with exit code 9 before the ranks had ended" in done.stderr
     assert done.stderr.count("ValueError: on purpose") == 1
     assert "rank 1 failed on 127.0.0.3" in done.stderr and not (tmp_path / "evil").exists()
-    keys = {path.name: path.read_text() for path in tmp_path.glob("key*")}
-    assert keys["key0.0"] == keys["key1.0"] != keys["key0.1"] == keys["key1.1"]
-    assert all(len(key) == 64 for key in keys.values())
     commands = calls(record)
-    assert len(commands) == 2
+    first, second = (call["environ"]["XDS_RUN_KEY"] for call in commands)  # type: ignore[index]
+    assert first != second and len(first) == len(second) == 64
+    assert [(tmp_path / f"key{rank}").read_text() for rank in range(2)] == [second, second]
     for call in commands:
         assert "--nodelist=127.0.0.2,127.0.0.3" in call["argv"]  # type: ignore[operator]
         shown = " ".join(call["argv"])  # type: ignore[arg-type]
         packed = shown.partition("--orders ")[2].split(" ")[0].strip("'")
         orders = json.dumps(_unpacked(packed)) if packed else ""
-        assert not any(key in shown + orders for key in keys.values())
+        assert not any(key in shown + orders for key in (first, second))

@@ -54,18 +54,19 @@ def compare(plan: Plan, found: list[Any], name: str) -> None:
         assert links == sent, (name, rank)
 
 
+QUANTIZED = {"zero_quantized_weights": True}
 # what it shows: model, config, ranks, notes of the plan
 CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "stage 0": ("plain", config_of(0, "bf16"), 2, 0),
-    "stage 2": ("plain", config_of(2, count=2), 2, 0),
     "frozen": ("frozen", config_of(3, "bf16", zero={"stage3_param_persistence_threshold": 3000}), 2, 0),
-    "tied stages": ("tied", config_of(3, "bf16", pipe=2, count=4), 4, 0),
-    "stages of slices": ("plain", config_of(1, pipe=2, tensor=2, count=2), 4, 0),
+    "tied stages of slices": ("tied", config_of(1, pipe=2, tensor=2, count=2), 4, 0),
     "slices": ("plain", config_of(3, "bf16", tensor=2, count=2, zero={"max_reuse_distance": 0}), 4, 0),
     "uneven slices": ("plain", config_of(1, tensor=3), 3, 0),
     "replicas": ("plain", config_of(3, "bf16", count=2, zero={"mics_shard_size": 2}), 4, 0),
-    "quantized": ("plain", config_of(3, "bf16", zero={"zero_quantized_weights": True}), 4, 0),
-    "second shards": ("plain", config_of(3, "bf16", count=2, zero={"zero_hpz_partition_size": 2}), 4, 0),
+    "quantized second shards": (
+        *("plain", config_of(3, "bf16", count=2, zero={"zero_hpz_partition_size": 2, **QUANTIZED})),
+        *(4, 0),
+    ),
     "host": (
         *("plain", config_of(2, zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}}), 2),
         1,

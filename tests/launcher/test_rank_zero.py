@@ -164,7 +164,7 @@ def test_a_slow_reader_is_waited_for_until_there_is_a_signal(tmp_path):
     asked = []
     def is_hurried():
         asked.append(1)
-        if len(asked) == 20:
+        if len(asked) == 4:
             os.open("waited", os.O_CREAT)
         return Path("signal").exists()
     ended = tee.drain(0.1, is_hurried)

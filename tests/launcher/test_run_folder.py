@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from xds.launcher.job import Job, Order, Rendezvous
 from xds.launcher.ranks import run_folder as module
 from xds.launcher.ranks.rank_zero import RankZero
 from xds.launcher.ranks.run_folder import run_folder
@@ -113,3 +114,43 @@ def test_a_folder_that_cannot_be_used(tmp_path, monkeypatch):
     for name, reason in {"/proc/x": "No such file", "file": "exists", "a\0": "null"}.items():
         with pytest.raises(UsageError, match=f"^--log-dir = .*{reason}.*; name a folder"):
             run_folder(name).__enter__()
+
+
+def test_no_failure_of_an_earlier_start_is_seen_once_the_ranks_of_a_start_are_known(runs):
+    """The launcher would stop the ranks of the other hosts, and the new rank would wait for them."""
+    from xds.launcher.ranks.elastic import _RankFiles
+
+    class Ranks(dict):
+        def update(self, *given):
+            super().update(*given)
+            seen.append(folder.first_error_seconds(list(self.values())))
+
+    seen = []
+    order = Order(Job("script", "train.py"), Rendezvous(), 1, generation=1)
+    with run_folder("") as folder:
+        folder.error(2).write_text("{}")
+        place = dict.fromkeys(("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"), "1")
+        _RankFiles(folder, order, 1, Ranks(), {}).reify({0: {"RANK": "2", **place}})
+    assert seen == [None]
+
+
+def test_hosts_that_share_the_folder_show_their_own_output_though_their_process_ids_are_equal(runs):
+    shown = {"first": b"", "second": b""}
+
+    def show(name):
+        def write(descriptor, data):
+            shown[name] += data
+
+        return write
+
+    with run_folder("", "abcdef12") as folder, contextlib.ExitStack() as hosts:
+        tees = [
+            hosts.enter_context(RankZero(folder.path, folder.log(rank), show(name)))
+            for rank, name in enumerate(shown)
+        ]
+        for name, tee in zip(shown, tees, strict=True):
+            stream = os.open(next(iter(tee.environment.values())), os.O_WRONLY)
+            os.write(stream, name.encode())
+            os.close(stream)
+        assert all(tee.drain(30) for tee in tees)
+    assert shown == {"first": b"first", "second": b"second"}

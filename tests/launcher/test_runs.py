@@ -1,5 +1,6 @@
 """Complete runs of the `xds` command on one machine: output, exit code, restarts, remaining processes."""
 
+import contextlib
 import json
 import os
 import pty
@@ -7,12 +8,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import uuid
 from pathlib import Path
 
 import pytest
 import stuck
+from forked_launcher import ForkedLauncher
 
 from xds.launcher.job import Rendezvous
 from xds.launcher.ranks import worker
@@ -34,27 +37,19 @@ def start(tmp_path):
     mark, begun = str(uuid.uuid4()), []
     (tmp_path / "temporary").mkdir()
 
-    def begin(script, *words, output=subprocess.PIPE, session=True, **variables):
+    def begin(script, *words, forked=True, output="", seconds=None, **variables):
         (tmp_path / "train.py").write_text(textwrap.dedent(script))
         environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
         environment |= {MARK: mark, "TMPDIR": str(tmp_path / "temporary"), "PYTHONSAFEPATH": ""}
-        environment |= {
-            "XDS_CACHE_DIR": str(tmp_path / "cache"),
-            **stuck.STACKS_ON_ABORT,
-            **variables,
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "xds.launcher.cli", *(words or ("train.py",))],
-            cwd=tmp_path,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            text=True,
-            start_new_session=session,
-            # nohup around the tests would have it ignored
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-        )
+        environment |= {"XDS_CACHE_DIR": str(tmp_path / "cache"), **variables}
+        words = words or ("train.py",)
+        if forked:
+            process = ForkedLauncher(words, tmp_path, environment, output=output, seconds=seconds)
+        else:
+            command = [sys.executable, "-m", "xds.launcher.cli", *words]
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            environment |= stuck.STACKS_ON_ABORT
+            process = subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
         begun.append(process)
         return process
 
@@ -63,7 +58,17 @@ def start(tmp_path):
     for pid in marked(mark):
         os.kill(pid, signal.SIGKILL)
     for process in begun:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
         process.communicate()
+
+
+# ranks that do not end are killed after seconds else
+SHORT = {
+    "xds.launcher.ranks.supervise:_FAILED_RANK_SECONDS": 1.0,
+    "xds.launcher.ranks.stop:_SIGTERM_AFTER_SECONDS": 0.5,
+    "xds.launcher.ranks.stop:_SIGKILL_AFTER_SECONDS": 1.0,
+}
 
 
 def finish(process):
@@ -117,7 +122,8 @@ def test_ranks_get_arguments_and_variables_and_leave_nothing_behind(start, tmp_p
     """
     options = ("--num_gpus", "3", "--elastic-config", "elastic.json", "--backend=gloo")
     arguments = ("--help", "$$ ${local_rank}", "--", "-x")
-    process = start(script, *options, "train.py", *arguments, PYTHONPATH=str(tmp_path / "linked"))
+    linked = {"forked": False, "PYTHONPATH": str(tmp_path / "linked")}
+    process = start(script, *options, "train.py", *arguments, **linked)
     assert finish(process) == (0, "to stdout\n", "to stderr\n")  # rank 0's alone
     told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in range(2)]
     assert [each["RANK"] for each in told] == ["0", "1"]
@@ -152,6 +158,8 @@ FAILS_IN_FOUR_WAYS = """
     if count == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if count == 2:
+        import resource
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         def crash():
             ctypes.string_at(0)
         crash()
@@ -166,7 +174,8 @@ def test_each_failure_is_told_once_before_the_restart_and_the_last_exit_code_is_
 ):
     """An exception whose peer fails in a collective, a signal, a crash, an exit code behind a thread."""
     options = ("--max-restarts", "3", "--nproc-per-node", "2", "--log-dir", "logs", "train.py")
-    code, out, err = finish(start(FAILS_IN_FOUR_WAYS, *options, XDS_RUN_KEY="of the run around it"))
+    run = start(FAILS_IN_FOUR_WAYS, *options, seconds=SHORT, XDS_RUN_KEY="of the run around it")
+    code, out, err = finish(run)
     assert code == 3
     starts = [line.rsplit(" ", 1) for line in out.splitlines()]
     assert [line for line, _ in starts] == [f"start {count} of 3" for count in range(4)]
@@ -215,9 +224,10 @@ def test_a_signal_to_the_launcher_ends_the_ranks_and_whatever_they_started(start
     """SIGHUP: of a terminal that is closed, to ranks that ignore it. SIGKILL: to the whole process group."""
     master, slave = pty.openpty()
     words = ("--no-python", sys.executable, "-u", "train.py") if name == "SIGHUP" else ()
-    process = start(STARTS_OTHERS, *words, output=slave, DEAF="1" if name == "SIGHUP" else "")
-    os.close(slave)
+    deaf = "1" if name == "SIGHUP" else ""
+    process = start(STARTS_OTHERS, *words, output=os.ttyname(slave), seconds=SHORT, DEAF=deaf)
     wait_for_two(tmp_path)
+    os.close(slave)
     assert len(marked(start.mark)) > 2 * 5
     if name == "SIGHUP":
         assert os.read(master, 100) == b"rank 0\r\n"
@@ -250,12 +260,12 @@ def test_ranks_save_when_asked_to_stop_though_nobody_reads_what_they_print(start
         open(f"saved{rank}", "w").close()
         sys.exit(143)
     """
-    reader, writer = os.pipe()
-    process = start(saves, output=writer)
-    os.close(writer)
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    process = start(saves, output=str(tmp_path / "pipe"))
     wait_for_two(tmp_path)
     os.close(reader)
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_SECONDS) == 143
     wait_for_two(tmp_path, "saved")
 
@@ -275,13 +285,71 @@ def test_machines_without_a_head_tell_one_another_of_a_failure_and_end_with_its_
     options = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "static")
     meeting = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     machines = [
-        start(script, *options, *meeting, "--node-rank", str(number), "train.py")
+        start(script, *options, *meeting, "--node-rank", str(number), "train.py", forked=False)
         for number in range(2)
     ]
     ended = [finish(machine) for machine in machines]
     assert [code for code, _, _ in ended] == [7, 7], ended
     assert all("rank 1 failed" in err and "exit code 7" in err for _, _, err in ended)
     assert ["another machine reports" in err for _, _, err in ended] == [True, False]
+
+
+LISTENS = """
+import threading, time
+import pydantic
+from xds.launcher.job import Rendezvous
+from xds.launcher.ranks import local
+from xds.launcher.ranks.network import free_port
+from xds.launcher.ranks.stop import Stop
+from xds.launcher.ranks.supervise import import_torch
+
+local._POLL_SECONDS = 0.01
+port = free_port()
+peers = local.Peers(Rendezvous("static", f"127.0.0.1:{port}", max_nodes=2), Stop())
+threads = [threading.Thread(target=import_torch), peers]
+for thread in threads:
+    thread.start()
+threads[0].join()
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+while peers.is_alive() and peers._store is None:
+    time.sleep(0.01)
+print(peers._store is not None)
+"""
+
+
+@pytest.mark.slow
+def test_the_agent_and_the_thread_that_listens_import_torch_at_the_same_time():
+    """Python's import of a package in one thread and of its module in another raises errors in both."""
+    environ = os.environ | {"TORCH_CPP_LOG_LEVEL": "FATAL"}
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENS], env=environ, capture_output=True, text=True, timeout=150
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+def test_a_failure_is_published_though_the_thread_that_listens_still_tries_to_connect(monkeypatch):
+    monkeypatch.delenv("XDS_RUN_KEY", raising=False)
+    monkeypatch.setattr("xds.launcher.ranks.local._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("xds.launcher.ranks.local._DELIVERY_SECONDS", 0.0)
+    place = {"run_id": "run", "max_nodes": 2, "node_rank": 0}
+    meeting, store = serve(Rendezvous("static", f"127.0.0.1:{free_port()}", **place))
+    peers, tries, is_over = Peers(meeting, Stop()), threading.Event(), threading.Event()
+    connect = peers._connect
+
+    def hesitate():
+        if threading.current_thread() is peers:
+            tries.set()
+            is_over.wait()
+        return connect()
+
+    monkeypatch.setattr(peers, "_connect", hesitate)
+    peers.start()
+    tries.wait()
+    peers.publish("rank 1 failed", 7)
+    assert json.loads(store.get("xds/run/failed")) == {"text": "rank 1 failed", "exit_code": 7}
+    is_over.set()
+    peers.join()
 
 
 def test_what_anybody_writes_as_a_failure_of_another_machine_is_ignored_or_escaped(monkeypatch):

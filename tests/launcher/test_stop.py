@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from xds.launcher.job import Job, Order, Rendezvous
 from xds.launcher.ranks.stop import Stop
 
 
@@ -64,3 +65,24 @@ def test_a_follower_gets_the_same_requests():
     stop.request(signal.SIGTERM)
     stop.forward(signal.SIGUSR1)
     assert follower.signum == signal.SIGTERM and follower.forwards == [signal.SIGUSR1]
+
+
+def test_a_signal_while_torch_is_imported_starts_no_rank_that_nobody_would_stop():
+    """The main thread leaves the agent alone as long as it knows no number of ranks."""
+    from xds.launcher.ranks.supervise import _Agent
+
+    known = []
+
+    class Asked(Stop):
+        @property
+        def signum(self):
+            known.append(agent.num_ranks)
+            return signal.SIGTERM
+
+        @signum.setter
+        def signum(self, value): ...
+
+    order = Order(Job("script", "train.py"), Rendezvous(), 1)
+    agent = _Agent(order, None, Asked(), {})
+    agent.run()
+    assert known == [1] and not agent.fault and agent.ranks() == {}

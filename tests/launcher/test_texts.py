@@ -96,18 +96,22 @@ def test_hostfiles_and_environment_files(folder, capsys):
         assert "hostfile = 'hosts'" in said(["--hostfile", "hosts", "t.py"], capsys)
 
 
-@pytest.mark.parametrize("path", ["/dev/zero", "pipe"])
-def test_what_is_no_file(path, folder):
-    """With little memory, in a process that can be killed: it may not be read at all."""
-    os.mkfifo(folder / "pipe")
+def test_an_endless_file_is_not_read(folder):
+    """With little memory, in a process that can be killed."""
     done = subprocess.run(
-        [sys.executable, "-m", "xds.launcher.cli", "check", path],
+        [sys.executable, "-m", "xds.launcher.cli", "check", "/dev/zero"],
         timeout=60,
         capture_output=True,
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)),
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_pipe_that_nobody_writes_is_not_waited_for(folder, monkeypatch, capsys):
+    os.mkfifo(folder / "pipe")
+    monkeypatch.setattr("xds.utils.small_files.PIPE_SECONDS", 0.1)
+    assert "a pipe that received no data" in said(["check", "pipe"], capsys)
 
 
 # -- standard output -----------------------------------------------------------------------------------
@@ -149,3 +153,22 @@ def test_ctrl_c_before_ranks_run(monkeypatch, capsys):
     monkeypatch.setattr("xds.launcher.cli._start", interrupted)
     assert main(["t.py"]) == 130
     assert capsys.readouterr().err == ""
+
+
+def test_paths_of_checkpoints(folder, capsys):
+    """What the commands print when all is well; every character of it is one that is seen."""
+    torch = pytest.importorskip("torch")
+    (folder / f"in{ESCAPES}").mkdir()
+    source, out = f"in{ESCAPES}/pytorch_model.bin", f"out{ESCAPES}"
+    torch.save({f"weight{ESCAPES}": torch.ones(2), ESCAPES: 1}, source)
+    for argv in (
+        ["import", source, out],
+        ["info", out, "--tag=imported", "--tensors"],
+        ["verify", f"{out}/imported"],
+        ["export", f"{out}/imported", f"back{ESCAPES}", "--to", "safetensors"],
+        ["diff", f"{out}/imported", f"{out}/imported"],
+    ):
+        assert main(["checkpoint", *argv]) == 0
+        said_here = capsys.readouterr().out
+        assert all(line.isprintable() for line in said_here.split("\n")), said_here
+        assert "\\x1b" in said_here

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import runpy
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -100,18 +100,15 @@ def test_a_checkpoint_is_complete_where_the_weight_file_cannot_be_written(
     engine.destroy()
 
 
-def test_the_scripts_beside_a_checkpoint_write_weights(tmp_path: Path) -> None:
+def test_the_scripts_beside_a_checkpoint_write_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = start(3, bf16={"enabled": True})
     engine.save_checkpoint(tmp_path)
     masters = engine.full_state_dict(full_precision=True)
-    script = [
-        sys.executable,
-        "-P",
-        str(tmp_path / "zero_to_fp32.py"),
-        str(tmp_path),
-        str(tmp_path / "out"),
-    ]
-    subprocess.run(script, check=True)
+    words = [str(tmp_path / "zero_to_fp32.py"), str(tmp_path), str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(words[0], run_name="__main__")
     found = torch.load(tmp_path / "out/pytorch_model.bin")
     assert same(found, masters)
     assert found["first.weight"] is found["second.weight"]

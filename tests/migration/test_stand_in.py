@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_launcher import ForkedLauncher
 
 import xds
 from xds.engine.deepspeed import launcher
@@ -111,19 +112,20 @@ def test_the_option_starts_ranks_in_which_it_stands_in(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "imports.py").write_text("import deepspeed\n")
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    def run(*words: str) -> tuple[int | None, str, str]:
+        started = ForkedLauncher(["--nproc-per-node", *words], tmp_path, os.environ)
+        out, err = started.communicate(timeout=150)
+        return started.returncode, out, err
 
-    done = run("2", "--as-deepspeed", "train.py")
-    assert done.returncode == 0, done.stderr
+    code, out, err = run("2", "--as-deepspeed", "train.py")
+    assert code == 0, err
     line = f"xds {xds.__version__} stands in for deepspeed; stage 2, 2 ranks, fp32"
-    assert done.stdout.splitlines().count(line) == 1
-    assert "trained 0 0.19.8+xds" in done.stdout
+    assert out.splitlines().count(line) == 1
+    assert "trained 0 0.19.8+xds" in out
 
-    done = run("1", "imports.py")
-    assert done.returncode == 1
-    assert "start it with `xds --as-deepspeed`; nothing has to be installed" in done.stderr
+    code, _, err = run("1", "imports.py")
+    assert code == 1
+    assert "start it with `xds --as-deepspeed`; nothing has to be installed" in err
 
 
 def test_deepspeeds_launcher_starts_ranks_and_returns_their_code(

@@ -23,7 +23,7 @@ from xds.offload import host_sums, lanes, ring, rotation
 from xds.offload.device_memory import DeviceMemory
 from xds.offload.disk import transfers
 from xds.ops.pool import BufferPool
-from xds.zero.features import auto_ratio as filling
+from xds.zero.model import auto_ratio as filling
 
 SAMPLES, STEPS = 4, 7
 ON_CPU = {"device": "cpu"}

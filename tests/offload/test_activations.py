@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import config
 from torch import Tensor, nn
 
 import xds
@@ -40,13 +41,9 @@ class Model(nn.Module):
 
 def engine_of(*, on_host: bool, **zero: Any) -> xds.Engine:
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "activation_checkpointing": {"enabled": True, "cpu_checkpointing": on_host},
-        "zero_optimization": {"units": ["Block"], "unit_min_numel": 0, **zero},
-    }
-    return xds.initialize(Model(), config)
+    section = {"enabled": True, "cpu_checkpointing": on_host}
+    zero = {"units": ["Block"], **zero}
+    return xds.initialize(Model(), config(samples=4, activation_checkpointing=section, zero=zero))
 
 
 def batch(step: int) -> Tensor:

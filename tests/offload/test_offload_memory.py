@@ -11,7 +11,6 @@ from torch import nn
 
 import xds
 from xds.offload.sender import NUM_BUFFERS
-from xds.utils.errors import ConfigError
 
 WIDTH, DEPTH = 64, 6
 
@@ -84,28 +83,6 @@ def test_a_ratio_is_met_to_one_unit() -> None:
         assert abs(sum(share) - ratio * sum(sizes)) <= max(sizes)
         assert [home.is_on_host for home in homes] == sorted(home.is_on_host for home in homes)
         engine.destroy()
-
-
-def load(zero: dict[str, Any]) -> xds.Config:
-    return xds.Config.load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
-
-
-def test_sections_are_refused_noted_or_have_deepspeeds_old_names() -> None:
-    disk = {"device": "nvme", "nvme_path": "/x"}
-    for section, words in (
-        ({"offload_optimizer": {"device": "disk"}}, "must be"),
-        ({"offload_optimizer": {"device": "nvme"}}, "nvme_path = null: .* needs a folder"),
-        ({"offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "ratio = 1.5: must be"),
-        ({"offload_optimizer": {"super_offload": True}}, "needs updates on the host"),
-        ({"zenflow": {"topk_ratio": 0.1}}, "ZenFlow"),
-        ({"cpu_offload": True, "offload_optimizer": disk}, "remove cpu_offload"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            load(section)
-    notes = load({"stage": 1, "offload_optimizer": {"ratio": 0.5}}).notes
-    assert any("offload_optimizer has no device" in note for note in notes)
-    old = load({"stage": 3, "cpu_offload": True, "cpu_offload_params": True}).zero_optimization
-    assert (old.offload_optimizer.device, old.offload_param.device) == ("cpu", "cpu")
 
 
 @pytest.mark.parametrize("params", [{}, {"offload_param": {"device": "cpu"}}])

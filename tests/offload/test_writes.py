@@ -104,11 +104,7 @@ KEPT = 10**6  # parameters stay gathered between steps
 
 @pytest.mark.parametrize(
     ("size", "stage", "precision", "persistence", "writes"),
-    [
-        (1, 2, "bf16", KEPT, BETWEEN),
-        (2, 3, "bf16", KEPT, BETWEEN),
-        (2, 3, "bf16", 0, FROZEN),
-    ],
+    [(1, 2, "bf16", KEPT, BETWEEN), (2, 3, "bf16", KEPT, BETWEEN), (2, 3, "bf16", 0, FROZEN)],
 )
 def test_writes_count_as_without_offload(
     tmp_path: Path, size: int, stage: int, precision: str, persistence: int, writes: Any

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,16 +23,28 @@ import torch
 from xds.ops.libraries import load
 
 HERE = Path(__file__).parent
+SOURCE = HERE / "cuda_on_host" / "kernels.cpp"
+KERNELS = HERE.parents[1] / "ops" / "csrc" / "cuda"
 TORCH = Path(torch.__file__).parent
 FLAGS = (
-    *("-x", "c++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"),
+    *("-x", "c++", "-std=c++17", "-Og", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"),
     *("-Wno-unknown-pragmas", "-Wno-unused-parameter", "-Wl,-Bsymbolic"),
     # a pack begins where it may
     *("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error"),
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
-    *("-I", str(HERE / "cuda_on_host"), "-I", str(HERE.parents[1] / "ops" / "csrc" / "cuda")),
+    *("-I", str(SOURCE.parent), "-I", str(KERNELS)),
     *("-isystem", str(TORCH / "include"), "-L", str(TORCH / "lib")),
 )
+
+
+def _key() -> str:
+    """Of all that the library of `OnHost` is made from."""
+    found = sha256(repr((FLAGS, torch.__version__)).encode())
+    found.update(subprocess.check_output(["g++", "--version"]))
+    for folder in (SOURCE.parent, KERNELS):
+        for path in sorted(path for path in folder.iterdir() if path.is_file()):
+            found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()
 
 
 class Kernels:
@@ -66,7 +79,10 @@ class OnCpu(Kernels):
 
 
 class OnHost(Kernels):
-    """CUDA kernels over host memory: ops are sent on to them, and they take CPU tensors here."""
+    """CUDA kernels over host memory: ops are sent on to them, and they take CPU tensors here.
+
+    `folder` keeps the library, which takes 10 s to compile.
+    """
 
     def __init__(self, folder: Path) -> None:
         if sys.platform != "linux" or shutil.which("g++") is None:
@@ -75,12 +91,17 @@ class OnHost(Kernels):
             pytest.skip(
                 "a GPU runs the kernels themselves, and one process registers a kernel once"
             )
-        library, source = folder / "kernels.so", HERE / "cuda_on_host" / "kernels.cpp"
-        command = ["g++", *FLAGS, str(source), "-x", "none", "-o", str(library)]
-        command += ["-ltorch_cpu", "-ltorch", "-lc10"]
-        environment = {**os.environ, "LC_ALL": "C"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
+        library = folder / f"{_key()}.so"
+        if not library.exists():
+            part = library.with_suffix(f".{os.getpid()}")
+            command = ["g++", *FLAGS, str(SOURCE), "-x", "none", "-o", str(part)]
+            command += ["-ltorch_cpu", "-ltorch", "-lc10"]
+            environment = {**os.environ, "LC_ALL": "C"}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            assert done.returncode == 0, done.stderr[-3000:]
+            for older in folder.glob("*.so"):
+                older.unlink(missing_ok=True)
+            part.rename(library)
         torch.ops.load_library(str(library))
         self._library = ctypes.CDLL(str(library))
         self._library.xds_launches.restype = ctypes.c_int64

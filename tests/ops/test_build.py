@@ -87,7 +87,7 @@ def test_a_library_is_built_once_and_then_found_without_any_process(
 
 @needs_cxx
 def test_processes_that_race_build_once(sources: Path, compiler: Path, cache: Path) -> None:
-    racing = [tiny.start_build(sources) for _ in range(4)]
+    racing = [tiny.start_build(sources) for _ in range(3)]
     answers = {process.communicate(timeout=60) for process in racing}
     ((path, complaint),) = answers
     assert complaint == "" and answer(Path(path.strip())) == 42
@@ -227,6 +227,7 @@ def test_whatever_can_change_the_result_gives_another_library(
 def test_a_damaged_library_is_built_anew(sources: Path, cache: Path) -> None:
     path = build.build(tiny.library(sources))
     whole, info = path.read_bytes(), path.parent / build_cache.INFO
+    told = info.read_bytes()
     damages = {
         "cut off": lambda: path.write_bytes(whole[:-100]),
         "changed": lambda: path.write_bytes(whole[:-1] + b"\xff"),
@@ -234,11 +235,14 @@ def test_a_damaged_library_is_built_anew(sources: Path, cache: Path) -> None:
         "bad info": lambda: info.write_text('{"key": 1}'),
     }
     for damage, do in damages.items():
+        path.write_bytes(whole)
+        info.write_bytes(told)
+        assert build.find(tiny.library(sources)) is not None
         do()
         assert build.find(tiny.library(sources)) is None, damage
-        assert build.build(tiny.library(sources)) == path and len(path.read_bytes()) == len(whole)
-        assert build.find(tiny.library(sources)) is not None and rubbish(cache) == [], damage
-    entry = build.find_or_build(tiny.library(sources))
+    assert build.build(tiny.library(sources)) == path and len(path.read_bytes()) == len(whole)
+    entry = build.find(tiny.library(sources))
+    assert entry is not None and rubbish(cache) == []
     told = json.loads(info.read_text())
     assert told["name"] == "tiny" and told["size_bytes"] == entry.path.stat().st_size
     assert told["seconds"] > 0 and told["compiler"] and told["built_at"].endswith("+00:00")
@@ -331,10 +335,7 @@ def test_what_a_build_lacks_is_told_with_the_remedy(
 
 @needs_cxx
 def test_without_a_usable_home_libraries_go_to_the_temporary_folder(
-    sources: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.delenv("XDS_CACHE_DIR")
@@ -350,6 +351,7 @@ def test_without_a_usable_home_libraries_go_to_the_temporary_folder(
         build.build(tiny.library(sources))
 
 
+@pytest.mark.slow
 def test_importing_xds_builds_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     script = "import xds.engine.initialize, xds.ops.libraries as all\n"

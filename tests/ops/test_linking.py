@@ -82,6 +82,7 @@ def short(failing: Library) -> Library:
     return failing
 
 
+@pytest.mark.slow  # torch's headers take seconds to compile
 def test_an_error_is_a_python_exception_and_a_missing_function_fails_the_load(
     failing: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,9 @@ def run(name: str, params: dict[str, Any], stage: int, precision: str) -> dict[s
     settings = config(stage, precision, samples=samples, optimizer=name, params=params)
     engine = xds.initialize(build("plain"), settings)
     train(engine, 3, lambda step, _: of_rank(micro_batch(step, 0, 4)))
+    found = engine.full_state_dict(rank0_only=False, full_precision=True)
     engine.destroy()
-    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    return found
 
 
 def reference(update: Any) -> dict[str, torch.Tensor]:
@@ -68,6 +69,16 @@ def no_correction(
     p.mul_(1 - LR * 0.1).sub_(m / (v.sqrt() + 1e-8), alpha=LR)
 
 
+def of_torch(kind: Any, **more: Any) -> dict[str, torch.Tensor]:
+    model = build("plain")
+    optimizer = kind(model.parameters(), lr=LR, weight_decay=0.1, **more)
+    for step in range(3):
+        model(micro_batch(step, 0, 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
 def muon_reference() -> dict[str, torch.Tensor]:
     model = build("plain")
     # DeepSpeed's choice: every matrix whose name contains neither "embed" nor "lm_head"
@@ -99,6 +110,16 @@ SECTIONS = {
         lambda: reference(no_correction),
         1e-5,
     ),
+    "SGD": (
+        {"lr": LR, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+        lambda: of_torch(torch.optim.SGD, momentum=0.9, nesterov=True),
+        1e-5,
+    ),
+    "Adagrad": (
+        {"lr": LR, "lr_decay": 0.1, "weight_decay": 0.1},
+        lambda: of_torch(torch.optim.Adagrad, lr_decay=0.1),
+        1e-5,
+    ),
     "Muon": ({"lr": LR, "adam_lr": 1e-3, "weight_decay": 0.1}, muon_reference, 1e-2),
 }
 
@@ -110,15 +131,19 @@ def every(name: str) -> None:
     for found in seen:
         close(found, want, tolerance)
     low = [run(name, params, stage, "bf16") for stage in (1, 3)]
-    assert all(torch.isfinite(value).all() for value in low[0].values())
+    start = dict(build("plain").named_parameters())
+    found = torch.cat(
+        [(low[0][n].float() - p.bfloat16().float()).flatten() for n, p in start.items()]
+    )
+    moved = torch.cat([(want[n] - p).flatten() for n, p in start.items()])
+    assert (found - moved).norm() <= 0.25 * moved.norm()  # gradients have three digits
     for one, other in ((seen[1], seen[2]), (seen[1], seen[3]), low):
         assert not differing(one, other)  # the sharded stages do the very same work
 
 
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", list(SECTIONS))
-def test_sharded_equals_whole(name: str, world: int) -> None:
-    run_ranks(every, world, name)
+def test_sharded_equals_whole(name: str) -> None:
+    run_ranks(every, 2, name)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine

@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...utils.errors import UsageError
+from ..core.owners import Owner, find_owner
 from .in_parts import InParts, Sentence
-from .owners import Owner, find_owner
 
 
 @final
@@ -29,7 +29,7 @@ from .owners import Owner, find_owner
 class Leniency:
     """What a guard does not check; shared by the hooks of an engine.
 
-    gathered: by the parameter's id, its whole value where the script still has it, and `Owner.num_writes` then.
+    gathered: by the parameter's id, its whole value where user code still has it, and `Owner.num_writes` then.
     """
 
     lets_parts_out: bool = False
@@ -77,7 +77,7 @@ class Guards:
         self._handles = []
 
     def keep_with_model(self, model: nn.Module, engine: object) -> None:
-        """`engine` lives as long as `model`, until `remove`: where a script dropped it, it can be destroyed."""
+        """`engine` lives as long as `model`, until `remove`; user code that dropped it can destroy it."""
         self._handles.append(
             model.register_load_state_dict_post_hook(_Kept(engine))  # type: ignore[no-untyped-call]
         )
@@ -92,7 +92,7 @@ class Guards:
         self._leniency.sentence = Sentence() if warns else None
 
     def remember(self, values: Mapping[str, Any], model: nn.Module) -> None:
-        """`values` were gathered for the script. As long as it has them, state_dict() returns them too."""
+        """`values` were gathered for user code. As long as it has them, state_dict() returns them too."""
         gathered = self._leniency.gathered
         for name, param in model.named_parameters(remove_duplicate=False):
             value, owner = values.get(name), find_owner(param)

@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -19,112 +18,50 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.exchange import all_gather_json
-from ...ops.flat import numel_of
+from ...ops.weights.files import FILES, find_weights, read_weights
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
-from ...utils.quoting import printable, quoted
-from ...utils.small_files import parse_json, read_small_file
+from ...utils.quoting import printable
 from ...utils.views import holds, may_overlap, write
-from ..access.owners import find_owner
 from ..access.stages import all_names, groups_of, spans_stages
+from ..core.owners import find_owner
 from ..core.param_bucket import placeholder_like
 from ..layout.groups import FlatGroups
 from ..layout.slices import Reader, Slices, reader_of_slice
 from .construction import make_real
 from .slices import SliceStore
 
+log = logging.getLogger("xds")
 _WHOLE: Mapping[int, Slices] = MappingProxyType({})
-INDEX = "model.safetensors.index.json"
-MOST_INDEX_BYTES = 64 << 20  # of the largest models: less than 20 MB
 _NOT_STRICT = "strict=False ignores missing and extra names"
-SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
-
-
-class Weights(ABC):
-    """Named tensors that can be read in parts."""
-
-    source: str
-
-    @abstractmethod
-    def names(self) -> Sequence[str]:
-        """Every tensor's name."""
-
-    @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    @abstractmethod
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor, 1-D, on the CPU."""
-
-    def reader(self, name: str) -> Reader:
-        """A function that reads elements [start, stop) of the tensor `name`."""
-        return lambda start, stop: self.read(name, start, stop)
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the files."""
 
 
 @final
-class InMemory(Weights):
-    """A state dict."""
+class Weights:
+    """Named tensors, in memory or mapped from files, that are read in parts."""
 
     def __init__(self, tensors: Mapping[str, Tensor], source: str = "the state dict") -> None:
         self.source = source
         self._tensors = tensors
 
     def names(self) -> Sequence[str]:
+        """Every tensor's name."""
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor `name`."""
         tensor = self._tensors[name]
-        if not isinstance(tensor, Tensor):  # a state dict of the script's own
+        if not isinstance(tensor, Tensor):  # a state dict of user code's own
             raise wrong(f"{self.source}: {printable(name)}", tensor, "a tensor, or left out")
         return tuple(tensor.shape)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened tensor, 1-D."""
         return self._tensors[name].detach().reshape(-1)[start:stop]
 
-    def close(self) -> None:
-        return
-
-
-@final
-class SafeTensors(Weights):
-    """One or several safetensors files."""
-
-    def __init__(self, source: str, files: Mapping[str, Path]) -> None:
-        """`files`: tensor name -> file; "" -> file stands for every tensor of that file."""
-        self.source = source
-        self._stack = ExitStack()
-        open_file = _safe_open()
-        opened = {
-            path: self._stack.enter_context(open_file(path, framework="pt"))
-            for path in dict.fromkeys(files.values())
-        }
-        if "" in files:
-            self._file_of = {name: opened[files[""]] for name in opened[files[""]].keys()}
-        else:
-            self._file_of = {name: opened[path] for name, path in files.items()}
-
-    def names(self) -> Sequence[str]:
-        return list(self._file_of)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file_of[name].get_slice(name).get_shape())
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        shape = self.shape(name)
-        if len(shape) < 2:
-            whole: Tensor = self._file_of[name].get_tensor(name).reshape(-1)
-            return whole[start:stop]
-        row = numel_of(shape[1:])
-        first, last = start // max(row, 1), -(-stop // max(row, 1))
-        rows: Tensor = self._file_of[name].get_slice(name)[first:last]
-        return rows.reshape(-1)[start - first * row : stop - first * row]
-
-    def close(self) -> None:
-        self._stack.close()
+    def reader(self, name: str) -> Reader:
+        """A function that reads elements [start, stop) of the tensor `name`."""
+        return lambda start, stop: self.read(name, start, stop)
 
 
 def open_weights(source: Any) -> Weights:
@@ -133,93 +70,23 @@ def open_weights(source: Any) -> Weights:
     Raises:
         UsageError: `source` has no readable weights.
     """
-    if isinstance(source, Weights):
-        return source
     if isinstance(source, Mapping):
-        return InMemory(source)
-    path = _path(source)
-    if path.is_dir():
-        found = [path / name for name in (INDEX, *SINGLE) if (path / name).is_file()]
-        if not found:
-            raise UsageError(
-                f"weights: {path} holds none of {INDEX}, {', '.join(SINGLE)}; give a folder that a model was "
-                "saved to, or the path of a file"
-            )
-        path = found[0]
-    if not path.is_file():
-        raise UsageError(f"weights: {path} does not exist; give a file, a folder or a state dict")
-    if path.name.endswith(".index.json"):
-        return _open_index(path)
-    if path.suffix == ".safetensors":
-        return SafeTensors(str(path), {"": path})
-    return InMemory(_torch_load(path), str(path))
-
-
-def _path(source: object) -> Path:
+        return Weights({str(name): value for name, value in source.items()})
     if not isinstance(source, str | PathLike):
         raise wrong("weights", source, "a state dict, or the path of a file or folder")
-    return Path(source)
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor, as an index of weights names them.
-
-    Raises:
-        UsageError: it is no index, or names a file outside of its folder.
-    """
-    try:
-        content = parse_json(read_small_file(path, MOST_INDEX_BYTES))
-    except (OSError, ValueError) as error:
-        reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{path} {reason}; it should be an index of weights") from None
-    table = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(table, dict):
+    path = Path(source)
+    found = find_weights(path)
+    if found is None and path.is_dir():
         raise UsageError(
-            f'{path} is not an index of weights: it must have an object "weight_map" of names and files'
+            f"weights: {path} holds none of {', '.join(FILES)}; give a folder that a model was saved to, or "
+            "the path of a file"
         )
-    for file in table.values():
-        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
-            raise UsageError(f"{path} names {quoted(file)}, which is no file in its folder")
-    return table
-
-
-def _open_index(path: Path) -> Weights:
-    files = {name: path.parent / file for name, file in read_index(path).items()}
-    missing = sorted({file.name for file in files.values() if not file.is_file()})
-    if missing:
-        raise UsageError(
-            f"weights: {path} names files that are not in its folder: {', '.join(missing)}"
-        )
-    if not all(file.suffix == ".safetensors" for file in files.values()):
-        tensors: dict[str, Tensor] = {}
-        for file in dict.fromkeys(files.values()):
-            tensors.update(_torch_load(file))
-        return InMemory(tensors, str(path))
-    return SafeTensors(str(path), files)
-
-
-def _torch_load(path: Path) -> dict[str, Tensor]:
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise UsageError(
-            f"weights: {path} cannot be read without executing its content ({type(error).__name__}); save "
-            "the weights as safetensors"
-        ) from error
-    if not isinstance(found, dict):
-        raise UsageError(f"weights: {path} holds a {type(found).__name__}, not a state dict")
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
-
-
-def _safe_open() -> Any:
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        raise UsageError(
-            "reading safetensors needs the package safetensors, which is not installed; run "
-            "pip install safetensors"
-        ) from None
-    return safe_open
+    if found is None:
+        raise UsageError(f"weights: {path} does not exist; give a file, a folder or a state dict")
+    read = read_weights(found)
+    for note in read.notes:
+        log.info("weights: %s: %s", found, printable(note))
+    return Weights(read.tensors, str(found))
 
 
 # -- loading into a model ---------------------------------------------------------------------------------
@@ -332,11 +199,11 @@ def load_weights(
     stages = groups if spans_stages(groups) else None
     slices = _WHOLE if groups is None else groups.slices
     whole = all_names(stages, _names_by_tensor(model)) if stages is not None else None
-    with ExitStack() as stack, torch.no_grad():
+    with torch.no_grad():
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         match, failure = Match(), None
         try:
-            weights = stack.enter_context(closing(open_weights(source)))
+            weights = open_weights(source)
             all_of = None if whole is None else list(whole.values())
             match = match_names(model, weights, all_of, slices)
             for name, stored in match.found.items():
@@ -399,9 +266,7 @@ def _overwrite(tensor: Tensor, reader: Reader, store: SliceStore | None) -> None
 
 
 __all__ = [
-    "InMemory",
     "Match",
-    "SafeTensors",
     "Weights",
     "load_weights",
     "match_names",

@@ -90,7 +90,7 @@ class Updater:
             optimizer.register_load_state_dict_pre_hook(load_hook)
 
     def _before_state_dict(self, call: str, *_: Any) -> None:
-        """The script calls state_dict or load_state_dict of the optimizer itself."""
+        """User code calls state_dict or load_state_dict of the optimizer itself."""
         if self.homes.states.is_on_disk:
             raise UsageError(
                 f'optimizer.{call}() with offload_optimizer.device = "nvme": the states are in a file; use '
@@ -168,9 +168,7 @@ class Updater:
             optimizer.step()
         self._model.wait_published()
         for master in self.masters:
-            if master.has_sent_delta:
-                master.remember()
-            master.params.is_written = False
+            master.remember()
         return True
 
     @contextmanager
@@ -193,7 +191,7 @@ class Updater:
             yield
 
     def take_edits(self) -> None:
-        """Make the script's writes to parameters since the last update their values and the masters'."""
+        """Make user code's writes to parameters since the last update their values and the masters'."""
         self._model.take_edits()
         self._take_edits_into_masters()
 

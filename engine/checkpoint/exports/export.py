@@ -8,7 +8,6 @@ dcp.py writes folders of torch.distributed.checkpoint, torch_file.py the file of
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....ops.weights.tensor_table import DTYPES, make_header
 from ....utils.errors import UsageError
 from ..io.reader import CheckpointReader, Saved, chosen
 from ..io.tensor_file import bytes_of, dense
-from ..io.tensor_table import DTYPES
 from .publish import published
 from .torch_file import write_torch_file
 
@@ -137,24 +136,17 @@ def _write_safetensors(
 
 
 def _header(ordered: Sequence[Saved], tied: Mapping[str, str], options: ExportOptions) -> bytes:
-    names = {one.name for one in ordered}
-    # `safetensors.torch.save_model` stores the names of tied tensors in the same way
-    metadata = {other: name for other, name in tied.items() if name in names}
-    table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    at = 0
     for one in ordered:
-        dtype = DTYPES.get(options.dtype_of(one))
-        if dtype is None:
+        if options.dtype_of(one) not in DTYPES:
             raise UsageError(
                 f"{one.name} is {options.dtype_of(one)}: safetensors files have no such dtype; export with "
                 "--dtype, or to torch"
             )
-        stop = at + options.size_of(one)
-        table[one.name] = {"dtype": dtype, "shape": list(one.shape), "data_offsets": [at, stop]}
-        at = stop
-    text = json.dumps(table).encode()
-    text += b" " * (-len(text) % HEADER_ALIGN)
-    return struct.pack("<Q", len(text)) + text
+    names = {one.name for one in ordered}
+    # `safetensors.torch.save_model` stores the names of tied tensors in the same way
+    metadata = {other: name for other, name in tied.items() if name in names}
+    tensors = ((one.name, options.dtype_of(one), list(one.shape)) for one in ordered)
+    return make_header(tensors, HEADER_ALIGN, {"format": "pt", **metadata})
 
 
 # -- torch --------------------------------------------------------------------------------------------------

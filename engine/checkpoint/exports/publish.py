@@ -20,8 +20,7 @@ from glob import escape
 from pathlib import Path
 
 from ....utils.errors import UsageError
-from ....utils.file_lock import try_lock
-from ..io.folders import discard
+from ..io.storage import Claim, Disk
 
 # files of one kind of export, and those of them that are entry files
 FAMILIES = (
@@ -29,6 +28,8 @@ FAMILIES = (
     (r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?", "pytorch_model.bin"),
     (r"__\d+_\d+\.distcp|\.metadata", ".metadata"),
 )
+
+_DISK = Disk()  # an export is for other programs: it is in a file system
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
     with _part_folder(out) as part:
         yield part if is_folder else part / out.name
         for path in (*part.iterdir(), part):
-            _sync(path)
+            _DISK.sync(path)
         if not is_folder:
             os.replace(part / out.name, out)
         else:
@@ -54,7 +55,7 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
                     os.replace(part, out)
             if part.exists():
                 _move_into(part, out)
-        _sync(out.parent)
+        _DISK.sync(out.parent)
 
 
 def _check(out: Path, *, is_folder: bool, overwrite: bool) -> None:
@@ -74,31 +75,31 @@ def _check(out: Path, *, is_folder: bool, overwrite: bool) -> None:
 def _part_folder(out: Path) -> Iterator[Path]:
     """A new folder beside `out`, locked while it is in use. Those of killed exports are removed."""
     for old in out.parent.glob(f".{escape(out.name)}.part-????????"):
-        lock = _lock(old)
-        if lock is not None:
-            discard(old)
-            os.close(lock)
-    lock = None
-    while lock is None:  # another process may take a new folder for that of a killed export
+        claim = _claim(old)
+        if claim is not None:
+            _DISK.remove(old)
+            claim.release()
+    claim = None
+    while claim is None:  # another process may take a new folder for that of a killed export
         part = out.parent / f".{out.name}.part-{secrets.token_hex(4)}"
         part.mkdir()
-        lock = _lock(part)
+        claim = _claim(part)
     try:
         yield part
     finally:
-        discard(part)
-        os.close(lock)
+        _DISK.remove(part)
+        claim.release()
 
 
-def _lock(path: Path) -> int | None:
-    """The descriptor that holds the lock; None: another process has it, or removed the folder."""
+def _claim(path: Path) -> Claim | None:
+    """The lock; None: another process has it, or removed the folder."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        claim = _DISK.claim(path)
     except FileNotFoundError:
         return None
-    if try_lock(descriptor) is not False:  # None: the file system has no locks
-        return descriptor
-    os.close(descriptor)
+    if not claim.is_taken:
+        return claim
+    claim.release()
     return None
 
 
@@ -111,18 +112,10 @@ def _move_into(part: Path, out: Path) -> None:
     for name in entries if new - entries else ():
         (out / name).unlink(missing_ok=True)
     for names in (new - entries, new & entries):
-        _sync(out)
+        _DISK.sync(out)
         for name in names:
             os.replace(part / name, out / name)
-    _sync(out)
+    _DISK.sync(out)
     for path in out.iterdir():
         if re.fullmatch(pattern, path.name) and path.name not in new:
             path.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

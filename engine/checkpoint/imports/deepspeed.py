@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 
 from ....ops.flat import numel_of
+from ....ops.weights.safe_pickle import StandIn, read_pickle
+from ....ops.weights.tensor_table import shown
 from ....utils.errors import UsageError
 from ....zero.checkpoint.ranges import ConstantRange
 from ....zero.checkpoint.snapshot import name_of
 from ..hyperparameters import check_groups
 from ..io.folders import MANIFEST
-from ..io.tensor_table import shown
 from .imported import Imported
-from .safe_pickle import StandIn, read_pickle
 
 Named = dict[str, Any]
 Shape = tuple[int, ...]

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ....ops.flat import numel_of
 from ....ops.mesh import Mesh
+from ....ops.weights.safe_pickle import StandIn
+from ....ops.weights.tensor_table import check_storable
 from ....utils.errors import UsageError
 from ....utils.quoting import printable
 from ....zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
@@ -30,11 +32,10 @@ from ..io.folders import (
     make_folder,
     write_latest,
 )
+from ..io.storage import storage_of
 from ..io.tensor_file import Entry, Sums, image_bytes, write_tensors
-from ..io.tensor_table import check_storable
 from ..manifest import FileRecord, Manifest, lacking, new_manifest, some_of
 from ..packing import pack
-from .safe_pickle import StandIn
 
 MAX_EXPANSION_BYTES = (
     1 << 30
@@ -159,8 +160,10 @@ class Imported:
             OSError: from the file system. In both cases nothing remains.
         """
         check_tag(tag)
-        if (save_dir / tag).exists():
-            what = "checkpoint" if (save_dir / tag / MANIFEST).exists() else "folder"
+        storage = storage_of(save_dir)
+        if storage.size_of(save_dir / tag) >= 0:
+            is_one = storage.size_of(save_dir / tag / MANIFEST) >= 0
+            what = "checkpoint" if is_one else "folder"
             raise UsageError(
                 f"{save_dir / tag} already exists, a {what}: import into another folder, or remove it"
             )

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+
+from ....ops.weights.files import find_weights, read_weights
 from ....utils.errors import UsageError
 from ....utils.quoting import escaped, printable, quoted
 from ..io.folders import LATEST, MANIFEST, named_in
 from .deepspeed import is_deepspeed, read_deepspeed
-from .imported import Imported
-from .weights import find_weights, read_weights
+from .imported import EITHER, Imported
 
 AUTO, DEEPSPEED, HUGGINGFACE, TORCH = "auto", "deepspeed", "huggingface", "torch"
 SOURCES = (AUTO, DEEPSPEED, HUGGINGFACE, TORCH)
 WEIGHTS_TAG = "imported"  # the tag if the source has none
+DISTRIBUTED = "module."  # the prefix that DistributedDataParallel adds to every name
 
 
 @dataclass(frozen=True)
@@ -75,13 +80,48 @@ def _read(source: Path, tag: str | None, kind: str) -> Imported:
         raise UsageError(f"{source} is a file: a DeepSpeed checkpoint is a folder")
     weights = find_weights(source)
     if weights is not None and not (kind == HUGGINGFACE and source.is_file()):
-        return read_weights(weights, tag or WEIGHTS_TAG)
+        return _of_weights(weights, tag or WEIGHTS_TAG)
     if list(source.glob(f"*/{MANIFEST}")) or (source / MANIFEST).exists():
         raise UsageError(f"{source} is a checkpoint of xds already: load it as it is")
     raise UsageError(
         f"{source} cannot be imported: it is not a DeepSpeed checkpoint (latest, *_model_states.pt), not a "
         "Hugging Face folder (model.safetensors, pytorch_model.bin, or an index of them), not a file of weights"
     )
+
+
+def _of_weights(path: Path, tag: str) -> Imported:
+    """Plain weights: names and values.
+
+    They do not show which tensors are parameters and which are buffers, nor which name of a tied parameter the
+    model uses. Both are determined when the checkpoint is loaded.
+    """
+    weights = read_weights(path)
+    tensors, found = weights.tensors, Imported(path.name, tag)
+    for note in weights.notes:
+        found.note(note)
+    if not tensors:
+        raise UsageError(f"{path} holds no tensors by name: there is nothing to import")
+    if all(name.startswith(DISTRIBUTED) for name in tensors):
+        found.note(
+            f"every name began with {DISTRIBUTED!r}, which DistributedDataParallel adds: removed"
+        )
+        tensors = {name.removeprefix(DISTRIBUTED): one for name, one in tensors.items()}
+    for names in _by_memory(tensors):
+        found.add_whole(EITHER, names, tensors[names[0]])
+    found.note(
+        "there are only weights: optimizer states, counters and random generators start from the beginning"
+    )
+    return found
+
+
+def _by_memory(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names in order, grouped by equal memory."""
+    found: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        bits = (tensor.is_conj(), tensor.is_neg())
+        view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), bits)
+        found.setdefault(view if tensor.numel() else name, []).append(name)
+    return list(found.values())
 
 
 def _tag_folder(source: Path, tag: str | None) -> Path:

@@ -10,10 +10,9 @@ verified its part: the second read comes from the page cache.
 
 from __future__ import annotations
 
-import os
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,14 +21,16 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ....ops.weights.tensor_table import Located, read_header, shown
 from ....utils.errors import DamagedError
 from ....zero.checkpoint.ranges import Copy
 from ....zero.layout.slices import Runs, clipped
 from ..manifest import FileRecord, Manifest, check_tensors
+from .storage import OldFile, storage_of
 from .tensor_file import bytes_of
-from .tensor_table import Located, read_header, shown
 
 SEGMENT_BYTES = 1 << 20  # read at a time, or one chunk
+CHECK_BYTES = 16 << 20  # whole chunks, for all threads
 READERS = 2  # threads: one reads while another sums
 MAX_OPEN = 64  # files; the least recently used one is closed
 
@@ -90,7 +91,7 @@ class CheckedFile:
         self.read_bytes = 0
         self._record = record
         self._pool = pool
-        self._fd = -1
+        self._file: OldFile | None = None
         self._buffers = threading.local()
         self._kept: tuple[int, Tensor | None] = (-1, None)
         try:
@@ -99,26 +100,25 @@ class CheckedFile:
             self.close()
             raise
 
-    def _open(self) -> int:
+    def _open(self) -> OldFile:
         """The open file; a load closes its files early, and opens them again to fill live tensors."""
-        if self._fd < 0:
+        if self._file is None:
             try:
-                # without O_NONBLOCK opening a pipe waits for a writer; its length is 0
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+                self._file = storage_of(self.path).open(self.path)
             except FileNotFoundError:
                 raise DamagedError(f"{self.path} is missing: the checkpoint is damaged") from None
-        return self._fd
+        return self._file
 
     def close(self) -> None:
         """Close the file until it is read again; does nothing if it is closed."""
         self._buffers = threading.local()
         self._kept = (-1, None)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _read_header(self) -> None:
-        size, expected = os.fstat(self._open()).st_size, self._record.size_bytes
+        size, expected = self._open().size_bytes, self._record.size_bytes
         if size != expected:
             raise DamagedError(
                 f"{self.path} has {size} bytes and should have {expected}: the checkpoint is damaged"
@@ -141,6 +141,14 @@ class CheckedFile:
         Elements are cast to the receiver's dtype. sums: False if the same was checked before.
         """
         self._read_spans([self._span(copy, receiver) for copy, receiver in copies], sums)
+
+    def check(self, on_read: Callable[[int], None]) -> None:
+        """Check every byte. `on_read` is called with the bytes of each piece."""
+        size_bytes = self._record.size_bytes
+        for start in range(0, size_bytes, CHECK_BYTES):
+            stop = min(start + CHECK_BYTES, size_bytes)
+            self._read_spans([_Span(start, stop, torch.uint8, None)], sums=True)
+            on_read(stop - start)
 
     def tensor(self, name: str) -> Tensor:
         """One whole tensor, checked, on the CPU."""
@@ -181,7 +189,7 @@ class CheckedFile:
 
     def _read_spans(self, spans: list[_Span], sums: bool) -> None:
         """Read in the pool. The last chunk is kept: the next small tensor is often in it, too."""
-        fd, size = self._open(), self._record.chunk_bytes
+        opened, size = self._open(), self._record.chunk_bytes
         number, kept = self._kept
         futures: list[Future[int]] = []
         try:
@@ -190,7 +198,7 @@ class CheckedFile:
                     for span in wanted:
                         span.deliver(kept, first * size)
                 else:
-                    job = (fd, first, last, wanted, sums)
+                    job = (opened, first, last, wanted, sums)
                     futures.append(self._pool.submit(self._read_chunks, *job))
             for future in futures:
                 self.read_bytes += future.result()
@@ -217,14 +225,21 @@ class CheckedFile:
             yield chunks[at], chunks[end - 1] + 1, list(here)
             at = end
 
-    def _read_chunks(self, fd: int, first: int, last: int, spans: list[_Span], sums: bool) -> int:
+    def _read_chunks(
+        self, opened: OldFile, first: int, last: int, spans: list[_Span], sums: bool
+    ) -> int:
         """Read chunks [first, last), check them, and deliver them to `spans`; the number of bytes."""
         size = self._record.chunk_bytes
         low, high = first * size, min(last * size, self._record.size_bytes)
         memory = spans[0].memory(low, high) if len(spans) == 1 else None
         found = self._buffer(high - low) if memory is None else memory
         view = bytes_of(found)
-        self._fill(fd, view, low)
+        try:
+            count = opened.fill(view, low)
+        except OSError as error:  # a bad sector
+            raise DamagedError(f"{self.path} cannot be read: {error}") from error
+        if count < len(view):
+            raise DamagedError(f"{self.path} ends too early: the checkpoint is damaged")
         for number in range(first, last) if sums else ():
             at = (number - first) * size
             if zlib.crc32(view[at : at + size]) != self._record.crc32[number]:
@@ -246,17 +261,6 @@ class CheckedFile:
         if held is None or len(held) < size_bytes:
             held = self._buffers.held = torch.empty(size_bytes, dtype=torch.uint8)
         return held[:size_bytes]
-
-    def _fill(self, fd: int, view: memoryview, at: int) -> None:
-        """Fill `view` with the file's bytes from `at`."""
-        while view:
-            try:
-                count = os.preadv(fd, [view], at)
-            except OSError as error:  # a bad sector
-                raise DamagedError(f"{self.path} cannot be read: {error}") from error
-            if count == 0:
-                raise DamagedError(f"{self.path} ends too early: the checkpoint is damaged")
-            view, at = view[count:], at + count
 
 
 @final

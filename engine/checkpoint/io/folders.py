@@ -15,24 +15,23 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import unicodedata
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from operator import index
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor
 
+from ....ops.weights.tensor_table import shown
 from ....utils.errors import DamagedError, UsageError
-from ....utils.file_lock import try_lock
 from ....utils.quoting import printable, quoted
-from ....utils.small_files import read_small_file
+from ....utils.small_files import MOST_BYTES
 from ..format import dump, parse
 from ..manifest import OWN_FILE, Manifest
-from .tensor_table import shown
+from .storage import Claim, storage_of
 
 log = logging.getLogger("xds")
 MANIFEST, LATEST = "manifest.json", "latest"
@@ -84,14 +83,12 @@ def check_folder(setting: str, folder: Any) -> Path:
 
 def make_folder(save_dir: Path, tag: str) -> Claim:
     """Create a new folder for `tag`, and remove the folders of killed saves. On one rank."""
-    made = [path for path in (save_dir, *save_dir.parents) if not path.exists()]
-    save_dir.mkdir(parents=True, exist_ok=True)
-    for path in made:
-        sync_folder(path.parent)
+    storage = storage_of(save_dir)
+    storage.make_folder(save_dir)
     _remove_leftovers(save_dir)
     folder = save_dir / hidden(tag)
-    folder.mkdir()
-    return Claim(folder)
+    storage.make_folder(folder)
+    return storage.claim(folder)
 
 
 def hidden(tag: str) -> str:
@@ -99,35 +96,17 @@ def hidden(tag: str) -> str:
     return f".{tag}.tmp-{secrets.token_hex(4)}"
 
 
-@final
-class Claim:
-    """The folder of a running save, locked so that no other save removes it as a leftover.
-
-    The lock ends with the process. On a file system without locks there is no lock.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._fd = os.open(folder, os.O_RDONLY)
-        self.is_taken = try_lock(self._fd) is False  # by another save
-
-    def release(self) -> None:
-        """Unlock the folder, once."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
 def _remove_leftovers(save_dir: Path) -> None:
     """Remove the folders of killed saves."""
-    for path in save_dir.iterdir():
+    storage = storage_of(save_dir)
+    for path in (save_dir / name for name in storage.names(save_dir)):
         if not TEMPORARY.fullmatch(path.name):
             continue
         claim = None
         with suppress(OSError):
-            claim = Claim(path) if path.is_dir() else None
+            claim = storage.claim(path) if storage.is_folder(path) else None
         if claim is None or not claim.is_taken:
-            discard(path)
+            storage.remove(path)
         if claim is not None:
             claim.release()
 
@@ -139,57 +118,53 @@ def file_name(folder: Path, rank: int) -> str:
 
 def discard(folder: Path) -> None:
     """Remove the files of an uncommitted save; errors are ignored."""
-    if folder.is_dir():
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            folder.unlink()
+    storage_of(folder).remove(folder)
 
 
 def commit(folder: Path, save_dir: Path, manifest: Manifest) -> Path:
     """Make the files in `folder` the checkpoint `manifest.tag`. Only on rank 0, after every rank's fsync."""
-    write_durably(folder / MANIFEST, dump(manifest))
-    sync_folder(folder)
-    final_folder = save_dir / manifest.tag
-    if not final_folder.exists():
-        os.rename(folder, final_folder)
-        sync_folder(save_dir)
+    storage, final_folder = storage_of(save_dir), save_dir / manifest.tag
+    storage.write(folder / MANIFEST, dump(manifest))
+    storage.sync(folder)
+    if not storage.is_folder(final_folder):
+        storage.rename(folder, final_folder)
+        storage.sync(save_dir)
         return final_folder
     paths = [record.path for record in manifest.files]
     try:  # all new files beside the old ones, or none of them
         for path in paths:
-            os.rename(folder / path, final_folder / path)
-        sync_folder(final_folder)
+            storage.rename(folder / path, final_folder / path)
+        storage.sync(final_folder)
     except OSError:
         for path in paths:
-            discard(final_folder / path)
+            storage.remove(final_folder / path)
         raise
-    os.replace(folder / MANIFEST, final_folder / MANIFEST)
-    sync_folder(final_folder)
-    discard(folder)
+    storage.rename(folder / MANIFEST, final_folder / MANIFEST)
+    storage.sync(final_folder)
+    storage.remove(folder)
     with suppress(OSError):  # the next save removes them
-        for old in final_folder.iterdir():
-            if re.match(OWN_FILE, old.name) and old.name not in paths:
-                discard(old)
+        for old in storage.names(final_folder):
+            if re.match(OWN_FILE, old) and old not in paths:
+                storage.remove(final_folder / old)
     return final_folder
 
 
 def write_latest(save_dir: Path, tag: str) -> None:
     """Set `latest` to `tag` atomically."""
+    storage = storage_of(save_dir)
     for is_last in (False, False, True):
         fresh = save_dir / hidden(LATEST)
         try:
-            write_durably(fresh, tag.encode())
-            os.replace(fresh, save_dir / LATEST)
+            storage.write(fresh, tag.encode())
+            storage.rename(fresh, save_dir / LATEST)
             break
         except FileNotFoundError:  # another engine's save removed it as a leftover
             if is_last:
                 raise
         except OSError:
-            with suppress(OSError):
-                fresh.unlink()
+            storage.remove(fresh)
             raise
-    sync_folder(save_dir)
+    storage.sync(save_dir)
 
 
 def read_latest(load_dir: Path) -> str | None:
@@ -202,7 +177,7 @@ def read_latest(load_dir: Path) -> str | None:
         return None
     with suppress(UsageError, ValueError):
         check_tag(tag)
-        if (load_dir / tag).is_dir():
+        if storage_of(load_dir).is_folder(load_dir / tag):
             return tag
     raise DamagedError(
         f"{load_dir / LATEST} is damaged, or the checkpoint is missing: it names {quoted(tag)}, and "
@@ -216,7 +191,7 @@ def named_in(path: Path) -> str | None:
     Raises: see `_unreadable`.
     """
     try:
-        return read_small_file(path).decode("utf-8", "replace").strip()
+        return storage_of(path).read(path, MOST_BYTES).decode("utf-8", "replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -239,7 +214,7 @@ def read_manifest(load_dir: Path, tag: str) -> Manifest:
     try:
         return parse_file(path)
     except (FileNotFoundError, NotADirectoryError):
-        kind = DamagedError if path.parent.is_dir() else UsageError
+        kind = DamagedError if storage_of(path).is_folder(path.parent) else UsageError
         raise kind(
             f"{path.parent} is not a committed checkpoint: it has no {MANIFEST}; {_there(load_dir)}"
         ) from None
@@ -249,14 +224,21 @@ def read_manifest(load_dir: Path, tag: str) -> Manifest:
 
 def parse_file(path: Path) -> Manifest:
     """The manifest in a file. Raises OSError, or as `parse`."""
-    return parse(read_small_file(path, MOST_MANIFEST_BYTES), str(path))
+    return parse(storage_of(path).read(path, MOST_MANIFEST_BYTES), str(path))
 
 
 def _there(load_dir: Path) -> str:
-    tags = sorted(found.parent.name for found in load_dir.glob(f"[!.]*/{MANIFEST}"))
+    tags = _tags(load_dir)
     return f"in {load_dir} there " + (
         f"are {', '.join(map(printable, tags))}" if tags else "is none"
     )
+
+
+def _tags(save_dir: Path) -> list[str]:
+    """The folders with a manifest, sorted."""
+    storage = storage_of(save_dir)
+    names = [name for name in storage.names(save_dir) if not name.startswith(".")]
+    return [name for name in names if storage.size_of(save_dir / name / MANIFEST) >= 0]
 
 
 def committed(save_dir: Path) -> list[Manifest]:
@@ -271,25 +253,20 @@ def committed(save_dir: Path) -> list[Manifest]:
 
 def _is_there(folder: Path, manifest: Manifest) -> bool:
     """Its files are there, with their lengths."""
-    for record in manifest.files:
-        with suppress(OSError):
-            if (folder / record.path).stat().st_size == record.size_bytes:
-                continue
-        log.warning(
-            "%s is left out: %s is missing or has another length", folder, folder / record.path
-        )
-        return False
+    for path, size_bytes in ((folder / one.path, one.size_bytes) for one in manifest.files):
+        if storage_of(path).size_of(path) != size_bytes:
+            log.warning("%s is left out: %s is missing or has another length", folder, path)
+            return False
     return True
 
 
 def _manifests(save_dir: Path) -> list[Manifest]:
     found = []
-    for path in sorted(save_dir.glob(f"[!.]*/{MANIFEST}")):
-        tag = path.parent.name
+    for tag in _tags(save_dir):
         try:
             found.append(replace(read_manifest(save_dir, tag), tag=tag))
         except (UsageError, OSError) as error:
-            log.warning("%s is left out: %s", path.parent, error)
+            log.warning("%s is left out: %s", save_dir / tag, error)
     return found
 
 
@@ -363,26 +340,12 @@ def prune(save_dir: Path, tag: str, keep_last: int) -> None:
     stay: set[str | None] = {tag}
     with suppress(DamagedError):
         stay.add(read_latest(save_dir))
+    storage = storage_of(save_dir)
     for old in set(same[keep_last:]) - stay:
         try:
             aside = save_dir / hidden(old)
-            os.rename(save_dir / old, aside)
-            sync_folder(save_dir)
-            discard(aside)
+            storage.rename(save_dir / old, aside)
+            storage.sync(save_dir)
+            storage.remove(aside)
         except OSError as error:
             log.warning("keep_last: cannot remove %s: %s", save_dir / old, error)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ....ops.flat import numel_of
+from ....ops.weights.tensor_table import BY_NAME
 from ....utils.errors import DamagedError, UsageError
 from ....utils.quoting import printable
 from ....zero.checkpoint.ranges import Copy, Piece, SavedFlat, merged
@@ -27,7 +28,7 @@ from ..manifest import lacking
 from ..packing import unpack
 from .checked_file import CheckedFile, CheckedFiles
 from .folders import MANIFEST, check_folder, check_tag, committed, read_latest, read_manifest
-from .tensor_table import BY_NAME
+from .storage import storage_of
 
 log = logging.getLogger("xds")
 
@@ -70,12 +71,12 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
         DamagedError: `latest` is damaged.
     """
     folder = Path(os.path.abspath(check_folder("dir", path)))
-    if not folder.is_dir():
+    storage = storage_of(folder)
+    if not storage.is_folder(folder):
         raise UsageError(f"{path} is not a folder; give the save_dir of save_checkpoint")
     if tag is not None:
-        check_tag(tag)
-        return folder, tag
-    if (folder / MANIFEST).exists():
+        return folder, check_tag(tag)
+    if storage.size_of(folder / MANIFEST) >= 0:
         return folder.parent, folder.name
     found = read_latest(folder)
     if found is not None:

@@ -9,15 +9,11 @@ because it would hold a copy of everything.
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import mmap
-import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -25,15 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .tensor_table import make_header
+from ....ops.weights.tensor_table import make_header
+from .storage import ALIGN_BYTES, NewFile, storage_of
 
 BLOCK_BYTES = 8 << 20  # written at a time: whole chunks
 DEPTH = 3  # blocks that are summed and written at the same time
-ALIGN_BYTES = 4096  # of memory, offset and length, for direct I/O
-MIN_DIRECT_BYTES = 4 << 20  # smaller files are faster through the page cache
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 4 << 10, 4 << 20
 MAX_SUMS = 4096  # per file, unless its chunks have the maximum size
-_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +180,6 @@ def write_blocks(
 ) -> Sums:
     """Write `blocks` of BLOCK_BYTES, `size_bytes` in total, to a new file, sum and fsync it.
 
-    Large files are written with direct I/O.
     Args:
         blocks: page-aligned, each valid until DEPTH more are requested; the last one may be shorter.
         pool: works on DEPTH blocks at a time; None: one after the other, without another thread.
@@ -194,14 +187,14 @@ def write_blocks(
     """
     chunk_bytes, at = chunk_bytes_of(size_bytes), 0
     crcs: list[int] = []
-    fd = _open_new(path, is_direct=size_bytes >= MIN_DIRECT_BYTES)
+    file = storage_of(path).create(path, size_bytes)
     pending: deque[Future[list[int]]] = deque()
     try:
         for block in blocks:
             if pool is None:
-                crcs += _write_summed(fd, block, at, chunk_bytes)
+                crcs += _write_summed(file, block, at, chunk_bytes)
             else:
-                pending.append(pool.submit(_write_summed, fd, block, at, chunk_bytes))
+                pending.append(pool.submit(_write_summed, file, block, at, chunk_bytes))
                 if len(pending) == DEPTH:
                     crcs += pending.popleft().result()
             at += len(block)
@@ -209,11 +202,11 @@ def write_blocks(
                 on_written(at)
         for future in pending:
             crcs += future.result()
-        os.fsync(fd)
+        file.sync()
     finally:
         for future in pending:
             future.exception()  # it uses the file
-        os.close(fd)
+        file.close()
     return Sums(size_bytes, tuple(crcs))
 
 
@@ -235,40 +228,8 @@ def packed(pieces: Iterable[memoryview], size_bytes: int) -> Iterator[memoryview
         yield buffer[:filled]
 
 
-def _open_new(path: Path, *, is_direct: bool) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
-    if is_direct:
-        try:
-            return os.open(path, flags | _DIRECT, 0o666)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: this file system has no direct I/O
-                raise
-            with suppress(FileNotFoundError):  # some create the file before they refuse
-                path.unlink()
-    return os.open(path, flags, 0o666)
-
-
-def _write_summed(fd: int, block: memoryview, at: int, chunk_bytes: int) -> list[int]:
+def _write_summed(file: NewFile, block: memoryview, at: int, chunk_bytes: int) -> list[int]:
     """Write all of `block` at byte `at`; the CRC-32 of its chunks. Sums and writes release the GIL."""
     crcs = [zlib.crc32(block[i : i + chunk_bytes]) for i in range(0, len(block), chunk_bytes)]
-    was_refused = False
-    while block:
-        whole = len(block) - len(block) % ALIGN_BYTES
-        if not whole or at % ALIGN_BYTES:
-            _use_page_cache(fd)  # the file's last bytes, or after a partial write
-            whole = len(block)
-        try:
-            count = os.pwrite(fd, block[:whole], at)
-        except OSError as error:
-            if error.errno != errno.EINVAL or was_refused:
-                raise
-            _use_page_cache(fd)
-            was_refused = True
-            continue
-        block, at = block[count:], at + count
+    file.write(block, at)
     return crcs
-
-
-def _use_page_cache(fd: int) -> None:
-    """Switch off direct I/O: any length and offset can be written from now on."""
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_DIRECT)

@@ -6,15 +6,13 @@ tensors of each file, and the values that are stored in tensors.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from ....utils.errors import DamagedError, UsageError
+from ....utils.errors import UsageError
 from ..hyperparameters import check_state_values
 from ..io.folders import MANIFEST
 from ..io.reader import CheckpointReader
-from ..manifest import FileRecord, some_of
+from ..manifest import some_of
 from ..packing import unpack
 from ..random_state import check_random_state
 
@@ -32,8 +30,8 @@ def damage(reader: CheckpointReader, on_read: Callable[[int], None]) -> Iterator
     for number, record in enumerate(reader.manifest.files):
         path = reader.folder / record.path
         try:
-            _check_sums(path, record, on_read)
             file = reader.file(number)
+            file.check(on_read)
             if random := record.own.get("random"):
                 check_random_state(unpack(random, file.tensor), str(path))
         except (UsageError, OSError) as error:
@@ -47,25 +45,3 @@ def damage(reader: CheckpointReader, on_read: Callable[[int], None]) -> Iterator
         yield f"{manifest} contradicts itself: {error}"
     except (UsageError, OSError):
         pass  # its file was named above
-
-
-def _check_sums(path: Path, record: FileRecord, on_read: Callable[[int], None]) -> None:
-    if not path.exists():
-        raise DamagedError(f"{path} is missing")
-    size = path.stat().st_size
-    if size != record.size_bytes:
-        raise DamagedError(f"{path} has {size} bytes and should have {record.size_bytes}")
-    wrong = []
-    with open(path, "rb") as file:
-        for number, expected in enumerate(record.crc32):
-            chunk = file.read(record.chunk_bytes)
-            if zlib.crc32(chunk) != expected:
-                wrong.append(number)
-            on_read(len(chunk))
-    if wrong:
-        start = wrong[0] * record.chunk_bytes
-        stop = min(start + record.chunk_bytes, record.size_bytes)
-        others = f", and of {len(wrong) - 1} more chunks" if len(wrong) > 1 else ""
-        raise DamagedError(
-            f"{path} is damaged: the checksum of bytes {start} to {stop}{others} does not match"
-        )

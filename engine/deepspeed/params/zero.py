@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from ....utils.arguments import items
 from ....utils.errors import UsageError
 from ....utils.schema.section import is_auto
 from ....zero.access.gathered import GatheredParameters as XdsGathered
 from ....zero.access.gathered import LostEdit
-from ....zero.access.owners import Owner, find_owner
+from ....zero.core.owners import Owner, find_owner
 from ...config.config import Config, parse_config
 from ...config.text import read_source
 from ...model.policies import compute_dtype
@@ -198,7 +199,11 @@ class GatheredParameters:
 def _listed(params: Any) -> list[Any]:
     if isinstance(params, nn.Module):
         return list(params.parameters())
-    return [params] if isinstance(params, Tensor) else list(params)
+    if isinstance(params, Tensor):
+        return [params]
+    return items(
+        "GatheredParameters: params", params, "a parameter, a module, or a list of parameters"
+    )
 
 
 def _check(remote_device: str | None, others: Mapping[str, Any]) -> None:

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....utils.arguments import wrong
 from ....utils.errors import UsageError
 from ....utils.version import __version__
 from ....zero.access.gathered import GatheredParameters
 from ...checkpoint.imports.deepspeed import is_deepspeed
-from ...checkpoint.io.folders import LATEST, MANIFEST, named_in
+from ...checkpoint.io.folders import LATEST, MANIFEST, check_folder, named_in
 from ...checkpoint.io.reader import CheckpointReader
 from ...checkpoint.random_state import read_random_state, set_random_state
 from ...engine import Engine
@@ -220,8 +221,9 @@ class Checkpoints(ABC):
             custom_load_fn: called with `src=` (the checkpoint's weights by name) and `dst=` (the module) on
                 rank 0, where the module is whole; the other ranks get its result. All else is loaded before.
         """
-        name = self._tag_of(Path(load_dir)) if tag is None else str(tag)
-        refuse_theirs(Path(load_dir), name)
+        folder = check_folder("load_dir", load_dir)
+        name = self._tag_of(folder) if tag is None else str(tag)
+        refuse_theirs(folder, name)
         self._engine.access_guards.forget()
         device = self._engine.device
         random_state = read_random_state(device)
@@ -259,10 +261,13 @@ class Checkpoints(ABC):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the whole weights, in the compute dtype, to one file on rank 0. A collective."""
+        folder = check_folder("save_dir", save_dir)
+        if not isinstance(save_filename, str):
+            raise wrong("save_filename", save_filename, "the name of a file")
         weights = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if weights is not None:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            _save_whole(weights, Path(save_dir) / save_filename)
+            folder.mkdir(parents=True, exist_ok=True)
+            _save_whole(weights, folder / save_filename)
         self._engine.barrier()  # the file exists when this returns
         return True
 
@@ -317,6 +322,10 @@ class Checkpoints(ABC):
             custom_load_fn: as in `load_checkpoint`.
             fetch_z3_params: without effect; whole values are taken at every stage.
         """
+        if not isinstance(checkpoint, Mapping) or "module" not in checkpoint:
+            raise wrong(
+                "load_module_state_dict: checkpoint", checkpoint, 'a dict with the key "module"'
+            )
         weights = checkpoint["module"]
         if custom_load_fn is not None:
             self._load_by(custom_load_fn, weights)

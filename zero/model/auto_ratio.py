@@ -16,9 +16,9 @@ from ...offload.config import OffloadOptimizer
 from ...offload.device_memory import DeviceMemory, memory_of
 from ...utils.sizes import size_text
 from ..core.master import Master
-from ..model.sharded_model import ShardedModel
-from ..model.state_memory import StateMemory
-from ..model.update import Updater
+from .sharded_model import ShardedModel
+from .state_memory import StateMemory
+from .update import Updater
 
 log = logging.getLogger("xds")
 
@@ -69,7 +69,7 @@ class AutoRatio(OffloadRatio):
         return int(collectives.gather_small(mine).min())
 
     def _fill(self, spare_bytes: int) -> None:
-        self._model.publish()
+        self._model.gather_deferred()
         self._updater.wait()
         moved, left = 0, spare_bytes
         memory = StateMemory(self._updater)

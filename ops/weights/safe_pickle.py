@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ....utils.errors import UsageError
-from ....utils.quoting import printable
+from ...utils.errors import UsageError
+from ...utils.quoting import printable
 
 
 class StandIn:

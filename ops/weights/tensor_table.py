@@ -14,21 +14,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....ops.flat import numel_of
-from ....utils.errors import UsageError
-from ....utils.quoting import printable
-from ....utils.small_files import parse_json
+from ...utils.errors import UsageError
+from ...utils.quoting import printable
+from ...utils.small_files import parse_json
+from ..flat import numel_of
 
 HEADER_ALIGN = 64
 LENGTH_BYTES = 8  # before the header: its length
 MAX_NUMEL = 1 << 58  # of a shape, without zeros: torch's arithmetic overflows beyond it
 MAX_DIMS = 64
 METADATA = "__metadata__"
+NO_METADATA: Mapping[str, str] = MappingProxyType({})
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -88,22 +90,24 @@ def check_storable(where: str, tensor: Tensor) -> None:
 
 
 def make_header(
-    tensors: Iterable[tuple[str, torch.dtype, list[int]]], align: int = HEADER_ALIGN
+    tensors: Iterable[tuple[str, torch.dtype, list[int]]],
+    align: int = HEADER_ALIGN,
+    metadata: Mapping[str, str] = NO_METADATA,
 ) -> bytes:
     """The first bytes of a file with tensors of these names, dtypes and shapes, stored one after another."""
     table: dict[str, Any] = {}
-    pairs: dict[str, str] = {}
+    metadata = dict(metadata)
     at = 0
     for name, dtype, shape in tensors:
         stop = at + numel_of(shape) * dtype.itemsize
         text = DTYPES.get(dtype)
         if text is None:
             text, shape = PAIRS[dtype], [*shape, 2]
-            pairs[name] = str(dtype).removeprefix("torch.")
+            metadata[name] = str(dtype).removeprefix("torch.")
         table[name] = {"dtype": text, "shape": shape, "data_offsets": [at, stop]}
         at = stop
-    if pairs:
-        table[METADATA] = pairs
+    if metadata:
+        table[METADATA] = metadata
     text_bytes = json.dumps(table).encode()
     text_bytes += b" " * (-(len(text_bytes) + 8) % align)
     return struct.pack("<Q", len(text_bytes)) + text_bytes

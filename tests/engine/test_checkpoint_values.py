@@ -1,28 +1,96 @@
-"""Tensors of every kind come back as they were: through saves, loads, imports and exports."""
+"""Tensors of every kind, and all else that `client_state` holds, come back, or are refused by name."""
 
 from __future__ import annotations
 
+import json
+import random
 import re
 import struct
+import warnings
+from argparse import Namespace
+from collections import Counter, OrderedDict, UserDict, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_runs import engine_of as plain_engine
 from helpers import run_ranks
 from safetensors.torch import load_file, save_file
-from tensor_kinds import bits, differing, every_kind
 from torch import Tensor, nn
 
 import xds
 from xds.engine.checkpoint.imports.imported import Imported
 from xds.engine.checkpoint.imports.importing import import_checkpoint
 from xds.engine.checkpoint.io.reader import CheckpointReader
-from xds.engine.checkpoint.io.tensor_file import bytes_of
+from xds.engine.checkpoint.packing import pack, unpack
 from xds.engine.checkpoint.tools.compare import differences
 from xds.launcher import checkpoint as command
+from xds.ops.weights.tensor_table import DTYPES, PAIRS
+
+
+def elements(dtype: torch.dtype, numel: int) -> Tensor:
+    """`numel` different elements, as far as the dtype has so many."""
+    if dtype.is_complex:
+        count = torch.arange(numel).float()
+        with warnings.catch_warnings():  # torch warns once that complex32 is experimental
+            warnings.simplefilter("ignore")
+            return torch.complex(count, -count - 1).to(dtype)
+    if dtype == torch.bool:
+        return torch.arange(numel) % 3 == 1
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        return (torch.arange(numel) % 100 + 1).to(torch.uint8).view(dtype)
+    return (torch.arange(numel) * 3 + 1).to(dtype)
+
+
+def every_kind() -> dict[str, Tensor]:
+    """The tensors by descriptive names."""
+    found: dict[str, Tensor] = {}
+    for dtype in (*DTYPES, *PAIRS):
+        short = str(dtype).removeprefix("torch.")
+        found |= {f"{short}_{name}": one for name, one in _ways(elements(dtype, 24)).items()}
+    found["complex64_conjugate"] = elements(torch.complex64, 6).conj()
+    found["float32_negative"] = elements(torch.complex64, 6).conj().imag
+    found["float32_nan"] = torch.tensor([float("nan"), float("-inf"), -0.0])
+    return found
+
+
+def _ways(flat: Tensor) -> dict[str, Tensor]:
+    return {
+        "plain": flat.view(4, 6),
+        "alone": flat[5],
+        "empty": flat[:0].view(0, 3),
+        "uneven": flat[1:4],
+        "every_second": flat[::2],
+        "column": flat.view(6, 4)[:, 1],
+        "narrow": flat.view(6, 4)[:, 1:2],
+        "turned": flat.view(4, 6).t(),
+        "expanded": flat[2:3].expand(7),
+        "rows": flat[:3].expand(2, 3),
+        "windows": flat.unfold(0, 4, 2),
+        "inner": flat.view(2, 3, 4)[:, 1:, ::2],
+    }
+
+
+def bits(tensor: Tensor) -> bytes:
+    """Its elements in order, byte by byte."""
+    plain = (
+        tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    )
+    return bytes(plain.reshape(-1).view(torch.uint8).tolist())
+
+
+def differing(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    """Names of what is missing or another in dtype, shape or elements."""
+    return [
+        name
+        for name, one in wanted.items()
+        if name not in found
+        or (found[name].dtype, found[name].shape) != (one.dtype, one.shape)
+        or bits(found[name]) != bits(one)
+    ]
 
 
 class Holder(nn.Module):
@@ -44,14 +112,7 @@ class Holder(nn.Module):
 
 
 def engine_of(kinds: dict[str, Tensor], stage: int = 0, **checkpoint: Any) -> Any:
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        "checkpoint": checkpoint,
-    }
-    engine = xds.initialize(Holder(kinds), config)
+    engine = plain_engine(stage, model=Holder(kinds), checkpoint=checkpoint)
     engine.backward(engine(torch.ones(1, 4)))
     engine.step()
     return engine
@@ -221,16 +282,6 @@ def test_a_state_dict_is_loaded_into_expanded_buffers() -> None:
 # -- what cannot be held ------------------------------------------------------------------------------------
 
 
-def test_memory_is_never_taken_for_elements_that_lie_elsewhere() -> None:
-    for view in (
-        torch.arange(6.0)[::2],
-        torch.ones(1).expand(3),
-        torch.ones(3, dtype=torch.cfloat).conj(),
-    ):
-        with pytest.raises(AssertionError, match="its memory is not its elements"):
-            bytes_of(view)
-
-
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
@@ -256,30 +307,7 @@ def test_what_a_checkpoint_cannot_hold_is_named_before_anything_is_written(
     assert not (tmp_path / "new").exists()
 
 
-def test_values_in_themselves_are_refused(tmp_path: Path) -> None:
-    engine = engine_of({})
-    loop: list[Any] = []
-    loop.append(loop)
-    with pytest.raises(
-        xds.UsageError, match="is nested more than 100 levels deep, or contains itself"
-    ):
-        engine.save_checkpoint(tmp_path / "new", client_state={"loop": loop})
-    deep: Any = (torch.arange(3),)
-    for _ in range(49):
-        deep = ({1: deep},)
-    engine.save_checkpoint(tmp_path / "new", client_state={"deep": deep})
-    _, state = engine.load_checkpoint(tmp_path / "new")
-    for _ in range(49):
-        state["deep"] = state["deep"][0][1]
-    assert state["deep"][0].tolist() == [0, 1, 2]
-
-
 # -- files of others ----------------------------------------------------------------------------------------
-
-
-def write_safetensors(path: Path, header: bytes, data: bytes = b"") -> Path:
-    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
-    return path
 
 
 def test_an_empty_tensor_may_lie_anywhere(tmp_path: Path) -> None:
@@ -288,7 +316,8 @@ def test_an_empty_tensor_may_lie_anywhere(tmp_path: Path) -> None:
         b'"b":{"dtype":"F32","shape":[0],"data_offsets":[3,3]},'
         b'"c":{"dtype":"C64","shape":[2,0],"data_offsets":[1,1]}}'
     )
-    path = write_safetensors(tmp_path / "x.safetensors", header, b"abc")
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"abc")
     import_checkpoint(path, tmp_path / "in")
     found = values_of(tmp_path / "in")
     assert found["a"].tolist() == [97, 98, 99]
@@ -296,17 +325,142 @@ def test_an_empty_tensor_may_lie_anywhere(tmp_path: Path) -> None:
     assert (found["c"].dtype, list(found["c"].shape)) == (torch.complex64, [2, 0])
 
 
-NO_HEADERS = [
-    b"[" * 50_000 + b"]" * 50_000,
-    b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
-    b'{"a":null}',
-    b'{"a":{"dtype":[],"shape":[1],"data_offsets":[0,4]}}',
-    b'{"a":{"dtype":"F32","shape":[true],"data_offsets":[0,4]}}',
-    b'{"a":{"dtype":"F32","shape":5,"data_offsets":[0,4]}}',
-    b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[false,4]}}',
-    b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}}',
-    b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[4,0]}}',
-    b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}',
-    b'{"a":{"dtype":"F32","shape":[0,4611686018427387904,4611686018427387904],"data_offsets":[0,0]}}',
-    b'{"__metadata__":{"a":"complex128"},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+class Node(dict[str, Any]):
+    """As the nodes of a config: its items are attributes."""
+
+
+class Pair(NamedTuple):
+    one: int
+    two: int
+
+
+class Items(list[int]):
+    pass
+
+
+class Options(Namespace):
+    pass
+
+
+def back(value: Any) -> Any:
+    tensors: list[torch.Tensor] = []
+
+    def put(tensor: torch.Tensor) -> str:
+        tensors.append(tensor)
+        return str(len(tensors) - 1)
+
+    packed = json.loads(json.dumps(pack(value, "client_state", put), allow_nan=False))
+    return unpack(packed, lambda name: tensors[int(name)])
+
+
+VALUES: list[Any] = [
+    Namespace(lr=0.1, sizes=(1, 2), inner=Namespace(name="a"), none=None),
+    Namespace(**{"with space": 1, "class": "text", "$tensor": 2}),
+    {1, "a", (2, 3)},
+    frozenset({1.5}),
+    set(),
+    Path("runs/one"),
+    torch.bfloat16,
+    torch.device("cuda", 1),
+    numpy.float32(3.5),
+    numpy.int64(-(2**63)),
+    numpy.bool_(True),
+    numpy.complex128(1 + 2j),
+    random.getstate(),
+    {},
+    {"$array": 1, "other": 2},
+    {"$namespace": "a user's key"},
+    OrderedDict(b=1, a=OrderedDict()),
+    OrderedDict({"$ordered": 1}),
+    defaultdict(list, a=[1]),
+    defaultdict(None, {2: 3.5}),
+    Counter("abca"),
+    torch.Size((2, 3)),
 ]
+
+
+def test_a_value_comes_back_with_its_type() -> None:
+    for value in VALUES:
+        found = back({"kept": value})["kept"]
+        assert type(found) is type(value) and found == value
+        if isinstance(value, defaultdict):
+            assert found.default_factory is value.default_factory
+
+
+def test_what_is_deep_comes_back_and_what_has_no_end_is_refused() -> None:
+    deep: Any = (torch.arange(3),)
+    for _ in range(49):
+        deep = ({1: deep},)
+    found = back(deep)
+    for _ in range(49):
+        found = found[0][1]
+    assert found[0].tolist() == [0, 1, 2]
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(
+        xds.UsageError, match="is nested more than 100 levels deep, or contains itself"
+    ):
+        back(loop)
+
+
+def test_a_class_that_would_be_lost_is_refused_at_the_save() -> None:
+    values: list[Any] = [Node(lr=0.1), Pair(1, 2), Items([1]), UserDict(a=1), Options(lr=0.1)]
+    for value in values:
+        with pytest.raises(
+            xds.UsageError, match=rf"client_state\['kept'\] is a .*{type(value).__name__}: "
+        ):
+            back({"kept": value})
+    with pytest.raises(
+        xds.UsageError, match=r"is a defaultdict of <function .*; convert it with dict"
+    ):
+        back(defaultdict(lambda: 3))
+
+
+def test_arrays_come_back_as_they_were() -> None:
+    name, words, *rest = numpy.random.RandomState(3).get_state()
+    arrays = [words, numpy.arange(6.0).reshape(2, 3).T, numpy.zeros((0, 2), ">i2"), numpy.array(1)]
+    found = back({"all": arrays, "state": (name, words, *rest)})
+    for one, other in zip(found["all"], arrays, strict=True):
+        assert one.shape == other.shape and one.dtype.kind == other.dtype.kind
+        assert numpy.array_equal(one, other) and one.flags.writeable
+    numpy.random.RandomState(1).set_state(found["state"])
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (numpy.array(["a", None], object), "arrays of numbers; convert it to a list"),
+        (numpy.array(["text"]), "arrays of numbers"),
+        (numpy.zeros(2**18), "torch.from_numpy"),
+        (Namespace(model=object()), r"client_state\.model is a builtins.object"),
+        ({object()}, "an item is a builtins.object"),
+    ],
+)
+def test_other_values_are_named(value: Any, words: str) -> None:
+    with pytest.raises(xds.UsageError, match=words):
+        back(value)
+
+
+NOT_PACKED: list[Any] = [
+    {"$array": ["|O", [1], "AAAAAAAAAAA="]},
+    {"$array": ["<f4", [3], "AAAA"]},
+    {"$array": ["(1000000,1000000)f8", [1], ""]},
+    {"$scalar": ["<f4", [1], "AAAA!"]},
+    {"$namespace": [[1, 2]]},
+    {"$set": [[1]]},
+    {"$dtype": "Tensor"},
+    {"$device": "nowhere"},
+    {"$path": 3},
+    {"$namespace": [["a", 1], ["a", 2]]},
+    {"$items": [["a", 1], ["a", 2]]},
+    {"$ordered": [[1, 1], [True, 2]]},
+    {"$default": ["eval", []]},
+    {"$default": ["int", {}]},
+    {"$size": ["a"]},
+]
+
+
+def test_what_was_not_packed_is_a_value_error() -> None:
+    for packed in NOT_PACKED:
+        with pytest.raises(ValueError, match=r"^\$"):
+            unpack(packed, lambda name: torch.ones(1))

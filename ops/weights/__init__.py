@@ -1,0 +1,1 @@
+"""Files of weights: the header of safetensors, and a reader of what other programs saved."""

@@ -1,0 +1,145 @@
+"""Reads weights of other programs: a Hugging Face folder, a safetensors file, a state dict of torch.save.
+
+    folder  ->  its index, or its only file  ->  names, and tensors that are mapped from the files
+
+Every file is checked before a tensor of it is used, and nothing in it is executed. Elements are read when they
+are used, so a rank that needs some rows reads little else.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...utils.errors import UsageError
+from ...utils.quoting import printable, quoted
+from ...utils.small_files import parse_json, read_small_file
+from .safe_pickle import StandIn, read_pickle
+from .tensor_table import check_storable, read_header
+
+SAFETENSORS, INDEX = ".safetensors", ".index.json"
+FILES = (  # of a folder, in this order
+    *(f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in (INDEX, "")),
+    "adapter_model.safetensors",
+)
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module")  # of weights in trainers' files
+MAX_HEADER_BYTES = 100 << 20
+MAX_INDEX_BYTES = 64 << 20  # of the largest models: less than 20 MB
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a file holds, or all files of an index. notes: a sentence for each thing that is left out."""
+
+    path: Path
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def find_weights(source: Path) -> Path | None:
+    """`source` if it is a file, or the file to read first in a folder; None: neither."""
+    found = [source, *(source / name for name in FILES)]
+    return next((path for path in found if path.is_file()), None)
+
+
+def read_weights(path: Path) -> Weights:
+    """The tensors of a file, or of all files that an index names.
+
+    Raises:
+        UsageError: a file is missing or damaged, or names code to execute.
+    """
+    found = Weights(path)
+    if not path.name.endswith(INDEX):
+        found.tensors.update(_read_file(path, found.notes))
+        return found
+    file_of = _read_index(path)
+    content = {
+        file: _read_file(path.parent / file, found.notes) for file in sorted(set(file_of.values()))
+    }
+    for name, file in sorted(file_of.items(), key=lambda one: one[1]):
+        if name not in content[file]:
+            raise UsageError(
+                f"{path.parent / file} has no {printable(name)}, which {path.name} says it has"
+            )
+        found.tensors[name] = content[file][name]
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, relative to the index."""
+    try:
+        content = parse_json(read_small_file(path, MAX_INDEX_BYTES))
+    except (OSError, ValueError) as error:
+        reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{path} {reason}; it should be an index of weights") from None
+    table = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(table, dict):
+        raise UsageError(
+            f'{path} is not an index of weights: it must have an object "weight_map" of names and files'
+        )
+    for file in table.values():
+        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+            raise UsageError(f"{path} names {quoted(file)}, which is no file in its folder")
+    return table
+
+
+def _read_file(path: Path, notes: list[str]) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise UsageError(f"{path} is missing")
+    return _safetensors(path) if path.name.endswith(SAFETENSORS) else _state_dict(path, notes)
+
+
+def _state_dict(path: Path, notes: list[str]) -> dict[str, Tensor]:
+    """The tensors by name in a state dict, or in the state dict inside of a trainer's file."""
+    content = read_pickle(path)
+    if not isinstance(content, Mapping):
+        raise UsageError(f"{path} holds a {type(content).__name__}, and no tensors by name")
+    inner = [key for key in WRAPPERS if _has_tensors(content.get(key))]
+    if inner and not _has_tensors(content):
+        others = [str(key) for key in content if key != inner[0]]
+        if others:
+            notes.append(f"the weights are under {inner[0]!r}; left out: {', '.join(others)}")
+        content = content[inner[0]]
+    tensors = {}
+    for name, value in content.items():
+        if isinstance(value, Tensor):
+            check_storable(str(name), value)
+            tensors[str(name)] = value
+        else:
+            kind = value.name if isinstance(value, StandIn) else type(value).__name__
+            notes.append(f"{name} is not a tensor but a {kind}: left out")
+    return tensors
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(one, Tensor) for one in value.values())
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, mapped from it."""
+    with open(path, "rb") as file:
+        size_bytes = path.stat().st_size
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size_bytes else b""
+    try:
+        table, data_at = read_header(
+            lambda start, size: memory[start : start + size], size_bytes, MAX_HEADER_BYTES
+        )
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {error}") from None
+    found = {}
+    for name, there in table.items():
+        if there.numel:  # else it has no bytes, and its offset does not matter
+            at = data_at + there.start
+            flat = torch.frombuffer(memory, dtype=there.dtype, count=there.numel, offset=at)
+            if at % there.dtype.itemsize:
+                flat = flat.clone()  # rare: the writer did not align it
+            found[name] = flat.view(there.shape)
+        else:
+            found[name] = torch.empty(there.shape, dtype=there.dtype)
+    return found
