@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
@@ -18,9 +18,6 @@ from ..utils.arguments import wrong
 from ..utils.errors import UsageError
 from ..zero.access.access import Access
 from ..zero.access.guards import Guards
-from .checkpoint.load_plan import LoadOptions
-from .checkpoint.save import SaveOptions
-from .checkpoint.saver import Progress
 from .for_layers import ForLayers
 from .parts import Parts
 from .states import States
@@ -29,6 +26,9 @@ from .steps.batch_loop import Loop
 from .steps.counters import CounterAttribute, Counters
 from .steps.training_step import TrainingStep
 from .torch_calls import TorchCalls
+
+if TYPE_CHECKING:
+    from .checkpoint.saver import Progress
 
 
 @final
@@ -160,7 +160,7 @@ class Engine(ForLayers):
         if is_boundary:
             self._parts.report.step(self)
             self._parts.preemption.boundary()  # the failure of an earlier save does not prevent this one
-        self._parts.saver.check()
+        self._parts.saves.check()
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Let the next step() clip to `max_norm`, not to gradient_clipping; inf only measures. A collective.
@@ -337,6 +337,8 @@ class Engine(ForLayers):
         exclude_frozen_parameters: leave the values of frozen parameters out of the files; a load then leaves
             the model's own as they are.
         """
+        from .checkpoint.save import SaveOptions
+
         self._states.check_usable()
         how = self.config.checkpoint.tag_validation
         options = SaveOptions(save_latest, exclude_frozen_parameters, how)
@@ -348,11 +350,11 @@ class Engine(ForLayers):
 
         Raises XdsError: it could not be written; the one before it is the last.
         """
-        self._parts.saver.wait()
+        self._parts.saves.wait()
 
     def checkpoint_progress(self) -> Progress | None:
         """What this rank is writing in the background; None: nothing."""
-        return self._parts.saver.progress()
+        return self._parts.saves.progress()
 
     def load_checkpoint(
         self,
@@ -372,6 +374,8 @@ class Engine(ForLayers):
             there is no `latest`, that of the most.
         Raises UsageError, and nothing has changed, where it is damaged or does not fit.
         """
+        from .checkpoint.load_plan import LoadOptions
+
         self._states.check_usable()
         what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states)
         options = LoadOptions(*what, load_module_only, fallback)
@@ -434,7 +438,7 @@ class Engine(ForLayers):
         self.monitor.close()
         self._sharded.collectives.stop_watching()
         try:
-            self._parts.saver.close()  # it may still read the states
+            self._parts.saves.close()  # it may still read the states
         finally:
             self._parts.updater.release()
             self._sharded.release()

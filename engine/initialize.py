@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,6 @@ from ..zero.core.model_checks import check_model, move_model
 from ..zero.core.policy import Policy
 from ..zero.core.sharded_model import ShardedModel
 from ..zero.core.update import Updater
-from .checkpoint.saver import Saver
-from .checkpoint.training import Scheduler
 from .config.batch import mesh_of
 from .config.config import Config
 from .config.scheduler import warmup_steps
@@ -62,11 +60,15 @@ from .optim.state_count import count_states
 from .parts import LoopFactory, Parts
 from .preemption import NoPreemptionSave, Preemption, SaveOnPreemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
+from .saves import Saves
 from .steps.batch_loop import batch_loop
 from .telemetry.comms import start_logging
 from .telemetry.monitor import build_monitor
 from .telemetry.report import StepReport
 from .telemetry.screen import log_notes, log_start, show_messages
+
+if TYPE_CHECKING:
+    from .optim.schedule_base import Scheduler
 
 _LOAD_LATER = (
     "to ignore missing and extra names, leave out weights= and call xds.zero.load_weights(engine.module, "
@@ -210,7 +212,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         loader=_loader(given.training_data, given.collate_fn, config, mesh),
         undo=undo,
         compiler=compiler,
-        saver=_saver(config, collectives),
+        saves=Saves(config.checkpoint, collectives, timeout_seconds()),
         preemption=_preemption(config, collectives, trains),
         opened=mesh.opened,
         loop=_loop(divided, mesh, config, sharded, cutter),
@@ -435,16 +437,6 @@ def _nothing() -> None:
 
 
 __all__ = ["initialize"]
-
-
-def _saver(config: Config, collectives: Collectives) -> Saver:
-    section = config.checkpoint
-    return Saver(
-        collectives,
-        keep_last=section.keep_last,
-        in_background=section.async_save,
-        timeout_seconds=timeout_seconds(),
-    )
 
 
 def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preemption:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -14,15 +14,18 @@ from ..ops.comm.collectives import Collectives
 from ..zero.core.filling import Filling
 from ..zero.core.sharded_model import ShardedModel
 from ..zero.core.update import Updater
-from .checkpoint.saver import Saver
-from .checkpoint.training import Scheduler, Training
 from .config.config import Config
 from .model.compiling import Compiler
 from .optim.loss_scale import LossScale
 from .preemption import Preemption
+from .saves import Saves
 from .steps.counters import Counters
 from .telemetry.monitor import Monitor
 from .telemetry.report import StepReport
+
+if TYPE_CHECKING:
+    from .checkpoint.training import Training
+    from .optim.schedule_base import Scheduler
 
 
 class LoopFactory(Protocol):
@@ -52,7 +55,7 @@ class Parts:
     loader: Any
     undo: Callable[[], None]
     compiler: Compiler
-    saver: Saver
+    saves: Saves
     preemption: Preemption
     opened: list[Collectives]  # of all groups that this engine uses
     loop: LoopFactory
@@ -60,6 +63,8 @@ class Parts:
     @property
     def training(self) -> Training:
         """What checkpoints are made of."""
+        from .checkpoint.training import Training
+
         return Training(
             module=self.module,
             sharded=self.sharded,
@@ -70,5 +75,5 @@ class Parts:
             loader=self.loader,
             device=self.device,
             stage=self.config.zero_optimization.stage,
-            saver=self.saver,
+            saver=self.saves.saver,
         )

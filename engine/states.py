@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
@@ -15,11 +15,12 @@ from ..zero.access.whole import full_state_dict
 from ..zero.construction.weights import load_weights
 from ..zero.core.host_copies import HostCopies
 from ..zero.core.state_memory import StateMemory, memory_plan
-from .checkpoint.load import load_checkpoint
-from .checkpoint.load_plan import LoadOptions
-from .checkpoint.save import SaveOptions, save_checkpoint
 from .parts import Parts
 from .steps.counters import Counters
+
+if TYPE_CHECKING:
+    from .checkpoint.load_plan import LoadOptions
+    from .checkpoint.save import SaveOptions
 
 PARKED = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
@@ -73,6 +74,8 @@ class States:
         options: SaveOptions,
     ) -> None:
         """Write a checkpoint."""
+        from .checkpoint.save import save_checkpoint
+
         training = self._parts.training
         try:
             save_checkpoint(training, self._counters, save_dir, tag, client_state, options)
@@ -88,7 +91,9 @@ class States:
         self, load_dir: str | Path, tag: str | None, options: LoadOptions
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint; its folder and client_state, or (None, None)."""
-        self._parts.saver.wait()
+        from .checkpoint.load import load_checkpoint
+
+        self._parts.saves.wait()
         return load_checkpoint(self._parts.training, self._counters, load_dir, tag, options)
 
     def memory_plan(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,13 +11,8 @@ from torch import nn
 from ...zero.core.sharded_model import ShardedModel
 from ...zero.core.update import Updater
 from ..optim.loss_scale import LossScale
+from ..optim.schedule_base import Scheduler
 from .saver import Saver
-
-
-class Scheduler(Protocol):
-    """The methods of a learning-rate schedule that the engine calls."""
-
-    def step(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from torch import nn
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.config import Communication
+from ...ops.comm.json_values import exchange
 from ...ops.comm.opening import open_collectives
 from ...utils.errors import ConfigError, UsageError
 from ...utils.quoting import printable, ranks_text
-from ..checkpoint.agreement import exchange
 from ..config.config import Config
 
 CONFIG = "the config"

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from ...utils.errors import UnscaledLossError, UsageError, XdsError
 from ...zero.core.agreement import Agreement
 from ...zero.core.backward_pass import BackwardRules, ScriptBackward
 from ...zero.core.reduction import Scope
-from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
 from ..optim.backward_scale import mark, running_loss_scale, scaled_backward
 from ..optim.gradient_factor import GradientFactor
@@ -26,6 +25,9 @@ from ..parts import Parts
 from ..states import States
 from .counters import Counters
 from .forecast import Forecast
+
+if TYPE_CHECKING:
+    from ..optim.schedule_base import Scheduler
 
 log = logging.getLogger("xds")
 
