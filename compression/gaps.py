@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..ops.flat import overlap
-from .legs import Buffer
+from .scheme import Buffer
 
 
 def gaps_in(buffer: Buffer, rank: int, world_size: int) -> list[tuple[int, int]]:

@@ -18,9 +18,9 @@ from torch import Tensor
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.handles import Handle, Then
 from ..ops.comm.levels import Levels
-from .legs import Buffer, Legs
 from .reducer import GradientReducer, Owed
-from .sender import ParameterSender
+from .scheme import Buffer, CommScheme
+from .sender import ParamSender
 
 ACROSS = "all_reduce"  # the kind of its messages
 WHAT = "gradients over replicas"
@@ -103,19 +103,19 @@ class ReplicatedReducer(GradientReducer):
 
 
 @final
-class ReplicatedLegs(Legs):
+class ReplicatedScheme(CommScheme):
     """Gradients are summed over replicas as well; parameters are sent inside the shard group."""
 
-    def __init__(self, inner: Legs, levels: Levels) -> None:
-        """inner: the legs of the shard group `levels.inside`."""
+    def __init__(self, inner: CommScheme, levels: Levels) -> None:
+        """inner: the scheme of the shard group `levels.inside`."""
         self._inner = inner
         self._levels = levels
 
     def reducer(self, buffer: Buffer) -> GradientReducer:
         return ReplicatedReducer(self._inner.reducer(buffer), self._levels.across, buffer.index)
 
-    def sender(self, buffer: Buffer) -> ParameterSender:
+    def sender(self, buffer: Buffer) -> ParamSender:
         return self._inner.sender(buffer)
 
 
-__all__ = ["ACROSS", "ReplicatedLegs", "ReplicatedReducer"]
+__all__ = ["ACROSS", "ReplicatedScheme", "ReplicatedReducer"]

@@ -15,7 +15,7 @@ from ..ops.comm.collectives import Collectives
 from ..ops.comm.handles import Handle
 
 
-class ParameterSender(ABC):
+class ParamSender(ABC):
     """Sends the values of one flat buffer to the ranks of its group."""
 
     @property
@@ -63,7 +63,7 @@ class ParameterSender(ABC):
 
 
 @final
-class ExactSender(ParameterSender):
+class ExactSender(ParamSender):
     """Sends the values themselves: (world_size - 1) shards per rank, in the parameters' dtype."""
 
     keeps_master = False
@@ -92,4 +92,4 @@ class ExactSender(ParameterSender):
         return
 
 
-__all__ = ["ExactSender", "ParameterSender"]
+__all__ = ["ExactSender", "ParamSender"]

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from ..ops.comm.handles import Handle, Then
 from ..ops.comm.levels import Levels
-from .legs import Buffer, Legs
 from .reducer import GradientReducer
-from .sender import ExactSender, ParameterSender
+from .scheme import Buffer, CommScheme
+from .sender import ExactSender, ParamSender
 
 KIND = "all_gather"
 
 
 @final
-class TwoLevelSender(ParameterSender):
+class TwoLevelSender(ParamSender):
     """Gathers the values themselves in two levels. Sends (world_size - 1) shards per rank."""
 
     keeps_master = False
@@ -69,18 +69,18 @@ class TwoLevelSender(ParameterSender):
 
 
 @final
-class TwoLevelLegs(Legs):
+class TwoLevelScheme(CommScheme):
     """Parameters in two levels; gradients as `inner` sends them."""
 
-    def __init__(self, inner: Legs, levels: Levels) -> None:
+    def __init__(self, inner: CommScheme, levels: Levels) -> None:
         self._inner = inner
         self._levels = levels
 
     def reducer(self, buffer: Buffer) -> GradientReducer:
         return self._inner.reducer(buffer)
 
-    def sender(self, buffer: Buffer) -> ParameterSender:
+    def sender(self, buffer: Buffer) -> ParamSender:
         return TwoLevelSender(self._levels, buffer.index)
 
 
-__all__ = ["TwoLevelLegs", "TwoLevelSender"]
+__all__ = ["TwoLevelScheme", "TwoLevelSender"]

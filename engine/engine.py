@@ -434,7 +434,8 @@ class Engine(ForLayers):
         self._access.release()
         self._sharded.detach()
         self._parts.compiler.undo()
-        self._parts.undo()
+        for undo in reversed(self._parts.undo):
+            undo()
         self.monitor.close()
         self._sharded.collectives.stop_watching()
         try:

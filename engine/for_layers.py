@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..ops.mesh import Mesh
 from ..zero.access.guards import Guards
 from ..zero.core.gather import Gatherer
-from ..zero.core.sharded_model import ShardedModel
+from ..zero.model.sharded_model import ShardedModel
 from .readings import Readings
 from .states import States
 from .torch_calls import Driver, TorchCalls
@@ -88,15 +88,17 @@ class ForLayers(Readings, ABC):
     @property
     def has_seen_backward(self) -> bool:
         """A backward has run since the last step."""
-        return self._sharded.backwards.has_seen_one
+        return self._sharded.backward_pass.has_seen_one
 
     def allow_grads(self, grads: Iterable[Tensor]) -> None:
         """`param.grad` may be one of these tensors: the layer has put it there. Others are refused."""
-        self._sharded.backwards.allow_shown(grads)
+        self._sharded.backward_pass.allow_shown(grads)
 
     def params_without_grad(self) -> list[nn.Parameter]:
         """The trained parameters that had no gradient in the last backward."""
-        return [one for grads in self._sharded.backwards.trained for one in grads.arrivals.absent]
+        return [
+            one for grads in self._sharded.backward_pass.trained for one in grads.arrivals.absent
+        ]
 
     # -- parameters -------------------------------------------------------------------------------------
 

@@ -11,19 +11,17 @@ import torch
 from torch import nn
 
 from ..ops.comm.collectives import Collectives
-from ..zero.core.filling import Filling
-from ..zero.core.sharded_model import ShardedModel
-from ..zero.core.update import Updater
+from ..zero.model.sharded_model import ShardedModel
+from ..zero.model.update import Updater
 from .config.config import Config
-from .model.compiling import Compiler
+from .on_demand import Compiling, Saves
 from .optim.loss_scale import LossScale
 from .preemption import Preemption
-from .saves import Saves
 from .steps.counters import Counters
-from .telemetry.monitor import Monitor
-from .telemetry.report import StepReport
+from .telemetry.report import Monitor, StepReport
 
 if TYPE_CHECKING:
+    from ..zero.features.auto_ratio import AutoRatio
     from .checkpoint.training import Training
     from .optim.schedule_base import Scheduler
 
@@ -42,7 +40,7 @@ class Parts:
     module: nn.Module
     sharded: ShardedModel
     updater: Updater
-    filling: Filling
+    auto_ratio: AutoRatio | None
     optimizer: Any  # None: a frozen model
     scheduler: Scheduler | None
     loss_scale: LossScale
@@ -53,8 +51,8 @@ class Parts:
     monitor: Monitor
     report: StepReport
     loader: Any
-    undo: Callable[[], None]
-    compiler: Compiler
+    undo: list[Callable[[], None]]  # for the end, the last one first
+    compiler: Compiling
     saves: Saves
     preemption: Preemption
     opened: list[Collectives]  # of all groups that this engine uses

@@ -30,7 +30,7 @@ from typing import Any, NoReturn, Protocol, final
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError, XdsError
 from ..utils.messages import write_stderr
-from ..zero.core.agreement import Agreement
+from ..zero.core.reduction import StepStatus
 from .config.sections import Checkpoint
 
 log = logging.getLogger("xds")
@@ -72,7 +72,7 @@ class Preemption(ABC):
         """The engine is ready."""
 
     @abstractmethod
-    def agree(self, agreement: Agreement) -> None:
+    def agree(self, agreement: StepStatus) -> None:
         """What the ranks said in the message of the step that runs."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class NoPreemptionSave(Preemption):
     def begin(self, engine: Saving) -> None:
         return
 
-    def agree(self, agreement: Agreement) -> None:
+    def agree(self, agreement: StepStatus) -> None:
         return
 
     def boundary(self) -> None:
@@ -128,7 +128,7 @@ class SaveOnPreemption(Preemption):
         """This rank got a signal, and the steps of this engine decide."""
         return bool(_signals.name) and (_signals.leader() is self or _signals.is_half_over())
 
-    def agree(self, agreement: Agreement) -> None:
+    def agree(self, agreement: StepStatus) -> None:
         asked = agreement.asked
         if any(asked):
             name = _signals.name or "a signal to stop"

@@ -15,10 +15,10 @@ from .steps.accumulation import Accumulation
 from .steps.batch_loop import Loop
 from .steps.counters import Counters
 from .steps.training_step import TrainingStep
-from .telemetry.comms import CommsSummary, summary_of
 
 if TYPE_CHECKING:
     from .profiling.profile import Profile
+    from .telemetry.comms import CommsSummary
 
 
 class Readings(ABC):
@@ -108,6 +108,8 @@ class Readings(ABC):
                 "engine.comms_summary(): collectives are not logged; set comms_logger.enabled to true in the "
                 "config"
             )
+        from .telemetry.comms import summary_of
+
         return summary_of(self._parts.sharded.collectives, show_straggler=show_straggler)
 
     def gather_for_metrics(self, values: Any, num_samples: int | None) -> Any:
@@ -142,7 +144,7 @@ class Readings(ABC):
 
     def flops_profile(self) -> Profile | None:
         """This rank's part of what `flops_profiler` of the config has counted last; None before that."""
-        return self._parts.report.profiler.last
+        return self._parts.report.last_profile
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes that this rank holds now: param, grad, master, optimizer, buckets; and on "host" and "disk"."""

@@ -13,8 +13,8 @@ from ..utils.errors import UsageError, XdsError
 from ..utils.quoting import printable
 from ..zero.access.whole import full_state_dict
 from ..zero.construction.weights import load_weights
-from ..zero.core.host_copies import HostCopies
-from ..zero.core.state_memory import StateMemory, memory_plan
+from ..zero.features.host_copies import HostCopies
+from ..zero.model.state_memory import StateMemory, memory_plan
 from .parts import Parts
 from .steps.counters import Counters
 

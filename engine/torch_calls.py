@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..utils.errors import UsageError
-from ..zero.core.sharded_model import ShardedModel
+from ..zero.model.sharded_model import ShardedModel
 from .steps.training_step import TrainingStep
 
 
@@ -91,7 +91,7 @@ class TorchCalls:
         if self._step.has_gradients:
             self._drop()
         elif self._replaced:
-            self._sharded.backwards.drop_script_grads()
+            self._sharded.backward_pass.drop_script_grads()
         return original(*args, **kwargs)
 
     def _zero_module(

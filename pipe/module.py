@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from ..ops.torch_internals import tree_flatten, tree_unflatten
 from ..utils.errors import UsageError
 from ..utils.module_buffers import Buffers
 from .cut.costs import size_of

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.linear import bias_grad, input_grad, is_by_columns, linear_transposed, weight_grad
+from ..ops.torch_internals import in_functorch
 from ..utils.errors import UsageError
 
 Sink = Callable[[nn.Parameter, Tensor], None]
@@ -245,7 +246,7 @@ def _can_defer(x: Any, weight: Tensor | None, bias: Tensor | None) -> bool:
     params = [weight] if bias is None else [weight, bias]
     if not any(param.requires_grad for param in params) or any(map(_has_hooks, params)):
         return False
-    if not isinstance(x, Tensor) or torch._C._are_functorch_transforms_active():
+    if not isinstance(x, Tensor) or in_functorch():
         return False
     source = x._base if x._is_view() else x  # parameters may be dropped before W
     return not isinstance(source, nn.Parameter)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ..ops.torch_internals import tree_leaves, tree_map
 from ..utils.module_buffers import untouched_buffers
 from .plan import Ways
 from .words import Way, Word, is_linear

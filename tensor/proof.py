@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ops.comm.collectives import Collectives, counting_as
+from ..ops.torch_internals import tree_leaves, tree_map
 from ..utils.errors import UsageError
 from .kinds import kind_of
 from .plan import Ways

@@ -8,9 +8,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..ops.comm.collectives import Collectives
+from ..ops.torch_internals import tree_leaves
 from ..utils.errors import UsageError
 
 CHECKED_FORWARDS = 3

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xds
-from xds.zero.core.discover import find_units
+from xds.zero.layout.discover import find_units
 
 pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 pytest.importorskip("peft", reason="pip install -e '.[test]'")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .access.full import set_full_param as set_full_param
     from .access.gathered import GatheredParameters as GatheredParameters
     from .construction.weights import load_weights as load_weights
-    from .core.outside import register_external_parameter as register_external_parameter
+    from .features.external_params import register_external_parameter as register_external_parameter
 
 _FULL = tuple(
     f"{prefix}{verb}_full_{what}"
@@ -33,7 +33,7 @@ _LOCATIONS = {
     **dict.fromkeys(_FULL, ".access.full"),
     "GatheredParameters": ".access.gathered",
     "load_weights": ".construction.weights",
-    "register_external_parameter": ".core.outside",
+    "register_external_parameter": ".features.external_params",
 }
 _provided: dict[str, str] = {}  # by `provide`, once, while the package is imported
 

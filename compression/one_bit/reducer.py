@@ -27,8 +27,8 @@ from torch import Tensor
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
 from ..gaps import gaps_in, zero_ranges
-from ..legs import Buffer
 from ..reducer import ExactReducer, GradientReducer, Owed
+from ..scheme import Buffer
 from .packets import Packets, finite
 from .phase import Phase
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
 from ..gaps import zero_ranges
-from ..legs import Buffer
-from ..sender import ExactSender, ParameterSender
+from ..scheme import Buffer
+from ..sender import ExactSender, ParamSender
 from .packets import Packets
 from .phase import Phase
 
@@ -32,7 +32,7 @@ STILL_KIND = "elements that do not move"
 
 
 @final
-class OneBitSender(ParameterSender):
+class OneBitSender(ParamSender):
     """Exact, or one bit per element, as the optimizer says."""
 
     rounds = False

@@ -22,8 +22,8 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
 from ...ops.comm.levels import Levels
 from ..gaps import gaps_in, zero_ranges
-from ..legs import Buffer
 from ..reducer import ExactReducer, GradientReducer, Owed
+from ..scheme import Buffer
 from .errors import Errors
 from .packets import QuantizedPackets
 

@@ -18,19 +18,19 @@ from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle
-from ..sender import ParameterSender
+from ..sender import ParamSender
 
 KIND = "parameters inside a host"
 
 
 @final
-class SecondarySender(ParameterSender):
+class SecondarySender(ParamSender):
     """Sends as `first` until a buffer was dropped, then from second shards until `forget`."""
 
     keeps_master = False
     sends_differences = False
 
-    def __init__(self, first: ParameterSender, inside: Collectives, buffer: int) -> None:
+    def __init__(self, first: ParamSender, inside: Collectives, buffer: int) -> None:
         """inside: P ranks of one host, neighbours in the buffer's group."""
         self._first = first
         self._inside = inside

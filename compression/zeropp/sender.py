@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...ops.comm.handles import Handle, Then
 from ...ops.comm.levels import Levels
-from ..legs import Buffer
-from ..sender import ParameterSender
+from ..scheme import Buffer
+from ..sender import ParamSender
 from .gather import gather_in_levels
 from .packets import QuantizedPackets
 
@@ -23,7 +23,7 @@ BITS = 8
 
 
 @final
-class QuantizedSender(ParameterSender):
+class QuantizedSender(ParamSender):
     """Gathers values in 8 bits. The shards stay exact."""
 
     keeps_master = False

@@ -20,7 +20,7 @@ from ...ops.mesh import Mesh
 from ...utils.errors import DamagedError, UsageError
 from ...utils.small_files import parse_json
 from ...zero.checkpoint.ranges import Catalogue, ConstantRange
-from ...zero.core.layout import Slot
+from ...zero.layout.layout import Slot
 from .io.tensor_table import shown
 from .manifest import (
     FORMAT,

@@ -17,7 +17,7 @@ from typing import Any
 from ...ops.mesh import Mesh
 from ...utils.errors import XdsError
 from ...zero.checkpoint.ranges import Catalogue, SavedFlat
-from ...zero.core.layout import Box, Slot
+from ...zero.layout.layout import Box, Slot
 from .manifest import (
     FileRecord,
     Manifest,

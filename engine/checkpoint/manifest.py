@@ -36,7 +36,7 @@ from ...zero.checkpoint.ranges import (
     SavedFlat,
     kind_of_number,
 )
-from ...zero.core.layout import Box, Slot
+from ...zero.layout.layout import Box, Slot
 from .io.tensor_file import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .io.tensor_table import BY_NAME, Located, is_possible, shown
 from .packing import unpack

@@ -185,12 +185,12 @@ def _prepare(
 ) -> _Content:
     """Collect the content. All refusals happen here, before any file is written."""
     training.saver.wait()
-    if training.sharded.backwards.has_seen_one:
+    if training.sharded.backward_pass.has_seen_one:
         raise UsageError(
             "save_checkpoint() between backward() and step(): the gradients of this micro-batch would be "
             "incomplete; call step() first"
         )
-    training.sharded.backwards.end_checked()
+    training.sharded.backward_pass.end_checked()
     training.sharded.complete_sums()
     training.updater.take_edits()
     snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)

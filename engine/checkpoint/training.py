@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...zero.core.sharded_model import ShardedModel
-from ...zero.core.update import Updater
+from ...zero.model.sharded_model import ShardedModel
+from ...zero.model.update import Updater
 from ..optim.loss_scale import LossScale
 from ..optim.schedule_base import Scheduler
 from .saver import Saver

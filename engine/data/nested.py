@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves, tree_map
+
+from ...ops.torch_internals import tree_leaves, tree_map
 
 
 def replaced(

@@ -14,8 +14,9 @@ ALIAS = "deepspeed"
 VERSION = "0.19.8"  # the release of DeepSpeed whose names, defaults and meanings are implemented
 
 _ZERO = (
-    ".xds.zero.core.outside: register_external_parameter; params.zero: Init MiCS_Init GatheredParameters "
-    "unregister_external_parameter; params.parameters: ZeroParamStatus ZeroParamType is_zero_param"
+    ".xds.zero.features.external_params: register_external_parameter; params.zero: Init MiCS_Init "
+    "GatheredParameters unregister_external_parameter; "
+    "params.parameters: ZeroParamStatus ZeroParamType is_zero_param"
 )
 _CHECKPOINTING = (
     "library.activation_checkpointing: checkpoint non_reentrant_checkpoint configure is_configured reset "

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from ...compression.config import ONE_BIT_OPTIMIZERS
-from ...compression.legs import BuildLegs, ExactLegs
+from ...compression.scheme import BuildScheme, ExactScheme
 from ...compression.unit import GradientUnit
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.hosts import host_numbers
 from ...utils.errors import UsageError
-from ...zero.core.update import Updater
+from ...zero.model.update import Updater
 from ..config.config import Config
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Messages:
     """How the engine sends gradients and parameters.
 
-    legs: makes what a group sends. One-bit messages need `bind` before training.
+    scheme: makes what a group sends. One-bit messages need `bind` before training.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class Messages:
         """world: all ranks. hosts: the number of each one's; None: those of ZeRO++ tell each other."""
         self._phase: Phase | None = None
         self._unit = GradientUnit()
-        self.legs: BuildLegs = ExactLegs
+        self.scheme: BuildScheme = ExactScheme
         if config.zero_optimization.compresses:
-            self.legs = _zeropp(config, self._unit, hosts or host_numbers(world))
+            self.scheme = _zeropp(config, self._unit, hosts or host_numbers(world))
         if config.optimizer is not None and config.optimizer.type in ONE_BIT_OPTIMIZERS:
-            from ...compression.one_bit.legs import OneBitLegs
             from ...compression.one_bit.phase import Phase
+            from ...compression.one_bit.scheme import OneBitScheme
 
             self._phase = Phase()
-            self.legs = partial(OneBitLegs, self._phase)
+            self.scheme = partial(OneBitScheme, self._phase)
 
     def bind(
         self,
@@ -74,9 +74,9 @@ class Messages:
         self._phase.bind(EngineState(optimizer, updater, unit))
 
 
-def _zeropp(config: Config, unit: GradientUnit, hosts: Sequence[int]) -> BuildLegs:
+def _zeropp(config: Config, unit: GradientUnit, hosts: Sequence[int]) -> BuildScheme:
     """What ZeRO++ sends. hosts: the number of each rank's host."""
-    from ...compression.zeropp.legs import ZeroppChoice, ZeroppLegs
+    from ...compression.zeropp.scheme import ZeroppChoice, ZeroppScheme
 
     zero = config.zero_optimization
     choice = ZeroppChoice(
@@ -86,7 +86,7 @@ def _zeropp(config: Config, unit: GradientUnit, hosts: Sequence[int]) -> BuildLe
         partition_size=max(zero.zero_hpz_partition_size, 1),
         loco=zero.zeropp_loco_param,
     )
-    return partial(ZeroppLegs, choice, unit, hosts)
+    return partial(ZeroppScheme, choice, unit, hosts)
 
 
 __all__ = ["Messages"]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, final
 
 from torch import nn
 
-from ...compression.legs import BuildLegs
+from ...compression.scheme import BuildScheme
 from ...ops.comm.agreeing import agreeing
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
-from ...zero.core.discover import found_blocks
-from ...zero.core.groups import FlatGroups
+from ...zero.layout.discover import found_blocks
+from ...zero.layout.groups import FlatGroups
 from ..config.config import Config
 from .arguments import Runs, is_cut, is_part
 from .flat_groups import BuildPolicy, open_flat_groups
@@ -66,11 +66,11 @@ def divide(
     mesh: MeshGroups,
     world: Collectives,
     policy: BuildPolicy,
-    legs: BuildLegs,
+    scheme: BuildScheme,
 ) -> Divided:
     """Cut the model into pipeline stages, and its layers into slices. Opens the groups: for all ranks.
 
-    legs: how gradients and parameters are sent.
+    scheme: how gradients and parameters are sent.
 
     Raises:
         UsageError: the model cannot be divided as the config says; before anything is cut where hosts decide.
@@ -93,7 +93,7 @@ def divide(
         if tensor is not None:
             sliced, proof = slice_layers(model, runs, plan, config, tensor, found)
     stage = config.zero_optimization.stage
-    groups = open_flat_groups(mesh, world, policy, stage, found, sliced, legs, shard_groups)
+    groups = open_flat_groups(mesh, world, policy, stage, found, sliced, scheme, shard_groups)
     return Divided(model, runs, found, sliced, proof, groups)
 
 

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ...compression.legs import BuildLegs, ExactLegs
+from ...compression.scheme import BuildScheme, ExactScheme
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import AxisGroups
 from ...ops.mesh import Axis
-from ...zero.core.groups import FlatGroup, FlatGroups
-from ...zero.core.layout import Box
-from ...zero.core.policy import Policy
-from ...zero.core.slices import Slices
+from ...zero.layout.groups import FlatGroup, FlatGroups, Policy
+from ...zero.layout.layout import Box
+from ...zero.layout.slices import Slices
 from .shard_groups import ALL_RANKS, DATA_AXES, ShardGroups
 
 if TYPE_CHECKING:
@@ -36,20 +35,20 @@ def open_flat_groups(
     stage: int,
     found: Cut | None,
     sliced: Sliced | None = None,
-    legs: BuildLegs = ExactLegs,
+    scheme: BuildScheme = ExactScheme,
     shard_groups: ShardGroups = ALL_RANKS,
 ) -> FlatGroups:
     """The group of every flat buffer. For all ranks.
 
     Args:
         sliced: what the tensor ranks have cut; None: nothing.
-        legs: how gradients and parameters are sent.
+        scheme: how gradients and parameters are sent.
         shard_groups: which data-parallel ranks a buffer is sharded over.
     """
     num_tensor = mesh.mesh.tensor
     is_one = found is None and num_tensor == 1
     collectives = world if is_one else mesh.along(DATA_AXES)
-    data = shard_groups.open(mesh, collectives, policy, stage, legs)
+    data = shard_groups.open(mesh, collectives, policy, stage, scheme)
     if is_one:
         return FlatGroups(world, data, mesh.mesh)
     by_param: dict[int, FlatGroup] = {}
@@ -58,8 +57,8 @@ def open_flat_groups(
     if sliced is not None:
         both = mesh.along(ALL_OF_A_STAGE)
         kept = policy(reached, both.world_size)
-        equal = FlatGroup(both, legs(both, num_tensor), kept, 1)  # gradients are equal on all
-        parts = FlatGroup(both, legs(both), kept, 2)
+        equal = FlatGroup(both, scheme(both, num_tensor), kept, 1)  # gradients are equal on all
+        parts = FlatGroup(both, scheme(both), kept, 2)
         by_param = {key: parts if key in sliced.partial else equal for key in sliced.whole}
     kinds = _shared_kinds(found, sliced)
     first = 3  # the number of the first group, the same on all ranks
@@ -67,7 +66,7 @@ def open_flat_groups(
         shared = mesh.shared(stages, by_slice=is_cut)
         if shared is None:
             continue
-        sent = legs(shared, 1 if is_cut else num_tensor)
+        sent = scheme(shared, 1 if is_cut else num_tensor)
         kept = policy(min(stage, 2), shared.world_size)
         group = FlatGroup(shared, sent, kept, number, is_shared=True)
         by_param |= dict.fromkeys(kinds[stages, is_cut], group)
@@ -76,7 +75,7 @@ def open_flat_groups(
         for number, key_group in enumerate(_copied(mesh, world, sliced), first + len(kinds)):
             copies, keys = key_group
             kept = policy(reached, copies.world_size)
-            group = FlatGroup(copies, legs(copies), kept, number)
+            group = FlatGroup(copies, scheme(copies), kept, number)
             by_param |= dict.fromkeys(keys.difference(in_stages), group)
     names = {} if found is None else dict(found.part.names)
     slices = {} if sliced is None else _slices(mesh, sliced, found)

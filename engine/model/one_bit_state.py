@@ -12,7 +12,7 @@ from ...compression.one_bit.phase import MomentumRange, OneBitState
 from ...ops.optim.one_bit import OneBitOptimizer
 from ...ops.optim.shard_optimizer import states_of
 from ...zero.core.master import Master
-from ...zero.core.update import Updater
+from ...zero.model.update import Updater
 
 
 @final

@@ -20,7 +20,7 @@ from ...pipe.schedules.plan import SchedulePlan
 from ...pipe.weight_grads import WeightGrads
 from ...utils.errors import UsageError
 from ...zero.access.owners import find_owner
-from ...zero.core.sharded_model import ShardedModel
+from ...zero.model.sharded_model import ShardedModel
 from ..config.config import Config
 from ..parts import LoopFactory, Parts
 from ..steps.batch_loop import Loop

@@ -21,9 +21,9 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from ...ops.torch_internals import tree_leaves
 from ...utils.module_buffers import Buffers
 from .forwards import Forward, replace_forwards
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
-from ...compression.legs import BuildLegs, Legs
+from ...compression.scheme import BuildScheme, CommScheme
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.hosts import host_numbers
 from ...ops.comm.json_values import exchange
@@ -20,8 +20,7 @@ from ...ops.comm.levels import block_length
 from ...ops.comm.mesh_groups import AxisGroups, BlocksOf, blocks_of
 from ...ops.mesh import Axis, Mesh
 from ...utils.errors import UsageError
-from ...zero.core.groups import FlatGroup
-from ...zero.core.policy import Policy
+from ...zero.layout.groups import FlatGroup, Policy
 from ..config.config import Config
 
 log = logging.getLogger("xds")
@@ -50,7 +49,7 @@ class ShardGroups(ABC):
         whole: Collectives,
         policy: Callable[[int, int], Policy],
         stage: int,
-        legs: BuildLegs,
+        scheme: BuildScheme,
     ) -> FlatGroup:
         """The data group of this rank. For all ranks.
 
@@ -68,9 +67,9 @@ class OneGroup(ShardGroups):
         whole: Collectives,
         policy: Callable[[int, int], Policy],
         stage: int,
-        legs: BuildLegs,
+        scheme: BuildScheme,
     ) -> FlatGroup:
-        own = legs(whole, split=BlocksOf(mesh, DATA_AXES, whole))
+        own = scheme(whole, split=BlocksOf(mesh, DATA_AXES, whole))
         return FlatGroup(whole, own, policy(stage, whole.world_size))
 
 
@@ -89,25 +88,25 @@ class Replicas(ShardGroups):
         whole: Collectives,
         policy: Callable[[int, int], Policy],
         stage: int,
-        legs: BuildLegs,
+        scheme: BuildScheme,
     ) -> FlatGroup:
         kept = policy(stage, self._size)
         if self._size == whole.world_size:
-            return FlatGroup(whole, self._legs(mesh, whole, legs), kept)
-        from ...compression.replicas import ReplicatedLegs
+            return FlatGroup(whole, self._scheme(mesh, whole, scheme), kept)
+        from ...compression.replicas import ReplicatedScheme
 
         levels = mesh.blocks(DATA_AXES, whole, self._size)
-        own = ReplicatedLegs(self._legs(mesh, levels.inside, legs), levels)
+        own = ReplicatedScheme(self._scheme(mesh, levels.inside, scheme), levels)
         return FlatGroup(levels.inside, own, kept, levels=levels)
 
-    def _legs(self, mesh: AxisGroups, inside: Collectives, legs: BuildLegs) -> Legs:
+    def _scheme(self, mesh: AxisGroups, inside: Collectives, scheme: BuildScheme) -> CommScheme:
         """Of a block, without its replicas."""
-        own = legs(inside, split=BlocksOf(mesh, DATA_AXES, inside))
+        own = scheme(inside, split=BlocksOf(mesh, DATA_AXES, inside))
         if self._ranks_of_host == self._size:
             return own
-        from ...compression.two_levels import TwoLevelLegs
+        from ...compression.two_levels import TwoLevelScheme
 
-        return TwoLevelLegs(own, mesh.blocks(DATA_AXES, inside, self._ranks_of_host))
+        return TwoLevelScheme(own, mesh.blocks(DATA_AXES, inside, self._ranks_of_host))
 
 
 @final
@@ -120,9 +119,9 @@ class OnlyReplicas(ShardGroups):
         whole: Collectives,
         policy: Callable[[int, int], Policy],
         stage: int,
-        legs: BuildLegs,
+        scheme: BuildScheme,
     ) -> FlatGroup:
-        return OneGroup().open(mesh, whole, policy, 0, legs)
+        return OneGroup().open(mesh, whole, policy, 0, scheme)
 
 
 def hosts_of(world: Collectives) -> list[Host]:

@@ -15,10 +15,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ...ops.comm.on_paper import PaperCollectives, PaperGroups
 from ...ops.mesh import Axis
+from ...ops.torch_internals import tree_leaves
 from ..model.forwards import Forward, replace_forwards
 from .models import FusedAttention, ShapesOnly
 

@@ -19,9 +19,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from ...ops.torch_internals import TorchDispatchMode, tree_map
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 

@@ -22,12 +22,12 @@ from ...ops.comm.on_paper import PaperCollectives, PaperGroups
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ShardOptimizer
 from ...zero.core.grad_bucket import GradBucket
-from ...zero.core.groups import FlatGroups
-from ...zero.core.layout import FlatLayout
 from ...zero.core.param_bucket import ParamBucket
-from ...zero.core.sharded_model import ShardedModel
-from ...zero.core.state_memory import memory_plan
-from ...zero.core.update import Updater
+from ...zero.layout.groups import FlatGroups
+from ...zero.layout.layout import FlatLayout
+from ...zero.model.sharded_model import ShardedModel
+from ...zero.model.state_memory import memory_plan
+from ...zero.model.update import Updater
 from ..config.config import Config
 from ..config.optimizer import OptimizerConfig
 from ..config.scheduler import warmup_steps

@@ -28,15 +28,15 @@ from ...pipe.schedules.plan import SchedulePlan
 from ...tensor.plan import Ways
 from ...tensor.slicing import Sliced, slice_model
 from ...tensor.ties import cut_names
-from ...zero.core.discover import found_blocks
-from ...zero.core.sharded_model import ShardedModel
-from ...zero.core.stage_units import StageUnits
+from ...zero.layout.discover import found_blocks
+from ...zero.model.sharded_model import ShardedModel
+from ...zero.model.stage_units import StageUnits
 from ..config.config import Config
 from ..model.arguments import Runs, is_cut, is_part
 from ..model.compressing import Messages
 from ..model.flat_groups import open_flat_groups
 from ..model.pipelining import Cut, partition_of, plan_schedule
-from ..model.policies import policy_of
+from ..model.precision import policy_of
 from ..model.shard_groups import Host, build_shard_groups
 from ..model.slicing import plan_slices, ways_here
 from ..optim.optimizers import Groups, read_groups, split_for_muon
@@ -222,7 +222,7 @@ class Shares:
             zero.stage,
             found,
             sliced if self._config.tensor_parallel.size > 1 else None,
-            messages.legs,
+            messages.scheme,
             self._shard_groups,
         )
         flat_groups = replace(flat_groups, world=world)

@@ -14,8 +14,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...ops.torch_internals import HigherOrderOperator, TorchDispatchMode, in_backward
 
 Formula = Callable[..., int]  # of the arguments, and of the result as out_val
 
@@ -75,7 +75,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _tally(self) -> Tally:
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             return self.gradients if self.in_backward else self.forward
         # autograd computes gradients without grad mode; a checkpoint enables it to run its forward again
         return self.recomputed if torch.is_grad_enabled() else self.gradients

@@ -22,11 +22,11 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from ...ops.torch_internals import graph_task_id
 from .clock import Clock
 from .counter import OperationCounter, Tally
 from .profile import BackwardProfile, ModuleProfile, Profile, share
 
-_graph_task = torch._C._current_graph_task_id  # of autograd's engine; else _NONE
 _NONE = -1
 
 
@@ -136,7 +136,7 @@ class Recorder:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         places = self._places.get(id(module))
-        if places is None or _graph_task() != _NONE:  # autograd runs a forward again
+        if places is None or graph_task_id() != _NONE:  # autograd runs a forward again
             return
         if self._counts_by_calls and not self._stack:
             self._counter.__enter__()  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ class Recorder:
         self._counter.forward = self._tallies[place]
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._stack or id(module) not in self._places or _graph_task() != _NONE:
+        if not self._stack or id(module) not in self._places or graph_task_id() != _NONE:
             return
         while self._stack:  # modules between were left by an exception that the model caught
             frame = self._stack.pop()

@@ -28,8 +28,9 @@ from ...pipe.weight_grads import WeightGrads
 from ...utils.arguments import whole
 from ...utils.errors import UsageError
 from ...utils.module_buffers import untouched_buffers
-from ...zero.core.stage_units import StageUnits
+from ...zero.model.stage_units import StageUnits
 from ..data.batches import loss_of, move
+from ..data.loaders import RepeatingLoader
 from ..data.sharing import share_batches
 from ..parts import Parts
 from .batch_loop import Loop, Place, Trained
@@ -263,7 +264,7 @@ class PipelineLoop(Loop):
         device = self._parts.device
         if data_iter is None and engine.training_dataloader is not None and call == "train_batch":
             if self._repeated is None:
-                self._repeated = self._parts.report.repeat(engine.training_dataloader)
+                self._repeated = RepeatingLoader(engine.training_dataloader)
             repeated = self._repeated
             with self._parts.sharded.collectives.publishing_errors("the data loader"):
                 converted = self._converted(repeated)

@@ -15,12 +15,10 @@ from ...ops.kernels.decide import CLIP_EPS
 from ...ops.optim.scale import Scale
 from ...utils.arguments import wrong
 from ...utils.errors import UnscaledLossError, UsageError, XdsError
-from ...zero.core.agreement import Agreement
 from ...zero.core.backward_pass import BackwardRules, ScriptBackward
-from ...zero.core.reduction import Scope
+from ...zero.core.reduction import Scope, StepStatus
 from ..data.batches import check_loss, move
-from ..optim.backward_scale import mark, running_loss_scale, scaled_backward
-from ..optim.gradient_factor import GradientFactor
+from ..optim.loss_scale import GradientFactor, mark, running_loss_scale, scaled_backward
 from ..parts import Parts
 from ..states import States
 from .counters import Counters
@@ -64,7 +62,7 @@ class TrainingStep(BackwardRules):
         self._allocates_states = parts.device.type == "cuda"  # at the first forward that trains
         mesh = parts.sharded.flat_groups.mesh
         self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale)
-        parts.sharded.backwards.rules = self
+        parts.sharded.backward_pass.rules = self
 
     def check_usable(self) -> None:
         """See `States.check_usable`."""
@@ -118,7 +116,9 @@ class TrainingStep(BackwardRules):
         self._clipping = None  # measured before these gradients
         with self._report.region("backward"):
             self._expect()
-            self._sharded.backwards.begin(reduces=self._reduces_now(), ends_step=self._ends_step())
+            self._sharded.backward_pass.begin(
+                reduces=self._reduces_now(), ends_step=self._ends_step()
+            )
             try:
                 factor = self._scale.value / divisor
                 scaled = loss if factor == 1.0 else loss * factor
@@ -128,9 +128,9 @@ class TrainingStep(BackwardRules):
                 ):
                     torch.autograd.backward(scaled, retain_graph=retain_graph)
             except BaseException:
-                self._sharded.backwards.abandon()
+                self._sharded.backward_pass.abandon()
                 raise
-            self._sharded.backwards.end()
+            self._sharded.backward_pass.end()
         result = loss.detach() / divisor if divisor > 1 else loss.detach()
         self._report.add_loss(result)
         return result
@@ -156,13 +156,13 @@ class TrainingStep(BackwardRules):
         """Around the backward of one pipeline stage for one micro-batch."""
         self._clipping = None
         with self._report.region("backward"), scaled_backward(self._scale.value):
-            self._sharded.backwards.begin(reduces=bool(scope.reduces), scope=scope)
+            self._sharded.backward_pass.begin(reduces=bool(scope.reduces), scope=scope)
             try:
                 yield
             except BaseException:
-                self._sharded.backwards.abandon()
+                self._sharded.backward_pass.abandon()
                 raise
-            self._sharded.backwards.end()
+            self._sharded.backward_pass.end()
 
     def stage_weights(self) -> AbstractContextManager[None]:
         """Around the weight gradients of one pipeline stage that come after its backward."""
@@ -182,7 +182,7 @@ class TrainingStep(BackwardRules):
         by_optimizer: optimizer.step() was called. All micro-batches since the last step count, and the schedule
             stays. Without gradients it does nothing, as in torch.
         """
-        if not self._sharded.backwards.has_seen_one:
+        if not self._sharded.backward_pass.has_seen_one:
             self._step_again(scheduler, by_optimizer=by_optimizer)
             return False
         if self._accumulation.in_no_sync:
@@ -193,7 +193,7 @@ class TrainingStep(BackwardRules):
         self._sharded.end_backward()
         is_boundary = self._accumulation.ends_step(counts_all=by_optimizer)
         self.was_applied = False
-        self._sharded.backwards.clear_seen()
+        self._sharded.backward_pass.clear_seen()
         self._counters.count_micro_batches(counts_all=by_optimizer)
         self._by_optimizer = by_optimizer
         self._only_counted = by_optimizer and not is_boundary
@@ -271,7 +271,7 @@ class TrainingStep(BackwardRules):
     @property
     def only_counted(self) -> bool:
         """optimizer.step() was the last call, and was no boundary. No backward has begun since."""
-        return self._only_counted and not self._sharded.backwards.has_seen_one
+        return self._only_counted and not self._sharded.backward_pass.has_seen_one
 
     def drop_gradients(self) -> None:
         """Forget all gradients since the last update."""
@@ -335,10 +335,10 @@ class TrainingStep(BackwardRules):
         with self._report.region("reduce"):
             return self._norm(self._start_finish())
 
-    def _start_finish(self) -> Agreement:
+    def _start_finish(self) -> StepStatus:
         return self._sharded.start_finish(is_asked=self._parts.preemption.is_asked)
 
-    def _norm(self, agreement: Agreement) -> float:
+    def _norm(self, agreement: StepStatus) -> float:
         square = self._sharded.end_finish(agreement)
         self._parts.preemption.agree(agreement)
         return math.sqrt(square) * self.gradient_factor() if square >= 0 else math.nan
@@ -393,7 +393,8 @@ class TrainingStep(BackwardRules):
                 clip = limit / (norm + CLIP_EPS) if limit and norm > limit else 1.0
                 self._parts.updater.step(Scale(self.gradient_factor() * clip), written=written)
             self._sharded.reset()
-            self._parts.filling.after_update()
+            if self._parts.auto_ratio is not None:
+                self._parts.auto_ratio.after_update()
             self.was_applied = True
         self._scale.after_step(overflow=overflow)
         if self.was_applied and scheduler is not None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ...utils.messages import write_stderr
 from ...utils.sizes import size_text
 from ...utils.version import __version__
-from ...zero.core.sharded_model import ShardedModel
+from ...zero.model.sharded_model import ShardedModel
 from ..config.config import Config
 
 LEVEL_VARIABLE = "XDS_LOG_LEVEL"  # set by `xds --log-level` and `xds --quiet`

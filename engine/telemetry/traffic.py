@@ -9,7 +9,7 @@ from typing import final
 
 from ...ops.comm.collectives import Collectives
 from ...utils.sizes import size_text
-from ...zero.core.sharded_model import ShardedModel
+from ...zero.model.sharded_model import ShardedModel
 
 
 @final

@@ -170,7 +170,7 @@ class Peers(threading.Thread):
 
     def _listen(self) -> None:
         from pydantic import TypeAdapter
-        from torch._C._distributed_c10d import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         from ...ops.watch.store import Store
 

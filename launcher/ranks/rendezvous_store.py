@@ -12,7 +12,7 @@ import socket
 from dataclasses import replace
 from typing import final
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousParameters,

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
+
+from ...ops.torch_internals import (
     TreeSpec,
     tree_flatten,
     tree_unflatten,
     treespec_dumps,
     treespec_loads,
 )
-
 from ...utils.errors import UsageError
 from .part import Flow
 

@@ -10,8 +10,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from ...ops.torch_internals import tree_leaves
 from .zeros import ZeroOutputs
 
 

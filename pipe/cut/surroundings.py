@@ -9,8 +9,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from ...ops.torch_internals import tree_leaves
 from ...utils.errors import UsageError
 from .meta_copies import meta_copy
 

@@ -14,9 +14,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...ops.torch_internals import tree_leaves
 from ...utils.errors import UsageError
 
 _SHAPE_ONLY = {

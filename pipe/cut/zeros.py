@@ -9,8 +9,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec
 
+from ...ops.torch_internals import TreeSpec
 from .flows import flatten, unflatten
 from .meta_copies import on_meta
 

@@ -7,16 +7,16 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ...ops.torch_internals import outside_of_graphs
 from ...utils.errors import UsageError
 from ..vocabulary import Vocabulary, own_rows
 from .ranges import tile_ranges
 
 
-@_disable_dynamo  # as torch.compiler.disable, which would import torch._dynamo at once: a second
+@outside_of_graphs  # as torch.compiler.disable, which would import torch._dynamo at once: a second
 def tiled_loss(
     hidden: Tensor,
     weight: Tensor,

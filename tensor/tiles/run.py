@@ -7,10 +7,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ...ops.torch_internals import TreeSpec, outside_of_graphs, tree_flatten, tree_unflatten
 from ...utils.errors import UsageError
 from ...utils.module_buffers import Buffers, modules_of, untouched_buffers
 from ...utils.replaying import replaying
@@ -20,7 +19,7 @@ from .sums import Added, Joined
 from .weights import leaves_of, trained, weights_of, without_hooks
 
 
-@_disable_dynamo  # as torch.compiler.disable, which would import torch._dynamo at once: a second
+@outside_of_graphs  # as torch.compiler.disable, which would import torch._dynamo at once: a second
 def run_in_tiles(
     function: Callable[..., Any],
     sequences: Sequence[Tensor | None],

@@ -22,7 +22,7 @@ from zeropp_reference import Adam, Sums
 
 import xds
 from xds.compression.unit import GradientUnit
-from xds.compression.zeropp.legs import ZeroppChoice, ZeroppLegs
+from xds.compression.zeropp.scheme import ZeroppChoice, ZeroppScheme
 from xds.launcher import checkpoint as command
 from xds.ops.comm.levels import Levels
 from xds.ops.comm.on_paper import PaperCollectives
@@ -509,6 +509,6 @@ def test_pipeline_stages_on_unlike_hosts_open_the_same_groups(hosts: list[int]) 
         own._ranks = tuple(range(first, first + 4))
         split = Split(own, ((0, 1, 2, 3), (4, 5, 6, 7)))
         choice = ZeroppChoice(True, True, True, 1, None)
-        ZeroppLegs(choice, GradientUnit(), hosts, own, split=split)
+        ZeroppScheme(choice, GradientUnit(), hosts, own, split=split)
         opened.append(split.opened)
     assert opened[0] == opened[1] == [2]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import xds
 from xds import zero
-from xds.zero.core.host_copies import HostCopies
-from xds.zero.core.state_memory import StateMemory
+from xds.zero.features.host_copies import HostCopies
+from xds.zero.model.state_memory import StateMemory
 
 
 def batch(step: int) -> Tensor:

@@ -7,11 +7,11 @@ import mmap
 import pytest
 import torch
 
-from xds.engine.telemetry.breakdown import breakdown
 from xds.engine.telemetry.timers import (
     Rates,
     Throughput,
     Timers,
+    breakdown,
     memory_use,
 )
 

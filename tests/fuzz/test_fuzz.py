@@ -36,7 +36,7 @@ FOUND = {
     "Reentrant,BlockUsesAnother": (1000, 1010, 1015, 40525),
     "Reentrant,BlockUsesAnother,FunctionBlock": (601402,),
     "Reentrant,ReusedBlocks": (1010, 1015, 1031),
-    "Reentrant,ReusedBlocks,OutsideUse": (1015, 1031, 1033),
+    "Reentrant,ReusedBlocks,ExternalParams": (1015, 1031, 1033),
     "Scaled": (1000, 1004, 1005, 1009),
     "ScaledBetweenSteps": (1000, 1003, 1006, 1010),
     "Teacher": (1000, 1002),

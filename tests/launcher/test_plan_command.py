@@ -21,7 +21,7 @@ from xds.engine.planning.plan import Plan, RankPlan, make_plan
 from xds.launcher.plan import main
 from xds.ops.comm.on_paper import PaperGroups
 from xds.ops.mesh import Mesh
-from xds.zero.core.reuse import num_kept
+from xds.zero.core.gather import num_kept
 
 HERE = Path(__file__).resolve().parent
 KINDS = ("param", "grad", "master", "optimizer")

@@ -17,7 +17,7 @@ import xds
 from xds.offload.device_memory import spare
 from xds.ops.optim.state_places import scalars_are_beside
 from xds.utils.errors import ConfigError
-from xds.zero.core.state_memory import StateMemory
+from xds.zero.model.state_memory import StateMemory
 
 
 def run(engine: xds.Engine, steps: range) -> None:

@@ -29,7 +29,7 @@ def run(
     for at, event in enumerate(("nothing", *BETWEEN, "twice", "overflow")):
         numbers += [event, *_step(engine, 2 * at, event)]
         numbers += _step(engine, 2 * at + 1, "nothing")
-    guesses = engine._parts.updater._guesses
+    guesses = engine._parts.updater._super_offload
     used = guesses.num_used if guesses is not None else 0
     values = engine.full_state_dict(rank0_only=False, full_precision=True)
     computed = engine.full_state_dict(rank0_only=False)

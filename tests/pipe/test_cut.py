@@ -14,7 +14,7 @@ from xds.pipe.cut.cutting import cut_model
 from xds.pipe.cut.plain_models import Sides
 from xds.pipe.inputs import kind
 from xds.utils.errors import UsageError
-from xds.zero.core.discover import found_blocks
+from xds.zero.layout.discover import found_blocks
 
 
 def call(model, batch):

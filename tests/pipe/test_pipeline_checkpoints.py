@@ -22,7 +22,7 @@ from xds.engine.checkpoint.joining import join_flats, parts_of
 from xds.launcher.cli import main
 from xds.ops.mesh import Mesh
 from xds.zero.checkpoint.ranges import SavedFlat
-from xds.zero.core.layout import Slot
+from xds.zero.layout.layout import Slot
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -61,7 +61,7 @@ FAULTS = [
     Fault(
         "the host reads the norm before it has arrived",
         RACE,
-        "zero/core/agreement.py",
+        "zero/core/reduction.py",
         "        event.synchronize()\n",
         "        event.query\n",
         training(0, "fp32"),

@@ -53,7 +53,7 @@ def counted(call: Callable[..., Any], *args: Any) -> int:
 def away_and_back(stage: int, include: list[str] | None, pins: bool) -> Any:
     """Losses with and without the move, devices of the states while they are away, bytes of the device."""
     import xds
-    from xds.zero.core.state_memory import StateMemory
+    from xds.zero.model.state_memory import StateMemory
 
     def devices() -> list[set[str]]:
         tensors = StateMemory(engine._parts.updater).state_tensors()

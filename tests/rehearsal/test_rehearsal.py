@@ -258,7 +258,7 @@ def train_with_a_bad_batch(config: dict[str, Any], bad: float, *, decides: bool)
     """What a script sees: losses, norms, scales, steps, weights, states. The third batch has `bad` in it."""
     import xds
     from xds.utils.errors import XdsError
-    from xds.zero.core.update import Updater
+    from xds.zero.model.update import Updater
 
     kept = Updater.takes_decisions
     if not decides:

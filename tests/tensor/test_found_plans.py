@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import xds
 from xds.tensor.finding import find_plan
 from xds.tensor.words import Way, Word
-from xds.zero.core.discover import found_blocks
+from xds.zero.layout.discover import found_blocks
 
 pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import xds
 from xds import zero
+from xds.zero.core.hooks import tensors_in
 from xds.zero.core.param_bucket import ParamBucket
-from xds.zero.core.tensors import tensors_in
 
 WIDTH = 12
 assert WIDTH < SMALL_NUMEL < WIDTH**2  # gradients are copied in both ways

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import xds
 from xds.compression.replicas import ReplicatedReducer
 from xds.ops.comm.handles import Handle
-from xds.zero.core.arrivals import Arrivals
+from xds.zero.core.grad_bucket import Arrivals
 
 WIDTH = 12
 assert WIDTH < SMALL_NUMEL < WIDTH**2  # gradients are copied in both ways

@@ -9,8 +9,8 @@ from models import TinyModel
 from torch import nn
 
 from xds.utils.errors import UsageError
-from xds.zero.core.discover import find_units
-from xds.zero.core.layout import Entry, plan_flat
+from xds.zero.layout.discover import find_units
+from xds.zero.layout.layout import Entry, plan_flat
 
 
 def names(model: nn.Module, **options: object) -> list[str]:

@@ -17,8 +17,8 @@ from xds.zero.checkpoint.ranges import (
     pieces,
     share,
 )
-from xds.zero.core.boxes import clipped, common_runs
-from xds.zero.core.layout import Box, Entry, Slot, plan_flat
+from xds.zero.layout.layout import Box, Entry, Slot, plan_flat
+from xds.zero.layout.slices import clipped, common_runs
 
 
 def flat_of(*slots: tuple[str, int, int], numel: int = 32) -> SavedFlat:

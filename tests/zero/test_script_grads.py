@@ -76,8 +76,8 @@ def train(stage: int, edits: bool, own: bool) -> dict[str, Tensor]:
     for seed in range(4):
         backward(engine, seed, own=own)
         if own:
-            assert engine._sharded.backwards.has_seen_one
-            engine._sharded.backwards.end_script_backward()  # as any call of the engine does
+            assert engine._sharded.backward_pass.has_seen_one
+            engine._sharded.backward_pass.end_script_backward()  # as any call of the engine does
         tried(engine.step)
         if seed % 2:
             tried(lambda: xds.zero.get_full_grad(params["large.weight"]))
@@ -112,7 +112,7 @@ def held_back(stage: int) -> None:
     for own in (True, False):
         with engine.no_sync():
             backward(engine, 0, own=own)
-        engine._sharded.backwards.end_script_backward()  # as any call of the engine does
+        engine._sharded.backward_pass.end_script_backward()  # as any call of the engine does
         set_all(engine)
         is_refused(lambda: engine(batch(1)), "unused")
         loss = engine(batch(1))

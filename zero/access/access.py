@@ -17,13 +17,13 @@ from ...ops.comm.collectives import Collectives
 from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ...utils.views import write
-from ..core.layout import Slot
 from ..core.master import Master
 from ..core.param_bucket import ParamBucket
-from ..core.policy import LOW_PRECISION
-from ..core.sharded_model import ShardedModel
-from ..core.slices import Reader, Slices
-from ..core.update import Updater
+from ..layout.groups import LOW_PRECISION
+from ..layout.layout import Slot
+from ..layout.slices import Reader, Slices
+from ..model.sharded_model import ShardedModel
+from ..model.update import Updater
 from .owners import Owner, Stored, clear_owner, set_owner
 
 
@@ -139,7 +139,7 @@ class Access(Owner):
 
         param: other pipeline stages do not take part in an access of what they do not hold.
         """
-        self._model.backwards.end_script_backward()
+        self._model.backward_pass.end_script_backward()
         self._model.publish(None if param is None else self._model.flat_groups.of(param))
 
     def settle_alone(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
-from ..core.policy import LOW_PRECISION
+from ..layout.groups import LOW_PRECISION
 from .owners import Owner, owner_of, reader_of
 
 

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from ...ops.torch_internals import NoTorchFunctionSubclass, tree_map_only
 
 log = logging.getLogger("xds")
 
@@ -62,7 +62,7 @@ class InParts(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with NoTorchFunctionSubclass():
             if func in _NO_VALUES:
                 return func(*args, **(kwargs or {}))
             return func(*_plain(args), **_plain(dict(kwargs or {})))

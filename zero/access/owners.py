@@ -22,8 +22,8 @@ from ...ops.comm.collectives import ACCESS_BUFFER, Bounds, Collectives
 from ...ops.flat import numel_of
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
-from ..core.groups import FlatGroups
-from ..core.slices import Reader, Slices, reader_of_slice
+from ..layout.groups import FlatGroups
+from ..layout.slices import Reader, Slices, reader_of_slice
 
 
 def reader_of(value: Tensor) -> Reader:

@@ -20,8 +20,7 @@ from ...ops.comm.collectives import Bounds, Collectives
 from ...ops.comm.json_values import exchange
 from ...ops.flat import numel_of
 from ...utils.errors import UsageError
-from ..core.groups import FlatGroups
-from ..core.policy import master_dtype
+from ..layout.groups import FlatGroups, master_dtype
 from .owners import find_owner
 
 

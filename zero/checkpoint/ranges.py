@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar, final
 
 from ...ops.flat import cut, numel_of, overlap
 from ...utils.schema.checked_types import Flag, Size, Text
-from ..core.boxes import Runs, clipped, common_runs
-from ..core.layout import Box, Slot
+from ..layout.layout import Box, Slot
+from ..layout.slices import Runs, clipped, common_runs
 
 ERROR, SERVER, COPY = ("error/", "server", "copy")  # keys of what was not sent, see owed.py
 SPLIT_NUMEL = 1 << 16  # elements per rank; a smaller flat is written by a single rank

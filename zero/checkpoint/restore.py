@@ -236,7 +236,7 @@ class Restore:
         sharded = self._snapshot.sharded
         sharded.settle_reductions()
         sharded.reset()
-        sharded.backwards.clear_seen()
+        sharded.backward_pass.clear_seen()
         sharded.before_update()
 
     @torch.no_grad()

@@ -18,15 +18,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ...offload.states import Blocks, Residence
+from ...offload.places import Blocks, Residence
 from ...ops.flat import overlap
 from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
 from ...utils.errors import UsageError
-from ..core.groups import FlatGroup
-from ..core.layout import Box, FlatLayout, Slot
 from ..core.master import Master
-from ..core.sharded_model import ShardedModel
-from ..core.update import Updater
+from ..layout.groups import FlatGroup
+from ..layout.layout import Box, FlatLayout, Slot
+from ..model.sharded_model import ShardedModel
+from ..model.update import Updater
 from .ranges import COPY, ERROR, SERVER, ConstantRange, SavedFlat, share, share_of_replica
 
 COMPILED = "_orig_mod."  # torch.compile adds it to names; a checkpoint omits it
@@ -221,7 +221,7 @@ class Snapshot:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         for number, group in enumerate(groups):
             for tensor in group["params"]:
-                place = self._updater.places.of(tensor)
+                place = self._updater.optimizer_tensors.of(tensor)
                 if place is not None:
                     yield self._held(tensor, *place, number)
 

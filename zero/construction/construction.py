@@ -26,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...utils.errors import UsageError
 from ..access.owners import clear_pending_owner, find_owner, set_pending_owner
-from ..core.slices import Slices, taken
-from ..core.touched import touched_params
+from ..features.external_params import touched_params
+from ..layout.slices import Slices, taken
 from .slices import SliceStore
 
 

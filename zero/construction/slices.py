@@ -18,7 +18,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.flat import cut, numel_of
 from ..access.owners import Owner, Stored, clear_owner, set_owner
 from ..core.param_bucket import placeholder_like
-from ..core.slices import Reader
+from ..layout.slices import Reader
 
 CHUNK_NUMEL = 1 << 22  # elements that a rank sends at a time in `move_into`
 

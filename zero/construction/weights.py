@@ -27,9 +27,9 @@ from ...utils.small_files import parse_json, read_small_file
 from ...utils.views import holds, may_overlap, write
 from ..access.owners import find_owner
 from ..access.stages import all_names, groups_of, spans_stages
-from ..core.groups import FlatGroups
 from ..core.param_bucket import placeholder_like
-from ..core.slices import Reader, Slices, reader_of_slice
+from ..layout.groups import FlatGroups
+from ..layout.slices import Reader, Slices, reader_of_slice
 from .construction import make_real
 from .slices import SliceStore
 

@@ -9,11 +9,74 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...ops.comm.collectives import Collectives
-from .uneven import Rounds
 from .unit import Unit
+
+NOTHING = -1
+
+
+@final
+class UnevenGathers:
+    """The requests of one rank, and its part in those of others. All ranks have one at the same time."""
+
+    def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
+        """collectives: of all ranks that hold a part of some unit, among them those of each flat buffer."""
+        self._units = list(units)
+        self._numbers = {id(unit): number for number, unit in enumerate(units)}
+        self._collectives = collectives
+
+    def gather(self, unit: Unit) -> None:
+        """Gather `unit`; until then, take part in the gathers of other ranks."""
+        for flat in unit.params:
+            flat.wait()
+        if unit.is_unsharded:
+            return
+        while self._round(self._numbers[id(unit)]) != self._numbers[id(unit)]:
+            pass
+
+    def finish(self) -> None:
+        """Take part in the gathers of other ranks until every rank is done."""
+        while self._round(NOTHING) != NOTHING:
+            pass
+
+    def _round(self, requested: int) -> int:
+        """Gather one unit; returns its number or NOTHING. Sends 8 bytes to each rank, a shard to requesters."""
+        own = torch.tensor([requested], dtype=torch.int64, device=self._collectives.device)
+        table = self._collectives.gather_small(own, what="unequal forwards").view(-1).tolist()
+        requests = [number for number in table if number != NOTHING]
+        if not requests:
+            return NOTHING
+        chosen: int = min(requests)
+        members = self._collectives.members
+        wanted = {members[rank] for rank, number in enumerate(table) if number == chosen}
+        for flat in self._units[chosen].params:
+            if flat.may_be_resharded:  # ranks of slices are some of those that ask
+                ranks = enumerate(flat.collectives.members)
+                flat.serve([rank for rank, member in ranks if member in wanted])
+        return chosen
+
+
+def num_kept(numels: Sequence[int], reuse_distance: int, max_live_numel: int) -> int:
+    """How many of the last units: those used last in forward are used first in backward.
+
+    Args:
+        numels: elements of the units, in the order of forward.
+        reuse_distance: at most so many elements may be used between the two uses of a unit.
+        max_live_numel: no more units are kept than have so many elements.
+
+    >>> num_kept([10, 10, 10, 10], 25, 1000)
+    2
+    """
+    kept_numel = found = 0
+    for numel in reversed(numels):
+        if 2 * kept_numel > reuse_distance or kept_numel > max_live_numel:
+            break
+        kept_numel += numel
+        found += 1
+    return found
 
 
 @final
@@ -40,7 +103,7 @@ class Gatherer:
         self.running: list[Unit] = []  # units that are being called, the innermost last
         self._units = list(units)
         self._collectives = collectives
-        self._rounds: Rounds | None = None
+        self._uneven: UnevenGathers | None = None
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
         self._order: list[Unit] = []  # units in the order of first use, this pass
@@ -95,8 +158,8 @@ class Gatherer:
 
     def gather(self, unit: Unit) -> None:
         """Its parameters may be used on return."""
-        if self._rounds is not None:
-            self._rounds.gather(unit)
+        if self._uneven is not None:
+            self._uneven.gather(unit)
         else:
             unit.unshard()
         self._put_off.discard(unit)
@@ -172,11 +235,11 @@ class Gatherer:
     def begin_uneven(self) -> None:
         """From now on ranks may run unequal numbers of forwards. **Collective**, as `end_uneven`."""
         self.drop_all()
-        self._rounds = Rounds(self._units, self._collectives)
+        self._uneven = UnevenGathers(self._units, self._collectives)
 
     def end_uneven(self) -> None:
         """Serve the other ranks until every rank is done."""
-        rounds, self._rounds = self._rounds, None
+        rounds, self._uneven = self._uneven, None
         if rounds is not None:
             rounds.finish()
         self.drop_all()
@@ -184,7 +247,7 @@ class Gatherer:
     @property
     def is_uneven(self) -> bool:
         """`begin_uneven` was called, and `end_uneven` was not."""
-        return self._rounds is not None
+        return self._uneven is not None
 
     # -- ahead of their use -----------------------------------------------------------------------------
 
@@ -198,7 +261,7 @@ class Gatherer:
 
     def _start_next(self, order: Sequence[Unit], unit: Unit) -> None:
         """Start to gather the unit after `unit` in `order`, if the limits allow it."""
-        if self._rounds is not None:
+        if self._uneven is not None:
             return
         for at, candidate in enumerate(order[:-1]):
             if candidate is unit:
@@ -217,4 +280,4 @@ class Gatherer:
                 return
 
 
-__all__ = ["Gatherer"]
+__all__ = ["Gatherer", "UnevenGathers", "num_kept"]

@@ -12,20 +12,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from ...ops.torch_internals import tree_leaves, tree_map
 from ...utils.replaying import is_replaying
 from .backward_pass import BackwardPass
 from .gather import Gatherer
-from .tensors import tensors_in
 from .unit import Unit
 
+_PLAIN = (type(None), str, bytes, int, float, complex, type, nn.Module)
 HookWrapper = Callable[[Unit, nn.Module, Any], Any]  # (unit, module, hook) -> hook
 
 
@@ -260,6 +261,38 @@ class UnitHooks:
                 self._gatherer.remove_after_backward(handle)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in `value`, without the tensors inside modules and classes.
+
+    Torch's pytree supports only registered containers. A tensor in another container would get no hook, and
+    backward would use parameters that are not gathered. So this also looks into other objects.
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    seen: set[int] = set()  # an object may refer to itself
+    waiting = [value]
+    while waiting:
+        for leaf in tree_leaves(waiting.pop()):
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif not isinstance(leaf, _PLAIN) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                waiting += _values(leaf)
+    return found
+
+
+def _values(holder: Any) -> list[Any]:
+    """The contents of a container that is not registered with pytree."""
+    if isinstance(holder, Mapping):
+        return list(holder.values())
+    if isinstance(holder, list | tuple | set | frozenset):  # subclasses of them
+        return list(holder)
+    if is_dataclass(holder):  # with slots it has no __dict__
+        return [getattr(holder, field.name, None) for field in fields(holder)]
+    return list(getattr(holder, "__dict__", {}).values())
+
+
 def _storage_of(tensor: Tensor) -> int:
     """The address of its storage; 0 for tensors without an ordinary storage (sparse, of vmap, ...)."""
     try:
@@ -293,4 +326,4 @@ def _excluded_from_compile(unit: Unit, module: nn.Module, hook: Any) -> Any:
     return inside
 
 
-__all__ = ["UnitHooks"]
+__all__ = ["UnitHooks", "tensors_in"]

@@ -7,22 +7,22 @@ host home      master [n] (host) ──cast──> buffer ──to_device──>
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
-from ...offload.homes import Home, HostHome
-from ...offload.lanes import Done, Landing, Mark, Ticket
-from ...offload.states import InMemory, Residence
+from ...offload.places import Done, Home, InMemory, Landing, Mark, Residence, Ticket
 from ...ops.fingerprint import fingerprint
 from ...ops.optim.edits import take_edits
 from ...ops.optim.shard_optimizer import Item, Old, Part, Update
-from .frozen import Range, frozen_ranges
+from ..layout.groups import master_dtype
+from ..layout.layout import Piece
 from .grad_bucket import GradBucket
-from .layout import Piece
 from .param_bucket import ParamBucket
-from .policy import master_dtype
+
+if TYPE_CHECKING:
+    from ...offload.host import HostHome
 
 
 @final
@@ -98,7 +98,7 @@ class Master:
 
     @property
     def sends_differences(self) -> bool:
-        """The next update publishes differences: see `ParameterSender.publish`."""
+        """The next update publishes differences: see `ParamSender.publish`."""
         return self.is_sharded and self.params.sender.sends_differences
 
     @property
@@ -132,6 +132,8 @@ class Master:
     @property
     def host(self) -> HostHome:
         """Its home, which is on the host."""
+        from ...offload.host import HostHome
+
         assert isinstance(self.home, HostHome)
         return self.home
 
@@ -190,12 +192,12 @@ class Master:
 
     # -- an update --------------------------------------------------------------------------------------
 
-    def frozen_ranges(self) -> list[Range]:
+    def frozen_ranges(self) -> list[tuple[int, int]]:
         """[from, to) of what is frozen now, in this rank's part."""
         layout = self.params.layout
         whole = (0, layout.numel)
         bounds = layout.shard_range(self.rank) if self.is_sharded else whole
-        return frozen_ranges(self.params, *bounds)
+        return self.params.frozen_ranges(*bounds)
 
     def updates(
         self,

@@ -17,7 +17,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import final
@@ -25,19 +26,110 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from ...compression.sender import ExactSender
-from ...offload.lanes import Ticket
-from ...offload.shards import Fetched, Shard, ShardHome, ShardInMemory
+from ...compression.sender import ExactSender, ParamSender
+from ...offload.places import Fetched, Shard, ShardHome, ShardOnDevice, Ticket
+from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Done, Handle
 from ...ops.flat import overlap
+from ...ops.torch_internals import NoTorchFunction
 from ...utils.errors import UsageError
 from ..access.owners import find_owner
-from .flat_memory import FlatMemory, drop_assigned, views_in
-from .groups import FlatGroup
-from .layout import FlatLayout
+from ..layout.groups import FlatGroup
+from ..layout.layout import FlatLayout
+
+
+class ParamMemory(ABC):
+    """`raw` [world_size * n]: the buffer. `own` [n]: this rank's part of it, to which the engine may write.
+
+    num_holders: so many ranks have the memory in common. sender: how the buffer is sent.
+    writable: `raw` to write to, on the one of these ranks that sets values which no update has computed.
+    """
+
+    raw: Tensor
+    own: Tensor
+    num_holders: int
+    sender: ParamSender
+    writable: Tensor | None
+
+    @property
+    @abstractmethod
+    def is_shared(self) -> bool:
+        """Other ranks have the same memory, and scripts may only read it."""
+
+    @abstractmethod
+    def fill(self, fill: Callable[[Tensor], None]) -> None:
+        """Let `fill` set a tensor like `raw` to the first values, for which it may communicate."""
+
+    @abstractmethod
+    def refuse_assigned(self, assigned: Sequence[tuple[nn.Parameter, Tensor, str]]) -> None:
+        """Undo what a script has assigned to `.data`, where other ranks have the same memory.
+
+        assigned: each parameter, its values and its name.
+        Raises UsageError: some are other values; the parameters have their own again.
+        """
+
+    @abstractmethod
+    def check_place(self) -> None:
+        """Raises UsageError: the script has moved the memory."""
+
+    @abstractmethod
+    def wait_for_readers(self) -> None:
+        """This rank's parts are about to be written, or have been. For all ranks, once for all buffers."""
+
+    @abstractmethod
+    def leave(self) -> Tensor:
+        """This engine ends: the tensor that takes the place of `raw`, to which scripts may write."""
+
+
+@final
+class OwnMemory(ParamMemory):
+    """Memory of this rank."""
+
+    is_shared = False
+    num_holders = 1
+
+    def __init__(self, raw: Tensor, collectives: Collectives, sender: ParamSender) -> None:
+        self.sender = sender
+        self.raw = self.writable = raw
+        self.own = collectives.shard_of(raw)
+
+    def fill(self, fill: Callable[[Tensor], None]) -> None:
+        fill(self.raw)
+
+    def refuse_assigned(self, assigned: Sequence[tuple[nn.Parameter, Tensor, str]]) -> None:
+        raise AssertionError("scripts may write to it")
+
+    def check_place(self) -> None:
+        return
+
+    def wait_for_readers(self) -> None:
+        return
+
+    def leave(self) -> Tensor:
+        return self.raw
+
+
+def own_memory(
+    collectives: Collectives,
+    numel: int,
+    dtype: torch.dtype,
+    sender: ParamSender,
+    *,
+    is_dropped: bool,
+) -> OwnMemory:
+    """Memory for a flat buffer; is_dropped: it is dropped between uses."""
+    # what is dropped changes its size; what stays is read by other ranks where it is
+    empty = torch.empty if is_dropped else collectives.empty
+    raw = empty(numel, dtype=dtype, device=collectives.device).zero_()
+    return OwnMemory(raw, collectives, sender)
+
+
+def views_in(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
+    """The parts of `flat` [world_size * n] that are the slots of `layout`."""
+    return [flat.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in layout.slots]
+
 
 # the engine's own operations on parameters are hidden from any mode that surrounds a forward
-_NoTorchFunction = torch._C.DisableTorchFunction
 
 
 class ShardState(Enum):
@@ -79,7 +171,7 @@ class ParamBucket:
         index: int,
         is_sharded: bool,
         home: ShardHome,
-        memory: FlatMemory,
+        memory: ParamMemory,
     ) -> None:
         """Move `params` (in the order of `layout.slots`) into `memory`, with the values of rank 0.
 
@@ -108,7 +200,7 @@ class ParamBucket:
         self._counted = tuple(param for param in self.params if not param.is_inference())
         self._versions = self._sum_versions()
         self.is_written = False
-        self.place: Shard = ShardInMemory(memory.own)
+        self.place: Shard = ShardOnDevice(memory.own)
         if is_sharded:
             self.place = home.store(index, memory.own, self._near)
         self._arrival: Ticket | None = None
@@ -275,7 +367,7 @@ class ParamBucket:
                 self._point_to(self._views)
 
     def _point_to(self, values: Sequence[Tensor]) -> None:
-        with _NoTorchFunction():
+        with NoTorchFunction():
             for position, (param, value) in enumerate(zip(self.params, values, strict=True)):
                 if position not in self._overridden:
                     param.data = value
@@ -293,7 +385,7 @@ class ParamBucket:
         """The shard has changed: start to gather it, if the full buffer stays gathered between steps.
 
         Earlier writes to the full parameters are lost, unless `take_edits` was called first.
-        near: new values of this rank's part, which the buffer moves to: see `ParameterSender.publish`.
+        near: new values of this rank's part, which the buffer moves to: see `ParamSender.publish`.
         """
         self.sender.forget()
         if self._reshards:
@@ -317,7 +409,7 @@ class ParamBucket:
         """The engine has ended: keep the gathered buffer alone, also in backward of a graph from before."""
         self.keep_gathered()
         if self.is_unsharded:
-            self.place = ShardInMemory(self.collectives.shard_of(self.raw))
+            self.place = ShardOnDevice(self.collectives.shard_of(self.raw))
         self.sender = ExactSender(self.collectives, self.index)
 
     def override(self, position: int, full: Tensor) -> None:
@@ -350,6 +442,18 @@ class ParamBucket:
         if self.is_unsharded:
             self._point_to(self._views)
 
+    def frozen_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """[from, to) of what is frozen now in [start, stop) of the buffer, in elements from `start` on."""
+        frozen = {
+            slot.offset
+            for slot, param in zip(self.layout.slots, self.params, strict=True)
+            if not param.requires_grad
+        }
+        if not frozen:
+            return []
+        pieces = self.layout.pieces_in(start, stop)
+        return [(piece.start, piece.stop) for piece in pieces if piece.slot.offset in frozen]
+
     # -- writes by the script ---------------------------------------------------------------------------
 
     def take_edits(self, only: int | None = None) -> None:
@@ -367,7 +471,7 @@ class ParamBucket:
             self._check_not_written(only)
         if not (self.is_unsharded and has_memory):
             return
-        with _NoTorchFunction():
+        with NoTorchFunction():
             versions, self._versions = self._versions, self._sum_versions()
             is_written = versions != self._versions
             if only is None or not _is_same(self.params[only], self._views[only]):
@@ -387,7 +491,9 @@ class ParamBucket:
         found = self._assigned(self._views)
         if self.memory.is_shared:
             slots = self.layout.slots
-            drop_assigned([(self.params[at], self._views[at], slots[at].name) for at in found])
+            self.memory.refuse_assigned(
+                [(self.params[at], self._views[at], slots[at].name) for at in found]
+            )
             return False
         for at in found:
             self._copy_assigned(at)
@@ -443,7 +549,7 @@ class ParamBucket:
 
         Gathered parameters keep the values that were cast; dropped ones have no values to cast.
         """
-        with _NoTorchFunction():
+        with NoTorchFunction():
             dtype = self.raw.dtype
             found = [at for at, param in enumerate(self.params) if param.dtype is not dtype]
             for position in found:
@@ -458,7 +564,7 @@ class ParamBucket:
 
     def _check_not_written(self, only: int | None = None) -> None:
         """Check for writes to dropped parameters: torch lets fill_ and zero_ pass, and assignments to .data."""
-        with _NoTorchFunction():
+        with NoTorchFunction():
             is_one = only is not None and _is_same(self.params[only], self._placeholders[only])
             changed = [] if is_one else self._assigned(self._placeholders)
             for at in changed:
@@ -507,4 +613,4 @@ def _is_same(param: Tensor, value: Tensor) -> bool:
     return param.dtype is value.dtype and param.is_set_to(value)
 
 
-__all__ = ["ParamBucket", "ShardState", "placeholder_like"]
+__all__ = ["ParamBucket", "ParamMemory", "ShardState", "own_memory", "placeholder_like", "views_in"]

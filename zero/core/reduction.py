@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -18,10 +19,100 @@ from torch import Tensor
 
 from ...ops.comm.handles import Handle
 from ...ops.from_host import moved
-from .agreement import ASKED, LATE, Agreement
+from ...ops.kernels.decide import decide
+from ...ops.kernels.square_sum import is_in_range
+from ..layout.groups import FlatGroups
 from .grad_bucket import GradBucket
-from .groups import FlatGroups
-from .same_edits import SameEdits
+
+NUM_COUNTS = 1 << 6  # a number of writes below it fits into one byte with two flags
+LATE, ASKED = NUM_COUNTS, 2 * NUM_COUNTS  # flags beside the number of writes
+
+
+@final
+class StepStatus:
+    """The squared norm of the reduced sums, and what each rank has to say."""
+
+    def __init__(self, table: Tensor, numel: int) -> None:
+        """
+        Args:
+            table: fp64 [world_size, 2], by rank: its part of the squared norm; its writes, plus LATE if
+                it has late gradients, plus ASKED if its process was asked to stop.
+            numel: elements of all gradients, on the rank that has the most.
+        """
+        self._table, self._numel = table, numel
+        self._arrived: tuple[Tensor, torch.Event] | None = None
+        self._flags: Tensor | None = None
+
+    def attach(self, flags: Tensor | None) -> None:
+        """Read `flags` [n] of this rank in the same wait; before anything is read."""
+        self._flags = flags
+
+    def decide(self, factor: float, limit: float) -> Tensor:
+        """What the kernels of a plain step read; see the op `decide`. Reading on the host waits for no more."""
+        numbers = decide(self._table, self._numel, factor, limit)
+        host = torch.empty(self._table.shape, dtype=self._table.dtype, pin_memory=True)
+        host.copy_(self._table, non_blocking=True)
+        event = torch.Event(self._table.device)
+        event.record()
+        self._arrived = host, event
+        return numbers
+
+    @cached_property
+    def _numbers(self) -> list[float]:
+        """The table row by row, then the flags. Waits for the device once, until `decide` if it was called."""
+        if self._arrived is not None:
+            host, event = self._arrived
+            event.synchronize()
+        else:
+            host = self._table.view(-1)
+            if self._flags is not None:
+                host = torch.cat([host, self._flags.to(host)])
+        numbers: list[float] = host.view(-1).tolist()
+        return numbers
+
+    @property
+    def _rows(self) -> list[tuple[float, float]]:
+        numbers = self._numbers[: self._table.numel()]
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+    @property
+    def flags(self) -> list[bool]:
+        """Those that were attached."""
+        return [bool(number) for number in self._numbers[self._table.numel() :]]
+
+    @property
+    def square(self) -> float:
+        """The squared norm, added in rank order; inf or nan on overflow."""
+        total = 0.0
+        for square, _ in self._rows:  # `sum` compensates rounding in some versions of Python
+            total += square
+        return total
+
+    @property
+    def is_late(self) -> bool:
+        """Some rank has late gradients."""
+        return any(int(number) & LATE for _, number in self._rows)
+
+    @property
+    def asked(self) -> list[bool]:
+        """By rank: its process was asked to stop."""
+        return [bool(int(number) & ASKED) for _, number in self._rows]
+
+    @property
+    def edits(self) -> list[int]:
+        """The writes of scripts by rank."""
+        return [int(number) % NUM_COUNTS for _, number in self._rows]
+
+    @property
+    def is_in_range(self) -> bool:
+        """The square needs no second, exact computation."""
+        return is_in_range(self.square, self._numel)
+
+    @property
+    def is_plain(self) -> bool:
+        """The condition of the op `decide`."""
+        return self.is_in_range and not any(number for _, number in self._rows)
+
 
 REDUCTIONS_IN_FLIGHT = 2  # one is sent while the one before it is summed; 0 without overlap_comm
 
@@ -166,27 +257,26 @@ class Reduction:
         for grads in self.order:
             grads.scale_by(factor)
 
-    def start_finish(self, edits: SameEdits, *, is_asked: bool) -> Agreement:
+    def start_finish(self, *, num_writes: int, is_asked: bool) -> StepStatus:
         """Sum every gradient over the ranks, also those that were held back. The host waits for no device.
 
-        is_asked: this rank's process was asked to stop, which the others hear.
+        Args:
+            num_writes: of this rank's script to parameters, below NUM_COUNTS; the others hear it.
+            is_asked: this rank's process was asked to stop; the others hear it.
 
         Sends 16 bytes to each rank beside the gradients, or one (stage 0 on devices). `end_finish` must follow.
         """
         self.reduce_held()
         self.complete()
-        return self._agree(exact=False, said=edits.count() + ASKED * is_asked)
+        return self._agree(exact=False, said=num_writes + ASKED * is_asked)
 
-    def end_finish(self, agreed: Agreement, edits: SameEdits) -> float:
-        """Check `edits`, and reduce late gradients.
+    def end_finish(self, agreed: StepStatus) -> float:
+        """Reduce late gradients.
 
         Returns:
             the squared 2-norm of the sums over all parameters, fp64, the same on every rank; inf or nan on
             overflow. Partial sums of the ranks' shards are added in rank order.
-
-        Raises UsageError: see `SameEdits.agree`; the gradients are kept.
         """
-        edits.agree(agreed.edits)
         if agreed.is_late:
             self.reduce_late()
             self.complete()
@@ -214,13 +304,13 @@ class Reduction:
                 self._start(grads)
         self._held = self._held.difference(only)
 
-    def _agree(self, *, exact: bool, said: int = 0) -> Agreement:
+    def _agree(self, *, exact: bool, said: int = 0) -> StepStatus:
         """The squared norm of the reduced sums, and what each rank has `said`, with its late gradients."""
         said += LATE * any(grads.is_late for grads in self.order)
         if self._spans_stages or self._groups.data.policy.shards_optimizer:
-            return Agreement(self._by_norms(said, exact=exact), self._numel)
+            return StepStatus(self._by_norms(said, exact=exact), self._numel)
         if not self._sent and all(grads.gathers_exactly for grads in self.order):
-            return Agreement(self._by_own_shards(said, exact=exact), self._numel)
+            return StepStatus(self._by_own_shards(said, exact=exact), self._numel)
         # every rank gets all sums, so no exchange of norms follows: send the flag first
         world = self._world
         flag = torch.full((1,), said, dtype=torch.uint8, device=world.device)  # no copy to wait for
@@ -230,10 +320,10 @@ class Reduction:
         squares = _added(none, self._squares(self.order, exact=exact))
         handle.wait()
         rows = torch.stack([squares, table.view(-1).to(squares.dtype)], dim=1)
-        return Agreement(rows, self._numel)
+        return StepStatus(rows, self._numel)
 
     def _by_own_shards(self, said: int, *, exact: bool) -> Tensor:
-        """The table of an `Agreement` at stage 0, while sums are still gathered: updates wait for them.
+        """The table of an `StepStatus` at stage 0, while sums are still gathered: updates wait for them.
 
         Each rank computes the norm of its own shards only.
         """
@@ -243,7 +333,7 @@ class Reduction:
         return world.gather_small(torch.stack([own, own.new_full((), said)]))
 
     def _by_norms(self, said: int, *, exact: bool) -> Tensor:
-        """The table of an `Agreement`, with a message of this rank's part of the norm.
+        """The table of an `StepStatus`, with a message of this rank's part of the norm.
 
         Sums that every rank has are no part of it. They may arrive while it is sent.
         """
@@ -382,4 +472,4 @@ def _on_device(found: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [copies.get(number, one) for number, one in enumerate(found)]
 
 
-__all__ = ["REDUCTIONS_IN_FLIGHT", "Reduction", "Scope"]
+__all__ = ["ASKED", "StepStatus", "LATE", "REDUCTIONS_IN_FLIGHT", "Reduction", "Scope"]

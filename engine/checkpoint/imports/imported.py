@@ -18,7 +18,7 @@ from ....utils.errors import UsageError
 from ....utils.quoting import printable
 from ....zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
 from ....zero.checkpoint.snapshot import name_of, plain
-from ....zero.core.layout import Slot
+from ....zero.layout.layout import Slot
 from ..format import catalogue_of, constants_to_json, dump, parse
 from ..io.folders import (
     MANIFEST,

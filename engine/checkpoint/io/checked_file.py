@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ....utils.errors import DamagedError
 from ....zero.checkpoint.ranges import Copy
-from ....zero.core.boxes import Runs, clipped
+from ....zero.layout.slices import Runs, clipped
 from ..manifest import FileRecord, Manifest, check_tensors
 from .tensor_file import bytes_of
 from .tensor_table import Located, read_header, shown

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader as DeepSpeedDataLoader
 
+from ....ops.torch_internals import tree_map
 from ....utils.errors import UsageError
 from ....utils.version import __version__
 from ...process.process import pick_device

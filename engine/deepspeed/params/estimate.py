@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ....offload.sender import NUM_BUFFERS
-from ....zero.core.discover import find_units
+from ....offload.host import NUM_BUFFERS
+from ....zero.layout.discover import find_units
 from ...config.config import Config
 
 PARAM_BYTES, GRAD_BYTES, OPTIMIZER_BYTES = 2, 4, 12

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ....utils.errors import UsageError
-from ....zero.core.discover import found_blocks
+from ....zero.layout.discover import found_blocks
 from ..errors import raises_theirs
 
 log = logging.getLogger("xds")
@@ -53,7 +53,7 @@ def set_z3_leaf_modules(
     """Mark the modules of these classes, of classes derived from them, or of these class names.
 
     They are gathered whole, as every block is.
-    Blocks are found by their structure (zero/core/discover.py). Where this divides a leaf module into several
+    Blocks are found by their structure (zero/layout/discover.py). Where this divides a leaf module into several
     units, a warning names the setting that keeps it whole.
     Raises:
         UsageError: there is no such module, unless `raise_if_not_found` is False.

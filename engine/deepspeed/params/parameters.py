@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ....ops.torch_internals import tree_map_only
 from ....utils.errors import UsageError
 from ....zero.access.owners import Owner, find_owner, reader_of
 from ....zero.core.gather import Gatherer

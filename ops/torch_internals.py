@@ -1,0 +1,75 @@
+"""The names of torch without a public place, in one file: `tests/ops/test_torch_internals.py` checks each one.
+
+A new version of torch may move or change them. No other file of xds imports a private name of torch, and
+`torch._dynamo` is only used where it is loaded already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch._C import DisableTorchFunction as NoTorchFunction
+from torch._C import DisableTorchFunctionSubclass as NoTorchFunctionSubclass
+from torch._compile import _disable_dynamo as outside_of_graphs
+from torch._ops import HigherOrderOperator
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
+
+# the number of the backward that runs in this thread, also of a nested one; NO_BACKWARD if none does
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+NO_BACKWARD = -1
+
+# whether a transform of torch.func, such as vmap, is active
+in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def in_backward() -> bool:
+    """A backward runs in this thread, such as that of a recomputation."""
+    return graph_task_id() != NO_BACKWARD
+
+
+def will_execute(node: Node) -> bool:
+    """The running backward will reach `node`. Call only inside of a backward.
+
+    Raises RuntimeError: torch.autograd.grad computes some of the gradients.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Let the running backward call `call` at its end: the innermost one, if it is nested."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+__all__ = [
+    "NO_BACKWARD",
+    "HigherOrderOperator",
+    "NoTorchFunction",
+    "NoTorchFunctionSubclass",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "after_backward",
+    "graph_task_id",
+    "in_backward",
+    "in_functorch",
+    "outside_of_graphs",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "treespec_dumps",
+    "treespec_loads",
+    "will_execute",
+]

@@ -1,0 +1,83 @@
+"""Each private name of torch that xds uses still means what xds takes it for. Run it first with a new torch."""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from xds.ops import torch_internals as internals
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_no_other_file_imports_a_private_name_of_torch():
+    private = re.compile(
+        r"^\s*(?:from torch(?:\.\w+)*\._\w+|from torch\._\w+)[\w.]* import|torch\._C\.", re.M
+    )
+    folders = (
+        "utils",
+        "ops",
+        "offload",
+        "compression",
+        "zero",
+        "pipe",
+        "tensor",
+        "engine",
+        "launcher",
+    )
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 300
+    named = [file.name for file in files if private.search(file.read_text())]
+    # the names of c10d's flight recorder differ by build, so dump.py asks for them as it runs
+    assert sorted(set(named) - {"dump.py"}) == ["torch_internals.py"]
+
+
+def test_a_running_backward_is_seen_and_knows_which_nodes_it_will_reach():
+    reached, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    seen = []
+
+    def look(_: torch.Tensor) -> None:
+        nodes = [get_gradient_edge(param).node for param in (reached, other)]
+        seen.append((internals.in_backward(), [internals.will_execute(node) for node in nodes]))
+        internals.after_backward(lambda: seen.append(reached.grad.tolist()))
+
+    doubled = reached * 2
+    doubled.register_hook(look)
+    assert not internals.in_backward()
+    assert internals.graph_task_id() == internals.NO_BACKWARD
+    (doubled.sum() + other.sum() * 0).backward(inputs=[reached])
+    assert seen == [(True, [True, False]), [2.0, 2.0]]
+
+
+def test_a_mode_sees_no_function_inside_of_its_absence():
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    with Mode():
+        with internals.NoTorchFunction():
+            torch.ones(1).add(1)
+        assert not seen
+        torch.ones(1).add(1)
+        assert seen
+
+
+def test_trees_transforms_and_graphs():
+    leaves, spec = internals.tree_flatten({"a": [1, (2, None)]})
+    text = internals.treespec_dumps(spec)
+    assert leaves == [1, 2, None] == internals.tree_leaves({"a": [1, (2, None)]})
+    assert internals.tree_unflatten(leaves, internals.treespec_loads(text)) == {"a": [1, (2, None)]}
+    assert internals.tree_map_only(int, str, [1, 2.0]) == ["1", 2.0]
+    seen = torch.func.vmap(lambda x: x + internals.in_functorch())(torch.zeros(2))
+    assert seen.tolist() == [1.0, 1.0] and not internals.in_functorch()
+
+    @internals.outside_of_graphs
+    def compiling() -> bool:
+        return torch.compiler.is_compiling()
+
+    compiled = torch.compile(lambda x: x + compiling(), backend="eager")
+    assert compiled(torch.zeros(1)).item() == 0

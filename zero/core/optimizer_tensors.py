@@ -1,0 +1,172 @@
+"""The tensors of an optimizer: which range of which master each one is, and which states have to stay.
+
+Parameters that were frozen after `initialize` lie in flat ranges beside trainable parameters, and an optimizer
+updates whole ranges. So their values and states are saved before the step and restored after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ...ops.optim.shard_optimizer import ShardOptimizer, World, states_of
+from ...utils.errors import UsageError
+from .master import Master
+
+
+@final
+class OptimizerTensors:
+    """Makes the tensors for an optimizer's groups, and remembers their places."""
+
+    def __init__(self, masters: Sequence[Master], world: World) -> None:
+        self._masters, self._world = masters, world
+        # id of an optimizer's tensor -> the tensor, its master, its first element in the master
+        self._found: dict[int, tuple[Tensor, Master, int]] = {}
+
+    def tensors_of(self, group: int) -> list[Tensor]:
+        """The tensors of the optimizer's group `group`: one 1-D tensor for each flat buffer."""
+        return [
+            self._add(item.master, master, item.start)
+            for master in self._masters
+            for item in master.items
+            if item.group == group
+        ]
+
+    def whole_params(self, group: int) -> list[Tensor]:
+        """The same as tensors of the parameters' own shapes, for optimizers that use shapes.
+
+        Raises:
+            UsageError: the optimizer state is sharded, so no rank has full parameters.
+        """
+        if self._world.is_sharded:
+            raise UsageError("a shard does not keep the shapes of its parameters")
+        return [
+            self._add_view(
+                item.master[part.start : part.stop].view(part.shape),
+                master,
+                item.start + part.start,
+            )
+            for master in self._masters
+            for item in master.items
+            if item.group == group
+            for part in item.parts
+        ]
+
+    def of(self, tensor: Tensor) -> tuple[Master, int] | None:
+        """The master that contains an optimizer's `tensor`, and the tensor's first element in it; or None."""
+        _, master, start = self._found.get(id(tensor), (None, None, 0))
+        return None if master is None or not tensor.numel() else (master, start)
+
+    def tensors_in(
+        self, master: Master, optimizer: torch.optim.Optimizer
+    ) -> Iterator[tuple[Tensor, int]]:
+        """The tensors of `optimizer` that are ranges of `master`, and their first elements in it."""
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                place = self.of(tensor)
+                if place is not None and place[0] is master:
+                    yield tensor, place[1]
+
+    def _add_view(self, tensor: Tensor, master: Master, start: int) -> Tensor:
+        master.residence.add_view(tensor, start)
+        return self._add(tensor, master, start)
+
+    def _add(self, tensor: Tensor, master: Master, start: int) -> Tensor:
+        self._found[id(tensor)] = (tensor, master, start)
+        return tensor
+
+
+Range = tuple[int, int]
+
+
+def clip(ranges: Iterable[Range], at: int, numel: int) -> list[Range]:
+    """The parts of `ranges` in [at, at + numel), relative to `at`."""
+    clipped = [(max(low - at, 0), min(high - at, numel)) for low, high in ranges]
+    return [(low, high) for low, high in clipped if low < high]
+
+
+@final
+class FrozenValues:
+    """Saved values that an update must not change. `restore` writes them back."""
+
+    def __init__(self) -> None:
+        self._values: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self, tensor: Tensor, ranges: Sequence[Range]) -> None:
+        """Save these elements of a contiguous tensor."""
+        flat = tensor.detach().view(-1)
+        self._values += [(flat[low:high], flat[low:high].clone()) for low, high in ranges]
+
+    def keep_state(self, state: dict[str, Any], numel: int, ranges: Sequence[Range]) -> None:
+        """Save the states of a range of `numel` elements: per element, or all if all of it is frozen.
+
+        The step count is not saved: there is one for a range, and it must not depend on the ranges' bounds.
+        """
+        is_whole = sum(high - low for low, high in ranges) == numel
+        for key, value in state.items():
+            if key == "step" or not isinstance(value, Tensor) or not value.is_contiguous():
+                continue
+            if value.numel() == numel:
+                self.keep(value, ranges)
+            elif is_whole:
+                self.keep(value, [(0, value.numel())])
+
+    def keep_states(
+        self,
+        optimizer: torch.optim.Optimizer,
+        tensors: Iterable[tuple[Tensor, int]],
+        ranges: Sequence[Range],
+    ) -> None:
+        """Save the states of what is frozen. tensors: those of `optimizer`, and their first elements."""
+        for tensor, at in tensors:
+            inside = clip(ranges, at, tensor.numel())
+            if inside:
+                self.keep_state(states_of(optimizer).get(tensor, {}), tensor.numel(), inside)
+
+    def restore(self) -> None:
+        """Write the saved values back. Without gradients."""
+        for target, value in self._values:
+            target.copy_(value)
+
+
+def states_of_others(
+    optimizer: torch.optim.Optimizer, own: Sequence[Tensor], master: Tensor, group: int
+) -> dict[str, Any] | None:
+    """States for a parameter of hyperparameter group `group`, without elements; None before the first step.
+
+    First those of the same group: an optimizer may keep other states for other groups.
+
+    Args:
+        own: the optimizer's tensors in `master`, whose states are returned as they are.
+    """
+    states = states_of(optimizer)
+    alike = {id(tensor) for tensor in optimizer.param_groups[group]["params"]}
+    order = sorted([*own, *states], key=lambda tensor: id(tensor) not in alike)
+    found = next((tensor for tensor in order if states.get(tensor)), None)
+    if found is None:
+        return None
+    if id(found) not in alike and isinstance(optimizer, ShardOptimizer):
+        keys = optimizer.state_keys(optimizer.param_groups[group])
+        if keys is not None:
+            return dict.fromkeys(keys, master.new_empty(0))
+    if any(tensor is found for tensor in own):
+        state: dict[str, Any] = states[found]
+        return state
+    return {
+        key: master.new_empty(0) if isinstance(value, Tensor) and value.dim() else value
+        for key, value in states[found].items()
+    }
+
+
+def copies_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The hyperparameters of now: a schedule may change them, a rate that is a tensor in place."""
+    return [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+        for group in groups
+    ]
+
+
+__all__ = ["FrozenValues", "OptimizerTensors", "Range", "clip", "states_of_others"]

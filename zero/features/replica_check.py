@@ -1,0 +1,123 @@
+"""Finds writes to whole parameters that only some ranks made: the next update would mix old and new values.
+
+Every rank adds to a message of the step how often a script has written since the last one: by torch's version
+counters, which the engine's own writes do not move, and by assignments to `.data`. Only where these numbers
+differ do the ranks compare values. So a write through `.data` in place (`p.data.fill_()`) is not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from ...ops.comm.agreeing import agree
+from ...ops.comm.collectives import Collectives
+from ...ops.fingerprint import fingerprint
+from ...ops.torch_internals import NoTorchFunction
+from ...utils.errors import UsageError
+from ..core.param_bucket import ParamBucket
+from ..core.reduction import NUM_COUNTS
+from ..layout.groups import FlatGroups
+
+
+@final
+class _Watched:
+    """A buffer that stays whole between steps, and the sum of its parameters' addresses from its start."""
+
+    def __init__(self, flat: ParamBucket) -> None:
+        pairs = list(zip(flat.params, flat.layout.slots, strict=True))
+        filled = [(param, slot) for param, slot in pairs if slot.numel]
+        self.flat = flat
+        self.params = tuple(param for param, _ in filled)
+        self.names = tuple(slot.name for _, slot in filled)
+        self.counted = tuple(param for param in self.params if not param.is_inference())
+        self._offsets = sum(slot.offset for _, slot in filled) * flat.raw.element_size()
+
+    def is_assigned(self) -> bool:
+        """A script has assigned to `.data` of some parameter."""
+        start = self.flat.raw.data_ptr() * len(self.params)
+        return sum([param.data_ptr() for param in self.params]) != start + self._offsets
+
+    def fingerprints(self) -> list[torch.Tensor]:
+        return [fingerprint(param.data.reshape(-1)) for param in self.params]
+
+
+@final
+class ReplicaCheck:
+    """Compares over the ranks. It costs about 0.1 us for each parameter that stays whole, and no message."""
+
+    def __init__(self, flats: Sequence[ParamBucket], groups: FlatGroups) -> None:
+        """`flats`: those that stay whole are watched; they are known by now."""
+        whole = [flat for flat in flats if flat.group.everyone.world_size > 1]
+        self._groups = groups
+        self._watched = [_Watched(flat) for flat in whole if not flat.may_be_resharded]
+        self.were_made = False  # by what all ranks agreed on last
+        self._versions = 0
+        self._base = self._sum()
+
+    def count(self) -> int:
+        """The writes on this rank since all ranks agreed, below NUM_COUNTS; 0 only if there are none."""
+        with NoTorchFunction():
+            self._versions = self._sum()
+            assigned = [watched.is_assigned() for watched in self._watched]
+        writes = self._versions - self._base + sum(assigned)
+        return (writes - 1) % (NUM_COUNTS - 1) + 1 if writes else 0
+
+    def _sum(self) -> int:
+        return sum([param._version for watched in self._watched for param in watched.counted])
+
+    @torch.no_grad()
+    def agree(self, counts: Sequence[int]) -> None:
+        """Check the `counts` of all ranks, after `count`. Where they differ: 8 bytes for each parameter.
+
+        Raises:
+            UsageError: on every rank; a parameter has different values. What is sharded has its old ones again.
+        """
+        self.were_made = any(counts)
+        if len(set(counts)) > 1:
+            messages = [self._compare(one) for one in self._groups.several]
+            text = next((message for message in messages if message), "")
+            if (
+                len(self._groups.several) > 1
+                or self._groups.world is not self._groups.data.everyone
+            ):
+                agree(self._groups.world, text, UsageError, "the comparison of parameters")
+            elif text:
+                raise UsageError(text)
+        self._base = self._versions
+
+    def _compare(self, collectives: Collectives) -> str:
+        """What differs in the buffers of one group; "" if nothing does."""
+        inside = [one for one in self._watched if one.flat.group.everyone is collectives]
+        own = [value for watched in inside for value in watched.fingerprints()]
+        if not own:
+            return ""
+        table = collectives.gather_small(torch.stack(own)).tolist()
+        columns = list(zip(*table, strict=True))
+        places = [(watched, name) for watched in inside for name in watched.names]
+        found = [at for at, column in enumerate(columns) if len(set(column)) > 1]
+        if not found:
+            return ""
+        differing = dict.fromkeys(places[at][0].flat for at in found)
+        for flat in differing:
+            if flat.is_sharded:
+                flat.start_publish()
+                flat.wait()
+        is_restored = all(flat.is_sharded for flat in differing)
+        if is_restored:
+            self._base = self._versions
+        first = columns[found[0]]
+        other = next(rank for rank, value in enumerate(first) if value != first[0])
+        state = (
+            "it has its old values again" if is_restored else "each rank still has its own values"
+        )
+        return (
+            f"{places[found[0]][1]} was written on some ranks only: rank 0 and rank {other} have different "
+            f"values; {state}, and nothing was updated; write the same values on every rank, or inside "
+            "xds.zero.GatheredParameters(params, modifier_rank=0)"
+        )
+
+
+__all__ = ["ReplicaCheck"]

@@ -1,0 +1,1 @@
+"""The sharded model and its updates, put together from core and features."""

@@ -1,0 +1,248 @@
+"""Builds units: moves parameters into flat buffers, one for each kind of parameter in each unit."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from ...offload.homes import Homes
+from ...ops.comm.agreeing import agree, agreeing
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.pool import BufferPool
+from ...ops.flat import numel_of
+from ...utils.errors import UsageError
+from ..core.grad_bucket import GradBucket
+from ..core.param_bucket import ParamBucket, ParamMemory, own_memory
+from ..core.unit import Unit
+from ..features.shared_memory import KEY, check_not_written, shared_memory
+from ..layout.discover import UnitPlan, plan_units
+from ..layout.groups import FlatGroup, FlatGroups, buffer_of
+from ..layout.layout import Entry, FlatLayout, plan_flat
+
+log = logging.getLogger("xds")
+WHOLE_BUFFERS = 1 << 11  # the first number of buffers of what tensor ranks hold whole
+SHARED_BUFFERS = 1 << 12  # the first number of buffers of shared groups
+BUFFERS_OF_ONE = 1 << 4  # numbers of one shared group
+
+_Entries = Sequence[tuple[str, nn.Parameter]]
+
+
+class _Kind(NamedTuple):
+    """The properties that all parameters of one flat buffer of a unit share.
+
+    is_single: the parameter has one element, or its slice on some rank. torch allows writes to a placeholder of
+    one element, so stage 3 never drops such parameters, and writes between steps count. They have their own
+    buffer at every stage, so that all stages sum the norm in the same order.
+    group: the number of its group of ranks.
+    """
+
+    trains: bool
+    is_single: bool
+    dtype: torch.dtype
+    group: int
+
+
+@final
+class Builder:
+    """Builds units with the values of rank 0. `groups` as in `ShardedModel`."""
+
+    def __init__(
+        self,
+        groups: Mapping[int, int],
+        flat_groups: FlatGroups,
+        pool: BufferPool,
+        homes: Homes,
+        *,
+        shares_params: bool = False,
+    ) -> None:
+        """shares_params: the ranks of a machine have one copy of what is trained, if they share memory."""
+        self._shares_params = shares_params
+        self._has_told = False  # that the ranks share no memory
+        self._groups = groups
+        self._flat_groups = flat_groups
+        self._policy = flat_groups.data.policy
+        self._pool = pool
+        self._homes = homes
+        self._counts: Counter[int] = Counter()  # buffers of each group, by its number
+
+    def build(
+        self, model: nn.Module, runs: Sequence[Sequence[tuple[str, nn.Module]]], min_numel: int
+    ) -> list[Unit]:
+        """The units of `model`, the root last. `runs`, `min_numel`: see `plan_units`."""
+        with agreeing(self._flat_groups.world, "xds.initialize"):
+            if self._shares_params:
+                check_not_written(model)
+            blocks, root = self._plan(model, runs, min_numel)
+        for buffer in model.buffers():
+            buffer.data = broadcast_whole(self._flat_groups.data.everyone, buffer.data)
+        self._cast_empty(model)
+        self._reserve([*blocks, root])
+        units = [self._build(plan, is_root=False) for plan in blocks]
+        units.append(self._build(root, is_root=True))
+        return [unit for unit in units if unit.params or unit.is_root]
+
+    def _plan(
+        self, model: nn.Module, runs: Sequence[Sequence[tuple[str, nn.Module]]], min_numel: int
+    ) -> tuple[list[UnitPlan], UnitPlan]:
+        groups = self._flat_groups
+
+        def most(param: nn.Parameter) -> int:
+            return numel_of(groups.shapes_of(param)[1])
+
+        return plan_units(model, runs, min_numel, groups.in_several_stages, most)
+
+    def _cast_empty(self, model: nn.Module) -> None:
+        """Cast parameters without elements, which are in no buffer, to the dtype of the others."""
+        for param in model.parameters():
+            if not param.numel():
+                param.data = param.data.to(self._policy.param_dtype(param.dtype))
+
+    def _build(self, plan: UnitPlan, *, is_root: bool) -> Unit:
+        unit = Unit(plan.name, plan.modules, is_root)
+        for kind, entries in self._kinds(plan):
+            group = self._flat_groups.of(entries[0][1])
+            if kind.trains or group.policy.shards_params:
+                self._add_flat(unit, entries, kind, group)
+            else:
+                for _, param in entries:
+                    value = param.data.to(kind.dtype)
+                    param.data = broadcast_whole(group.everyone, value)
+        return unit
+
+    def _reserve(self, plans: Sequence[UnitPlan]) -> None:
+        """Reserve space for shards on a disk.
+
+        Raises UsageError: on every rank, if one has too little space.
+        """
+        shards = self._homes.shards
+        if not shards.is_on_disk:
+            return
+        kinds = [found for plan in plans for found in self._kinds(plan) if not found[0].group]
+        for index, (kind, entries) in enumerate(kinds):
+            layout = self._layout(entries, self._flat_groups.data)
+            shards.plan(index, layout.shard_numel, kind.dtype.itemsize)
+        failure = ""
+        try:
+            shards.open()
+        except UsageError as error:
+            failure = str(error)
+        agree(self._flat_groups.world, failure, UsageError, "offload to NVMe")
+
+    def _kinds(self, plan: UnitPlan) -> list[tuple[_Kind, _Entries]]:
+        """The parameters of a unit by kind, those that are trained first."""
+        kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
+        for name, param in plan.params:
+            dtype = self._policy.param_dtype(param.dtype)
+            group = self._flat_groups.of(param)
+            is_single = numel_of(self._flat_groups.shapes_of(param)[0]) == 1
+            kind = _Kind(id(param) in self._groups, is_single, dtype, group.number)
+            kinds.setdefault(kind, []).append((self._flat_groups.name_of(param, name), param))
+        return sorted(kinds.items(), key=lambda found: (not found[0].trains, found[0].group))
+
+    def _layout(self, entries: _Entries, group: FlatGroup) -> FlatLayout:
+        box_of = self._flat_groups.box_of
+        return plan_flat(
+            [
+                Entry(name, tuple(p.shape), self._groups.get(id(p), 0), box_of(p))
+                for name, p in entries
+            ],
+            group.collectives.world_size,
+        )
+
+    def _most_numel(self, entries: _Entries, group: FlatGroup) -> int:
+        """The elements of the buffer with `entries` on the tensor rank that has the most."""
+        shapes = {name: self._flat_groups.shapes_of(param)[1] for name, param in entries}
+        largest = [Entry(name, shapes[name], self._groups.get(id(p), 0)) for name, p in entries]
+        return plan_flat(largest, group.collectives.world_size).numel
+
+    def _number(self, group: FlatGroup) -> int:
+        """The number of a new buffer: the same on all ranks of its group, and used once on each."""
+        # the groups of what tensor ranks hold whole have the same ranks: one count for both
+        counted = group.number if group.is_shared else min(group.number, 1)
+        count = self._counts[counted]
+        self._counts[counted] += 1
+        if group.is_shared:
+            return SHARED_BUFFERS + group.number * BUFFERS_OF_ONE + count
+        return count + (WHOLE_BUFFERS if group.number else 0)
+
+    def _add_flat(self, unit: Unit, entries: _Entries, kind: _Kind, group: FlatGroup) -> None:
+        if group.is_shared:  # stages find the parameters in different orders
+            entries = sorted(entries, key=lambda entry: entry[0])
+        by_name = dict(entries)
+        layout = self._layout(entries, group)
+        ordered = [by_name[slot.name] for slot in layout.slots]
+        index = self._number(group)
+        frozen = "" if kind.trains else " (frozen)"
+        name = f"unit '{unit.name}'" if unit.name else "the root unit"
+        shared = ", shared by several stages" if group.is_shared else ""
+        group.collectives.name_buffer(index, name + frozen + shared)
+        params = ParamBucket(
+            layout,
+            ordered,
+            kind.dtype,
+            group,
+            index=index,
+            is_sharded=group.policy.shards_params,
+            home=self._homes.shards,
+            memory=self._memory(layout, kind, group, index, name),
+        )
+        if kind.is_single and group.policy.shards_params:
+            params.keep_gathered()
+            params.unshard()
+        unit.params.append(params)
+        unit.most_numel += self._most_numel(entries, group)
+        if kind.trains:
+            home = self._homes.next(layout.numel)
+            sums = home.sums(self._policy.sum_dtype(kind.dtype))
+            unit.grads.append(GradBucket(layout, ordered, group, self._pool, sums, index))
+            unit.homes.append(home)
+
+    def _memory(
+        self, layout: FlatLayout, kind: _Kind, group: FlatGroup, index: int, name: str
+    ) -> ParamMemory:
+        """The memory of flat buffer `index`."""
+        collectives, numel = group.collectives, layout.numel
+        if self._shares_params and not kind.is_single and collectives.world_size > 1:
+            shared = shared_memory(collectives, numel, kind.dtype, buffer=index, name=name)
+            if shared is not None:
+                return shared
+            if collectives.rank == 0 and not self._has_told:
+                self._has_told = True
+                log.warning("%s: ranks share no memory here, so each one has all parameters", KEY)
+        sender = group.scheme.sender(
+            buffer_of(layout, index, kind.dtype, group, trains=kind.trains)
+        )
+        is_dropped = group.policy.shards_params
+        return own_memory(collectives, numel, kind.dtype, sender, is_dropped=is_dropped)
+
+
+def broadcast_whole(collectives: Collectives, tensor: Tensor) -> Tensor:
+    """Rank 0's values of a tensor of any dtype and strides: in `tensor` itself, or in its replacement.
+
+    Elements of an expanded tensor share memory, so it cannot be written. It is replaced if its values differ
+    from rank 0's.
+    """
+    if collectives.world_size == 1 or not tensor.numel() or tensor.layout != torch.strided:
+        return tensor
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    own = dense.clone() if dense is not tensor else dense
+    collectives.broadcast(own.view(-1).view(torch.uint8))  # gloo does not support every dtype
+    if own is tensor:
+        return tensor
+    if any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        return (
+            tensor
+            if own.view(-1).view(torch.uint8).equal(dense.view(-1).view(torch.uint8))
+            else own
+        )
+    return tensor.copy_(own)
+
+
+__all__ = ["Builder"]

@@ -1,0 +1,123 @@
+"""The memory of a sharded model: the bytes of its states, and the tensors that may be moved away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from ...offload.places import Shard
+from ...ops.comm.pool import BufferPool
+from ..core.grad_bucket import GradBucket
+from ..core.unit import Unit
+from ..layout.groups import FlatGroups, master_dtype
+
+
+@final
+class Memory:
+    """Parameters, gradients and buckets of all units on this rank."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        grads: Sequence[GradBucket],
+        pool: BufferPool,
+        groups: FlatGroups,
+    ) -> None:
+        self._params = [flat for unit in units for flat in unit.params]
+        self._grads = grads
+        self._pool = pool
+        self._groups = groups
+
+    def host_bytes(self) -> int:
+        """Bytes of shards of parameters in host memory."""
+        return sum(place.tensor.nbytes for place in self._on_host() if not place.is_on_disk)
+
+    def disk_bytes(self) -> int:
+        """Bytes of shards of parameters on a disk."""
+        return sum(place.tensor.nbytes for place in self._on_host() if place.is_on_disk)
+
+    def _on_host(self) -> list[Shard]:
+        return [flat.place for flat in self._params if flat.is_on_host]
+
+    def release_gradients(self) -> None:
+        """Free all gradient buffers; the next backward allocates them again."""
+        for grads in self._grads:
+            grads.release()
+        self._pool.clear()
+
+    def param_tensors(self) -> list[Tensor]:
+        """The tensors that hold parameters: shards, without those on a disk, and full buffers."""
+        shards = [flat.shard for flat in self._params if not flat.place.is_on_disk]
+        return shards + [flat.raw for flat in self._params]
+
+    def hide_whole_params(self, hides: bool) -> None:
+        """With `hides` parameters read as NaN until `show_whole_params`."""
+        for flat in self._params if hides else []:
+            flat.hide()
+
+    def show_whole_params(self) -> None:
+        """End `hide_whole_params`."""
+        for flat in self._params:
+            flat.show()
+
+    def numel(self) -> int:
+        """Elements of all parameters of this rank's part of the model, sharded or not."""
+        return sum(flat.layout.payload_numel for flat in self._params)
+
+    def expected_bytes(self, num_states: int) -> tuple[int, int]:
+        """Bytes of parameters, gradients, masters and optimizer states on a rank, and without sharding.
+
+        Wherever they are stored. Without temporary buffers, and without what one optimizer keeps besides.
+
+        Args:
+            num_states: state tensors of the optimizer, of the size of a parameter.
+        """
+        own = whole = 0
+        for flat in self._params:
+            numel, shard_numel, size = (
+                flat.layout.numel,
+                flat.layout.shard_numel,
+                flat.dtype.itemsize,
+            )
+            own += (shard_numel if flat.is_sharded else numel) * size
+            whole += numel * size
+        for grads in self._grads:
+            policy, dtype = grads.group.policy, grads.params[0].dtype
+            numel, shard_numel = grads.layout.numel, grads.layout.shard_numel
+            master = master_dtype(dtype)
+            state_bytes = (num_states + (master != dtype)) * master.itemsize
+            sum_bytes = policy.sum_dtype(dtype).itemsize
+            own += (shard_numel if policy.shards_optimizer else numel) * state_bytes
+            own += (shard_numel if policy.shards_grads else numel) * sum_bytes
+            whole += numel * (state_bytes + sum_bytes)
+        return own, whole
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes on this rank: parameters, gradients, and the shared temporary buffers (buckets).
+
+        Memory that several ranks have in common counts in parts.
+        """
+        params = sum(
+            flat.shard.nbytes if flat.is_sharded else flat.full_bytes // flat.memory.num_holders
+            for flat in self._params
+            if not flat.is_on_host
+        )
+        return {
+            "param": params + sum(flat.sender.held_bytes for flat in self._params),
+            "grad": sum(grads.held_bytes for grads in self._grads),
+            "buckets": self._pool.allocated_bytes + self.gathered_bytes() + self._scratch_bytes(),
+        }
+
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole buffers of sharded parameters that are in memory now."""
+        return sum(
+            flat.full_bytes
+            for flat in self._params
+            if flat.is_sharded and flat.raw.untyped_storage().nbytes()
+        )
+
+    def _scratch_bytes(self) -> int:
+        """Bytes of the receive buffers of all groups."""
+        return sum(collectives.scratch_bytes for collectives in self._groups.opened)

@@ -1,0 +1,435 @@
+"""The sharded model: builds and hooks the units, and drives them through forward, backward and step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ...offload.homes import Homes
+from ...ops.comm.agreeing import agree
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.json_values import exchange
+from ...ops.comm.pool import BufferPool
+from ...utils.errors import UsageError, XdsError
+from ..config import ZeroConfig
+from ..core.backward_pass import BackwardPass
+from ..core.gather import Gatherer, num_kept
+from ..core.grad_bucket import GradBucket
+from ..core.hooks import UnitHooks
+from ..core.reduction import REDUCTIONS_IN_FLIGHT, Reduction, StepStatus
+from ..features.dtype_guard import DtypeGuard
+from ..features.external_params import CHECKED_FORWARDS, ExternalParams
+from ..features.replica_check import ReplicaCheck
+from ..layout.discover import found_blocks
+from ..layout.groups import FlatGroup, FlatGroups
+from .building import Builder
+from .memory import Memory
+
+log = logging.getLogger("xds")
+
+
+@final
+class ShardedModel:
+    """Owns the model states of `model` that are parameters or gradients. `backward_pass` takes the gradients."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Mapping[int, int],
+        flat_groups: FlatGroups,
+        config: ZeroConfig,
+        homes: Homes,
+        runs: Sequence[Sequence[tuple[str, nn.Module]]] | None = None,
+    ) -> None:
+        """Move the parameters of `model`, which passed `check_model`, into flat buffers and hook them.
+
+        Args:
+            groups: id(parameter) -> index of its hyperparameter group, for every trainable parameter that
+                the optimizer is to update. Parameters that are not in it are treated as frozen.
+            homes: where masters and optimizer states are stored.
+            runs: the blocks, in runs that are not merged with one another; None: found in `model`.
+        """
+        self.policy = policy = flat_groups.data.policy
+        self.flat_groups = flat_groups
+        self.collectives = flat_groups.world
+        self._pool = BufferPool(self.collectives.empty)
+        self.homes = homes
+        shares_params = config.shared_parameters
+        builder = Builder(groups, flat_groups, self._pool, homes, shares_params=shares_params)
+        found = [found_blocks(model, config.units)] if runs is None else runs
+        self.units = builder.build(model, found, config.unit_min_numel)
+        self.trainable = [
+            (unit, params, grads)
+            for unit in self.units
+            for params, grads in zip(unit.params, unit.grads, strict=False)
+        ]
+        # backward reaches the last block first; the root, which holds the embeddings, is complete last
+        blocks_last_first = [entry for entry in self.trainable if not entry[0].is_root][::-1]
+        roots = [entry for entry in self.trainable if entry[0].is_root]
+        self._reduction = Reduction(
+            [entry[2] for entry in blocks_last_first + roots],
+            flat_groups,
+            in_flight=REDUCTIONS_IN_FLIGHT if config.overlap_comm else 0,
+        )
+        self.memory = Memory(self.units, self._reduction.order, self._pool, flat_groups)
+        self._diverges = config.divergent_graphs and policy.shards_params
+        self._publishes = homes.defers and not policy.shards_params
+        hooks = policy.shards_params or self._publishes
+        self._gatherer = self._build_gatherer(config) if hooks else None
+        self.backward_pass = BackwardPass(
+            [(unit, grads) for unit, _, grads in self.trainable],
+            self._reduction,
+            self._gatherer,
+            shards_grads=policy.shards_grads,
+            diverges=self._diverges,
+        )
+        self._hooks: UnitHooks | None = None
+        if self._gatherer is not None:
+            self._hooks = UnitHooks(
+                self.units, self._gatherer, self.backward_pass, gathers_all=self._publishes
+            )
+        flats = [flat for unit in self.units for flat in unit.params]
+        self._shared = [flat for flat in flats if flat.memory.is_shared]
+        # some ranks may have no buffer that is shared: a pipeline stage that is frozen, a slice without copies
+        self._any_shares = shares_params and any(
+            exchange(self.collectives, bool(self._shared), "which ranks share parameters")
+        )
+        self._dtype_guard = DtypeGuard(model, flats, groups.keys(), self.backward_pass)
+        self._num_checked = {True: 0, False: 0}  # forwards, of training and of evaluation
+        self._unit_of = {
+            id(param): unit for unit in self.units for flat in unit.params for param in flat.params
+        }
+        self._replica_check = ReplicaCheck(flats, flat_groups)
+        self.backward_pass.hook_gradients()
+
+    def _build_gatherer(self, config: ZeroConfig) -> Gatherer:
+        for unit in self.units:
+            if unit.most_numel <= config.param_persistence_threshold:
+                for flat in unit.params:
+                    flat.keep_gathered()
+                    flat.unshard()
+        blocks = [unit for unit in self.units if not unit.is_root]
+        reuse_distance = config.max_reuse_distance
+        if self.homes.shards.is_on_host and "max_reuse_distance" not in config.model_fields_set:
+            reuse_distance = 0  # who stores parameters on the host wants the memory
+        numels = [unit.most_numel for unit in blocks]
+        kept = num_kept(numels, reuse_distance, config.max_live_parameters)
+        for unit in blocks[len(blocks) - kept :]:
+            unit.keep_until_backward()
+        return Gatherer(
+            self.units,
+            prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
+            max_live_numel=config.max_live_parameters,
+            collectives=self._gathering,
+        )
+
+    @property
+    def _gathering(self) -> Collectives:
+        """The ranks that gather some buffer together: with tensor ranks those of what they hold whole.
+
+        What several stages hold stays whole, so no other stage takes part.
+        """
+        flats = [flat for unit in self.units for flat in unit.params if flat.may_be_resharded]
+        groups = [self.flat_groups.data.collectives, *(flat.collectives for flat in flats)]
+        return max(groups, key=lambda group: group.world_size)
+
+    # -- forward ----------------------------------------------------------------------------------------
+
+    def check_unchanged(self) -> None:
+        """Before forwards: end a backward of the script.
+
+        Raises:
+            UsageError: the script has changed a dtype, or unfrozen a parameter that is not trained.
+        """
+        self.end_backward()
+        self._dtype_guard.check()
+
+    def forward_context(
+        self, *, is_training: bool, is_compiled: bool
+    ) -> AbstractContextManager[Any]:
+        """Around a call of the module. The first ones look for parameters used outside of their unit."""
+        if self._gatherer is None or self._hooks is None:
+            return nullcontext()
+        context = ExitStack()
+        self._hooks.exclude_from_compile()
+        if self._diverges:
+            context.enter_context(self.uneven_forwards())
+        if self._num_checked[is_training] < CHECKED_FORWARDS and not (
+            is_compiled or self._user_compiled
+        ):
+            self._num_checked[is_training] += 1
+            context.enter_context(ExternalParams(self._gatherer, self._unit_of, self.units[-1]))
+        return context
+
+    @property
+    def _user_compiled(self) -> bool:
+        """The script compiled the model or a part of it: torch would compile a mode around it as well."""
+        return any(
+            type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+            for module in self.units[-1].modules[0].modules()
+        )
+
+    def register_use(self, param: nn.Parameter, module: nn.Module) -> bool:
+        """Gather `param` for calls of `module` as well. False: `module` is not part of this model."""
+        users = [unit for unit in self.units if any(module in m.modules() for m in unit.modules)]
+        if users and self._gatherer is not None:
+            self._gatherer.register_use(self._unit_of[id(param)], users[0])
+        return bool(users)
+
+    @contextmanager
+    def uneven_forwards(self) -> Iterator[None]:
+        """Inside, ranks may run unequal numbers of forwards, without backward. For all ranks."""
+        if self._gatherer is None or self._publishes or self._gatherer.is_uneven:
+            self.publish()
+            yield
+            return
+        self._gatherer.begin_uneven()
+        try:
+            yield
+        finally:
+            self._gatherer.end_uneven()
+
+    # -- step -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def holding(self, module: nn.Module) -> Iterator[None]:
+        """Inside, all units in `module` are gathered. For all ranks, outside of backward."""
+        inner = set(module.modules())
+        units = [unit for unit in self.units if not inner.isdisjoint(unit.modules)]
+        dropped = [unit for unit in units if not unit.is_unsharded]
+        for unit in dropped:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in dropped:
+                unit.reshard()
+
+    def start_finish(self, *, is_asked: bool) -> StepStatus:
+        """Every gradient is summed over the ranks on return. See `Reduction.start_finish`."""
+        self.backward_pass.end()  # a loss.backward() of the script's own
+        num_writes = self._replica_check.count()
+        return self._reduction.start_finish(num_writes=num_writes, is_asked=is_asked)
+
+    def end_finish(self, agreement: StepStatus) -> float:
+        """The squared norm. See `Reduction.end_finish`.
+
+        Raises UsageError: see `ReplicaCheck.agree`; the gradients are kept.
+        """
+        self._replica_check.agree(agreement.edits)
+        return self._reduction.end_finish(agreement)
+
+    def agree_on_edits(self) -> None:
+        """Let all ranks know whether a script has written to parameters since they last agreed on it."""
+        mine = torch.tensor([self._replica_check.count()], dtype=torch.uint8)
+        table = self.collectives.gather_small(mine.to(self.collectives.device), what="parameters")
+        self._replica_check.agree(table.view(-1).tolist())
+
+    @property
+    def was_edited(self) -> bool:
+        """A script has written to parameters before the ranks last agreed on it."""
+        return self._replica_check.were_made
+
+    def start_held(self, only: Collection[GradBucket]) -> None:
+        """Start to reduce the gradients of `only` that were held back. For all ranks of their groups."""
+        self._reduction.start_held(only)
+
+    def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Add a gradient that is computed after its backward. See `Backwards.add_gradient`."""
+        self.backward_pass.add_gradient(param, grad)
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients, at any time outside of a backward."""
+        self.backward_pass.drop()
+
+    def reduce_rest(self, *, also_held: bool) -> bool:
+        """Reduce all gradients into the totals. False: some are held back without reduction.
+
+        also_held: reduce gradients that were held back as well: the step will get no others.
+        """
+        self.backward_pass.end_checked()
+        if also_held:
+            self._reduction.reduce_held()
+        self._reduction.settle()
+        self._reduction.complete()
+        if self._reduction.holds:
+            return False
+        self._reduction.reduce_late()
+        self._reduction.complete()
+        return True
+
+    def complete_sums(self) -> None:
+        """What is reduced is summed over all ranks on return, also over replicas. For all ranks."""
+        self._reduction.settle()
+        self._reduction.complete()
+
+    @property
+    def sums_exactly(self) -> bool:
+        """Every rank gets the exact sums of this step's gradients; not those of one-bit optimizers."""
+        return self._reduction.is_exact
+
+    @property
+    def reduces_each_backward(self) -> bool:
+        """Each backward ends with a reduction that frees its gradients. Lossy ones wait for the last."""
+        return self.policy.shards_grads and not self._reduction.is_lossy
+
+    @property
+    def flat_grads(self) -> Sequence[GradBucket]:
+        """The gradients of all flat buffers that are trained."""
+        return self._reduction.order
+
+    def settle_reductions(self) -> None:
+        """Wait for all reductions in flight."""
+        self._reduction.settle()
+
+    def end_backward(self) -> None:
+        """End a backward that the script started. Raises UsageError: the script has set some `.grad` since."""
+        with self.collectives.publishing_errors("the check of .grad"):
+            self.backward_pass.end_checked()
+
+    def before_update(self) -> None:
+        """Gathered parameters are about to become stale."""
+        self.publish()
+        if self._gatherer is not None:
+            self._gatherer.begin_update()
+        if not self._any_shares:
+            self._check_writes()
+            return
+        failure = ""
+        try:
+            self._check_writes()
+        except UsageError as error:
+            failure = str(error)
+        # also: no other rank still reads what is about to be written
+        agree(self.collectives, failure, UsageError, "an update of shared parameters")
+
+    def _check_writes(self) -> None:
+        self._check_overridden()
+        self.take_edits()
+        for flat in self._shared:
+            flat.memory.check_place()
+
+    def publish(self, only: FlatGroup | None = None) -> None:
+        """Wait for the values of an update that runs under the next forward, if one does. For all ranks.
+
+        only: the ranks of this group alone call it, so what other pipeline stages hold as well is left out.
+        """
+        if not self._publishes:
+            return
+        for unit in self.units:
+            for flat in unit.params:
+                if only is None or flat.group is only or not flat.group.is_shared:
+                    flat.unshard()
+
+    @property
+    def needs_others_to_publish(self) -> bool:
+        """`publish` would send something."""
+        flats = [flat for unit in self.units for flat in unit.params]
+        return any(flat.is_deferred and flat.gathers_deferred for flat in flats)
+
+    @property
+    def defers(self) -> bool:
+        """Parameters may read as NaN after a step, until their unit runs."""
+        return self._publishes
+
+    def _check_overridden(self) -> None:
+        names = [name for unit in self.units for flat in unit.params for name in flat.overridden]
+        if names:
+            raise UsageError(
+                f"new values inside xds.zero.GatheredParameters, by engine.step() or a load: its end would "
+                f"overwrite those of {names[0]}; end it before"
+            )
+
+    def take_edits(self) -> None:
+        """Make the script's writes to parameters since the last update their values.
+
+        Raises UsageError: the first one of `ParamBucket.take_edits`; every flat buffer has been looked at.
+        """
+        errors: list[UsageError] = []
+        for unit in self.units:
+            for flat in unit.params:
+                try:
+                    flat.take_edits()
+                except UsageError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def wait_published(self) -> None:
+        """Wait until the parameters that stay gathered are gathered again."""
+        for unit in self.units:
+            for flat in unit.params:
+                flat.wait()
+
+    def skip(self) -> None:
+        """Drop all gradients: the step is skipped. What was sent in it is owed again, where it is lossy."""
+        self._reduction.undo()
+        self._reduction.reset()
+
+    def reset(self) -> None:
+        """Drop all gradients: the step is done."""
+        self._reduction.reset()
+
+    def detach(self) -> None:
+        """Remove every hook from the user's model; its parameters stay in the flat buffers, gathered.
+
+        If a disk has failed, sharded parameters stay NaN, and a warning says why.
+        """
+        self.backward_pass.remove_hooks()
+        try:
+            if self._hooks is not None:
+                self._hooks.remove()
+                self._gather_all()
+            for flat in self._shared:
+                flat.end_sharing()
+        finally:
+            self.homes.close()
+
+    def release(self) -> None:
+        """After `detach`: free everything but the gathered parameters."""
+        for unit in self.units:
+            for flat in unit.params:
+                flat.release()
+            for grads in unit.grads:
+                grads.end()
+        self.homes.release()  # it gives buffers back
+        self._pool.clear()
+        for collectives in self.flat_groups.opened:
+            collectives.free_scratch()
+
+    def _gather_all(self) -> None:
+        try:
+            agree_on_disks(self.collectives, self.homes)
+            for unit in self.units:
+                for flat in unit.params:
+                    flat.gather_exactly()
+        except XdsError as error:
+            if not self.homes.are_on_disk:
+                raise
+            log.warning("xds: parameters cannot be gathered at the end: %s", error)
+
+    @property
+    def has_brought_gradients(self) -> bool:
+        """A backward has begun since the last step, also one that the script started. Looks at no gradient."""
+        return self.backward_pass.has_seen_one or self._reduction.has_sums
+
+    @property
+    def has_gradients(self) -> bool:
+        """Some gradients have not been used by a step yet."""
+        self.settle_reductions()
+        return any(g.has_local or g.reduced() is not None for g in self._reduction.order)
+
+
+def agree_on_disks(collectives: Collectives, homes: Homes) -> None:
+    """Sends 512 bytes to each rank if values are on a disk, and nothing otherwise. A collective.
+
+    Raises:
+        XdsError: on every rank; the disk of one has failed.
+    """
+    if homes.are_on_disk:
+        agree(collectives, homes.failure(), XdsError, "offload to NVMe")

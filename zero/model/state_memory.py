@@ -1,0 +1,110 @@
+"""The memory of masters and optimizer states on one rank: bytes, tensors, and the way to the device."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ...ops.optim.state_places import scalars_are_beside
+from ..core.grad_bucket import GradBucket
+from ..core.master import Master
+from .sharded_model import ShardedModel
+from .update import Updater
+
+
+@final
+class StateMemory:
+    """The masters and states of `updater`."""
+
+    def __init__(self, updater: Updater) -> None:
+        self._updater = updater
+
+    def master_tensors(self) -> list[Tensor]:
+        """The masters that are separate copies of the parameters. Those on a disk have no values."""
+        self._updater.wait()
+        return [master.raw for master in self._updater.masters if master.is_apart]
+
+    def state_tensors(self) -> list[Tensor]:
+        """The optimizer's state tensors, without scalars. Those on a disk have no values."""
+        self._updater.wait()
+        optimizer = self._updater.optimizer
+        states = [] if optimizer is None else optimizer.state.values()
+        return [
+            value
+            for state in states
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        ]
+
+    def _states(self, master: Master) -> list[Tensor]:
+        """All its state tensors, scalars as well."""
+        return [
+            value
+            for _, _, state in self._updater.states_in(master)
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+
+    def bytes_on_device(self, master: Master) -> int:
+        """Bytes that `master`, its states and the sum of its gradients would take on the device."""
+        states = sum(value.nbytes for value in self._states(master))
+        return master.apart_bytes + states + _most_bytes_of_sums(master.grads)
+
+    @torch.no_grad()
+    def move_to_device(self, master: Master) -> None:
+        """Continue with `master` and its states on the device: between two steps, without gradients."""
+        updater = self._updater
+        device = updater.world.collectives.device
+        found = updater.states_in(master)
+        master.move(updater.homes.device, device)
+        for at, tensor, state in found:
+            tensor.data = master.raw[at : at + tensor.numel()].view(tensor.shape)
+            for value in state.values():
+                if isinstance(value, Tensor) and (
+                    value.dim() or scalars_are_beside(updater.optimizer, tensor)
+                ):
+                    value.data = value.to(device, copy=True)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of masters that are separate copies, of optimizer state tensors, on the host and on a disk.
+
+        "host" has masters, states, gradients and buffers of flat buffers whose home is there. "disk" has
+        masters and states that are in a file between updates.
+        """
+        self._updater.wait()
+        found = {"master": 0, "optimizer": 0, "host": 0, "disk": 0}
+        for master in self._updater.masters:
+            stored = master.residence.is_stored
+            own = master.raw.nbytes if master.is_apart and not stored(master.raw) else 0
+            states = sum(value.nbytes for value in self._states(master) if not stored(value))
+            found["disk"] += master.residence.disk_bytes
+            if master.home.is_on_host:
+                found["host"] += own + states + master.grads.home.host_bytes
+            else:
+                found["master"] += own
+                found["optimizer"] += states
+        host = self._updater.homes.host
+        found["host"] += 0 if host is None else host.buffer_bytes
+        return found
+
+
+def memory_plan(sharded: ShardedModel, updater: Updater) -> dict[str, int]:
+    """Bytes of model states on this rank, by kind: see `Memory.state_bytes` and `StateMemory.state_bytes`."""
+    memory = sharded.memory
+    plan = {**memory.state_bytes(), **StateMemory(updater).state_bytes()}
+    plan["host"] += memory.host_bytes() + sharded.homes.shards.host_bytes
+    plan["disk"] += memory.disk_bytes()
+    return plan
+
+
+def _most_bytes_of_sums(grads: GradBucket) -> int:
+    """The most bytes that sums of a step take if they stay on the device."""
+    policy, layout = grads.group.policy, grads.layout
+    numel = layout.numel if grads.is_single_rank or not policy.shards_grads else 0
+    numel += 0 if grads.is_single_rank else layout.shard_numel
+    return numel * policy.sum_dtype(grads.params[0].dtype).itemsize
+
+
+__all__ = ["StateMemory", "memory_plan"]

@@ -1,0 +1,422 @@
+"""The update: master weights, the optimizer over flat ranges, and publishing the new values.
+
+    grad shard --(scale)--> optimizer --> master --cast--> parameters' shard --gather--> full (stages 1, 2)
+
+If the stage shards the optimizer state, an item is a range of this rank's shard, else of the full buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from ...offload.places import OptimizerStates, Ticket
+from ...ops.optim.scale import Scale
+from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World, states_of
+from ...utils.errors import UsageError, XdsError
+from ..core.master import Master, parts_in
+from ..core.optimizer_tensors import FrozenValues, OptimizerTensors, copies_of, states_of_others
+from ..core.reduction import StepStatus
+from ..layout.layout import Slot
+from .sharded_model import ShardedModel, agree_on_disks
+
+if TYPE_CHECKING:
+    from ..features.host_updates import HostUpdates
+    from ..features.super_offload import SuperOffload
+
+
+def _flat(master: Master) -> Flat:
+    layout = master.params.layout
+    parts = parts_in(layout.pieces_in(0, layout.numel), 0, layout.numel)
+    group = master.grads.group
+    return Flat(
+        master.params.index, layout.numel, parts, group.collectives, group.policy.shards_optimizer
+    )
+
+
+@final
+class Updater:
+    """Owns the masters. `bind` sets the optimizer, whose param_groups hold the masters' items."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
+        self.masters = [
+            Master(params, grads, home)
+            for unit in model.units
+            for params, grads, home in zip(unit.params, unit.grads, unit.homes, strict=False)
+        ]
+        self.masters.sort(key=lambda master: master.grads.group.number)
+        place = {id(grads): at for at, grads in enumerate(model.flat_grads)}
+        self._as_sums_arrive = sorted(self.masters, key=lambda master: place[id(master.grads)])
+        self.world = World(model.collectives, tuple(_flat(master) for master in self.masters))
+        self.homes = model.homes
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._num_tensors = 0  # in the optimizer's groups
+        self._host_updates: HostUpdates | None = None
+        self._super_offload: SuperOffload | None = None
+        self.optimizer_tensors = OptimizerTensors(self.masters, self.world)
+
+    @property
+    def casts(self) -> bool:
+        """Some parameters have fewer bits than their masters."""
+        return any(master.casts for master in self.masters)
+
+    @property
+    def has_slices(self) -> bool:
+        """Some parameters are slices, of which other tensor ranks have the rest."""
+        slots = (slot for master in self.masters for slot in master.params.layout.slots)
+        return any(slot.box is not None for slot in slots)
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Use `optimizer`, whose param_groups hold `tensors_of` or `whole_params` of each group."""
+        self._optimizer = optimizer
+        self._num_tensors = _num_tensors(optimizer)
+        if isinstance(optimizer, ShardOptimizer):
+            optimizer.bind(self.wait, self.world)
+            self._bind_host(optimizer)
+        for master in self.masters:
+            states = OptimizerStates(optimizer, self._tensors_in(master))
+            master.residence.bind(states)
+        if self.homes.host is not None:
+            optimizer.register_state_dict_pre_hook(partial(self._before_state_dict, "state_dict"))
+            load_hook = partial(self._before_state_dict, "load_state_dict")
+            optimizer.register_load_state_dict_pre_hook(load_hook)
+
+    def _bind_host(self, optimizer: ShardOptimizer) -> None:
+        """Let masters on the host update in its thread."""
+        host = self.homes.host
+        if host is None:
+            return
+        from ..features.host_updates import HostUpdates
+
+        self._host_updates = HostUpdates(optimizer, self.world, self.optimizer_tensors)
+        if host.spare is not None and optimizer.is_elementwise:
+            from ..features.super_offload import SuperOffload
+
+            self._super_offload = SuperOffload(self.masters, self._host_updates, host.spare)
+
+    def _before_state_dict(self, call: str, *_: Any) -> None:
+        """The script calls state_dict or load_state_dict of the optimizer itself."""
+        if self.homes.states.is_on_disk:
+            raise UsageError(
+                f'optimizer.{call}() with offload_optimizer.device = "nvme": the states are in a file; use '
+                "engine.save_checkpoint and load_checkpoint, or xds.zero.get_full_optimizer_state and "
+                "set_full_optimizer_state"
+            )
+        self.wait()
+
+    def expect(self, scale: float | None) -> None:
+        """A backward begins. If its step is expected to have this `scale`, updates may run before it.
+
+        None: unknown, or another backward may follow before the step.
+        """
+        if self._super_offload is not None:
+            self._super_offload.expect(scale)
+
+    def allocate_states(self) -> None:
+        """Allocate states on the device that the first step would allocate."""
+        if isinstance(self._optimizer, ShardOptimizer):
+            near = [master for master in self.masters if not master.home.is_on_host]
+            for master in near:
+                for item in master.items:
+                    self._optimizer.state_of(item)
+
+    @property
+    def takes_decisions(self) -> bool:
+        """`step` can be called before the host knows whether it is a plain one."""
+        optimizer = self._optimizer
+        if not isinstance(optimizer, ShardOptimizer) or self.homes.host is not None:
+            return False
+        device = self.world.collectives.device
+        return (
+            device.type == "cuda"
+            and optimizer.is_elementwise
+            and not any(master.sends_differences or master.is_far for master in self.masters)
+            and optimizer.takes_decisions(device, casts=self.casts)
+        )
+
+    @torch.no_grad()
+    def step(
+        self,
+        scale: Scale,
+        *,
+        decided: StepStatus | None = None,
+        written: Sequence[bool] | None = None,
+    ) -> bool:
+        """Update all masters with gradient `scale` times the sums, and publish the new values.
+
+        Stages 1 and 2 send (world_size - 1) shards per rank, in the parameters' dtype.
+
+        Args:
+            decided: `scale` is what the device has decided from it. The host reads it when the device is busy
+                with updates. False: the step is not a plain one, and nothing has changed.
+            written: the values of `ask_written`, if they are known.
+        """
+        assert self._optimizer is not None
+        if _num_tensors(self._optimizer) != self._num_tensors:
+            raise UsageError(ADDED_GROUP)
+        agree_on_disks(self.world.collectives, self.homes)
+        self._model.before_update()
+        optimizer = self._optimizer
+        if not isinstance(optimizer, ShardOptimizer):
+            with self.in_memory():
+                self._take_edits_into_masters()
+                self._step_torch(optimizer, scale)
+        elif optimizer.is_elementwise:
+            if not self._step_elementwise(optimizer, scale, decided, written):
+                return False
+            optimizer.step()
+        else:
+            with self.in_memory():
+                self._step_at_once(optimizer, scale, written)
+            optimizer.step()
+        self._model.wait_published()
+        for master in self.masters:
+            if master.is_near:
+                master.remember()
+            master.params.is_written = False
+        return True
+
+    @contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Inside, all masters and states are in memory. They are moved back to a disk on exit. For all ranks.
+
+        Raises XdsError: on every rank, if the disk of one has failed.
+        """
+        homes = self.homes
+        trained = {id(master.params) for master in self.masters}
+        flats = [flat for unit in self._model.units for flat in unit.params]
+        frozen = [flat for flat in flats if id(flat) not in trained]
+        with homes.states.hold(), homes.shards.hold():
+            with suppress(XdsError):  # `failure` has it
+                for master in self.masters:
+                    master.bring()
+                for flat in frozen:
+                    flat.place.bring()
+            agree_on_disks(self.world.collectives, homes)
+            yield
+
+    def take_edits(self) -> None:
+        """Make the script's writes to parameters since the last update their values and the masters'."""
+        self._model.take_edits()
+        self._take_edits_into_masters()
+
+    def ask_written(self) -> Tensor | None:
+        """Where a script has written, which `step` would read: bool [masters that are near]; or None."""
+        near = [] if self.homes.host is not None else [m for m in self.masters if m.is_near]
+        return torch.stack([m.written() != 0 for m in near]) if near else None
+
+    def _take_edits_into_masters(
+        self, written: Sequence[bool] | None = None, *, also_near: bool = True
+    ) -> None:
+        """
+        Args:
+            written: the values of `ask_written`, if they are known.
+            also_near: False leaves out the masters whose update takes edits itself.
+        """
+        near = [master for master in self.masters if master.is_near]
+        # what is on the device is read together, because each read waits for it
+        said = written if written else _values_of([master.written() for master in near])
+        for master, is_written in zip(near, said, strict=True):
+            if is_written:
+                master.take_far_edits()
+        for master in self.masters:
+            by_update = master.casts and not (also_near or master.sends_differences)
+            if master.params.is_written and master.frozen_ranges():
+                by_update = False  # an update keeps the masters of frozen parameters as they are
+            if not (master.is_near or (by_update and not master.is_far)):
+                master.take_edits()
+
+    def _step_elementwise(
+        self,
+        optimizer: ShardOptimizer,
+        scale: Scale,
+        decided: StepStatus | None,
+        written: Sequence[bool] | None,
+    ) -> bool:
+        """Masters on the host update in a thread, those on the device meanwhile."""
+        self._take_edits_into_masters(written, also_near=not optimizer.takes_edits)
+        arrivals = self._start_on_host(scale.value)
+        groups = copies_of(optimizer.param_groups)
+        here = [master for master in self._as_sums_arrive if not master.home.is_on_host]
+        is_counted = optimizer.count_step([item for m in here for item in m.items], scale)
+        for master in here:
+            kept = self._keep_frozen([master])
+            updates_here = self._updates(master, groups, is_counted=is_counted)
+            optimizer.update(updates_here, scale, self.world)
+            kept.restore()
+            master.write_apart()
+            if decided is not None and master.publishes and not decided.is_plain:
+                return False
+            master.publish()
+        if decided is not None and not decided.is_plain:
+            return False
+        if self.homes.are_on_disk:
+            self._wait_for_disks(arrivals)
+        for master, arrival in arrivals:
+            if master.params.may_be_resharded:
+                master.params.expect(arrival)  # the unit's next use waits for it
+            elif self.homes.defers and not master.params.is_sharded:
+                master.params.defer(arrival, gathers=master.is_sharded)
+            else:
+                arrival.order()
+                master.publish()
+        return True
+
+    def _start_on_host(self, scale: float) -> list[tuple[Master, Ticket]]:
+        """Start the updates of the masters on the host; a ticket is done when forward can read the values."""
+        if self._host_updates is None:
+            return []
+        updates = [
+            self._host_updates.prepare(master, scale)
+            for master in self._in_order_of_use()
+            if master.home.is_on_host
+        ]
+        if self._super_offload is not None:
+            tickets = self._super_offload.start_rest(updates)
+        else:
+            tickets = self._host_updates.start(updates)
+        return [(u.master, ticket) for u, ticket in zip(updates, tickets, strict=True)]
+
+    def _wait_for_disks(self, arrivals: Sequence[tuple[Master, Ticket]]) -> None:
+        """Wait for what is published in this step. Raises XdsError: on every rank, if a disk has failed."""
+        for master, arrival in arrivals:
+            if not master.params.may_be_resharded and not self.homes.defers:
+                arrival.order()
+        agree_on_disks(self.world.collectives, self.homes)
+
+    def _in_order_of_use(self) -> list[Master]:
+        """First what is published in this step, then the root, then the blocks."""
+        roots = {id(params) for unit, params, _ in self._model.trainable if unit.is_root}
+        return sorted(
+            self.masters, key=lambda m: (m.params.may_be_resharded, id(m.params) not in roots)
+        )
+
+    def _updates(
+        self, master: Master, groups: Sequence[dict[str, Any]], *, is_counted: bool = False
+    ) -> list[Update]:
+        grad = master.grads.for_update()
+        out = None
+        if master.casts and master.is_far:
+            # a place at home: an optimizer may round differently without one
+            out = torch.empty(grad.numel(), dtype=master.params.dtype, device=master.raw.device)
+        elif master.casts and not master.sends_differences:
+            out = master.compute
+        has_old = not (master.is_far or master.is_near)
+        return master.updates(groups, grad, out, has_old=has_old, is_counted=is_counted)
+
+    def _step_at_once(
+        self, optimizer: ShardOptimizer, scale: Scale, written: Sequence[bool] | None
+    ) -> None:
+        self._take_edits_into_masters(written, also_near=not optimizer.takes_edits)
+        groups = optimizer.param_groups
+        updates = [update for master in self.masters for update in self._updates(master, groups)]
+        kept = self._keep_frozen(self.masters)
+        optimizer.update(updates, scale, self.world)
+        kept.restore()
+        for master in self.masters:
+            master.write_apart()
+            master.publish()
+
+    def _keep_frozen(self, masters: Sequence[Master]) -> FrozenValues:
+        """Save the values and states of the parameters that are frozen now."""
+        kept = FrozenValues()
+        for master in masters:
+            ranges = master.frozen_ranges()
+            if not ranges:
+                continue
+            kept.keep(master.tensor, ranges)
+            if master.casts:
+                kept.keep(master.compute, ranges)
+            assert self._optimizer is not None
+            kept.keep_states(self._optimizer, self._tensors_in(master), ranges)
+        return kept
+
+    def _step_torch(self, optimizer: torch.optim.Optimizer, scale: Scale) -> None:
+        """Step any torch optimizer, with `.grad` set on its tensors in the master's dtype."""
+        for master in self.masters:
+            grad = master.grads.for_update()
+            wide = grad.to(master.tensor.dtype)
+            if not scale.is_one:
+                wide.mul_(scale.value)
+            self._set_grads(master, wide)
+        kept = self._keep_frozen(self.masters)
+        optimizer.step()
+        kept.restore()
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                tensor.grad = None
+        for master in self.masters:
+            master.write_compute()
+            master.publish()
+
+    def _set_grads(self, master: Master, grad: Tensor) -> None:
+        for tensor, at in self._tensors_in(master):
+            tensor.grad = grad[at : at + tensor.numel()].view(tensor.shape)
+
+    def state_of(
+        self, master: Master, slot: Slot
+    ) -> tuple[dict[str, Any] | None, tuple[int, int] | None]:
+        """The optimizer's states of this rank's part of `slot`, and the range that they cover.
+
+        Returns:
+            the states by key, None before the first step; and [start, stop) in this rank's part of the flat
+            buffer that the state tensors cover, or None if they have the parameter's own shape.
+        """
+        assert self._optimizer is not None
+        master.bring()
+        start = master.params.layout.shard_range(master.rank)[0]
+        first = slot.offset - (start if master.is_sharded else 0)
+        for tensor, at in self._tensors_in(master):
+            state = states_of(self._optimizer).get(tensor)
+            if at == first and tensor.shape == slot.shape and not master.is_sharded:
+                return state or None, None
+            if at < first + slot.numel and first < at + tensor.numel():
+                return state or None, (at, at + tensor.numel())
+        own = [tensor for tensor, _ in self._tensors_in(master)]
+        return states_of_others(self._optimizer, own, master.tensor, slot.group), (0, 0)
+
+    def states_in(self, master: Master) -> list[tuple[int, Tensor, dict[str, Any]]]:
+        """The optimizer's tensors in `master`: the first element of each, and its states."""
+        return [(at, tensor, self._states_of(tensor)) for tensor, at in self._tensors_in(master)]
+
+    def _tensors_in(self, master: Master) -> Iterator[tuple[Tensor, int]]:
+        """The optimizer's tensors that are ranges of `master`, and their first elements in it."""
+        if self._optimizer is not None:
+            yield from self.optimizer_tensors.tensors_in(master, self._optimizer)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What `bind` was given."""
+        return self._optimizer
+
+    def wait(self) -> None:
+        """Wait for all updates that run on the host."""
+        for master in self.masters:
+            master.wait()
+
+    def release(self) -> None:
+        """The engine has ended: free masters and states. The optimizer's tensors lose their elements."""
+        masters = [tensor for master in self.masters for tensor in master.tensors]
+        given = [] if self._optimizer is None else self._optimizer.param_groups
+        for tensor in [*masters, *(tensor for group in given for tensor in group["params"])]:
+            tensor.data = tensor.data.new_empty(0)
+        if self._optimizer is not None:
+            states_of(self._optimizer).clear()
+
+    def _states_of(self, tensor: Tensor) -> dict[str, Any]:
+        return {} if self._optimizer is None else states_of(self._optimizer).get(tensor, {})
+
+
+def _num_tensors(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _values_of(scalars: Sequence[Tensor]) -> list[Any]:
+    """The values of scalars on one device, with one synchronization."""
+    return torch.stack(list(scalars)).tolist() if scalars else []
