@@ -55,10 +55,18 @@ from .config.batch import mesh_of
 from .config.config import Config
 from .config.scheduler import warmup_steps
 from .engine import Engine
-from .model.arguments import Runs, check_arguments, check_whole, is_cut, is_part, with_model
+from .model.arguments import (
+    Runs,
+    check_arguments,
+    check_same_model,
+    check_whole,
+    is_cut,
+    is_part,
+    resolve_together,
+    with_model,
+)
 from .model.dividing import Divided, divide
 from .model.precision import DTYPES, buffers_that_follow, policy_of
-from .model.same_model import check_same_model, resolve_together
 from .on_demand import Compiling, Saves
 from .optim.loss_scale import GradientFactor, build_loss_scale
 from .optim.optimizers import (
@@ -71,8 +79,7 @@ from .optim.optimizers import (
     read_groups,
     split_for_muon,
 )
-from .parts import LoopFactory, Parts
-from .preemption import NoPreemptionSave, Preemption
+from .parts import LoopFactory, NoPreemptionSave, Parts, Preemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch import nn
@@ -16,14 +17,69 @@ from ..zero.model.update import Updater
 from .config.config import Config
 from .on_demand import Compiling, Saves
 from .optim.loss_scale import LossScale
-from .preemption import Preemption
 from .steps.counters import Counters
 from .telemetry.report import Monitor, StepReport
 
 if TYPE_CHECKING:
+    from ..zero.core.reduction import StepStatus
     from ..zero.features.auto_ratio import AutoRatio
     from .checkpoint.training import Training
     from .optim.schedule_base import Scheduler
+
+
+class Saving(Protocol):
+    """The part of an engine that is needed to save its states."""
+
+    global_steps: int
+
+    def save_checkpoint(self, save_dir: str) -> bool: ...
+    def wait_for_checkpoint(self) -> None: ...
+
+
+class Preemption(ABC):
+    """How one engine reacts to a signal to stop."""
+
+    is_asked = False  # what this rank says in the message of its steps
+
+    @abstractmethod
+    def begin(self, engine: Saving) -> None:
+        """The engine is ready."""
+
+    @abstractmethod
+    def agree(self, agreement: StepStatus) -> None:
+        """What the ranks said in the message of the step that runs."""
+
+    @abstractmethod
+    def boundary(self) -> None:
+        """A step has ended. If it is the last step after a signal, all states are saved here."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """A step begins. Raises Preempted if all states are saved."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The engine takes no more steps."""
+
+
+@final
+class NoPreemptionSave(Preemption):
+    """A signal has its usual effect on the process."""
+
+    def begin(self, engine: Saving) -> None:
+        return
+
+    def agree(self, agreement: StepStatus) -> None:
+        return
+
+    def boundary(self) -> None:
+        return
+
+    def check(self) -> None:
+        return
+
+    def end(self) -> None:
+        return
 
 
 class LoopFactory(Protocol):

@@ -161,7 +161,7 @@ def build_loss_scale(fp16: Fp16Section, *, skips_overflow: bool) -> LossScale:
     )
 
 
-# -- What a sum of gradients over the ranks is multiplied with to be the gradient of the loss --
+# -- what a sum of gradients over the ranks is multiplied with to be the gradient of the loss ------------
 
 
 @final
@@ -182,7 +182,7 @@ class GradientFactor:
         return 1.0 / self._scale.value
 
 
-# -- The loss scale of the backward pass that is running --
+# -- the loss scale of the backward pass that is running -------------------------------------------------
 # `engine.backward` records it around autograd's call; `engine.scale` records it by a hook on the loss that it
 # returns. A backward pass that neither of them started computes gradients of the unscaled loss.
 #

@@ -18,7 +18,7 @@ from ...utils.arguments import wrong
 from ...utils.errors import UsageError, XdsError
 from ...zero.model.update import Updater
 
-# -- trials of torch's optimizers and schedules on one number, before they are used --
+# -- trials of torch's optimizers and schedules on one number, before they are used ----------------------
 # torch checks their parameters in the constructor, in the first step, or not at all. Its errors name neither
 # the section of the config nor the class.
 
@@ -82,7 +82,7 @@ def _try(section: str, name: str, params: Any, trial: Callable[[], None]) -> Non
         ) from None
 
 
-# -- optimizers whose update is not per element: on flat shards their numbers differ from plain torch's --
+# -- optimizers whose update is not per element: on flat shards their numbers differ from plain torch's
 # `zero_allow_untested_optimizer` lets any optimizer step on shards. transformers and accelerate set it for
 # every optimizer, so it does not mean that somebody looked at this one. These are known to be wrong there.
 
@@ -400,7 +400,7 @@ def _entries(updater: Updater, groups: Groups) -> list[Named]:
     ]
 
 
-# -- How many state tensors of a parameter's size an optimizer will make, known before it is built --
+# -- how many state tensors of a parameter's size an optimizer will make, known before it is built -------
 # torch's own classes make their states in the first step, so one step on two numbers is tried.
 
 UNKNOWN = 2  # as many as Adam; further states stay in memory

@@ -14,8 +14,7 @@ from ...utils.arguments import whole, wrong
 from ...utils.errors import UsageError
 from ..data.batches import call_with, loss_of, move
 from ..parts import Parts
-from .accumulation import Accumulation
-from .counters import Counters
+from .counters import Accumulation, Counters
 from .training_step import TrainingStep
 
 

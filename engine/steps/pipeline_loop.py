@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
-from ...ops.from_host import moved
+from ...ops.flat import moved
 from ...pipe.channel import Channel
 from ...pipe.cut.part import Part
 from ...pipe.executor import Executor, Outcome, StageStates

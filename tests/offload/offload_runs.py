@@ -18,7 +18,7 @@ from helpers import run_ranks
 from models import build, micro_batch
 
 import xds
-from xds.engine.steps.forecast import Forecast
+from xds.engine.steps.training_step import Forecast
 from xds.offload import device_memory, host, lanes, places, ring
 from xds.offload.device_memory import DeviceMemory
 from xds.offload.disk import transfers

@@ -26,7 +26,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from ...compression.sender import ExactSender, ParamSender
+from ...compression.scheme import ExactSender, ParamSender
 from ...offload.places import Fetched, Shard, ShardHome, ShardOnDevice, Ticket
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Done, Handle

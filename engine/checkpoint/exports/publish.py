@@ -20,7 +20,7 @@ from glob import escape
 from pathlib import Path
 
 from ....utils.errors import UsageError
-from ....utils.file_lock import try_lock
+from ....utils.small_files import try_lock
 from ..io.folders import discard
 
 # files of one kind of export, and those of them that are entry files

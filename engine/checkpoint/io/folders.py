@@ -27,9 +27,8 @@ from typing import Any, final
 from torch import Tensor
 
 from ....utils.errors import DamagedError, UsageError
-from ....utils.file_lock import try_lock
 from ....utils.quoting import printable, quoted
-from ....utils.small_files import read_small_file
+from ....utils.small_files import read_small_file, try_lock
 from ..format import dump, parse
 from ..manifest import OWN_FILE, Manifest
 from .tensor_table import shown
