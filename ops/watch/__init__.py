@@ -1,6 +1,7 @@
 """Finds the rank that stalls, differs or is slow, with the collective, the module and the line of the script.
 
-watch       remembers collectives with the lines of the script, times steps, raises PeerErrors
+ring        the last collectives of this rank, with the lines of the script
+watch       counts collectives, times steps, and turns a failed wait into a PeerError
 sentinel    one thread per process: sends heartbeats, answers alarms, ends a process that cannot raise
 exchange    reports between the ranks, through their store
 diagnosis   reports of all ranks -> one message
@@ -18,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .diagnosis import Report as Report
     from .diagnosis import explain as explain
+    from .ring import Mark as Mark
     from .store import Store as Store
-    from .watch import Mark as Mark
     from .watch import Watch as Watch
 
 _MODULES = {
     "Store": ".store",
-    "Mark": ".watch",
+    "Mark": ".ring",
     "Report": ".diagnosis",
     "Watch": ".watch",
     "explain": ".diagnosis",

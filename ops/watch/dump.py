@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...utils.messages import write_stderr
 from .diagnosis import Report
-from .watch import place_text
+from .ring import place_text
 
 if TYPE_CHECKING:
     from .watch import Watch

@@ -26,9 +26,10 @@ from .config import WatchConfig
 from .diagnosis import Report, explain
 from .dump import end_process, recorded, write_ring
 from .exchange import PATIENCE_SECONDS, Beat, Exchange
+from .ring import Mark, ThreadPosition, tensor_of_call
 from .store import REPLY_SECONDS
 from .stragglers import StragglerDetector
-from .watch import Mark, ThreadPosition, Watch, tensor_of_call
+from .watch import Watch
 
 log = logging.getLogger("xds")
 # after the timeout: by then a wait that can raise has raised, even on a busy machine

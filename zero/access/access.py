@@ -217,11 +217,13 @@ class Access(Owner):
             stored.write(reader, rank)
             if flat.memory.is_shared:
                 self._write_shared(place, reader)
-            elif (place.master is not None and place.master.is_apart) or self._is_apart(place):
+            elif (
+                place.master is not None and place.master.has_compute_copy
+            ) or self._has_own_values(place):
                 self.compute(param).write(reader, rank)
             if flat.is_overridden(place.position):  # inside GatheredParameters
                 write(param.data, reader(0, param.data.numel()).view(param.data.shape))
-            if place.master is not None and place.master.is_near:
+            if place.master is not None and place.master.has_sent_delta:
                 place.master.remember()
             if flat.is_sharded and flat.is_unsharded:
                 whole = flat.raw[place.slot.offset : place.slot.stop]
@@ -253,7 +255,7 @@ class Access(Owner):
             master.local.copy_(torch.where(changed, master.local, kept))
 
     @staticmethod
-    def _is_apart(place: _Place) -> bool:
+    def _has_own_values(place: _Place) -> bool:
         """The computed values are full, and the master covers only this rank's shard of them."""
         return place.master is not None and place.master.is_sharded and not place.flat.is_sharded
 

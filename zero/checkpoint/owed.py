@@ -102,7 +102,7 @@ class OwedRestore:
     def finish_values(self) -> None:
         """Set the values that forward computes with, where they are near the masters. After the states."""
         for one in self._plans:
-            one.master.is_near = one.copy is not None
+            one.master.has_sent_delta = one.copy is not None
             if one.copy is not None:
                 one.master.compute.copy_(one.copy)
 

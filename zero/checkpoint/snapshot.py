@@ -329,7 +329,7 @@ class Snapshot:
                 blocks.append(Block(number, f"{ERROR}{rank}", 0, owed.error, is_own=True))
                 if owed.server is not None:
                     blocks.append(Block(number, SERVER, start, owed.server, is_shard=True))
-            if master.is_near:
+            if master.has_sent_delta:
                 blocks.append(Block(number, COPY, start, master.compute, is_shard=True))
         return blocks
 

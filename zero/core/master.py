@@ -29,10 +29,14 @@ if TYPE_CHECKING:
 class Master:
     """The master weights of one flat buffer, or of this rank's shard of it, and their items.
 
-    casts: forward computes in a narrower dtype.
-    is_far: one of master and forward's values is on the host, the other one is not; or these are on a disk.
-    is_apart: forward's values have memory of their own, because of a cast, a distance, or how they are sent.
-    is_near: forward's values are near the master, and not the master cast: a difference was sent last.
+    The *compute values* are those that forward computes with.
+
+    Attributes:
+        casts: they have a narrower dtype than the master.
+        crosses_device: one of master and compute values is on the host, and the other is not; or the compute
+            values are on a disk.
+        has_compute_copy: they have memory of their own, for a cast, another device, or how they are sent.
+        has_sent_delta: how they change was sent last, so they are close to the cast master, and not equal.
     """
 
     def __init__(self, params: ParamBucket, grads: GradBucket, home: Home) -> None:
@@ -45,14 +49,15 @@ class Master:
         self.is_sharded = is_sharded
         wide = master_dtype(params.dtype)
         self.casts = params.dtype != wide
-        self.is_near = False
+        self.has_sent_delta = False
         self._settle_in(home)
         self._update: Ticket = Done()
         # without a copy the parameters themselves are the master
-        self._tensor = home.store(self.compute, wide) if self.is_apart else self.compute.detach()
-        self._published: Tensor | None = (
-            None  # near: the fingerprint of the values that the engine wrote
+        self._tensor = (
+            home.store(self.compute, wide) if self.has_compute_copy else self.compute.detach()
         )
+        # after a delta: the fingerprint of the compute values that the engine wrote
+        self._published: Tensor | None = None
         self.remember()
         start, stop = layout.shard_range(rank) if is_sharded else (0, layout.numel)
         pieces = layout.pieces_in(start, stop)
@@ -67,16 +72,18 @@ class Master:
             for segment in layout.segments_in(start, stop)
         ]
         self.residence: Residence = home.residence(
-            params.index, self._tensor, holds_master=self.is_apart
+            params.index, self._tensor, holds_master=self.has_compute_copy
         )
         for item in self.items:
             self.residence.add_view(item.master, item.start)
 
     def _settle_in(self, home: Home) -> None:
         self.home = home
-        self.is_far = home.is_on_host != self.params.is_on_host or self.params.place.is_on_disk
+        self.crosses_device = (
+            home.is_on_host != self.params.is_on_host or self.params.place.is_on_disk
+        )
         keeps_master = self.is_sharded and self.params.sender.keeps_master
-        self.is_apart = self.casts or self.is_far or keeps_master
+        self.has_compute_copy = self.casts or self.crosses_device or keeps_master
 
     @torch.no_grad()
     def move(self, home: Home, device: torch.device) -> None:
@@ -89,7 +96,7 @@ class Master:
         self.residence = InMemory()
         self._settle_in(home)
         self._tensor.data = (
-            self._tensor.to(device, copy=True) if self.is_apart else self.compute.detach()
+            self._tensor.to(device, copy=True) if self.has_compute_copy else self.compute.detach()
         )
         for item in self.items:
             item.master.data = self._tensor[item.start : item.start + item.master.numel()]
@@ -102,7 +109,7 @@ class Master:
         return self.is_sharded and self.params.sender.sends_differences
 
     @property
-    def apart_bytes(self) -> int:
+    def copy_bytes(self) -> int:
         """Bytes that the master would take on the device, beside forward's values."""
         return self._tensor.nbytes if self.casts or self.params.is_on_host else 0
 
@@ -152,12 +159,12 @@ class Master:
 
     def remember(self) -> None:
         """The values that forward computes with are the engine's own."""
-        if self.is_near:
+        if self.has_sent_delta:
             self._published = fingerprint(self.compute)
         self.params.is_written = False
 
     def written(self) -> Tensor:
-        """Where it is near: not 0 if user code has written to the values since `remember`; int64 []."""
+        """After a delta: not 0 if user code has written to the compute values since `remember`; int64 []."""
         assert self._published is not None
         return fingerprint(self.compute) - self._published
 
@@ -167,27 +174,27 @@ class Master:
 
         Where the master or the values are on the host: only if `ParamBucket.is_written` says so.
         """
-        if not self.is_apart:
+        if not self.has_compute_copy:
             return
         stop = self._tensor.numel() if stop is None else stop
-        if self.is_near:
+        if self.has_sent_delta:
             is_written = bool(int(self.written()))
         else:
             is_written = self.params.is_written
-        if not (self.home.is_on_host or self.is_far or self.is_near):
+        if not (self.home.is_on_host or self.crosses_device or self.has_sent_delta):
             take_edits(self.tensor[start:stop], self.compute[start:stop])
         elif is_written:
-            self.take_far_edits()
+            self.take_edits_across()
 
     @torch.no_grad()
-    def take_far_edits(self) -> None:
-        """The same where they are far, for all values. A difference that was not sent is lost."""
+    def take_edits_across(self) -> None:
+        """The same over devices or after a delta, for all values. A delta that was not sent is lost."""
         values = self.compute.to(self._tensor.device)
-        if self.casts and not self.is_near:
+        if self.casts and not self.has_sent_delta:
             take_edits(self.tensor, values)
         else:
             self.tensor.copy_(values)
-            self.is_near = False
+            self.has_sent_delta = False
         self.remember()
 
     # -- an update --------------------------------------------------------------------------------------
@@ -273,27 +280,27 @@ class Master:
         """Start to send this rank's new values, or how they differ from what all ranks hold; if it must."""
         if not self.publishes:
             return
-        self.is_near = self.sends_differences
-        if self.is_near:
+        self.has_sent_delta = self.sends_differences
+        if self.has_sent_delta:
             self.params.start_publish(near=self._tensor)
         else:
             self.params.start_publish()
 
-    def write_apart(self) -> None:
+    def write_copy(self) -> None:
         """After an update: set the values that forward computes with if it has not, and if they are sent."""
-        is_written = self.casts and not self.is_far
-        if self.is_apart and not is_written and not self.sends_differences:
+        is_written = self.casts and not self.crosses_device
+        if self.has_compute_copy and not is_written and not self.sends_differences:
             self.write_compute()
 
     @torch.no_grad()
     def write_compute(self) -> None:
         """Set the values that forward computes with from the masters."""
-        self.is_near = False
+        self.has_sent_delta = False
         if self.params.place.is_on_disk and not self.home.is_on_host:
             self.send(self.tensor.to("cpu", self.params.dtype), self.begin_send(), None)
             return
-        if not self.is_far:
-            if self.is_apart:
+        if not self.crosses_device:
+            if self.has_compute_copy:
                 self.compute.copy_(self.tensor.to(self.params.dtype))
             self.remember()
             return

@@ -360,6 +360,7 @@ class ParamBucket:
         """Wait for a gather in flight."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
+            self._state = ShardState.SHARDED  # if the wait raises
             handle.wait()
             self._state = ShardState.UNSHARDED
             if self.is_sharded or self.is_deferred:

@@ -51,7 +51,7 @@ class HostUpdate:
         used = {item.group for item in self.master.items}
         return same and all(_is_same_group(self.groups[at], other.groups[at]) for at in used)
 
-    def write_near(self, grad: Tensor, values: Tensor | None, old: Olds = None) -> None:
+    def write_in_place(self, grad: Tensor, values: Tensor | None, old: Olds = None) -> None:
         """Update the master, and where there is a cast `values` as well. In the thread.
 
         values: have the old ones where `takes_edits`, or where some are frozen.
@@ -60,7 +60,7 @@ class HostUpdate:
         self._run(grad, values, old)
         kept.restore()
 
-    def write_far(self, grad: Tensor, values: Tensor, old: Olds = None) -> None:
+    def write_across(self, grad: Tensor, values: Tensor, old: Olds = None) -> None:
         """Update the master, and write what the device is to have to `values` [n]. In the thread."""
         tensor, casts = self.master.raw, self.master.casts
         kept = self._keep(None)
@@ -111,7 +111,7 @@ class HostUpdates:
         optimizer, frozen = self.optimizer, master.frozen_ranges()
         groups = copies_of(optimizer.param_groups)
         tensors = list(self._tensors.tensors_in(master, optimizer)) if frozen else []
-        takes_edits = master.params.is_written and not master.is_far
+        takes_edits = master.params.is_written and not master.crosses_device
         return HostUpdate(
             master, groups, scale, frozen, tensors, takes_edits, optimizer, self._world
         )
@@ -157,17 +157,17 @@ class Arrival(Ticket):
 
 def start(update: HostUpdate) -> Ticket:
     """Start `update`; the result completes when forward can read the new values."""
-    return _start_far(update) if update.master.is_far else _start_near(update)
+    return _start_across(update) if update.master.crosses_device else _start_in_place(update)
 
 
 @torch.no_grad()
-def _start_near(update: HostUpdate) -> Ticket:
+def _start_in_place(update: HostUpdate) -> Ticket:
     master = update.master
     (grad, arrives) = master.grads.home.arriving()
     compute = master.compute if master.casts else None
     master.wait()
     master.residence.begin()
-    write = partial(update.write_near, grad, compute)
+    write = partial(update.write_in_place, grad, compute)
 
     def work() -> None:
         arrives.wait()
@@ -179,7 +179,7 @@ def _start_near(update: HostUpdate) -> Ticket:
 
 
 @torch.no_grad()
-def _start_far(update: HostUpdate) -> Arrival:
+def _start_across(update: HostUpdate) -> Arrival:
     master = update.master
     (grad, arrives), host, dtype = master.grads.home.arriving(), master.host, master.params.dtype
     mark = host.lanes.to_device.mark()
@@ -190,7 +190,7 @@ def _start_far(update: HostUpdate) -> Arrival:
     def work() -> None:
         arrives.wait()
         values = host.sender.buffer(grad.numel(), dtype)
-        is_done = master.residence.run(partial(update.write_far, grad, values))
+        is_done = master.residence.run(partial(update.write_across, grad, values))
         arrival.sent(master.send(values, compute, mark) if is_done else Done())
 
     ticket = host.lanes.updates.run(work)

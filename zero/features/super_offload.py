@@ -107,7 +107,9 @@ class SpeculativeUpdate:
         self._update = update
         self._optimizer = optimizer
         self._sum, self._sum_arrives = master.grads.home.arriving()
-        self._compute = None if master.is_far else master.compute  # waits, so not in the thread
+        self._compute = (
+            None if master.crosses_device else master.compute
+        )  # waits, so not in the thread
         self._room: Room | None = None
         self._last_reader: Ticket = Done()
         self._states: _States | None = None
@@ -145,9 +147,9 @@ class SpeculativeUpdate:
         old = self._states.swap(self._room)
         values = self._values()
         if self._compute is None:
-            self._update.write_far(self._sum, values, old)
+            self._update.write_across(self._sum, values, old)
         else:
-            self._update.write_near(self._sum, values, old)
+            self._update.write_in_place(self._sum, values, old)
 
     def _values(self) -> Tensor:
         assert self._room is not None
@@ -178,9 +180,9 @@ class SpeculativeUpdate:
 
     def use(self) -> Ticket:
         """Start to publish the new values; the result completes when forward can read them."""
-        return self._use_far() if self._compute is None else self._use_near(self._compute)
+        return self._use_across() if self._compute is None else self._use_in_place(self._compute)
 
-    def _use_far(self) -> Arrival:
+    def _use_across(self) -> Arrival:
         assert self._room is not None
         host, compute = self.master.host, self.master.begin_send()
         mark, arrival = host.lanes.to_device.mark(), Arrival()
@@ -195,7 +197,7 @@ class SpeculativeUpdate:
         self._room.reader = arrival
         return arrival
 
-    def _use_near(self, compute: Tensor) -> Ticket:
+    def _use_in_place(self, compute: Tensor) -> Ticket:
         def work() -> None:
             self.wait()
             compute.copy_(self._values())
@@ -230,7 +232,7 @@ class SuperOffload:
             m
             for m in masters
             if m.home.is_on_host
-            and m.is_apart
+            and m.has_compute_copy
             and not (m.residence.is_on_disk or m.params.place.is_on_disk)
         ]
         self._masters = found

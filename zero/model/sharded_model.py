@@ -35,7 +35,7 @@ log = logging.getLogger("xds")
 
 @final
 class ShardedModel:
-    """Owns the model states of `model` that are parameters or gradients. `backward_pass` takes the gradients."""
+    """Owns the parameters and gradients of `model`. `backward_pass` takes the gradients."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ class StateMemory:
     def master_tensors(self) -> list[Tensor]:
         """The masters that are separate copies of the parameters. Those on a disk have no values."""
         self._updater.wait()
-        return [master.raw for master in self._updater.masters if master.is_apart]
+        return [master.raw for master in self._updater.masters if master.has_compute_copy]
 
     def state_tensors(self) -> list[Tensor]:
         """The optimizer's state tensors, without scalars. Those on a disk have no values."""
@@ -50,7 +50,7 @@ class StateMemory:
     def bytes_on_device(self, master: Master) -> int:
         """Bytes that `master`, its states and the sum of its gradients would take on the device."""
         states = sum(value.nbytes for value in self._states(master))
-        return master.apart_bytes + states + _most_bytes_of_sums(master.grads)
+        return master.copy_bytes + states + _most_bytes_of_sums(master.grads)
 
     @torch.no_grad()
     def move_to_device(self, master: Master) -> None:
@@ -77,7 +77,7 @@ class StateMemory:
         found = {"master": 0, "optimizer": 0, "host": 0, "disk": 0}
         for master in self._updater.masters:
             stored = master.residence.is_stored
-            own = master.raw.nbytes if master.is_apart and not stored(master.raw) else 0
+            own = master.raw.nbytes if master.has_compute_copy and not stored(master.raw) else 0
             states = sum(value.nbytes for value in self._states(master) if not stored(value))
             found["disk"] += master.residence.disk_bytes
             if master.home.is_on_host:

@@ -121,8 +121,8 @@ class Updater:
     def allocate_states(self) -> None:
         """Allocate states on the device that the first step would allocate."""
         if isinstance(self._optimizer, ShardOptimizer):
-            near = [master for master in self.masters if not master.home.is_on_host]
-            for master in near:
+            on_device = [master for master in self.masters if not master.home.is_on_host]
+            for master in on_device:
                 for item in master.items:
                     self._optimizer.state_of(item)
 
@@ -136,7 +136,9 @@ class Updater:
         return (
             device.type == "cuda"
             and optimizer.is_elementwise
-            and not any(master.sends_differences or master.is_far for master in self.masters)
+            and not any(
+                master.sends_differences or master.crosses_device for master in self.masters
+            )
             and optimizer.takes_decisions(device, casts=self.casts)
         )
 
@@ -177,7 +179,7 @@ class Updater:
             optimizer.step()
         self._model.wait_published()
         for master in self.masters:
-            if master.is_near:
+            if master.has_sent_delta:
                 master.remember()
             master.params.is_written = False
         return True
@@ -207,29 +209,31 @@ class Updater:
         self._take_edits_into_masters()
 
     def ask_written(self) -> Tensor | None:
-        """Where a script has written, which `step` would read: bool [masters that are near]; or None."""
-        near = [] if self.homes.host is not None else [m for m in self.masters if m.is_near]
-        return torch.stack([m.written() != 0 for m in near]) if near else None
+        """Where user code has written, which `step` would read: bool [masters with a delta]; or None."""
+        if self.homes.host is not None:
+            return None
+        written = [master.written() for master in self.masters if master.has_sent_delta]
+        return torch.stack(written) != 0 if written else None
 
     def _take_edits_into_masters(
-        self, written: Sequence[bool] | None = None, *, also_near: bool = True
+        self, written: Sequence[bool] | None = None, *, also_in_update: bool = True
     ) -> None:
         """
         Args:
             written: the values of `ask_written`, if they are known.
-            also_near: False leaves out the masters whose update takes edits itself.
+            also_in_update: False leaves out the masters whose update takes edits itself.
         """
-        near = [master for master in self.masters if master.is_near]
+        with_delta = [master for master in self.masters if master.has_sent_delta]
         # what is on the device is read together, because each read waits for it
-        said = written if written else _values_of([master.written() for master in near])
-        for master, is_written in zip(near, said, strict=True):
+        said = written if written else _values_of([master.written() for master in with_delta])
+        for master, is_written in zip(with_delta, said, strict=True):
             if is_written:
-                master.take_far_edits()
+                master.take_edits_across()
         for master in self.masters:
-            by_update = master.casts and not (also_near or master.sends_differences)
+            by_update = master.casts and not (also_in_update or master.sends_differences)
             if master.params.is_written and master.frozen_ranges():
                 by_update = False  # an update keeps the masters of frozen parameters as they are
-            if not (master.is_near or (by_update and not master.is_far)):
+            if not (master.has_sent_delta or (by_update and not master.crosses_device)):
                 master.take_edits()
 
     def _step_elementwise(
@@ -240,7 +244,7 @@ class Updater:
         written: Sequence[bool] | None,
     ) -> bool:
         """Masters on the host update in a thread, those on the device meanwhile."""
-        self._take_edits_into_masters(written, also_near=not optimizer.takes_edits)
+        self._take_edits_into_masters(written, also_in_update=not optimizer.takes_edits)
         arrivals = self._start_on_host(scale.value)
         groups = copies_of(optimizer.param_groups)
         here = [master for master in self._as_sums_arrive if not master.home.is_on_host]
@@ -250,7 +254,7 @@ class Updater:
             updates_here = self._updates(master, groups, is_counted=is_counted)
             optimizer.update(updates_here, scale, self.world)
             kept.restore()
-            master.write_apart()
+            master.write_copy()
             if decided is not None and master.publishes and not decided.is_plain:
                 return False
             master.publish()
@@ -302,25 +306,25 @@ class Updater:
     ) -> list[Update]:
         grad = master.grads.for_update()
         out = None
-        if master.casts and master.is_far:
+        if master.casts and master.crosses_device:
             # a place at home: an optimizer may round differently without one
             out = torch.empty(grad.numel(), dtype=master.params.dtype, device=master.raw.device)
         elif master.casts and not master.sends_differences:
             out = master.compute
-        has_old = not (master.is_far or master.is_near)
+        has_old = not (master.crosses_device or master.has_sent_delta)
         return master.updates(groups, grad, out, has_old=has_old, is_counted=is_counted)
 
     def _step_at_once(
         self, optimizer: ShardOptimizer, scale: Scale, written: Sequence[bool] | None
     ) -> None:
-        self._take_edits_into_masters(written, also_near=not optimizer.takes_edits)
+        self._take_edits_into_masters(written, also_in_update=not optimizer.takes_edits)
         groups = optimizer.param_groups
         updates = [update for master in self.masters for update in self._updates(master, groups)]
         kept = self._keep_frozen(self.masters)
         optimizer.update(updates, scale, self.world)
         kept.restore()
         for master in self.masters:
-            master.write_apart()
+            master.write_copy()
             master.publish()
 
     def _keep_frozen(self, masters: Sequence[Master]) -> FrozenValues:
