@@ -67,7 +67,6 @@ from .model.arguments import (
 )
 from .model.dividing import Divided, divide
 from .model.precision import DTYPES, buffers_that_follow, policy_of
-from .on_demand import Compiling, Saves
 from .optim.loss_scale import GradientFactor, build_loss_scale
 from .optim.optimizers import (
     ClientOptimizer,
@@ -79,7 +78,7 @@ from .optim.optimizers import (
     read_groups,
     split_for_muon,
 )
-from .parts import LoopFactory, NoPreemptionSave, Parts, Preemption
+from .parts import Compiling, LoopFactory, NoPreemptionSave, Parts, Preemption, Saves
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ...offload.places import Done, Home, InMemory, Landing, Mark, Residence, Ticket
-from ...ops.flat import fingerprint
-from ...ops.optim.edits import take_edits
+from ...ops.flat import fingerprint, take_edits
 from ...ops.optim.shard_optimizer import Item, Old, Part, Update
 from ..layout.groups import master_dtype
 from ..layout.layout import Piece
