@@ -52,7 +52,7 @@ class ReplicatedReducer(GradientReducer):
             self._rest = torch.empty_like(out)
         return self._inner.reduce(flat, self._rest, add=has_rest)
 
-    def complete(self, total: Tensor) -> Handle | None:
+    def cross_replicas(self, total: Tensor) -> Handle | None:
         if self._rest is not None:
             rest, self._rest = self._rest, None
 

@@ -49,7 +49,7 @@ class ParamSender(ABC):
 
     @abstractmethod
     def take_written(self, flat: Tensor, shard: Tensor, start: int, stop: int) -> None:
-        """Set elements [start, stop) of `shard` [n] to what a script wrote to this rank's part of `flat`."""
+        """Set elements [start, stop) of `shard` [n] to what user code wrote to this rank's part of `flat`."""
 
     @abstractmethod
     def keep(self, flat: Tensor) -> None:
@@ -133,7 +133,7 @@ class GradientReducer(ABC):
         """
 
     @abstractmethod
-    def complete(self, total: Tensor) -> Handle | None:
+    def cross_replicas(self, total: Tensor) -> Handle | None:
         """Start to add to `total` [n] what `reduce` has left out: once, after the last `reduce` of a step.
 
         None: nothing has started; `total` is the sum over all ranks. More gradients may still be reduced, and
@@ -212,7 +212,7 @@ class ExactReducer(GradientReducer):
             flat, out, add=add, buffer=self._buffer, kind="reduce_scatter"
         )
 
-    def complete(self, total: Tensor) -> Handle | None:
+    def cross_replicas(self, total: Tensor) -> Handle | None:
         return None
 
     def reduce_whole(self, flat: Tensor, out: Tensor) -> tuple[Handle, Handle] | None:

@@ -6,7 +6,7 @@ pipeline, tensor_parallel              model/pipelining.py, model/slicing.py: `d
 sequence_parallel_size                 model/sequences.py
 sequence.tiled_mlp, tiled_loss         model/tiling.py
 offload_optimizer, offload_param       model/offloading.py: the host's and the disk's homes
-offload_optimizer.ratio = "auto"       zero/features/auto_ratio.py
+offload_optimizer.ratio = "auto"       zero/model/auto_ratio.py
 zero_quantized_*, zero_hpz_*           model/compressing.py: ZeRO++
 optimizer.type = "OneBit..."           model/compressing.py: one-bit messages
 activation_checkpointing               model/recomputing.py
@@ -48,7 +48,7 @@ from ..ops.comm.opening import open_collectives
 from ..utils.errors import UsageError
 from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
 from ..zero.layout.groups import FlatGroups, Policy
-from ..zero.layout.model_checks import check_model, move_model
+from ..zero.model.model_checks import check_model, move_model
 from ..zero.model.sharded_model import ShardedModel
 from ..zero.model.update import Updater
 from .config.batch import mesh_of
@@ -86,7 +86,7 @@ from .telemetry.screen import log_notes, log_start, show_messages
 
 if TYPE_CHECKING:
     from ..offload.host import HostHome
-    from ..zero.features.auto_ratio import AutoRatio
+    from ..zero.model.auto_ratio import AutoRatio
     from .model.compressing import Messages
     from .model.recomputing import Recomputing
     from .model.sequences import Cutter
@@ -322,7 +322,7 @@ def _auto_ratio(config: Config, sharded: ShardedModel, updater: Updater) -> Auto
     if section.device == "none" or section.ratio != "auto":
         return None
     from ..offload.device_memory import memory_of
-    from ..zero.features.auto_ratio import AutoRatio
+    from ..zero.model.auto_ratio import AutoRatio
 
     return AutoRatio(sharded, updater, memory_of(sharded.collectives.device))
 

@@ -22,7 +22,7 @@ from .telemetry.report import Monitor, StepReport
 
 if TYPE_CHECKING:
     from ..zero.core.reduction import StepStatus
-    from ..zero.features.auto_ratio import AutoRatio
+    from ..zero.model.auto_ratio import AutoRatio
     from .checkpoint.saver import Progress, Saver
     from .checkpoint.training import Training
     from .model.compiling import Compiler
@@ -142,7 +142,7 @@ class Preemption(ABC):
         """The engine is ready."""
 
     @abstractmethod
-    def agree(self, agreement: StepStatus) -> None:
+    def agree(self, status: StepStatus) -> None:
         """What the ranks said in the message of the step that runs."""
 
     @abstractmethod
@@ -165,7 +165,7 @@ class NoPreemptionSave(Preemption):
     def begin(self, engine: Saving) -> None:
         return
 
-    def agree(self, agreement: StepStatus) -> None:
+    def agree(self, status: StepStatus) -> None:
         return
 
     def boundary(self) -> None:

@@ -73,8 +73,8 @@ class SaveOnPreemption(Preemption):
         """This rank got a signal, and the steps of this engine decide."""
         return bool(_signals.name) and (_signals.leader() is self or _signals.is_half_over())
 
-    def agree(self, agreement: StepStatus) -> None:
-        asked = agreement.asked
+    def agree(self, status: StepStatus) -> None:
+        asked = status.stops
         if any(asked):
             name = _signals.name or "a signal to stop"
             self._reason = f"{name} on rank {asked.index(True)}"

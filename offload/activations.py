@@ -71,7 +71,7 @@ class Activations:
         """Inside, tensors that autograd saves go to the host if they are among `inputs` and not small.
 
         Tensors that need no gradient stay, because several blocks share them (masks, positions); leaves stay,
-        because the script holds them.
+        because user code holds them.
         """
         wanted = {
             tensor.data_ptr()

@@ -1,7 +1,7 @@
 """Which cores of a machine the update thread of each rank uses, and with how many threads.
 
 Ranks of one machine divide its cores, unless something has bound them before. Only the thread of updates and
-the threads that it starts are bound: the script's own threads and its data loaders stay as they are.
+the threads that it starts are bound: the threads of user code and its data loaders stay as they are.
 """
 
 from __future__ import annotations

@@ -410,7 +410,7 @@ class SumHome(ABC):
 
     @abstractmethod
     def widened(self) -> Tensor:
-        """The same in the dtype of sums: a script may write to it."""
+        """The same in the dtype of sums: user code may write to it."""
 
     @abstractmethod
     def lend(self, ticket: Ticket) -> None:

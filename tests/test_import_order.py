@@ -136,6 +136,17 @@ def test_lower_packages_never_import_higher_ones():
     )
 
 
+def test_folders_of_zero_import_only_those_below():
+    floors = ("layout", "core", "features", "model", "access", "construction checkpoint")
+    rank = {folder: at for at, floor in enumerate(floors) for folder in floor.split()}
+    for file in package_files():
+        if file.parts[0] == "zero" and len(file.parts) == 3:
+            for module in imported_modules((ROOT / file).read_text(), file):
+                other = re.match(r"xds\.zero\.(\w+)\.", module)
+                if other and other[1] in rank:
+                    assert rank[other[1]] <= rank[file.parts[1]], f"{file} imports {module}"
+
+
 def test_nothing_imports_the_names_of_deepspeed():
     """They are made where a script asks for `xds.deepspeed`; the engine and the launcher never do."""
     for file in package_files()[1:]:

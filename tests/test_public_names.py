@@ -97,7 +97,7 @@ BARRED = (
         "xds.ops.watch.store",
     ),
     *(
-        "xds.zero.features.auto_ratio",
+        "xds.zero.model.auto_ratio",
         "xds.zero.features.host_updates",
         "xds.zero.features.host_copies",
     ),

@@ -1,4 +1,4 @@
-"""ZeRO: shards model states over the ranks, and gives scripts access to them."""
+"""ZeRO: shards model states over the ranks, and gives user code access to them."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class OneBitReducer(GradientReducer):
 
     # -- the server -------------------------------------------------------------------------------------
 
-    def complete(self, total: Tensor) -> Handle | None:
+    def cross_replicas(self, total: Tensor) -> Handle | None:
         return None
 
     def reduce_whole(self, flat: Tensor, out: Tensor) -> tuple[Handle, Handle] | None:

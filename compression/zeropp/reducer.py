@@ -111,7 +111,7 @@ class QuantizedReducer(GradientReducer):
     def _num_hosts(self) -> int:
         return 1 if self._second is None else self._second.world_size
 
-    def complete(self, total: Tensor) -> Handle | None:
+    def cross_replicas(self, total: Tensor) -> Handle | None:
         return None
 
     def reduce_whole(self, flat: Tensor, out: Tensor) -> tuple[Handle, Handle] | None:

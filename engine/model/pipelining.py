@@ -19,7 +19,7 @@ from ...pipe.schedules.lowering import with_states
 from ...pipe.schedules.plan import SchedulePlan
 from ...pipe.weight_grads import WeightGrads
 from ...utils.errors import UsageError
-from ...zero.access.owners import find_owner
+from ...zero.core.owners import find_owner
 from ...zero.model.sharded_model import ShardedModel
 from ..config.config import Config
 from ..parts import LoopFactory, Parts

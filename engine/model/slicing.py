@@ -15,7 +15,7 @@ from ...tensor.proof import Proof
 from ...tensor.slicing import Sliced, slice_model
 from ...tensor.ties import cut_names, with_head, with_heads, with_ties
 from ...utils.errors import UsageError
-from ...zero.access.owners import find_owner
+from ...zero.core.owners import find_owner
 from ..config.config import Config
 from .arguments import Runs, is_part
 

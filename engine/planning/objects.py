@@ -205,7 +205,7 @@ class RankObjects:
                 grads.start_reduce()
                 grads.finish_reduce()
         with self._counting() as summed:
-            crossing = grads.complete()
+            crossing = grads.cross_replicas()
             if crossing is not None:
                 crossing.wait()
             if not grads.group.policy.shards_optimizer:

@@ -235,7 +235,7 @@ class Shares:
 def _gathers(sharded: ShardedModel) -> dict[str, int]:
     """How often each unit is gathered for a micro-batch; the root runs from the first call of a forward on."""
     return {
-        "" if unit.is_root else unit.name: 1 if unit.is_root or unit.stays_until_backward else 2
+        "" if unit.is_root else unit.name: 1 if unit.is_root or unit.is_kept_until_backward else 2
         for unit in sharded.units
     }
 

@@ -136,7 +136,7 @@ class TrainingStep(BackwardRules):
         check_loss(loss)
         if self._num_unchecked:
             self._check_logits(loss)
-        self._sharded.end_backward()
+        self._sharded.end_script_backward()
         self._accumulation.backward()
         divisor = self._accumulation.steps_now if divides else 1
         self._clipping = None  # measured before these gradients
@@ -216,7 +216,7 @@ class TrainingStep(BackwardRules):
                 "engine.step() inside no_sync(): leave the context before the step, so that gradients are "
                 "reduced"
             )
-        self._sharded.end_backward()
+        self._sharded.end_script_backward()
         is_boundary = self._accumulation.ends_step(counts_all=by_optimizer)
         self.was_applied = False
         self._sharded.backward_pass.clear_seen()
@@ -280,7 +280,7 @@ class TrainingStep(BackwardRules):
     def clip(self, max_norm: float) -> float:
         """Let the next update clip to `max_norm`; returns the norm of the gradients."""
         max_norm = _limit(max_norm)
-        self._sharded.end_backward()
+        self._sharded.end_script_backward()
         if not self._sharded.has_gradients:
             raise UsageError(
                 f"clip_grad_norm({max_norm}) without gradients: call it after the last backward of a step, and "
@@ -362,19 +362,19 @@ class TrainingStep(BackwardRules):
             return self._norm(self._start_finish())
 
     def _start_finish(self) -> StepStatus:
-        return self._sharded.start_finish(is_asked=self._parts.preemption.is_asked)
+        return self._sharded.start_finish(must_stop=self._parts.preemption.is_asked)
 
-    def _norm(self, agreement: StepStatus) -> float:
-        square = self._sharded.end_finish(agreement)
-        self._parts.preemption.agree(agreement)
+    def _norm(self, status: StepStatus) -> float:
+        square = self._sharded.end_finish(status)
+        self._parts.preemption.agree(status)
         return math.sqrt(square) * self.gradient_factor() if square >= 0 else math.nan
 
     def _measure_for_update(self) -> tuple[float, list[bool]]:
         """The norm, and where a script has written, which the host reads in the same wait."""
         with self._report.region("reduce"), self._dropping():
-            agreement = self._start_finish()
-            agreement.attach(self._parts.updater.ask_written())
-            return self._norm(agreement), agreement.flags
+            status = self._start_finish()
+            status.attach(self._parts.updater.ask_written())
+            return self._norm(status), status.flags
 
     def _update_decided(self) -> tuple[float, bool]:
         """The norm, and whether the parameters are updated, which the device has decided without the host.
@@ -383,11 +383,11 @@ class TrainingStep(BackwardRules):
         """
         limit, factor = self._parts.config.gradient_clipping, self.gradient_factor()
         with self._report.region("reduce"), self._dropping():
-            agreement = self._start_finish()
-        scale = Scale(None, agreement.decide(factor, limit))
-        is_done = self._parts.updater.step(scale, decided=agreement)
+            status = self._start_finish()
+        scale = Scale(None, status.decide(factor, limit))
+        is_done = self._parts.updater.step(scale, decided=status)
         with self._dropping():
-            return self._norm(agreement), is_done
+            return self._norm(status), is_done
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What stays in memory after the script has read it: the last few, until others are read."""
+"""What stays in memory after user code has read it: the last few, until others are read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Movable(ABC):
 
 @final
 class Kept:
-    """Used by one thread, the script's. Errors of writes are kept by who has written."""
+    """Used by one thread, user code's. Errors of writes are kept by who has written."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Movable] = {}  # by id, the last one used is last

@@ -123,7 +123,7 @@ class OnDisk(Residence, Movable):
     def bind(self, states: OptimizerStates) -> None:
         self._states = states
 
-    # -- in the thread of the script --------------------------------------------------------------------
+    # -- in the thread of user code --------------------------------------------------------------------
 
     def bring(self) -> None:
         self._transfers.raise_failure()

@@ -78,7 +78,7 @@ class Transfers:
         return self._placeholders.setdefault(dtype, torch.full((), torch.nan, dtype=dtype))
 
     def check_placeholders(self) -> None:
-        """Raises UsageError: the script wrote to a tensor that was on the disk."""
+        """Raises UsageError: user code wrote to a tensor that was on the disk."""
         for placeholder in self._placeholders.values():
             if not bool(placeholder.isnan()):
                 placeholder.fill_(torch.nan)

@@ -175,7 +175,7 @@ def _link_command(
     cxx: Compiler,
     nvcc: Compiler | None,
 ) -> tuple[str, ...]:
-    """Every library is needed, whatever the compiler's defaults are; see `why_refused` for what happens without.
+    """Every library is needed, whatever the compiler's defaults are; see `why_refused` about others.
 
     The C++ runtime is the shared one that torch uses. It comes before a static one that the compiler may add
     at the end, from which then nothing is taken.

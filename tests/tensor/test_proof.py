@@ -473,6 +473,7 @@ def compiled_with_inputs_on_the_host() -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_recomputed_by_the_same_graph() -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
     for first, second in run_ranks(compiled_with_inputs_on_the_host, 2):

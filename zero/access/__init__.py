@@ -1,1 +1,1 @@
-"""Reading and writing a sharded model from a script, and checks for unsupported operations."""
+"""Reading and writing a sharded model from user code, and checks for unsupported operations."""

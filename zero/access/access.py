@@ -18,13 +18,13 @@ from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ...utils.views import write
 from ..core.master import Master
+from ..core.owners import Owner, Stored, clear_owner, set_owner
 from ..core.param_bucket import ParamBucket
 from ..layout.groups import LOW_PRECISION
 from ..layout.layout import Slot
 from ..layout.slices import Reader, Slices
 from ..model.sharded_model import ShardedModel
 from ..model.update import Updater
-from .owners import Owner, Stored, clear_owner, set_owner
 
 
 class Factor(Protocol):
@@ -140,10 +140,10 @@ class Access(Owner):
         param: other pipeline stages do not take part in an access of what they do not hold.
         """
         self._model.backward_pass.end_script_backward()
-        self._model.publish(None if param is None else self._model.flat_groups.of(param))
+        self._model.gather_deferred(None if param is None else self._model.flat_groups.of(param))
 
     def settle_alone(self) -> None:
-        if self._model.needs_others_to_publish:
+        if self._model.needs_others_to_gather:
             raise UsageError(
                 "state_dict() or load_state_dict() of the module after step(), with overlap_step: its values "
                 "are still being updated, and they arrive on all ranks together; call engine.state_dict() or "
@@ -328,7 +328,7 @@ class Access(Owner):
         """Each rank has its own gradient of `param`, because the sum over ranks is put off. For all ranks."""
         master = self._trained(param, "its gradient")
         grads = master.grads
-        if grads.is_single_rank or grads.reducer.is_lossy:
+        if grads.is_single_rank or grads.is_lossy:
             return False
         return not self._model.reduce_rest(also_held=self._step.reduces_when_asked())
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
+from ..core.owners import Owner, owner_of, reader_of
 from ..layout.groups import LOW_PRECISION
-from .owners import Owner, owner_of, reader_of
 
 
 def get_full_param(param: nn.Parameter) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...ops.comm.collectives import ACCESS_BUFFER, Collectives
 from ...utils.arguments import whole, wrong
 from ...utils.errors import UsageError
-from .owners import Owner, reader_of, resolve_owner
+from ..core.owners import Owner, reader_of, resolve_owner
 
 
 class LostEdit(UsageError):

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ops.torch_internals import NoTorchFunctionSubclass, tree_map_only
 from ...utils.errors import UsageError
-from .owners import Owner, find_owner
+from ..core.owners import Owner, find_owner
 
 # -- a value of a state dict that this rank does not have whole: its shape is [0], and it warns when used
 
@@ -97,7 +97,7 @@ def _plain(given: Any) -> Any:
 class Leniency:
     """What a guard does not check; shared by the hooks of an engine.
 
-    gathered: by the parameter's id, its whole value where the script still has it, and `Owner.num_writes` then.
+    gathered: by the parameter's id, its whole value where user code still has it, and `Owner.num_writes` then.
     """
 
     lets_parts_out: bool = False
@@ -145,7 +145,7 @@ class Guards:
         self._handles = []
 
     def keep_with_model(self, model: nn.Module, engine: object) -> None:
-        """`engine` lives as long as `model`, until `remove`: where a script dropped it, it can be destroyed."""
+        """`engine` lives as long as `model`, until `remove`; user code that dropped it can destroy it."""
         self._handles.append(
             model.register_load_state_dict_post_hook(_Kept(engine))  # type: ignore[no-untyped-call]
         )
@@ -160,7 +160,7 @@ class Guards:
         self._leniency.sentence = Sentence() if warns else None
 
     def remember(self, values: Mapping[str, Any], model: nn.Module) -> None:
-        """`values` were gathered for the script. As long as it has them, state_dict() returns them too."""
+        """`values` were gathered for user code. As long as it has them, state_dict() returns them too."""
         gathered = self._leniency.gathered
         for name, param in model.named_parameters(remove_duplicate=False):
             value, owner = values.get(name), find_owner(param)

@@ -20,8 +20,8 @@ from ...ops.comm.collectives import Bounds, Collectives
 from ...ops.comm.json_values import exchange
 from ...ops.flat import numel_of
 from ...utils.errors import UsageError
+from ..core.owners import find_owner
 from ..layout.groups import FlatGroups, master_dtype
-from .owners import find_owner
 
 
 def spans_stages(groups: FlatGroups | None) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.owners import find_owner
 from ..layout.groups import FlatGroups
-from .owners import find_owner
 from .stages import spans_stages, whole_state_dict
 
 

@@ -270,7 +270,7 @@ class Restore:
         if self._owed is not None:
             self._owed.finish()
         for master in self._snapshot.masters if self._is_within_step else ():
-            if master.grads.reducer.is_lossy:
+            if master.grads.is_lossy:
                 master.grads.mark_kept()
 
     def _publish(self) -> None:

@@ -116,7 +116,7 @@ class Snapshot:
         self.place = self.mesh.coordinates(self.rank)
         self._updater = updater
         updater.wait()
-        sharded.publish()
+        sharded.gather_deferred()
         self.masters = updater.masters
         self.sharded = sharded
         self.optimizer = optimizer

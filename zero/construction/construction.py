@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ...utils.errors import UsageError
-from ..access.owners import clear_pending_owner, find_owner, set_pending_owner
+from ..core.owners import clear_pending_owner, find_owner, set_pending_owner
 from ..features.external_params import touched_params
 from ..layout.slices import Slices, taken
 from .slices import SliceStore

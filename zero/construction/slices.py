@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ops.comm.collectives import Collectives
 from ...ops.flat import cut, numel_of
-from ..access.owners import Owner, Stored, clear_owner, set_owner
+from ..core.owners import Owner, Stored, clear_owner, set_owner
 from ..core.param_bucket import placeholder_like
 from ..layout.slices import Reader
 

@@ -25,8 +25,8 @@ from ...utils.errors import UsageError
 from ...utils.quoting import printable, quoted
 from ...utils.small_files import parse_json, read_small_file
 from ...utils.views import holds, may_overlap, write
-from ..access.owners import find_owner
 from ..access.stages import all_names, groups_of, spans_stages
+from ..core.owners import find_owner
 from ..core.param_bucket import placeholder_like
 from ..layout.groups import FlatGroups
 from ..layout.slices import Reader, Slices, reader_of_slice
@@ -78,7 +78,7 @@ class InMemory(Weights):
 
     def shape(self, name: str) -> tuple[int, ...]:
         tensor = self._tensors[name]
-        if not isinstance(tensor, Tensor):  # a state dict of the script's own
+        if not isinstance(tensor, Tensor):  # a state dict of user code's own
             raise wrong(f"{self.source}: {printable(name)}", tensor, "a tensor, or left out")
         return tuple(tensor.shape)
 

@@ -29,7 +29,7 @@ from .unit import Unit
 
 @final
 class ManualGradGuard:
-    """Looks at the trained parameters. It costs about 0.1 us for each."""
+    """Refuses `.grad` that user code sets after backward. It costs about 0.1 us for each parameter."""
 
     def __init__(self, order: Sequence[GradBucket]) -> None:
         self._params = tuple(param for grads in order for param in grads.params)
@@ -48,7 +48,7 @@ class ManualGradGuard:
         self._shown = frozenset()
 
     def clear(self) -> None:
-        """Drop what the script has put into `.grad`."""
+        """Drop what user code has put into `.grad`."""
         self._shown = frozenset()
         for param in self._params:
             param.grad = None
@@ -83,14 +83,14 @@ class ManualGradGuard:
 
 
 class ScriptBackward(NamedTuple):
-    """What a backward that the script has started is for; see `BackwardPass.begin`."""
+    """What a backward that user code has started is for; see `BackwardPass.begin`."""
 
     reduces: bool
     ends_step: bool
 
 
 class BackwardRules(ABC):
-    """Decides about a backward that the script starts, loss.backward(). It is asked at the first gradient."""
+    """Decides about a backward that user code starts, loss.backward(). It is asked at the first gradient."""
 
     @abstractmethod
     def begin_script_backward(self) -> ScriptBackward:
@@ -140,9 +140,9 @@ class BackwardPass:
         self.rules: BackwardRules = PlainRules(reduces=shards_grads)
         self._trainable = trainable
         self._slots = {
-            id(param): (grads, position)
-            for _, grads in trainable
-            for position, param in enumerate(grads.params)
+            id(param): (bucket, position)
+            for _, bucket in trainable
+            for position, param in enumerate(bucket.params)
         }
         self._reduction = reduction
         self._diverges = diverges
@@ -202,22 +202,20 @@ class BackwardPass:
         self._reduction.reset()
 
     def end_script_backward(self) -> None:
-        """End a backward that the script started, unless it is still running (a checkpoint's recompute)."""
+        """End a backward that user code started, unless it is still running (a checkpoint's recompute)."""
         if in_backward() or not (self._is_running or self._in_other):
             return
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # buffers outlive an evaluation that ends it
+        # buffers outlive an evaluation that ends it
+        with torch.inference_mode(False), torch.no_grad():
             if self._in_other:  # it raised
                 self._end_other()
             self.end()
 
     def end_checked(self) -> None:
-        """End a backward that the script started. All gradients are taken on return.
+        """End a backward that user code started. All gradients are taken on return.
 
         Raises:
-            UsageError: the script has set some `.grad` since, which would not count. It is None again.
+            UsageError: user code has set some `.grad` since, which would not count. It is None again.
         """
         self.end_script_backward()
         if self._reduction.has_sums and not self._is_running:
@@ -241,7 +239,7 @@ class BackwardPass:
         self.has_seen_one = False
 
     def drop_script_grads(self) -> None:
-        """Drop what a script has put into `.grad`. Call it where all gradients of passes are taken."""
+        """Drop what user code has put into `.grad`. Call it where all gradients of passes are taken."""
         self._manual_grads.clear()
 
     @contextmanager
@@ -258,16 +256,15 @@ class BackwardPass:
 
     # -- gradients --------------------------------------------------------------------------------------
 
-    def _hook_gradient(self, unit: Unit, grads: GradBucket, position: int) -> None:
-        """Take the gradient in slot `position` after the script's own hooks have run.
+    def _hook_gradient(self, unit: Unit, bucket: GradBucket, position: int) -> None:
+        """Take the gradient in slot `position` after user code's own hooks have run.
 
         The hook is on the autograd node, not on the tensor: hooks of tensors always run before it.
         """
-        this, arrivals, awaits = weakref.ref(self), grads.arrivals, grads.arrivals.awaits
+        this, arrivals, awaits = weakref.ref(self), bucket.arrivals, bucket.arrivals.awaits
 
-        def arrived(
-            *_: object,
-        ) -> None:  # nearly always only this: it runs for each parameter in each step
+        def arrived(*_: object) -> None:
+            # it runs for each parameter in each step; nearly always the next lines are all
             is_awaited = awaits[position]
             if is_awaited:
                 awaits[position] = False
@@ -280,10 +277,10 @@ class BackwardPass:
             if is_awaited:
                 running._completed(unit)
             else:
-                running._on_grad(unit, grads, position)
+                running._on_grad(unit, bucket, position)
 
         # keep a reference to the node: torch drops the hooks of a node without references
-        node = get_gradient_edge(grads.params[position]).node
+        node = get_gradient_edge(bucket.params[position]).node
         self._hooks.append((node, node.register_hook(arrived)))
 
     def hook_gradients(self) -> None:
@@ -292,10 +289,10 @@ class BackwardPass:
         Called again where dtypes have changed: torch makes new autograd nodes for such parameters.
         """
         held = {id(node) for node, _ in self._hooks}
-        for unit, grads in self._trainable:
-            for position, param in enumerate(grads.params):
+        for unit, bucket in self._trainable:
+            for position, param in enumerate(bucket.params):
                 if param.requires_grad and id(get_gradient_edge(param).node) not in held:
-                    self._hook_gradient(unit, grads, position)
+                    self._hook_gradient(unit, bucket, position)
 
     def remove_hooks(self) -> None:
         """Take no more gradients."""
@@ -305,20 +302,20 @@ class BackwardPass:
         self._hooks = []
 
     @torch.no_grad()
-    def _on_grad(self, unit: Unit, grads: GradBucket, position: int) -> None:
+    def _on_grad(self, unit: Unit, bucket: GradBucket, position: int) -> None:
         if not (self._is_running and self._has_factor):
-            self._on_first_grad(grads.params[position])
-        added = grads.add(position)
+            self._on_first_grad(bucket.params[position])
+        added = bucket.add(position)
         if added is Added.LATE:
-            self._reduction.settle_late(grads)
-            grads.add_late(position)
+            self._reduction.settle_late(bucket)
+            bucket.add_late(position)
         elif added is Added.READY:
             self._completed(unit)
 
     @property
     def trained(self) -> list[GradBucket]:
         """The gradients of all units that are trained."""
-        return [grads for _, grads in self._trainable]
+        return [bucket for _, bucket in self._trainable]
 
     def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """Add `grad` to the sum of `param`, as if autograd had brought it at the end of the last backward.
@@ -339,13 +336,13 @@ class BackwardPass:
                 "call it after the backward"
             )
         if id(param) in self._slots:
-            grads, position = self._slots[id(param)]
-            if grads.is_sent:
-                self._reduction.settle_late(grads)
-            grads.add_by_call(position, grad)
+            bucket, position = self._slots[id(param)]
+            if bucket.is_sent:
+                self._reduction.settle_late(bucket)
+            bucket.add_by_call(position, grad)
 
     def _on_first_grad(self, param: nn.Parameter) -> None:
-        """The first gradient has arrived: begin the script's backward if none runs, and set the factor."""
+        """The first gradient has arrived: begin user code's backward if none runs, and set the factor."""
         try:
             if not self._is_running:
                 self._begin_script_backward(param)
@@ -378,18 +375,18 @@ class BackwardPass:
         """
         if not self._is_running:  # torch.autograd.grad leaves no gradients
             return
-        missing = [grads for grads in unit.grads if not grads.arrivals.is_complete]
-        if missing and not any(grads.arrivals.expects_more() for grads in missing):
-            for grads in missing:
-                grads.arrivals.expect_no_more()
+        missing = [bucket for bucket in unit.grads if not bucket.arrivals.is_complete]
+        if missing and not any(bucket.arrivals.expects_more() for bucket in missing):
+            for bucket in missing:
+                bucket.arrivals.expect_no_more()
             self._completed(unit)
 
-    # -- passes that the script starts ------------------------------------------------------------------
+    # -- passes that user code starts ------------------------------------------------------------------
 
     def on_output_grad(self) -> None:
         """A gradient has arrived at an output of some unit; before anything is gathered for it.
 
-        It may be one of a backward that the script started.
+        It may be one of a backward that user code started.
 
         - The gradients of a loss.backward() are reduced; those of torch.autograd.grad are not.
         - With create_graph the new graph needs full parameters until the next update.
@@ -420,7 +417,7 @@ class BackwardPass:
         self._gatherer.end_backward()
 
     def _begin_script_backward(self, arrived: nn.Parameter | None = None) -> None:
-        """The script called loss.backward() itself. The next call of the engine ends this backward.
+        """User code called loss.backward() itself. The next call of the engine ends this backward.
 
         Callbacks of autograd cannot end it: they run at the end of the innermost backward, and a reentrant
         checkpoint runs a nested one for each call. At stage 3 they can: the hook on the model's output has

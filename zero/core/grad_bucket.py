@@ -42,7 +42,8 @@ class Arrivals:
 
     Nearly all slots get one gradient. For them the hook only clears `awaits` and counts `remaining`.
 
-    awaits: the slot expects its only gradient, which may stay in `.grad` until all have arrived.
+    awaits: the slot expects its only gradient, which may stay in `.grad` until all have arrived. The list stays
+        the same object.
     remaining: slots that are not complete.
     """
 
@@ -78,7 +79,7 @@ class Arrivals:
 
     def open(self) -> None:
         """From now on gradients are counted."""
-        self.awaits[:] = [
+        self.awaits[:] = [  # in place: the hooks keep this list
             expected == 1 and (is_small or self._has_counts) and not is_large
             for expected, is_small, is_large in zip(
                 self._expected, self._is_small, self._is_large, strict=True
@@ -234,9 +235,8 @@ class GradBucket:
         # the local sum: None between its release and the next gradient
         self._local: Tensor | None = None
         self._views: list[Tensor] = []  # its slots
-        self._filled = [False] * len(
-            layout.slots
-        )  # those with a gradient; the others are undefined
+        # by slot: it has a gradient; the others are undefined
+        self._filled = [False] * len(layout.slots)
         self._is_writable = False  # allocated, and not shared with the reduced sum
         self._factor = 1.0  # of the gradients of this backward
         self._uses_sum_dtype = False
@@ -248,7 +248,9 @@ class GradBucket:
         self._squares: Tensor | None = None  # of the only sum that has left since the last step
         self._payload: Tensor | None = None  # the local sum in the dtype that is sent
         self._handle: Handle | None = None  # of the reduction or the gather in flight
-        self._gathers: Handle | None = None  # of the gather that follows the reduction in flight
+        self._next_handle: Handle | None = (
+            None  # of the gather that follows the reduction in flight
+        )
         self._is_kept = False  # the reducer has gradients that no message had yet
         self._settle_in(home)
 
@@ -289,7 +291,7 @@ class GradBucket:
         return Added.READY if self._take(position) else Added.NOT_READY
 
     def add_late(self, position: int) -> None:
-        """The same after `Added.LATE`, when nothing is in flight any more."""
+        """Take a gradient that was `Added.LATE`. Nothing is in flight any more."""
         self._take(position)
 
     def _take(self, position: int) -> bool:
@@ -439,26 +441,26 @@ class GradBucket:
             view.copy_(value.to(view) + view if is_filled else value)
         self._filled = [True] * len(self._filled)
 
-    def _clear_local(self) -> None:
+    def _mark_empty(self) -> None:
         """The gradients are being sent, or dropped: the next one of a slot is its first."""
         self._filled = [False] * len(self._filled)
 
-    def _forget_local(self) -> None:
+    def _detach_local(self) -> None:
         """Give up the buffer, without its return to the pool."""
         self._local, self._views = None, []
-        self._clear_local()
+        self._mark_empty()
         self._is_writable = False
 
     def _free_local(self) -> None:
         """Free the memory of the buffer, or return it to the pool."""
         if self._keeps_views and self._local is not None:
             self._local.untyped_storage().resize_(0)
-            self._clear_local()
+            self._mark_empty()
             self._is_writable = False
             return
         if self._local is not None:
             self._pool.give(self._local)
-        self._forget_local()
+        self._detach_local()
 
     @property
     def _has_arrived(self) -> bool:
@@ -469,6 +471,11 @@ class GradBucket:
     def has_local(self) -> bool:
         """This rank has gradients that are not reduced yet."""
         return self._is_kept or self._has_arrived
+
+    @property
+    def is_lossy(self) -> bool:
+        """What is sent now is not exact."""
+        return self.reducer.is_lossy
 
     @property
     def has_kept(self) -> bool:
@@ -487,7 +494,7 @@ class GradBucket:
 
     # -- the reduction over ranks -----------------------------------------------------------------------
 
-    def hold(self) -> None:
+    def hold_back(self) -> None:
         """The running backward has ended, and its gradients are not reduced yet.
 
         On one rank they leave for the host, also where several ranks hold theirs back. Where what is sent is
@@ -495,10 +502,10 @@ class GradBucket:
         """
         if self._widens and self.has_local:
             self.start_reduce()
-        if self.reducer.is_lossy and self._has_arrived:
+        if self.is_lossy and self._has_arrived:
             self.reducer.keep(self._settled())
             self._is_kept = True
-            self._free_local() if self._policy.shards_grads else self._clear_local()
+            self._free_local() if self._policy.shards_grads else self._mark_empty()
 
     def start_reduce(self) -> None:
         """Start to add this rank's sums to those of all ranks. Sends (world_size - 1) * n elements."""
@@ -507,7 +514,7 @@ class GradBucket:
         if self.is_single_rank:
             if self.home.is_on_host:
                 self._leave(local, local)
-                self._forget_local()
+                self._detach_local()
             return
         adds = self._has_reduced and self._reduced is not None
         assert self._handle is None
@@ -519,16 +526,16 @@ class GradBucket:
         if self._gathers_sums and local.dtype == self._sent_dtype and not adds:
             whole = self.reducer.reduce_whole(local, self._reduced)
             if whole is not None:
-                self._handle, self._gathers = whole
-                self._clear_local()
+                self._handle, self._next_handle = whole
+                self._mark_empty()
                 return
         payload = local
-        if local.dtype != self._sent_dtype and not self.reducer.is_lossy:
+        if local.dtype != self._sent_dtype and not self.is_lossy:
             payload = self._pool.take(local.numel(), self._sent_dtype, local.device)
             payload.copy_(local)
             self._payload = payload
         self._handle = self.reducer.reduce(payload, self._reduced, add=adds)
-        self._clear_local()
+        self._mark_empty()
 
     def _new_reduced(self) -> Tensor:
         numel = self.layout.shard_numel
@@ -558,12 +565,12 @@ class GradBucket:
         """This rank's part of the sum leaves; the local sum is free, unless it contains that part."""
         reduced, local = self._reduced, self._local
         assert reduced is not None and local is not None
-        rest = self.reducer.complete(reduced)  # what leaves is not summed again on the device
+        rest = self.reducer.cross_replicas(reduced)  # what leaves is not summed again on the device
         if rest is not None:
             rest.wait()
         if self._reduced_is_in_local():
             self._leave(reduced, local)
-            self._forget_local()
+            self._detach_local()
         else:
             self._free_local()
             self._leave(reduced, reduced)
@@ -579,32 +586,31 @@ class GradBucket:
         self.home.add(source, partial(self._pool.give, buffer))
         self.early_update.sum_left()
 
-    def complete(self) -> Handle | None:
-        """Start to add what the reductions of a step left out; see `GradientReducer.complete`."""
+    def cross_replicas(self) -> Handle | None:
+        """Start to add what the reductions of a step left out; see `GradientReducer.cross_replicas`."""
         if self._reduced is None or not self._has_reduced:
             return None
-        return self.reducer.complete(self._reduced)
+        return self.reducer.cross_replicas(self._reduced)
 
     def start_gather(self) -> None:
         """Stage 0: start to gather all reduced sums into `local`. Sends (world_size - 1) shards per rank."""
         if self.is_single_rank:
             return
-        if self._gathers is not None:
-            self._handle, self._gathers = self._gathers, None
+        if self._next_handle is not None:
+            self._handle, self._next_handle = self._next_handle, None
             return
         assert self._local is not None and self._reduced is not None
         # late gradients are not overwritten
         whole = torch.empty_like(self._local) if self._has_arrived else self._local
         self._handle = self.reducer.gather(self._reduced, whole)
-        if (
-            self.reducer.is_lossy
-        ):  # every rank has the same sums, which are not quite the reduced ones
+        # every rank has the same sums, which are not quite the reduced ones
+        if self.is_lossy:
             self._reduced = self._collectives.shard_of(whole)
 
     def finish_gather(self) -> None:
         """Wait for the gather in flight."""
-        if self._gathers is not None:  # a late gradient comes before `start_gather`
-            self._gathers.wait()
+        if self._next_handle is not None:  # a late gradient comes before `start_gather`
+            self._next_handle.wait()
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
@@ -632,7 +638,7 @@ class GradBucket:
         return self._squares_of(sums, exact=exact)
 
     def own_square(self, *, exact: bool) -> Tensor:
-        """[] fp64: that of this rank's shard. Others may still be gathered. Where `gathers_exactly`."""
+        """[] fp64: that of this rank's shard. Others may still be gathered. Where `norm_before_gather`."""
         ranks = self._collectives
         own = None if self._local is None else ranks.shard_of(self._local)
         return self._square_of_shard(own, exact=exact)[ranks.rank]
@@ -657,10 +663,11 @@ class GradBucket:
         return squares
 
     @property
-    def gathers_exactly(self) -> bool:
-        """Ranks of CPUs gather the sums as they are. A device waits for them, which are in its queue."""
-        is_away = self.home.is_on_host or self._collectives.device.type != "cpu"
-        return self._gathers_sums and not (self.reducer.is_lossy or is_away)
+    def norm_before_gather(self) -> bool:
+        """The norm of this rank's shard may be read before the gather ends: exact sums on CPUs."""
+        # a device runs the gather first, and the host does not wait for it
+        gains = self._collectives.device.type == "cpu" and not self.home.is_on_host
+        return self._gathers_sums and gains and not self.is_lossy
 
     def for_update(self) -> Tensor:
         """The sums that the optimizer reads: the shard if its state is sharded, else the whole buffer."""
@@ -696,9 +703,9 @@ class GradBucket:
         self.early_update.take_back()
         self.reducer.end_step()
         self._is_kept = False
-        self._clear_local()
+        self._mark_empty()
         self._is_writable = False
-        for param in self.params:  # a large one is still there if a script's hook raised
+        for param in self.params:  # a large one is still there if user code's hook raised
             param.grad = None
         self._has_reduced = False
         self._was_held = False
@@ -719,7 +726,7 @@ class GradBucket:
 
     def release(self) -> None:
         """Free all buffers, which are unused between a step and the next backward."""
-        self._forget_local()
+        self._detach_local()
         self._reduced = None
         self._reduced_bytes = 0
 

@@ -3,7 +3,7 @@
     forward    pre_forward  -> gather this unit, start the next one     post_forward -> drop
     backward   pre_backward -> gather this unit, start the previous one  gradients complete -> drop
 
-- A call begins with a module of the unit, or with an inner module when a script calls that one directly.
+- A call begins with a module of the unit, or with an inner module when user code calls that one directly.
 - pre_backward is a hook on the autograd nodes of a module's outputs.
 - A forward during backward is a recompute (activation checkpointing), which may end early: it gathers units
   and never drops them.
@@ -84,7 +84,7 @@ class UnitHooks:
                 self._hook_inner(unit, module, wrap)
 
     def _hook_inner(self, unit: Unit, module: nn.Module, wrap: HookWrapper) -> None:
-        """Hook a submodule of a unit; the hooks act only when a script calls it directly."""
+        """Hook a submodule of a unit; the hooks act only when user code calls it directly."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if unit.is_running:
@@ -168,7 +168,7 @@ class UnitHooks:
                 # in one order on every rank, before the messages of backward
                 for other in self._units:
                     other.unshard()
-        elif not (unit.stays_until_backward and needs_backward):
+        elif not (unit.is_kept_until_backward and needs_backward):
             if is_last:
                 self._gatherer.drop(unit)
             else:
@@ -257,7 +257,7 @@ class UnitHooks:
         count = len(tensors)
         for tensor in tensors:
             handle = tensor.register_hook(one_arrived)  # type: ignore[no-untyped-call]
-            if tensor.is_leaf:  # a parameter of another unit, or a tensor that the script keeps
+            if tensor.is_leaf:  # a parameter of another unit, or a tensor that user code keeps
                 self._gatherer.remove_after_backward(handle)
 
 

@@ -78,9 +78,7 @@ class Master:
 
     def _settle_in(self, home: Home) -> None:
         self.home = home
-        self.crosses_device = (
-            home.is_on_host != self.params.is_on_host or self.params.place.is_on_disk
-        )
+        self.crosses_device = home.is_on_host != self.params.is_on_host or self.params.is_on_disk
         keeps_master = self.is_sharded and self.params.sender.keeps_master
         self.has_compute_copy = self.casts or self.crosses_device or keeps_master
 
@@ -243,7 +241,7 @@ class Master:
 
     def begin_send(self) -> Tensor:
         """New values will be sent; the result is what `send` takes for them. Writes to old ones are lost."""
-        if not self.params.place.is_on_disk:
+        if not self.params.is_on_disk:
             return self.compute
         self.params.arrive()
         self.params.place.begin_receive()
@@ -255,14 +253,14 @@ class Master:
 
         compute: the result of `begin_send`, which must not be called in that thread: it may wait for this copy.
         """
-        if self.params.place.is_on_disk:
+        if self.params.is_on_disk:
             return self._write_to_disk(values)
         return self.host.sender.send(values, compute, after)
 
     @torch.no_grad()
     def send_kept(self, values: Tensor, compute: Tensor, after: Mark | None) -> Ticket:
         """The same for `values` in memory of the caller, which waits before it writes to them again."""
-        if self.params.place.is_on_disk:
+        if self.params.is_on_disk:
             return self._write_to_disk(values)
         return self.host.sender.copy(values, compute, after)
 
@@ -295,7 +293,7 @@ class Master:
     def write_compute(self) -> None:
         """Set the values that forward computes with from the masters."""
         self.has_sent_delta = False
-        if self.params.place.is_on_disk and not self.home.is_on_host:
+        if self.params.is_on_disk and not self.home.is_on_host:
             self.send(self.tensor.to("cpu", self.params.dtype), self.begin_send(), None)
             return
         if not self.crosses_device:

@@ -6,7 +6,7 @@
 
 - Dropping resizes the storage to zero and gathering fills it in place, so every view that autograd saved is
   valid again. Swapping `.data` alone would keep the full storages alive through saved tensors.
-- A script that reads a dropped parameter gets a placeholder: NaN of the right shape. Reading a view of an
+- User code that reads a dropped parameter gets a placeholder: NaN of the right shape. Reading a view of an
   empty storage can crash the process. torch refuses writes to a placeholder.
 - The engine writes only through `raw`: gloo increments the version counter of its output from a worker
   thread, and the counter of `raw` is not the one that autograd checks.
@@ -33,9 +33,9 @@ from ...ops.comm.handles import Done, Handle
 from ...ops.flat import overlap
 from ...ops.torch_internals import NoTorchFunction
 from ...utils.errors import UsageError
-from ..access.owners import find_owner
 from ..layout.groups import FlatGroup
 from ..layout.layout import FlatLayout
+from .owners import find_owner
 
 
 class ParamMemory(ABC):
@@ -54,7 +54,7 @@ class ParamMemory(ABC):
     @property
     @abstractmethod
     def is_shared(self) -> bool:
-        """Other ranks have the same memory, and scripts may only read it."""
+        """Other ranks have the same memory, and user code may only read it."""
 
     @abstractmethod
     def fill(self, fill: Callable[[Tensor], None]) -> None:
@@ -62,7 +62,7 @@ class ParamMemory(ABC):
 
     @abstractmethod
     def refuse_assigned(self, assigned: Sequence[tuple[nn.Parameter, Tensor, str]]) -> None:
-        """Undo what a script has assigned to `.data`, where other ranks have the same memory.
+        """Undo what user code has assigned to `.data`, where other ranks have the same memory.
 
         assigned: each parameter, its values and its name.
         Raises UsageError: some are other values; the parameters have their own again.
@@ -70,7 +70,7 @@ class ParamMemory(ABC):
 
     @abstractmethod
     def check_place(self) -> None:
-        """Raises UsageError: the script has moved the memory."""
+        """Raises UsageError: user code has moved the memory."""
 
     @abstractmethod
     def wait_for_readers(self) -> None:
@@ -78,7 +78,7 @@ class ParamMemory(ABC):
 
     @abstractmethod
     def leave(self) -> Tensor:
-        """This engine ends: the tensor that takes the place of `raw`, to which scripts may write."""
+        """This engine ends: the tensor that takes the place of `raw`, to which user code may write."""
 
 
 @final
@@ -97,7 +97,7 @@ class OwnMemory(ParamMemory):
         fill(self.raw)
 
     def refuse_assigned(self, assigned: Sequence[tuple[nn.Parameter, Tensor, str]]) -> None:
-        raise AssertionError("scripts may write to it")
+        raise AssertionError("user code may write to it")
 
     def check_place(self) -> None:
         return
@@ -337,6 +337,11 @@ class ParamBucket:
         """The shard is in host memory, or on a disk."""
         return self.is_sharded and self.place.is_on_host
 
+    @property
+    def is_on_disk(self) -> bool:
+        """The shard is on a disk."""
+        return self.place.is_on_disk
+
     def serve(self, receivers: Sequence[int]) -> None:
         """Take part in a gather to the ranks `receivers` only, which may or may not include this one."""
         self.sender.forget()
@@ -455,10 +460,10 @@ class ParamBucket:
         pieces = self.layout.pieces_in(start, stop)
         return [(piece.start, piece.stop) for piece in pieces if piece.slot.offset in frozen]
 
-    # -- writes by the script ---------------------------------------------------------------------------
+    # -- writes by user code ---------------------------------------------------------------------------
 
     def take_edits(self, only: int | None = None) -> None:
-        """Make the script's writes to full parameters, or assignments to their `.data`, their values.
+        """Make user code's writes to full parameters, or assignments to their `.data`, their values.
 
         Args:
             only: the slot of the only parameter to look at; None: all.
@@ -546,7 +551,7 @@ class ParamBucket:
 
     @torch.no_grad()
     def other_dtypes(self) -> list[int]:
-        """Undo dtype changes by the script (`module.float()`); returns the positions of the parameters.
+        """Undo dtype changes by user code (`module.float()`); returns the positions of the parameters.
 
         Gathered parameters keep the values that were cast; dropped ones have no values to cast.
         """

@@ -24,18 +24,18 @@ from ..layout.groups import FlatGroups
 from .grad_bucket import GradBucket
 
 NUM_COUNTS = 1 << 6  # a number of writes below it fits into one byte with two flags
-LATE, ASKED = NUM_COUNTS, 2 * NUM_COUNTS  # flags beside the number of writes
+LATE, STOP = NUM_COUNTS, 2 * NUM_COUNTS  # flags beside the number of writes
 
 
 @final
 class StepStatus:
-    """The squared norm of the reduced sums, and what each rank has to say."""
+    """The squared norm of the reduced sums, and the flags of each rank."""
 
     def __init__(self, table: Tensor, numel: int) -> None:
         """
         Args:
             table: fp64 [world_size, 2], by rank: its part of the squared norm; its writes, plus LATE if
-                it has late gradients, plus ASKED if its process was asked to stop.
+                it has late gradients, plus STOP if its process was asked to stop.
             numel: elements of all gradients, on the rank that has the most.
         """
         self._table, self._numel = table, numel
@@ -47,7 +47,10 @@ class StepStatus:
         self._flags = flags
 
     def decide(self, factor: float, limit: float) -> Tensor:
-        """What the kernels of a plain step read; see the op `decide`. Reading on the host waits for no more."""
+        """Start to compute what the kernels of a plain step read: see the op `decide`.
+
+        A later read on the host waits only for the work before this call.
+        """
         numbers = decide(self._table, self._numel, factor, limit)
         host = torch.empty(self._table.shape, dtype=self._table.dtype, pin_memory=True)
         host.copy_(self._table, non_blocking=True)
@@ -93,13 +96,13 @@ class StepStatus:
         return any(int(number) & LATE for _, number in self._rows)
 
     @property
-    def asked(self) -> list[bool]:
+    def stops(self) -> list[bool]:
         """By rank: its process was asked to stop."""
-        return [bool(int(number) & ASKED) for _, number in self._rows]
+        return [bool(int(number) & STOP) for _, number in self._rows]
 
     @property
-    def edits(self) -> list[int]:
-        """The writes of scripts by rank."""
+    def num_writes(self) -> list[int]:
+        """The writes of user code by rank."""
         return [int(number) % NUM_COUNTS for _, number in self._rows]
 
     @property
@@ -127,7 +130,8 @@ class Scope:
 
 @final
 class Reduction:
-    """Reduces flat gradients in the order of `order`. Every method but `settle` is for all ranks."""
+    """Reduces flat gradients in the order of `order`. `start_*`, `end_*`, `reduce_*` and
+    `cross_replicas` are for all ranks of each group."""
 
     def __init__(
         self,
@@ -160,17 +164,16 @@ class Reduction:
         self._next = 0
         self._in_flight: list[GradBucket] = []
         self._with_replicas = [g for g in self.order if g.group.levels is not None]
-        self._completing: list[tuple[GradBucket, Handle]] = []  # on their way over the replicas
-        self._completes = False  # the running backward is expected to be the last of its step
+        self._crossing: list[tuple[GradBucket, Handle]] = []  # on their way over the replicas
+        self._crosses_now = False  # the running backward is expected to be the last of its step
         self._reduces = True
-        self._held: set[GradBucket] = (
-            set()
-        )  # gradients of whole backward passes are not reduced yet
+        # buckets with gradients of whole backward passes that are not reduced yet
+        self._held: set[GradBucket] = set()
         self.has_sums = False  # a backward has brought gradients since the last step
 
     def _count_numel(self) -> int:
         """The elements of all buffers, on the rank that has the most."""
-        numel = sum(grads.layout.numel for grads in self.order)
+        numel = sum(bucket.layout.numel for bucket in self.order)
         if not self._spans_stages:
             return numel
         mine = torch.tensor([numel], dtype=torch.int64, device=self._world.device)
@@ -190,29 +193,29 @@ class Reduction:
             self.settle()  # buffers may be written again only when they are not being sent
             self._running = self.order
         else:
-            self._running = [grads for grads in self.order if grads in scope.brings]
-            for grads in self._running:
-                self.settle(grads)
+            self._running = [bucket for bucket in self.order if bucket in scope.brings]
+            for bucket in self._running:
+                self.settle(bucket)
         self._reduces = reduces
         self._scope = scope
-        self._completes = scope is None and ends_step
+        self._crosses_now = scope is None and ends_step
         self._next = 0
-        for grads in self._running:
-            grads.begin_backward(hold=not self._reduces_now(grads))
+        for bucket in self._running:
+            bucket.begin_backward(hold=not self._reduces_now(bucket))
 
     def open(self) -> None:
         """From now on gradients of the backward that has begun are counted."""
-        for grads in self._running:
-            grads.arrivals.open()
+        for bucket in self._running:
+            bucket.arrivals.open()
 
     def expect_no_more(self) -> None:
         """The backward is over. A gradient that arrives later is late."""
-        for grads in self._running:
-            grads.arrivals.expect_no_more()
+        for bucket in self._running:
+            bucket.arrivals.expect_no_more()
 
-    def _reduces_now(self, grads: GradBucket) -> bool:
-        """`grads` is reduced at the end of the running backward."""
-        return self._reduces and (self._scope is None or grads in self._scope.reduces)
+    def _reduces_now(self, bucket: GradBucket) -> bool:
+        """`bucket` is reduced at the end of the running backward."""
+        return self._reduces and (self._scope is None or bucket in self._scope.reduces)
 
     def start_complete(self) -> None:
         """Start the reductions of complete buffers, up to the first that is not complete.
@@ -220,29 +223,29 @@ class Reduction:
         Where gradients are held back they are collected at the same moment, so that sums have the same bits.
         """
         while self._next < len(self._running):
-            grads = self._running[self._next]
-            if not grads.arrivals.is_complete:
+            bucket = self._running[self._next]
+            if not bucket.arrivals.is_complete:
                 return
-            if self._reduces_now(grads):
-                self._start(grads)
+            if self._reduces_now(bucket):
+                self._start(bucket)
             else:
-                grads.collect()
+                bucket.collect()
             self._next += 1
 
     def end_backward(self) -> None:
         """No more gradients will arrive: reduce the rest, with zeros for unused parameters."""
         if self._reduces:
-            for grads in self._running[self._next :]:
-                if self._reduces_now(grads):
-                    self._start(grads)
+            for bucket in self._running[self._next :]:
+                if self._reduces_now(bucket):
+                    self._start(bucket)
             self._next = len(self._running)
-        for grads in self._running:  # if all are sent: late gradients of small parameters
-            grads.collect()
-            if not self._reduces_now(grads):
-                grads.hold()
-                self._held.add(grads)
+        for bucket in self._running:  # if all are sent: late gradients of small parameters
+            bucket.collect()
+            if not self._reduces_now(bucket):
+                bucket.hold_back()
+                self._held.add(bucket)
             else:
-                self._held.discard(grads)
+                self._held.discard(bucket)
         self.has_sums = True
 
     def end_without_reducing(self) -> None:
@@ -253,35 +256,35 @@ class Reduction:
 
     def scale_by(self, factor: float) -> None:
         """Multiply the following gradients of this backward by `factor`."""
-        for grads in self.order:
-            grads.scale_by(factor)
+        for bucket in self.order:
+            bucket.scale_by(factor)
 
-    def start_finish(self, *, num_writes: int, is_asked: bool) -> StepStatus:
+    def start_finish(self, *, num_writes: int, must_stop: bool) -> StepStatus:
         """Sum every gradient over the ranks, also those that were held back. The host waits for no device.
 
         Args:
-            num_writes: of this rank's script to parameters, below NUM_COUNTS; the others hear it.
-            is_asked: this rank's process was asked to stop; the others hear it.
+            num_writes: of this rank's user code to parameters, below NUM_COUNTS; the others hear it.
+            must_stop: this rank's process was asked to stop; the others hear it.
 
         Sends 16 bytes to each rank beside the gradients, or one (stage 0 on devices). `end_finish` must follow.
         """
         self.reduce_held()
-        self.complete()
-        return self._agree(exact=False, said=num_writes + ASKED * is_asked)
+        self.cross_replicas()
+        return self._agree(exact=False, flags=num_writes + STOP * must_stop)
 
-    def end_finish(self, agreed: StepStatus) -> float:
+    def end_finish(self, status: StepStatus) -> float:
         """Reduce late gradients.
 
         Returns:
             the squared 2-norm of the sums over all parameters, fp64, the same on every rank; inf or nan on
             overflow. Partial sums of the ranks' shards are added in rank order.
         """
-        if agreed.is_late:
+        if status.is_late:
             self.reduce_late()
-            self.complete()
-            agreed = self._agree(exact=False)
-        if agreed.is_in_range:
-            return agreed.square
+            self.cross_replicas()
+            status = self._agree(exact=False)
+        if status.is_in_range:
+            return status.square
         return self._agree(exact=True).square
 
     @property
@@ -297,22 +300,23 @@ class Reduction:
 
     def start_held(self, only: Collection[GradBucket]) -> None:
         """Start to reduce what was held back of `only`, the same on all ranks of each group."""
-        for grads in self.order:
-            if grads in only and grads in self._held:
-                self.settle(grads)
-                self._start(grads)
+        for bucket in self.order:
+            if bucket in only and bucket in self._held:
+                self.settle(bucket)
+                self._start(bucket)
         self._held = self._held.difference(only)
 
-    def _agree(self, *, exact: bool, said: int = 0) -> StepStatus:
-        """The squared norm of the reduced sums, and what each rank has `said`, with its late gradients."""
-        said += LATE * any(grads.is_late for grads in self.order)
+    def _agree(self, *, exact: bool, flags: int = 0) -> StepStatus:
+        """The squared norm of the reduced sums, and what each rank has `flags`, with its late gradients."""
+        flags += LATE * any(bucket.is_late for bucket in self.order)
         if self._spans_stages or self._groups.data.policy.shards_optimizer:
-            return StepStatus(self._by_norms(said, exact=exact), self._numel)
-        if not self._sent and all(grads.gathers_exactly for grads in self.order):
-            return StepStatus(self._by_own_shards(said, exact=exact), self._numel)
+            return StepStatus(self._by_norms(flags, exact=exact), self._numel)
+        if not self._sent and all(bucket.norm_before_gather for bucket in self.order):
+            return StepStatus(self._by_own_shards(flags, exact=exact), self._numel)
         # every rank gets all sums, so no exchange of norms follows: send the flag first
         world = self._world
-        flag = torch.full((1,), said, dtype=torch.uint8, device=world.device)  # no copy to wait for
+        # made on the device: there is no copy to wait for
+        flag = torch.full((1,), flags, dtype=torch.uint8, device=world.device)
         table, handle = world.start_gather_small(flag)
         self._drain()
         none = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)
@@ -321,33 +325,33 @@ class Reduction:
         rows = torch.stack([squares, table.view(-1).to(squares.dtype)], dim=1)
         return StepStatus(rows, self._numel)
 
-    def _by_own_shards(self, said: int, *, exact: bool) -> Tensor:
-        """The table of an `StepStatus` at stage 0, while sums are still gathered: updates wait for them.
+    def _by_own_shards(self, flags: int, *, exact: bool) -> Tensor:
+        """The table of a `StepStatus` at stage 0, while sums are still gathered: updates wait for them.
 
         Each rank computes the norm of its own shards only.
         """
         self._drain()
         world = self._world
-        own = _added(self._zero(), [grads.own_square(exact=exact) for grads in self.order])
-        return world.gather_small(torch.stack([own, own.new_full((), said)]))
+        own = _added(self._zero(), [bucket.own_square(exact=exact) for bucket in self.order])
+        return world.gather_small(torch.stack([own, own.new_full((), flags)]))
 
-    def _by_norms(self, said: int, *, exact: bool) -> Tensor:
-        """The table of an `StepStatus`, with a message of this rank's part of the norm.
+    def _by_norms(self, flags: int, *, exact: bool) -> Tensor:
+        """The table of a `StepStatus`, with a message of this rank's part of the norm.
 
         Sums that every rank has are no part of it. They may arrive while it is sent.
         """
         world = self._world
         sent, known = self._sent, self._known
-        if any(not grads.is_single_rank for grads in sent):
+        if any(not bucket.is_single_rank for bucket in sent):
             self._drain()
         found = self._squares(sent, exact=exact)
         parts = [  # each element on one rank only
-            one[grads.group.collectives.rank]
-            for grads, one in zip(sent, found, strict=True)
-            if grads.group.is_first_replica
+            one[bucket.group.collectives.rank]
+            for bucket, one in zip(sent, found, strict=True)
+            if bucket.group.is_first_replica
         ]
         own = _added(self._zero(), parts)
-        table, handle = world.start_gather_small(torch.stack([own, own.new_full((), said)]))
+        table, handle = world.start_gather_small(torch.stack([own, own.new_full((), flags)]))
         self._drain()
         found = self._squares(known, exact=exact)
         handle.wait()
@@ -359,22 +363,22 @@ class Reduction:
 
     def _squares(self, order: Sequence[GradBucket], *, exact: bool) -> list[Tensor]:
         found = []
-        for grads in order:  # the norm of one buffer is computed while the next is in flight
-            grads.finish_gather()
-            found.append(grads.square_sums(exact=exact))
+        for bucket in order:  # the norm of one buffer is computed while the next is in flight
+            bucket.finish_gather()
+            found.append(bucket.square_sums(exact=exact))
         return _on_device(found, self._world.device)
 
     def reduce_late(self) -> None:
         """Reduce buffers again that got late gradients on any rank. Sends one byte per buffer to each rank."""
         self.settle()
-        for collectives in self._groups.several:
-            inside = [grads for grads in self.order if grads.group.everyone is collectives]
-            flags = [grads.is_late for grads in inside]
+        for collectives in self._groups.holders:
+            inside = [bucket for bucket in self.order if bucket.group.everyone is collectives]
+            flags = [bucket.is_late for bucket in inside]
             mine = torch.tensor(flags, dtype=torch.uint8, device=collectives.device)
             late = collectives.gather_small(mine).amax(0).tolist() if inside else []
-            for grads, flag in zip(inside, late, strict=True):
+            for bucket, flag in zip(inside, late, strict=True):
                 if flag:
-                    self._start(grads)
+                    self._start(bucket)
         self.settle()
 
     def settle(self, only: GradBucket | None = None) -> None:
@@ -383,73 +387,68 @@ class Reduction:
             self._drain()
         while only in self._in_flight:
             self._end(self._in_flight.pop(0))
-        for grads in self.order if only is None else [only]:
-            grads.finish_gather()
-        self._end_completing(self.order if only is None else [only])
+        for bucket in self.order if only is None else [only]:
+            bucket.finish_gather()
+        self._end_crossing(self.order if only is None else [only])
 
-    def settle_late(self, grads: GradBucket) -> None:
-        """Let `grads` take a late gradient. Only this rank may have one, so no message starts here."""
-        grads.finish_reduce()
-        grads.finish_gather()
-        self._end_completing([grads])
+    def settle_late(self, bucket: GradBucket) -> None:
+        """Let `bucket` take a late gradient. Only this rank may have one, so no message starts here."""
+        bucket.finish_reduce()
+        bucket.finish_gather()
+        self._end_crossing([bucket])
 
-    def complete(self) -> None:
+    def cross_replicas(self) -> None:
         """Wait until all totals are summed over all replicas. For all ranks."""
         if self._with_replicas:
             self._drain()
-            for grads in self._with_replicas:
-                self._complete(grads)
-            self._end_completing(self._with_replicas)
+            for bucket in self._with_replicas:
+                self._cross(bucket)
+            self._end_crossing(self._with_replicas)
 
-    def _complete(self, grads: GradBucket) -> None:
+    def _cross(self, bucket: GradBucket) -> None:
         """Start to sum over the replicas, and end the sums before the last one."""
-        rest = grads.complete()
+        rest = bucket.cross_replicas()
         if rest is not None:
-            self._completing.append((grads, rest))
-        while len(self._completing) > min(self._depth, 2):
-            self._completing.pop(0)[1].wait()
+            self._crossing.append((bucket, rest))
+        while len(self._crossing) > min(self._depth, 2):
+            self._crossing.pop(0)[1].wait()
 
-    def _end_completing(self, only: Sequence[GradBucket]) -> None:
-        while any(grads in only for grads, _ in self._completing):
-            self._completing.pop(0)[1].wait()
+    def _end_crossing(self, only: Sequence[GradBucket]) -> None:
+        while any(bucket in only for bucket, _ in self._crossing):
+            self._crossing.pop(0)[1].wait()
 
     @property
     def is_lossy(self) -> bool:
         """What is sent now is not exact."""
-        return any(grads.reducer.is_lossy for grads in self.order)
-
-    @property
-    def is_exact(self) -> bool:
-        """Every rank gets the exact sums of this step."""
-        return not any(grads.reducer.is_lossy for grads in self.order)
+        return any(bucket.is_lossy for bucket in self.order)
 
     def undo(self) -> None:
         """The step is skipped: what was sent in it is owed again, where it is lossy. Before `reset`."""
         self.settle()
-        for grads in self.order:
-            grads.reducer.undo()
+        for bucket in self.order:
+            bucket.reducer.undo()
 
     def reset(self) -> None:
         """Drop all gradients: the step is done, or skipped."""
-        for grads in self.order:
-            grads.reset()
+        for bucket in self.order:
+            bucket.reset()
         self._held = set()
         self.has_sums = False
 
-    def _start(self, grads: GradBucket) -> None:
-        grads.start_reduce()
-        if grads.is_single_rank:  # nothing is in flight
+    def _start(self, bucket: GradBucket) -> None:
+        bucket.start_reduce()
+        if bucket.is_single_rank:  # nothing is in flight
             return
-        self._in_flight.append(grads)
+        self._in_flight.append(bucket)
         if len(self._in_flight) > self._depth:
             self._end(self._in_flight.pop(0))
 
-    def _end(self, grads: GradBucket) -> None:
-        grads.finish_reduce()
-        if not grads.group.policy.shards_optimizer:  # stage 0: every rank gets the whole total
-            grads.start_gather()
-        elif self._completes:
-            self._complete(grads)
+    def _end(self, bucket: GradBucket) -> None:
+        bucket.finish_reduce()
+        if not bucket.group.policy.shards_optimizer:  # stage 0: every rank gets the whole total
+            bucket.start_gather()
+        elif self._crosses_now:
+            self._cross(bucket)
 
     def _drain(self) -> None:
         while self._in_flight:
@@ -471,4 +470,4 @@ def _on_device(found: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [copies.get(number, one) for number, one in enumerate(found)]
 
 
-__all__ = ["ASKED", "StepStatus", "LATE", "REDUCTIONS_IN_FLIGHT", "Reduction", "Scope"]
+__all__ = ["STOP", "StepStatus", "LATE", "REDUCTIONS_IN_FLIGHT", "Reduction", "Scope"]

@@ -20,21 +20,22 @@ class Unit:
     Other classes change the state of the calls only through the methods below.
 
     Attributes:
-        params: the flat parameter buffers, one for each (trainable, dtype).
-        grads: the flat gradient buffers of the trainable ones.
+        params: the flat parameter buffers, one for each `_Kind` of zero/model/building.py. Trained ones come
+            first, in the order of `grads`.
+        grads: the flat gradient buffers of the trained ones.
         homes: where the masters of the trainable ones are stored at first.
         is_root: holds the parameters outside of every block; its modules are called throughout a pass.
         most_numel: elements of its buffers on the tensor rank that has the most. The same on all tensor ranks,
             which share some of the buffers: it decides what is gathered when.
-        stays_until_backward: stays gathered from its forward to its backward, which uses it first.
+        is_kept_until_backward: stays gathered from its forward to its backward, which uses it first.
         is_running: one of its modules is being called; the unit stays gathered until that call ends.
-        entry: the inner module that the script called directly and whose call is running.
+        entry: the inner module that user code called directly and whose call is running.
         depth: the number of nested calls of `entry` by itself.
         used_units: other units whose parameters the modules of this unit use as well.
         num_running_users: the number of running units that use the parameters of this unit.
         num_recomputes: calls that began in this backward (reentrant checkpoints).
         is_used_by_others: other units use its parameters, so only the end of backward ends its use.
-        awaits_backward: the graph of a call has no output to hook; gathered until the update.
+        is_kept_until_update: the graph of a call has no output to hook; gathered until the update.
         is_held: stays gathered until `release`, whatever calls it.
     """
 
@@ -45,7 +46,7 @@ class Unit:
     grads: list[GradBucket] = field(default_factory=list)
     homes: list[Home] = field(default_factory=list)
     most_numel: int = 0
-    stays_until_backward: bool = False
+    is_kept_until_backward: bool = False
     is_running: bool = False
     entry: nn.Module | None = None
     depth: int = 0
@@ -53,12 +54,12 @@ class Unit:
     num_running_users: int = 0
     num_recomputes: int = 0
     is_used_by_others: bool = False
-    awaits_backward: bool = False
+    is_kept_until_update: bool = False
     is_held: bool = False
 
     @property
     def inner_modules(self) -> list[nn.Module]:
-        """Submodules that hold parameters of this unit directly: scripts may call them."""
+        """Submodules that hold parameters of this unit directly: user code may call them."""
         keys = {id(param) for flat in self.params for param in flat.params}
         return [
             module
@@ -107,7 +108,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Free the gathered buffers, unless a running unit or a later backward needs them."""
-        if self.num_running_users or self.awaits_backward or self.is_held:
+        if self.num_running_users or self.is_kept_until_update or self.is_held:
             return
         self.is_running = False
         for flat in self.params:
@@ -129,7 +130,7 @@ class Unit:
         self.is_running, self.entry, self.depth, self.num_running_users = False, None, 0, 0
 
     def set_entry(self, module: nn.Module | None) -> None:
-        """The script calls the inner module `module` directly; None: that call has returned."""
+        """User code calls the inner module `module` directly; None: that call has returned."""
         self.entry = module
 
     def begin_nested_call(self) -> None:
@@ -141,7 +142,7 @@ class Unit:
         self.depth -= 1
 
     def count_recompute(self) -> None:
-        """A call begins during backward."""
+        """A call begins during backward. From two on, `Gatherer.after_grads` keeps the unit."""
         self.num_recomputes += 1
 
     def clear_recomputes(self) -> None:
@@ -163,11 +164,11 @@ class Unit:
 
     def keep_until_backward(self) -> None:
         """From now on the unit stays gathered from its forward to its backward."""
-        self.stays_until_backward = True
+        self.is_kept_until_backward = True
 
     def keep_until_update(self) -> None:
         """`reshard` does nothing until `begin_update`."""
-        self.awaits_backward = True
+        self.is_kept_until_update = True
 
     def hold(self) -> None:
         """Start to gather the unit; `reshard` does nothing until `release`."""
@@ -181,4 +182,4 @@ class Unit:
 
     def begin_update(self) -> None:
         """The parameters are about to change: no earlier graph needs them any more."""
-        self.awaits_backward = False
+        self.is_kept_until_update = False

@@ -1,4 +1,4 @@
-"""Checks in every forward that the script has not changed dtypes or unfrozen parameters."""
+"""Checks in every forward that user code has not changed dtypes or unfrozen parameters."""
 
 from __future__ import annotations
 

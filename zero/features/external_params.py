@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...utils.errors import UsageError
-from ..access.owners import find_owner
 from ..core.gather import Gatherer
+from ..core.owners import find_owner
 from ..core.unit import Unit
 
 # attributes of a parameter that do not need its values
@@ -59,9 +59,8 @@ def touched_params(
                     yield item
 
 
-CHECKED_FORWARDS = (
-    2  # of training, and of evaluation: seeing every call costs a few microseconds each
-)
+# of training, and of evaluation: seeing every call costs a few microseconds each
+CHECKED_FORWARDS = 2
 
 
 @final
@@ -86,9 +85,8 @@ class ExternalParams(TorchFunctionMode):
             unit = self._unit_of.get(id(param))
             if unit is None or unit.is_running or not unit.may_be_resharded:
                 continue
-            if not _is_overridden(
-                param
-            ):  # even if it is gathered now: it may be dropped before backward
+            # even if it is gathered now: it may be dropped before backward
+            if not _is_overridden(param):
                 running = self._gatherer.running
                 self._gatherer.register_use(unit, running[-1] if running else self._root)
         return func(*args, **kwargs)

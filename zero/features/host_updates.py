@@ -122,7 +122,7 @@ class HostUpdates:
 
 
 @final
-class Arrival(Ticket):
+class UpdateAndCopy(Ticket):
     """An update on the host, and then the copy of its values to the device."""
 
     def __init__(self) -> None:
@@ -179,13 +179,13 @@ def _start_in_place(update: HostUpdate) -> Ticket:
 
 
 @torch.no_grad()
-def _start_across(update: HostUpdate) -> Arrival:
+def _start_across(update: HostUpdate) -> UpdateAndCopy:
     master = update.master
     (grad, arrives), host, dtype = master.grads.home.arriving(), master.host, master.params.dtype
     mark = host.lanes.to_device.mark()
     master.wait()
     master.residence.begin()
-    compute, arrival = master.begin_send(), Arrival()
+    compute, arrival = master.begin_send(), UpdateAndCopy()
 
     def work() -> None:
         arrives.wait()
@@ -199,4 +199,4 @@ def _start_across(update: HostUpdate) -> Arrival:
     return arrival
 
 
-__all__ = ["Arrival", "HostUpdate", "HostUpdates", "start"]
+__all__ = ["HostUpdate", "HostUpdates", "UpdateAndCopy", "start"]

@@ -1,6 +1,6 @@
 """Finds writes to whole parameters that only some ranks made: the next update would mix old and new values.
 
-Every rank adds to a message of the step how often a script has written since the last one: by torch's version
+Every rank adds to a message of the step how often user code has written since the last one: by torch's version
 counters, which the engine's own writes do not move, and by assignments to `.data`. Only where these numbers
 differ do the ranks compare values. So a write through `.data` in place (`p.data.fill_()`) is not found.
 """
@@ -36,7 +36,7 @@ class _Watched:
         self._offsets = sum(slot.offset for _, slot in filled) * flat.raw.element_size()
 
     def is_assigned(self) -> bool:
-        """A script has assigned to `.data` of some parameter."""
+        """User code has assigned to `.data` of some parameter."""
         start = self.flat.raw.data_ptr() * len(self.params)
         return sum([param.data_ptr() for param in self.params]) != start + self._offsets
 
@@ -53,7 +53,6 @@ class ReplicaCheck:
         whole = [flat for flat in flats if flat.group.everyone.world_size > 1]
         self._groups = groups
         self._watched = [_Watched(flat) for flat in whole if not flat.may_be_resharded]
-        self.were_made = False  # by what all ranks agreed on last
         self._versions = 0
         self._base = self._sum()
 
@@ -75,12 +74,11 @@ class ReplicaCheck:
         Raises:
             UsageError: on every rank; a parameter has different values. What is sharded has its old ones again.
         """
-        self.were_made = any(counts)
         if len(set(counts)) > 1:
-            messages = [self._compare(one) for one in self._groups.several]
+            messages = [self._compare(one) for one in self._groups.holders]
             text = next((message for message in messages if message), "")
             if (
-                len(self._groups.several) > 1
+                len(self._groups.holders) > 1
                 or self._groups.world is not self._groups.data.everyone
             ):
                 agree(self._groups.world, text, UsageError, "the comparison of parameters")

@@ -1,6 +1,6 @@
 """`shared_parameters`: the ranks of a machine have one copy of the full parameters, in memory that they share.
 
-Each rank writes its part of it, in place. Scripts may only read it.
+Each rank writes its part of it, in place. User code may only read it.
 """
 
 from __future__ import annotations

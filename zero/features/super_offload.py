@@ -4,9 +4,9 @@ backward     | unit 3 | unit 2 | unit 1 | unit 0 |          step(): the norm is 
 updates               | adam unit 3 | adam unit 1 | adam unit 0 | adam unit 2 |
 to_device                                           copy unit 1 | copy unit 0 | ...
 
-A guess assumes that the step is neither clipped nor skipped. It writes master, states and parameters to spare
-memory; the tensors stay the same objects. If `step()` finds the same inputs, the new values are used, and the
-old memory becomes spare. Otherwise the tensors return to the old memory, and the update runs again.
+A speculation assumes that the step is neither clipped nor skipped. It writes master, states and parameters to
+spare memory; the tensors stay the same objects. If `step()` finds the same inputs, the new values are used, and
+the old memory becomes spare. Otherwise the tensors return to the old memory, and the update runs again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...offload.spare import Room, Spare
 from ...ops.optim.shard_optimizer import Old, states_of
 from ..core.grad_bucket import EarlyUpdate
 from ..core.master import Master
-from .host_updates import Arrival, HostUpdate, HostUpdates, start
+from .host_updates import HostUpdate, HostUpdates, UpdateAndCopy, start
 
 
 @final
@@ -99,7 +99,7 @@ def _values_bytes(master: Master) -> int:
 
 
 @final
-class SpeculativeUpdate:
+class Speculation:
     """One update before its norm is known. Its result is used once, or taken back."""
 
     def __init__(self, update: HostUpdate, optimizer: torch.optim.Optimizer) -> None:
@@ -107,9 +107,8 @@ class SpeculativeUpdate:
         self._update = update
         self._optimizer = optimizer
         self._sum, self._sum_arrives = master.grads.home.arriving()
-        self._compute = (
-            None if master.crosses_device else master.compute
-        )  # waits, so not in the thread
+        # `compute` waits, so it is not read in the thread
+        self._compute = None if master.crosses_device else master.compute
         self._room: Room | None = None
         self._last_reader: Ticket = Done()
         self._states: _States | None = None
@@ -182,10 +181,10 @@ class SpeculativeUpdate:
         """Start to publish the new values; the result completes when forward can read them."""
         return self._use_across() if self._compute is None else self._use_in_place(self._compute)
 
-    def _use_across(self) -> Arrival:
+    def _use_across(self) -> UpdateAndCopy:
         assert self._room is not None
         host, compute = self.master.host, self.master.begin_send()
-        mark, arrival = host.lanes.to_device.mark(), Arrival()
+        mark, arrival = host.lanes.to_device.mark(), UpdateAndCopy()
 
         def work() -> None:
             self.wait()
@@ -210,30 +209,29 @@ class SpeculativeUpdate:
 
 @final
 class SuperOffload:
-    """Starts guesses when sums have left for the host, and gives them to the step. Counts both outcomes.
+    """Starts speculations when sums have left for the host, and gives them to the step.
 
-    The last sum that has left is the first one to be used for a guess: its unit comes first in forward.
+    The last sum that has left is the first one to be used for a speculation: its unit comes first in forward.
     """
 
     def __init__(self, masters: Iterable[Master], updates: HostUpdates, spare: Spare) -> None:
         self.num_used = 0
-        self.num_undone = 0
         self._updates = updates
         self._optimizer = updates.optimizer
         self._spare = spare
         self._scale: float | None = None
         self._has_stepped = False
-        self._super_offload: dict[int, SpeculativeUpdate] = {}  # by id of the master
-        self._waiting: list[SpeculativeUpdate] = []  # those that have not begun
+        self._running: dict[int, Speculation] = {}  # by id of the master
+        self._waiting: list[Speculation] = []  # those that have not begun
         self._has_rooms = False
         self._choosing = threading.Lock()  # which ones begin
-        # without a copy the parameters themselves are the master: a script would read new values
+        # without a copy the parameters themselves are the master: user code would read new values
         found = [
             m
             for m in masters
             if m.home.is_on_host
             and m.has_compute_copy
-            and not (m.residence.is_on_disk or m.params.place.is_on_disk)
+            and not (m.residence.is_on_disk or m.params.is_on_disk)
         ]
         self._masters = found
         for master in found:
@@ -250,10 +248,10 @@ class SuperOffload:
         update = self._updates.prepare(master, self._scale)
         if update.frozen or update.takes_edits:  # the new memory would need the old values
             return
-        guess = SpeculativeUpdate(update, self._optimizer)
+        speculation = Speculation(update, self._optimizer)
         with self._choosing:
-            self._super_offload[id(master)] = guess
-            self._waiting.append(guess)
+            self._running[id(master)] = speculation
+            self._waiting.append(speculation)
         master.host.lanes.updates.run(self._run_latest)
 
     def _run_latest(self) -> None:
@@ -262,14 +260,14 @@ class SuperOffload:
                 return
             if not self._has_rooms:
                 self._make_rooms()
-            guess = self._waiting.pop()
-            if not guess.reserve(self._spare):
-                del self._super_offload[id(guess.master)]
+            speculation = self._waiting.pop()
+            if not speculation.reserve(self._spare):
+                del self._running[id(speculation.master)]
                 return
-        guess.run()
+        speculation.run()
 
     def _make_rooms(self) -> None:
-        """Allocate for all masters at the first guess: how many guesses a step begins depends on timing.
+        """Allocate for all masters at the first one: how many a step begins depends on timing.
 
         Locking pages later would stall the device in the middle of training.
         """
@@ -283,56 +281,55 @@ class SuperOffload:
                 self._spare.give(room)
 
     def undo(self, master: Master) -> None:
-        """Undo a guess: somebody reads the states of `master`, or its gradients change."""
+        """Undo a speculation: somebody reads the states of `master`, or its gradients change."""
         with self._choosing:
-            guess = self._super_offload.pop(id(master), None)
-            if guess in self._waiting:
-                self._waiting.remove(guess)
+            speculation = self._running.pop(id(master), None)
+            if speculation in self._waiting:
+                self._waiting.remove(speculation)
                 return
-        if guess is not None:
-            self.num_undone += 1
-            guess.undo()
-            guess.release(self._spare)
+        if speculation is not None:
+            speculation.undo()
+            speculation.release(self._spare)
 
     def start_rest(self, updates: Sequence[HostUpdate]) -> list[Ticket]:
-        """Use the guesses that fit the `updates` of a step, undo the others, and start the rest.
+        """Use the speculations that fit the `updates` of a step, undo the others, and start the rest.
 
         Returns:
             for each update a ticket that completes when forward can read the new values.
         """
         self._scale, self._has_stepped = None, True
         with self._choosing:  # what has not begun runs in the order of forward instead
-            for guess in self._waiting:
-                del self._super_offload[id(guess.master)]
+            for speculation in self._waiting:
+                del self._running[id(speculation.master)]
             self._waiting = []
         for update in updates:
-            begun = self._super_offload.get(id(update.master))
+            begun = self._running.get(id(update.master))
             if begun is not None and not begun.fits(update):
                 self.undo(update.master)
         return [self._use(update) or start(update) for update in updates]
 
     def _use(self, update: HostUpdate) -> Ticket | None:
-        guess = self._super_offload.pop(id(update.master), None)
-        if guess is None:
+        speculation = self._running.pop(id(update.master), None)
+        if speculation is None:
             return None
         self.num_used += 1
-        ticket = guess.use()
-        guess.release(self._spare)
+        ticket = speculation.use()
+        speculation.release(self._spare)
         return ticket
 
 
 @final
 class _EarlyUpdate(EarlyUpdate):
-    """The guess of one master."""
+    """The speculation of one master."""
 
-    def __init__(self, guesses: SuperOffload, master: Master) -> None:
-        self._super_offload, self._master = guesses, master
+    def __init__(self, owner: SuperOffload, master: Master) -> None:
+        self._owner, self._master = owner, master
 
     def sum_left(self) -> None:
-        self._super_offload.begin(self._master)
+        self._owner.begin(self._master)
 
     def take_back(self) -> None:
-        self._super_offload.undo(self._master)
+        self._owner.undo(self._master)
 
 
-__all__ = ["SpeculativeUpdate", "SuperOffload"]
+__all__ = ["SuperOffload"]

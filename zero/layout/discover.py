@@ -172,7 +172,7 @@ def _params_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[n
 def _modules_of(
     model: nn.Module, params: Sequence[tuple[str, nn.Parameter]]
 ) -> tuple[nn.Module, ...]:
-    """The model, then every module that holds one of `params` directly: a script may call each of them."""
+    """The model, then every module that holds one of `params` directly: user code may call each of them."""
     keys = {id(param) for _, param in params}
     owners = [
         module

@@ -194,8 +194,8 @@ class FlatGroups:
         return {key for key, group in self.shared.items() if group.is_shared}
 
     @property
-    def several(self) -> list[Collectives]:
-        """For each group of this rank all ranks that hold its buffers, by number."""
+    def holders(self) -> list[Collectives]:
+        """The ranks of each group, ordered by group number."""
         found = {group.number: group for group in [self.data, *self.shared.values()]}
         return [found[number].everyone for number in sorted(found)]
 
@@ -203,7 +203,7 @@ class FlatGroups:
     def opened(self) -> list[Collectives]:
         """`several`, and the blocks of those that have replicas."""
         levels = self.data.levels
-        return self.several + ([] if levels is None else [levels.inside, levels.across])
+        return self.holders + ([] if levels is None else [levels.inside, levels.across])
 
 
 def buffer_of(

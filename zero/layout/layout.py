@@ -90,17 +90,13 @@ class Segment:
 class Piece:
     """The part of a slot that lies in a range: elements [start, stop) of the range.
 
-    `slot_start`: the first element of the slot that it covers; `whole`: it covers the whole slot.
+    `slot_start`: the first element of the slot that it covers.
     """
 
     slot: Slot
     start: int
     stop: int
     slot_start: int
-
-    @property
-    def whole(self) -> bool:
-        return self.stop - self.start == self.slot.numel
 
 
 @dataclass(frozen=True)
@@ -120,11 +116,6 @@ class FlatLayout:
     def payload_numel(self) -> int:
         """Elements that are parameters."""
         return sum(slot.numel for slot in self.slots)
-
-    @property
-    def padding_numel(self) -> int:
-        """Elements that are alignment gaps or the tail."""
-        return self.numel - self.payload_numel
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """[start, stop) of the shard that `rank` owns."""
@@ -173,8 +164,7 @@ def plan_flat(entries: Sequence[Entry], world_size: int) -> FlatLayout:
                 at = align_up(slots[-1].stop, ALIGN_NUMEL)
         segments.append(Segment(group, start, at))
     numel = align_up(at, ALIGN_NUMEL * world_size)
-    if (
-        segments
-    ):  # the tail belongs to the last segment: updating zeros is cheaper than an uneven split
+    # the tail belongs to the last segment: updating zeros is cheaper than an uneven split
+    if segments:
         segments[-1] = Segment(segments[-1].group, segments[-1].start, numel)
     return FlatLayout(tuple(slots), tuple(segments), numel, world_size)

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from ...offload.homes import Homes
@@ -63,6 +62,7 @@ class ShardedModel:
         builder = Builder(groups, flat_groups, self._pool, homes, shares_params=shares_params)
         found = [found_blocks(model, config.units)] if runs is None else runs
         self.units = builder.build(model, found, config.unit_min_numel)
+        self._flats = [flat for unit in self.units for flat in unit.params]
         self.trainable = [
             (unit, params, grads)
             for unit in self.units
@@ -78,8 +78,8 @@ class ShardedModel:
         )
         self.memory = Memory(self.units, self._reduction.order, self._pool, flat_groups)
         self._diverges = config.divergent_graphs and policy.shards_params
-        self._publishes = homes.defers and not policy.shards_params
-        hooks = policy.shards_params or self._publishes
+        self._defers = homes.defers and not policy.shards_params
+        hooks = policy.shards_params or self._defers
         self._gatherer = self._build_gatherer(config) if hooks else None
         self.backward_pass = BackwardPass(
             [(unit, grads) for unit, _, grads in self.trainable],
@@ -91,20 +91,19 @@ class ShardedModel:
         self._hooks: UnitHooks | None = None
         if self._gatherer is not None:
             self._hooks = UnitHooks(
-                self.units, self._gatherer, self.backward_pass, gathers_all=self._publishes
+                self.units, self._gatherer, self.backward_pass, gathers_all=self._defers
             )
-        flats = [flat for unit in self.units for flat in unit.params]
-        self._shared = [flat for flat in flats if flat.memory.is_shared]
+        self._shared = [flat for flat in self._flats if flat.memory.is_shared]
         # some ranks may have no buffer that is shared: a pipeline stage that is frozen, a slice without copies
         self._any_shares = shares_params and any(
             exchange(self.collectives, bool(self._shared), "which ranks share parameters")
         )
-        self._dtype_guard = DtypeGuard(model, flats, groups.keys(), self.backward_pass)
+        self._dtype_guard = DtypeGuard(model, self._flats, groups.keys(), self.backward_pass)
         self._num_checked = {True: 0, False: 0}  # forwards, of training and of evaluation
         self._unit_of = {
             id(param): unit for unit in self.units for flat in unit.params for param in flat.params
         }
-        self._replica_check = ReplicaCheck(flats, flat_groups)
+        self._replica_check = ReplicaCheck(self._flats, flat_groups)
         self.backward_pass.hook_gradients()
 
     def _build_gatherer(self, config: ZeroConfig) -> Gatherer:
@@ -134,19 +133,19 @@ class ShardedModel:
 
         What several stages hold stays whole, so no other stage takes part.
         """
-        flats = [flat for unit in self.units for flat in unit.params if flat.may_be_resharded]
+        flats = [flat for flat in self._flats if flat.may_be_resharded]
         groups = [self.flat_groups.data.collectives, *(flat.collectives for flat in flats)]
         return max(groups, key=lambda group: group.world_size)
 
     # -- forward ----------------------------------------------------------------------------------------
 
     def check_unchanged(self) -> None:
-        """Before forwards: end a backward of the script.
+        """Before forwards: end a backward of user code.
 
         Raises:
-            UsageError: the script has changed a dtype, or unfrozen a parameter that is not trained.
+            UsageError: user code has changed a dtype, or unfrozen a parameter that is not trained.
         """
-        self.end_backward()
+        self.end_script_backward()
         self._dtype_guard.check()
 
     def forward_context(
@@ -168,7 +167,7 @@ class ShardedModel:
 
     @property
     def _user_compiled(self) -> bool:
-        """The script compiled the model or a part of it: torch would compile a mode around it as well."""
+        """User code compiled the model or a part of it: torch would compile a mode around it as well."""
         return any(
             type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
             for module in self.units[-1].modules[0].modules()
@@ -184,8 +183,8 @@ class ShardedModel:
     @contextmanager
     def uneven_forwards(self) -> Iterator[None]:
         """Inside, ranks may run unequal numbers of forwards, without backward. For all ranks."""
-        if self._gatherer is None or self._publishes or self._gatherer.is_uneven:
-            self.publish()
+        if self._gatherer is None or self._defers or self._gatherer.is_uneven:
+            self.gather_deferred()
             yield
             return
         self._gatherer.begin_uneven()
@@ -210,37 +209,26 @@ class ShardedModel:
             for unit in dropped:
                 unit.reshard()
 
-    def start_finish(self, *, is_asked: bool) -> StepStatus:
+    def start_finish(self, *, must_stop: bool) -> StepStatus:
         """Every gradient is summed over the ranks on return. See `Reduction.start_finish`."""
-        self.backward_pass.end()  # a loss.backward() of the script's own
+        self.backward_pass.end()  # a loss.backward() of user code's own
         num_writes = self._replica_check.count()
-        return self._reduction.start_finish(num_writes=num_writes, is_asked=is_asked)
+        return self._reduction.start_finish(num_writes=num_writes, must_stop=must_stop)
 
-    def end_finish(self, agreement: StepStatus) -> float:
+    def end_finish(self, status: StepStatus) -> float:
         """The squared norm. See `Reduction.end_finish`.
 
         Raises UsageError: see `ReplicaCheck.agree`; the gradients are kept.
         """
-        self._replica_check.agree(agreement.edits)
-        return self._reduction.end_finish(agreement)
-
-    def agree_on_edits(self) -> None:
-        """Let all ranks know whether a script has written to parameters since they last agreed on it."""
-        mine = torch.tensor([self._replica_check.count()], dtype=torch.uint8)
-        table = self.collectives.gather_small(mine.to(self.collectives.device), what="parameters")
-        self._replica_check.agree(table.view(-1).tolist())
-
-    @property
-    def was_edited(self) -> bool:
-        """A script has written to parameters before the ranks last agreed on it."""
-        return self._replica_check.were_made
+        self._replica_check.agree(status.num_writes)
+        return self._reduction.end_finish(status)
 
     def start_held(self, only: Collection[GradBucket]) -> None:
         """Start to reduce the gradients of `only` that were held back. For all ranks of their groups."""
         self._reduction.start_held(only)
 
     def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Add a gradient that is computed after its backward. See `Backwards.add_gradient`."""
+        """Add a gradient that is computed after its backward. See `BackwardPass.add_gradient`."""
         self.backward_pass.add_gradient(param, grad)
 
     def drop_gradients(self) -> None:
@@ -255,23 +243,22 @@ class ShardedModel:
         self.backward_pass.end_checked()
         if also_held:
             self._reduction.reduce_held()
-        self._reduction.settle()
-        self._reduction.complete()
+        self.complete_sums()
         if self._reduction.holds:
             return False
         self._reduction.reduce_late()
-        self._reduction.complete()
+        self._reduction.cross_replicas()
         return True
 
     def complete_sums(self) -> None:
         """What is reduced is summed over all ranks on return, also over replicas. For all ranks."""
         self._reduction.settle()
-        self._reduction.complete()
+        self._reduction.cross_replicas()
 
     @property
     def sums_exactly(self) -> bool:
         """Every rank gets the exact sums of this step's gradients; not those of one-bit optimizers."""
-        return self._reduction.is_exact
+        return not self._reduction.is_lossy
 
     @property
     def reduces_each_backward(self) -> bool:
@@ -287,14 +274,14 @@ class ShardedModel:
         """Wait for all reductions in flight."""
         self._reduction.settle()
 
-    def end_backward(self) -> None:
-        """End a backward that the script started. Raises UsageError: the script has set some `.grad` since."""
+    def end_script_backward(self) -> None:
+        """End a backward that user code started. Raises UsageError: user code has set some `.grad` since."""
         with self.collectives.publishing_errors("the check of .grad"):
             self.backward_pass.end_checked()
 
     def before_update(self) -> None:
         """Gathered parameters are about to become stale."""
-        self.publish()
+        self.gather_deferred()
         if self._gatherer is not None:
             self._gatherer.begin_update()
         if not self._any_shares:
@@ -314,31 +301,29 @@ class ShardedModel:
         for flat in self._shared:
             flat.memory.check_place()
 
-    def publish(self, only: FlatGroup | None = None) -> None:
+    def gather_deferred(self, only: FlatGroup | None = None) -> None:
         """Wait for the values of an update that runs under the next forward, if one does. For all ranks.
 
         only: the ranks of this group alone call it, so what other pipeline stages hold as well is left out.
         """
-        if not self._publishes:
+        if not self._defers:
             return
-        for unit in self.units:
-            for flat in unit.params:
-                if only is None or flat.group is only or not flat.group.is_shared:
-                    flat.unshard()
+        for flat in self._flats:
+            if only is None or flat.group is only or not flat.group.is_shared:
+                flat.unshard()
 
     @property
-    def needs_others_to_publish(self) -> bool:
-        """`publish` would send something."""
-        flats = [flat for unit in self.units for flat in unit.params]
-        return any(flat.is_deferred and flat.gathers_deferred for flat in flats)
+    def needs_others_to_gather(self) -> bool:
+        """`gather_deferred` would send something."""
+        return any(flat.gathers_deferred for flat in self._flats)
 
     @property
     def defers(self) -> bool:
         """Parameters may read as NaN after a step, until their unit runs."""
-        return self._publishes
+        return self._defers
 
     def _check_overridden(self) -> None:
-        names = [name for unit in self.units for flat in unit.params for name in flat.overridden]
+        names = [name for flat in self._flats for name in flat.overridden]
         if names:
             raise UsageError(
                 f"new values inside xds.zero.GatheredParameters, by engine.step() or a load: its end would "
@@ -346,25 +331,23 @@ class ShardedModel:
             )
 
     def take_edits(self) -> None:
-        """Make the script's writes to parameters since the last update their values.
+        """Make user code's writes to parameters since the last update their values.
 
         Raises UsageError: the first one of `ParamBucket.take_edits`; every flat buffer has been looked at.
         """
         errors: list[UsageError] = []
-        for unit in self.units:
-            for flat in unit.params:
-                try:
-                    flat.take_edits()
-                except UsageError as error:
-                    errors.append(error)
+        for flat in self._flats:
+            try:
+                flat.take_edits()
+            except UsageError as error:
+                errors.append(error)
         if errors:
             raise errors[0]
 
     def wait_published(self) -> None:
         """Wait until the parameters that stay gathered are gathered again."""
-        for unit in self.units:
-            for flat in unit.params:
-                flat.wait()
+        for flat in self._flats:
+            flat.wait()
 
     def skip(self) -> None:
         """Drop all gradients: the step is skipped. What was sent in it is owed again, where it is lossy."""
@@ -405,9 +388,8 @@ class ShardedModel:
     def _gather_all(self) -> None:
         try:
             agree_on_disks(self.collectives, self.homes)
-            for unit in self.units:
-                for flat in unit.params:
-                    flat.gather_exactly()
+            for flat in self._flats:
+                flat.gather_exactly()
         except XdsError as error:
             if not self.homes.are_on_disk:
                 raise
@@ -415,7 +397,7 @@ class ShardedModel:
 
     @property
     def has_brought_gradients(self) -> bool:
-        """A backward has begun since the last step, also one that the script started. Looks at no gradient."""
+        """A backward has begun since the last step, also one that user code started. Looks at no gradient."""
         return self.backward_pass.has_seen_one or self._reduction.has_sums
 
     @property

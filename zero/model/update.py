@@ -101,7 +101,7 @@ class Updater:
             self._super_offload = SuperOffload(self.masters, self._host_updates, host.spare)
 
     def _before_state_dict(self, call: str, *_: Any) -> None:
-        """The script calls state_dict or load_state_dict of the optimizer itself."""
+        """User code calls state_dict or load_state_dict of the optimizer itself."""
         if self.homes.states.is_on_disk:
             raise UsageError(
                 f'optimizer.{call}() with offload_optimizer.device = "nvme": the states are in a file; use '
@@ -179,9 +179,7 @@ class Updater:
             optimizer.step()
         self._model.wait_published()
         for master in self.masters:
-            if master.has_sent_delta:
-                master.remember()
-            master.params.is_written = False
+            master.remember()
         return True
 
     @contextmanager
@@ -204,7 +202,7 @@ class Updater:
             yield
 
     def take_edits(self) -> None:
-        """Make the script's writes to parameters since the last update their values and the masters'."""
+        """Make user code's writes to parameters since the last update their values and the masters'."""
         self._model.take_edits()
         self._take_edits_into_masters()
 

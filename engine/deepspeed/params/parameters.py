@@ -21,8 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....ops.torch_internals import tree_map_only
 from ....utils.errors import UsageError
-from ....zero.access.owners import Owner, find_owner, reader_of
 from ....zero.core.gather import Gatherer
+from ....zero.core.owners import Owner, find_owner, reader_of
 
 
 @final

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ....utils.errors import UsageError
 from ....zero.access import full
-from ....zero.access.owners import Owner, find_owner
+from ....zero.core.owners import Owner, find_owner
 from ....zero.model.building import broadcast_whole
 from ..errors import raises_theirs
 from .parameters import gather_slices, is_zero_param, read_slice

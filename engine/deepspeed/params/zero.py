@@ -17,7 +17,7 @@ from ....utils.errors import UsageError
 from ....utils.schema.section import is_auto
 from ....zero.access.gathered import GatheredParameters as XdsGathered
 from ....zero.access.gathered import LostEdit
-from ....zero.access.owners import Owner, find_owner
+from ....zero.core.owners import Owner, find_owner
 from ...config.config import Config, parse_config
 from ...config.text import read_source
 from ...model.precision import compute_dtype

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ....utils.errors import UsageError
-from ....zero.access.owners import find_owner
+from ....zero.core.owners import find_owner
 from ...data.loaders import build_loader
 from ...engine import Engine
 from ...model.precision import DTYPES, compute_dtype

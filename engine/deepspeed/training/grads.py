@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ....utils.errors import UsageError
-from ....zero.access.owners import Owner, Stored, find_owner
+from ....zero.core.owners import Owner, Stored, find_owner
 from ...engine import Engine
 
 

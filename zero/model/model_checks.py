@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...utils.errors import UsageError
-from ..access.owners import find_owner, is_trained
+from ..core.owners import find_owner, is_trained
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:

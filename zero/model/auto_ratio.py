@@ -14,9 +14,9 @@ import torch
 from ...offload.device_memory import DeviceMemory
 from ...utils.sizes import size_text
 from ..core.master import Master
-from ..model.sharded_model import ShardedModel
-from ..model.state_memory import StateMemory
-from ..model.update import Updater
+from .sharded_model import ShardedModel
+from .state_memory import StateMemory
+from .update import Updater
 
 log = logging.getLogger("xds")
 
@@ -52,7 +52,7 @@ class AutoRatio:
         return int(collectives.gather_small(mine).min())
 
     def _fill(self, spare_bytes: int) -> None:
-        self._model.publish()
+        self._model.gather_deferred()
         self._updater.wait()
         moved, left = 0, spare_bytes
         memory = StateMemory(self._updater)

@@ -155,7 +155,7 @@ class Owner(ABC):
         """`param.data` is a tensor given to `override`."""
 
     def is_read_only(self, param: nn.Parameter) -> bool:
-        """Other ranks have the same memory of `param`: a script may not write to it."""
+        """Other ranks have the same memory of `param`: user code may not write to it."""
         return False
 
     @abstractmethod
@@ -246,7 +246,7 @@ def _fingerprint(value: Tensor | None) -> int:
     return int(total.nan_to_num().view(torch.int64))
 
 
-# Parameters are the script's, and remain when an engine ends: the maps are weak
+# Parameters belong to user code, and remain when an engine ends: the maps are weak
 _owners = WeakTensorKeyDictionary()
 
 
@@ -268,7 +268,7 @@ def find_owner(param: Tensor) -> Owner | None:
 
 
 def _tensor(param: object) -> Tensor:
-    if not isinstance(param, Tensor):  # it comes from a script
+    if not isinstance(param, Tensor):  # it comes from user code
         raise wrong("param", param, "a parameter of engine.module")
     return param
 
