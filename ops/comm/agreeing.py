@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...utils.errors import UsageError, XdsError
-from ..from_host import bytes_to
+from ..flat import bytes_to
 from .collectives import Collectives
 
 TEXT_BYTES = 512

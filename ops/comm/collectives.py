@@ -15,18 +15,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..watch import Mark, Store, Watch
+from ..watch import Mark, Watch
 from ..watch.config import WatchConfig
-from ..watch.sentinel import start_watching, stop_watching
 from .handles import Handle
 from .message_log import MessageLog, clock_of
 from .shared_flat import SharedFlat
+
+if TYPE_CHECKING:
+    from ..watch import Store
 
 TAG_BASE = 0x5D000  # above the small tags that a user's own send and recv are likely to use
 TAGS_PER_BUFFER = 2
@@ -189,12 +192,17 @@ class Collectives(ABC):
         """
         self._watch.keep(section.ring_size)
         if self.group is not None and self.world_size > 1:
+            from ..watch.sentinel import start_watching
+
             timeout_seconds = timeout_of(self.group, self.device) or timeout_seconds
             start_watching(self._watch, self.group.group_name, section, timeout_seconds)
 
     def stop_watching(self) -> None:
         """Undo `start_watching`."""
-        stop_watching(self._watch)
+        if self._watch.diagnoser is not None:
+            from ..watch.sentinel import stop_watching
+
+            stop_watching(self._watch)
 
     def end_step(self) -> None:
         """Record the end of a training step, with its time and its wait time."""
@@ -443,6 +451,8 @@ def counting_as(kind: str, opened: Sequence[Collectives]) -> Iterator[None]:
 
 def _store_of(group: dist.ProcessGroup | None) -> Store | None:
     """The store of `group`. It still answers after a collective of the group has failed."""
+    from ..watch import Store
+
     try:
         if group is not None:
             return Store(group.get_group_store(), group.group_name, group.rank())

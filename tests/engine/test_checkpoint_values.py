@@ -25,10 +25,10 @@ import xds
 from xds.engine.checkpoint.imports.imported import Imported
 from xds.engine.checkpoint.imports.importing import import_checkpoint
 from xds.engine.checkpoint.io.reader import CheckpointReader
-from xds.ops.weights.tensor_table import DTYPES, PAIRS
 from xds.engine.checkpoint.packing import pack, unpack
 from xds.engine.checkpoint.tools.compare import differences
 from xds.launcher import checkpoint as command
+from xds.ops.weights.tensor_table import DTYPES, PAIRS
 
 
 def elements(dtype: torch.dtype, numel: int) -> Tensor:

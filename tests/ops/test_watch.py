@@ -18,7 +18,8 @@ from xds.ops.watch.config import WatchConfig
 from xds.ops.watch.device import Probe
 from xds.ops.watch.diagnosis import GONE, OUTSIDE, first_difference
 from xds.ops.watch.sentinel import start_watching, stop_watching
-from xds.ops.watch.stragglers import SpeedChange, Steps, StragglerDetector
+from xds.ops.watch.stragglers import SpeedChange, StragglerDetector
+from xds.ops.watch.watch import Steps
 
 A, B, C = (f"all_gather of unit '{name}'" for name in "abc")
 R = "reduce_scatter of unit 'a'"
