@@ -18,9 +18,7 @@ from torch import Tensor
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.handles import Handle, Then
 from ..ops.comm.mesh_groups import Levels
-from .reducer import GradientReducer, Owed
-from .scheme import Buffer, CommScheme
-from .sender import ParamSender
+from .scheme import Buffer, CommScheme, GradientReducer, Owed, ParamSender
 
 ACROSS = "all_reduce"  # the kind of its messages
 WHAT = "gradients over replicas"

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from ..ops.comm.handles import Handle, Then
 from ..ops.comm.mesh_groups import Levels
-from .reducer import GradientReducer
-from .scheme import Buffer, CommScheme
-from .sender import ExactSender, ParamSender
+from .scheme import Buffer, CommScheme, ExactSender, GradientReducer, ParamSender
 
 KIND = "all_gather"
 

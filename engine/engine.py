@@ -7,32 +7,37 @@ Engine ──> TrainingStep (steps/)    forward, backward, step
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from ..ops.mesh import Mesh
 from ..utils.arguments import wrong
 from ..utils.errors import UsageError
 from ..zero.access.access import Access
 from ..zero.access.guards import Guards
-from .checkpoint.load_plan import LoadOptions
-from .checkpoint.save import SaveOptions
-from .checkpoint.saver import Progress
-from .for_layers import ForLayers
+from ..zero.core.gather import Gatherer
 from .parts import Parts
 from .states import States
-from .steps.accumulation import Accumulation
 from .steps.batch_loop import Loop
-from .steps.counters import CounterAttribute, Counters
+from .steps.counters import Accumulation, CounterAttribute, Counters
 from .steps.training_step import TrainingStep
-from .torch_calls import TorchCalls
+from .torch_calls import Driver, TorchCalls
+
+if TYPE_CHECKING:
+    from .checkpoint.saver import Progress
+    from .profiling.profile import Profile
+    from .telemetry.comms import CommsSummary
 
 
 @final
-class Engine(ForLayers):
+class Engine:
     """Trains `module` as its config says. Made by `xds.initialize`; names and semantics are DeepSpeed's.
 
     One optimizer step is `gradient_accumulation_steps()` rounds of forward, backward and step():
@@ -160,7 +165,7 @@ class Engine(ForLayers):
         if is_boundary:
             self._parts.report.step(self)
             self._parts.preemption.boundary()  # the failure of an earlier save does not prevent this one
-        self._parts.saver.check()
+        self._parts.saves.check()
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Let the next step() clip to `max_norm`, not to gradient_clipping; inf only measures. A collective.
@@ -294,6 +299,135 @@ class Engine(ForLayers):
         """The model was compiled by the config or by compile()."""
         return self._parts.compiler.is_compiled
 
+    # -- readings -----------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        return self._counters.train_batch_size()
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward on one rank."""
+        return self._counters.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return self._accumulation.steps
+
+    def was_step_applied(self) -> bool:
+        """The last step() changed the parameters (not between boundaries, not when skipped)."""
+        return self._step.was_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the last step's gradients over all ranks, unscaled, before clipping; None before one.
+
+        None as well at stages 1 and 2 with zero_optimization.compute_grad_norm = false.
+        """
+        return self._step.grad_norm if self.config.zero_optimization.shows_grad_norm else None
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor the next loss is multiplied with."""
+        return self._parts.loss_scale.value
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self._param_groups()]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum (or betas) of every parameter group; 0 where the optimizer has neither."""
+        return [group.get("momentum", group.get("betas", 0.0)) for group in self._param_groups()]
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    @property
+    def num_stages(self) -> int:
+        """The ranks that share one model: pipeline.stages of the config."""
+        return self._batches.place.num_ranks
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's place among them, from 0."""
+        return self._batches.place.rank
+
+    def is_first_stage(self) -> bool:
+        """This rank has the first layers of the model: its iterator is read."""
+        return self._batches.place.is_first
+
+    def is_last_stage(self) -> bool:
+        """This rank has the last layers of the model: it has the outputs of eval_batch."""
+        return self._batches.place.is_last
+
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes this rank has sent since the engine was made, for each kind of collective."""
+        sent: Counter[str] = Counter()
+        for collectives in self._parts.opened:
+            sent.update(collectives.sent_bytes)
+        return dict(sent)
+
+    def comms_summary(self, *, show_straggler: bool = False) -> CommsSummary:
+        """Counts, times and bandwidths of this rank's collectives since the engine was made; print it.
+
+        Needs `comms_logger` of the config. show_straggler: also compare the waits of all ranks; a collective.
+        """
+        log = self._parts.sharded.collectives.message_log
+        if not log.is_on and not log.rows():
+            raise UsageError(
+                "engine.comms_summary(): collectives are not logged; set comms_logger.enabled to true in the "
+                "config"
+            )
+        from .telemetry.comms import summary_of
+
+        return summary_of(self._parts.sharded.collectives, show_straggler=show_straggler)
+
+    def gather_for_metrics(self, values: Any, num_samples: int | None) -> Any:
+        """`values` of all data ranks, in the order of the dataset, each sample once. A collective.
+
+        Row i of each data rank is taken in turn. With DistributedSampler(dataset, engine.dp_world_size,
+        engine.dp_rank, shuffle=False) and its whole part, or one batch of it, that is the dataset's order; with
+        shuffling it is that of the epoch. A copy is sent to every rank.
+
+        Args:
+            values: a tensor [rows, ...] with a row for each sample of this rank, or a dict or tuple of such
+                tensors, nested. Data ranks may have different numbers of rows. Ranks of a pipeline without
+                the last stage pass anything, such as the None that eval_batch returns for the outputs.
+            num_samples: the samples of the dataset, minus those that earlier calls have gathered. Later rows
+                are dropped: the sampler has repeated samples to fill up. None keeps all rows.
+        Returns:
+            the same on every rank: tensors [at most num_samples, ...] on `device`, detached, in dicts and
+                tuples.
+        Raises:
+            UsageError, on every rank: a value has no rows; numbers of rows differ on a rank; dtypes or other
+                dimensions differ by rank; there are more rows than a sampler's repeats explain; or tensor or
+                sequence ranks with the same samples have different values.
+        """
+        from .data.metrics import gather_rows
+
+        sharded = self._parts.sharded
+        return gather_rows(
+            sharded.collectives,
+            sharded.flat_groups.mesh,
+            values,
+            num_samples,
+            has_values=self._batches.place.is_last,
+        )
+
+    def flops_profile(self) -> Profile | None:
+        """This rank's part of what `flops_profiler` of the config has counted last; None before that."""
+        return self._parts.report.last_profile
+
+    def memory_plan(self) -> dict[str, int]:
+        """Bytes that this rank holds now: param, grad, master, optimizer, buckets; and on "host" and "disk"."""
+        return self._states.memory_plan()
+
+    def zero_optimization_stage(self) -> int:
+        """The stage of the config."""
+        return int(self.config.zero_optimization.stage)
+
+    def gradient_clipping(self) -> float:
+        """The limit of the config; 0 is none."""
+        return float(self.config.gradient_clipping)
+
     # -- states -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -337,6 +471,8 @@ class Engine(ForLayers):
         exclude_frozen_parameters: leave the values of frozen parameters out of the files; a load then leaves
             the model's own as they are.
         """
+        from .checkpoint.save import SaveOptions
+
         self._states.check_usable()
         how = self.config.checkpoint.tag_validation
         options = SaveOptions(save_latest, exclude_frozen_parameters, how)
@@ -348,11 +484,11 @@ class Engine(ForLayers):
 
         Raises XdsError: it could not be written; the one before it is the last.
         """
-        self._parts.saver.wait()
+        self._parts.saves.wait()
 
     def checkpoint_progress(self) -> Progress | None:
         """What this rank is writing in the background; None: nothing."""
-        return self._parts.saver.progress()
+        return self._parts.saves.progress()
 
     def load_checkpoint(
         self,
@@ -372,6 +508,8 @@ class Engine(ForLayers):
             there is no `latest`, that of the most.
         Raises UsageError, and nothing has changed, where it is damaged or does not fit.
         """
+        from .checkpoint.load_plan import LoadOptions
+
         self._states.check_usable()
         what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states)
         options = LoadOptions(*what, load_module_only, fallback)
@@ -430,11 +568,12 @@ class Engine(ForLayers):
         self._access.release()
         self._sharded.detach()
         self._parts.compiler.undo()
-        self._parts.undo()
+        for undo in reversed(self._parts.undo):
+            undo()
         self.monitor.close()
         self._sharded.collectives.stop_watching()
         try:
-            self._parts.saver.close()  # it may still read the states
+            self._parts.saves.close()  # it may still read the states
         finally:
             self._parts.updater.release()
             self._sharded.release()
@@ -447,6 +586,93 @@ class Engine(ForLayers):
                 "this engine only infers: every parameter of its model was frozen at xds.initialize; call "
                 "forward alone, or initialize again with parameters that require gradients"
             )
+
+    # -- for a layer over the engine, as engine/deepspeed is ----------------------------------------------
+
+    @property
+    def rank_mesh(self) -> Mesh:
+        """The places of ranks: pipeline, data, sequence and tensor ranks."""
+        return self._sharded.flat_groups.mesh
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks with other samples, and those that share a sequence with one of them."""
+        return self._sharded.flat_groups.data.everyone.group
+
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Those that the engine has opened or was given."""
+        return [one.group for one in self._parts.opened if one.group is not None]
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+        self._sharded.collectives.barrier()
+
+    @property
+    def is_destroyed(self) -> bool:
+        return self._states.are_released
+
+    @property
+    def access_guards(self) -> Guards:
+        """What watches the module's state_dict and copies."""
+        return self._guards
+
+    def let_torch_calls_go_to(self, adapter: Driver) -> None:
+        """`optimizer.step()` and `zero_grad()` of the script call `adapter` from now on."""
+        self._torch_calls.go_to(adapter)
+
+    @property
+    def in_no_sync(self) -> bool:
+        return self._accumulation.in_no_sync
+
+    @property
+    def last_grad_norm(self) -> float | None:
+        """`get_global_grad_norm`, also where the config hides it from scripts."""
+        return self._step.grad_norm
+
+    def loss_scale_state(self) -> dict[str, Any]:
+        """The numbers of the loss scale."""
+        return self._parts.loss_scale.state_dict()
+
+    def reduce_gradients(self) -> None:
+        """Reduce what backward has left, after the last backward of a step. A collective."""
+        self._sharded.reduce_rest(also_held=self._step.reduces_when_asked())
+
+    def has_exact_sums(self) -> bool:
+        """After the last backward of a step: each rank has the whole sums of all ranks."""
+        return self._step.reduces_when_asked() and self._sharded.sums_exactly
+
+    @property
+    def has_seen_backward(self) -> bool:
+        """A backward has run since the last step."""
+        return self._sharded.backward_pass.has_seen_one
+
+    def allow_grads(self, grads: Iterable[Tensor]) -> None:
+        """`param.grad` may be one of these tensors: the layer has put it there. Others are refused."""
+        self._sharded.backward_pass.allow_shown(grads)
+
+    def params_without_grad(self) -> list[nn.Parameter]:
+        """The trained parameters that had no gradient in the last backward."""
+        return [
+            one for grads in self._sharded.backward_pass.trained for one in grads.arrivals.absent
+        ]
+
+    @property
+    def param_gatherer(self) -> Gatherer | None:
+        """What gathers the units of stage 3; None at other stages."""
+        return self._sharded._gatherer
+
+    def change_masters(self, change: Callable[[], None]) -> None:
+        """Call `change`, which writes masters, and give their values to all ranks' parameters. A collective."""
+        model, updater = self._parts.sharded, self._parts.updater
+        model.before_update()
+        with torch.no_grad(), updater.in_memory():
+            updater.take_edits()
+            change()
+            for master in updater.masters:
+                master.write_compute()
+                if master.is_sharded or master.params.is_sharded:
+                    master.publish()
+        model.wait_published()
 
     def __getattr__(self, name: str) -> Any:
         """Unknown names are looked up on the module, as in DeepSpeed."""

@@ -1,4 +1,29 @@
-"""Reads the config once and assembles an engine: the only file that chooses a feature."""
+"""Reads the config once and assembles an engine: the only file that chooses a feature.
+
+key of the config                      what it brings, imported only then
+-------------------------------------  ---------------------------------------------------------------
+pipeline, tensor_parallel              model/pipelining.py, model/slicing.py: `divide` chooses them
+sequence_parallel_size                 model/sequences.py
+sequence.tiled_mlp, tiled_loss         model/tiling.py
+offload_optimizer, offload_param       model/offloading.py: the host's and the disk's homes
+offload_optimizer.ratio = "auto"       zero/model/auto_ratio.py
+zero_quantized_*, zero_hpz_*           model/compressing.py: ZeRO++
+optimizer.type = "OneBit..."           model/compressing.py: one-bit messages
+activation_checkpointing               model/recomputing.py
+compile                                model/compiling.py, also at the first `engine.compile()`
+scheduler                              optim/schedules.py
+tensorboard, wandb, csv_monitor, comet telemetry/monitor.py
+comms_logger, memory_breakdown,        telemetry/traffic.py, telemetry/memory.py, profiling/steps.py:
+flops_profiler                         `StepReport` chooses them
+checkpoint.preemption_save_dir         preemption.py
+checkpoint                             checkpoint/, at the first save or load
+watch                                  ops/watch/sentinel.py, on several ranks
+
+argument of `initialize`               what it brings
+-------------------------------------  ---------------------------------------------------------------
+weights, or a model on meta            zero/construction/
+training_data                          data/loaders.py
+"""
 
 from __future__ import annotations
 
@@ -6,65 +31,66 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..compression.config import ONE_BIT_OPTIMIZERS
-from ..offload.homes import HostHome
+from ..compression.scheme import BuildScheme, ExactScheme
+from ..offload.homes import Homes
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.exchange import agreeing
 from ..ops.comm.mesh_groups import MeshGroups
+from ..ops.comm.message_log import LogOptions
 from ..ops.comm.opening import open_collectives
-from ..ops.mesh import Mesh
 from ..utils.errors import UsageError
 from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
-from ..zero.construction.construction import Construction, materialise
-from ..zero.construction.slices import SliceStore
-from ..zero.construction.weights import load_weights
 from ..zero.layout.groups import FlatGroups, Policy
-from ..zero.model.auto_ratio import build_offload_ratio
 from ..zero.model.model_checks import check_model, move_model
 from ..zero.model.sharded_model import ShardedModel
 from ..zero.model.update import Updater
-from .checkpoint.saver import Saver
 from .config.batch import mesh_of
 from .config.config import Config
 from .config.scheduler import warmup_steps
-from .data.loaders import build_loader, keeps_position
 from .engine import Engine
-from .model.arguments import Runs, check_arguments, check_whole, is_cut, is_part, with_model
-from .model.buffers import buffers_that_follow
-from .model.compiling import Compiler
-from .model.compressing import Messages
+from .model.arguments import (
+    Runs,
+    check_arguments,
+    check_same_model,
+    check_whole,
+    is_cut,
+    is_part,
+    resolve_together,
+    with_model,
+)
 from .model.dividing import Divided, divide
-from .model.offloading import build_homes, build_host, reserve
-from .model.policies import DTYPES, policy_of
-from .model.recomputing import Recomputing
-from .model.same_model import check_same_model, resolve_together
-from .optim.gradient_factor import GradientFactor
-from .optim.loss_scale import build_loss_scale
+from .model.precision import DTYPES, buffers_that_follow, policy_of
+from .optim.loss_scale import GradientFactor, build_loss_scale
 from .optim.optimizers import (
     ClientOptimizer,
     Groups,
     client_optimizer,
+    count_states,
     load_kernels,
     named_optimizer,
     read_groups,
     split_for_muon,
 )
-from .optim.schedules import build_scheduler
-from .optim.state_count import count_states
-from .parts import LoopFactory, Parts, Scheduler
-from .preemption import NoPreemptionSave, Preemption, SaveOnPreemption
+from .parts import Compiling, LoopFactory, NoPreemptionSave, Parts, Preemption, Saves
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
-from .telemetry.comms import start_logging
-from .telemetry.monitor import build_monitor
-from .telemetry.report import StepReport
+from .telemetry.report import Monitor, StepReport
 from .telemetry.screen import log_notes, log_start, show_messages
+
+if TYPE_CHECKING:
+    from ..offload.host import HostHome
+    from ..zero.model.auto_ratio import AutoRatio
+    from .model.compressing import Messages
+    from .model.recomputing import Recomputing
+    from .model.sequences import Cutter
+    from .optim.schedule_base import Scheduler
 
 _LOAD_LATER = (
     "to ignore missing and extra names, leave out weights= and call xds.zero.load_weights(engine.module, "
@@ -116,7 +142,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     trains = is_part(model) or any(param.requires_grad for param in model.parameters())
     parts = _assemble(model, config, given, trains=trains)
     engine = Engine(parts)
-    parts.report.profiler.follow(engine)
+    parts.report.follow(engine)
     parts.preemption.begin(engine)
     _show_start(parts, optimizer)
     return engine
@@ -142,62 +168,64 @@ class _Given:
 
 
 def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) -> Parts:
-    """Choose an object for each feature. The order counts: values, then flat buffers, then hooks."""
+    """The list of steps. Their order counts: values, then flat buffers, then hooks."""
+    # the ranks, and a config that is the same on all
     device = pick_device()
-    group = _group(device, given)
+    world = join(device)
+    group = given.group or world
     show_messages(config.log_level)
     needs_optimizer = trains and given.optimizer is None
     config = resolve_together(config, given.optimizer, group, device, needs_section=needs_optimizer)
     log_notes(config, group.rank())
     collectives, mesh = _open_groups(config, group, device)
+    # the part of the model that this rank has
     if not is_part(model):
         check_same_model(model, collectives)
-    if config.sequence_parallel_size > 1:
-        from .model.sequences import check_sequences
-
-        check_sequences(model, config)
-    host = build_host(config, device, given.optimizer)
+    _check_sequences(model, config)
+    host = _host(config, device, given.optimizer)
     groups = None if is_part(model) else _groups(model, config, given)
     keeps_a_part = is_cut(model, config) or config.tensor_parallel.size > 1
     if keeps_a_part or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
-    messages = Messages(config, collectives)
-    divided = divide(model, config, mesh, collectives, partial(policy_of, config), messages.scheme)
-    model, runs, found, flat_groups = divided.model, divided.runs, divided.found, divided.groups
+    messages, scheme = _messages(config, collectives)
+    divided = divide(model, config, mesh, collectives, partial(policy_of, config), scheme)
+    model, runs, flat_groups = divided.model, divided.runs, divided.groups
     with agreeing(collectives, "xds.initialize"):
         groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
     recomputing, undo_storing = _recomputing(config, blocks, device, mesh)
-    compiler = Compiler(model, blocks, config, recomputing)
+    compiler = Compiling(model, blocks, config, recomputing)
+    # values, flat buffers, the optimizer
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
     divided.start_proof(mesh, sharded.holding)
     updater = Updater(sharded)
     with agreeing(collectives, "xds.initialize"):
         optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
         undo_tiles = _tiles(divided, config)
-    recomputing.begin()
-    undo = _both(_both(recomputing.end, undo_storing), _both(undo_tiles, divided.undo))
-    cutter = None
-    if config.sequence_parallel_size > 1:
-        from .model.sequences import cut_sequences
-
-        cutter = cut_sequences(model, config, mesh, is_stage=found is not None)
-        undo = _both(cutter.undo, undo)
+    # other forwards of modules
+    if recomputing is not None:
+        recomputing.begin()
+    undo = [divided.undo, undo_tiles, undo_storing]
+    if recomputing is not None:
+        undo.append(recomputing.end)
+    cutter = _cut_sequences(model, config, mesh, divided)
+    if cutter is not None:
+        undo.append(cutter.undo)
     if config.compile.enabled:
         compiler.compile()
+    # the loop around it
     if device.type == "cpu":
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     loss_scale = build_loss_scale(config.fp16, skips_overflow=config.bf16.skips_overflow)
-    messages.bind(optimizer, updater, GradientFactor(config, mesh.mesh, loss_scale))
-    monitor = build_monitor(config, dist.get_rank())
+    if messages is not None:
+        messages.bind(optimizer, updater, GradientFactor(config, mesh.mesh, loss_scale))
+    monitor = _monitor(config)
     return Parts(
         config=config,
         module=model,
         sharded=sharded,
         updater=updater,
-        offload_ratio=build_offload_ratio(
-            config.zero_optimization.offload_optimizer, sharded, updater
-        ),
+        auto_ratio=_auto_ratio(config, sharded, updater),
         optimizer=optimizer,
         scheduler=_scheduler(config, given.lr_scheduler, optimizer) if optimizer else None,
         loss_scale=loss_scale,
@@ -210,25 +238,51 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         loader=_loader(given.training_data, given.collate_fn, config, mesh),
         undo=undo,
         compiler=compiler,
-        saver=_saver(config, collectives),
+        saves=Saves(config.checkpoint, collectives, timeout_seconds()),
         preemption=_preemption(config, collectives, trains),
         opened=mesh.opened,
         loop=_loop(divided, mesh, config, sharded, cutter),
     )
 
 
+# -- features: what a key of the config brings ----------------------------------------------------------
+
+
+def _check_sequences(model: nn.Module, config: Config) -> None:
+    if config.sequence_parallel_size > 1:
+        from .model.sequences import check_sequences
+
+        check_sequences(model, config)
+
+
+def _cut_sequences(
+    model: nn.Module, config: Config, mesh: MeshGroups, divided: Divided
+) -> Cutter | None:
+    """Cuts the sequences of batches over ranks; None: each rank has whole ones."""
+    if config.sequence_parallel_size == 1:
+        return None
+    from .model.sequences import cut_sequences
+
+    return cut_sequences(model, config, mesh, is_stage=divided.found is not None)
+
+
 def _loop(
-    divided: Divided, mesh: MeshGroups, config: Config, sharded: ShardedModel, cutter: Any
+    divided: Divided,
+    mesh: MeshGroups,
+    config: Config,
+    sharded: ShardedModel,
+    cutter: Cutter | None,
 ) -> LoopFactory:
     if divided.found is None:
         return batch_loop
     from .model.pipelining import build_pipeline
 
+    of_stages = None
     if cutter is not None:
-        from .model.sequences import of_stages
+        from .model import sequences
 
-        cutter = of_stages(cutter)
-    return build_pipeline(divided.found, mesh, config, sharded, cutter)
+        of_stages = sequences.of_stages(cutter)
+    return build_pipeline(divided.found, mesh, config, sharded, of_stages)
 
 
 def _tiles(divided: Divided, config: Config) -> Callable[[], None]:
@@ -241,32 +295,169 @@ def _tiles(divided: Divided, config: Config) -> Callable[[], None]:
     return tile_layers(divided, section)
 
 
-def _mesh(config: Config, world_size: int) -> Mesh:
-    return mesh_of(
-        config.pipeline, config.tensor_parallel, world_size, config.sequence_parallel_size
+def _host(
+    config: Config, device: torch.device, optimizer: ClientOptimizer | None
+) -> HostHome | None:
+    """Host memory for what is not on the device; None: everything is on the device."""
+    zero = config.zero_optimization
+    if zero.offload_optimizer.device == "none" and zero.offload_param.device == "none":
+        return None
+    from .model.offloading import build_host
+
+    return build_host(config, device, optimizer)
+
+
+def _homes(config: Config, host: HostHome | None, trained_numel: int) -> Homes:
+    """The places of masters, states and shards. trained_numel: elements of all trainable parameters."""
+    if host is None:
+        return Homes(None)
+    from .model.offloading import build_homes
+
+    return build_homes(config, host, trained_numel)
+
+
+def _auto_ratio(config: Config, sharded: ShardedModel, updater: Updater) -> AutoRatio | None:
+    """Moves masters from the host to the device as they fit; None: they stay where they were made."""
+    section = config.zero_optimization.offload_optimizer
+    if section.device == "none" or section.ratio != "auto":
+        return None
+    from ..offload.device_memory import memory_of
+    from ..zero.model.auto_ratio import AutoRatio
+
+    return AutoRatio(sharded, updater, memory_of(sharded.collectives.device))
+
+
+def _messages(config: Config, collectives: Collectives) -> tuple[Messages | None, BuildScheme]:
+    """How gradients and parameters are sent. None: exactly."""
+    one_bit = config.optimizer is not None and config.optimizer.type in ONE_BIT_OPTIMIZERS
+    if not (one_bit or config.zero_optimization.compresses):
+        return None, ExactScheme
+    from .model.compressing import Messages
+
+    messages = Messages(config, collectives)
+    return messages, messages.scheme
+
+
+def _recomputing(
+    config: Config, blocks: list[nn.Module], device: torch.device, mesh: MeshGroups
+) -> tuple[Recomputing | None, Callable[[], None]]:
+    """Activation checkpointing of `blocks`, or None; and what frees where inputs are stored."""
+    section = config.activation_checkpointing
+    if not section.enabled:
+        return None, _nothing
+    from .model.recomputing import Recomputing
+
+    activations, storing = None, None
+    if section.cpu_checkpointing:
+        from ..offload.activations import Activations
+
+        activations = Activations(device, pin=True)
+        storing = activations.moving
+    if section.partition_activations and mesh.mesh.tensor > 1:
+        from ..tensor.partition import PartitionedInputs
+
+        moves = () if activations is None else (activations.move, activations.bring)
+        storing = PartitionedInputs(mesh.along("tensor"), *moves).cutting
+    return Recomputing(blocks, storing), _nothing if activations is None else activations.close
+
+
+def _scheduler(config: Config, given: Any, optimizer: torch.optim.Optimizer) -> Scheduler | None:
+    if given is not None:
+        is_factory = callable(given) and not isinstance(given, torch.optim.lr_scheduler.LRScheduler)
+        scheduler: Scheduler = given(optimizer) if is_factory else given
+        return scheduler
+    if config.scheduler is None:
+        return None
+    from .optim.schedules import build_scheduler
+
+    built: Scheduler = build_scheduler(config.scheduler, optimizer)
+    return built
+
+
+def _monitor(config: Config) -> Monitor:
+    sections = (config.tensorboard, config.wandb, config.csv_monitor, config.comet)
+    if not any(section.enabled for section in sections):
+        return Monitor()
+    from .telemetry.monitor import build_monitor
+
+    return build_monitor(config, dist.get_rank())
+
+
+def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preemption:
+    section = config.checkpoint
+    if not (section.preemption_save_dir and trains):
+        return NoPreemptionSave()
+    from .preemption import SaveOnPreemption
+
+    return SaveOnPreemption(section, collectives)
+
+
+def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    section = config.torch_autocast
+    if not section.enabled:
+        return nullcontext
+    return partial(torch.autocast, device.type, dtype=DTYPES[section.dtype])
+
+
+def _loader(
+    data: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    config: Config,
+    mesh: MeshGroups,
+) -> Any:
+    if data is None:
+        return None
+    from .data.loaders import build_loader, keeps_position
+
+    if keeps_position(data):
+        return data
+    return build_loader(
+        data,
+        micro_batch_size=config.train_micro_batch_size_per_gpu,
+        rank=mesh.coordinate("data"),
+        world_size=mesh.mesh.data,
+        collate_fn=collate_fn,
+        drop_last=config.dataloader_drop_last,
+        step_samples=config.train_batch_size if config.elasticity.enabled else 0,
     )
 
 
-def _group(device: torch.device, given: _Given) -> dist.ProcessGroup:
-    world = join(device)
-    return given.group or world
+def _give_values(model: nn.Module, weights: Any, groups: FlatGroups, policy: Policy) -> None:
+    """Values for what is on the meta device, and `weights` for everything."""
+    is_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    if weights is None and not is_meta:
+        return
+    from ..zero.construction.construction import Construction, materialise
+    from ..zero.construction.slices import SliceStore
+    from ..zero.construction.weights import load_weights
+
+    collectives = groups.data.everyone
+    store = SliceStore(collectives) if policy.shards_params else None
+    if weights is not None:
+        load_weights(model, weights, store=store, remedy=_LOAD_LATER, groups=groups)
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        construction = Construction(store or SliceStore(collectives))
+        materialise(model, construction, groups.slices)
+
+
+# -- what every engine has ------------------------------------------------------------------------------
 
 
 def _open_groups(
     config: Config, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Collectives, MeshGroups]:
-    """The collectives of all ranks, and those of the mesh."""
+    """The collectives of all ranks, logged and watched as the config says, and those of the mesh."""
     section = config.communication.where(has_native_ops=config.ops.native)
-    world = _watched(config, open_collectives(group, device, section=section))
-    mesh = _mesh(config, group.size())
-    return world, MeshGroups(mesh, group, world, timeout_seconds(), section)
-
-
-def _watched(config: Config, collectives: Collectives) -> Collectives:
-    start_logging(config.comms_logger, collectives)
+    world = open_collectives(group, device, section=section)
+    logged = config.comms_logger
+    options = LogOptions(logged.prof_all, logged.prof_ops, logged.verbose, logged.debug)
+    world.message_log.configure(options, enabled=logged.enabled)
     if config.watch.enabled:
-        collectives.start_watching(config.watch, timeout_seconds())
-    return collectives
+        world.start_watching(config.watch, timeout_seconds())
+    mesh = mesh_of(
+        config.pipeline, config.tensor_parallel, group.size(), config.sequence_parallel_size
+    )
+    return world, MeshGroups(mesh, group, world, timeout_seconds(), section)
 
 
 def _sharded(
@@ -285,7 +476,7 @@ def _sharded(
     with agreeing(flat_groups.world, "xds.initialize"):
         check_model(model, groups.index, must_train=must_train)
         trained_numel = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
-        homes = build_homes(config, host, trained_numel)
+        homes = _homes(config, host, trained_numel)
     move_model(model, flat_groups.world.device)
     following = buffers_that_follow(model)  # before the parameters change their dtype
     zero = config.zero_optimization
@@ -293,38 +484,11 @@ def _sharded(
     if policy.compute is not None:
         for buffer in following:
             buffer.data = buffer.data.to(policy.compute)
-    reserve(sharded)
+    if host is not None:
+        from .model.offloading import reserve
+
+        reserve(sharded)
     return sharded
-
-
-def _loader(
-    data: Any,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    config: Config,
-    mesh: MeshGroups,
-) -> Any:
-    if data is None or keeps_position(data):
-        return data
-    return build_loader(
-        data,
-        micro_batch_size=config.train_micro_batch_size_per_gpu,
-        rank=mesh.coordinate("data"),
-        world_size=mesh.mesh.data,
-        collate_fn=collate_fn,
-        drop_last=config.dataloader_drop_last,
-        step_samples=config.train_batch_size if config.elasticity.enabled else 0,
-    )
-
-
-def _give_values(model: nn.Module, weights: Any, groups: FlatGroups, policy: Policy) -> None:
-    """Values for what is on the meta device, and `weights` for everything."""
-    collectives = groups.data.everyone
-    store = SliceStore(collectives) if policy.shards_params else None
-    if weights is not None:
-        load_weights(model, weights, store=store, remedy=_LOAD_LATER, groups=groups)
-    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
-        construction = Construction(store or SliceStore(collectives))
-        materialise(model, construction, groups.slices)
 
 
 def _config_source(config: Any, args: Any) -> Any:
@@ -381,76 +545,8 @@ def _optimizer(
     return chosen
 
 
-def _scheduler(config: Config, given: Any, optimizer: torch.optim.Optimizer) -> Scheduler | None:
-    if given is None:
-        if config.scheduler is None:
-            return None
-        built: Scheduler = build_scheduler(config.scheduler, optimizer)
-        return built
-    scheduler = given
-    if callable(given) and not isinstance(given, torch.optim.lr_scheduler.LRScheduler):
-        scheduler = given(optimizer)
-    step: Scheduler = scheduler
-    return step
-
-
-def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    section = config.torch_autocast
-    if not section.enabled:
-        return nullcontext
-    return partial(torch.autocast, device.type, dtype=DTYPES[section.dtype])
-
-
-def _recomputing(
-    config: Config, blocks: list[nn.Module], device: torch.device, mesh: MeshGroups
-) -> tuple[Recomputing, Callable[[], None]]:
-    """Activation checkpointing of `blocks` as the config says, and what frees where inputs are stored."""
-    section = config.activation_checkpointing
-    if not section.enabled:
-        return Recomputing([]), _nothing
-    activations, storing = None, None
-    if section.cpu_checkpointing:
-        from ..offload.activations import Activations
-
-        activations = Activations(device, pin=True)
-        storing = activations.moving
-    if section.partition_activations and mesh.mesh.tensor > 1:
-        from ..tensor.partition import PartitionedInputs
-
-        moves = () if activations is None else (activations.move, activations.bring)
-        storing = PartitionedInputs(mesh.along("tensor"), *moves).cutting
-    return Recomputing(blocks, storing), _nothing if activations is None else activations.close
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def undo() -> None:
-        first()
-        second()
-
-    return undo
-
-
 def _nothing() -> None:
     return
 
 
 __all__ = ["initialize"]
-
-
-def _saver(config: Config, collectives: Collectives) -> Saver:
-    section = config.checkpoint
-    return Saver(
-        collectives,
-        keep_last=section.keep_last,
-        in_background=section.async_save,
-        timeout_seconds=timeout_seconds(),
-    )
-
-
-def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preemption:
-    section = config.checkpoint
-    return (
-        SaveOnPreemption(section, collectives)
-        if section.preemption_save_dir and trains
-        else NoPreemptionSave()
-    )

@@ -23,9 +23,8 @@ import signal
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from types import FrameType
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, final
 
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError, XdsError
@@ -33,6 +32,7 @@ from ..utils.messages import write_stderr
 from ..utils.quoting import plain_lines
 from ..zero.core.reduction import StepStatus
 from .config.sections import Checkpoint
+from .parts import Preemption, Saving
 
 log = logging.getLogger("xds")
 EXIT_CODE = 128 + signal.SIGTERM
@@ -40,15 +40,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: usually sent by Slur
 # The same signal within this time is the same request: the launcher and the process group both deliver it.
 REPEATED_SECONDS = 2.0
 MARGIN_SECONDS = 2.0  # the launcher kills this long after the deadline
-
-
-class Saving(Protocol):
-    """The part of an engine that is needed to save its states."""
-
-    global_steps: int
-
-    def save_checkpoint(self, save_dir: str) -> bool: ...
-    def wait_for_checkpoint(self) -> None: ...
 
 
 class Preempted(SystemExit):
@@ -61,52 +52,6 @@ class Preempted(SystemExit):
         super().__init__(message)
         self.code = EXIT_CODE
         self.path = path
-
-
-class Preemption(ABC):
-    """How one engine reacts to a signal to stop."""
-
-    is_asked = False  # what this rank says in the message of its steps
-
-    @abstractmethod
-    def begin(self, engine: Saving) -> None:
-        """The engine is ready."""
-
-    @abstractmethod
-    def agree(self, status: StepStatus) -> None:
-        """What the ranks said in the message of the step that runs."""
-
-    @abstractmethod
-    def boundary(self) -> None:
-        """A step has ended. If it is the last step after a signal, all states are saved here."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """A step begins. Raises Preempted if all states are saved."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """The engine takes no more steps."""
-
-
-@final
-class NoPreemptionSave(Preemption):
-    """A signal has its usual effect on the process."""
-
-    def begin(self, engine: Saving) -> None:
-        return
-
-    def agree(self, status: StepStatus) -> None:
-        return
-
-    def boundary(self) -> None:
-        return
-
-    def check(self) -> None:
-        return
-
-    def end(self) -> None:
-        return
 
 
 @final
@@ -352,4 +297,4 @@ def _report(text: str) -> None:
     write_stderr(f"xds: {plain_lines(text)}\n")
 
 
-__all__ = ["NoPreemptionSave", "Preempted", "Preemption", "SaveOnPreemption"]
+__all__ = ["Preempted", "SaveOnPreemption"]

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
 from ..utils.arguments import wrong
 from ..utils.errors import UsageError, XdsError
 from ..utils.quoting import printable
-from ..zero.access.whole import full_state_dict
-from ..zero.construction.weights import load_weights
-from ..zero.features.host_copies import HostCopies
-from ..zero.model.state_memory import StateMemory, memory_plan
-from .checkpoint.load import load_checkpoint
-from .checkpoint.load_plan import LoadOptions
-from .checkpoint.save import SaveOptions, save_checkpoint
 from .parts import Parts
 from .steps.counters import Counters
+
+if TYPE_CHECKING:
+    from ..zero.features.host_copies import HostCopies
+    from .checkpoint.load_plan import LoadOptions
+    from .checkpoint.save import SaveOptions
 
 PARKED = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
@@ -52,6 +50,8 @@ class States:
 
     def full_state_dict(self, *, rank0_only: bool, full_precision: bool) -> dict[str, Any]:
         """The whole model's state dict, on the CPU, gathered parameter by parameter."""
+        from ..zero.access.whole import full_state_dict
+
         target = 0 if rank0_only else None
         return full_state_dict(
             self._parts.module,
@@ -62,6 +62,8 @@ class States:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
         """Overwrite parameters, masters and buffers by whole values."""
+        from ..zero.construction.weights import load_weights
+
         groups = self._parts.sharded.flat_groups
         load_weights(self._parts.module, state_dict, strict=strict, groups=groups)
 
@@ -73,6 +75,8 @@ class States:
         options: SaveOptions,
     ) -> None:
         """Write a checkpoint."""
+        from .checkpoint.save import save_checkpoint
+
         try:
             save_checkpoint(self._parts, self._counters, save_dir, tag, client_state, options)
         except UsageError:
@@ -87,15 +91,22 @@ class States:
         self, load_dir: str | Path, tag: str | None, options: LoadOptions
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint; its folder and client_state, or (None, None)."""
-        self._parts.saver.wait()
+        from .checkpoint.load import load_checkpoint
+
+        self._parts.saves.wait()
         return load_checkpoint(self._parts, self._counters, load_dir, tag, options)
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes of model states on this rank."""
+        from ..zero.model.state_memory import memory_plan
+
         return memory_plan(self._parts.sharded, self._parts.updater)
 
     def offload(self, include: Iterable[Any] | None, device: Any, *, pin_memory: bool) -> None:
         """Move the included states to host memory."""
+        from ..zero.features.host_copies import HostCopies
+        from ..zero.model.state_memory import StateMemory
+
         names = _names(include)
         if str(getattr(device, "value", device)).split(":")[0] != "cpu":
             raise UsageError(f'offload_states(device="{device}"): states can go to "cpu" only')

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..utils.errors import UsageError, XdsError
 from ..utils.messages import never, write_stderr
 from ..utils.quoting import printable
-from ..utils.schema.nearest import nearest
+from ..utils.schema.section import nearest
 
 if TYPE_CHECKING:
     from .command_line.where import Hosts, Local

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..ops import libraries
 from ..ops.build import build, build_cache
-from ..ops.build.plan import Library
+from ..ops.build.build import Library
 from ..utils.errors import BuildError, UsageError
 from ..utils.quoting import escaped
 from ..utils.sizes import size_text

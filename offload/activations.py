@@ -17,7 +17,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .lanes import Done, Lanes, Outbox, Ticket
+from .lanes import Lanes, Outbox
+from .places import Done, Ticket
 from .reused import HostBlock, HostPool
 
 MIN_BYTES = 1 << 16  # a smaller tensor costs more to copy than to keep

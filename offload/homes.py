@@ -1,130 +1,13 @@
-"""Where the master weights and optimizer states of one flat buffer are stored: on the device or on the host.
-
-An optimizer makes its states beside the master, so the master's home is also theirs.
-"""
+"""Chooses where the master and the states of each flat buffer are stored: on the device or on the host."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import final
+from typing import TYPE_CHECKING, final
 
-import torch
-from torch import Tensor
+from .places import DeviceHome, Home, ShardHome, ShardsOnDevice, StateHome, StatesInMemory
 
-from .host_sums import OnDevice, OnHost, SumHome
-from .lanes import Lanes, Outbox
-from .rotation import Rotation
-from .sender import Sender
-from .shards import ShardHome, ShardsOnDevice
-from .spare import Spare
-from .states import InMemory, Residence, StateHome, StatesInMemory
-
-# so many units the host may be behind the device in adding before backward waits for it
-NUM_STAGES = 4
-
-
-class Home(ABC):
-    """The place of a master. `is_on_host`: forward's parameters are a copy on the device."""
-
-    is_on_host: bool
-
-    @abstractmethod
-    def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of `values` [n] at home, in `dtype`."""
-
-    @abstractmethod
-    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
-        """Where the result of `store` and its states are between updates; see `StateHome.residence`."""
-
-    @abstractmethod
-    def sums(self, sum_dtype: torch.dtype) -> SumHome:
-        """A home for the sum of gradients."""
-
-
-@final
-class DeviceHome(Home):
-    """The device."""
-
-    is_on_host = False
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        """device: None where all values are on the device already; with `offload_param` they are not."""
-        self._device = device
-
-    def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        return values.to(self._device or values.device, dtype, copy=True)
-
-    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
-        return InMemory()
-
-    def sums(self, sum_dtype: torch.dtype) -> SumHome:
-        return OnDevice()
-
-
-class HostHome(Home):
-    """Host memory, with what its users share: lanes, the outbox of gradients and the sender of parameters."""
-
-    is_on_host = True
-
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        pin: bool,
-        adds: bool,
-        guesses: bool = False,
-        states: StateHome | None = None,
-    ) -> None:
-        """
-        Args:
-            states: where masters and states are between updates; default: in host memory.
-            pin: use pinned memory for copies; without effect where the device is a CPU.
-            adds: a step has several reductions.
-            guesses: updates run before it is known that their step will not be clipped or skipped.
-        """
-        self.device = device
-        self.pin = pin and device.type == "cuda"
-        self.lanes = Lanes.of(device)
-        self.sender = Sender(self.lanes, pin=self.pin)
-        self._outbox = Outbox()
-        self._stages = Rotation(NUM_STAGES, pin=self.pin)
-        self._adds = adds
-        self.spare = Spare(pin=self.pin) if guesses else None
-        self.states = states or StatesInMemory()
-
-    def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        return values.to("cpu", dtype, copy=True)
-
-    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
-        return self.states.residence(index, master, holds_master=holds_master)
-
-    def sums(self, sum_dtype: torch.dtype) -> SumHome:
-        shared = (self.lanes, self._outbox, self._stages)
-        return OnHost(*shared, sum_dtype, adds=self._adds, pin=self.pin)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of host memory for copies, for states on a disk, and for updates that may be undone."""
-        spare = 0 if self.spare is None else self.spare.allocated_bytes
-        copies = self.sender.allocated_bytes + self._stages.allocated_bytes
-        return copies + spare + self.states.host_bytes
-
-    def drain(self) -> None:
-        """Give back all device buffers whose copies are in flight."""
-        self._outbox.drain()
-
-    def close(self) -> None:
-        """End the threads."""
-        self.lanes.close()
-        self.states.close()
-
-    def release(self) -> None:
-        """After `close`: free the buffers for copies."""
-        self.drain()
-        self.sender.release()
-        self._stages.release()
-        if self.spare is not None:
-            self.spare.release()
+if TYPE_CHECKING:
+    from .host import HostHome
 
 
 @final
@@ -191,4 +74,4 @@ class Homes:
         return self.host
 
 
-__all__ = ["DeviceHome", "Home", "Homes", "HostHome"]
+__all__ = ["Homes"]

@@ -17,61 +17,11 @@ from typing import Any, final
 
 import torch
 
+from .places import Mark, Ticket
+
 IN_FLIGHT = (
     2  # device buffers that wait for their copy to the host: one is copied while one is filled
 )
-
-
-Mark = torch.cuda.Event
-
-
-class Ticket(ABC):
-    """A job of a lane."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Return when the job is done. Raises what the job raised."""
-
-    @abstractmethod
-    def order(self) -> None:
-        """Let work that is started on the device from now on run after the job."""
-
-    @property
-    @abstractmethod
-    def is_done(self) -> bool:
-        """`order` would not block the host."""
-
-
-@final
-class Done(Ticket):
-    """A job that was done at once."""
-
-    is_done = True
-
-    def wait(self) -> None:
-        return
-
-    def order(self) -> None:
-        return
-
-
-@final
-class Landing(Ticket):
-    """Copies to the host that the current stream has started. `order` waits too: the host reads them."""
-
-    is_done = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.Event(device) if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(device))
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-    def order(self) -> None:
-        self.wait()
 
 
 class Lane(ABC):
@@ -277,13 +227,9 @@ class Outbox:
 
 
 __all__ = [
-    "Done",
-    "Landing",
     "Lane",
     "Lanes",
-    "Mark",
     "Outbox",
     "StreamLane",
     "ThreadLane",
-    "Ticket",
 ]

@@ -12,11 +12,22 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .homes import HostHome
-from .host_sums import OnDevice, SumHome
-from .lanes import Done, Ticket
-from .shards import Near, Shard, ShardHome
-from .states import Blocks, InMemory, OptimizerStates, Residence, StateHome, StatesInMemory
+from .host import HostHome
+from .places import (
+    Blocks,
+    Done,
+    InMemory,
+    Near,
+    OnDevice,
+    OptimizerStates,
+    Residence,
+    Shard,
+    ShardHome,
+    StateHome,
+    StatesInMemory,
+    SumHome,
+    Ticket,
+)
 
 
 @final

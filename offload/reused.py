@@ -7,8 +7,8 @@ from typing import final
 
 from torch import Tensor
 
-from .lanes import Done, Ticket
 from .pinned import host_memory
+from .places import Done, Ticket
 
 GROWTH = 1.5  # the least factor from a block to the larger one that replaces it
 

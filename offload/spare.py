@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..utils.available_memory import available_bytes
-from .lanes import Done, Ticket
 from .pinned import host_memory
+from .places import Done, Ticket
 
 MAX_SHARE_OF_FREE = 0.5  # of the free memory that this rank has
 

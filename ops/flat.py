@@ -1,4 +1,4 @@
-"""Flat arithmetic: sizes, alignment and sums of 1-D buffers, without communication."""
+"""Arithmetic on 1-D buffers, without communication: sizes, sums, fingerprints, copies between devices."""
 
 from __future__ import annotations
 
@@ -77,3 +77,87 @@ def _sum_chunk(
 def numel_of(shape: Sequence[int]) -> int:
     """Number of elements of a tensor of this shape."""
     return math.prod(shape)
+
+
+# -- a fingerprint of a flat tensor: whether user code has written to it since the last one --------------
+# Sum over the 64-bit words of word * odd weight, modulo 2^64. One changed word always changes it, because an
+# odd weight has an inverse; several changed words go unnoticed with a probability of about 2^-64.
+
+DEVICE_CHUNK_NUMEL = 1 << 23  # words per chunk on a GPU: 64 MiB of products
+MULTIPLIER = 0x5851F42D4C957F2D  # odd, with mixed bits
+CHUNK_FACTOR = 0x2545F4914F6CDD1D
+
+
+def fingerprint(flat: Tensor) -> Tensor:
+    """The fingerprint of a contiguous 1-D tensor, int64 [] on its device. No synchronization."""
+    words = _words(flat)
+    size = CHUNK_NUMEL if flat.device.type == "cpu" else DEVICE_CHUNK_NUMEL
+    size = max(min(size, words.numel()), 1)
+    weights = torch.arange(1, 2 * size, 2, dtype=torch.int64, device=flat.device) * MULTIPLIER
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for piece in words.split(size):  # type: ignore[no-untyped-call]
+        total = total * CHUNK_FACTOR + (piece * weights[: piece.numel()]).sum()
+    return total
+
+
+def _words(flat: Tensor) -> Tensor:
+    """The same memory as integers, of 64 bits if its length allows that."""
+    starts = int(flat.storage_offset()) * flat.element_size(), flat.numel() * flat.element_size()
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        if (
+            all(start % dtype.itemsize == 0 for start in starts)
+            and dtype.itemsize >= flat.element_size()
+        ):
+            return flat.view(dtype).to(torch.int64)
+    return flat.view(torch.uint8).to(torch.int64)
+
+
+# -- Values of the host on a device, without a wait of the host, and bytes of a device on the host -------
+# torch.tensor(values, device="cuda") and Tensor.to("cuda") copy from pageable memory: the host waits until
+# the stream has come so far. A copy from page-locked memory is only started; torch keeps it till it is done.
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`, without a wait. The host may write at once to a tensor that it has not pinned."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def bytes_to(device: torch.device, data: bytes) -> Tensor:
+    """`data` as uint8 [len(data)] on `device`; not empty."""
+    return moved(torch.frombuffer(bytearray(data), dtype=torch.uint8), device)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The bytes of a uint8 tensor. The host waits for it."""
+    return tensor.cpu().numpy().tobytes()
+
+
+# -- values that user code wrote to parameters in the compute dtype: they are copied to the masters ------
+
+
+def take_edits(master: Tensor, narrow: Tensor) -> None:
+    """Copy each element of `narrow` that differs from `master` rounded to `master`: a script has written it.
+
+    Shapes: both [n]; `narrow` is bf16 or fp16, `master` wider. Reads both once, without synchronizing a device.
+    Of the same dtype, `master` has no bits that `narrow` lacks: it becomes `narrow`.
+    """
+    if master.dtype == narrow.dtype:
+        master.copy_(narrow)
+        return
+    on_cpu = master.device.type == "cpu"
+    for piece in chunks(master.numel(), on_cpu):
+        wide, written = master[piece], narrow[piece]
+        rounded = wide.to(written.dtype)
+        if on_cpu and _same_bits(rounded, written):
+            continue  # on other devices this check would synchronize
+        differs = rounded.view(torch.int16) != written.view(torch.int16)
+        wide.copy_(torch.where(differs, written.to(wide.dtype), wide))
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two 16-bit tensors are equal. Comparing 64-bit words, where aligned, is four times as fast."""
+    starts = (int(one.storage_offset()), int(other.storage_offset()), one.numel())
+    word = torch.int16 if any(start % 4 for start in starts) else torch.int64
+    return torch.equal(one.view(word), other.view(word))

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..utils.errors import BuildError
 from .build import build_cache
-from .build.build import build, find, find_or_build
+from .build.build import Library, Source, build, find, find_or_build
 from .build.compilers import ARCHS_VARIABLE, architectures, find_nvcc, find_torch, release, runs_on
-from .build.plan import Library, Source
 
 if TYPE_CHECKING:
     import torch  # only for types: `xds ops list` does not import torch

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.exchange import EqualParts
 from ..ops.comm.handles import Handle
-from ..ops.from_host import bytes_of, bytes_to
+from ..ops.flat import bytes_of, bytes_to
 from ..utils.errors import UsageError
 from .cut.part import Flow
 

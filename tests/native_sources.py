@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from xds.ops.build.build import Library, Source
 from xds.ops.build.compilers import Torch
-from xds.ops.build.plan import Library, Source
 
 SOURCE = """#include "answer.h"
 extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER + MORE; }

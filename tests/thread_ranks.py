@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from xds.engine.optim import backward_scale
+from xds.engine.optim import loss_scale
 from xds.ops.comm import opening
 from xds.ops.comm.handles import Handle, Messages
 from xds.ops.comm.point_to_point import PointToPointBackend, transfer
@@ -131,7 +131,7 @@ def _process_state() -> dict[str, Any]:
         "random": random.getstate(),
         "numpy": np.random.get_state(),
         "dtype": torch.get_default_dtype(),
-        "backward passes": list(backward_scale._passes),
+        "backward passes": list(loss_scale._passes),
         "stance": _compiler()._stance if _compiler() else None,
     }
 
@@ -141,7 +141,7 @@ def _restore(state: dict[str, Any]) -> None:
     random.setstate(state["random"])
     np.random.set_state(state["numpy"])
     torch.set_default_dtype(state["dtype"])
-    backward_scale._passes[:] = state["backward passes"]
+    loss_scale._passes[:] = state["backward passes"]
     if _compiler():  # it may have been loaded since
         _compiler()._stance = state["stance"] or _compiler().DynamoStance()
 

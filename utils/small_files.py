@@ -7,6 +7,7 @@ A pipe with a writer is read, as in `xds check <(make-config)`.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import select
@@ -122,3 +123,20 @@ def _read(descriptor: int, most_bytes: int, *, waits: bool) -> bytes:
             raise TimeoutError(
                 errno.ETIMEDOUT, f"a pipe that received no data for {PIPE_SECONDS:.0f} s"
             )
+
+
+# -- locks on open files, which end with the process that holds them -------------------------------------
+
+
+def try_lock(fd: int, *, shared: bool = False) -> bool | None:
+    """Lock the file `fd` without waiting. A shared lock excludes only locks that are not shared.
+
+    Returns: whether this process holds the lock now; None where the file system has no locks.
+    """
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

@@ -27,8 +27,7 @@ from torch import Tensor
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
 from ..gaps import gaps_in, zero_ranges
-from ..reducer import ExactReducer, GradientReducer, Owed
-from ..scheme import Buffer
+from ..scheme import Buffer, ExactReducer, GradientReducer, Owed
 from .packets import Packets, finite
 from .phase import Phase
 

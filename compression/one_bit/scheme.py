@@ -9,9 +9,7 @@ import torch
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import Split
 from ...utils.errors import UsageError
-from ..reducer import ExactReducer, GradientReducer
-from ..scheme import Buffer, CommScheme
-from ..sender import ExactSender, ParamSender
+from ..scheme import Buffer, CommScheme, ExactReducer, ExactSender, GradientReducer, ParamSender
 from .phase import Phase
 from .reducer import OneBitReducer
 from .sender import OneBitSender

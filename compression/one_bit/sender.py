@@ -22,8 +22,7 @@ from torch import Tensor
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
 from ..gaps import zero_ranges
-from ..scheme import Buffer
-from ..sender import ExactSender, ParamSender
+from ..scheme import Buffer, ExactSender, ParamSender
 from .packets import Packets
 from .phase import Phase
 

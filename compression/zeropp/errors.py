@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..reducer import Owed
+from ..scheme import Owed
 from ..unit import GradientUnit
 from .packets import QuantizedPackets
 

@@ -22,8 +22,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
 from ...ops.comm.mesh_groups import Levels
 from ..gaps import gaps_in, zero_ranges
-from ..reducer import ExactReducer, GradientReducer, Owed
-from ..scheme import Buffer
+from ..scheme import Buffer, ExactReducer, GradientReducer, Owed
 from .errors import Errors
 from .packets import QuantizedPackets
 

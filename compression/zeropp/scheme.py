@@ -13,9 +13,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import Levels, Split, block_length
 from ...utils.errors import UsageError
 from ..config import Loco
-from ..reducer import ExactReducer, GradientReducer
-from ..scheme import Buffer, CommScheme
-from ..sender import ExactSender, ParamSender
+from ..scheme import Buffer, CommScheme, ExactReducer, ExactSender, GradientReducer, ParamSender
 from ..unit import GradientUnit
 from .errors import Errors, NoErrors, RunningErrors
 from .reducer import QuantizedReducer

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle
-from ..sender import ParamSender
+from ..scheme import ParamSender
 
 KIND = "parameters inside a host"
 

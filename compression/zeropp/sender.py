@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...ops.comm.handles import Handle, Then
 from ...ops.comm.mesh_groups import Levels
-from ..scheme import Buffer
-from ..sender import ParamSender
+from ..scheme import Buffer, ParamSender
 from .gather import gather_in_levels
 from .packets import QuantizedPackets
 

@@ -117,7 +117,7 @@ def save_checkpoint(
     options: SaveOptions,
 ) -> None:
     """See `Engine.save_checkpoint`."""
-    saver, collectives = parts.saver, parts.sharded.collectives
+    saver, collectives = parts.saves.saver, parts.sharded.collectives
     is_first = collectives.rank == 0
     claims: list[Claim] = []  # the folder that this rank has made
 
@@ -185,7 +185,7 @@ def _prepare(
     options: SaveOptions,
 ) -> _Content:
     """Collect the content. All refusals happen here, before any file is written."""
-    parts.saver.wait()
+    parts.saves.saver.wait()
     if parts.sharded.backward_pass.has_seen_one:
         raise UsageError(
             "save_checkpoint() between backward() and step(): the gradients of this micro-batch would be "

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, final
 
 from pydantic import Field
 
-from ...utils.schema.nearest import nearest
 from ...utils.schema.section import (
     HINT_CHARS,
     NoEffect,
@@ -18,6 +17,7 @@ from ...utils.schema.section import (
     is_auto,
     is_comment,
     joined,
+    nearest,
 )
 from ...utils.schema.values import ANY_CASE, TUPLE, BelowOne, Count, Flag, NonNegative, Value
 

@@ -8,8 +8,7 @@ from functools import cache
 from typing import final
 
 from ...utils.quoting import printable
-from ...utils.schema.nearest import nearest
-from ...utils.schema.section import Report, Section, joined, known_names, subsection
+from ...utils.schema.section import Report, Section, joined, known_names, nearest, subsection
 from .optimizer import OPTIMIZERS
 from .scheduler import SCHEDULERS
 

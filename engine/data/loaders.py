@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 from torch.utils.data.distributed import DistributedSampler
 
 from ...utils.errors import UsageError
-from .lanes import not_pinned, pinned, pinned_by_torch
+from .batches import not_pinned, pinned, pinned_by_torch
 
 
 class Resumable(ABC):

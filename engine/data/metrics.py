@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
-from ...ops.from_host import bytes_of
+from ...ops.flat import bytes_of
 from ...ops.mesh import Mesh
 from ...utils.arguments import shown, whole
 from ...utils.errors import UsageError

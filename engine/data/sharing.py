@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
-from ...ops.flat import align_up, numel_of
-from ...ops.from_host import bytes_of, moved
+from ...ops.flat import align_up, bytes_of, moved, numel_of
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 

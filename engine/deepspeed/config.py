@@ -23,7 +23,7 @@ from ...zero.config import ZeroConfig
 from ..config.batch import MICRO, STEPS, TRAIN, solve_batch
 from ..config.config import Config
 from ..config.text import read_source
-from ..model.policies import DTYPES
+from ..model.precision import DTYPES
 from .errors import methods_raise_theirs
 
 

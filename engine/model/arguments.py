@@ -1,23 +1,34 @@
-"""What user code passes to `xds.initialize`: its checks, and what a PipelineModule says about the config.
+"""What user code passes to `xds.initialize`: its checks, also that all ranks have the same config and model.
 
 A class of a feature can only be met where its module is loaded, so no module is loaded to look for one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.config import Communication
+from ...ops.comm.exchange import all_gather_json
+from ...ops.comm.opening import open_collectives
 from ...utils.arguments import wrong
-from ...utils.errors import UsageError
+from ...utils.errors import ConfigError, UsageError
+from ...utils.quoting import printable, ranks_text
 from ..config.config import Config
 
 if TYPE_CHECKING:
     from ...pipe.module import PipelineModule
+
 
 Runs = Sequence[Sequence[tuple[str, nn.Module]]]  # name and module of each block, by stage
 
@@ -117,6 +128,190 @@ def check_whole(model: nn.Module) -> None:
             "xds.initialize: an earlier xds.initialize with tensor_parallel.tp_size > 1 has cut the layers of "
             "this model, and a rank has slices only; build the model again"
         )
+
+
+# -- every rank has the same config and the same model ---------------------------------------------------
+# Without the check of the config, ranks would update their shards by different rules, or wait for messages that
+# no rank sends. Without that of the model, they would exchange flat buffers of unequal sizes, and gloo would
+# abort the process.
+
+CONFIG = "the config"
+MODEL = "the layout of the model"
+# rank 0 alone acts on them
+OF_RANK_0 = {
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "steps_per_print",
+    "dump_state",
+    "log_level",
+}
+# folders on a local disk; only whether they are given is compared
+OF_NODES = {
+    "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_param.nvme_path",
+    "checkpoint.preemption_save_dir",
+}
+MOST_KEYS = 8  # in one message
+MOST_VALUES = 4  # of one key
+MOST_CHARS = 80  # of one value
+NOT_GIVEN = "not given"
+Settings = dict[str, str]
+
+
+# -- the config ---------------------------------------------------------------------------------------------
+
+_NO_OPTIMIZER = (
+    'optimizer is missing: write e.g. {"type": "AdamW", "params": {"lr": 3e-4}}, or pass optimizer= to '
+    "xds.initialize; a model that only infers is frozen first, by model.requires_grad_(False)"
+)
+
+
+def resolve_together(
+    config: Config,
+    optimizer: Any,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    needs_section: bool,
+) -> Config:
+    """`config.resolve` for the ranks of the group. A collective: compare all settings of all ranks.
+
+    Args:
+        optimizer: the one that the script passes, if any. Its class and hyperparameters are compared as well.
+        needs_section: the config must have a section `optimizer`. A frozen model (a teacher) needs none.
+    Sends: 16 bytes to each rank, the first message of the engine; if the hashes differ, all settings.
+
+    Raises:
+        UsageError: on every rank; has the keys that differ, with the values of the ranks.
+        ConfigError: as `config.resolve`, or the section is missing, on every rank; all complaints at once.
+    """
+    # another rank may have another config, which is then the cause of a complaint
+    complaints = [_NO_OPTIMIZER] if needs_section and config.optimizer is None else []
+    try:
+        config = config.resolve(group.size())
+    except ConfigError as error:
+        complaints += error.complaints
+    mine = dict([*_of_config(config), *_of_optimizer(optimizer)])
+    # the section `communication` may differ, so the message does not depend on it
+    plain = open_collectives(
+        group, device, section=Communication.model_construct(shared_memory=False)
+    )
+    if not _is_same(json.dumps(mine, sort_keys=True), plain, CONFIG):
+        raise UsageError(_difference(all_gather_json(plain, mine, CONFIG)))
+    if complaints:
+        raise ConfigError(complaints, config.source)
+    return config
+
+
+def _of_config(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, value as text) for each setting that all ranks must share."""
+    for name, value in config.as_dict().items():
+        if name not in OF_RANK_0:
+            yield from _leaves(name, value)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key in value:
+            yield from _leaves(f"{name}.{key}", value[key])
+    elif name in OF_NODES:
+        yield name, "given" if value else NOT_GIVEN
+    else:
+        yield name, json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
+
+
+def _of_optimizer(optimizer: Any) -> Iterator[tuple[str, str]]:
+    """The class of an optimizer that the script passes, and plain values in its groups."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    yield "optimizer=", type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            parts = value if isinstance(value, tuple | list) else (value,)
+            if all(isinstance(part, bool | int | float | str) for part in parts):
+                yield f"optimizer=, group {number}, {key}", json.dumps(value)
+
+
+def _difference(by_rank: list[Settings]) -> str:
+    """The sentence with the keys that differ. A section that some ranks do not have has the keys in it."""
+    every = dict.fromkeys(key for one in by_rank for key in one)
+    differ = [key for key in every if len({one.get(key) for one in by_rank}) > 1]
+    keys = [key for key in differ if not any(other.startswith(f"{key}.") for other in differ)]
+    other = next(rank for rank, one in enumerate(by_rank) if one != by_rank[0])
+    more = f"; and {len(keys) - MOST_KEYS} more keys" if len(keys) > MOST_KEYS else ""
+    parts = [_values(key, by_rank) for key in keys[:MOST_KEYS]]
+    return (
+        f"rank {other} has another config than rank 0: {'; '.join(parts)}{more}; pass the same config on every "
+        "rank"
+    )
+
+
+def _values(key: str, by_rank: list[Settings]) -> str:
+    """For example "gradient_clipping = 0.0 on ranks 0, 2 and 1.0 on rank 1"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, one in enumerate(by_rank):
+        ranks.setdefault(one.get(key, NOT_GIVEN), []).append(rank)
+    shown = [
+        f"{printable(value, MOST_CHARS)} on {ranks_text(who)}"
+        for value, who in list(ranks.items())[:MOST_VALUES]
+    ]
+    more = f" and {len(ranks) - MOST_VALUES} more values" if len(ranks) > MOST_VALUES else ""
+    return f"{printable(key)} = {' and '.join(shown)}{more}"
+
+
+# -- the model ----------------------------------------------------------------------------------------------
+
+
+def check_same_model(model: nn.Module, collectives: Collectives) -> None:
+    """A collective: compare the model's layout on all ranks.
+
+    Sends:   16 bytes to each rank; if the digests differ, 10 more bytes per tensor.
+
+    Raises:
+        UsageError: on every rank; names the first parameter or buffer that differs.
+    """
+    lines = _lines(model)
+    if _is_same("\n".join(lines), collectives, MODEL):
+        return
+    sums = all_gather_json(collectives, [zlib.crc32(line.encode()) for line in lines], MODEL)
+    other = next(rank for rank, found in enumerate(sums) if found != sums[0])
+    at = next(
+        (i for i, (one, two) in enumerate(zip(sums[0], sums[other], strict=False)) if one != two),
+        min(len(sums[0]), len(sums[other])),
+    )
+    shown = all_gather_json(collectives, lines[at] if at < len(lines) else "nothing more", MODEL)
+    raise UsageError(
+        f"rank {other} has another model than rank 0: {shown[other]} on rank {other}, {shown[0]} on rank 0; "
+        "build the same model, with the same config, on every rank"
+    )
+
+
+def _lines(model: nn.Module) -> list[str]:
+    """Everything that must be equal, one line each, in layout order."""
+    params = [
+        f"parameter {name} {_described(param)}{'' if param.requires_grad else ' (frozen)'}"
+        for name, param in model.named_parameters()
+    ]
+    return params + [f"buffer {name} {_described(each)}" for name, each in model.named_buffers()]
+
+
+def _described(tensor: torch.Tensor) -> str:
+    if nn.parameter.is_lazy(tensor):
+        return "without a shape"  # refused later, with the remedy
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+
+
+# -- both ---------------------------------------------------------------------------------------------------
+
+
+def _is_same(text: str, collectives: Collectives, what: str) -> bool:
+    """Whether all ranks have the same text. A collective."""
+    digest = hashlib.sha256(text.encode()).digest()[:16]
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(collectives.device)
+    table = collectives.gather_small(mine, what=what)
+    return bool((table == table[0]).all())
 
 
 __all__ = [

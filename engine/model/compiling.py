@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -46,9 +47,9 @@ class Compiler:
         model: nn.Module,
         blocks: Sequence[nn.Module],
         config: Config,
-        recomputing: Recomputing,
+        recomputing: Recomputing | None,
     ) -> None:
-        """Nothing is compiled yet. recomputing: of `blocks`.
+        """Nothing is compiled yet. recomputing: of `blocks`; None: nothing is recomputed.
 
         Raises:
             ConfigError: the section is enabled and names an unknown backend or option.
@@ -108,7 +109,7 @@ class Compiler:
         chosen, arguments = settings
         change = partial(torch.compile, backend=chosen, **arguments, **self._limit())
         targets = self._targets()
-        with self._recomputing.around_graphs(plans=self._plans):
+        with self._around_graphs():
             self._undo = replace_forwards(targets, change)
         self._hooks = [
             target.register_forward_pre_hook(_prepare, with_kwargs=True)
@@ -119,12 +120,17 @@ class Compiler:
     def undo(self) -> None:
         """Restore the forwards of before `compile`."""
         if self._undo is not None:
-            with self._recomputing.around_graphs(plans=self._plans):
+            with self._around_graphs():
                 self._undo()
         for hook in self._hooks:
             hook.remove()
         self._undo, self._hooks = None, []
         self._settings = None
+
+    def _around_graphs(self) -> AbstractContextManager[None]:
+        if self._recomputing is None:
+            return nullcontext()
+        return self._recomputing.around_graphs(plans=self._plans)
 
     @property
     def _plans(self) -> bool:

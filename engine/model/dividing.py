@@ -16,8 +16,7 @@ from ...zero.layout.discover import found_blocks
 from ...zero.layout.groups import FlatGroups
 from ..config.config import Config
 from .arguments import Runs, is_cut, is_part
-from .flat_groups import BuildPolicy, open_flat_groups
-from .shard_groups import build_shard_groups, hosts_of
+from .flat_groups import BuildPolicy, build_shard_groups, hosts_of, open_flat_groups
 
 if TYPE_CHECKING:
     from ...tensor.proof import Proof

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ...offload.homes import Homes, HostHome
-from ...offload.shards import ShardHome, ShardsOnHost
-from ...offload.states import StateHome, StatesInMemory
+from ...offload.homes import Homes
+from ...offload.host import HostHome, ShardsOnHost
+from ...offload.places import ShardHome, StateHome, StatesInMemory
 from ...zero.layout.groups import master_dtype
 from ...zero.model.sharded_model import ShardedModel
 from ..checkpoint.agreement import together
 from ..config.config import Config
-from ..optim.optimizers import ClientOptimizer
-from ..optim.state_count import count_states
+from ..optim.optimizers import ClientOptimizer, count_states
+from .precision import host_ratio
 
 if TYPE_CHECKING:
     from ...offload.disk.options import DiskOptions
@@ -70,13 +70,6 @@ def paper_homes(config: Config, total_numel: int) -> Homes:
         total_numel=total_numel,
         shards=None if shards == "none" else PaperShards(on_disk=shards == "nvme"),
     )
-
-
-def host_ratio(config: Config) -> float:
-    """The share of the optimizer's states that starts on the host or on a disk."""
-    section = config.zero_optimization.offload_optimizer
-    at_first = 1.0 if section.ratio == "auto" else section.ratio
-    return at_first if section.device != "none" else 0.0
 
 
 def _state_home(config: Config, optimizer: ClientOptimizer | None) -> StateHome:
@@ -136,4 +129,4 @@ def reserve(model: ShardedModel) -> None:
         together(model.collectives, "offload to NVMe", states.open)
 
 
-__all__ = ["build_homes", "build_host", "host_ratio", "paper_homes", "reserve"]
+__all__ = ["build_homes", "build_host", "paper_homes", "reserve"]

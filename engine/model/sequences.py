@@ -227,4 +227,6 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+Cutter = SequenceCutter | ScriptSequences
+
 __all__ = ["SequenceCutter", "check_sequences", "cut_sequences", "of_stages"]

@@ -6,10 +6,18 @@ The scale changes after a step. Gradients are always unscaled with the scale tha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Protocol, final
+from weakref import ReferenceType, ref
 
+from torch import Tensor
+
+from ...ops.mesh import Mesh
+from ...ops.torch_internals import after_backward
 from ...utils.errors import XdsError
+from ..config.config import Config
 
 SCALE_FACTOR = 2.0
 MAX_SCALE = 2.0**127  # the largest power of 2 in fp32, which multiplies the loss
@@ -151,3 +159,78 @@ def build_loss_scale(fp16: Fp16Section, *, skips_overflow: bool) -> LossScale:
         consecutive=fp16.consecutive_hysteresis,
         minimum=fp16.min_loss_scale,
     )
+
+
+# -- what a sum of gradients over the ranks is multiplied with to be the gradient of the loss ------------
+
+
+@final
+class GradientFactor:
+    """The mean over the ranks that have a loss of their own, without the loss scale of now."""
+
+    def __init__(self, config: Config, mesh: Mesh, scale: LossScale) -> None:
+        is_mean_of_script = config.sequence.cut_by == "script"  # else losses are parts of one
+        num_means = mesh.data * (mesh.sequence if is_mean_of_script else 1)
+        self._mean = 1.0 / num_means if config.gradient_allreduce_op == "mean" else 1.0
+        self._scale = scale
+
+    def __call__(self) -> float:
+        return self._mean / self._scale.value
+
+    def of_own(self) -> float:
+        """What one rank's gradients are multiplied with to be those of its own loss."""
+        return 1.0 / self._scale.value
+
+
+# -- the loss scale of the backward pass that is running -------------------------------------------------
+# `engine.backward` records it around autograd's call; `engine.scale` records it by a hook on the loss that it
+# returns. A backward pass that neither of them started computes gradients of the unscaled loss.
+#
+# One pass may run through several engines, as that of a GAN's generator does. So each of them asks here.
+
+
+@final
+class _Pass:
+    """A running backward pass. What runs it holds it: `scaled_backward`, or autograd, also where it raises."""
+
+    def __init__(self, loss_scale: float) -> None:
+        self.loss_scale: float | None = loss_scale  # None: it has ended
+        _passes[:] = [one for one in _passes if _scale_of(one) is not None]
+        _passes.append(ref(self))
+
+    def end(self) -> None:
+        self.loss_scale = None
+
+
+# The innermost last. One list for the process, as there is one autograd: its threads run nodes of all engines.
+_passes: list[ReferenceType[_Pass]] = []
+
+
+def _scale_of(one: ReferenceType[_Pass]) -> float | None:
+    found = one()
+    return None if found is None else found.loss_scale
+
+
+@contextmanager
+def scaled_backward(loss_scale: float) -> Iterator[None]:
+    """Record `loss_scale` while the backward pass of a loss that was multiplied by it runs."""
+    running = _Pass(loss_scale)
+    try:
+        yield
+    finally:
+        running.end()
+
+
+def mark(loss: Tensor, loss_scale: float) -> None:
+    """Record `loss_scale` whenever a backward pass starts from `loss`, which was multiplied by it."""
+
+    def begin(_: Tensor) -> None:
+        end = partial(_Pass.end, _Pass(loss_scale))  # autograd drops it with a pass that raises
+        after_backward(end)
+
+    loss.register_hook(begin)  # type: ignore[no-untyped-call]
+
+
+def running_loss_scale() -> float | None:
+    """The loss scale of the running backward pass; None if its loss was not scaled."""
+    return next((scale for one in reversed(_passes) if (scale := _scale_of(one)) is not None), None)

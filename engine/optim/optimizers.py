@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -15,10 +15,113 @@ from ...ops.config import Ops
 from ...ops.libraries import load, optimizer_library
 from ...ops.optim.shard_optimizer import ShardOptimizer
 from ...utils.arguments import wrong
-from ...utils.errors import UsageError
+from ...utils.errors import UsageError, XdsError
 from ...zero.model.update import Updater
-from .shape_seeing import refusal_text, sees_shapes, warning_text
-from .trial import has_fused, try_optimizer
+
+# -- trials of torch's optimizers and schedules on one number, before they are used ----------------------
+# torch checks their parameters in the constructor, in the first step, or not at all. Its errors name neither
+# the section of the config nor the class.
+
+
+def try_optimizer(kind: type[torch.optim.Optimizer], params: Mapping[str, Any]) -> None:
+    """One step of `kind` with `params`.
+
+    Raises:
+        UsageError: it fails; names optimizer.params and torch's reason.
+    """
+
+    def one_step() -> None:
+        weight = torch.zeros(1, requires_grad=True)
+        optimizer = kind([weight], **params)
+        weight.grad = torch.ones(1)
+        optimizer.step()
+        if not torch.isfinite(weight).all():
+            raise ValueError("the first step gives a weight that is not finite")
+
+    _try("optimizer", kind.__name__, params, one_step)
+
+
+def has_fused(kind: type[torch.optim.Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's fused kernel of `kind` updates tensors of `dtype` on `device`.
+
+    One step asks. torch's tables do not agree: 2.11 has a CUDA kernel of Adagrad, and its class refuses CUDA.
+    """
+    weight = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    params: dict[str, Any] = {"fused": True}
+    try:
+        kind([weight], **params).step()
+    except RuntimeError:
+        return False
+    return True
+
+
+def try_schedule(make: Callable[[torch.optim.Optimizer], Any], name: str, params: Any) -> None:
+    """Two steps of the schedule that `make` builds. Raises UsageError like `try_optimizer`."""
+
+    def two_steps() -> None:
+        weight = torch.zeros(1, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        schedule = make(optimizer)
+        for _ in range(2):
+            optimizer.step()
+            schedule.step()
+
+    _try("scheduler", name, params, two_steps)
+
+
+def _try(section: str, name: str, params: Any, trial: Callable[[], None]) -> None:
+    try:
+        trial()
+    except XdsError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{section}.params = {dict(params)!r} for {name}: torch refuses them with {type(error).__name__}: "
+            f"{error}; see the documentation of torch's {name}"
+        ) from None
+
+
+# -- optimizers whose update is not per element: on flat shards their numbers differ from plain torch's
+# `zero_allow_untested_optimizer` lets any optimizer step on shards. transformers and accelerate set it for
+# every optimizer, so it does not mean that somebody looked at this one. These are known to be wrong there.
+
+# by the names of their classes: they come from libraries that may not be installed
+SHAPE_SEEING = frozenset(
+    "Adafactor AdaFactor CAME SM3 AdaLomo "  # factors of rows and columns
+    "Lamb LAMB FusedLAMB FusedMixedPrecisionLamb Lars LARS NovoGrad FusedNovoGrad "  # norms of a parameter
+    "AdamP SGDP Fromage StableAdamW StableAdamWUnfused AdamMini Adam_mini Adalite "
+    "Shampoo ScalableShampoo DistributedShampoo SOAP PSGD KFAC "  # products of a matrix with itself
+    "Muon MuonWithAuxAdam SingleDeviceMuon SingleDeviceMuonWithAuxAdam AdaMuon MuonClip Dion Scion "
+    "GaLoreAdamW GaLoreAdamW8bit GaLoreAdafactor APOLLOAdamW QAPOLLOAdamW".split()  # projections
+)
+
+
+def sees_shapes(kind: type[torch.optim.Optimizer]) -> bool:
+    """`kind`, or a class that it is made from, has a name in `SHAPE_SEEING`, and is not one of xds's own."""
+    if issubclass(kind, ShardOptimizer):  # these get the shapes and the other ranks' parts
+        return False
+    return any(base.__name__ in SHAPE_SEEING for base in kind.__mro__)
+
+
+def warning_text(name: str) -> str:
+    """What `name` does at zero_optimization.stage 1 to 3, and what to use instead."""
+    return (
+        f"{name}: its update depends on the shape or the norm of a whole parameter, but at "
+        "zero_optimization.stage >= 1 it gets 1-D shards, so training differs from that without ZeRO; "
+        "zero_allow_untested_optimizer is true (transformers and accelerate set it), so it steps all the same. "
+        "Use zero_optimization.stage = 0, AdamW, or optimizer.type = Lamb or Muon in the config"
+    )
+
+
+def refusal_text(name: str, elementwise: str) -> str:
+    """Why `name` is refused on shards. elementwise: names of the optimizers to use instead."""
+    return (
+        f"{name}: this optimizer may use the shape of a parameter, and with zero_optimization.stage >= 1 "
+        f"it would see 1-D shards; use zero_optimization.stage = 0, one of {elementwise}, Lamb, Lion or Muon, "
+        "or set zero_allow_untested_optimizer to true if its arithmetic is per element"
+    )
+
 
 log = logging.getLogger("xds")
 
@@ -295,3 +398,57 @@ def _entries(updater: Updater, groups: Groups) -> list[Named]:
         {"params": updater.optimizer_tensors.tensors_of(at), **options}
         for at, options in enumerate(groups.options)
     ]
+
+
+# -- how many state tensors of a parameter's size an optimizer will make, known before it is built -------
+# torch's own classes make their states in the first step, so one step on two numbers is tried.
+
+UNKNOWN = 2  # as many as Adam; further states stay in memory
+NUMEL = 2  # of the trial: a state of one element would look like a constant
+
+
+def count_states(section: OptimizerSection | None, given: Any) -> int:
+    """State tensors for each parameter.
+
+    Args:
+        section: the config's, used if `given` is None.
+        given: the script's optimizer, its class, or a callable.
+    """
+    if given is None:
+        assert section is not None
+        return _of_section(section)
+    if isinstance(given, torch.optim.Optimizer):
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in given.param_groups]
+        return _of_class(type(given), groups, given.defaults)
+    return _of_class(given, [{}], {}) if isinstance(given, type) else UNKNOWN
+
+
+def _of_section(section: OptimizerSection) -> int:
+    own = own_class(section.type, section.params)
+    if own is not None:
+        return own.num_states
+    params = {k: v for k, v in section.params.items() if k not in ENGINE_FLAGS or k == "amsgrad"}
+    return _of_class(getattr(torch.optim, section.type), [{}], params)
+
+
+def _of_class(kind: Any, options: Sequence[Any], params: Mapping[str, Any]) -> int:
+    if issubclass(kind, ShardOptimizer):
+        return int(kind.num_states)
+    if not kind.__module__.startswith("torch.optim"):
+        return UNKNOWN  # a constructor of somebody else's may do anything
+    weights = [torch.zeros(NUMEL, requires_grad=True) for _ in options]
+    entries = [{"params": [w], **group} for w, group in zip(weights, options, strict=True)]
+    try:
+        optimizer = kind(entries, **params)
+        for weight in weights:
+            weight.grad = torch.ones(NUMEL)
+        optimizer.step()
+    except Exception:
+        return UNKNOWN  # what is wrong is said where the optimizer is built
+    return max(
+        (sum(map(_has_values, state.values())) for state in optimizer.state.values()), default=0
+    )
+
+
+def _has_values(state: object) -> bool:
+    return isinstance(state, Tensor) and state.numel() == NUMEL

@@ -25,6 +25,12 @@ class HasParamGroups(Protocol):
     param_groups: list[dict[str, Any]]
 
 
+class Scheduler(Protocol):
+    """The methods of a learning-rate schedule that the engine calls."""
+
+    def step(self) -> None: ...
+
+
 class Schedule(ABC):
     """Sets the lr of every parameter group of an optimizer for iteration `last_batch_iteration`.
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from ...utils.errors import UsageError
 from .lr_formulas import Cycle, cosine_ratio, linear_decay_ratio, lr_range_factor, warmup_ratio
+from .optimizers import try_schedule
 from .schedule_base import (
     HasParamGroups,
     PerGroup,
@@ -34,7 +35,6 @@ from .schedule_base import (
     group_lrs,
     whole_number,
 )
-from .trial import try_schedule
 
 # OneCycle sets this beta2 beside the cycled beta1, as DeepSpeed does.
 _ONE_CYCLE_BETA2 = 0.99

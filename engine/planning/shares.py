@@ -34,10 +34,9 @@ from ...zero.model.stage_units import StageUnits
 from ..config.config import Config
 from ..model.arguments import Runs, is_cut, is_part
 from ..model.compressing import Messages
-from ..model.flat_groups import open_flat_groups
+from ..model.flat_groups import Host, build_shard_groups, open_flat_groups
 from ..model.pipelining import Cut, partition_of, plan_schedule
-from ..model.policies import policy_of
-from ..model.shard_groups import Host, build_shard_groups
+from ..model.precision import policy_of
 from ..model.slicing import plan_slices, ways_here
 from ..optim.optimizers import Groups, read_groups, split_for_muon
 from .models import ModelSource, ShapesOnly, meta_device

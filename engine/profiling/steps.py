@@ -64,8 +64,7 @@ class StepProfiler:
 
     def follow(self, engine: Profiled) -> None:
         """`engine` begins to train."""
-        if self._section.enabled:
-            self._engine = engine
+        self._engine = engine
 
     def region(
         self, name: str, timer: AbstractContextManager[None]

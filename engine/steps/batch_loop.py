@@ -14,8 +14,7 @@ from ...utils.arguments import whole, wrong
 from ...utils.errors import UsageError
 from ..data.batches import call_with, loss_of, move
 from ..parts import Parts
-from .accumulation import Accumulation
-from .counters import Counters
+from .counters import Accumulation, Counters
 from .training_step import TrainingStep
 
 
@@ -112,7 +111,6 @@ class BatchLoop(Loop):
     def __init__(self, parts: Parts, accumulation: Accumulation) -> None:
         self._device = parts.device
         self._collectives = parts.sharded.collectives
-        self._report = parts.report
         self._accumulation = accumulation
         self._repeated: Iterator[Any] | None = None
 
@@ -177,7 +175,9 @@ class BatchLoop(Loop):
                 "xds.initialize"
             )
         if self._repeated is None:
-            self._repeated = self._report.repeat(engine.training_dataloader)
+            from ..data.loaders import RepeatingLoader
+
+            self._repeated = RepeatingLoader(engine.training_dataloader)
         repeated: Iterator[Any] = self._converted(self._repeated)
         return repeated
 

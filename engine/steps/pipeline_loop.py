@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
-from ...ops.from_host import moved
+from ...ops.flat import moved
 from ...pipe.channel import Channel
 from ...pipe.cut.part import Part
 from ...pipe.executor import Executor, Outcome, StageStates
@@ -30,6 +30,7 @@ from ...utils.errors import UsageError
 from ...utils.module_buffers import untouched_buffers
 from ...zero.model.stage_units import StageUnits
 from ..data.batches import loss_of, move
+from ..data.loaders import RepeatingLoader
 from ..data.sharing import share_batches
 from ..parts import Parts
 from .batch_loop import Loop, Place, Trained
@@ -263,7 +264,7 @@ class PipelineLoop(Loop):
         device = self._parts.device
         if data_iter is None and engine.training_dataloader is not None and call == "train_batch":
             if self._repeated is None:
-                self._repeated = self._parts.report.repeat(engine.training_dataloader)
+                self._repeated = RepeatingLoader(engine.training_dataloader)
             repeated = self._repeated
             with self._parts.sharded.collectives.publishing_errors("the data loader"):
                 converted = self._converted(repeated)

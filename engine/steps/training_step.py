@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -18,12 +19,39 @@ from ...utils.errors import UnscaledLossError, UsageError, XdsError
 from ...zero.core.backward_pass import BackwardRules, ScriptBackward
 from ...zero.core.reduction import Scope, StepStatus
 from ..data.batches import check_loss, move
-from ..optim.backward_scale import mark, running_loss_scale, scaled_backward
-from ..optim.gradient_factor import GradientFactor
-from ..parts import Parts, Scheduler
+from ..optim.loss_scale import GradientFactor, mark, running_loss_scale, scaled_backward
+from ..parts import Parts
 from ..states import States
 from .counters import Counters
-from .forecast import Forecast
+
+if TYPE_CHECKING:
+    from ..optim.schedule_base import Scheduler
+
+
+# -- whether the next step is likely to be neither clipped nor skipped, from the norms of the last ones
+
+NUM_NORMS = 8  # recent steps that count
+NEAR_LIMIT = 0.8  # of the clipping limit
+
+
+@final
+class Forecast:
+    """Watches the gradient norms of one engine."""
+
+    def __init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=NUM_NORMS)
+
+    def observe(self, norm: float) -> None:
+        """A step had this norm; inf or nan if it was skipped."""
+        self._norms.append(norm)
+
+    def is_plain(self, limit: float) -> bool:
+        """No recent step was skipped, and no norm came near `limit`; 0 is none."""
+        if not self._norms:
+            return False
+        highest = max(norm if math.isfinite(norm) else math.inf for norm in self._norms)
+        return highest < NEAR_LIMIT * limit if limit else math.isfinite(highest)
+
 
 log = logging.getLogger("xds")
 
@@ -391,7 +419,8 @@ class TrainingStep(BackwardRules):
                 clip = limit / (norm + CLIP_EPS) if limit and norm > limit else 1.0
                 self._parts.updater.step(Scale(self.gradient_factor() * clip), written=written)
             self._sharded.reset()
-            self._parts.offload_ratio.after_update()
+            if self._parts.auto_ratio is not None:
+                self._parts.auto_ratio.after_update()
             self.was_applied = True
         self._scale.after_step(overflow=overflow)
         if self.was_applied and scheduler is not None:
@@ -431,4 +460,4 @@ def _limit(max_norm: Any) -> float:
     return limit
 
 
-__all__ = ["TrainingStep"]
+__all__ = ["Forecast", "NEAR_LIMIT", "NUM_NORMS", "TrainingStep"]

@@ -9,16 +9,7 @@ from typing import Any, final
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import all_gather_json
-from ...ops.comm.message_log import (
-    Key,
-    LogOptions,
-    Row,
-    binary_size,
-    bus_factor,
-    gbps,
-    trimmed_mean,
-)
-from ..config.sections import CommsLog
+from ...ops.comm.message_log import Key, Row, binary_size, bus_factor, gbps, trimmed_mean
 
 _COMPARED = 200  # times of each row that ranks send each other
 _WIDTH = 20
@@ -91,12 +82,6 @@ class CommsSummary:
                 averages = each.average_milliseconds, each.average_straggler_milliseconds
                 lines.append(_line(each.size_bytes, each.count, *totals, *averages))
         return "\n".join(line.rstrip() for line in lines)
-
-
-def start_logging(section: CommsLog, collectives: Collectives) -> None:
-    """Log the collectives of an engine as `section` says. collectives: of all its ranks."""
-    options = LogOptions(section.prof_all, section.prof_ops, section.verbose, section.debug)
-    collectives.message_log.configure(options, enabled=section.enabled)
 
 
 def summary_of(collectives: Collectives, *, show_straggler: bool = False) -> CommsSummary:
@@ -187,7 +172,6 @@ __all__ = [
     "CommsRow",
     "CommsSummary",
     "StragglerRow",
-    "start_logging",
     "summary_of",
     "trimmed_mean",
 ]

@@ -76,16 +76,15 @@ def host_memory() -> tuple[int, int]:
 class MemoryPoints:
     """Memory before and after each forward, backward and step. Lines of earlier micro-batches are dropped."""
 
-    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._regions = _REGIONS if enabled else ()
         self._lines: dict[str, str] = {}
 
     def region(
         self, name: str, inner: AbstractContextManager[None]
     ) -> AbstractContextManager[None]:
         """The context around a region, which includes `inner`."""
-        return self._measured(name, inner) if name in self._regions else inner
+        return self._measured(name, inner) if name in _REGIONS else inner
 
     @contextmanager
     def _measured(self, name: str, inner: AbstractContextManager[None]) -> Iterator[None]:

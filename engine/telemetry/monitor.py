@@ -1,4 +1,4 @@
-"""Monitors: rank 0 writes (name, value, global_samples) events to files or services.
+"""The writers of a monitor: rank 0 writes (name, value, global_samples) events to files or services.
 
 Every rank checks for the optional packages before training starts, so all ranks stop together if one is
 missing.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import sys
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,24 +18,9 @@ from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ..config.config import Config
 from ..config.sections import Comet, CsvMonitor, TensorBoard, Wandb
-
-Event = tuple[str, float, int]
-"""Name, value, and the number of samples (over all ranks) seen when it was measured."""
-
+from .report import Event, Monitor, Writer
 
 FileSection = TensorBoard | CsvMonitor
-
-
-class Writer(ABC):
-    """One destination of events."""
-
-    @abstractmethod
-    def write(self, events: Sequence[Event]) -> None:
-        """Write `events`; after the return they survive a crash of the process."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close files and connections; nothing is written afterwards."""
 
 
 @final
@@ -132,32 +116,6 @@ class CometWriter(Writer):
 
     def close(self) -> None:
         self.experiment.end()
-
-
-@final
-class Monitor:
-    """All writers that a config enables; without writers, writing does nothing."""
-
-    def __init__(self, writers: Sequence[Writer] = ()) -> None:
-        self._writers = tuple(writers)
-
-    @property
-    def enabled(self) -> bool:
-        """False if nothing would be written; the caller can then skip building events."""
-        return bool(self._writers)
-
-    def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
-        """Write events; a value is anything that float() accepts, including a tensor of one element."""
-        if self._writers:
-            plain = [(name, float(value), int(samples)) for name, value, samples in events]
-            for writer in self._writers:
-                writer.write(plain)
-
-    def close(self) -> None:
-        """Close every writer, once; later events are dropped."""
-        writers, self._writers = self._writers, ()
-        for writer in writers:
-            writer.close()
 
 
 def build_monitor(config: Config, rank: int) -> Monitor:

@@ -3,27 +3,69 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.exchange import host_numbers
 from ...zero.model.sharded_model import ShardedModel
 from ..config.config import Config
-from ..data.loaders import RepeatingLoader
-from ..profiling.steps import StepProfiler
-from .breakdown import EVENT_NAMES, breakdown, times_line
-from .memory import MemoryPoints
-from .monitor import Monitor
-from .timers import Throughput, Timers, memory_use
-from .traffic import SentBytes
+from .timers import EVENT_NAMES, Throughput, Timers, breakdown, memory_use, times_line
+
+if TYPE_CHECKING:
+    from ..profiling.profile import Profile
+    from ..profiling.steps import Profiled, StepProfiler
+    from .memory import MemoryPoints
+    from .traffic import SentBytes
 
 log = logging.getLogger("xds")
 MIB = 1 << 20
+
+
+Event = tuple[str, float, int]
+"""Name, value, and the number of samples (over all ranks) seen when it was measured."""
+
+
+class Writer(ABC):
+    """One destination of events."""
+
+    @abstractmethod
+    def write(self, events: Sequence[Event]) -> None:
+        """Write `events`; after the return they survive a crash of the process."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close files and connections; nothing is written afterwards."""
+
+
+@final
+class Monitor:
+    """All writers that a config enables; without writers, writing does nothing."""
+
+    def __init__(self, writers: Sequence[Writer] = ()) -> None:
+        self._writers = tuple(writers)
+
+    @property
+    def enabled(self) -> bool:
+        """False if nothing would be written; the caller can then skip building events."""
+        return bool(self._writers)
+
+    def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
+        """Write events; a value is anything that float() accepts, including a tensor of one element."""
+        if self._writers:
+            plain = [(name, float(value), int(samples)) for name, value, samples in events]
+            for writer in self._writers:
+                writer.write(plain)
+
+    def close(self) -> None:
+        """Close every writer, once; later events are dropped."""
+        writers, self._writers = self._writers, ()
+        for writer in writers:
+            writer.close()
 
 
 class Reported(Protocol):
@@ -59,38 +101,59 @@ class StepReport:
         opened: the collectives of all groups of the engine; the list may grow.
         """
         rates = config.timers.throughput
-        self.profiler = StepProfiler(config.flops_profiler, sharded.collectives)
         self.timers = Timers(device, enabled=config.wall_clock_breakdown)
         self.throughput = Throughput(device, enabled=rates.enabled, synchronized=rates.synchronized)
         self._config = config
         self._monitor = monitor
-        self._memory = MemoryPoints(device, enabled=config.memory_breakdown)
+        self._profiler: StepProfiler | None = None
+        self._memory: MemoryPoints | None = None
         self._traffic: SentBytes | None = None
+        if config.flops_profiler.enabled:
+            from ..profiling.steps import StepProfiler
+
+            self._profiler = StepProfiler(config.flops_profiler, sharded.collectives)
+        if config.memory_breakdown:
+            from .memory import MemoryPoints
+
+            self._memory = MemoryPoints(device)
         if config.comms_logger.enabled:
+            from ...ops.comm.exchange import host_numbers
+            from .traffic import SentBytes
+
             self._traffic = SentBytes(opened, sharded, host_numbers(sharded.collectives))
         self._losses: list[Tensor] = []
         self._collects = monitor.enabled or config.steps_per_print is not None
 
     def region(self, name: str) -> AbstractContextManager[None]:
         """Time, profile, and read the memory around the `with` block, as the config says."""
-        return self._memory.region(name, self.profiler.region(name, self.timers.region(name)))
+        measured = self.timers.region(name)
+        if self._profiler is not None:
+            measured = self._profiler.region(name, measured)
+        return measured if self._memory is None else self._memory.region(name, measured)
+
+    def follow(self, engine: Profiled) -> None:
+        """`engine` begins to train."""
+        if self._profiler is not None:
+            self._profiler.follow(engine)
+
+    @property
+    def last_profile(self) -> Profile | None:
+        """This rank's part of what the profiler has counted last; None before that."""
+        return None if self._profiler is None else self._profiler.last
 
     def add_loss(self, loss: Tensor) -> None:
         """Add a micro-batch's share of the step's loss."""
         if self._collects:
             self._losses.append(loss)
 
-    def repeat(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches, repeated without end."""
-        return iter(RepeatingLoader(loader))
-
     def step(self, engine: Reported) -> None:
         """Report an optimizer step that has ended, applied or skipped."""
-        self.profiler.step()
+        if self._profiler is not None:
+            self._profiler.step()
         self.throughput.step(engine.train_batch_size())
         losses, self._losses = self._losses, []
         milliseconds = breakdown(self.timers.take_milliseconds())
-        memory = self._memory.take_lines()
+        memory = [] if self._memory is None else self._memory.take_lines()
         every = self._config.steps_per_print
         prints = every is not None and engine.global_steps % every == 0 and engine.global_rank == 0
         if not prints and not self._monitor.enabled:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +96,49 @@ class _Region(AbstractContextManager[None]):
 
     def __exit__(self, *exception: object) -> None:
         self._timers.close(self._name, self._start_seconds)
+
+
+# ---- regions under DeepSpeed's names -------------------------------------------------------------
+
+EVENT_NAMES = {
+    "fwd": "forward",
+    "bwd": "backward",
+    "bwd_inner": "backward_inner",
+    "bwd_allreduce": "backward_allreduce",
+    "step": "step",
+}
+"""The names of monitor events."""
+
+
+def breakdown(milliseconds: Mapping[str, float]) -> dict[str, float]:
+    """The five times, in DeepSpeed's order, of a region's times; {} of none.
+
+    forward ───> fwd
+    backward ──> bwd_inner ─────┐
+    reduce ────> bwd_allreduce ─┴─> bwd     waits for the last gradients; within step(), before the update
+    step ──────> step                       the update alone
+
+    >>> breakdown({"forward": 1.0, "backward": 2.0, "reduce": 0.5, "step": 0.25})
+    {'fwd': 1.0, 'bwd': 2.5, 'bwd_inner': 2.0, 'bwd_allreduce': 0.5, 'step': 0.25}
+    """
+    if not milliseconds:
+        return {}
+    forward, backward, reduce, step = (
+        milliseconds.get(name, 0.0) for name in ("forward", "backward", "reduce", "step")
+    )
+    return {
+        "fwd": forward,
+        "bwd": backward + reduce,
+        "bwd_inner": backward,
+        "bwd_allreduce": reduce,
+        "step": step,
+    }
+
+
+def times_line(milliseconds: Mapping[str, float], suffix: str = "") -> str:
+    """ "time (ms) | fwd: 1.00 | bwd: 2.50"; `suffix` is added to each name."""
+    parts = [f"{name}{suffix}: {value:.2f}" for name, value in milliseconds.items()]
+    return " | ".join(["time (ms)", *parts])
 
 
 # ---- throughput ----------------------------------------------------------------------------------

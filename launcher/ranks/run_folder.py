@@ -19,8 +19,8 @@ from typing import final
 
 from ...ops.build.build_cache import default_folder
 from ...utils.errors import UsageError
-from ...utils.file_lock import try_lock
 from ...utils.quoting import printable
+from ...utils.small_files import try_lock
 from ...utils.trust import make_folders, why_not_trusted
 
 _RUNS_KEPT = 20

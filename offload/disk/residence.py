@@ -13,9 +13,9 @@ from typing import final
 from torch import Tensor
 
 from ...utils.errors import XdsError
-from ..lanes import Ticket as LaneTicket
 from ..pinned import host_memory
-from ..states import Blocks, OptimizerStates, Residence
+from ..places import Blocks, OptimizerStates, Residence
+from ..places import Ticket as LaneTicket
 from .blocks import read_blocks
 from .extents import Extent
 from .file import Ticket

@@ -14,10 +14,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..lanes import Lanes, Ticket
+from ..host import ShardOnHost
+from ..lanes import Lanes
 from ..pinned import host_memory
-from ..shards import Near, Shard, ShardHome, ShardInMemory
-from ..states import Blocks
+from ..places import Blocks, Near, Shard, ShardHome, Ticket
 from .in_file import InFile
 from .options import DiskOptions
 from .residence import OnDisk
@@ -117,7 +117,7 @@ class ShardsOnDisk(InFile, ShardHome):
     def store(self, index: int, values: Tensor, near: Near) -> Shard:
         if index not in self._planned:
             memory = host_memory(values.nbytes, pin=self._pin)
-            return ShardInMemory(memory.view(values.dtype).copy_(values), self._lanes)
+            return ShardOnHost(memory.view(values.dtype).copy_(values), self._lanes)
         shard = values.to("cpu", copy=True)
         residence = self._residence(index, shard, holds_master=True)
         return ShardOnDisk(self._transfers, self._lanes, residence, shard)

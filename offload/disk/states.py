@@ -11,7 +11,7 @@ from typing import final
 
 from torch import Tensor
 
-from ..states import Residence, StateHome
+from ..places import Residence, StateHome
 from .in_file import InFile
 from .options import DiskOptions, aligned
 

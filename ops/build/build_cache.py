@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import final
 
 from ...utils.errors import BuildError
-from ...utils.file_lock import try_lock
+from ...utils.small_files import try_lock
 from ...utils.trust import make_folders, why_not_trusted
 
 log = logging.getLogger("xds")

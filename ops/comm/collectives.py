@@ -14,15 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..watch import Record, Store, Watch
+from ..watch import Record, Watch
 from ..watch.config import WatchConfig
-from ..watch.watcher import start_watching, stop_watching
 from .backend import (
     ACCESS_BUFFER,
     ACTIVATION_BUFFER,
@@ -34,6 +33,9 @@ from .backend import (
 )
 from .handles import DONE, Handle, Lost
 from .message_log import MessageLog, Timed, Traffic, clock_of
+
+if TYPE_CHECKING:
+    from ..watch import Store
 
 Result = TypeVar("Result")
 
@@ -389,12 +391,17 @@ class Collectives:
         """
         self.watch.keep(section.ring_size)
         if self.group is not None and self.world_size > 1:
+            from ..watch.watcher import start_watching
+
             timeout_seconds = timeout_of(self.group, self.device) or timeout_seconds
             start_watching(self.watch, self.group.group_name, section, timeout_seconds)
 
     def stop_watching(self) -> None:
         """Undo `start_watching`."""
-        stop_watching(self.watch)
+        if self.watch.diagnoser is not None:
+            from ..watch.watcher import stop_watching
+
+            stop_watching(self.watch)
 
     def end_step(self) -> None:
         """Record the end of a training step, with its time and its wait time."""
@@ -548,6 +555,8 @@ def counting_as(kind: str, opened: Sequence[Collectives]) -> Iterator[None]:
 
 def _store_of(group: dist.ProcessGroup | None) -> Store | None:
     """The store of `group`. It still answers after a collective of the group has failed."""
+    from ..watch import Store
+
     try:
         if group is not None:
             return Store(group.get_group_store(), group.group_name, group.rank())

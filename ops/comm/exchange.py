@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from ...utils.errors import UsageError, XdsError
-from ..flat import cut
-from ..from_host import bytes_to
+from ..flat import bytes_to, cut
 from .collectives import Collectives
 
 TEXT_BYTES = 512  # of an error, for each rank

@@ -2,11 +2,79 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from .define import define
-from .square_sum import LEAST_SQUARE
+
+# -- the op `square_sum`: a gradient's squared norm and whether it overflowed, in one read ---------------
+
+LEAST_SQUARE = 1e-30  # a mean square below this is computed again in fp64
+EXACT_NUMEL = 1 << 20  # elements per chunk: 8 MiB of fp64
+ROW_NUMEL = 1 << 10  # elements per row: few enough that fp32 sums of squares keep seven digits
+
+
+def square_sum_reference(flat: Tensor) -> Tensor:
+    """Sum of squares of a contiguous 1-D tensor [n], fp32, bf16, fp16 or fp64, as a float64 scalar there.
+
+    The order of the sum depends on n only, not on the buffer's address or on the rest of the model.
+    inf or nan in the input gives inf or nan. Partial sums of rows are computed in fp32 and added in fp64 (all
+    in fp64 is four times slower), so squares outside of fp32's range are inf or 0: see `is_in_range`. The CPU
+    kernel does the same in another order; the GPU kernel adds all in fp64.
+    """
+    if flat.dtype in (torch.float16, torch.bfloat16):
+        flat = flat.float()
+    rows = flat.numel() // ROW_NUMEL
+    head = flat[: rows * ROW_NUMEL].view(rows, ROW_NUMEL)
+    tail = flat[rows * ROW_NUMEL :]
+    total: Tensor = torch.linalg.vector_norm(tail).double().square()
+    if rows:
+        total += torch.linalg.vector_norm(head, dim=1).double().square().sum()
+    return total
+
+
+def is_in_range(square_norm: float, numel: int) -> bool:
+    """Whether no square of `numel` elements overflowed fp32, and the underflow is negligible.
+
+    Each element loses at most 1.2e-38. The total is accurate where these losses are less than 1e-7 of it.
+    """
+    return math.isfinite(square_norm) and square_norm > numel * LEAST_SQUARE
+
+
+def exact_square_sum(flat: Tensor, param_dtype: torch.dtype | None = None) -> Tensor:
+    """The same for elements of any magnitude, in fp64: for sums that are not `is_in_range`.
+
+    The total is inf or nan only where an element is.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for piece in flat.split(EXACT_NUMEL):  # type: ignore[no-untyped-call]
+        total += (
+            piece.double().square().sum()
+        )  # not in place: `double` may return the tensor itself
+    return total
+
+
+def _fake_sum(flat: Tensor) -> Tensor:
+    return flat.new_empty((), dtype=torch.float64)
+
+
+_square_sum = define("square_sum(Tensor flat) -> Tensor", square_sum_reference, _fake_sum)
+
+
+def square_sum(flat: Tensor, param_dtype: torch.dtype | None = None) -> Tensor:
+    """The function that the engine calls: see `square_sum_reference`.
+
+    For gradients of 16-bit parameters it calls the op, else the reference, which is at memory speed too.
+    So a run in fp32 has the same bits whether or not the process has loaded kernels. The result does not
+    depend on the dtype of `flat`: a value in 16 bits and in fp32 gives the same bits.
+    param_dtype: of the parameters; None takes `flat`'s.
+    """
+    is_narrow = (param_dtype or flat.dtype) in (torch.float16, torch.bfloat16)
+    found: Tensor = (_square_sum if is_narrow else square_sum_reference)(flat)
+    return found
+
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -34,14 +102,14 @@ def decide_reference(table: Tensor, least_square: float, factor: float, limit: f
     return torch.stack([scale, 1.0 / scale, 1.0 - plain, plain]).to(torch.float32)
 
 
-def _fake(table: Tensor, least_square: float, factor: float, limit: float) -> Tensor:
+def _fake_decision(table: Tensor, least_square: float, factor: float, limit: float) -> Tensor:
     return table.new_empty((4,), dtype=torch.float32)
 
 
 define(
     "decide(Tensor table, float least_square, float factor, float limit) -> Tensor",
     decide_reference,
-    _fake,
+    _fake_decision,
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..optim.edits import take_edits
+from ..flat import take_edits
 from .define import define, in_chunks, read_old, scaled, skips
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..optim.edits import take_edits
+from ..flat import take_edits
 from .define import define, in_chunks, read_old, scaled, skips
 
 

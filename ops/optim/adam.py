@@ -14,10 +14,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..flat import chunks
+from ..flat import chunks, take_edits
 from ..kernels.adam import adam_
 from ..libraries import is_loaded, optimizer_library
-from .edits import take_edits
 from .scale import Scale
 from .shard_optimizer import Item, ShardOptimizer, Update, World, mark_written
 

@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..from_host import moved
+from ..flat import moved
 from ..kernels.lamb import lamb_apply_, lamb_direction_
 from .adam import new_moments
 from .lamb import clamped

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Collectives
-from ..from_host import moved
+from ..flat import moved
 from .shard_optimizer import Item, Update, World
 
 

@@ -196,9 +196,7 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
     """A torch optimizer (param_groups, state and LR schedulers work) that the engine steps with `update`."""
 
     is_elementwise = True  # False: `update` must get all items of the model in one call
-    takes_edits = (
-        False  # True: `update` itself compares `out` with the masters, see ops/optim/edits.py
-    )
+    takes_edits = False  # True: `update` itself compares `out` with the masters, see `take_edits`
     counts_together = (
         False  # True: states have a tensor "step", which `count_step` counts for all items
     )

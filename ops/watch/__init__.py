@@ -1,7 +1,7 @@
 """Finds the rank that stalls, differs or is slow, with the collective, the module and the line of the script.
 
 ring        the last collectives of this rank, with the lines of the script
-watch       counts collectives, and turns a failed wait into a PeerError
+watch       records collectives, times steps, and turns a failed wait into a PeerError
 watcher     one thread per process: sends heartbeats, answers alarms, ends a process that cannot raise
 reports     reports between the ranks, through their store
 diagnosis   reports of all ranks -> one message

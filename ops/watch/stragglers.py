@@ -9,7 +9,6 @@ steps in common, however short the steps are. Pure arithmetic.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -17,8 +16,6 @@ from typing import final
 
 from ...utils.quoting import printable
 
-STRIDES = (4, 32, 256, 2048, 16384)  # steps
-KEPT = 4  # how many totals of each stride are kept
 WINDOWS = (
     3  # how many windows in a row a rank must be slow, or no longer slow, before it is reported
 )
@@ -26,35 +23,6 @@ MIN_WINDOW_SECONDS = 0.2
 MIN_WAIT_SHARE = 0.5  # share of the excess compute time that the other ranks must have waited
 
 Total = tuple[float, float]  # wall seconds and wait seconds since the first step
-
-
-@final
-class Steps:
-    """The totals of this rank's time at some of its steps."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._begin_seconds = 0.0
-        self._kept: dict[int, deque[tuple[int, float, float]]] = {
-            stride: deque(maxlen=KEPT) for stride in STRIDES
-        }
-
-    def add(self, now_seconds: float, waited_seconds: float) -> None:
-        """Record the end of a step. `waited_seconds` is the total of all waits so far."""
-        self.count += 1
-        if self.count == 1:
-            self._begin_seconds = now_seconds
-        if self.count % STRIDES[0]:
-            return
-        total = (self.count, round(now_seconds - self._begin_seconds, 5), round(waited_seconds, 5))
-        for stride in STRIDES:
-            if self.count % stride:
-                break
-            self._kept[stride].append(total)
-
-    def totals(self) -> list[tuple[int, float, float]]:
-        """(step, wall, wait) of every total that is kept, as JSON values."""
-        return sorted({total for kept in self._kept.values() for total in list(kept)})
 
 
 @final

@@ -3,7 +3,7 @@
     wait fails -> this rank's report -> the group's store -> the reports of all ranks -> one PeerError
 
 Before a failure a collective costs a count, an entry in the ring and a search for the script's line. Nothing
-is formatted or sent before a failure.
+is formatted, sent or imported before a failure.
 """
 
 from __future__ import annotations
@@ -17,17 +17,49 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from ...utils.errors import PeerError
-from .diagnosis import Report, explain
-from .reports import PATIENCE_SECONDS, ReportExchange
 from .ring import Record, place_of_caller, place_text
-from .store import Store
-from .stragglers import Steps
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from .diagnosis import Report
+    from .reports import ReportExchange
+    from .store import Store
+
+STRIDES = (4, 32, 256, 2048, 16384)  # steps
+KEPT = 4  # how many totals of each stride are kept
+
 RING_SIZE = 128  # collectives that a rank remembers, unless the config sets another number
+
+
+@final
+class Steps:
+    """The totals of this rank's time at some of its steps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._begin_seconds = 0.0
+        self._kept: dict[int, deque[tuple[int, float, float]]] = {
+            stride: deque(maxlen=KEPT) for stride in STRIDES
+        }
+
+    def add(self, now_seconds: float, waited_seconds: float) -> None:
+        """Record the end of a step. `waited_seconds` is the total of all waits so far."""
+        self.count += 1
+        if self.count == 1:
+            self._begin_seconds = now_seconds
+        if self.count % STRIDES[0]:
+            return
+        total = (self.count, round(now_seconds - self._begin_seconds, 5), round(waited_seconds, 5))
+        for stride in STRIDES:
+            if self.count % stride:
+                break
+            self._kept[stride].append(total)
+
+    def totals(self) -> list[tuple[int, float, float]]:
+        """(step, wall, wait) of every total that is kept, as JSON values."""
+        return sorted({total for kept in self._kept.values() for total in list(kept)})
 
 
 @final
@@ -227,6 +259,8 @@ class Watch:
         )
 
     def report(self, **fields: Any) -> Report:
+        from .diagnosis import Report
+
         counts: Counter[str] = Counter()
         for key, number in list(self._counts.items()):
             counts[self.call(key)] += number
@@ -247,6 +281,8 @@ class Watch:
 
     def exchange(self) -> ReportExchange | None:
         """The exchange through the group's store; None where there is no store."""
+        from .reports import ReportExchange
+
         store = self.open_store()
         return (
             None
@@ -266,6 +302,9 @@ class Watch:
 
     def _diagnose(self, mine: Report) -> str:
         """The diagnosis without a watcher, from the reports that other ranks publish."""
+        from .diagnosis import explain
+        from .reports import PATIENCE_SECONDS, ReportExchange
+
         store, reports = self.open_store(), {self.rank: mine}
         if store is not None:
             deadline = time.monotonic() + PATIENCE_SECONDS

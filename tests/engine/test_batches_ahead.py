@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset
 
-from xds.engine.data import lanes, loaders
-from xds.engine.data.batches import move
+from xds.engine.data import batches, loaders
+from xds.engine.data.batches import move, replaced
 from xds.engine.data.loaders import build_loader
-from xds.engine.data.nested import replaced
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -121,8 +120,8 @@ def test_what_a_loader_pinned_is_copied_on_a_stream_of_its_own(
 ) -> None:
     marks_instead_of_pinning(monkeypatch)
     streams = Streams(monkeypatch)
-    lane = lanes.SideStream(META)
-    ours = lanes.pinned({"x": torch.ones(2), "y": [torch.ones(1)]})
+    lane = batches.SideStream(META)
+    ours = batches.pinned({"x": torch.ones(2), "y": [torch.ones(1)]})
     copies = lane.copies_of({"ours": ours, "scripts": torch.ones(3)})
     assert {id(ours["x"]), id(ours["y"][0])} == set(copies)
     assert all(copied.is_meta for copied in copies.values())
@@ -153,15 +152,15 @@ def test_a_loader_pins_its_batches_and_reads_none_ahead(monkeypatch: pytest.Monk
     loader = build_loader(Data(), micro_batch_size=2, rank=0, world_size=1)
     batch = next(iter(loader))
     assert len(read) == 2 and loader.position() == {"epoch": 0, "samples": 2}  # type: ignore[attr-defined]
-    assert hasattr(batch["x"], lanes._MARK) and batch["name"] == ["n", "n"]
+    assert hasattr(batch["x"], batches._MARK) and batch["name"] == ["n", "n"]
     on_gpu = torch.ones(2, device=META)
-    assert lanes.pinned([on_gpu])[0] is on_gpu
+    assert batches.pinned([on_gpu])[0] is on_gpu
 
 
 def test_without_a_gpu_batches_are_as_they_were_collated() -> None:
     loader = build_loader([torch.ones(1)] * 2, micro_batch_size=2, rank=0, world_size=1)
-    assert isinstance(loader, loaders.RankLoader) and loader._ready is lanes.not_pinned
-    assert isinstance(lanes.lane_to(CPU), lanes.SameStream)
+    assert isinstance(loader, loaders.RankLoader) and loader._ready is batches.not_pinned
+    assert isinstance(batches.lane_to(CPU), batches.SameStream)
     seen: list[Tensor] = []
     replaced((torch.ones(1), [torch.ones(2)]), lambda tensor: seen.append(tensor) or tensor)  # type: ignore[func-returns-value]
     assert [tensor.numel() for tensor in seen] == [1, 2]

@@ -13,7 +13,7 @@ from runs import config
 from torch import nn
 
 import xds
-from xds.ops.kernels.square_sum import exact_square_sum, is_in_range, square_sum
+from xds.ops.kernels.decide import exact_square_sum, is_in_range, square_sum
 from xds.zero import get_full_grad, get_full_param
 
 WIDTH = 130  # its square has more elements than the threshold below which gradients wait in `.grad`

@@ -19,9 +19,8 @@ from models import build, micro_batch
 import xds
 import xds.deepspeed as deepspeed
 from xds import UsageError
-from xds.engine.telemetry.breakdown import breakdown
 from xds.engine.telemetry.monitor import Monitor, build_monitor
-from xds.engine.telemetry.timers import Rates, Throughput, Timers, memory_use
+from xds.engine.telemetry.timers import Rates, Throughput, Timers, breakdown, memory_use
 from xds.ops.comm.message_log import bus_factor
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from xds.launcher.native_ops import main
 from xds.ops import libraries
 from xds.ops.build import build, build_cache
 from xds.ops.build import compilers as build_compilers
-from xds.ops.build.plan import Library
+from xds.ops.build.build import Library
 
 needs_cxx = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 Capture = pytest.CaptureFixture[str]

@@ -18,12 +18,11 @@ from helpers import run_ranks
 from models import build, micro_batch
 
 import xds
-from xds.engine.steps.forecast import Forecast
-from xds.offload import host_sums, lanes, ring, rotation
+from xds.engine.steps.training_step import Forecast
+from xds.offload import device_memory, host, lanes, places, ring
 from xds.offload.device_memory import DeviceMemory
 from xds.offload.disk import transfers
 from xds.ops.pool import BufferPool
-from xds.zero.model import auto_ratio as filling
 
 SAMPLES, STEPS = 4, 7
 ON_CPU = {"device": "cpu"}
@@ -81,7 +80,7 @@ class Fixed(DeviceMemory):
 
 def device_with(spare_bytes: int) -> Any:
     """A patch: what the engine finds free on the device."""
-    return mock.patch.object(filling, "memory_of", lambda device: Fixed(spare_bytes))
+    return mock.patch.object(device_memory, "memory_of", lambda device: Fixed(spare_bytes))
 
 
 def every_update_is_guessed() -> Any:
@@ -182,7 +181,7 @@ def check_equal(one: dict[str, Any], other: dict[str, Any], message: str = "") -
 # -- lanes that are late, and memory that is not ready ------------------------------------------------------
 
 
-class LateTicket(lanes.Ticket):
+class LateTicket(places.Ticket):
     def __init__(self, lane: LateLane, job: Callable[[], Any]) -> None:
         self._lane, self.job, self.error = lane, job, None
         self.ended = threading.Event()
@@ -212,7 +211,7 @@ class LateLane(lanes.Lane):
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def run(self, job: Callable[[], Any], after: Any = None) -> lanes.Ticket:
+    def run(self, job: Callable[[], Any], after: Any = None) -> places.Ticket:
         with self._changed:
             ticket = LateTicket(self, job)
             self._jobs.append(ticket)
@@ -279,8 +278,8 @@ def late_lanes(seed: int) -> Iterator[None]:
 
     patches: list[tuple[Any, str, Any]] = [
         (lanes.Lanes, "of", of),
-        (rotation.Rotation, "take", spoiled(rotation.Rotation.take)),
-        (host_sums.OnHost, "_allocate", spoiled(host_sums.OnHost._allocate)),
+        (host.Rotation, "take", spoiled(host.Rotation.take)),
+        (host.OnHost, "_allocate", spoiled(host.OnHost._allocate)),
         (BufferPool, "give", give_spoiled),
         (ring.Ring, "_hand_out", spoiled_slot),
         (transfers, "ThreadLane", lambda name: LateLane(seed + 3)),

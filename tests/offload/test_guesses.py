@@ -13,7 +13,7 @@ from offload_runs import GUESS, OVERLAP, PARAMS, SAMPLES, config_of, every_updat
 from runs import differing
 
 import xds
-from xds.engine.steps.forecast import NUM_NORMS, Forecast
+from xds.engine.steps.training_step import NUM_NORMS, Forecast
 from xds.offload.spare import Spare
 from xds.utils.errors import ConfigError
 

@@ -20,7 +20,7 @@ from runs import config
 from torch import nn
 
 import xds
-from xds.engine.optim.state_count import count_states
+from xds.engine.optim.optimizers import count_states
 from xds.offload.disk import creation
 
 

@@ -10,7 +10,7 @@ from runs import config
 from torch import nn
 
 import xds
-from xds.offload.sender import NUM_BUFFERS
+from xds.offload.host import NUM_BUFFERS
 
 WIDTH, DEPTH = 64, 6
 

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import xds
-from xds.offload.host_sums import OnHost
-from xds.offload.lanes import Done, Lanes, Outbox
-from xds.offload.rotation import Rotation
+from xds.offload.host import OnHost, Rotation
+from xds.offload.lanes import Lanes, Outbox
+from xds.offload.places import Done
 
 AUTO_LATER: dict[str, Any] = {
     "offload_optimizer": {**AUTO["offload_optimizer"], "overlap_step": True}

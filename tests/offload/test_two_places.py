@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import xds
-from xds.offload import homes, host_sums, lanes, reused, rotation, shards
+from xds.offload import host, lanes, places, reused
 from xds.ops.pool import BufferPool
 from xds.zero.core import reduction
 from xds.zero.core.grad_bucket import GradBucket
@@ -143,7 +143,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _add_staged(
-    sums: host_sums.OnHost, target: Tensor, source: Tensor, give_back: Callable[[], None]
+    sums: host.OnHost, target: Tensor, source: Tensor, give_back: Callable[[], None]
 ) -> None:
     """The way of a GPU: on a CPU the lane adds device memory to host memory directly."""
     sums._staged(source, target.add_, give_back)
@@ -182,14 +182,14 @@ def two_places() -> Iterator[None]:
 
     READ.clear()
     with ExitStack() as stack:
-        for module in (reused, host_sums, rotation, shards):
+        for module in (reused, host):
             stack.enter_context(_marked(module, "host_memory", HOST))
-        stack.enter_context(_marked(homes.HostHome, "store", HOST))
-        stack.enter_context(_marked(homes.DeviceHome, "store", DEVICE))
-        stack.enter_context(_marked(shards.ShardsOnDevice, "store", DEVICE))
+        stack.enter_context(_marked(host.HostHome, "store", HOST))
+        stack.enter_context(_marked(places.DeviceHome, "store", DEVICE))
+        stack.enter_context(_marked(places.ShardsOnDevice, "store", DEVICE))
         stack.enter_context(_marked(BufferPool, "take", DEVICE))
         stack.enter_context(_marked(GradBucket, "_allocate", DEVICE))
-        stack.enter_context(mock.patch.object(host_sums.OnHost, "_add", _add_staged))
+        stack.enter_context(mock.patch.object(host.OnHost, "_add", _add_staged))
         stack.enter_context(mock.patch.object(reduction, "_on_device", _on_device))
         stack.enter_context(mock.patch.object(ParamBucket, "__init__", build))
         stack.enter_context(mock.patch.object(lanes, "_without_grad", run))

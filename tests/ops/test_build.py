@@ -22,8 +22,7 @@ import torch
 from xds.ops import libraries
 from xds.ops.build import build, build_cache
 from xds.ops.build import compilers as build_compilers
-from xds.ops.build import plan as build_plan
-from xds.ops.build.plan import Library, Source
+from xds.ops.build.build import Library, Source
 from xds.ops.libraries import LIBRARIES, LoadedLibraries, NativeOpsWarning
 from xds.utils.errors import BuildError
 
@@ -55,7 +54,7 @@ def answer(path: Path) -> int:
 
 def key(sources: Path, flag: str = "-DMORE=0") -> str:
     build_compilers._ask.cache_clear()
-    return build_plan.plan(tiny.library(sources, flag), build_cache.default_folder()).key
+    return build.plan(tiny.library(sources, flag), build_cache.default_folder()).key
 
 
 def rubbish(cache: Path) -> list[str]:
@@ -217,9 +216,9 @@ def test_whatever_can_change_the_result_gives_another_library(
     assert (usual.version, usual.cuda or None) == (torch.__version__, torch.version.cuda)
     for changed in ({"version": "9.9.9"}, {"facts": "other headers"}):
         other = dataclasses.replace(usual, **changed)
-        monkeypatch.setattr(build_plan, "find_torch", lambda other=other: other)
+        monkeypatch.setattr(build, "find_torch", lambda other=other: other)
         differs(f"torch: {changed}")
-    monkeypatch.setattr(build_plan.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
     differs("the kind of machine")
 
 
@@ -421,7 +420,7 @@ def test_cuda_sources_compile_without_a_warning_and_hold_a_kernel_for_every_op(
     )
     halves = tuple(Source(f"cuda/half_{half}.cu", f"half_{half}.o", strict) for half in (0, 1))
     found = tiny.with_libtorch_cuda(build_compilers.find_torch(), tmp_path / "torch")
-    monkeypatch.setattr(build_plan, "find_torch", lambda: found)
+    monkeypatch.setattr(build, "find_torch", lambda: found)
     path = build.build(Library("halves", "cuda", halves, root=tmp_path))
     streams = found.libraries / "libtorch_cuda.so"
     command = [sys.executable, "-c", KERNELS, str(streams), str(path)]

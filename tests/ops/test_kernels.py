@@ -19,11 +19,11 @@ import torch
 from kernels_under_test import Kernels, OnCpu, OnGpu, OnHost
 from torch import Tensor
 
+from xds.ops.flat import take_edits
 from xds.ops.kernels.adam import adam_, adam_reference
 from xds.ops.kernels.decide import decide_reference
 from xds.ops.kernels.quantize import block_count, value_bytes
 from xds.ops.kernels.signs import scale_count, sign_bytes
-from xds.ops.optim.edits import take_edits
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.99, 1e-8, 0.1
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

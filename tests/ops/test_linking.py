@@ -13,9 +13,7 @@ import torch
 
 from xds.ops.build import build
 from xds.ops.build import compilers as build_compilers
-from xds.ops.build import plan as build_plan
-from xds.ops.build.linked import read_linked
-from xds.ops.build.plan import Library, Source
+from xds.ops.build.build import Library, Source, read_linked
 from xds.utils.errors import BuildError
 
 pytestmark = pytest.mark.skipif(
@@ -69,7 +67,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def failing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     """A library for CUDA, which is compiled without nvcc and linked with a libtorch_cuda of the test."""
     found = tiny.with_libtorch_cuda(build_compilers.find_torch(), tmp_path / "torch")
-    monkeypatch.setattr(build_plan, "find_torch", lambda: found)
+    monkeypatch.setattr(build, "find_torch", lambda: found)
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "fail.cpp").write_text(SOURCE)
     return Library("failing", "cuda", (Source("fail.cpp", "fail.o"),), root=tmp_path / "csrc")
@@ -114,9 +112,9 @@ def test_the_runtime_of_this_process_is_linked_by_its_file(
     short: Library, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     runtime = build_compilers.find_libstdcxx()
-    assert runtime is not None and str(runtime) in build_plan.plan(short, cache).link
-    monkeypatch.setattr(build_plan, "find_libstdcxx", lambda: None)
-    assert build_plan.plan(short, cache).link[-1] == "-lstdc++"
+    assert runtime is not None and str(runtime) in build.plan(short, cache).link
+    monkeypatch.setattr(build, "find_libstdcxx", lambda: None)
+    assert build.plan(short, cache).link[-1] == "-lstdc++"
 
 
 @pytest.mark.parametrize(

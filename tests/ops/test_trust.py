@@ -14,7 +14,6 @@ import native_sources as tiny
 import pytest
 
 from xds.ops.build import build, build_cache
-from xds.ops.build import plan as build_plan
 from xds.utils import trust
 from xds.utils.trust import make_folders, why_not_trusted
 
@@ -125,7 +124,7 @@ def test_folders_are_made_such_that_nobody_else_writes_there(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> build_plan.Library:
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> build.Library:
     monkeypatch.setenv("XDS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     make_folders(tmp_path / "temporary")
@@ -144,7 +143,7 @@ def plant(entry: build_cache.Entry) -> None:
 
 @needs_cxx
 def test_a_library_that_others_could_have_laid_there_is_not_loaded(
-    library: build_plan.Library, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    library: build.Library, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     entry = build.find_or_build(library)
     plant(entry)
@@ -168,7 +167,7 @@ def test_a_library_that_others_could_have_laid_there_is_not_loaded(
 
 @needs_cxx
 def test_what_is_built_is_closed_to_others_whatever_the_umask(
-    library: build_plan.Library, tmp_path: Path
+    library: build.Library, tmp_path: Path
 ) -> None:
     before = os.umask(0)
     try:

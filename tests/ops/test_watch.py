@@ -16,8 +16,8 @@ import torch.distributed as dist
 from xds.ops.watch import Report, Store, Watch, explain
 from xds.ops.watch.config import WatchConfig
 from xds.ops.watch.diagnosis import GONE, OUTSIDE, first_difference
-from xds.ops.watch.stragglers import SpeedChange, Steps, StragglerDetector
-from xds.ops.watch.watch import Probe
+from xds.ops.watch.stragglers import SpeedChange, StragglerDetector
+from xds.ops.watch.watch import Probe, Steps
 from xds.ops.watch.watcher import start_watching, stop_watching
 
 A, B, C = (f"all_gather of unit '{name}'" for name in "abc")

@@ -112,7 +112,7 @@ def serve(numbers: list[int], folder: str, *, kernels: bool, gloo: bool) -> None
     from helpers import SMALL_NUMEL
 
     import xds.engine.initialize  # noqa: F401  (before the ranks are forked)
-    from xds.engine.data.lanes import lane_to
+    from xds.engine.data.batches import lane_to
     from xds.zero.core import grad_bucket
 
     if kernels:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from operator import getitem
 from typing import Annotated, Any, ClassVar, TypeVar, final
@@ -16,8 +17,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from ..quoting import printable
-from .nearest import nearest
 from .values import Value, sentence, shown
+
+# -- the name that somebody may have meant by a mistyped one ---------------------------------------------
+
+LIKENESS = 0.75  # of difflib: "lmab" is that near to "lamb"
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """The name that is nearest to `name`, without regard to case; none where no name is near.
+
+    >>> nearest("stge", ["stage", "storage"]), nearest("lr", ["backend"])
+    (['stage'], [])
+    """
+    folded = {each.casefold(): each for each in names}
+    return [folded[one] for one in get_close_matches(name.casefold(), folded, 1, LIKENESS)]
+
 
 AUTO = "auto"
 HINTS = 20  # how many unknown keys get a hint: finding the nearest name takes milliseconds

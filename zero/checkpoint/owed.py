@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ...compression.reducer import Owed
+from ...compression.scheme import Owed
 from ..core.master import Master
 from .ranges import COPY, ERROR, SERVER, Catalogue, Copy, SavedFlat, pieces
 from .snapshot import Snapshot

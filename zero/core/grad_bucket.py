@@ -25,11 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ...compression.reducer import ExactReducer
-from ...offload.homes import Home
-from ...offload.host_sums import SumHome
+from ...compression.scheme import ExactReducer
+from ...offload.places import Home, SumHome
 from ...ops.comm.handles import Handle
-from ...ops.kernels.square_sum import exact_square_sum, square_sum
+from ...ops.kernels.decide import exact_square_sum, square_sum
 from ...ops.pool import BufferPool
 from ...ops.torch_internals import will_execute
 from ..layout.groups import FlatGroup, buffer_of

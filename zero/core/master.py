@@ -7,21 +7,21 @@ host home      master [n] (host) ──cast──> buffer ──to_device──>
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
-from ...offload.homes import Home, HostHome
-from ...offload.lanes import Done, Landing, Mark, Ticket
-from ...offload.states import InMemory, Residence
-from ...ops.fingerprint import fingerprint
-from ...ops.optim.edits import take_edits
+from ...offload.places import Done, Home, InMemory, Landing, Mark, Residence, Ticket
+from ...ops.flat import fingerprint, take_edits
 from ...ops.optim.shard_optimizer import Item, Old, Part, Update
 from ..layout.groups import master_dtype
 from ..layout.layout import Piece
 from .grad_bucket import GradBucket
 from .param_bucket import ParamBucket
+
+if TYPE_CHECKING:
+    from ...offload.host import HostHome
 
 
 @final
@@ -136,6 +136,8 @@ class Master:
     @property
     def host(self) -> HostHome:
         """Its home, which is on the host."""
+        from ...offload.host import HostHome
+
         assert isinstance(self.home, HostHome)
         return self.home
 

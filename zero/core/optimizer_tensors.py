@@ -161,4 +161,12 @@ def states_of_others(
     }
 
 
+def copies_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The hyperparameters of now: a schedule may change them, a rate that is a tensor in place."""
+    return [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+        for group in groups
+    ]
+
+
 __all__ = ["FrozenValues", "OptimizerTensors", "Range", "clip", "states_of_others"]

@@ -26,9 +26,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from ...compression.sender import ExactSender, ParamSender
-from ...offload.lanes import Ticket
-from ...offload.shards import Fetched, Shard, ShardHome, ShardInMemory
+from ...compression.scheme import ExactSender, ParamSender
+from ...offload.places import Fetched, Shard, ShardHome, ShardOnDevice, Ticket
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Done, Handle
 from ...ops.flat import overlap
@@ -201,7 +200,7 @@ class ParamBucket:
         self._counted = tuple(param for param in self.params if not param.is_inference())
         self._versions = self._sum_versions()
         self.is_written = False
-        self.place: Shard = ShardInMemory(memory.own)
+        self.place: Shard = ShardOnDevice(memory.own)
         if is_sharded:
             self.place = home.store(index, memory.own, self._near)
         self._arrival: Ticket | None = None
@@ -416,7 +415,7 @@ class ParamBucket:
         """The engine has ended: keep the gathered buffer alone, also in backward of a graph from before."""
         self.keep_gathered()
         if self.is_unsharded:
-            self.place = ShardInMemory(self.collectives.shard_of(self.raw))
+            self.place = ShardOnDevice(self.collectives.shard_of(self.raw))
         self.sender = ExactSender(self.collectives, self.index)
 
     def override(self, position: int, full: Tensor) -> None:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from ...ops.comm.handles import Handle
-from ...ops.from_host import moved
-from ...ops.kernels.decide import decide
-from ...ops.kernels.square_sum import is_in_range
+from ...ops.flat import moved
+from ...ops.kernels.decide import decide, is_in_range
 from ..layout.groups import FlatGroups
 from .grad_bucket import GradBucket
 

@@ -7,7 +7,7 @@ from typing import final
 
 from torch import nn
 
-from ...offload.homes import Home
+from ...offload.places import Home
 from .grad_bucket import GradBucket
 from .param_bucket import ParamBucket
 

@@ -16,11 +16,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ...offload.lanes import Done, Ticket
+from ...offload.places import Done, Ticket
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import Old, ShardOptimizer, World
 from ..core.master import Master
-from ..core.optimizer_tensors import FrozenValues, OptimizerTensors, Range
+from ..core.optimizer_tensors import FrozenValues, OptimizerTensors, Range, copies_of
 
 Olds = Sequence[Old] | None
 
@@ -116,6 +116,10 @@ class HostUpdates:
             master, groups, scale, frozen, tensors, takes_edits, optimizer, self._world
         )
 
+    def start(self, updates: Sequence[HostUpdate]) -> list[Ticket]:
+        """Start them in this order."""
+        return [start(update) for update in updates]
+
 
 @final
 class UpdateAndCopy(Ticket):
@@ -195,12 +199,4 @@ def _start_across(update: HostUpdate) -> UpdateAndCopy:
     return arrival
 
 
-def copies_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The hyperparameters of now: a schedule may change them, a rate that is a tensor in place."""
-    return [
-        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-        for group in groups
-    ]
-
-
-__all__ = ["UpdateAndCopy", "HostUpdate", "HostUpdates", "copies_of", "start"]
+__all__ = ["HostUpdate", "HostUpdates", "UpdateAndCopy", "start"]

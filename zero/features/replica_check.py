@@ -14,7 +14,7 @@ import torch
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import agree
-from ...ops.fingerprint import fingerprint
+from ...ops.flat import fingerprint
 from ...ops.torch_internals import NoTorchFunction
 from ...utils.errors import UsageError
 from ..core.param_bucket import ParamBucket

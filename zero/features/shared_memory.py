@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from ...compression.sender import ParamSender
+from ...compression.scheme import ParamSender
 from ...ops.comm.backend import SharedFlat
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle

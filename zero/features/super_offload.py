@@ -18,7 +18,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ...offload.lanes import Done, Ticket
+from ...offload.places import Done, Ticket
 from ...offload.spare import Room, Spare
 from ...ops.optim.shard_optimizer import Old, states_of
 from ..core.grad_bucket import EarlyUpdate

@@ -7,13 +7,11 @@ then          | unit 0: device | unit 1: device | unit 2: host | ...    the firs
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from typing import final
 
 import torch
 
-from ...offload.config import OffloadOptimizer
-from ...offload.device_memory import DeviceMemory, memory_of
+from ...offload.device_memory import DeviceMemory
 from ...utils.sizes import size_text
 from ..core.master import Master
 from .sharded_model import ShardedModel
@@ -25,24 +23,8 @@ log = logging.getLogger("xds")
 MEASURED_UPDATES = 2  # the first one makes the states, the second one is like all others
 
 
-class OffloadRatio(ABC):
-    """Decides after an update whether masters move."""
-
-    @abstractmethod
-    def after_update(self) -> None:
-        """An update is over and its gradients are dropped. On all ranks together."""
-
-
 @final
-class FixedRatio(OffloadRatio):
-    """Every master stays where it was made."""
-
-    def after_update(self) -> None:
-        return
-
-
-@final
-class AutoRatio(OffloadRatio):
+class AutoRatio:
     """Moves masters and states from the host to the device, once, as many as fit on every rank."""
 
     def __init__(self, model: ShardedModel, updater: Updater, memory: DeviceMemory) -> None:
@@ -53,6 +35,7 @@ class AutoRatio(OffloadRatio):
         memory.begin()
 
     def after_update(self) -> None:
+        """An update is over and its gradients are dropped. On all ranks together."""
         self._num_updates += 1
         if self._num_updates != MEASURED_UPDATES:
             return
@@ -92,17 +75,8 @@ class AutoRatio(OffloadRatio):
             log.info('offload_optimizer.ratio = "auto": %s', text)
 
 
-def build_offload_ratio(
-    section: OffloadOptimizer, model: ShardedModel, updater: Updater
-) -> OffloadRatio:
-    """The ratio that the config asks for."""
-    if section.device == "none" or section.ratio != "auto":
-        return FixedRatio()
-    return AutoRatio(model, updater, memory_of(model.collectives.device))
-
-
 def _numel(masters: list[Master]) -> int:
     return sum(master.raw.numel() for master in masters)
 
 
-__all__ = ["AutoRatio", "OffloadRatio", "FixedRatio", "build_offload_ratio"]
+__all__ = ["AutoRatio"]

@@ -7,7 +7,7 @@ from typing import final
 
 from torch import Tensor
 
-from ...offload.shards import Shard
+from ...offload.places import Shard
 from ...ops.pool import BufferPool
 from ..core.grad_bucket import GradBucket
 from ..core.unit import Unit

@@ -10,23 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
-from ...offload.lanes import Ticket
-from ...offload.states import OptimizerStates
+from ...offload.places import OptimizerStates, Ticket
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World, states_of
 from ...utils.errors import UsageError, XdsError
 from ..core.master import Master, parts_in
-from ..core.optimizer_tensors import FrozenValues, OptimizerTensors, states_of_others
+from ..core.optimizer_tensors import FrozenValues, OptimizerTensors, copies_of, states_of_others
 from ..core.reduction import StepStatus
-from ..features.host_updates import HostUpdates, copies_of, start
-from ..features.super_offload import SuperOffload
 from ..layout.layout import Slot
 from .sharded_model import ShardedModel, agree_on_disks
+
+if TYPE_CHECKING:
+    from ..features.host_updates import HostUpdates
+    from ..features.super_offload import SuperOffload
 
 
 def _flat(master: Master) -> Flat:
@@ -77,10 +78,7 @@ class Updater:
         self._num_tensors = _num_tensors(optimizer)
         if isinstance(optimizer, ShardOptimizer):
             optimizer.bind(self.wait, self.world)
-            host = self.homes.host
-            self._host_updates = HostUpdates(optimizer, self.world, self.optimizer_tensors)
-            if host is not None and host.spare is not None and optimizer.is_elementwise:
-                self._super_offload = SuperOffload(self.masters, self._host_updates, host.spare)
+            self._bind_host(optimizer)
         for master in self.masters:
             states = OptimizerStates(optimizer, self._tensors_in(master))
             master.residence.bind(states)
@@ -88,6 +86,19 @@ class Updater:
             optimizer.register_state_dict_pre_hook(partial(self._before_state_dict, "state_dict"))
             load_hook = partial(self._before_state_dict, "load_state_dict")
             optimizer.register_load_state_dict_pre_hook(load_hook)
+
+    def _bind_host(self, optimizer: ShardOptimizer) -> None:
+        """Let masters on the host update in its thread."""
+        host = self.homes.host
+        if host is None:
+            return
+        from ..features.host_updates import HostUpdates
+
+        self._host_updates = HostUpdates(optimizer, self.world, self.optimizer_tensors)
+        if host.spare is not None and optimizer.is_elementwise:
+            from ..features.super_offload import SuperOffload
+
+            self._super_offload = SuperOffload(self.masters, self._host_updates, host.spare)
 
     def _before_state_dict(self, call: str, *_: Any) -> None:
         """User code calls state_dict or load_state_dict of the optimizer itself."""
@@ -232,18 +243,8 @@ class Updater:
     ) -> bool:
         """Masters on the host update in a thread, those on the device meanwhile."""
         self._take_edits_into_masters(written, also_in_update=not optimizer.takes_edits)
-        assert self._host_updates is not None
-        updates = [
-            self._host_updates.prepare(master, scale.value)
-            for master in self._in_order_of_use()
-            if master.home.is_on_host
-        ]
+        arrivals = self._start_on_host(scale.value)
         groups = copies_of(optimizer.param_groups)
-        if self._super_offload is not None:
-            tickets = self._super_offload.start_rest(updates)
-        else:
-            tickets = [start(update) for update in updates]
-        arrivals = [(u.master, ticket) for u, ticket in zip(updates, tickets, strict=True)]
         here = [master for master in self._as_sums_arrive if not master.home.is_on_host]
         is_counted = optimizer.count_step([item for m in here for item in m.items], scale)
         for master in here:
@@ -268,6 +269,21 @@ class Updater:
                 arrival.order()
                 master.publish()
         return True
+
+    def _start_on_host(self, scale: float) -> list[tuple[Master, Ticket]]:
+        """Start the updates of the masters on the host; a ticket is done when forward can read the values."""
+        if self._host_updates is None:
+            return []
+        updates = [
+            self._host_updates.prepare(master, scale)
+            for master in self._in_order_of_use()
+            if master.home.is_on_host
+        ]
+        if self._super_offload is not None:
+            tickets = self._super_offload.start_rest(updates)
+        else:
+            tickets = self._host_updates.start(updates)
+        return [(u.master, ticket) for u, ticket in zip(updates, tickets, strict=True)]
 
     def _wait_for_disks(self, arrivals: Sequence[tuple[Master, Ticket]]) -> None:
         """Wait for what is published in this step. Raises XdsError: on every rank, if a disk has failed."""

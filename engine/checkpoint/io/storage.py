@@ -18,8 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from ....utils.file_lock import try_lock
-from ....utils.small_files import read_small_file
+from ....utils.small_files import read_small_file, try_lock
 
 ALIGN_BYTES = 4096  # of memory, offset and length, for direct I/O
 MIN_DIRECT_BYTES = 4 << 20  # smaller files are faster through the page cache

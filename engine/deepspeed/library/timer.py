@@ -14,9 +14,8 @@ import torch
 from ....ops.comm.message_log import Clock, HostClock, clock_of
 from ....utils.errors import UsageError
 from ...process.process import pick_device
-from ...telemetry.breakdown import times_line
 from ...telemetry.memory import memory_text
-from ...telemetry.timers import memory_use
+from ...telemetry.timers import memory_use, times_line
 from ..errors import in_their_form
 from .log import log_dist, logger
 

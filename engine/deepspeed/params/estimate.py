@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ....offload.sender import NUM_BUFFERS
+from ....offload.host import NUM_BUFFERS
 from ....zero.layout.discover import find_units
 from ...config.config import Config
 

@@ -21,7 +21,7 @@ from ....zero.access.gathered import LostEdit
 from ....zero.core.owners import Owner, find_owner
 from ...config.config import Config, parse_config
 from ...config.text import read_source
-from ...model.policies import compute_dtype
+from ...model.precision import compute_dtype
 from ...model.zero_init import Init as XdsInit
 from ..errors import methods_raise_theirs
 from ..library.log import logger

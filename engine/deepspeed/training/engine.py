@@ -16,7 +16,7 @@ from ....utils.errors import UsageError
 from ....zero.core.owners import find_owner
 from ...data.loaders import build_loader
 from ...engine import Engine
-from ...model.policies import DTYPES, compute_dtype
+from ...model.precision import DTYPES, compute_dtype
 from ..config import GivenConfig
 from ..constants import ROUTE_TRAIN
 from ..errors import methods_raise_theirs, raises_theirs

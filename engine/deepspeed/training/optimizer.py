@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ....utils.errors import UsageError
 from ...engine import Engine
-from ...model.policies import compute_dtype
+from ...model.precision import compute_dtype
 from ...optim.loss_scale import DynamicScale
 from ..constants import BASE_OPTIMIZER_STATE, FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 from ..errors import methods_raise_theirs

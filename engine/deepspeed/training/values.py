@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...config.config import Config
 from ...config.text import read_source
-from ...model.policies import compute_dtype
+from ...model.precision import compute_dtype
 from ..config import DeepSpeedConfig, DtypeEnum
 from ..library.log import set_log_level_from_string
 

@@ -1,4 +1,4 @@
-// square_sum on CUDA: see ops/kernels/square_sum.py. Two launches: sums of stretches, then their sum.
+// square_sum on CUDA: see ops/kernels/decide.py. Two launches: sums of stretches, then their sum.
 #include "rows.cuh"
 
 namespace xds {

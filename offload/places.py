@@ -1,0 +1,535 @@
+"""The places of masters, optimizer states, shards of parameters and sums of gradients, and the defaults.
+
+    Home          masters and states of one flat buffer      device: DeviceHome       host: host.py
+    Residence     where these are between two updates        memory: InMemory         disk: disk/
+    Shard         this rank's shard of parameters, stage 3   device: ShardOnDevice    host.py, disk/
+    SumHome       the sum of a buffer's gradients            device: OnDevice         host.py
+
+The defaults keep everything where it is and do nothing. An optimizer makes its states beside the master, so the
+master's home is also theirs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ..ops.comm.handles import Handle
+from ..ops.optim.shard_optimizer import states_of
+
+Mark = torch.cuda.Event
+
+
+class Ticket(ABC):
+    """A job of a lane."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the job is done. Raises what the job raised."""
+
+    @abstractmethod
+    def order(self) -> None:
+        """Let work that is started on the device from now on run after the job."""
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """`order` would not block the host."""
+
+
+@final
+class Done(Ticket):
+    """A job that was done at once."""
+
+    is_done = True
+
+    def wait(self) -> None:
+        return
+
+    def order(self) -> None:
+        return
+
+
+@final
+class Landing(Ticket):
+    """Copies to the host that the current stream has started. `order` waits too: the host reads them."""
+
+    is_done = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.Event(device) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def order(self) -> None:
+        self.wait()
+
+
+# -- masters and optimizer states between two updates ----------------------------------------------------
+
+
+# (start, stop) -> the elements [start, stop) of a flattened tensor, in blocks; a block is valid until the next
+Blocks = Callable[[int, int], Iterator[Tensor]]
+
+
+@final
+class OptimizerStates:
+    """The states that an optimizer has of one master."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, tensors: Iterable[tuple[Tensor, int]]
+    ) -> None:
+        """tensors: those of `optimizer` in the master, and the first element of each."""
+        self._optimizer, self._tensors = optimizer, list(tensors)
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
+        """The first element of each tensor, the tensor, and its states of now."""
+        states = states_of(self._optimizer)
+        return ((start, tensor, states.get(tensor, {})) for tensor, start in self._tensors)
+
+
+class Residence(ABC):
+    """The place of one master and of its states. All tensors stay the same objects."""
+
+    is_on_disk: bool
+
+    @abstractmethod
+    def add_view(self, view: Tensor, start: int) -> None:
+        """`view` is a contiguous view of the master that begins at its element `start`."""
+
+    @abstractmethod
+    def bind(self, states: OptimizerStates) -> None:
+        """The master has these states, from the first step on."""
+
+    @abstractmethod
+    def bring(self) -> None:
+        """The tensors have their values in memory on return. Not while an update runs.
+
+        They may be written to. Later calls for other masters move them away again.
+        Raises XdsError: the disk failed.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """The tensors keep the memory that `bring` has given them, and never move again."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """An update will `run`: start to read. Not while an earlier update runs."""
+
+    @abstractmethod
+    def run(self, update: Callable[[], None]) -> bool:
+        """Call `update`, in its thread, after `begin`. What it writes is kept, and new states as well.
+
+        Returns:
+            False: the disk failed, so it was not called; `StateHome.failure` says why.
+        """
+
+    @abstractmethod
+    def blocks_of(self, tensor: Tensor) -> Blocks | None:
+        """How the values of the master or of a state are read while they are on a disk; None: in memory."""
+
+    @property
+    @abstractmethod
+    def disk_bytes(self) -> int:
+        """Bytes of the master and the states that are stored on a disk."""
+
+    @abstractmethod
+    def is_stored(self, tensor: Tensor) -> bool:
+        """The values of this master or state are in the file between updates."""
+
+
+class InMemory(Residence):
+    """Memory that the master and its states keep."""
+
+    is_on_disk = False
+    disk_bytes = 0
+
+    def add_view(self, view: Tensor, start: int) -> None:
+        return
+
+    def bind(self, states: OptimizerStates) -> None:
+        return
+
+    def bring(self) -> None:
+        return
+
+    def release(self) -> None:
+        return
+
+    def begin(self) -> None:
+        return
+
+    def run(self, update: Callable[[], None]) -> bool:
+        update()
+        return True
+
+    def blocks_of(self, tensor: Tensor) -> Blocks | None:
+        return None
+
+    def is_stored(self, tensor: Tensor) -> bool:
+        return False
+
+
+class StateHome(ABC):
+    """Gives each master of a rank its residence."""
+
+    is_on_disk: bool
+
+    @abstractmethod
+    def plan(self, index: int, numel: int, itemsize: int) -> None:
+        """The master of flat buffer `index` will have `numel` elements of `itemsize` bytes."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Reserve the space for all that is planned.
+
+        Raises:
+            UsageError: there is too little space, or no right to write there.
+        """
+
+    @abstractmethod
+    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
+        """The residence of `master` [n], which has its first values.
+
+        holds_master: False: the master has memory of its own, and only its states need a place.
+        """
+
+    @abstractmethod
+    def hold(self) -> AbstractContextManager[None]:
+        """Inside, everything that is brought stays in memory; on exit all of it starts to be written."""
+
+    @abstractmethod
+    def failure(self) -> str:
+        """What has failed so far, for a message; "" if nothing has. After a failure no update runs."""
+
+    @property
+    @abstractmethod
+    def host_bytes(self) -> int:
+        """Bytes of host memory through which states travel."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End threads and give up the space."""
+
+
+@final
+class StatesInMemory(StateHome):
+    """Nothing moves."""
+
+    is_on_disk = False
+    host_bytes = 0
+
+    def plan(self, index: int, numel: int, itemsize: int) -> None:
+        return
+
+    def open(self) -> None:
+        return
+
+    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
+        return InMemory()
+
+    def hold(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def failure(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        return
+
+
+# -- shards of parameters --------------------------------------------------------------------------------
+
+
+Near = Callable[[Tensor], Tensor]  # values [n] -> a copy of them on the device
+
+
+class Shard(ABC):
+    """The shard of one flat buffer. `tensor` [n] stays the same object; on a disk it may read as NaN.
+
+    is_on_host: it is not on the device. is_on_disk: its values come and go.
+    """
+
+    tensor: Tensor
+    is_on_host: bool
+    is_on_disk: bool
+
+    @abstractmethod
+    def bring(self) -> None:
+        """`tensor` has its values on return, and may be written to. Raises XdsError: the disk failed."""
+
+    @abstractmethod
+    def fetch(self, target: Tensor, after: Ticket | None) -> Ticket:
+        """Start to copy the values to `target` [n], on the device, when `after` is done."""
+
+    @abstractmethod
+    def begin_receive(self) -> None:
+        """New values are about to come: those in memory count no more."""
+
+    @abstractmethod
+    def receive(self, values: Tensor) -> None:
+        """On a disk: start to write `values` [n], which may change on return. In the thread of updates."""
+
+    @abstractmethod
+    def blocks(self) -> Blocks | None:
+        """How the values are read while they are on a disk; None: in memory."""
+
+
+@final
+class ShardOnDevice(Shard):
+    """Memory of the device."""
+
+    is_on_host = is_on_disk = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def bring(self) -> None:
+        return
+
+    def fetch(self, target: Tensor, after: Ticket | None) -> Ticket:
+        raise AssertionError("the shard is on the device")
+
+    def begin_receive(self) -> None:
+        return
+
+    def receive(self, values: Tensor) -> None:
+        raise AssertionError("the shard is in memory")
+
+    def blocks(self) -> Blocks | None:
+        return None
+
+
+class ShardHome(ABC):
+    """The place of shards."""
+
+    is_on_host: bool
+    is_on_disk = False
+
+    @abstractmethod
+    def store(self, index: int, values: Tensor, near: Near) -> Shard:
+        """A copy of `values` [n], those of flat buffer `index`, at home.
+
+        near: makes the copy, if home is the device.
+        """
+
+    def plan(self, index: int, numel: int, itemsize: int) -> None:
+        """The shard of flat buffer `index` will have `numel` elements of `itemsize` bytes."""
+        return
+
+    def open(self) -> None:
+        """Reserve the space for all that is planned.
+
+        Raises:
+            UsageError: there is too little space, or no right to write there.
+        """
+        return
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Inside, everything that is brought stays in memory."""
+        return nullcontext()
+
+    def failure(self) -> str:
+        """What has failed so far, for a message; "" if nothing has."""
+        return ""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory through which shards travel."""
+        return 0
+
+    def close(self) -> None:
+        """End threads and give up the space."""
+        return
+
+
+@final
+class ShardsOnDevice(ShardHome):
+    """The device."""
+
+    is_on_host = False
+
+    def store(self, index: int, values: Tensor, near: Near) -> Shard:
+        return ShardOnDevice(near(values))
+
+
+@final
+class Fetched(Handle):
+    """A gather of one rank: the copy of its shard."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket: Ticket | None = ticket
+
+    def wait(self) -> None:
+        if self._ticket is not None:
+            ticket, self._ticket = self._ticket, None
+            ticket.order()
+
+
+# -- sums of gradients -----------------------------------------------------------------------------------
+
+
+class SumHome(ABC):
+    """Stores the sum over ranks of one flat buffer's gradients since the last step."""
+
+    is_on_host: bool
+
+    @abstractmethod
+    def add(self, source: Tensor, give_back: Callable[[], None]) -> None:
+        """Start to add `source` [n], on the device; `give_back` is called when it may be overwritten."""
+
+    @abstractmethod
+    def put(self, total: Tensor) -> None:
+        """Replace the sum by `total` [n] of any device; returns when it is copied."""
+
+    @abstractmethod
+    def replace(self, total: Tensor) -> None:
+        """Start to replace the sum by `total` [n], on the device, which is written after `order` only."""
+
+    @abstractmethod
+    def order(self) -> None:
+        """Let work that is started on the device from now on come after the copy of `replace`."""
+
+    @abstractmethod
+    def total(self) -> Tensor | None:
+        """The sum [n] in host memory; None if nothing was added since `reset`."""
+
+    @abstractmethod
+    def arriving(self) -> tuple[Tensor, Ticket]:
+        """The sum [n], and when it will have its values. `total` still waits for them as well."""
+
+    @abstractmethod
+    def widened(self) -> Tensor:
+        """The same in the dtype of sums: user code may write to it."""
+
+    @abstractmethod
+    def lend(self, ticket: Ticket) -> None:
+        """The sum is read until `ticket` is done: its memory is not written before."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget the sum."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free the memory; nothing is added any more."""
+
+    @property
+    @abstractmethod
+    def host_bytes(self) -> int:
+        """Bytes of host memory in use."""
+
+
+class OnDevice(SumHome):
+    """The sum stays in the buffers of the reduction."""
+
+    is_on_host = False
+
+    def add(self, source: Tensor, give_back: Callable[[], None]) -> None:
+        raise AssertionError("the sum stays on the device")
+
+    def put(self, total: Tensor) -> None:
+        raise AssertionError("the sum stays on the device")
+
+    def replace(self, total: Tensor) -> None:
+        raise AssertionError("the sum stays on the device")
+
+    def order(self) -> None:
+        return
+
+    def total(self) -> Tensor | None:
+        return None
+
+    def arriving(self) -> tuple[Tensor, Ticket]:
+        raise AssertionError("the sum stays on the device")
+
+    def widened(self) -> Tensor:
+        raise AssertionError("the sum stays on the device")
+
+    def lend(self, ticket: Ticket) -> None:
+        raise AssertionError("the sum stays on the device")
+
+    def reset(self) -> None:
+        return
+
+    def release(self) -> None:
+        return
+
+    @property
+    def host_bytes(self) -> int:
+        return 0
+
+
+# -- homes -----------------------------------------------------------------------------------------------
+
+
+class Home(ABC):
+    """The place of a master. `is_on_host`: forward's parameters are a copy on the device."""
+
+    is_on_host: bool
+
+    @abstractmethod
+    def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of `values` [n] at home, in `dtype`."""
+
+    @abstractmethod
+    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
+        """Where the result of `store` and its states are between updates; see `StateHome.residence`."""
+
+    @abstractmethod
+    def sums(self, sum_dtype: torch.dtype) -> SumHome:
+        """A home for the sum of gradients."""
+
+
+@final
+class DeviceHome(Home):
+    """The device."""
+
+    is_on_host = False
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """device: None where all values are on the device already; with `offload_param` they are not."""
+        self._device = device
+
+    def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        return values.to(self._device or values.device, dtype, copy=True)
+
+    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
+        return InMemory()
+
+    def sums(self, sum_dtype: torch.dtype) -> SumHome:
+        return OnDevice()
+
+
+__all__ = [
+    "Blocks",
+    "DeviceHome",
+    "Done",
+    "Fetched",
+    "Home",
+    "InMemory",
+    "Landing",
+    "Mark",
+    "Near",
+    "OnDevice",
+    "OptimizerStates",
+    "Residence",
+    "Shard",
+    "ShardHome",
+    "ShardOnDevice",
+    "ShardsOnDevice",
+    "StateHome",
+    "StatesInMemory",
+    "SumHome",
+    "Ticket",
+]
