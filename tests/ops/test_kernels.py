@@ -80,6 +80,7 @@ def _module(name: str) -> Any:
     module = {"l": "lamb", "q": "quantize", "d": "quantize"}.get(name[0], name.rstrip("_"))
     module = "signs" if name.startswith("sign") else module
     module = name.rstrip("_") if name in ("lion_", "decide") else module
+    module = "decide" if name == "square_sum" else module
     return importlib.import_module(f"xds.ops.kernels.{module}")
 
 

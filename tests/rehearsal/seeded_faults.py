@@ -87,7 +87,7 @@ FAULTS = [
         FLIGHT,
         "zero/core/grad_bucket.py",
         "        self._handle = self.reducer.reduce(payload, self._reduced, add=adds)\n"
-        "        self._clear_local()",
+        "        self._mark_empty()",
         "        self._handle = self.reducer.reduce(payload, self._reduced, add=adds)\n"
         "        self._free_local()",
         training(1, "fp32"),

@@ -243,7 +243,7 @@ class Updater:
     ) -> bool:
         """Masters on the host update in a thread, those on the device meanwhile."""
         self._take_edits_into_masters(written, also_in_update=not optimizer.takes_edits)
-        arrivals = self._start_on_host(scale.value)
+        arrivals = self._start_on_host(scale)
         groups = copies_of(optimizer.param_groups)
         here = [master for master in self._as_sums_arrive if not master.home.is_on_host]
         is_counted = optimizer.count_step([item for m in here for item in m.items], scale)
@@ -270,12 +270,12 @@ class Updater:
                 master.publish()
         return True
 
-    def _start_on_host(self, scale: float) -> list[tuple[Master, Ticket]]:
+    def _start_on_host(self, scale: Scale) -> list[tuple[Master, Ticket]]:
         """Start the updates of the masters on the host; a ticket is done when forward can read the values."""
         if self._host_updates is None:
             return []
         updates = [
-            self._host_updates.prepare(master, scale)
+            self._host_updates.prepare(master, scale.value)
             for master in self._in_order_of_use()
             if master.home.is_on_host
         ]
