@@ -21,7 +21,7 @@ from xds.ops.comm.memory.machines import MachinesBackend
 from xds.ops.comm.opening import member_of, open_collectives
 from xds.ops.comm.point_to_point import GlooBackend
 from xds.ops.comm.threads import OrderedThreads
-from xds.ops.watch import watch
+from xds.ops.watch import reports
 
 CPU = torch.device("cpu")
 LAYOUTS = ("aabb", "aab", "abab")
@@ -258,7 +258,7 @@ def test_stages_are_equal_and_near_one_machine(layout: str) -> None:
 def until_a_rank_ends(layout: str, folder: str) -> None:
     """Rank 1 ends; each other rank writes the error of its wait, long before the timeout of a minute."""
     machines, _ = both(layout)
-    watch.PATIENCE_SECONDS = 0.1  # for reports of others
+    reports.PATIENCE_SECONDS = 0.1  # for reports of others
     flat, out = torch.ones(20_000 * machines.world_size), torch.empty(20_000)
     machines.reduce_scatter(flat, out, add=False, buffer=1, kind="sum").wait()
     if machines.rank == 1:

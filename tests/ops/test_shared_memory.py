@@ -25,7 +25,7 @@ from xds.ops.comm.memory import segment
 from xds.ops.comm.memory.operations import InMemory
 from xds.ops.comm.memory.shared_memory import SharedMemoryBackend
 from xds.ops.comm.opening import open_collectives
-from xds.ops.watch import watch
+from xds.ops.watch import reports
 from xds.utils.errors import BuildError, PeerError, UsageError
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def opened(timeout_seconds: float = 60.0) -> Collectives:
 
 def failure(do: Callable[[], Any]) -> str:
     """The message of the PeerError, long before the group's timeout. In new ranks only."""
-    watch.PATIENCE_SECONDS = 0.1  # for reports of others
+    reports.PATIENCE_SECONDS = 0.1  # for reports of others
     with pytest.raises(PeerError) as caught:
         do()
     return str(caught.value)
