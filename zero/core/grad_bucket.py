@@ -62,7 +62,8 @@ class Arrivals:
         self._is_small, self._is_large = is_small, is_large
         self._expected = [1] * len(params)  # number of arrivals that make each slot complete
         self._counts = [0] * len(params)  # without those of `awaits`
-        self._awaited = [False] * len(params)  # `awaits` as it was opened
+        # `awaits` as `open` set it: a slot that is True here and False in `awaits` has had its gradient
+        self._awaited = [False] * len(params)
         self._has_counts = False  # an earlier backward has been counted
 
     def begin_backward(self) -> None:
@@ -244,7 +245,8 @@ class GradBucket:
         # the reduced sum
         self._reduced: Tensor | None = None
         self._has_reduced = False  # `_reduced`, the gathered local sum or the home has a sum
-        self._reduced_bytes = 0  # of the last one on a device that had memory of its own
+        # for `held_bytes`, also between steps: of the last one on a device, if it had memory of its own
+        self._reduced_bytes = 0
         self._squares: Tensor | None = None  # of the only sum that has left since the last step
         self._payload: Tensor | None = None  # the local sum in the dtype that is sent
         self._handle: Handle | None = None  # of the reduction or the gather in flight

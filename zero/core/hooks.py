@@ -2,6 +2,7 @@
 
     forward    pre_forward  -> gather this unit, start the next one     post_forward -> drop
     backward   pre_backward -> gather this unit, start the previous one  gradients complete -> drop
+               the inputs of a call have gradients -> those of the unit that are missing will not arrive
 
 - A call begins with a module of the unit, or with an inner module when user code calls that one directly.
 - pre_backward is a hook on the autograd nodes of a module's outputs.
@@ -150,7 +151,7 @@ class UnitHooks:
                 unit.count_recompute()
         if not gatherer.in_backward:
             gatherer.start_next_of_forward(unit)
-        if not unit.is_root:
+        if not unit.is_root:  # calls of the root end with the backward itself
             self._follow_inputs(unit, (args, kwargs))
 
     def _post_forward(self, unit: Unit, module: nn.Module, is_last: bool, output: Any) -> Any:

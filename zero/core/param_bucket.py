@@ -472,6 +472,7 @@ class ParamBucket:
             UsageError: a tensor of another shape or dtype was assigned, or `.data` was assigned while the
                 parameter was dropped; the parameter is unchanged.
         """
+        # none: it is dropped, or `hide` came before its memory was freed, where the state stays UNSHARDED
         has_memory = bool(self.raw.untyped_storage().nbytes())
         if not has_memory or self.is_deferred:
             self._check_not_written(only)

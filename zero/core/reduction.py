@@ -359,6 +359,7 @@ class Reduction:
         return table
 
     def _zero(self) -> Tensor:
+        """The first term of a norm: this rank may have no others."""
         return torch.zeros((), dtype=torch.float64, device=self._world.device)
 
     def _squares(self, order: Sequence[GradBucket], *, exact: bool) -> list[Tensor]:

@@ -28,7 +28,7 @@ class Unit:
         most_numel: elements of its buffers on the tensor rank that has the most. The same on all tensor ranks,
             which share some of the buffers: it decides what is gathered when.
         is_kept_until_backward: stays gathered from its forward to its backward, which uses it first.
-        is_running: one of its modules is being called; the unit stays gathered until that call ends.
+        is_running: one of its modules is being called; the end of another unit's call does not drop it.
         entry: the inner module that user code called directly and whose call is running.
         depth: the number of nested calls of `entry` by itself.
         used_units: other units whose parameters the modules of this unit use as well.
@@ -107,7 +107,7 @@ class Unit:
             flat.wait()
 
     def reshard(self) -> None:
-        """Free the gathered buffers, unless a running unit or a later backward needs them."""
+        """Free the gathered buffers, unless a running unit, `keep_until_update` or `hold` keeps them."""
         if self.num_running_users or self.is_kept_until_update or self.is_held:
             return
         self.is_running = False
