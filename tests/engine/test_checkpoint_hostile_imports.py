@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import struct
 import subprocess
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import xds
 from xds.engine.checkpoint.imports.importing import import_checkpoint
 from xds.engine.checkpoint.io.folders import read_manifest
+from xds.engine.checkpoint.io.reader import CheckpointReader
+from xds.engine.checkpoint.tools.verify import damage
 from xds.ops.weights.safe_pickle import StandIn, read_pickle
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
@@ -376,3 +379,53 @@ def test_objects_of_unknown_classes_are_fields_and_are_left_out_by_name(tmp_path
         assert says in text
     kept = read_manifest(tmp_path / "out", TAG).state["client_state"]
     assert "epoch" in kept and not {"args", "thing", "call"} & kept.keys()
+
+
+# -- random damage ------------------------------------------------------------------------------------------
+
+
+def _values(rng: random.Random) -> Any:
+    made: list[Callable[[], Any]] = [
+        lambda: rng.choice(
+            [None, "x\x1b\n", 1 << 70, -1, float("nan"), [], {}, (), {None: 1}, b"x"]
+        ),
+        lambda: rng.choice([torch.Size((3, -1)), torch.Size((0, 1 << 62)), (1 << 31, 1 << 31)]),
+        lambda: rng.choice([torch.ones(2, 2).to_sparse(), torch.ones(3, device="meta")]),
+        lambda: rng.choice([torch.ones(0, 5), torch.tensor(3), torch.zeros(1).expand(1 << 45)]),
+        lambda: rng.choice([Bomb(explode, 1), Bomb(bytearray, 1 << 45), Bomb(torch.Size, [-1])]),
+    ]
+    return rng.choice(made)()
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    pairs = enumerate(value) if isinstance(value, list) else ()
+    for key, inner in value.items() if isinstance(value, dict) else pairs:
+        yield from _places(inner, (*path, key))
+
+
+def test_random_values_are_refused_or_give_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    outcomes = {True: 0, False: 0}
+    for number in range(60):
+        folder = copied(
+            rng.choice(["plain_zero1_fp16", "rich_zero2_fp32", "rich_zero3_bf16"]), tmp_path
+        )
+        path = rng.choice(sorted(folder.iterdir()))
+        keys = rng.choice(list(_places(read_pickle(path))))
+        change(path, *keys, to=_values(rng))
+        out = tmp_path / f"{number}"
+        try:
+            report = import_checkpoint(folder, out)
+        except xds.UsageError as error:
+            assert str(error).isprintable() and not out.exists(), keys
+            outcomes[False] += 1
+        else:
+            outcomes[True] += 1
+            with CheckpointReader(report.folder) as reader:
+                said = any("load_optimizer_states=False" in note for note in report.notes)
+                assert said or not list(damage(reader, lambda _: None)), keys
+                assert all(isinstance(reader.read(one), Tensor) for one in reader.values.values())
+        shutil.rmtree(folder.parent)
+    assert min(outcomes.values()) > 5, outcomes

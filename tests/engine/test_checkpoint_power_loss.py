@@ -272,3 +272,16 @@ def test_whatever_was_not_synced_is_not_needed(
 ) -> None:
     recorder = record(tmp_path / "disk", tags, keep_last)
     assert problems(recorder, tmp_path / "after") == []
+
+
+def test_a_sync_that_is_left_out_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above can fail: without the fsync of folders there are states that do not load."""
+
+    def nothing(*_: Any) -> None:
+        return
+
+    monkeypatch.setattr(storage.Disk, "sync", nothing)
+    recorder = record(tmp_path / "disk", ["tag", "tag"])
+    assert problems(recorder, tmp_path / "after")

@@ -464,3 +464,16 @@ def test_what_was_not_packed_is_a_value_error() -> None:
     for packed in NOT_PACKED:
         with pytest.raises(ValueError, match=r"^\$"):
             unpack(packed, lambda name: torch.ones(1))
+
+
+def test_a_defaultdict_still_has_its_default() -> None:
+    found = back({"best": defaultdict(int, a=1), "lists": defaultdict(list)})
+    assert found["best"]["new"] == 0 and found["lists"]["new"] == []
+
+
+def test_deep_values_stop(recursion: int = 300) -> None:
+    value: Any = 1
+    for _ in range(recursion):
+        value = Namespace(inner=value)
+    with pytest.raises(xds.UsageError, match="nested more than 100 levels"):
+        back(value)

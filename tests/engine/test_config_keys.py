@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import json
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -416,6 +417,41 @@ def test_any_dict_is_read_or_refused_and_shown_by_check(source: dict[str, Any]) 
         code = check([text])
     assert (code == 0) is bool(out.getvalue()) and (code == 2) is bool(err.getvalue())
     assert code in (0, 2)
+
+
+FILE = """{
+  // a comment
+  "train_batch_size": 8, "_comment": "x",
+  "fp16": {"enabled": true, "loss_scale": 0},
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
+  "zero_optimization": {
+    "stage": 2, "reduce_bucket_size": 5e8, // elements
+    "offload_optimizer": {"device": "cpu"}
+  },
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+}
+"""
+
+
+def mutated(text: str, draw: random.Random) -> str:
+    """The text with some characters dropped, doubled, swapped or replaced."""
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(text) + 1)
+        end = min(len(text), at + draw.choice((0, 1, 1, 2, 9, 40)))
+        changes = ("", text[at:end] * 2, text[at:end][::-1], *HOSTILE, ",", "}", ":", "True")
+        text = text[:at] + draw.choice(changes) + text[end:]
+    return text
+
+
+def test_files_with_mistakes(tmp_path: Path) -> None:
+    assert read(FILE) is not None
+    draw, path = random.Random(0), tmp_path / "config.json"
+    for number in range(250):
+        text = mutated(FILE, draw)
+        if number % 10 == 0:
+            path.write_bytes(text.encode("utf-8", "surrogatepass"))
+            read(path)
+        read(text)
 
 
 class Unprintable:

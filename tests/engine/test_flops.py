@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -485,3 +486,62 @@ def test_ranks_that_share_a_model_count_their_parts(more: dict[str, Any]) -> Non
         assert all(alone[3] / 2 < part[2] < 0.6 * alone[3] for part in parts)
     else:
         assert [part[2] for part in parts] == [alone[3]] * 2
+
+
+def test_time_is_that_of_the_modules_calls() -> None:
+    found = record(nn.Sequential(Twice(linear())), X, clock=Steps())
+    layer, twice, root = (found.root.find(path) for path in ("0.layer", "0", ""))
+    assert (layer.seconds, twice.seconds, root.seconds) == (2.0, 5.0, 7.0)
+    assert found.seconds == {"forward": 9.0}
+
+
+def test_between_start_and_stop_calls_of_any_module_count() -> None:
+    model = nn.Sequential(linear(), linear())
+    recorder = Recorder(model)
+    recorder.start()
+    recorder.start()
+    X @ X.t()  # in no module
+    model(X)
+    model[1](X)
+    recorder.stop()
+    model(X)
+    found = recorder.profile()
+    assert [child.macs for child in found.root.children] == [LINEAR, 2 * LINEAR]
+
+
+@pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
+def test_layers_that_torch_fuses_for_inference_count(inference: Callable[[], Any]) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.ones(2, 4, 8)
+    trained = record(layer, x)
+    with inference():
+        found = record(layer.eval(), x)
+    assert found.macs == trained.macs == 8 * (4 * 64 + 2 * 8 * 16) + 2 * 4 * 4 * 8 * 2
+
+
+def test_formulas_that_others_register_with_torch_count() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    class Flex(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return flex_attention(x, x, x)
+
+    recorder = Recorder(model := Flex())
+    with (
+        pytest.warns(UserWarning, match="flex_attention called without torch.compile"),
+        recorder.forward(),
+    ):
+        model(r(1, 2, 128, 16))
+    found = recorder.profile()
+    assert found.macs == 2 * 2 * 128 * 128 * 16
+
+
+def test_a_file_that_cannot_be_written_does_not_end_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_of(profile_step=0, output_file=str(tmp_path))
+    with caplog.at_level(logging.WARNING, "xds"):
+        train(engine, 1)
+    assert "flops_profiler.output_file" in caplog.text
+    assert "Profile of step 1" in capsys.readouterr().out
+    engine.destroy()
