@@ -134,7 +134,7 @@ def matrix_of(net: Net, number: int) -> nn.Parameter:
     return block.a.weight if hasattr(block, "a") else block.table
 
 
-class ExternalParams(Feature):
+class OutsideUse(Feature):
     """The root uses a block's weight itself: before the block, after it, or both."""
 
     share = 0.15

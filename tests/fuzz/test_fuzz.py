@@ -15,36 +15,36 @@ FIRST_SEED = 1  # the same cases in every run: a failure is nobody's bad luck
 
 # What came out wrong, hung, crashed or raised an error without a name once: the features alone, the seeds.
 FOUND = {
-    "AccumulationChanges": (1002, 1004),
-    "BareBackward": (1000, 1003),
+    "AccumulationChanges": (1002, 1004, 1005, 1006),
+    "BareBackward": (1000, 1003, 1006, 1013),
     "BareBackward,Evaluations,OptimizerGiven": (1001, 50234),
     "Checkpoint": (40161,),
-    "ClampedInForward": (1000, 1002),
-    "DataAssigned": (1000, 1002),
-    "DataAssigned,WrittenGathered": (1000, 1002),
-    "DoubleBlock": (1000, 1005),
-    "EmbeddingBlock": (1000, 1002),
-    "EmptyBlock": (1002, 1006),
-    "FrozenForAStep": (1000, 1013),
-    "FrozenLater": (1000, 1005),
+    "ClampedInForward": (1000, 1002, 1006, 1010),
+    "DataAssigned": (1000, 1002, 1004, 1005),
+    "DataAssigned,WrittenGathered": (1000, 1002, 1004),
+    "DoubleBlock": (1000, 1005, 1009),
+    "EmbeddingBlock": (1000, 1002, 1006, 1010),
+    "EmptyBlock": (1002, 1006, 1010, 1031),
+    "FrozenForAStep": (1000, 1013, 1015),
+    "FrozenLater": (1000, 1005, 1009),
     "FrozenNumbersBlock": (1000, 1002),
-    "GradientHooks": (1000, 1002),
+    "GradientHooks": (1000, 1002, 1004, 1005),
     "GradientPenalty": (1000,),
     "Loaded": (1006, 1010),
     "NoneBlock": (1000, 1002),
-    "OneReentrant,ReusedBlocks": (1005, 1006),
-    "Reentrant,BlockUsesAnother": (1000, 40525),
+    "OneReentrant,ReusedBlocks": (1005, 1006, 1013),
+    "Reentrant,BlockUsesAnother": (1000, 1010, 1015, 40525),
     "Reentrant,BlockUsesAnother,FunctionBlock": (601402,),
-    "Reentrant,ReusedBlocks": (1010, 1015),
-    "Reentrant,ReusedBlocks,ExternalParams": (1015, 1031),
-    "Scaled": (1000, 1004),
-    "ScaledBetweenSteps": (1000, 1003),
+    "Reentrant,ReusedBlocks": (1010, 1015, 1031),
+    "Reentrant,ReusedBlocks,OutsideUse": (1015, 1031, 1033),
+    "Scaled": (1000, 1004, 1005, 1009),
+    "ScaledBetweenSteps": (1000, 1003, 1006, 1010),
     "Teacher": (1000, 1002),
-    "UnfrozenLater": (1000, 1002),
+    "UnfrozenLater": (1000, 1002, 1004, 1006),
     "ViewBlock": (1001, 1002),
-    "WrittenBetweenSteps": (1000, 1003),
-    "WrittenInForward": (1000, 1003),
-    "ZeroGrad": (1004, 1005),
+    "WrittenBetweenSteps": (1000, 1003, 1006, 1010),
+    "WrittenInForward": (1000, 1003, 1006, 1010),
+    "ZeroGrad": (1004, 1005, 1007),
 }
 
 
@@ -74,7 +74,7 @@ def test_what_found_something_once_is_equal_or_refused(runner: Runner, names: st
 @pytest.mark.slow
 def test_the_others_that_found_something_once_are_equal_or_refused(runner: Runner) -> None:
     for number, (names, seeds) in enumerate(FOUND.items()):
-        check(runner, names, seeds[1 - number % 2 : 2])
+        check(runner, names, seeds[1 - number % 2 :])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Half a minute of random products of features against one process. `benchmarks/fuzz --products` runs more."""
+"""A minute of random products of features against one process. `benchmarks/fuzz --products` runs more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from .products import Summary, draw
 
-SECONDS = 30.0
+SECONDS = 60.0
 FOUND: tuple[int, ...] = ()  # seeds that came out wrong, hung or failed once
 
 
