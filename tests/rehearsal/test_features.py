@@ -151,6 +151,41 @@ def test_a_measurement_waits_where_it_is_on(tmp_path: Path) -> None:
         assert here.run(observed, section)[0] == (in_micro_batches, in_steps), section
 
 
+# -- overflow -----------------------------------------------------------------------------------------------
+
+
+def overflowing(native: bool) -> tuple[Any, list[float], int, int]:
+    """After each step: scale, skipped steps, applied; the losses; waits in micro-batches and in steps."""
+    fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 3, "hysteresis": 1}
+    engine = engine_of(2, "fp16", 3, fp16=fp16, ops={"native": native})
+    found, losses, in_micro_batches, in_steps = [], [], 0, 0
+    for step in range(10):
+        for micro in range(3):
+            inputs = inputs_of(engine, step * 3 + micro)
+            if step in (4, 5) and micro == 0:
+                inputs[0, 0] = float("inf") if step == 4 else float("nan")
+            before = sum(waits().values())
+            losses.append(micro_batch(engine, inputs))
+            in_micro_batches += sum(waits().values()) - before
+            in_steps += counted(engine.step)
+        found.append((engine.loss_scale, engine.skipped_steps, engine.was_step_applied()))
+    engine.destroy()
+    return found, [loss.item() for loss in losses], in_micro_batches, in_steps
+
+
+def test_the_loss_scale_goes_down_and_up() -> None:
+    plain = run_ranks(overflowing, 2, False)
+    for number, found in enumerate(ranks(2, kernels=True).run(overflowing, True)):
+        steps, losses, in_micro_batches, in_steps = found
+        assert steps == plain[number][0]
+        powers = [12, 12, 12, 13, 12, 11, 11, 11, 11, 12]
+        assert [scale for scale, _, _ in steps] == [2.0**power for power in powers]
+        assert losses == pytest.approx(plain[number][1], rel=1e-2, nan_ok=True)
+        assert in_micro_batches == 0
+        # the clock of samples a second starts; skipped steps compute the norm twice
+        assert in_steps == 10 + 1 + 2
+
+
 # -- data of the engine -------------------------------------------------------------------------------------
 
 
@@ -387,6 +422,7 @@ def _micro_batch(engine: Any, inputs: Tensor, loop: str) -> Tensor:
         (2, "fp32", 3, {"loop": "clip", "groups": True}),
         (3, "fp16", 1, {"recompute": "again", "loop": "own"}),
         (3, "bf16", 3, {"torch_autocast": {"enabled": True, "dtype": "bf16"}}),
+        (3, "bf16", 1, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}),
         (0, "bf16", 1, {"torch_optimizer": "NAdam"}),
     ],
 )

@@ -212,7 +212,7 @@ def check(config: dict[str, Any], precision: str, num_ranks: int = 2) -> list[di
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp16"), (3, "bf16")]
+    ("stage", "precision"), [(0, "bf16"), (0, "fp32"), (1, "fp32"), (2, "fp16"), (3, "bf16")]
 )
 def test_training_has_the_numbers_of_the_cpu_and_no_race(stage: int, precision: str) -> None:
     for found in check(config_of(stage, precision, 2), precision):
