@@ -72,12 +72,14 @@ def read_small_text(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The JSON value in `text`, which has no key twice in an object, and no NaN or Infinity.
+    """The JSON value in `text`, which has no key twice in an object, and no NaN or Infinity. Bytes are UTF-8.
 
     Raises:
         ValueError: it is not such JSON. The message completes "it ...".
     """
     try:
+        if isinstance(text, bytes):  # else `json` takes UTF-16 and UTF-32 as well
+            text = text.decode()
         return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
     except _RefusedError:
         raise

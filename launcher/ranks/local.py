@@ -64,18 +64,17 @@ def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _N
         key=new_key() if is_alone else "",
     )
     with stop_signals() as stop, run_folder(job.log_dir) as folder:
-        peers = Peers(rendezvous, stop)
-        if not is_alone:
-            peers.start()
-        shown = OutputWriter(stop.is_requested)
-        with RankZero(folder.path, folder.log(0), shown.write, stop.is_requested) as tee:
-            outcome = _generations(order, folder, stop, tee)
-        shown.close()
-        text, code = _ending(outcome, stop, peers)
-        write_stderr(text, stop.is_requested)
-        if text and not (is_alone or stop.signum):
-            peers.publish(text, code)
-    if outcome.is_agent_alive:  # stopped while it imports torch, or waits for other machines
+        with Peers(rendezvous, stop) as peers:
+            shown = OutputWriter(stop.is_requested)
+            with RankZero(folder.path, folder.log(0), shown.write, stop.is_requested) as tee:
+                outcome = _generations(order, folder, stop, tee)
+            shown.close()
+            text, code = _ending(outcome, stop, peers)
+            write_stderr(text, stop.is_requested)
+            if text and not (is_alone or stop.signum):
+                peers.publish(text, code)
+    # after a stop signal: the agent may import torch or wait for other machines, and `peers` may connect
+    if outcome.is_agent_alive or peers.is_alive():
         sys.stdout.flush()
         os._exit(code)
     return code
@@ -160,9 +159,18 @@ class Peers(threading.Thread):
         self._store: Store | None = None
         self._is_over = threading.Event()
 
+    def __enter__(self) -> Peers:
+        if self._rendezvous.max_nodes > 1 and self._rendezvous.kind in _ON_TCP_STORES:
+            self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Python unwinds the stacks of threads that are left at its end, and C++ code in them then aborts
+        self._is_over.set()
+        if self.is_alive() and not self._stop_asked.signum:
+            self.join(_CONNECT_SECONDS + _POLL_SECONDS)
+
     def run(self) -> None:
-        if self._rendezvous.kind not in _ON_TCP_STORES:
-            return
         try:
             self._listen()
         except Exception:  # the store ended with its machine; the ranks here fail on the lost peer

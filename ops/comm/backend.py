@@ -192,7 +192,11 @@ class Backend(ABC):
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, source: int) -> None: ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        _or_lost(dist.broadcast, tensor, group=self.group, group_src=source)
+        dense = tensor.resolve_conj().resolve_neg().contiguous()
+        content = dense.view(-1).view(torch.uint8)  # gloo does not support every dtype
+        _or_lost(dist.broadcast, content, group=self.group, group_src=source)
+        if dense is not tensor and self.rank != source:
+            tensor.copy_(dense)
 
     def barrier(self) -> None:
         is_nccl = self.device.type == "cuda" and "nccl" in str(dist.get_backend(self.group))

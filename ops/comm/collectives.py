@@ -145,6 +145,8 @@ class Collectives:
     ) -> Handle:
         """Overwrite `tensor`, contiguous, with its sum over the ranks. Every rank gets the same bits.
 
+        All ranks wait for such operations in one order: a second round of messages begins in the wait.
+
         Sends:   2 (world_size - 1) / world_size of its bytes are counted. Every algorithm sends as much or
                  more.
         """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os.path import isfile  # False for a name that no file can have
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Weights:
 def find_weights(source: Path) -> Path | None:
     """`source` if it is a file, or the file to read first in a folder; None: neither."""
     found = [source, *(source / name for name in FILES)]
-    return next((path for path in found if path.is_file()), None)
+    return next((path for path in found if isfile(path)), None)
 
 
 def read_weights(path: Path) -> Weights:
@@ -90,8 +91,8 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read_file(path: Path, notes: list[str]) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise UsageError(f"{path} is missing")
+    if not isfile(path):
+        raise UsageError(f"{printable(path)} is missing")
     return _safetensors(path) if path.name.endswith(SAFETENSORS) else _state_dict(path, notes)
 
 

@@ -146,6 +146,9 @@ def read_table(text: bytes, data_bytes: int) -> dict[str, Located]:
         raise ValueError(f"its header {error}") from None
     if not isinstance(raw, dict):
         raise ValueError("its header is not a table of tensors")
+    for name in raw:
+        if not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name):
+            raise ValueError(f"{shown(name)} is no text in UTF-8")
     metadata = raw.pop(METADATA, None)
     pairs = metadata if isinstance(metadata, dict) else {}
     table = {name: _located(name, entry, pairs, data_bytes) for name, entry in raw.items()}

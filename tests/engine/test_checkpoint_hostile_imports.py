@@ -252,6 +252,12 @@ NO_HEADERS = [
         )
     ),
     b'{"__metadata__":{"a":"complex128"},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+    # JSON of other encodings, and a name that is no text
+    *(
+        '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'.encode(code)
+        for code in ("utf-16", "utf-8-sig")
+    ),
+    b'{"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
 ]
 
 
@@ -280,6 +286,11 @@ def test_a_safetensors_file_that_is_none_is_refused(tmp_path: Path) -> None:
         ),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "../x"}}', "no file in its folder"),
         ("pytorch_model.bin.index.json", b'{"weight_map": {"a": "x\\u0000"}}', "is missing"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "%s.safetensors"}}' % (b"x" * 5000),
+            "xxxx... is missing",
+        ),
     ],
 )
 def test_an_index_that_cannot_be_read_is_refused(
@@ -289,6 +300,16 @@ def test_an_index_that_cannot_be_read_is_refused(
     refused(tmp_path, tmp_path / "out", says)
     if name != "latest":
         refused_as_weights(tmp_path, tmp_path / "out", says)
+
+
+def test_names_in_a_message_are_one_line(tmp_path: Path) -> None:
+    header = b'{"a\\nb":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    path = write_safetensors(tmp_path / "model.safetensors", header)
+    with pytest.raises(xds.UsageError, match=r"not in the model: a\\nb") as caught:
+        xds.zero.load_weights(nn.Linear(1, 1), path)
+    assert str(caught.value).isprintable()
+    with pytest.raises(xds.UsageError):
+        xds.zero.load_weights(nn.Linear(1, 1), tmp_path / ("x" * 5000))
 
 
 def test_a_source_that_is_no_source_is_refused(tmp_path: Path) -> None:

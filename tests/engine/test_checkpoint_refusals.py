@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import shutil
+import socket
 import struct
 import zlib
 from collections import Counter
@@ -571,6 +572,31 @@ def test_a_pipe_for_a_file_of_tensors_is_not_waited_for(
     os.mkfifo(data)
     with pytest.raises(xds.UsageError, match="has 0 bytes and should have"):
         engine.load_checkpoint(folder)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(os.path.relpath(path))  # an absolute one may be too long
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to(path.name), _socket])
+def test_a_file_of_tensors_that_cannot_be_opened_is_damage_and_the_older_one_loads(
+    saved: tuple[Any, Path],
+    make: Callable[[Path], object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, good = saved
+    folder = shutil.copytree(good, tmp_path / "c")
+    shutil.copytree(good / "tag", folder / "older")
+    data = next((folder / "tag").glob("rank_*"))
+    data.unlink()
+    monkeypatch.chdir(data.parent)
+    make(data)
+    for read in (xds.get_fp32_state_dict, engine.load_checkpoint):
+        with pytest.raises(DamagedError, match=f"{data.name} cannot be opened"):
+            read(folder)
+    assert engine.load_checkpoint(folder, fallback=True)[0] == str(folder / "older")
 
 
 # -- a name twice -------------------------------------------------------------------------------------------

@@ -305,16 +305,15 @@ from xds.launcher.ranks.supervise import import_torch
 
 local._POLL_SECONDS = 0.01
 port = free_port()
-peers = local.Peers(Rendezvous("static", f"127.0.0.1:{port}", max_nodes=2), Stop())
-threads = [threading.Thread(target=import_torch), peers]
-for thread in threads:
-    thread.start()
-threads[0].join()
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-while peers.is_alive() and peers._store is None:
-    time.sleep(0.01)
-print(peers._store is not None)
+agent = threading.Thread(target=import_torch)
+with local.Peers(Rendezvous("static", f"127.0.0.1:{port}", max_nodes=2), Stop()) as peers:
+    agent.start()
+    agent.join()
+    from torch.distributed import TCPStore
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    while peers.is_alive() and peers._store is None:
+        time.sleep(0.01)
+    print(peers._store is not None)
 """
 
 

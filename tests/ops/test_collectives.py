@@ -212,7 +212,14 @@ def test_shared_memory_has_the_bits_of_messages() -> None:
 
 def of_odd_layout() -> None:
     """Broadcasts of strided, expanded, 0-dim and empty tensors; a strided message is refused."""
-    shared = opened("memory")
+    for kind in ("messages", "memory"):
+        shared = opened(kind)
+        dtypes = (torch.int16, torch.uint32, torch.float8_e5m2, torch.bool, torch.complex64)
+        for dtype in dtypes:
+            found = torch.zeros(5, dtype=torch.float32).to(dtype)
+            value = torch.tensor([0.0, 1, 2, 3, 4]).to(dtype)
+            shared.broadcast(found.copy_(value) if shared.rank == 0 else found)
+            assert found.view(torch.uint8).equal(value.view(torch.uint8)), (kind, dtype)
     for value in (
         torch.arange(6.0).view(2, 3).t(),
         torch.arange(8.0)[::2],

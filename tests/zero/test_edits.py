@@ -311,6 +311,32 @@ def test_states_of_frozen_parameters_stay_in_groups_and_replicas() -> None:
             run_ranks(frozen_for_a_step, 4, stage, {"mics_shard_size": 2})
 
 
+def frozen_at_first(stage: int, kind: str, zero: dict[str, Any]) -> None:
+    """A parameter that is frozen in the first step gets neither momentum nor decay of that step."""
+    params = {"lr": 0.1, "weight_decay": 0.1, **({"momentum": 0.9} if kind == "SGD" else {})}
+    model, plain = build(), build()
+    optimizer = getattr(torch.optim, kind)(plain.parameters(), **params)
+    config = config_of(stage) | {"optimizer": {"type": kind, "params": params}}
+    config["zero_optimization"] |= zero
+    engine = xds.initialize(model, config)
+    for step in range(3):
+        for one in (model, plain):
+            one.blocks[1].linear.bias.requires_grad_(step > 0)
+        step_of(engine, step)
+        optimizer.zero_grad()
+        torch.stack([plain(samples(step, rank)) for rank in (0, 1)]).mean().backward()
+        optimizer.step()
+    for name, value in engine.full_state_dict(rank0_only=False).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+def test_a_parameter_frozen_in_the_first_step_is_as_in_torch_later(kind: str) -> None:
+    for stage, zero in ((0, {}), (2, {}), (3, {}), (2, {"offload_optimizer": {"device": "cpu"}})):
+        run_ranks(frozen_at_first, 2, stage, kind, zero)
+
+
 def read_states_of_several_dtypes() -> float:
     """Ranks that hold nothing of a parameter read its states in the dtype of another."""
     worst = 0.0

@@ -457,3 +457,61 @@ def gathers_started_on_some_ranks(offload: bool) -> list[float]:
 def test_a_unit_that_some_ranks_gather_early_and_none_uses_is_gathered_by_all() -> None:
     wanted = run_ranks(gathers_started_on_some_ranks, 2, False)
     assert run_ranks(gathers_started_on_some_ranks, 2, True) == wanted
+
+
+# -- gradients that lie in the memory of parameters -----------------------------------------------------------
+
+
+class HalfSquare(torch.autograd.Function):
+    """The gradient of 0.5 * w * w is w itself."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return 0.5 * (w * w).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (w,) = ctx.saved_tensors
+        return w.view_as(w)  # type: ignore[no-any-return]
+
+
+class SquareBlock(Block):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * 1e-3 + HalfSquare.apply(self.weight)
+
+
+class Squares(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([SquareBlock(numel) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(block(x)[0, 0] for block in self.blocks)  # type: ignore[return-value]
+
+
+def view_as_gradient(numel: int, precision: str, offload: dict[str, Any]) -> None:
+    zero = {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0, **offload}
+    config = runs.config(3, precision, samples=1, zero=zero)
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = xds.initialize(Squares(numel), config)
+    for _ in range(3):
+        x = torch.ones(1, WIDTH)
+        engine.backward(engine(x.bfloat16() if precision == "bf16" else x))
+        engine.step()
+    for block in engine.module.blocks:
+        full = xds.zero.get_full_param(block.weight).float()
+        torch.testing.assert_close(full, torch.full((numel,), 0.9**3), rtol=1e-2, atol=0)
+    engine.destroy()
+
+
+def test_a_gradient_that_is_a_view_of_a_parameter_outlives_its_drop() -> None:
+    host = {"offload_param": {"device": "cpu"}}
+    for world_size, offload in ((2, {}), (1, host), (2, host)):
+        for numel in (SMALL_NUMEL - 1, SMALL_NUMEL + 1):
+            for precision in ("fp32", "bf16"):
+                run_ranks(view_as_gradient, world_size, numel, precision, offload)

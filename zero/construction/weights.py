@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
+from os.path import isdir
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
@@ -76,13 +77,15 @@ def open_weights(source: Any) -> Weights:
         raise wrong("weights", source, "a state dict, or the path of a file or folder")
     path = Path(source)
     found = find_weights(path)
-    if found is None and path.is_dir():
+    if found is None and isdir(path):
         raise UsageError(
-            f"weights: {path} holds none of {', '.join(FILES)}; give a folder that a model was saved to, or "
-            "the path of a file"
+            f"weights: {printable(path)} holds none of {', '.join(FILES)}; give a folder that a model was "
+            "saved to, or the path of a file"
         )
     if found is None:
-        raise UsageError(f"weights: {path} does not exist; give a file, a folder or a state dict")
+        raise UsageError(
+            f"weights: {printable(path)} does not exist; give a file, a folder or a state dict"
+        )
     read = read_weights(found)
     for note in read.notes:
         log.info("weights: %s: %s", found, printable(note))
@@ -164,7 +167,7 @@ def _names_by_tensor(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _some(items: Sequence[str]) -> str:
-    shown = ", ".join(items[:5])
+    shown = ", ".join(map(printable, items[:5]))
     return shown if len(items) <= 5 else f"{shown} and {len(items) - 5} more"
 
 

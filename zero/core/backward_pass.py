@@ -261,10 +261,14 @@ class BackwardPass:
 
         The hook is on the autograd node, not on the tensor: hooks of tensors always run before it.
         """
+        dropped = frozenset() if self._gatherer is None else self._gatherer.dropped_storages
+        param = bucket.params[position]
         this, arrivals, awaits = weakref.ref(self), bucket.arrivals, bucket.arrivals.awaits
 
         def arrived(*_: object) -> None:
             # it runs for each parameter in each step; nearly always the next lines are all
+            if dropped and param.grad is not None and _storage_id(param.grad) in dropped:
+                param.grad = param.grad.clone()  # a view of a parameter, which may be dropped first
             is_awaited = awaits[position]
             if is_awaited:
                 awaits[position] = False
@@ -431,6 +435,11 @@ class BackwardPass:
         self._had_seen_one = before
         if self._gatherer is not None and not self._in_other:
             after_backward(self.end)
+
+
+def _storage_id(tensor: Tensor) -> int:
+    """Equal for tensors that share their memory; 0 for those without an ordinary storage (sparse)."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
 
 
 __all__ = ["BackwardPass", "BackwardRules", "ScriptBackward", "ManualGradGuard"]

@@ -98,6 +98,13 @@ class Gatherer:
             max_live_numel: no unit is gathered ahead if more elements than this would be in memory.
             collectives: the ranks that gather some unit together.
         """
+        # the storages that are freed and allocated again
+        self.dropped_storages = frozenset(
+            flat.raw.untyped_storage()._cdata
+            for unit in units
+            for flat in unit.params
+            if flat.may_be_resharded
+        )
         self.in_backward = False
         self.num_backwards = 0  # how many of the engine have begun
         self.running: list[Unit] = []  # units that are being called, the innermost last

@@ -94,6 +94,8 @@ class FrozenValues:
 
     def __init__(self) -> None:
         self._values: list[tuple[Tensor, Tensor]] = []
+        # ranges of tensors that have no states yet: the update makes them
+        self._first: list[tuple[torch.optim.Optimizer, Tensor, Sequence[Range]]] = []
 
     def keep(self, tensor: Tensor, ranges: Sequence[Range]) -> None:
         """Save these elements of a contiguous tensor."""
@@ -117,19 +119,42 @@ class FrozenValues:
     def keep_states(
         self,
         optimizer: torch.optim.Optimizer,
+        master: Master,
         tensors: Iterable[tuple[Tensor, int]],
         ranges: Sequence[Range],
     ) -> None:
-        """Save the states of what is frozen. tensors: those of `optimizer`, and their first elements."""
+        """Save the states of what is frozen.
+
+        tensors: those of `optimizer` in `master`, and their first elements.
+        """
+        if isinstance(optimizer, ShardOptimizer):
+            for item in master.items:
+                if clip(ranges, item.start, item.master.numel()):
+                    optimizer.state_of(item)  # those that the step would make before it computes
         for tensor, at in tensors:
             inside = clip(ranges, at, tensor.numel())
-            if inside:
-                self.keep_state(states_of(optimizer).get(tensor, {}), tensor.numel(), inside)
+            state = states_of(optimizer).get(tensor, {}) if inside else {}
+            if state:
+                self.keep_state(state, tensor.numel(), inside)
+            elif inside:
+                self._first.append((optimizer, tensor, inside))
 
     def restore(self) -> None:
         """Write the saved values back. Without gradients."""
         for target, value in self._values:
             target.copy_(value)
+        for optimizer, tensor, ranges in self._first:
+            _reset_first_states(optimizer, tensor, ranges)
+
+
+def _reset_first_states(
+    optimizer: torch.optim.Optimizer, tensor: Tensor, ranges: Sequence[Range]
+) -> None:
+    """Set the states of what is frozen to zero, after the first step has made them with its gradient."""
+    for key, value in states_of(optimizer).get(tensor, {}).items():
+        if key != "step" and isinstance(value, Tensor) and value.numel() == tensor.numel():
+            for low, high in ranges:
+                value.view(-1)[low:high] = 0
 
 
 def states_of_others(

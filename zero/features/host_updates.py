@@ -87,7 +87,7 @@ class HostUpdate:
         kept.keep(self.master.raw, self.frozen)
         if values is not None:
             kept.keep(values, self.frozen)
-        kept.keep_states(self.optimizer, self.tensors, self.frozen)
+        kept.keep_states(self.optimizer, self.master, self.tensors, self.frozen)
         return kept
 
 

@@ -336,7 +336,7 @@ class Updater:
             if master.casts:
                 kept.keep(master.compute, ranges)
             assert self._optimizer is not None
-            kept.keep_states(self._optimizer, self._tensors_in(master), ranges)
+            kept.keep_states(self._optimizer, master, self._tensors_in(master), ranges)
         return kept
 
     def _step_torch(self, optimizer: torch.optim.Optimizer, scale: Scale) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,8 @@ def import_checkpoint(
 
 
 def _read(source: Path, tag: str | None, kind: str) -> Imported:
-    if not source.exists():
-        raise UsageError(f"{source} does not exist")
+    if not os.path.exists(source):  # False for a name that no file can have
+        raise UsageError(f"{printable(source)} does not exist")
     if source.is_dir() and kind in (AUTO, DEEPSPEED):
         folder = _tag_folder(source, tag)
         if is_deepspeed(folder):
@@ -135,7 +136,7 @@ def _tag_folder(source: Path, tag: str | None) -> Path:
         return source / tag
     latest = source / LATEST
     named = None if latest.is_dir() else named_in(latest)
-    if named is not None and not (source / named).is_dir():
+    if named is not None and not os.path.isdir(source / named):
         raise UsageError(
             f"{latest} names {quoted(named)}, and {source} has no such folder; give the folder to import"
         )

@@ -107,6 +107,10 @@ class CheckedFile:
                 self._file = storage_of(self.path).open(self.path)
             except FileNotFoundError:
                 raise DamagedError(f"{self.path} is missing: the checkpoint is damaged") from None
+            except OSError as error:  # such as a link to itself, or a socket
+                raise DamagedError(
+                    f"{self.path} cannot be opened ({error.strerror}): the checkpoint is damaged"
+                ) from None
         return self._file
 
     def close(self) -> None:
