@@ -79,6 +79,29 @@ def numel_of(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
+# -- the order of a tensor's elements in memory: row-major, or channels_last (dimension 1 comes last) ----
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """The memory format is `channels_last` or `channels_last_3d` of torch, and not row-major as well."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if last is None or tensor.layout != torch.strided or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=last)
+
+
+def shaped(flat: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
+    """A view of `flat` [n], whose elements are in the order of memory, as a tensor of `shape`."""
+    if not channels_last:
+        return flat.view(tuple(shape))
+    return flat.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+
+def flattened(tensor: Tensor, channels_last: bool) -> Tensor:
+    """The elements [n] in that order: a view of a tensor that has it in memory, else a copy."""
+    return (tensor.movedim(1, -1) if channels_last else tensor).reshape(-1)
+
+
 # -- a fingerprint of a flat tensor: whether user code has written to it since the last one --------------
 # Sum over the 64-bit words of word * odd weight, modulo 2^64. One changed word always changes it, because an
 # odd weight has an inverse; several changed words go unnoticed with a probability of about 2^-64.

@@ -36,6 +36,7 @@ from .saved_values import OwnValues, complaint, state_of
 
 HEAD = '{"sha256": "'
 NO_SUM = "0" * 64
+UNLESS_SET = ("box", "channels_last")  # of a slot
 # pydantic reads a plain dataclass field by field, with its types; unknown keys are ignored
 _READER, _PART = TypeAdapter(Manifest), TypeAdapter(RankPart)
 # checksums of manifests that passed: a save with keep_last reads the same manifests repeatedly
@@ -65,8 +66,8 @@ def _fields(one: Any) -> Any:
     if not is_dataclass(one):
         raise TypeError(f"a {type(one).__name__} is not JSON")
     fields = vars(one)
-    if isinstance(one, Slot) and one.box is None:  # a whole tensor: most slots
-        return {key: value for key, value in fields.items() if key != "box"}
+    if isinstance(one, Slot):  # most are whole tensors, and row-major
+        return {key: value for key, value in fields.items() if key not in UNLESS_SET or value}
     return fields
 
 

@@ -27,15 +27,16 @@ from ...ops.mesh import AXES, Axis, Mesh
 from ...ops.weights.tensor_table import BY_NAME, Located, is_possible, shown
 from ...utils.schema.checked_types import Positive, Size, Text
 from ...zero.checkpoint.ranges import (
+    CHANNELS_LAST_DIMS,
     COPY,
     ERROR,
     SERVER,
     Catalogue,
     ConstantRange,
-    Piece,
     Range,
     SavedFlat,
     kind_of_number,
+    whole_piece,
 )
 from ...zero.layout.layout import Box, Slot
 from .io.tensor_file import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
@@ -304,6 +305,9 @@ def _check_slot(number: int, flat: SavedFlat, slot: Slot) -> None:
     _require(fits, slot.shape, "flats[{}], {}: shape or offset", number, slot.name)
     has_key = flat.kind != "state" or "/" in slot.name
     _require(has_key, slot.name, "flats[{}]: the name of a slot", number)
+    if slot.channels_last:
+        fits = flat.kind == "param" and len(slot.shape) in CHANNELS_LAST_DIMS and slot.box is None
+        _require(fits, slot.shape, "flats[{}], {}: channels_last", number, slot.name)
     if slot.box is not None:
         fits = flat.kind == "param" and _is_slice(slot, slot.box)
         _require(fits, slot.box.ranges[:4], "flats[{}], {}: box", number, slot.name)
@@ -481,10 +485,11 @@ def lacking(manifest: Manifest, catalogue: Catalogue, *, with_optimizer: bool = 
 
 def _lacking_of(flat: SavedFlat, catalogue: Catalogue, num_ranks: int) -> Iterator[str]:
     for slot in flat.slots:
-        numel = numel_of(slot.whole_shape)
+        whole = whole_piece("param", slot)
+        numel = whole.stop
         if not numel:
             continue
-        numels = catalogue.numels_of(Piece("param", slot.name, 0, numel, 0))
+        numels = catalogue.numels_of(whole)
         keys = set(numels)
         states = {key for key in keys if key.startswith("state/")}
         # steps alone say nothing: Adafactor has states of other shapes beside them

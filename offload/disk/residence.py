@@ -12,6 +12,7 @@ from typing import final
 
 from torch import Tensor
 
+from ...ops.flat import flattened, is_channels_last, shaped
 from ...utils.errors import XdsError
 from ..pinned import host_memory
 from ..places import Blocks, OptimizerStates, Residence
@@ -95,11 +96,12 @@ class OnDisk(Residence, Movable):
         self._first = MAIN + 1 if holds_master else MAIN
         self._num_regions = extent.padded_bytes // self._region_bytes
         self._num_used = self._first
-        self._views: list[tuple[Tensor, int]] = []
+        self._views: list[tuple[Tensor, int, bool]] = []  # and whether it is channels_last
         self._states: OptimizerStates | None = None
         # where each state is: (first element of the optimizer's tensor, key) -> region
         self._regions: dict[tuple[int, str], int] = {}
-        self._stored: list[tuple[Tensor, int, int]] = []  # states, their regions, first elements
+        # states, their regions, first elements, and whether they are channels_last
+        self._stored: list[tuple[Tensor, int, int, bool]] = []
         self._memory: Tensor | None = None
         self._has_warned = False
         self._is_slot = False  # the memory is a slot of the ring
@@ -107,18 +109,18 @@ class OnDisk(Residence, Movable):
         self._written: Ticket | None = None
         if holds_master:
             self._memory = self._new_memory()
-            self._place(MAIN, 0, master).copy_(master)
+            self._place(MAIN, 0, master, False).copy_(master)
             self.add_view(master, 0)
             kept.note(self)
 
     def add_view(self, view: Tensor, start: int) -> None:
         if self._first == MAIN or not view.numel():
             return
-        self._views.append((view, start))
+        self._views.append((view, start, is_channels_last(view)))
         if self._memory is None:
             view.data = self._placeholder.expand(view.shape)
         else:
-            view.data = self._place(MAIN, start, view)
+            view.data = self._place(MAIN, start, view, is_channels_last(view))
 
     def bind(self, states: OptimizerStates) -> None:
         self._states = states
@@ -225,9 +227,9 @@ class OnDisk(Residence, Movable):
     def _drop(self, ticket: Ticket | None) -> None:
         """The tensors read as NaN; a slot is free when `ticket` is done."""
         memory, self._memory = self._memory, None
-        for tensor, _ in self._views:
+        for tensor, _, _ in self._views:
             tensor.data = self._placeholder.expand(tensor.shape)
-        for tensor, _, _ in self._stored:
+        for tensor, _, _, _ in self._stored:
             tensor.data = self._placeholder.expand(tensor.shape)
         if self._is_slot:
             assert memory is not None
@@ -253,14 +255,15 @@ class OnDisk(Residence, Movable):
                     self._regions[start, key] = min(free)
                     taken.add(min(free))
                 region = self._regions[start, key]
-                place = self._place(region, start, value)
+                last = is_channels_last(value)
+                place = self._place(region, start, value, last)
                 if value.data_ptr() != place.data_ptr():
                     place.copy_(value)
                     value.data = place
                 self._num_used = max(self._num_used, region + 1)
-                stored.append((value, region, start))
-        kept = {id(tensor) for tensor, _, _ in stored}
-        for tensor, _, _ in self._stored:
+                stored.append((value, region, start, last))
+        kept = {id(tensor) for tensor, _, _, _ in stored}
+        for tensor, _, _, _ in self._stored:
             if id(tensor) not in kept:  # the optimizer has replaced it
                 tensor.data = self._placeholder.expand(tensor.shape)
         self._stored = stored
@@ -282,23 +285,23 @@ class OnDisk(Residence, Movable):
             and value.numel() == owner.numel()
             and value.dtype == self._dtype
             and value.device.type == "cpu"
-            and value.is_contiguous()
+            and (value.is_contiguous() or is_channels_last(value))
         )
 
     def _point_to(self, memory: Tensor) -> None:
         self._transfers.check_placeholders()
         self._memory = memory
-        for tensor, start in self._views:
-            tensor.data = self._place(MAIN, start, tensor)
-        for tensor, region, start in self._stored:
-            tensor.data = self._place(region, start, tensor)
+        for tensor, start, last in self._views:
+            tensor.data = self._place(MAIN, start, tensor, last)
+        for tensor, region, start, last in self._stored:
+            tensor.data = self._place(region, start, tensor, last)
 
-    def _place(self, region: int, start: int, like: Tensor) -> Tensor:
+    def _place(self, region: int, start: int, like: Tensor, channels_last: bool) -> Tensor:
         """The place in memory of elements of a region: a tensor of the shape and dtype of `like`."""
         assert self._memory is not None
         first = region * self._region_bytes
         flat = self._memory[first : first + self._numel * self._dtype.itemsize].view(self._dtype)
-        return flat[start : start + like.numel()].view(like.shape)
+        return shaped(flat[start : start + like.numel()], like.shape, channels_last)
 
     def _new_memory(self) -> Tensor:
         return host_memory(self._num_regions * self._region_bytes, pin=False)
@@ -316,7 +319,7 @@ class OnDisk(Residence, Movable):
 
         def blocks(start: int, stop: int) -> Iterator[Tensor]:
             if self._memory is not None:  # it was brought since
-                yield tensor.view(-1)[start:stop]
+                yield flattened(tensor, is_channels_last(tensor))[start:stop]
                 return
             self._transfers.raise_failure()
             if self._written is not None:
@@ -332,17 +335,17 @@ class OnDisk(Residence, Movable):
         return blocks
 
     def _region_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        for view, start in self._views:
+        for view, start, _ in self._views:
             if view is tensor:
                 return MAIN, start
-        for state, region, start in self._stored:
+        for state, region, start, _ in self._stored:
             if state is tensor:
                 return region, start
         return None
 
     @property
     def disk_bytes(self) -> int:
-        stored = [tensor.numel() for tensor, _, _ in self._stored]
+        stored = [tensor.numel() for tensor, _, _, _ in self._stored]
         return (self._first * self._numel + sum(stored)) * self._dtype.itemsize
 
     @property

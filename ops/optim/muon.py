@@ -120,6 +120,7 @@ class Muon(ShardOptimizer):
         group = update.group
         lr = float(group["lr"])
         numel = math.prod(part.shape)
+        # channels_last permutes the columns, and so those of the result
         matrix = direction[:numel].view(part.shape[0], -1)
         step = orthogonalize(matrix, group["ns_steps"]).reshape(-1)
         adjusted = lr * math.sqrt(max(1.0, matrix.shape[0] / matrix.shape[1]))

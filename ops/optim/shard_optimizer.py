@@ -38,6 +38,7 @@ class Part:
     """Elements [start, stop) of a range that belong to one parameter of hyperparameter group `group`.
 
     param_start: their start in the flattened parameter. shape: of the whole parameter.
+    channels_last: the order of its elements; else they are row-major.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Part:
     start: int
     stop: int
     param_start: int
+    channels_last: bool = False
 
 
 @dataclass(frozen=True)

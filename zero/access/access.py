@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
-from ...ops.flat import overlap
+from ...ops.flat import flattened, is_channels_last, overlap, shaped
 from ...utils.errors import UsageError
 from ...utils.views import write
 from ..core.master import Master
@@ -192,7 +192,7 @@ class Access(Owner):
         at = slot.offset - first
         local = held[at + start : at + stop] if stop > start else held[:0]
         slices = self._slices_of(place.flat.params[place.position])
-        return Stored(slot.shape, local, bounds, is_whole, slices)
+        return Stored(slot.shape, local, bounds, is_whole, slices, slot.channels_last)
 
     def _first(self, place: _Place, *, is_whole: bool) -> int:
         """The first element of the flat buffer that this rank holds."""
@@ -340,7 +340,9 @@ class Access(Owner):
         place, sums = self._places[id(param)], self._trained(param, "its gradient").grads.sums()
         if sums.local is None or not sums.filled[place.position]:
             return None
-        own = sums.local.narrow(0, place.slot.offset, place.slot.numel).view(place.slot.shape)
+        slot = place.slot
+        own = sums.local.narrow(0, slot.offset, slot.numel)
+        own = shaped(own, slot.shape, slot.channels_last)
         wide = torch.float32 if own.dtype in LOW_PRECISION else own.dtype
         return own.to(wide, copy=True).mul_(self._step.gradient_factor.of_own())
 
@@ -370,9 +372,10 @@ class Access(Owner):
         if not isinstance(value, Tensor) or value.dim() == 0:
             return torch.as_tensor(value)
         if held is None:  # the state has the parameter's shape: it is not a range of a flat buffer
-            flat = value.view(-1)
+            last = is_channels_last(value)
+            flat = flattened(value, last)
             bounds, slices = [(0, flat.numel())], self._slices_of(param)
-            return Stored(place.slot.shape, flat, bounds, is_whole=True, slices=slices)
+            return Stored(place.slot.shape, flat, bounds, True, slices, last)
         if held != (0, 0) and value.shape != (held[1] - held[0],):
             raise UsageError(
                 f"this optimizer state of {place.slot.name} has shape {tuple(value.shape)}: it is not per "

@@ -162,7 +162,7 @@ def _sent(
     size_bytes = numel_of(source.shape) * dtype.itemsize
     if target == source.rank or not size_bytes:
         if wanted and value is not None:
-            return value.to("cpu", copy=True)
+            return value.to("cpu", copy=True, memory_format=torch.contiguous_format)
         return torch.empty(source.shape, dtype=dtype) if wanted else None
     mine = torch.empty(0, dtype=torch.uint8, device=world.device)
     if world.rank == source.rank:

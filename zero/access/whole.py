@@ -56,7 +56,7 @@ def _on_cpu(value: Tensor, target: int | None, full_precision: bool) -> Tensor |
     if target is not None and not owner.is_first_replica(param):
         return None
     full = stored.read(owner.group_of(param), target)
-    return None if full is None else full.cpu()
+    return None if full is None else full.cpu().contiguous()
 
 
 __all__ = ["full_state_dict"]

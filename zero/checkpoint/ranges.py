@@ -19,9 +19,10 @@ from typing import Any, Generic, TypeVar, final
 from ...ops.flat import cut, numel_of, overlap
 from ...utils.schema.checked_types import Flag, Size, Text
 from ..layout.layout import Box, Slot
-from ..layout.slices import Runs, clipped, common_runs
+from ..layout.slices import Runs, clipped, common_runs, runs_to_channels_last
 
 ERROR, SERVER, COPY = ("error/", "server", "copy")  # keys of what was not sent, see owed.py
+CHANNELS_LAST_DIMS = (4, 5)  # of a tensor that torch calls channels_last
 SPLIT_NUMEL = 1 << 16  # elements per rank; a smaller flat is written by a single rank
 
 
@@ -118,6 +119,7 @@ class Piece:
     """Elements [start, stop) of the parameter or buffer `name`, which begin at `target` of the receiver.
 
     box: they are elements of this slice of it; None: of the whole.
+    channels_last: the order in which elements are counted; else they are row-major.
     """
 
     kind: str
@@ -126,6 +128,7 @@ class Piece:
     stop: int
     target: int
     box: Box | None = None
+    channels_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,11 +225,19 @@ class Catalogue:
         places = self._places_of(kind, name)
         return self._flats[places[0][0]] if places else None
 
+    def whole(self, kind: str, name: str) -> Piece:
+        """All of `name`, in the order that it was saved in; the checkpoint has it."""
+        return whole_piece(kind, self._places[kind, name][0][1])
+
     def number_of(self, flat: SavedFlat) -> int | None:
         """The number of the flat that begins with the same slot; None: there is none."""
         slots = flat.slots
         places = self._places_of(flat.kind, slots[0].name) if slots else ()
         return next((number for number, slot in places if slot.box == slots[0].box), None)
+
+    def orders_of(self, number: int) -> list[bool]:
+        """For each slot of flat `number`, whether its elements are saved as channels_last."""
+        return [slot.channels_last for slot in self._flats[number].slots]
 
     def group_of(self, param: str) -> int | None:
         """The hyperparameter group of a parameter that was trained."""
@@ -250,9 +261,9 @@ class Catalogue:
         for (kind, name), places in self._places.items():
             number, slot = places[0]
             key = f"state/{name.rpartition('/')[2]}" if kind == "state" else "value"
-            numel = numel_of(slot.whole_shape)
-            there = self.copies(Piece(kind, name, 0, numel, 0), key)
-            if self._flats[number].has_values and sum(c.total_numel for c in there) != numel:
+            whole = whole_piece(kind, slot)
+            there = self.copies(whole, key)
+            if self._flats[number].has_values and sum(c.total_numel for c in there) != whole.stop:
                 found.append(name)
         return found
 
@@ -296,7 +307,7 @@ class Catalogue:
     def _parts(self, piece: Piece) -> Iterator[tuple[int, Slot, Runs]]:
         """The elements of `piece` (`here`) in every slot that has some of them (`there`)."""
         for number, slot in self._places_of(piece.kind, piece.name):
-            for runs in common_runs(piece.box, slot.box, slot.whole_shape):
+            for runs in _common(piece, slot):
                 for part in clipped(runs, piece.start, piece.stop):
                     yield number, slot, part
 
@@ -371,8 +382,26 @@ def pieces(flat: SavedFlat, start: int, stop: int) -> list[Piece]:
         low, high = overlap((slot.offset, slot.stop), (start, stop))
         if low < high:
             inside = (low - slot.offset, high - slot.offset)
-            found.append(Piece(flat.kind, slot.name, *inside, low - start, slot.box))
+            order = slot.box, slot.channels_last
+            found.append(Piece(flat.kind, slot.name, *inside, low - start, *order))
     return found
+
+
+def whole_piece(kind: str, slot: Slot) -> Piece:
+    """All of the tensor that `slot` is, or is a slice of, in the order that it was saved in."""
+    numel = numel_of(slot.whole_shape)
+    return Piece(kind, slot.name, 0, numel, 0, channels_last=slot.channels_last)
+
+
+def _common(piece: Piece, slot: Slot) -> list[Runs]:
+    """The elements that `piece` (`here`) and `slot` (`there`) have in common."""
+    shape = slot.whole_shape
+    if piece.channels_last == slot.channels_last or len(shape) not in CHANNELS_LAST_DIMS:
+        return common_runs(piece.box, slot.box, shape)
+    if piece.box is not None or slot.box is not None:
+        return []  # tensor ranks cut no convolutions
+    runs = runs_to_channels_last(shape)
+    return [one.turned() for one in runs] if piece.channels_last else runs
 
 
 def _copy(one: Range, part: Runs, slot: Slot, piece: Piece) -> Copy:

@@ -6,12 +6,13 @@ plan (nothing changes)  ->  the reader fills every target  ->  finish: casts, st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from ...ops.flat import is_channels_last, numel_of, shaped
 from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
 from ...ops.optim.state_places import scalars_are_beside
 from ..core.grad_bucket import GradBucket, GradSums
@@ -81,6 +82,8 @@ class Restore:
         for held in self._snapshot.held:
             stop = held.start + held.tensor.numel()
             here = self._pieces(held.flat, held.start, stop)
+            if held.channels_last:  # a target is filled in row-major order
+                here = [replace(piece, channels_last=False) for piece in here]
             values = self._constants(here, held)
             for key, dtype in self._keys(here):
                 found = [c for p in here for c in self._catalogue.copies(p, f"state/{key}")]
@@ -161,9 +164,11 @@ class Restore:
         wanted: torch.dtype = getattr(torch, dtype)
         old = self._snapshot.state.get(held.tensor, {}).get(key)
         fits = isinstance(old, Tensor) and tuple(old.shape) == shape and old.dtype == wanted
-        if keeps and fits and old.is_contiguous():
+        if keeps and fits and (old.is_contiguous() or is_channels_last(old)):
             return old, False
-        return torch.empty(shape, dtype=wanted, device=held.tensor.device), True
+        flat = torch.empty(numel_of(shape), dtype=wanted, device=held.tensor.device)
+        last = held.channels_last and shape == tuple(held.tensor.shape)
+        return shaped(flat, shape, last), True
 
     def _plan_whole(self, held: Held, here: list[Piece], values: dict[str, Any]) -> list[Target]:
         """Targets for states that belong to whole parameters, such as a factored second moment."""
@@ -212,12 +217,15 @@ class Restore:
         """
         self._any_held, self._is_within_step = any_held, True
         for master in self._snapshot.masters:
-            number = self._snapshot.number_of(master)
-            one = saved.get(str(self._catalogue.number_of(self._snapshot.flats[number])))
-            if one is None:
+            flat = self._snapshot.flats[self._snapshot.number_of(master)]
+            number = self._catalogue.number_of(flat)
+            one = saved.get(str(number))
+            if number is None or one is None:
                 continue
             layout = master.params.layout
             is_same = tuple(one["local"].shape) == (layout.numel,)
+            orders = [slot.channels_last for slot in layout.slots]
+            is_same = is_same and orders == self._catalogue.orders_of(number)
             if not is_same or len(one["filled"]) != len(layout.slots):
                 self.problems.append("its unfinished step was saved with other flat buffers")
                 continue

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...offload.places import Blocks, Residence
-from ...ops.flat import overlap
+from ...ops.flat import flattened, overlap
 from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
 from ...utils.errors import UsageError
 from ..core.master import Master
@@ -64,6 +64,7 @@ class Held:
     group: the index of its group in the optimizer.
     residence: where its states are between updates.
     is_shard: as in `Block`.
+    channels_last: it is a full parameter with this order in memory.
     """
 
     tensor: Tensor
@@ -73,6 +74,7 @@ class Held:
     group: int
     residence: Residence
     is_shard: bool = False
+    channels_last: bool = False
 
 
 def plain(name: str) -> str:
@@ -233,7 +235,14 @@ class Snapshot:
         is_tensor = slot is not None and slot.shape == tensor.shape and slot.box is None
         name = slot.name if slot is not None and is_tensor else None
         return Held(
-            tensor, number, start, name, group, master.residence, is_shard=master.is_sharded
+            tensor,
+            number,
+            start,
+            name,
+            group,
+            master.residence,
+            is_shard=master.is_sharded,
+            channels_last=slot is not None and is_tensor and slot.channels_last,
         )
 
     def _add_states(self) -> None:
@@ -257,6 +266,8 @@ class Snapshot:
                 self._add_constant(held, name, value.item(), value)
             elif value.shape == held.tensor.shape:
                 blocks = held.residence.blocks_of(value)
+                if held.channels_last and blocks is None:
+                    value = flattened(value, channels_last=True)
                 self.states.append(
                     Block(held.flat, name, held.start, value, blocks, is_shard=held.is_shard)
                 )

@@ -48,7 +48,7 @@ def target_for(
             _zero_rest(flat, copies)
         return Target(flat, tuple(merged(copies)), is_fresh=is_fresh)
     return Target(
-        torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device),
+        torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device),
         tuple(merged(copies)),
         destination=tensor.detach(),
         is_fresh=True,

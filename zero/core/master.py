@@ -322,7 +322,15 @@ class Master:
 def parts_in(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Part, ...]:
     """The pieces that begin in [start, stop), relative to `start`."""
     return tuple(
-        Part(p.slot.name, p.slot.shape, p.slot.group, p.start - start, p.stop - start, p.slot_start)
+        Part(
+            p.slot.name,
+            p.slot.shape,
+            p.slot.group,
+            p.start - start,
+            p.stop - start,
+            p.slot_start,
+            p.slot.channels_last,
+        )
         for p in pieces
         if start <= p.start < stop
     )

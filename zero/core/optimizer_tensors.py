@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ...ops.flat import flattened, is_channels_last, shaped
 from ...ops.optim.shard_optimizer import ShardOptimizer, World, states_of
 from ...utils.errors import UsageError
 from .master import Master
@@ -45,7 +46,7 @@ class OptimizerTensors:
             raise UsageError("a shard does not keep the shapes of its parameters")
         return [
             self._add_view(
-                item.master[part.start : part.stop].view(part.shape),
+                shaped(item.master[part.start : part.stop], part.shape, part.channels_last),
                 master,
                 item.start + part.start,
             )
@@ -98,8 +99,8 @@ class FrozenValues:
         self._first: list[tuple[torch.optim.Optimizer, Tensor, Sequence[Range]]] = []
 
     def keep(self, tensor: Tensor, ranges: Sequence[Range]) -> None:
-        """Save these elements of a contiguous tensor."""
-        flat = tensor.detach().view(-1)
+        """Save these elements, in the order of memory, of a tensor that is row-major or channels_last."""
+        flat = flattened(tensor.detach(), is_channels_last(tensor))
         self._values += [(flat[low:high], flat[low:high].clone()) for low, high in ranges]
 
     def keep_state(self, state: dict[str, Any], numel: int, ranges: Sequence[Range]) -> None:
@@ -109,7 +110,9 @@ class FrozenValues:
         """
         is_whole = sum(high - low for low, high in ranges) == numel
         for key, value in state.items():
-            if key == "step" or not isinstance(value, Tensor) or not value.is_contiguous():
+            if key == "step" or not isinstance(value, Tensor):
+                continue
+            if not (value.is_contiguous() or is_channels_last(value)):
                 continue
             if value.numel() == numel:
                 self.keep(value, ranges)
@@ -153,8 +156,9 @@ def _reset_first_states(
     """Set the states of what is frozen to zero, after the first step has made them with its gradient."""
     for key, value in states_of(optimizer).get(tensor, {}).items():
         if key != "step" and isinstance(value, Tensor) and value.numel() == tensor.numel():
+            flat = flattened(value, is_channels_last(value))
             for low, high in ranges:
-                value.view(-1)[low:high] = 0
+                flat[low:high] = 0
 
 
 def states_of_others(

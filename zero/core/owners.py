@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ops.comm.collectives import ACCESS_BUFFER, Bounds, Collectives
-from ...ops.flat import numel_of
+from ...ops.flat import flattened, numel_of, shaped
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ..layout.groups import FlatGroups
@@ -39,6 +39,7 @@ class Stored:
     Shapes:  `local` is 1-D and writable: elements [start, stop) of this rank's bounds, or all elements if
              `is_whole`, which means that every rank holds the full tensor.
     With `slices` all of this is about this rank's slice of the tensor, on the ranks that have the same slice.
+    channels_last: the order of the elements in `local`, and of the result of `read`; a Reader is row-major.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class Stored:
     bounds: Bounds
     is_whole: bool = False
     slices: Slices | None = None
+    channels_last: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -58,7 +60,10 @@ class Stored:
         return self.shape if self.slices is None else self.slices.whole_shape
 
     def own(self, reader: Reader) -> Reader:
-        """A reader of this rank's slice, from a reader of the full tensor."""
+        """A reader of this rank's slice in the order of `local`, from a reader of the full tensor."""
+        if self.channels_last:
+            whole = reader(0, numel_of(self.shape)).view(self.shape)
+            return reader_of(flattened(whole, channels_last=True))
         return reader if self.slices is None else reader_of_slice(reader, self.slices.box)
 
     def range_of(self, rank: int) -> tuple[int, int]:
@@ -78,11 +83,14 @@ class Stored:
     def _read_own(self, collectives: Collectives, target: int | None) -> Tensor | None:
         wanted = target in (None, collectives.rank)
         if self.is_whole:
-            return self.local.clone().view(self.shape) if wanted else None
+            return self._shaped(self.local.clone()) if wanted else None
         local = self.local.to(collectives.device)  # it may be on the host
         out = local.new_empty(numel_of(self.shape)) if wanted else None
         collectives.collect(out, local, self.bounds, target=target)
-        return None if out is None else out.view(self.shape)
+        return None if out is None else self._shaped(out)
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        return shaped(flat, self.shape, self.channels_last)
 
     def write(self, reader: Reader, rank: int) -> None:
         """Overwrite what this rank holds. `reader`: of the full tensor. Nothing is sent."""

@@ -30,7 +30,7 @@ from ...compression.scheme import ExactSender, ParamSender
 from ...offload.places import Fetched, Shard, ShardHome, ShardOnDevice, Ticket
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Done, Handle
-from ...ops.flat import overlap
+from ...ops.flat import overlap, shaped
 from ...ops.torch_internals import NoTorchFunction
 from ...utils.errors import UsageError
 from ..layout.groups import FlatGroup
@@ -126,7 +126,10 @@ def own_memory(
 
 def views_in(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
     """The parts of `flat` [world_size * n] that are the slots of `layout`."""
-    return [flat.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in layout.slots]
+    return [
+        shaped(flat.narrow(0, slot.offset, slot.numel), slot.shape, slot.channels_last)
+        for slot in layout.slots
+    ]
 
 
 # the engine's own operations on parameters are hidden from any mode that surrounds a forward

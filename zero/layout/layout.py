@@ -14,17 +14,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...ops.flat import ALIGN_NUMEL, align_up, numel_of, overlap
-from ...utils.schema.checked_types import Size, Text
+from ...utils.schema.checked_types import Flag, Size, Text
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter to be placed: its global name, its shape, its hyperparameter group, its box."""
+    """One parameter to be placed: its global name, its shape, its hyperparameter group, its box.
+
+    channels_last: its elements keep this order in the buffer; else they are row-major. Without a box.
+    """
 
     name: str
     shape: tuple[int, ...]
     group: int
     box: Box | None = None
+    channels_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Slot:
     """One parameter's place: elements [offset, offset + numel) of the flat buffer.
 
     box: where the parameter is a slice of a tensor; None: it is the whole tensor.
+    channels_last: dimension 1 is the last one in memory; else the elements are row-major.
     """
 
     name: Text
@@ -62,6 +67,7 @@ class Slot:
     group: Size
     offset: Size
     box: Box | None = None
+    channels_last: Flag = False
 
     @property
     def numel(self) -> int:
@@ -160,7 +166,8 @@ def plan_flat(entries: Sequence[Entry], world_size: int) -> FlatLayout:
         start = at
         for entry in entries:
             if entry.group == group:
-                slots.append(Slot(entry.name, entry.shape, group, at, entry.box))
+                place = (group, at, entry.box, entry.channels_last)
+                slots.append(Slot(entry.name, entry.shape, *place))
                 at = align_up(slots[-1].stop, ALIGN_NUMEL)
         segments.append(Segment(group, start, at))
     numel = align_up(at, ALIGN_NUMEL * world_size)

@@ -96,6 +96,16 @@ def common_runs(here: Box | None, there: Box | None, shape: Sequence[int]) -> li
     return list(_runs(here, there, shape))
 
 
+def runs_to_channels_last(shape: Sequence[int]) -> list[Runs]:
+    """All elements of a tensor of `shape`: `here` in row-major order, `there` in that of channels_last."""
+    channels, inner = shape[1], numel_of(shape[2:])
+    return [
+        Runs(row * channels * inner + at, (row * inner + at) * channels, 1, channels, inner, 1)
+        for row in range(shape[0])
+        for at in range(inner)
+    ]
+
+
 def _runs(here: Box, there: Box | None, shape: Sequence[int]) -> Iterator[Runs]:
     """`there` is whole, or cut in the same dimension or an earlier one."""
     dim, inner = here.dim, numel_of(shape[here.dim + 1 :])
@@ -255,4 +265,14 @@ class Slices:
         return whole
 
 
-__all__ = ["Reader", "Runs", "Slices", "clipped", "common_runs", "put", "reader_of_slice", "taken"]
+__all__ = [
+    "Reader",
+    "Runs",
+    "Slices",
+    "clipped",
+    "common_runs",
+    "put",
+    "reader_of_slice",
+    "runs_to_channels_last",
+    "taken",
+]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...offload.homes import Homes
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import agree, agreeing
-from ...ops.flat import numel_of
+from ...ops.flat import is_channels_last, numel_of
 from ...ops.pool import BufferPool
 from ...utils.errors import UsageError
 from ..core.grad_bucket import GradBucket
@@ -148,7 +148,13 @@ class Builder:
         box_of = self._flat_groups.box_of
         return plan_flat(
             [
-                Entry(name, tuple(p.shape), self._groups.get(id(p), 0), box_of(p))
+                Entry(
+                    name,
+                    tuple(p.shape),
+                    self._groups.get(id(p), 0),
+                    box_of(p),
+                    box_of(p) is None and is_channels_last(p),
+                )
                 for name, p in entries
             ],
             group.collectives.world_size,

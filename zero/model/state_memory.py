@@ -7,6 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ...ops.flat import is_channels_last, shaped
 from ...ops.optim.state_places import scalars_are_beside
 from ..core.grad_bucket import GradBucket
 from ..core.master import Master
@@ -60,7 +61,8 @@ class StateMemory:
         found = updater.states_in(master)
         master.move(updater.homes.device, device)
         for at, tensor, state in found:
-            tensor.data = master.raw[at : at + tensor.numel()].view(tensor.shape)
+            own = master.raw[at : at + tensor.numel()]
+            tensor.data = shaped(own, tensor.shape, is_channels_last(tensor))
             for value in state.values():
                 if isinstance(value, Tensor) and (
                     value.dim() or scalars_are_beside(updater.optimizer, tensor)

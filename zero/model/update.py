@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...offload.places import OptimizerStates, Ticket
+from ...ops.flat import is_channels_last, shaped
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World, states_of
 from ...utils.errors import UsageError, XdsError
@@ -359,7 +360,8 @@ class Updater:
 
     def _set_grads(self, master: Master, grad: Tensor) -> None:
         for tensor, at in self._tensors_in(master):
-            tensor.grad = grad[at : at + tensor.numel()].view(tensor.shape)
+            own = grad[at : at + tensor.numel()]
+            tensor.grad = shaped(own, tensor.shape, is_channels_last(tensor))
 
     def state_of(
         self, master: Master, slot: Slot

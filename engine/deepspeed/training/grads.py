@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ....ops.flat import shaped
 from ....utils.errors import UsageError
 from ....zero.core.owners import Owner, Stored, find_owner
 from ...engine import Engine
@@ -47,7 +48,7 @@ class ShownGrads:
         if stored is None or not stored.is_full or stored.local.dtype != param.dtype:
             return
         factor = owner.gradient_factor()
-        view = stored.local.view(param.shape)
+        view = shaped(stored.local, param.shape, stored.channels_last)
         grad = view if factor == 1.0 else view * factor
         self._shown.append((param, stored, grad, factor))
 
@@ -66,7 +67,8 @@ class ShownGrads:
             if found is None:
                 stored.local.zero_()
             elif found is not grad or factor != 1.0:
-                torch.div(found, factor, out=stored.local.view(param.shape))
+                view = shaped(stored.local, param.shape, stored.channels_last)
+                torch.div(found, factor, out=view)
 
     def bring_own(self) -> None:
         """Before a step without a backward: gradients that the script has set are those of the step.
