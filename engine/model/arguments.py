@@ -21,6 +21,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.config import Communication
 from ...ops.comm.exchange import all_gather_json
 from ...ops.comm.opening import open_collectives
+from ...ops.flat import is_channels_last
 from ...utils.arguments import wrong
 from ...utils.errors import ConfigError, UsageError
 from ...utils.quoting import printable, ranks_text
@@ -291,7 +292,8 @@ def check_same_model(model: nn.Module, collectives: Collectives) -> None:
 def _lines(model: nn.Module) -> list[str]:
     """Everything that must be equal, one line each, in layout order."""
     params = [
-        f"parameter {name} {_described(param)}{'' if param.requires_grad else ' (frozen)'}"
+        f"parameter {name} {_described(param)}{' (channels_last)' if is_channels_last(param) else ''}"
+        f"{'' if param.requires_grad else ' (frozen)'}"
         for name, param in model.named_parameters()
     ]
     return params + [f"buffer {name} {_described(each)}" for name, each in model.named_buffers()]
