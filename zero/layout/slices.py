@@ -61,6 +61,8 @@ Runs(here=3, there=6, numel=3, count=2, here_step=3, there_step=6)]
     step = runs.here_step
     first = max(-((runs.here - start) // step), 0)  # the first and the last + 1 that are inside
     last = min((stop - runs.numel - runs.here) // step + 1, runs.count)
+    if (first, last) == (0, runs.count):
+        return [runs]
     found = []
     if 0 < first <= runs.count:
         found += _edge(runs, first - 1, start, stop)
