@@ -418,6 +418,7 @@ def _loader(
         world_size=mesh.mesh.data,
         collate_fn=collate_fn,
         drop_last=config.dataloader_drop_last,
+        num_workers=config.dataloader_num_workers,
         step_samples=config.train_batch_size if config.elasticity.enabled else 0,
     )
 

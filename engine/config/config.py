@@ -22,7 +22,17 @@ from ...pipe.config import ONE_STAGE, Pipeline
 from ...tensor.config import LongSequences, TensorParallel
 from ...utils.errors import ConfigError
 from ...utils.schema.section import Entry, Report, Section, nested, read_section, subsection
-from ...utils.schema.values import ANY_CASE, LIMIT, Count, Dtype, Flag, NonNegative, needs, shown
+from ...utils.schema.values import (
+    ANY_CASE,
+    LIMIT,
+    Count,
+    Dtype,
+    Flag,
+    Natural,
+    NonNegative,
+    needs,
+    shown,
+)
 from ...zero.config import ZeroConfig
 from .auto import fill_auto, note_auto
 from .batch import COMPUTED, batch_of
@@ -126,6 +136,9 @@ class Config(Section):
     )
     dataloader_drop_last: Flag = Field(
         False, description="the last, smaller batch of an epoch is dropped"
+    )
+    dataloader_num_workers: Natural = Field(
+        0, description="processes of each rank that read `training_data`; 0: the rank itself reads it"
     )
     optimizer: OptimizerConfig | None = Field(
         None, description="the optimizer, unless the script passes one"
