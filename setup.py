@@ -81,9 +81,10 @@ setup(
     extras_require={
         "test": [
             *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "safetensors", "hjson"),
-            *("transformers>=5", "accelerate", "peft"),
+            *("transformers>=5", "accelerate", "peft", "scikit-learn"),
         ],
         "plot": ["matplotlib"],
+        "vision": ["scikit-learn"],
         "huggingface": ["transformers>=5", "accelerate", "safetensors"],
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],

@@ -174,6 +174,70 @@ def test_an_elastic_run_asked_to_stop_goes_on_with_other_ranks(tmp_path: Path) -
         assert float(row["loss"]) == pytest.approx(float(other["loss"]), rel=1e-3)
 
 
+# -- images -------------------------------------------------------------------------------------------------
+
+VISION = EXAMPLES / "vision"
+
+
+def classify(folder: Path, num_ranks: int, *options: str) -> list[dict[str, str]]:
+    """Run the example in `folder`; the rows of its epochs.csv."""
+    folder.mkdir(exist_ok=True)
+    start = [*TWO_RANKS[:-1], str(num_ranks), str(VISION / "train.py")]
+    finish([*start, *options], folder, OMP_NUM_THREADS="1")
+    with (folder / "runs" / "vision" / "epochs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row.pop("images_per_second")
+    return rows
+
+
+def check_close(one: list[dict[str, str]], two: list[dict[str, str]]) -> None:
+    assert [row["step"] for row in one] == [row["step"] for row in two]
+    for row, other in zip(one, two, strict=True):
+        assert {key: float(value) for key, value in row.items()} == pytest.approx(
+            {key: float(value) for key, value in other.items()}, rel=1e-3
+        )
+
+
+def test_digits_have_the_same_curve_at_any_number_of_ranks_and_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("sklearn")
+    length = ("--epochs", "2")
+    stage_3 = ("--config", str(VISION / "zero3.json"))
+    whole = classify(tmp_path / "whole", 2, *length)
+    assert [row["step"] for row in whole] == ["14", "28"]
+    assert float(whole[1]["validation_acc1"]) > float(whole[0]["validation_acc1"]) > 20
+    check_close(classify(tmp_path / "one", 1, *length, "--channels-last"), whole)
+    torn = tmp_path / "torn"
+    assert len(classify(torn, 2, *length, *stage_3, "--steps", "20")) == 1  # in the second epoch
+    again = ("--resume", "runs/vision/checkpoints", "--workers", "1")
+    assert classify(torn, 2, *length, *again) == whole
+    for name in ("best", "checkpoints"):
+        assert (torn / "runs" / "vision" / name / "latest").read_text() == "global_step28"
+
+
+def test_dummy_images_train_a_model_with_batch_norm(tmp_path: Path) -> None:
+    options = "--dummy --image-size 8 -a small_bn --steps 2 -p 1 --channels-last"
+    assert classify(tmp_path, 2, *options.split()) == []
+
+
+def test_statistics_of_batch_norm_are_those_of_all_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    (row,) = classify(tmp_path, 2, "--epochs", "1", "-a", "small_bn")
+    options = [*TWO_RANKS[:-1], "1", str(VISION / "train.py"), "-a", "small_bn", "-e"]
+    output = finish([*options, "--resume", "runs/vision/best"], tmp_path, OMP_NUM_THREADS="1")
+    assert f" * Acc@1 {float(row['validation_acc1']):.3f}" in output
+
+
+@pytest.mark.slow
+def test_digits_reach_97_percent(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    for arch in ("small", "small_bn"):
+        rows = classify(tmp_path / arch, 2, "-a", arch)
+        assert float(rows[-1]["validation_acc1"]) >= 97.0
+
+
 # -- the other examples -------------------------------------------------------------------------------------
 
 

@@ -138,7 +138,8 @@ class Config(Section):
         False, description="the last, smaller batch of an epoch is dropped"
     )
     dataloader_num_workers: Natural = Field(
-        0, description="processes of each rank that read `training_data`; 0: the rank itself reads it"
+        0,
+        description="processes of each rank that read `training_data`; 0: the rank itself reads it",
     )
     optimizer: OptimizerConfig | None = Field(
         None, description="the optimizer, unless the script passes one"

@@ -15,11 +15,12 @@ IMAGENET = (1_281_167, 50_000, 1000)  # images for training and for validation, 
 
 
 class Splits(NamedTuple):
-    """Items are (image [channels, height, width], label)."""
+    """Items are (image [num_channels, height, width], label)."""
 
     training: Dataset[tuple[Tensor, int]]
     validation: Dataset[tuple[Tensor, int]]
     num_classes: int
+    num_channels: int = 3
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -89,7 +90,8 @@ def digits(size: int, channels: int) -> Splits:
     images, labels = images.expand(-1, channels, -1, -1), torch.from_numpy(found.target)
     half = len(images) // 2
     training = Images(images[:half], labels[:half], augments=True)
-    return Splits(training, Images(images[half:], labels[half:], augments=False), 10)
+    validation = Images(images[half:], labels[half:], augments=False)
+    return Splits(training, validation, 10, channels)
 
 
 def folders(path: Path, size: int) -> Splits:
@@ -97,9 +99,7 @@ def folders(path: Path, size: int) -> Splits:
     try:
         from torchvision import datasets, transforms
     except ImportError:
-        raise SystemExit(
-            'a folder of images needs torchvision: pip install -e ".[vision]"'
-        ) from None
+        raise SystemExit("a folder of images needs torchvision: pip install torchvision") from None
     for part in ("train", "val"):
         if not (path / part).is_dir():
             raise SystemExit(

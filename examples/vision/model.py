@@ -11,7 +11,7 @@ SMALL = ("small", "small_bn")
 
 
 class SmallNet(nn.Module):
-    """Three convolutions for pictures of 8 x 8.
+    """Three convolutions, for images of 8 x 8 pixels or a little more.
 
     With BatchNorm each rank normalizes by its own samples. With GroupNorm the loss does not depend on the
     number of ranks.
@@ -24,15 +24,17 @@ class SmallNet(nn.Module):
             norm = nn.BatchNorm2d(width) if has_batch_norm else nn.GroupNorm(8, width)
             layers += [nn.Conv2d(channels, width, 3, stride, 1, bias=False), norm, nn.ReLU()]
             channels = width
-        self.features = nn.Sequential(*layers)
+        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4))
         self.head = nn.Linear(channels * 16, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """[batch, channels, 8, 8] -> [batch, num_classes]"""
+        """[batch, channels, height, width] -> [batch, num_classes]"""
         return self.head(self.features(images).flatten(1))
 
 
-def build_model(name: str, num_classes: int, *, is_pretrained: bool) -> nn.Module:
+def build_model(
+    name: str, num_channels: int, num_classes: int, *, is_pretrained: bool
+) -> nn.Module:
     """The model `name`. Rank 0 alone reads pretrained weights: xds gives its values to all ranks.
 
     Raises:
@@ -42,7 +44,7 @@ def build_model(name: str, num_classes: int, *, is_pretrained: bool) -> nn.Modul
     if name in SMALL:
         if is_pretrained:
             raise SystemExit(f"--pretrained: the model {name} has no pretrained weights")
-        return SmallNet(1, num_classes, has_batch_norm=name == "small_bn")
+        return SmallNet(num_channels, num_classes, has_batch_norm=name == "small_bn")
     try:
         from torchvision import models
     except ImportError:
@@ -57,8 +59,8 @@ def build_model(name: str, num_classes: int, *, is_pretrained: bool) -> nn.Modul
         import timm
     except ImportError:
         raise SystemExit(
-            f"-a {name}: the models without torchvision and timm are {', '.join(SMALL)}; "
-            'pip install -e ".[vision]" or timm for others'
+            f"-a {name}: the models without torchvision and timm are {', '.join(SMALL)}; install one of "
+            "both for others"
         ) from None
     if not timm.is_model(name):
         raise SystemExit(f"-a {name}: no model of torchvision or timm has this name")

@@ -85,7 +85,9 @@ def main() -> None:
     args = parse_args()
     torch.manual_seed(args.seed)
     splits = load(args)
-    model = build_model(args.arch, splits.num_classes, is_pretrained=args.pretrained)
+    model = build_model(
+        args.arch, splits.num_channels, splits.num_classes, is_pretrained=args.pretrained
+    )
     if args.channels_last:
         model.to(memory_format=torch.channels_last)  # before initialize: flat buffers keep it
     training = Seeded(splits.training, args.seed)
