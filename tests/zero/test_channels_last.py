@@ -9,7 +9,7 @@ import pytest
 import runs
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes, run_ranks
 from torch import Tensor, nn
 
 import xds
@@ -138,6 +138,28 @@ def test_training_equals_that_of_row_major_weights_at_every_stage(kind: str) -> 
         first = first or found
         check_equal(found["values"], first["values"], **EXACT)
         assert found["steps"] == first["steps"]
+
+
+def from_init() -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    config = runs.config(3, samples=SAMPLES // 2)
+    torch.manual_seed(3)
+    with xds.zero.Init(config):
+        model = Net()
+    for module in (model.stem, model.body, model.point):
+        module.to(memory_format=torch.channels_last)
+    engine = xds.initialize(model, config)
+    values = values_of(engine, "")
+    with xds.zero.GatheredParameters(list(model.parameters())):
+        strides = model.stem.weight.stride()
+    engine.destroy()
+    return values, strides
+
+
+def test_a_model_of_zero_init_is_converted_before_initialize() -> None:
+    for values, strides in run_processes(from_init, 2):
+        assert strides == net(last=True).stem.weight.stride()
+        for name, param in net(last=False).named_parameters():
+            assert values[name].equal(param)
 
 
 def accessed(stage: int) -> None:

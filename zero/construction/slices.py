@@ -90,12 +90,14 @@ class SliceStore(Owner):
     def move_into(self, param: nn.Parameter, target: Tensor) -> None:
         """Write the full value into `target` and stop owning `param`.
 
-        The value is sent in chunks, so that no second copy of a large parameter is made.
+        The value is sent in chunks, so that no second copy of a large parameter is made, unless `target` is
+        channels_last.
         """
         piece = self._slices.pop(param)  # type: ignore[no-untyped-call]
         clear_owner(param)
         bounds = self._bounds(target.numel())
-        flat = target.view(-1)
+        is_plain = target.is_contiguous()
+        flat = target.view(-1) if is_plain else target.new_empty(target.numel())
         longest = max(stop - start for start, stop in bounds)
         for at in range(0, longest, CHUNK_NUMEL):
             parts = [(min(a + at, b), min(a + at + CHUNK_NUMEL, b)) for a, b in bounds]
@@ -107,6 +109,8 @@ class SliceStore(Owner):
             self.collectives.collect(packed, local, list(zip(ends[:-1], ends[1:], strict=True)))
             for (start, stop), begin in zip(parts, ends[:-1], strict=True):
                 flat[start:stop] = packed[begin : begin + stop - start]
+        if not is_plain:
+            target.copy_(flat.view(target.shape))
 
     def _bounds(self, numel: int) -> list[tuple[int, int]]:
         return cut(numel, self.collectives.world_size)
