@@ -330,7 +330,7 @@ class Engine:
         return self._step.was_applied
 
     def mean_loss(self) -> float:
-        """The mean of the losses of the last step over its micro-batches and all ranks, weighted as gradients are.
+        """The mean of the losses of the last step over micro-batches and ranks, weighted as gradients are.
 
         It comes with the gradient norm, so it costs no message. nan before the first step, where user code has
         called `loss.backward()` itself, and where all weights are 0.

@@ -24,7 +24,7 @@ MAX_SCALE = 2.0**127  # the largest power of 2 in fp32, which multiplies the los
 
 
 class Divisor(Protocol):
-    """What gradients with weights are divided by; see `engine/steps/means.py`."""
+    """What gradients of weighted losses are divided by; see `engine/steps/means.py`."""
 
     def divisor(self) -> float: ...
 
@@ -174,15 +174,18 @@ def build_loss_scale(fp16: Fp16Section, *, skips_overflow: bool) -> LossScale:
 class GradientFactor:
     """The mean over the ranks that have a loss of their own, without the loss scale of now."""
 
-    def __init__(self, config: Config, mesh: Mesh, scale: LossScale, divisor: Divisor) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, scale: LossScale, weights: Divisor | None = None
+    ) -> None:
+        """weights: of the losses, where they may have some."""
         is_mean_of_script = config.sequence.cut_by == "script"  # else losses are parts of one
         num_means = mesh.data * (mesh.sequence if is_mean_of_script else 1)
         self._mean = 1.0 / num_means if config.gradient_allreduce_op == "mean" else 1.0
-        self._scale, self._divisor = scale, divisor
+        self._scale, self._weights = scale, weights
 
     def __call__(self) -> float:
         """Raises UsageError: the micro-batches have weights, whose sum is not known yet."""
-        return self._mean / self._scale.value / self._divisor.divisor()
+        return self.without_weights() / self._divisor()
 
     def without_weights(self) -> float:
         """The same before the division by the weights."""
@@ -190,7 +193,10 @@ class GradientFactor:
 
     def of_own(self) -> float:
         """What one rank's gradients are multiplied with to be those of its own loss. Raises as a call does."""
-        return 1.0 / self._scale.value / self._divisor.divisor()
+        return 1.0 / self._scale.value / self._divisor()
+
+    def _divisor(self) -> float:
+        return 1.0 if self._weights is None else self._weights.divisor()
 
 
 # -- the loss scale of the backward pass that is running -------------------------------------------------

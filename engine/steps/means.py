@@ -19,8 +19,8 @@ from torch import Tensor
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 
-# Losses are multiplied by weight / UNIT: numbers of tokens are near 1 then, which fp16 needs. It is a power of 2,
-# so it changes no digit of a gradient.
+# Losses are multiplied by weight / UNIT: numbers of tokens are near 1 then, which fp16 needs. It is a power of
+# 2, so it changes no digit of a gradient.
 UNIT = 1024.0
 
 Weight = float | Tensor  # a scalar
@@ -92,11 +92,13 @@ class StepMeans:
         if self._is_weighted:
             part = self._share / UNIT
             weight, loss = sum(self._weights) * part, loss * part
-        if not isinstance(weight, Tensor) and not isinstance(loss, Tensor):
-            return torch.tensor([weight, loss], dtype=torch.float64, device=self._device)
-        made = torch.zeros(2, dtype=torch.float64, device=self._device)
-        made[0], made[1] = weight, loss
-        return made
+        # filled, not copied from the host, which would wait for the device
+        return torch.stack([self._on_device(weight), self._on_device(loss)])
+
+    def _on_device(self, value: Weight) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(self._device, torch.float64)
+        return torch.full((), value, dtype=torch.float64, device=self._device)
 
     def arrived(self, messages: Sequence[tuple[float, float]]) -> None:
         """The `message` of every rank, in rank order.
@@ -108,8 +110,8 @@ class StepMeans:
         if min(weights) < 0 and max(weights) > 0:
             rank = next(rank for rank, weight in enumerate(weights) if weight > 0)
             raise UsageError(
-                f"the losses of rank {rank} have a weight in this step, and those of others have none: give every "
-                "micro-batch of every rank a weight, or none"
+                f"the losses of rank {rank} have a weight in this step, and those of others have none: give "
+                "every micro-batch of every rank a weight, or none"
             )
         self._total = losses = 0.0
         for weight, loss in messages:  # `sum` compensates rounding in some versions of Python

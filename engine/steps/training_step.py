@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...ops.kernels.decide import CLIP_EPS
 from ...ops.optim.scale import Scale
 from ...utils.arguments import wrong
@@ -178,10 +179,24 @@ class TrainingStep(BackwardRules):
         return result
 
     def checked_weight(self, weight: Any) -> Weight:
-        if self._parts.config.gradient_allreduce_op != "mean":
+        """`weight` of a loss, if it is valid.
+
+        Raises:
+            UsageError: it is not, or the config computes no means, or messages keep errors of gradients, whose
+                divisor comes too late.
+        """
+        config = self._parts.config
+        refused = ""
+        if config.gradient_allreduce_op != "mean":
+            refused = f"gradient_allreduce_op = {quoted(config.gradient_allreduce_op)}"
+        elif config.optimizer is not None and config.optimizer.type in ONE_BIT_OPTIMIZERS:
+            refused = f"optimizer.type = {quoted(config.optimizer.type)}"
+        elif config.zero_optimization.zeropp_loco_param is not None:
+            refused = "zero_optimization.zeropp_loco_param"
+        if refused:
             raise UsageError(
-                "backward: weight gives the mean over all items, and the config has gradient_allreduce_op = "
-                f"{quoted(self._parts.config.gradient_allreduce_op)}: remove one of them"
+                f"backward: weight does not work with {refused}: the sum of all weights, which divides "
+                "gradients, is known after they are sent; multiply the loss yourself, or change the config"
             )
         return checked_weight(weight)
 

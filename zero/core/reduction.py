@@ -317,7 +317,7 @@ class Reduction:
         return torch.zeros(2, dtype=torch.float64, device=self._world.device)
 
     def _agree(self, means: Tensor, *, exact: bool, flags: int = 0) -> StepStatus:
-        """The squared norm of the reduced sums, and the `flags`, with late gradients, and `means` of each rank."""
+        """The squared norm of the sums, and each rank's `flags`, with that of late gradients, and `means`."""
         flags += LATE * any(bucket.is_late for bucket in self.order)
         # made on the device: there is no copy to wait for
         said = torch.cat((means.new_full((1,), flags), means))
