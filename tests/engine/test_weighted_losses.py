@@ -109,7 +109,7 @@ def test_16_bits_and_their_loss_scale(precision: str) -> None:
 def ways(stage: int) -> list[Any]:
     """Bytes and numbers of messages of three steps, with weights and without."""
     found = []
-    for weight in (None, 3):
+    for weight in (None, 4):
         engine = xds.initialize(build(), config_of(stage, comms_logger={"enabled": True}))
         for step in range(3):
             x, y = torch.ones(2, WIDTH), torch.full((2, 3), float(step))
