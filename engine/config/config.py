@@ -49,6 +49,7 @@ from .sections import (
     Comet,
     CommsLog,
     CsvMonitor,
+    DataPacking,
     DataTypes,
     FlopsProfiler,
     Fp16,
@@ -153,6 +154,7 @@ class Config(Section):
     flops_profiler: FlopsProfiler = nested(FlopsProfiler)
     torch_autocast: TorchAutocast = nested(TorchAutocast)
     data_types: DataTypes = nested(DataTypes)
+    data_packing: DataPacking = nested(DataPacking)
     zero_optimization: ZeroConfig = nested(ZeroConfig)
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing)
     pipeline: Pipeline = nested(Pipeline)
