@@ -427,6 +427,7 @@ def _loader(
             rank=mesh.coordinate("data"),
             world_size=mesh.mesh.data,
             step_rows=config.train_batch_size,
+            num_workers=config.dataloader_num_workers,
             drop_last=config.dataloader_drop_last,
             collate_fn=collate_fn,
         )
