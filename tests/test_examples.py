@@ -222,6 +222,7 @@ def test_dummy_images_train_a_model_with_batch_norm(tmp_path: Path) -> None:
     assert classify(tmp_path, 2, *options.split()) == []
 
 
+@pytest.mark.slow
 def test_statistics_of_batch_norm_are_those_of_all_ranks(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     (row,) = classify(tmp_path, 2, "--epochs", "1", "-a", "small_bn")
