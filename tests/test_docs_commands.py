@@ -251,9 +251,13 @@ def _read_options(scripts: list[tuple[str, ...]]) -> None:
 
     ArgumentParser.parse_known_args = read_and_stop  # type: ignore[method-assign]
     activate()
-    path, modules = list(sys.path), set(sys.modules)
+    path, modules, last = list(sys.path), set(sys.modules), ""
     for script, *args in scripts:
-        sys.argv = [script, *args]
+        if script != last:  # each has a module `data` of its own
+            for name in set(sys.modules) - modules:
+                if str(ROOT) in str(getattr(sys.modules[name], "__file__", "")):
+                    del sys.modules[name]
+        sys.argv, last = [script, *args], script
         sys.path[:] = [str((ROOT / script).parent), *path]
         try:
             runpy.run_path(str(ROOT / script), run_name="__main__")
@@ -261,9 +265,6 @@ def _read_options(scripts: list[tuple[str, ...]]) -> None:
             assert str(end) == "", (script, args, str(end))
         else:
             raise AssertionError(f"{script} has not read its options")
-        for name in set(sys.modules) - modules:  # each has a module `data` of its own
-            if str(ROOT) in str(getattr(sys.modules[name], "__file__", "")):
-                del sys.modules[name]
 
 
 # -- runs ---------------------------------------------------------------------------------------------------
