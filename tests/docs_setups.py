@@ -139,7 +139,8 @@ class Model(torch.nn.Module):
         self.norm, self.head = torch.nn.LayerNorm(16), torch.nn.Linear(16, 32)
 
 config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
-json.dump(config, open("config.json", "w"))
+with open("config.json", "w") as file:
+    json.dump(config, file)
 model, x = Model(), torch.randn(1, 64, 16)
 labels = torch.randint(32, (1, 64))
 function, positions, scale = (lambda x, at, scale: x * scale + at), torch.ones(1, 64, 16), torch.ones(16)

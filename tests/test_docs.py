@@ -165,7 +165,7 @@ def test_the_loop_before_a_move_runs(library, tmp_path):
     page = {"accelerate": "from-accelerate.md", "lightning": "from-fabric.md"}[library]
     before, _ = blocks(ROOT / "docs" / page, "python")
     (tmp_path / "before.py").write_text(before.replace("devices=2", "devices=1"))
-    environ = {**os.environ, "ACCELERATE_USE_CPU": "1"}
+    environ = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "before.py"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environ, timeout=300, check=True, capture_output=True, text=True

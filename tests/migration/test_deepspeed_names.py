@@ -17,7 +17,7 @@ import xds.deepspeed as deepspeed
 from xds.engine.deepspeed.missing import MISSING, MISSING_METHODS, Missing, NotCovered, placeholder
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "migration.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "deepspeed.md").read_text()
 TABLE = (Path(__file__).parent / "deepspeed_names.txt").read_text()
 
 # what DeepSpeed 0.19.8 has, argument by argument
