@@ -1,7 +1,8 @@
 """Test helper: the blocks and the commands of the pages.
 
-A block's language says what it is: python runs, bash is commands, json is a config, text is output or a
-drawing. Commands in the prose are those in backticks that begin with a program.
+A block's language says what it is: python runs, bash is commands (as is a block without a language that begins
+with a program), json is a config, text is output or a drawing. Commands in the
+prose are those in backticks that begin with a program.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ def name_of(page: Path) -> str:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    return [Block(name_of(page), found[2], found[3]) for found in _FENCE.finditer(page.read_text())]
+    found = []
+    for fence in _FENCE.finditer(page.read_text()):
+        is_command = fence[3].startswith(tuple(f"{name} " for name in PROGRAMS))
+        found.append(Block(name_of(page), fence[2] or "bash" * is_command, fence[3]))
+    return found
 
 
 def prose_of(page: Path) -> str:
