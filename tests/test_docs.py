@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import run_processes
 
 from xds import Config
@@ -89,9 +92,30 @@ def test_the_start_page_has_twenty_keys_of_the_config():
     assert Config.load(config).resolve(16).train_batch_size == 32
 
 
+def _losses(source: str, seed: int) -> list[float]:
+    """The losses that a script prints."""
+    torch.manual_seed(seed)
+    with redirect_stdout(io.StringIO()) as printed:
+        _run([source])
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed.getvalue())]
+
+
 @pytest.mark.contract
-def test_the_first_example_of_the_readme_runs():
-    run_processes(_run, 1, blocks(ROOT / "README.md", "python")[:1])
+def test_the_difference_in_the_readme_turns_a_plain_loop_into_one_with_the_same_losses():
+    (diff,) = blocks(ROOT / "README.md", "diff")
+    lines = [line for line in diff.splitlines(keepends=True) if line]
+    plain, sharded = (
+        "".join(line[1:] or line for line in lines if line[0] != sign) for sign in "+-"
+    )
+    folder = ROOT / "examples" / "first"
+    assert plain == (folder / "plain.py").read_text()
+    assert sharded == (folder / "train.py").read_text()
+    assert [sum(line[0] == sign for line in lines) for sign in "+-"] == [6, 4]
+    expected = _losses(plain, 0)
+    assert len(expected) == 6 and expected[-1] < 0.7 * expected[0]
+    for world_size in (1, 2):  # two ranks with the same batches
+        for losses in run_processes(_losses, world_size, sharded, 0):
+            assert losses == pytest.approx(expected, abs=0.0011)
 
 
 @pytest.mark.contract
@@ -121,4 +145,4 @@ def test_links_lead_to_files_and_headings():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

@@ -202,7 +202,7 @@ def test_the_pipeline_resumes_with_another_schedule_and_stage(tmp_path: Path) ->
     line = (
         "xds --nproc-per-node 4 examples/pipeline/train.py --config examples/pipeline/pipeline.json"
     )
-    assert line in (ROOT / "README.md").read_text()
+    assert line in (folder / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ def planned_bytes(stage: int) -> dict[str, int]:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
+        "gradient_accumulation_steps": 2,  # with one, 16 bits of a local gradient suffice
         "optimizer": {"type": "AdamW"},
         "zero_optimization": {"stage": stage},
     }
@@ -73,7 +74,13 @@ def zero_stages() -> Picture:
     """A panel for each stage: its columns are ranks, its rows the states that they keep."""
     picture = Picture(WIDTH, 398, "What each of 8 ranks keeps at ZeRO stages 0 to 3")
     picture.text(20, 32, "What each of 8 ranks keeps", size=18, bold=True)
-    picture.text(WIDTH - 20, 32, "7B parameters, bf16, AdamW", ink="muted", anchor="end")
+    picture.text(
+        WIDTH - 20,
+        32,
+        "7B parameters in bf16, AdamW, gradients summed in fp32",
+        ink="muted",
+        anchor="end",
+    )
     column, gap, panel, top, scale = 16.0, 3.0, 190.0, 54.0, 11.0
     for stage in range(4):
         found, x0 = planned_bytes(stage), 20 + stage * panel
