@@ -275,9 +275,9 @@ def ranks_3d() -> Picture:
         y = top + 20 + data * 126 + cell / 2
         picture.line((342, y), (400, y), arrow=True)
     axes = (
-        ("green", "tensor", "sums of activations, twice in each block: the neighbours"),
+        ("green", "tensor", "sums of activations: two in forward and two in backward of a block"),
         ("orange", "data", "gradients and parameters of the ZeRO stage"),
-        ("", "pipe", "activations, and back their gradients, once in a micro-batch"),
+        ("", "pipe", "activations of a micro-batch, and back their gradients"),
     )
     for number, (fill, axis, words) in enumerate(axes):
         y = 326 + number * 26
