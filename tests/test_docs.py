@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ast
-import io
 import json
 import re
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import run_processes
 
 from xds import Config
@@ -90,32 +87,6 @@ def test_the_start_page_has_twenty_keys_of_the_config():
         section[last] = json.loads(example)
     # 2 stages x 2 data x 2 sequence x 2 tensor ranks
     assert Config.load(config).resolve(16).train_batch_size == 32
-
-
-def _losses(source: str, seed: int) -> list[float]:
-    """The losses that a script prints."""
-    torch.manual_seed(seed)
-    with redirect_stdout(io.StringIO()) as printed:
-        _run([source])
-    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed.getvalue())]
-
-
-@pytest.mark.contract
-def test_the_difference_in_the_readme_turns_a_plain_loop_into_one_with_the_same_losses():
-    (diff,) = blocks(ROOT / "README.md", "diff")
-    lines = [line for line in diff.splitlines(keepends=True) if line]
-    plain, sharded = (
-        "".join(line[1:] or line for line in lines if line[0] != sign) for sign in "+-"
-    )
-    folder = ROOT / "examples" / "first"
-    assert plain == (folder / "plain.py").read_text()
-    assert sharded == (folder / "train.py").read_text()
-    assert [sum(line[0] == sign for line in lines) for sign in "+-"] == [6, 4]
-    expected = _losses(plain, 0)
-    assert len(expected) == 6 and expected[-1] < 0.7 * expected[0]
-    for world_size in (1, 2):  # two ranks with the same batches
-        for losses in run_processes(_losses, world_size, sharded, 0):
-            assert losses == pytest.approx(expected, abs=0.0011)
 
 
 @pytest.mark.contract
