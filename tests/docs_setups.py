@@ -46,6 +46,33 @@ SETUPS = {
             'engine.save_checkpoint("out")': 'engine.save_checkpoint("new")',
         },
     ),
+    "docs/data.md": Setup(
+        """
+        import json
+        from types import SimpleNamespace
+
+        import torch
+        import xds
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.tokens, self.head = torch.nn.Embedding(16, 4), torch.nn.Linear(4, 16)
+
+            def forward(self, input_ids, labels, position_ids):
+                logits = self.head(self.tokens(input_ids))[:, :-1].flatten(0, 1)
+                loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+                return SimpleNamespace(loss=loss)
+
+        with open("config.json") as file:
+            config = json.load(file)
+        config["optimizer"] = {"type": "AdamW"}
+        torch.manual_seed(0)
+        model = Model()
+        dataset = [torch.randint(16, (length,)) for length in range(100, 1500, 70)]
+        """,
+        edits={'"config.json"': "config"},
+    ),
     "docs/native-ops.md": Setup(world_size=1, is_process=True),
     "docs/pipelines.md": Setup(
         BLOCKS
@@ -119,7 +146,8 @@ validation = [{"x": torch.randn(4, 8)} for _ in range(12)]
         if rank == 0:
             os.makedirs("weights")
             save_file(dict(Model().state_dict()), "weights/model.safetensors")
-            json.dump(config, open("config.part", "w"))
+            with open("config.part", "w") as file:
+                json.dump(config, file)
             os.rename("config.part", "config.json")
         torch.distributed.barrier()
         batch, prompt = torch.randn(2, 8), torch.randn(1, 8)

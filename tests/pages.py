@@ -66,8 +66,11 @@ def blocks(page: Path, language: str) -> list[str]:
     return [block.text for block in blocks_of(page) if block.language == language]
 
 
-def inline_code(page: Path) -> list[str]:
-    return [" ".join(code.split()) for code in _INLINE.findall(prose_of(page))]
+def inline_code(page: Path, tables: bool = True) -> list[str]:
+    text = prose_of(page)
+    if not tables:
+        text = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
+    return [" ".join(code.split()) for code in _INLINE.findall(text)]
 
 
 def commands_of(page: Path) -> list[Command]:
