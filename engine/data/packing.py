@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
+from ..config.sections import DataPacking
 from .loaders import RankLoader, Resumable
 
 WINDOW = 4096  # samples that are packed together: bounds the memory
@@ -31,17 +32,6 @@ IGNORED = -100  # the label that a loss leaves out
 LABELS, POSITIONS = "labels", "position_ids"
 
 Sample = int | Mapping[str, Any]  # its index in the dataset, or its columns
-
-
-class Packing(Protocol):
-    """The config's section `data_packing`."""
-
-    tokens: int
-    columns: Mapping[str, Any]
-    pad_to: int
-    drop_longer: bool
-    cu_seqlens: bool
-    seed: int
 
 
 def best_fit(lengths: Sequence[int], tokens: int) -> list[list[int]]:
@@ -72,7 +62,7 @@ class PackedRows(IterableDataset[Any], Resumable):
     def __init__(
         self,
         dataset: Any,
-        packing: Packing,
+        packing: DataPacking,
         *,
         rank: int,
         world_size: int,
@@ -233,7 +223,7 @@ class PadRows:
     the end of the last one. The padding of a row counts as a sample.
     """
 
-    def __init__(self, packing: Packing, collate_fn: Callable[[Any], Any] | None) -> None:
+    def __init__(self, packing: DataPacking, collate_fn: Callable[[Any], Any] | None) -> None:
         """collate_fn: called with the micro-batch; None: the micro-batch is the result."""
         self._packing, self._collate_fn = packing, collate_fn
 
@@ -262,7 +252,7 @@ def _padded(values: Tensor, width: int, pad: float) -> Tensor:
 
 def packed_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
     dataset: Any,
-    packing: Packing,
+    packing: DataPacking,
     *,
     micro_batch_size: int,
     rank: int,
