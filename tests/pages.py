@@ -19,6 +19,7 @@ LANGUAGES = ("python", "bash", "json", "yaml", "diff", "text")
 PROGRAMS = (
     *("xds", "python", "python3", "pip", "pytest", "ruff", "mypy", "mkdocs"),
     *("torchrun", "accelerate", "deepspeed", "srun", "mpirun", "diff", "source", "nvidia-smi"),
+    "cd",
 )
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"\n\n    (?! *[-*\d])(\S.*)")
@@ -33,12 +34,12 @@ class Block(NamedTuple):
 
 
 class Command(NamedTuple):
-    """`words` without variables, redirections and comments. is_inline: in the text of a page."""
+    """`words` without variables, redirections and comments. folder: where a `cd` of the page leads."""
 
     page: str
     line: str
     words: tuple[str, ...]
-    is_inline: bool
+    folder: str = ""
 
 
 def name_of(page: Path) -> str:
@@ -74,20 +75,24 @@ def inline_code(page: Path, tables: bool = True) -> list[str]:
 
 
 def commands_of(page: Path) -> list[Command]:
-    found = []
+    found, folder = [], ""
     for block in blocks_of(page):
         if block.language == "bash":
             text = block.text.replace("\\\n", " ")
             lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-            found += [each for line in lines for each in _read(page, line, False)]
+            for line in lines:
+                if line.startswith("cd "):
+                    folder = line.split()[1]
+                else:
+                    found += _read(page, line, folder)
     for code in inline_code(page) if page.name != "CHANGELOG.md" else []:
         is_command = any(code.startswith(f"{name} ") for name in PROGRAMS)
         if is_command or (_VARIABLE.match(code) and any(f" {name} " in code for name in PROGRAMS)):
-            found += _read(page, code, True)
+            found += _read(page, code, "")
     return found
 
 
-def _read(page: Path, line: str, is_inline: bool) -> list[Command]:
+def _read(page: Path, line: str, folder: str) -> list[Command]:
     """The commands of a line: `a && b` are two, of `a | b` the first counts."""
     found = []
     for part in re.split(r" && ", line):
@@ -97,5 +102,5 @@ def _read(page: Path, line: str, is_inline: bool) -> list[Command]:
         for mark in ("|", ">"):
             words = words[: words.index(mark)] if mark in words else words
         if words:
-            found.append(Command(name_of(page), part.strip(), tuple(words), is_inline))
+            found.append(Command(name_of(page), part.strip(), tuple(words), folder))
     return found

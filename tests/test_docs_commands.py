@@ -101,7 +101,8 @@ def reason_of(words: Sequence[str]) -> str:
 
 
 ALL = [(command, filled(command)) for page in PAGES for command in commands_of(page)]
-LINES = sorted({words for command, words in ALL})
+FOLDERS = {words: command.folder for command, words in ALL}
+LINES = sorted(FOLDERS)
 
 
 # -- the words ----------------------------------------------------------------------------------------------
@@ -149,10 +150,10 @@ def _save(folder: str) -> None:
 def test_the_commands_of_a_page_are_right(
     page: Path, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(files)
     for command, words in ALL:
         if command.page == name_of(page):
             try:
+                monkeypatch.chdir(files / command.folder)
                 check_words(words)
             except (Exception, SystemExit) as error:
                 raise AssertionError(f"{command.line}\n{error!r}") from error
@@ -215,9 +216,12 @@ class Read(Exception):
 
 
 def script_of(words: Sequence[str]) -> tuple[str, ...]:
-    """The script of the repository that a command starts, and its arguments."""
-    at = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
-    return tuple(words[at:])
+    """The script that a command starts, and its arguments."""
+    at = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    if at is None:
+        return ()
+    folder = FOLDERS.get(tuple(words), "")
+    return (f"{folder}/{words[at]}" if folder else words[at], *words[at + 1 :])
 
 
 SCRIPTS = sorted({script_of(words) for words in LINES if len(script_of(words)) > 1})
@@ -295,10 +299,18 @@ def finish(words: Sequence[str], folder: Path) -> str:
     return out + err
 
 
+def copy_of(files: Path, folder: Path, words: tuple[str, ...]) -> Path:
+    """A copy of the files, with those of the folder where the command is run."""
+    shutil.copytree(files, folder, symlinks=True)
+    if FOLDERS[words]:
+        shutil.copytree(ROOT / FOLDERS[words], folder, dirs_exist_ok=True)
+    return folder
+
+
 @pytest.mark.parametrize("words", QUICK)
 def test_a_quick_command_runs(words: tuple[str, ...], files: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(files, folder, symlinks=True)
+    folder = copy_of(files, folder, words)
     if words[1] == "elastic" and words[2] == "config.json":
         shutil.copy(folder / "elastic.json", folder / "config.json")
     if words[1:3] == ("checkpoint", "import"):
@@ -317,7 +329,7 @@ def test_a_command_trains(words: tuple[str, ...], files: Path, tmp_path: Path) -
         pytest.importorskip("transformers")
         pytest.importorskip("accelerate")
     folder = tmp_path / "run"
-    shutil.copytree(files, folder, symlinks=True)
+    folder = copy_of(files, folder, words)
     shutil.rmtree(folder / "out")
     more = TINY[script].split()
     if not script.startswith(HAS_NO_DATA_OPTION):
