@@ -44,6 +44,7 @@ NOT_RUN = {
 }
 # options that make a script's run a matter of seconds
 TINY = {
+    "examples/first/train.py": "",
     "examples/gpt/train.py": "--layers 2 --width 32 --heads 2 --context 16 --steps 2 --sample 4",
     "examples/pipeline/train.py": "--layers 4 --width 32 --heads 2 --context 16 --steps 2",
     "examples/3d/train.py": "--layers 4 --width 32 --heads 4 --context 16 --steps 2",
@@ -54,7 +55,7 @@ TINY = {
     "examples/migration/accelerated.py": "--epochs 1",
     "train.py": "",
 }
-HAS_NO_DATA_OPTION = ("train.py", "examples/migration/")
+HAS_NO_DATA_OPTION = ("train.py", "examples/first/", "examples/migration/")
 PLACEHOLDERS = {"FILE": "config.json", "N": "8", "DIR": "llama"}
 SUBCOMMANDS = ("bench", "check", "checkpoint", "elastic", "env", "ops", "plan")
 PARSERS: dict[str, Any] = {
