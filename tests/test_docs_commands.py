@@ -8,6 +8,7 @@ tests, and get the options of TINY as well. NOT_RUN has the others, with the rea
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import json
 import os
@@ -25,7 +26,8 @@ from forked_launcher import ForkedLauncher
 from helpers import run_new_ranks, run_ranks
 from pages import PAGES, ROOT, Command, blocks, commands_of, name_of
 
-from xds.launcher import bench, check, checkpoint, elasticity, native_ops, plan
+from xds.launcher import bench
+from xds.launcher.cli import _SUBCOMMANDS as SUBCOMMANDS
 from xds.launcher.command_line.options import check_options, read
 from xds.launcher.command_line.where import Hosts, where_to_run
 
@@ -57,14 +59,6 @@ TINY = {
 }
 HAS_NO_DATA_OPTION = ("train.py", "examples/first/", "examples/migration/")
 PLACEHOLDERS = {"FILE": "config.json", "N": "8", "DIR": "llama"}
-SUBCOMMANDS = ("bench", "check", "checkpoint", "elastic", "env", "ops", "plan")
-PARSERS: dict[str, Any] = {
-    "check": check._parser,
-    "checkpoint": checkpoint._parser,
-    "elastic": elasticity._parser,
-    "ops": native_ops._parser,
-    "plan": plan._parser,
-}
 ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
 SCRIPT = """
 import os, sys, torch
@@ -186,8 +180,10 @@ def check_xds(words: Sequence[str]) -> None:
     if words[0] in SUBCOMMANDS:
         if words[0] == "bench":
             bench.read(words[2:])
-        elif words[0] in PARSERS:
-            PARSERS[words[0]]().parse_args(words[1:])
+            return
+        module = importlib.import_module(SUBCOMMANDS[words[0]], "xds.launcher")
+        if hasattr(module, "_parser"):
+            module._parser().parse_args(words[1:])
         return
     args = read(words)
     check_options(args)
