@@ -52,12 +52,13 @@ TINY = {
     "examples/3d/train.py": "--layers 4 --width 32 --heads 4 --context 16 --steps 2",
     "examples/huggingface/train.py": "--context 16 --steps 2 --sample 4",
     "examples/huggingface/trainer.py": "--context 16 --max_steps 2 --eval_steps 2 --save_steps 2",
+    "examples/vision/train.py": "--epochs 1",
     "examples/migration/loop.py": "--steps 2",
     "examples/migration/trainer.py": "--steps 2",
     "examples/migration/accelerated.py": "--epochs 1",
     "train.py": "",
 }
-HAS_NO_DATA_OPTION = ("train.py", "examples/first/", "examples/migration/")
+HAS_NO_DATA_OPTION = ("train.py", "examples/first/", "examples/migration/", "examples/vision/")
 PLACEHOLDERS = {"FILE": "config.json", "N": "8", "DIR": "llama"}
 ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
 SCRIPT = """
