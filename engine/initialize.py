@@ -5,7 +5,7 @@ key of the config                      what it brings, imported only then
 pipeline, tensor_parallel              model/pipelining.py, model/slicing.py: `divide` chooses them
 sequence_parallel_size                 model/sequences.py
 sequence.tiled_mlp, tiled_loss         model/tiling.py
-offload_optimizer, offload_param       model/offloading.py: the host's and the disk's homes
+offload_optimizer, offload_param       model/offloading.py: the host's and the disk's stores
 offload_optimizer.ratio = "auto"       zero/model/auto_ratio.py
 zero_quantized_*, zero_hpz_*           model/compressing.py: ZeRO++
 optimizer.type = "OneBit..."           model/compressing.py: one-bit messages
@@ -39,7 +39,7 @@ from torch import nn
 
 from ..compression.config import ONE_BIT_OPTIMIZERS
 from ..compression.scheme import BuildScheme, ExactScheme
-from ..offload.homes import Homes
+from ..offload.stores import Stores
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.exchange import agreeing
 from ..ops.comm.mesh_groups import MeshGroups
@@ -85,7 +85,7 @@ from .telemetry.report import Monitor, StepReport
 from .telemetry.screen import log_notes, log_start, show_messages
 
 if TYPE_CHECKING:
-    from ..offload.host import HostHome
+    from ..offload.host import HostStore
     from ..zero.model.auto_ratio import AutoRatio
     from .model.compressing import Messages
     from .model.recomputing import Recomputing
@@ -297,7 +297,7 @@ def _tiles(divided: Divided, config: Config) -> Callable[[], None]:
 
 def _host(
     config: Config, device: torch.device, optimizer: ClientOptimizer | None
-) -> HostHome | None:
+) -> HostStore | None:
     """Host memory for what is not on the device; None: everything is on the device."""
     zero = config.zero_optimization
     if zero.offload_optimizer.device == "none" and zero.offload_param.device == "none":
@@ -307,13 +307,13 @@ def _host(
     return build_host(config, device, optimizer)
 
 
-def _homes(config: Config, host: HostHome | None, trained_numel: int) -> Homes:
+def _stores(config: Config, host: HostStore | None, trained_numel: int) -> Stores:
     """The places of masters, states and shards. trained_numel: elements of all trainable parameters."""
     if host is None:
-        return Homes(None)
-    from .model.offloading import build_homes
+        return Stores(None)
+    from .model.offloading import build_stores
 
-    return build_homes(config, host, trained_numel)
+    return build_stores(config, host, trained_numel)
 
 
 def _auto_ratio(config: Config, sharded: ShardedModel, updater: Updater) -> AutoRatio | None:
@@ -349,14 +349,14 @@ def _recomputing(
 
     activations, storing = None, None
     if section.cpu_checkpointing:
-        from ..offload.activations import Activations
+        from ..offload.activations import ActivationOffload
 
-        activations = Activations(device, pin=True)
-        storing = activations.moving
+        activations = ActivationOffload(device, pin=True)
+        storing = activations.offloading
     if section.partition_activations and mesh.mesh.tensor > 1:
         from ..tensor.partition import PartitionedInputs
 
-        moves = () if activations is None else (activations.move, activations.bring)
+        moves = () if activations is None else (activations.offload, activations.restore)
         storing = PartitionedInputs(mesh.along("tensor"), *moves).cutting
     return Recomputing(blocks, storing), _nothing if activations is None else activations.close
 
@@ -466,7 +466,7 @@ def _sharded(
     given: _Given,
     groups: Groups,
     flat_groups: FlatGroups,
-    host: HostHome | None,
+    host: HostStore | None,
     runs: Runs,
 ) -> ShardedModel:
     """The model on this rank's device, with its values in flat buffers."""
@@ -476,11 +476,11 @@ def _sharded(
     with agreeing(flat_groups.world, "xds.initialize"):
         check_model(model, groups.index, must_train=must_train)
         trained_numel = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
-        homes = _homes(config, host, trained_numel)
+        stores = _stores(config, host, trained_numel)
     move_model(model, flat_groups.world.device)
     following = buffers_that_follow(model)  # before the parameters change their dtype
     zero = config.zero_optimization
-    sharded = ShardedModel(model, groups.index, flat_groups, zero, homes, runs)
+    sharded = ShardedModel(model, groups.index, flat_groups, zero, stores, runs)
     if policy.compute is not None:
         for buffer in following:
             buffer.data = buffer.data.to(policy.compute)

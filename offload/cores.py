@@ -15,7 +15,7 @@ from typing import final
 
 import torch
 
-from .lanes import Lane
+from .job_queues import JobQueue
 
 # variables by which a user, a launcher or OpenMP itself places threads
 PLACING = ("XDS_RANK_CORES", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -176,7 +176,7 @@ def _text(path: Path) -> str:
 # -- taking effect ------------------------------------------------------------------------------------------
 
 
-def place_updates(updates: Lane, share: float | None) -> None:
+def place_updates(updates: JobQueue, share: float | None) -> None:
     """Bind the thread of `updates` to this rank's cores, and set how many threads it uses.
 
     Args:

@@ -23,7 +23,7 @@ class DeviceMemory(ABC):
 
 
 @final
-class HostOnly(DeviceMemory):
+class NoDeviceMemory(DeviceMemory):
     """The device is a CPU: its memory is the host's."""
 
     def begin(self) -> None:
@@ -46,7 +46,7 @@ class CudaMemory(DeviceMemory):
 
     def spare_bytes(self) -> int | None:
         free, total = torch.cuda.mem_get_info(self._device)
-        return spare(
+        return free_at_peak(
             total,
             free,
             reserved=torch.cuda.memory_reserved(self._device),
@@ -54,7 +54,7 @@ class CudaMemory(DeviceMemory):
         )
 
 
-def spare(total: int, free: int, *, reserved: int, peak: int) -> int:
+def free_at_peak(total: int, free: int, *, reserved: int, peak: int) -> int:
     """Bytes of `total` that nobody uses at this process's peak, without those to keep free; at least 0.
 
     Args:
@@ -68,7 +68,7 @@ def spare(total: int, free: int, *, reserved: int, peak: int) -> int:
 
 def memory_of(device: torch.device) -> DeviceMemory:
     """The measure for `device`."""
-    return CudaMemory(device) if device.type == "cuda" else HostOnly()
+    return CudaMemory(device) if device.type == "cuda" else NoDeviceMemory()
 
 
-__all__ = ["CudaMemory", "DeviceMemory", "HostOnly", "memory_of", "spare"]
+__all__ = ["CudaMemory", "DeviceMemory", "NoDeviceMemory", "memory_of", "free_at_peak"]

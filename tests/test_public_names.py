@@ -111,7 +111,7 @@ BARRED = (
     ),
 )
 PLAIN = ("pipe.config", "tensor.config", "compression.config", "offload.config")
-PLAIN += ("compression.scheme", "offload.homes", "offload.places")
+PLAIN += ("compression.scheme", "offload.stores", "offload.interfaces")
 MOST_MODULES = 160
 
 

@@ -33,7 +33,7 @@ from ..config.optimizer import OptimizerConfig
 from ..config.scheduler import warmup_steps
 from ..model.arguments import Runs
 from ..model.compressing import Messages
-from ..model.offloading import paper_homes
+from ..model.offloading import fake_stores
 from ..optim.optimizers import Groups, named_optimizer
 
 STATE_KINDS = ("param", "grad", "master", "optimizer", "gathered", "host", "disk")
@@ -122,9 +122,9 @@ class RankObjects:
         config: Config,
     ) -> None:
         numel = sum(param.numel() for param in module.parameters() if id(param) in trained.index)
-        homes = paper_homes(config, numel)
+        stores = fake_stores(config, numel)
         zero = config.zero_optimization
-        self.sharded = sharded = ShardedModel(module, trained.index, groups, zero, homes, runs)
+        self.sharded = sharded = ShardedModel(module, trained.index, groups, zero, stores, runs)
         self._updater = Updater(sharded)
         self._opened = opened.opened
         with self._counting() as self.applied:
@@ -201,7 +201,7 @@ class RankObjects:
             param.grad = torch.empty_like(param)
         grads.collect()
         with self._counting() as reduced:
-            if not grads.is_single_rank or grads.home.is_on_host:
+            if not grads.is_single_rank or grads.store.is_on_host:
                 grads.start_reduce()
                 grads.finish_reduce()
         with self._counting() as summed:

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ...offload.places import Blocks, Residence
+from ...offload.interfaces import Blocks, StateStorage
 from ...ops.flat import overlap
 from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
 from ...utils.errors import UsageError
@@ -62,7 +62,7 @@ class Held:
 
     name: of the parameter if the tensor is a full parameter with its own shape; else None.
     group: the index of its group in the optimizer.
-    residence: where its states are between updates.
+    state_storage: where its states are between updates.
     is_shard: as in `Block`.
     """
 
@@ -71,7 +71,7 @@ class Held:
     start: int
     name: str | None
     group: int
-    residence: Residence
+    state_storage: StateStorage
     is_shard: bool = False
 
 
@@ -175,10 +175,10 @@ class Snapshot:
                 self._slots.append({slot.offset: slot for slot in self.flats[-1].slots})
                 is_part = flat.is_sharded if master is None else master.is_sharded
                 start = flat.layout.shard_range(flat.collectives.rank)[0] if is_part else 0
-                tensor = flat.place.tensor if master is None else master.raw
-                blocks = flat.place.blocks()
+                tensor = flat.stored_shard.tensor if master is None else master.raw
+                blocks = flat.stored_shard.blocks()
                 if master is not None:
-                    blocks = master.residence.blocks_of(tensor)
+                    blocks = master.state_storage.blocks_of(tensor)
                 self.values.append(Block(number, "value", start, tensor, blocks, is_shard=is_part))
 
     def _add_alone(self, module: nn.Module) -> None:
@@ -233,7 +233,7 @@ class Snapshot:
         is_tensor = slot is not None and slot.shape == tensor.shape and slot.box is None
         name = slot.name if slot is not None and is_tensor else None
         return Held(
-            tensor, number, start, name, group, master.residence, is_shard=master.is_sharded
+            tensor, number, start, name, group, master.state_storage, is_shard=master.is_sharded
         )
 
     def _add_states(self) -> None:
@@ -256,7 +256,7 @@ class Snapshot:
             if value.numel() == 1 and is_single and not value.is_complex():
                 self._add_constant(held, name, value.item(), value)
             elif value.shape == held.tensor.shape:
-                blocks = held.residence.blocks_of(value)
+                blocks = held.state_storage.blocks_of(value)
                 self.states.append(
                     Block(held.flat, name, held.start, value, blocks, is_shard=held.is_shard)
                 )

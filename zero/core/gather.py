@@ -267,7 +267,7 @@ class Gatherer:
         self._start_next(self._order[::-1], unit)
 
     def _start_next(self, order: Sequence[Unit], unit: Unit) -> None:
-        """Start to gather the unit after `unit` in `order`, if the limits allow it."""
+        """Start to gather the unit after `unit` in `wait_on_device`, if the limits allow it."""
         if self._uneven is not None:
             return
         for at, candidate in enumerate(order[:-1]):

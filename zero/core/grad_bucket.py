@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ...compression.scheme import ExactReducer
-from ...offload.places import Home, SumHome
+from ...offload.interfaces import GradStore, MasterStore
 from ...ops.comm.handles import Handle
 from ...ops.kernels.decide import exact_square_sum, square_sum
 from ...ops.pool import BufferPool
@@ -168,11 +168,11 @@ class EarlyUpdate(ABC):
     """An update of the bucket that runs on the host before its step is known."""
 
     @abstractmethod
-    def sum_left(self) -> None:
+    def sum_sent(self) -> None:
         """A reduced sum is on its way to the host: the update may begin."""
 
     @abstractmethod
-    def take_back(self) -> None:
+    def undo(self) -> None:
         """The sum is about to change, or the master and its states are read: undo the update."""
 
 
@@ -180,10 +180,10 @@ class EarlyUpdate(ABC):
 class NoEarlyUpdate(EarlyUpdate):
     """Updates begin in the step."""
 
-    def sum_left(self) -> None:
+    def sum_sent(self) -> None:
         return
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         return
 
 
@@ -196,7 +196,7 @@ class GradBucket:
         arrivals: the gradients that the running backward has brought and still brings.
         is_sent: the reduction has begun in this backward.
         reducer: how sums are sent.
-        home: the store of the reduced sum, if the update runs on the host.
+        store: the store of the reduced sum, if the update runs on the host.
         early_update: the update of the bucket, if it may begin before its step.
     """
 
@@ -206,7 +206,7 @@ class GradBucket:
         params: Sequence[nn.Parameter],
         group: FlatGroup,
         pool: BufferPool,
-        home: SumHome,
+        store: GradStore,
         index: int,
     ) -> None:
         self.layout = layout
@@ -244,7 +244,7 @@ class GradBucket:
 
         # the reduced sum
         self._reduced: Tensor | None = None
-        self._has_reduced = False  # `_reduced`, the gathered local sum or the home has a sum
+        self._has_reduced = False  # `_reduced`, the gathered local sum or the store has a sum
         # for `held_bytes`, also between steps: of the last one on a device, if it had memory of its own
         self._reduced_bytes = 0
         self._squares: Tensor | None = None  # of the only sum that has left since the last step
@@ -254,22 +254,22 @@ class GradBucket:
             None  # of the gather that follows the reduction in flight
         )
         self._is_kept = False  # the reducer has gradients that no message had yet
-        self._settle_in(home)
+        self._use_store(store)
 
-    def _settle_in(self, home: SumHome) -> None:
-        self.home = home
+    def _use_store(self, store: GradStore) -> None:
+        self.store = store
         # a rank's buffers are freed when they are reduced, or when their sum has left
-        self._frees = self._policy.shards_grads or home.is_on_host
-        self._keeps_local = self.is_single_rank and not home.is_on_host
+        self._frees = self._policy.shards_grads or store.is_on_host
+        self._keeps_local = self.is_single_rank and not store.is_on_host
         self._keeps_views = not (self._is_on_cpu or self._frees)
         # more than a copy is computed in the dtype of sums, whatever the buffer's dtype was
-        self._widens = self.is_single_rank and home.is_on_host
+        self._widens = self.is_single_rank and store.is_on_host
         self._factor, self._uses_sum_dtype = 1.0, self._keeps_local or self._policy.holds_grads
 
-    def move(self, home: Home) -> None:
-        """From now on sums are stored at `home`: directly after `reset`."""
+    def move(self, store: MasterStore) -> None:
+        """From now on sums are stored at `store`: directly after `reset`."""
         self.release()
-        self._settle_in(home.sums(self._sum_dtype))
+        self._use_store(store.sums(self._sum_dtype))
 
     # -- gradients from autograd ------------------------------------------------------------------------
 
@@ -392,7 +392,7 @@ class GradBucket:
             self._local.untyped_storage().resize_(self._local.nbytes)
             self._zero_gaps(self._local)
         self._is_writable = True
-        self.home.order()
+        self.store.wait_on_device()
         if self._has_reduced and self._reduced_is_in_local():
             assert self._reduced is not None
             self._reduced = self._reduced.clone()
@@ -425,12 +425,12 @@ class GradBucket:
 
         (earlier + first) + second differs in the last bit from earlier + (first + second).
         """
-        if self.is_single_rank and self.home.is_on_host and self._has_reduced:
-            self.early_update.take_back()
-            earlier = self.home.total()
+        if self.is_single_rank and self.store.is_on_host and self._has_reduced:
+            self.early_update.undo()
+            earlier = self.store.total()
             assert earlier is not None
             self._continue_sum(earlier)
-            self.home.reset()
+            self.store.reset()
             self._has_reduced, self._squares = False, None
 
     def _continue_sum(self, earlier: Tensor) -> None:
@@ -514,7 +514,7 @@ class GradBucket:
         local = self._settled()
         self.is_sent, self._is_kept = True, False
         if self.is_single_rank:
-            if self.home.is_on_host:
+            if self.store.is_on_host:
                 self._leave(local, local)
                 self._detach_local()
             return
@@ -541,7 +541,7 @@ class GradBucket:
 
     def _new_reduced(self) -> Tensor:
         numel = self.layout.shard_numel
-        if self.home.is_on_host and not self._gathers_sums:
+        if self.store.is_on_host and not self._gathers_sums:
             return self._pool.take(numel, self._sum_dtype, self._device)
         reduced = self._pool.empty(numel, self._sum_dtype, self._device)
         self._reduced_bytes = 0 if self._is_on_cpu else reduced.nbytes
@@ -557,7 +557,7 @@ class GradBucket:
         if self._payload is not None:
             self._pool.give(self._payload)
             self._payload = None
-        if self.home.is_on_host and not self._gathers_sums:
+        if self.store.is_on_host and not self._gathers_sums:
             self._leave_reduced()
         elif self._policy.shards_grads:
             self._free_local()
@@ -584,9 +584,9 @@ class GradBucket:
         is_exact = not self._has_reduced and source.dtype.itemsize <= self._sum_dtype.itemsize
         self._squares = self._squares_of(source, exact=False) if is_exact else None
         self._has_reduced = True
-        self.early_update.take_back()
-        self.home.add(source, partial(self._pool.give, buffer))
-        self.early_update.sum_left()
+        self.early_update.undo()
+        self.store.add(source, partial(self._pool.give, buffer))
+        self.early_update.sum_sent()
 
     def cross_replicas(self) -> Handle | None:
         """Start to add what the reductions of a step left out; see `GradientReducer.cross_replicas`."""
@@ -616,10 +616,10 @@ class GradBucket:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
-            if self.home.is_on_host and not self.is_late:  # else they are gathered again
+            if self.store.is_on_host and not self.is_late:  # else they are gathered again
                 assert self._local is not None
                 self._squares = self._squares_of(self._local, exact=False)
-                self.home.replace(self._local)
+                self.store.replace(self._local)
 
     # -- the update's view ------------------------------------------------------------------------------
 
@@ -633,8 +633,8 @@ class GradBucket:
             self._settled()  # nothing is sent, so no gradient is late
         if self._squares is not None and not exact:
             return self._squares
-        if self.home.is_on_host:
-            sums = self.home.total()
+        if self.store.is_on_host:
+            sums = self.store.total()
         else:
             sums = self._local if self._sees_all else self._reduced
         return self._squares_of(sums, exact=exact)
@@ -668,17 +668,17 @@ class GradBucket:
     def norm_before_gather(self) -> bool:
         """The norm of this rank's shard may be read before the gather ends: exact sums on CPUs."""
         # a device runs the gather first, and the host does not wait for it
-        gains = self._collectives.device.type == "cpu" and not self.home.is_on_host
+        gains = self._collectives.device.type == "cpu" and not self.store.is_on_host
         return self._gathers_sums and gains and not self.is_lossy
 
     def for_update(self) -> Tensor:
         """The sums that the optimizer reads: the shard if its state is sharded, else the whole buffer."""
-        if self._policy.shards_optimizer and not self.home.is_on_host:
+        if self._policy.shards_optimizer and not self.store.is_on_host:
             shard = self._local if self.is_single_rank else self._reduced
             assert shard is not None
             return shard
         self.finish_gather()
-        whole = self.home.total() if self.home.is_on_host else self._local
+        whole = self.store.total() if self.store.is_on_host else self._local
         assert whole is not None
         return whole
 
@@ -688,13 +688,13 @@ class GradBucket:
         The caller may write to them, so their norm is computed again.
         """
         self._squares = None
-        self.early_update.take_back()
+        self.early_update.undo()
         if self._keeps_local:
             return self._settled() if self.has_local else None
         if self.is_single_rank and self.has_local:
             self.start_reduce()
-        if self.home.is_on_host and self._has_reduced:
-            return self.home.widened()
+        if self.store.is_on_host and self._has_reduced:
+            return self.store.widened()
         return self.for_update() if self._has_reduced else None
 
     # -- the end of a step ------------------------------------------------------------------------------
@@ -702,7 +702,7 @@ class GradBucket:
     def reset(self) -> None:
         """Drop all gradients: the step is done, or skipped. A CPU's buffers keep their memory."""
         self.finish_gather()
-        self.early_update.take_back()
+        self.early_update.undo()
         self.reducer.end_step()
         self._is_kept = False
         self._mark_empty()
@@ -712,13 +712,13 @@ class GradBucket:
         self._has_reduced = False
         self._was_held = False
         self._squares = None
-        self.home.reset()
+        self.store.reset()
         local = self._local
         if not self._is_on_cpu:
             self._reduced = None
             self._free_local()
         elif self._frees:
-            if self.home.is_on_host and self._reduced_is_in_local():
+            if self.store.is_on_host and self._reduced_is_in_local():
                 self._reduced = None
             self._free_local()
         elif local is not None and not self.is_single_rank:
@@ -735,7 +735,7 @@ class GradBucket:
     def end(self) -> None:
         """The engine has ended: free what is kept between steps as well."""
         self.release()
-        self.home.release()
+        self.store.release()
         self.reducer = ExactReducer(self._collectives, self.index)
 
     @property
@@ -752,7 +752,7 @@ class GradBucket:
         """The sums as they lie in memory; None if there are none. No reduction may be in flight."""
         self.collect()
         filled = list(self._filled)
-        reduced = self.home.total() if self._reduced is None else self._reduced
+        reduced = self.store.total() if self._reduced is None else self._reduced
         local = self._local if any(filled) else None
         return GradSums(local, filled, reduced if self._has_reduced else None)
 
@@ -772,8 +772,8 @@ class GradBucket:
         if saved.reduced is not None and self._keeps_local:  # saved with offload, where sums leave
             self._continue_sum(saved.reduced.to(self._device))
         elif saved.reduced is not None:
-            if self.home.is_on_host and not self._gathers_sums:
-                self.home.put(saved.reduced)
+            if self.store.is_on_host and not self._gathers_sums:
+                self.store.put(saved.reduced)
             else:
                 self._reduced = saved.reduced.to(self._device)
             self._has_reduced = True

@@ -71,7 +71,7 @@ class OptimizerTensors:
                     yield tensor, place[1]
 
     def _add_view(self, tensor: Tensor, master: Master, start: int) -> Tensor:
-        master.residence.add_view(tensor, start)
+        master.state_storage.add_view(tensor, start)
         return self._add(tensor, master, start)
 
     def _add(self, tensor: Tensor, master: Master, start: int) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compression.scheme import ExactSender, ParamSender
-from ...offload.places import Fetched, Shard, ShardHome, ShardOnDevice, Ticket
+from ...offload.interfaces import DeviceShard, JobHandle, Shard, ShardCopy, ShardStore
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Done, Handle
 from ...ops.flat import overlap
@@ -170,7 +170,7 @@ class ParamBucket:
         *,
         index: int,
         is_sharded: bool,
-        home: ShardHome,
+        store: ShardStore,
         memory: ParamMemory,
     ) -> None:
         """Move `params` (in the order of `layout.slots`) into `memory`, with the values of rank 0.
@@ -200,15 +200,15 @@ class ParamBucket:
         self._counted = tuple(param for param in self.params if not param.is_inference())
         self._versions = self._sum_versions()
         self.is_written = False
-        self.place: Shard = ShardOnDevice(memory.own)
+        self.stored_shard: Shard = DeviceShard(memory.own)
         if is_sharded:
-            self.place = home.store(index, memory.own, self._near)
-        self._arrival: Ticket | None = None
+            self.stored_shard = store.add(index, memory.own, self._on_device)
+        self._arrival: JobHandle | None = None
         self._deferred = Deferred.NOTHING
         if is_sharded:
             self.reshard()
 
-    def _near(self, values: Tensor) -> Tensor:
+    def _on_device(self, values: Tensor) -> Tensor:
         """A copy of `values` from which the other ranks gather."""
         return self.collectives.empty(values.numel(), values.dtype).copy_(values)
 
@@ -250,21 +250,21 @@ class ParamBucket:
     def shard(self) -> Tensor:
         """This rank's part, [shard_numel], with its values: waits for an update, and reads it from a disk."""
         self.arrive()
-        self.place.bring()
-        return self.place.tensor
+        self.stored_shard.load()
+        return self.stored_shard.tensor
 
     def arrive(self) -> None:
         """Wait for values that an update is still sending from the host."""
         if self._arrival is not None:
             arrival, self._arrival = self._arrival, None
-            arrival.order()
+            arrival.wait_on_device()
 
-    def expect(self, arrival: Ticket) -> None:
+    def expect(self, arrival: JobHandle) -> None:
         """New values of the shard are complete when `arrival` is."""
         self.sender.forget()
         self._arrival = arrival
 
-    def defer(self, arrival: Ticket, *, gathers: bool) -> None:
+    def defer(self, arrival: JobHandle, *, gathers: bool) -> None:
         """New values are complete when `arrival` is; `start_unshard` waits for it.
 
         Until then parameters read as if dropped. For buffers that are not sharded.
@@ -313,10 +313,10 @@ class ParamBucket:
         if not self.is_on_host:
             return self.sender.gather(self.raw, self.shard)
         arrival, self._arrival = self._arrival, None
-        fetched = self.place.fetch(own, arrival)
+        fetched = self.stored_shard.fetch(own, arrival)
         if self.collectives.world_size == 1:
-            return Fetched(fetched)
-        fetched.order()
+            return ShardCopy(fetched)
+        fetched.wait_on_device()
         return self.sender.gather(self.raw, own)
 
     @property
@@ -335,12 +335,12 @@ class ParamBucket:
     @property
     def is_on_host(self) -> bool:
         """The shard is in host memory, or on a disk."""
-        return self.is_sharded and self.place.is_on_host
+        return self.is_sharded and self.stored_shard.is_on_host
 
     @property
     def is_on_disk(self) -> bool:
         """The shard is on a disk."""
-        return self.place.is_on_disk
+        return self.stored_shard.is_on_disk
 
     def serve(self, receivers: Sequence[int]) -> None:
         """Take part in a gather to the ranks `receivers` only, which may or may not include this one."""
@@ -415,7 +415,7 @@ class ParamBucket:
         """The engine has ended: keep the gathered buffer alone, also in backward of a graph from before."""
         self.keep_gathered()
         if self.is_unsharded:
-            self.place = ShardOnDevice(self.collectives.shard_of(self.raw))
+            self.stored_shard = DeviceShard(self.collectives.shard_of(self.raw))
         self.sender = ExactSender(self.collectives, self.index)
 
     def override(self, position: int, full: Tensor) -> None:

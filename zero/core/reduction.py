@@ -130,7 +130,7 @@ class Scope:
 
 @final
 class Reduction:
-    """Reduces flat gradients in the order of `order`. `start_*`, `end_*`, `reduce_*` and
+    """Reduces flat gradients in the order of `wait_on_device`. `start_*`, `end_*`, `reduce_*` and
     `cross_replicas` are for all ranks of each group."""
 
     def __init__(

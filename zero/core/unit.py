@@ -7,7 +7,7 @@ from typing import final
 
 from torch import nn
 
-from ...offload.places import Home
+from ...offload.interfaces import MasterStore
 from .grad_bucket import GradBucket
 from .param_bucket import ParamBucket
 
@@ -23,7 +23,7 @@ class Unit:
         params: the flat parameter buffers, one for each `_Kind` of zero/model/building.py. Trained ones come
             first, in the order of `grads`.
         grads: the flat gradient buffers of the trained ones.
-        homes: where the masters of the trainable ones are stored at first.
+        master_stores: where the masters of the trainable ones are stored at first.
         is_root: holds the parameters outside of every block; its modules are called throughout a pass.
         most_numel: elements of its buffers on the tensor rank that has the most. The same on all tensor ranks,
             which share some of the buffers: it decides what is gathered when.
@@ -44,7 +44,7 @@ class Unit:
     is_root: bool
     params: list[ParamBucket] = field(default_factory=list)
     grads: list[GradBucket] = field(default_factory=list)
-    homes: list[Home] = field(default_factory=list)
+    master_stores: list[MasterStore] = field(default_factory=list)
     most_numel: int = 0
     is_kept_until_backward: bool = False
     is_running: bool = False

@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from ...offload.homes import Homes
+from ...offload.stores import Stores
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import agree, agreeing
 from ...ops.flat import numel_of
@@ -56,7 +56,7 @@ class Builder:
         groups: Mapping[int, int],
         flat_groups: FlatGroups,
         pool: BufferPool,
-        homes: Homes,
+        stores: Stores,
         *,
         shares_params: bool = False,
     ) -> None:
@@ -67,7 +67,7 @@ class Builder:
         self._flat_groups = flat_groups
         self._policy = flat_groups.data.policy
         self._pool = pool
-        self._homes = homes
+        self._stores = stores
         self._counts: Counter[int] = Counter()  # buffers of each group, by its number
 
     def build(
@@ -119,7 +119,7 @@ class Builder:
 
         Raises UsageError: on every rank, if one has too little space.
         """
-        shards = self._homes.shards
+        shards = self._stores.shards
         if not shards.is_on_disk:
             return
         kinds = [found for plan in plans for found in self._kinds(plan) if not found[0].group]
@@ -188,7 +188,7 @@ class Builder:
             group,
             index=index,
             is_sharded=group.policy.shards_params,
-            home=self._homes.shards,
+            store=self._stores.shards,
             memory=self._memory(layout, kind, group, index, name),
         )
         if kind.is_single and group.policy.shards_params:
@@ -197,10 +197,10 @@ class Builder:
         unit.params.append(params)
         unit.most_numel += self._most_numel(entries, group)
         if kind.trains:
-            home = self._homes.next(layout.numel)
-            sums = home.sums(self._policy.sum_dtype(kind.dtype))
+            store = self._stores.next(layout.numel)
+            sums = store.sums(self._policy.sum_dtype(kind.dtype))
             unit.grads.append(GradBucket(layout, ordered, group, self._pool, sums, index))
-            unit.homes.append(home)
+            unit.master_stores.append(store)
 
     def _memory(
         self, layout: FlatLayout, kind: _Kind, group: FlatGroup, index: int, name: str

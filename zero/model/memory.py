@@ -7,7 +7,7 @@ from typing import final
 
 from torch import Tensor
 
-from ...offload.places import Shard
+from ...offload.interfaces import Shard
 from ...ops.pool import BufferPool
 from ..core.grad_bucket import GradBucket
 from ..core.unit import Unit
@@ -39,7 +39,7 @@ class Memory:
         return sum(place.tensor.nbytes for place in self._on_host() if place.is_on_disk)
 
     def _on_host(self) -> list[Shard]:
-        return [flat.place for flat in self._params if flat.is_on_host]
+        return [flat.stored_shard for flat in self._params if flat.is_on_host]
 
     def release_gradients(self) -> None:
         """Free all gradient buffers; the next backward allocates them again."""
@@ -49,7 +49,7 @@ class Memory:
 
     def param_tensors(self) -> list[Tensor]:
         """The tensors that hold parameters: shards, without those on a disk, and full buffers."""
-        shards = [flat.shard for flat in self._params if not flat.place.is_on_disk]
+        shards = [flat.shard for flat in self._params if not flat.stored_shard.is_on_disk]
         return shards + [flat.raw for flat in self._params]
 
     def hide_whole_params(self, hides: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from ...offload.homes import Homes
+from ...offload.stores import Stores
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import agree, all_gather_json
 from ...ops.pool import BufferPool
@@ -41,7 +41,7 @@ class ShardedModel:
         groups: Mapping[int, int],
         flat_groups: FlatGroups,
         config: ZeroConfig,
-        homes: Homes,
+        stores: Stores,
         runs: Sequence[Sequence[tuple[str, nn.Module]]] | None = None,
     ) -> None:
         """Move the parameters of `model`, which passed `check_model`, into flat buffers and hook them.
@@ -49,16 +49,16 @@ class ShardedModel:
         Args:
             groups: id(parameter) -> index of its hyperparameter group, for every trainable parameter that
                 the optimizer is to update. Parameters that are not in it are treated as frozen.
-            homes: where masters and optimizer states are stored.
+            stores: where masters and optimizer states are stored.
             runs: the blocks, in runs that are not merged with one another; None: found in `model`.
         """
         self.policy = policy = flat_groups.data.policy
         self.flat_groups = flat_groups
         self.collectives = flat_groups.world
         self._pool = BufferPool(self.collectives.empty)
-        self.homes = homes
+        self.stores = stores
         shares_params = config.shared_parameters
-        builder = Builder(groups, flat_groups, self._pool, homes, shares_params=shares_params)
+        builder = Builder(groups, flat_groups, self._pool, stores, shares_params=shares_params)
         found = [found_blocks(model, config.units)] if runs is None else runs
         self.units = builder.build(model, found, config.unit_min_numel)
         self._flats = [flat for unit in self.units for flat in unit.params]
@@ -77,7 +77,7 @@ class ShardedModel:
         )
         self.memory = Memory(self.units, self._reduction.order, self._pool, flat_groups)
         self._diverges = config.divergent_graphs and policy.shards_params
-        self._defers = homes.defers and not policy.shards_params
+        self._defers = stores.defers and not policy.shards_params
         hooks = policy.shards_params or self._defers
         self._gatherer = self._build_gatherer(config) if hooks else None
         self.backward_pass = BackwardPass(
@@ -113,7 +113,7 @@ class ShardedModel:
                     flat.unshard()
         blocks = [unit for unit in self.units if not unit.is_root]
         reuse_distance = config.max_reuse_distance
-        if self.homes.shards.is_on_host and "max_reuse_distance" not in config.model_fields_set:
+        if self.stores.shards.is_on_host and "max_reuse_distance" not in config.model_fields_set:
             reuse_distance = 0  # who stores parameters on the host wants the memory
         numels = [unit.most_numel for unit in blocks]
         kept = num_kept(numels, reuse_distance, config.max_live_parameters)
@@ -370,7 +370,7 @@ class ShardedModel:
             for flat in self._shared:
                 flat.end_sharing()
         finally:
-            self.homes.close()
+            self.stores.close()
 
     def release(self) -> None:
         """After `detach`: free everything but the gathered parameters."""
@@ -379,18 +379,18 @@ class ShardedModel:
                 flat.release()
             for grads in unit.grads:
                 grads.end()
-        self.homes.release()  # it gives buffers back
+        self.stores.release()  # it gives buffers back
         self._pool.clear()
         for collectives in self.flat_groups.opened:
             collectives.free_scratch()
 
     def _gather_all(self) -> None:
         try:
-            agree_on_disks(self.collectives, self.homes)
+            agree_on_disks(self.collectives, self.stores)
             for flat in self._flats:
                 flat.gather_exactly()
         except XdsError as error:
-            if not self.homes.are_on_disk:
+            if not self.stores.are_on_disk:
                 raise
             log.warning("xds: parameters cannot be gathered at the end: %s", error)
 
@@ -406,11 +406,11 @@ class ShardedModel:
         return any(g.has_local or g.reduced() is not None for g in self._reduction.order)
 
 
-def agree_on_disks(collectives: Collectives, homes: Homes) -> None:
+def agree_on_disks(collectives: Collectives, stores: Stores) -> None:
     """Sends 512 bytes to each rank if values are on a disk, and nothing otherwise. A collective.
 
     Raises:
         XdsError: on every rank; the disk of one has failed.
     """
-    if homes.are_on_disk:
-        agree(collectives, homes.failure(), XdsError, "offload to NVMe")
+    if stores.are_on_disk:
+        agree(collectives, stores.failure(), XdsError, "offload to NVMe")

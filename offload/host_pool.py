@@ -7,8 +7,8 @@ from typing import final
 
 from torch import Tensor
 
+from .interfaces import FinishedJob, JobHandle
 from .pinned import host_memory
-from .places import Done, Ticket
 
 GROWTH = 1.5  # the least factor from a block to the larger one that replaces it
 
@@ -19,7 +19,7 @@ class HostBlock:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.reader: Ticket = Done()
+        self.reader: JobHandle = FinishedJob()
 
 
 @final
