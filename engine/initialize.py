@@ -1,6 +1,6 @@
 """Reads the config once and assembles an engine: the only file that chooses a feature.
 
-key of the config                      what it brings, imported only then
+key of the config                      what it adds, imported only then
 -------------------------------------  ---------------------------------------------------------------
 pipeline, tensor_parallel              model/pipelining.py, model/slicing.py: `divide` chooses them
 sequence_parallel_size                 model/sequences.py
@@ -19,7 +19,7 @@ checkpoint.preemption_save_dir         preemption.py
 checkpoint                             checkpoint/, at the first save or load
 watch                                  ops/watch/sentinel.py, on several ranks
 
-argument of `initialize`               what it brings
+argument of `initialize`               what it adds
 -------------------------------------  ---------------------------------------------------------------
 weights, or a model on meta            zero/construction/
 training_data                          data/loaders.py
@@ -65,6 +65,7 @@ from .model.arguments import (
     resolve_together,
     with_model,
 )
+from .model.compiling import Compiler
 from .model.dividing import Divided, divide
 from .model.precision import DTYPES, buffers_that_follow, policy_of
 from .optim.loss_scale import GradientFactor, build_loss_scale
@@ -78,7 +79,7 @@ from .optim.optimizers import (
     read_groups,
     split_for_muon,
 )
-from .parts import Compiling, LoopFactory, NoPreemptionSave, Parts, Preemption, Saves
+from .parts import LoopFactory, NoPreemptionSave, Parts, Preemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport
@@ -87,6 +88,7 @@ from .telemetry.screen import log_notes, log_start, show_messages
 if TYPE_CHECKING:
     from ..offload.host import HostStore
     from ..zero.model.auto_ratio import AutoRatio
+    from .checkpoint.saver import Saver
     from .model.compressing import Messages
     from .model.recomputing import Recomputing
     from .model.sequences import Cutter
@@ -194,7 +196,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
     recomputing, undo_storing = _recomputing(config, blocks, device, mesh)
-    compiler = Compiling(model, blocks, config, recomputing)
+    compiler = Compiler(model, blocks, config, recomputing)
     # values, flat buffers, the optimizer
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
     divided.start_proof(mesh, sharded.holding)
@@ -238,14 +240,14 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         loader=_loader(given.training_data, given.collate_fn, config, mesh),
         undo=undo,
         compiler=compiler,
-        saves=Saves(config.checkpoint, collectives, timeout_seconds()),
+        saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
         opened=mesh.opened,
         loop=_loop(divided, mesh, config, sharded, cutter),
     )
 
 
-# -- features: what a key of the config brings ----------------------------------------------------------
+# -- features: what a key of the config adds ----------------------------------------------------------
 
 
 def _check_sequences(model: nn.Module, config: Config) -> None:
@@ -351,7 +353,7 @@ def _recomputing(
     if section.cpu_checkpointing:
         from ..offload.activations import ActivationOffload
 
-        activations = ActivationOffload(device, pin=True)
+        activations = ActivationOffload(device)
         storing = activations.offloading
     if section.partition_activations and mesh.mesh.tensor > 1:
         from ..tensor.partition import PartitionedInputs
@@ -359,6 +361,15 @@ def _recomputing(
         moves = () if activations is None else (activations.offload, activations.restore)
         storing = PartitionedInputs(mesh.along("tensor"), *moves).cutting
     return Recomputing(blocks, storing), _nothing if activations is None else activations.close
+
+
+def _saver(config: Config, collectives: Collectives) -> Saver | None:
+    """What saves in the background. Raises UsageError: the process group has no store."""
+    if not config.checkpoint.async_save:
+        return None
+    from .checkpoint.saver import build_saver
+
+    return build_saver(config, collectives)
 
 
 def _scheduler(config: Config, given: Any, optimizer: torch.optim.Optimizer) -> Scheduler | None:

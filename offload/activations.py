@@ -66,10 +66,10 @@ def _free(buffer: _HostBuffer, pool: HostPool) -> None:
 class ActivationOffload:
     """Moves tensors of one model to the host and back."""
 
-    def __init__(self, device: torch.device, *, pin: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._queues = JobQueues.of_copies(device)
-        self._pool = HostPool(pin=pin and device.type == "cuda")
+        self._pool = HostPool(pin=device.type == "cuda")
         self._pending_copies = PendingCopies()
         self._last: weakref.ref[_OffloadedTensor] | None = None
 

@@ -335,9 +335,4 @@ def _sendable(tensor: Tensor) -> Tensor:
     return found if found.dtype in SENT_AS_IT_IS else found.view(-1).view(torch.uint8)
 
 
-def flow_bytes(header: Header) -> int:
-    """Bytes of the leaves of a flow."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in header.leaves)
-
-
-__all__ = ["JOINS", "Channel", "Header", "Ranks", "Ways", "flow_bytes"]
+__all__ = ["JOINS", "Channel", "Header", "Ranks", "Ways"]

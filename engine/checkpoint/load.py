@@ -192,7 +192,7 @@ def _begin(
     options: LoadOptions,
 ) -> Plan:
     """What this rank holds, and where the checkpoint has it."""
-    parts.sharded.settle_reductions()
+    parts.sharded.reduction.settle()
     snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
     catalogue = catalogue_of(manifest, str(folder / MANIFEST))
     if names := lacking(manifest, catalogue, with_optimizer=options.with_optimizer):
@@ -259,7 +259,7 @@ def _plan_targets(plan: Plan, options: LoadOptions) -> None:
     if not options.with_optimizer:
         return
     plan.targets += restore.plan_states()
-    plan.targets += restore.plan_owed(
+    plan.targets += restore.plan_pending_errors(
         state.get("owed_unit") or 1.0,
         state.get("owed_steps") or 0,
         holds_momentum=bool(state.get("owed_holds_momentum")),

@@ -36,7 +36,7 @@ from .io.tensor_file import Entry, bytes_of, dense
 from .manifest import FileRecord, RankPart
 from .packing import pack
 from .random_state import read_random_state
-from .saver import DOING, Job
+from .saver import DOING, Job, build_saver
 
 log = logging.getLogger("xds")
 
@@ -117,7 +117,8 @@ def save_checkpoint(
     options: SaveOptions,
 ) -> None:
     """See `Engine.save_checkpoint`."""
-    saver, collectives = parts.saves.saver, parts.sharded.collectives
+    collectives = parts.sharded.collectives
+    saver = parts.saver = parts.saver or build_saver(parts.config, collectives)
     is_first = collectives.rank == 0
     claims: list[Claim] = []  # the folder that this rank has made
 
@@ -126,6 +127,7 @@ def save_checkpoint(
         name = check_tag(f"global_step{counters.global_steps}" if tag is None else tag)
         if client_state is not None and not isinstance(client_state, Mapping):
             raise wrong("client_state", client_state, "a dict, or None")
+        saver.wait()
         content = _prepare(parts, counters, client_state, options)
         if is_first:
             claims.append(make_folder(folder, name))
@@ -185,7 +187,6 @@ def _prepare(
     options: SaveOptions,
 ) -> _Content:
     """Collect the content. All refusals happen here, before any file is written."""
-    parts.saves.saver.wait()
     if parts.sharded.backward_pass.has_seen_one:
         raise UsageError(
             "save_checkpoint() between backward() and step(): the gradients of this micro-batch would be "
@@ -199,12 +200,12 @@ def _prepare(
         snapshot.leave_out_frozen()
     content = _Content(snapshot)
     totals = snapshot.grad_totals()
-    for block in (*snapshot.values, *snapshot.states, *totals, *snapshot.owed()):
+    for block in (*snapshot.values, *snapshot.states, *totals, *snapshot.pending_errors()):
         content.add(block)
     is_accumulating = bool(totals or snapshot.grad_locals()) or snapshot.has_kept_grads
     state = _engine_state(parts, counters, is_accumulating)
     _warn_of_values(state, is_first=snapshot.rank == 0)
-    state |= snapshot.owed_meaning()
+    state |= snapshot.pending_error_state()
     put = partial(content.put, "engine")
     packed = {key: pack(value, key, put) for key, value in state.items()}
     packed["client_state"] = pack(dict(client_state or {}), "client_state", put)

@@ -77,7 +77,7 @@ class SchedulerState:
 
 @dataclass(frozen=True)
 class EngineState:
-    """The manifest's `state`. owed_*: see `Owed`; older checkpoints do not contain them."""
+    """The manifest's `state`. owed_*: the pending errors, see `PendingError`; older checkpoints have none."""
 
     counters: Counters
     loss_scale: dict[Text, Any]

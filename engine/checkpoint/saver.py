@@ -36,6 +36,8 @@ from ...ops.watch import Store
 from ...utils.errors import UsageError, XdsError
 from ...utils.quoting import plain_lines, printable
 from ...utils.sizes import size_text
+from ..config.config import Config
+from ..process.process import timeout_seconds
 from .agreement import failure_text, together
 from .format import part_of_json, part_to_json
 from .io.folders import MANIFEST, commit, discard, file_name, prune, write_latest
@@ -394,3 +396,14 @@ class _Messages:
         for key in keys:
             with suppress(RuntimeError):  # some stores cannot
                 self._store.delete(key)
+
+
+def build_saver(config: Config, collectives: Collectives) -> Saver:
+    """The saver of one engine. Raises UsageError: see `Saver`."""
+    section = config.checkpoint
+    return Saver(
+        collectives,
+        keep_last=section.keep_last,
+        in_background=section.async_save,
+        timeout_seconds=timeout_seconds(),
+    )

@@ -143,7 +143,7 @@ def build_pipeline(
     is_dynamic = section.dynamic_shape or sequences is not None
     channel = Channel(*ways, is_dynamic=is_dynamic, parts=(parts[0], parts[1]))
     deferred = [found.part.module] if found.plan.splits_backward else []
-    weight_grads = WeightGrads(deferred, sharded.add_gradient)
+    weight_grads = WeightGrads(deferred, sharded.backward_pass.add_gradient)
 
     def table_of(count: int, *, gathers_each: bool) -> Table:
         reduces_each = section.reduce == "micro_batch" and sharded.reduces_each_backward

@@ -172,12 +172,12 @@ class RankObjects:
             for unit in sharded.units
             for params, grads in zip_longest(unit.params, unit.grads)
         ]
-        brought = [({}, {}) if grads is None else self._bring(grads) for _, _, grads in pairs]
+        sent = [({}, {}) if grads is None else self._backward(grads) for _, _, grads in pairs]
         plan = memory_plan(sharded, updater)
         self.held = Counter({kind: size for kind, size in plan.items() if kind in STATE_KINDS})
         self.held["gathered"] = sharded.memory.gathered_bytes()
         masters = {id(master.params): master for master in updater.masters}
-        for (unit, params, _), (reduced, summed) in zip(pairs, brought, strict=True):
+        for (unit, params, _), (reduced, summed) in zip(pairs, sent, strict=True):
             with self._counting() as published:
                 if id(params) in masters:
                     masters[id(params)].publish()
@@ -194,7 +194,7 @@ class RankObjects:
                 again=again,
             )
 
-    def _bring(self, grads: GradBucket) -> tuple[Sent, Sent]:
+    def _backward(self, grads: GradBucket) -> tuple[Sent, Sent]:
         """Gradients arrive and are summed over the ranks: see `FlatMessages.reduced` and `summed`."""
         grads.begin_backward(hold=grads.group.policy.holds_grads)
         for param in grads.params:

@@ -114,11 +114,6 @@ class Recorder:
             self._unhook()
             self._counts_by_calls = False
 
-    @property
-    def is_started(self) -> bool:
-        """Between `start` and `stop`."""
-        return self._counts_by_calls
-
     # -- the hooks --------------------------------------------------------------------------------------
 
     def _hook(self) -> None:

@@ -77,7 +77,7 @@ class LightThread:
         """Whether the idle `thread` may get another job."""
         return self._thread is thread and dist.is_initialized()
 
-    def leave(self, thread: _Thread) -> bool:
+    def remove(self, thread: _Thread) -> bool:
         """Whether the idle `thread` may end. The next job then starts another thread."""
         free = self._free
         if self._thread is thread:
@@ -113,7 +113,7 @@ class _Thread(threading.Thread):
         while True:
             if self._begin.acquire(timeout=IDLE_SECONDS) and self._jobs:
                 self._serve()
-            elif not self._owner.needs(self) and self._owner.leave(self):
+            elif not self._owner.needs(self) and self._owner.remove(self):
                 return
 
     def _serve(self) -> None:
@@ -127,7 +127,7 @@ class _Thread(threading.Thread):
 
     def stop(self) -> None:
         """End the thread now if it is idle. Programs call this that end all remaining daemon threads."""
-        if self._owner.leave(self) and self._begin.locked():
+        if self._owner.remove(self) and self._begin.locked():
             self._begin.release()
         self.join(IDLE_SECONDS)
 

@@ -272,11 +272,6 @@ class Watch:
         kind, buffer, what = key
         return f"{kind} of {what or self._names.get(buffer, f'flat buffer {buffer}')}"
 
-    @property
-    def has_published(self) -> bool:
-        """Whether the store holds a report of this rank."""
-        return self._has_published
-
     # -- through the store ------------------------------------------------------------------------------
 
     def exchange(self) -> ReportExchange | None:

@@ -208,7 +208,6 @@ class _Replay:
                 given[call.num_sequences :], needs[call.num_sequences : len(given)], strict=True
             )
         ]
-        self._num_given = len(given)
         self._rows: list[Tensor | None] = [None] * call.num_sequences  # gradients of the sequences
         self._sums = [Added() for _ in needs[call.num_sequences :]]
         self._offsets: dict[int, int] = {}  # of each output: where its next tile begins

@@ -515,7 +515,7 @@ def fetched_in_vain() -> list[bool]:
     """The input before the one that is wanted is fetched too, and then nobody wants it."""
     from xds.offload.activations import ActivationOffload
 
-    moves = ActivationOffload(torch.device("cuda"), pin=True)
+    moves = ActivationOffload(torch.device("cuda"))
     values = [torch.full((1 << 15,), float(at), device="cuda") for at in range(3)]
     first, second = (moves.offload(value) for value in values[:2])
     back = [moves.restore(second)]

@@ -178,7 +178,7 @@ class Access(Owner):
             return Stored(tuple(held.shape), held.reshape(-1), (), is_whole=True, slices=slices)
         flat = place.flat
         flat.take_edits(place.position)
-        is_whole = not flat.is_sharded
+        is_whole = not flat.shards_params
         first = self._first(place, is_whole=is_whole)
         return self._cut(
             place, flat.raw if is_whole else flat.shard, first=first, is_whole=is_whole
@@ -225,7 +225,7 @@ class Access(Owner):
                 write(param.data, reader(0, param.data.numel()).view(param.data.shape))
             if place.master is not None and place.master.has_sent_delta:
                 place.master.remember()
-            if flat.is_sharded and flat.is_unsharded:
+            if flat.shards_params and flat.is_unsharded:
                 whole = flat.raw[place.slot.offset : place.slot.stop]
                 whole.copy_(stored.own(reader)(0, place.slot.numel))
 
@@ -257,7 +257,7 @@ class Access(Owner):
     @staticmethod
     def _has_own_values(place: _Place) -> bool:
         """The computed values are full, and the master covers only this rank's shard of them."""
-        return place.master is not None and place.master.is_sharded and not place.flat.is_sharded
+        return place.master is not None and place.master.is_sharded and not place.flat.shards_params
 
     def is_overridden(self, param: nn.Parameter) -> bool:
         place = self._places.get(id(param))

@@ -21,7 +21,7 @@ from ...utils.schema.checked_types import Flag, Size, Text
 from ..layout.layout import Box, Slot
 from ..layout.slices import Runs, clipped, common_runs
 
-ERROR, SERVER, COPY = ("error/", "server", "copy")  # keys of what was not sent, see owed.py
+ERROR, SERVER, COPY = "error/", "server", "copy"  # keys of pending errors, see pending_errors.py
 SPLIT_NUMEL = 1 << 16  # elements per rank; a smaller flat is written by a single rank
 
 
@@ -51,7 +51,7 @@ class SavedFlat:
 class Range:
     """Elements [start, stop) of flat number `flat`, of what `key` names, are tensor `tensor` of file `file`.
 
-    key: "value", "grad", "state/" and the optimizer's own key, or one of owed.py.
+    key: "value", "grad", "state/" and the optimizer's own key, or one of pending_errors.py.
     """
 
     flat: Size

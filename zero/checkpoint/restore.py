@@ -15,7 +15,7 @@ from torch import Tensor
 from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
 from ...ops.optim.state_places import scalars_are_beside
 from ..core.grad_bucket import GradBucket, GradSums
-from .owed import OwedRestore
+from .pending_errors import ErrorRestore
 from .ranges import Catalogue, ConstantRange, Copy, Piece, pieces
 from .snapshot import STEP, Block, Held, Snapshot
 from .targets import Target, target_for
@@ -44,7 +44,7 @@ class Restore:
         self._locals: list[tuple[GradBucket, Tensor, list[bool]]] = []
         self._any_held = False
         self._is_within_step = False
-        self._owed: OwedRestore | None = None
+        self._errors: ErrorRestore | None = None
         self.missing: list[str] = []
         self.problems: list[str] = []
 
@@ -223,10 +223,10 @@ class Restore:
                 continue
             self._locals.append((master.grads, one["local"], one["filled"]))
 
-    def plan_owed(self, unit: float, steps: int, *, holds_momentum: bool) -> list[Target]:
-        """Targets for what lossy messages have not sent. The arguments: of the saved errors, see `Owed`."""
-        self._owed = OwedRestore(self._snapshot, self._catalogue, unit, steps, holds_momentum)
-        return self._owed.plan()
+    def plan_pending_errors(self, unit: float, steps: int, *, holds_momentum: bool) -> list[Target]:
+        """Targets for the pending errors. The arguments: see `PendingError`, of the checkpoint."""
+        self._errors = ErrorRestore(self._snapshot, self._catalogue, unit, steps, holds_momentum)
+        return self._errors.plan()
 
     # -- taking effect ----------------------------------------------------------------------------------
 
@@ -234,8 +234,8 @@ class Restore:
     def begin(self) -> None:
         """Drop gathered copies and gradients: values are about to be written. For all ranks."""
         sharded = self._snapshot.sharded
-        sharded.settle_reductions()
-        sharded.reset()
+        sharded.reduction.settle()
+        sharded.reduction.reset()
         sharded.backward_pass.clear_seen()
         sharded.before_update()
 
@@ -252,8 +252,8 @@ class Restore:
         for new in self._states:
             self._snapshot.replace_state(new.held, new.values)
         self._snapshot.states_changed()
-        if self._owed is not None:
-            self._owed.finish_values()
+        if self._errors is not None:
+            self._errors.finish_values()
         self._finish_gradients()
         self._publish()
         for master in self._snapshot.masters:
@@ -267,8 +267,8 @@ class Restore:
             grads.restore(GradSums(local, filled, None))
         for grads, total in self._grads:
             grads.restore(GradSums(None, [], total))
-        if self._owed is not None:
-            self._owed.finish()
+        if self._errors is not None:
+            self._errors.finish()
         for master in self._snapshot.masters if self._is_within_step else ():
             if master.grads.is_lossy:
                 master.grads.mark_kept()

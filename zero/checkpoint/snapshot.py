@@ -173,7 +173,7 @@ class Snapshot:
                 self._groups.append(flat.group)
                 self.flats.append(_saved(flat.layout, trains=master is not None, dtype=flat.dtype))
                 self._slots.append({slot.offset: slot for slot in self.flats[-1].slots})
-                is_part = flat.is_sharded if master is None else master.is_sharded
+                is_part = flat.shards_params if master is None else master.is_sharded
                 start = flat.layout.shard_range(flat.collectives.rank)[0] if is_part else 0
                 tensor = flat.stored_shard.tensor if master is None else master.raw
                 blocks = flat.stored_shard.blocks()
@@ -318,29 +318,29 @@ class Snapshot:
 
     # -- what lossy messages have not sent ----------------------------------------------------------------
 
-    def owed(self) -> list[Block]:
-        """The errors of this rank, and the values of forward where these are only near the masters."""
+    def pending_errors(self) -> list[Block]:
+        """The errors of this rank, and the values of forward where these are only close to the masters."""
         blocks = []
         for master in self.masters:
-            number, owed = self.number_of(master), master.grads.reducer.owed
+            number, pending = self.number_of(master), master.grads.reducer.pending_error
             rank = master.grads.group.everyone.rank
             start = master.params.layout.shard_range(master.rank)[0]
-            if owed is not None:
-                blocks.append(Block(number, f"{ERROR}{rank}", 0, owed.error, is_own=True))
-                if owed.server is not None:
-                    blocks.append(Block(number, SERVER, start, owed.server, is_shard=True))
+            if pending is not None:
+                blocks.append(Block(number, f"{ERROR}{rank}", 0, pending.error, is_own=True))
+                if pending.server is not None:
+                    blocks.append(Block(number, SERVER, start, pending.server, is_shard=True))
             if master.has_sent_delta:
                 blocks.append(Block(number, COPY, start, master.compute, is_shard=True))
         return blocks
 
-    def owed_meaning(self) -> dict[str, Any]:
-        """What the errors are, for the manifest: the numbers of `Owed`, the same for all buffers."""
-        found = (master.grads.reducer.owed for master in self.masters)
-        owed = next((owed for owed in found if owed is not None), None)
+    def pending_error_state(self) -> dict[str, Any]:
+        """What the errors are, for the manifest: the numbers of `PendingError`, the same for all buffers."""
+        found = (master.grads.reducer.pending_error for master in self.masters)
+        pending = next((pending for pending in found if pending is not None), None)
         return {
-            "owed_unit": None if owed is None else owed.unit,
-            "owed_steps": 0 if owed is None else owed.steps,
-            "owed_holds_momentum": owed is not None and owed.holds_momentum,
+            "owed_unit": None if pending is None else pending.unit,
+            "owed_steps": 0 if pending is None else pending.steps,
+            "owed_holds_momentum": pending is not None and pending.holds_momentum,
         }
 
     # -- gradients in the middle of an accumulation -----------------------------------------------------

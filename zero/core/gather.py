@@ -139,7 +139,7 @@ class Gatherer:
         """A backward is over. With retain_graph another one may run over the same graph."""
         self.in_backward = False
         for unit in self._units:
-            unit.clear_recomputes()
+            unit.num_recomputes = 0
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles = []
@@ -153,7 +153,7 @@ class Gatherer:
         """Parameters are about to change: no existing graph needs a unit any more."""
         self._keeps_all = False
         for unit in self._units:
-            unit.begin_update()
+            unit.is_kept_until_update = False
         self.end_backward()
 
     @property
@@ -181,21 +181,21 @@ class Gatherer:
         if unit not in self._order:
             self._order.append(unit)
 
-    def enter(self, unit: Unit) -> None:
+    def begin_call(self, unit: Unit) -> None:
         """A call of `unit` begins."""
-        unit.begin_call()
+        unit.is_running = True
         self.running.append(unit)
         for used in unit.used_units:
             self.gather(used)
-            used.add_running_user()
+            used.num_running_users += 1
 
-    def leave(self, unit: Unit) -> None:
+    def end_call(self, unit: Unit) -> None:
         """A call of `unit` has returned."""
-        unit.end_call()
+        unit.is_running = False
         if unit in self.running:
             self.running.remove(unit)
         for used in unit.used_units:
-            used.remove_running_user()
+            used.num_running_users = max(used.num_running_users - 1, 0)
             if not self.in_backward and not used.is_running:
                 self.drop(used)
 
@@ -209,10 +209,11 @@ class Gatherer:
         """Gather `used` for calls of `user` as well: for the running one and for all later ones."""
         if used is user or used in user.used_units:
             return
-        user.add_used_unit(used)
+        user.used_units.append(used)
+        used.is_used_by_others = True
         self.gather(used)
         if user in self.running:
-            used.add_running_user()
+            used.num_running_users += 1
 
     def after_grads(self, unit: Unit) -> None:
         """Drop `unit`: all its gradients have arrived, and backward has finished all its calls.
@@ -267,7 +268,7 @@ class Gatherer:
         self._start_next(self._order[::-1], unit)
 
     def _start_next(self, order: Sequence[Unit], unit: Unit) -> None:
-        """Start to gather the unit after `unit` in `wait_on_device`, if the limits allow it."""
+        """Start to gather the unit after `unit` in `order`, if the limits allow it."""
         if self._uneven is not None:
             return
         for at, candidate in enumerate(order[:-1]):

@@ -6,7 +6,7 @@
   since the last optimizer step. A reduction adds to the reduced sum of earlier ones.
 - A gradient that arrives after its bucket was sent is late: it stays in the local sum, and the ranks agree on
   a second reduction.
-- Where the optimizer runs on the host, a reduced sum leaves for the host's store, and its buffers return to
+- Where the optimizer runs on the host, a reduced sum is copied to the host's store, and its buffers return to
   the pool. One rank sends its own sum in the parameters' dtype while each slot has one gradient.
 - On a device no buffer takes memory between the update and the next gradient, when activations take most.
 - The dtype of the local sum: that of the parameters, so one gradient is only copied. With a second gradient it
@@ -193,7 +193,7 @@ class GradBucket:
 
     Attributes:
         layout, params, index: the slots, the parameter of each, and the number of the buffer.
-        arrivals: the gradients that the running backward has brought and still brings.
+        arrivals: the gradients that the running backward has computed and will compute.
         is_sent: the reduction has begun in this backward.
         reducer: how sums are sent.
         store: the store of the reduced sum, if the update runs on the host.
@@ -247,7 +247,9 @@ class GradBucket:
         self._has_reduced = False  # `_reduced`, the gathered local sum or the store has a sum
         # for `held_bytes`, also between steps: of the last one on a device, if it had memory of its own
         self._reduced_bytes = 0
-        self._squares: Tensor | None = None  # of the only sum that has left since the last step
+        self._squares: Tensor | None = (
+            None  # of the only sum that was sent to the host since the last step
+        )
         self._payload: Tensor | None = None  # the local sum in the dtype that is sent
         self._handle: Handle | None = None  # of the reduction or the gather in flight
         self._next_handle: Handle | None = (
@@ -258,7 +260,7 @@ class GradBucket:
 
     def _use_store(self, store: GradStore) -> None:
         self.store = store
-        # a rank's buffers are freed when they are reduced, or when their sum has left
+        # a rank's buffers are freed when they are reduced, or when their sum is copied to the host
         self._frees = self._policy.shards_grads or store.is_on_host
         self._keeps_local = self.is_single_rank and not store.is_on_host
         self._keeps_views = not (self._is_on_cpu or self._frees)
@@ -320,7 +322,7 @@ class GradBucket:
         if self._filled[position] or self._factor != 1.0:
             self._widen()
             if self._filled[position]:
-                self._bring_back()
+                self._load_sum()
             view = self._views[position]
         if self._filled[position]:
             if self._factor != 1.0:
@@ -344,7 +346,7 @@ class GradBucket:
         views = self._writable_views()
         if True in self._filled and any(self._filled[at] for at in waiting):
             self._widen()
-            self._bring_back()  # it may bring an earlier sum into every slot
+            self._load_sum()  # every slot may have an earlier sum then
             views = self._views
         copied: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -420,7 +422,7 @@ class GradBucket:
         for start, stop in self.layout.gaps():
             local[start:stop].zero_()
 
-    def _bring_back(self) -> None:
+    def _load_sum(self) -> None:
         """A slot gets a second gradient in this backward: sums on one rank are taken in the order of arrival.
 
         (earlier + first) + second differs in the last bit from earlier + (first + second).
@@ -439,7 +441,7 @@ class GradBucket:
             self._allocate(self._sum_dtype)
         whole = views_in(earlier, self.layout)
         for view, value, is_filled in zip(self._views, whole, self._filled, strict=True):
-            # the same additions in the same order as if the earlier sum had never left
+            # the same additions in the same order as if the earlier sum were still in the buffer
             view.copy_(value.to(view) + view if is_filled else value)
         self._filled = [True] * len(self._filled)
 
@@ -499,8 +501,8 @@ class GradBucket:
     def hold_back(self) -> None:
         """The running backward has ended, and its gradients are not reduced yet.
 
-        On one rank they leave for the host, also where several ranks hold theirs back. Where what is sent is
-        lossy, they join the error that the reducer keeps.
+        On one rank they are copied to the host, also where several ranks hold theirs back. A lossy reducer adds
+        them to its pending error.
         """
         if self._widens and self.has_local:
             self.start_reduce()
@@ -515,7 +517,7 @@ class GradBucket:
         self.is_sent, self._is_kept = True, False
         if self.is_single_rank:
             if self.store.is_on_host:
-                self._leave(local, local)
+                self._send_to_host(local, local)
                 self._detach_local()
             return
         adds = self._has_reduced and self._reduced is not None
@@ -558,27 +560,28 @@ class GradBucket:
             self._pool.give(self._payload)
             self._payload = None
         if self.store.is_on_host and not self._gathers_sums:
-            self._leave_reduced()
+            self._send_reduced_to_host()
         elif self._policy.shards_grads:
             self._free_local()
         self._has_reduced = True
 
-    def _leave_reduced(self) -> None:
-        """This rank's part of the sum leaves; the local sum is free, unless it contains that part."""
+    def _send_reduced_to_host(self) -> None:
+        """Copy this rank's part of the sum to the host. The local sum is free, unless it contains that part."""
         reduced, local = self._reduced, self._local
         assert reduced is not None and local is not None
-        rest = self.reducer.cross_replicas(reduced)  # what leaves is not summed again on the device
+        # a sum on the host is not summed again on the device
+        rest = self.reducer.cross_replicas(reduced)
         if rest is not None:
             rest.wait()
         if self._reduced_is_in_local():
-            self._leave(reduced, local)
+            self._send_to_host(reduced, local)
             self._detach_local()
         else:
             self._free_local()
-            self._leave(reduced, reduced)
+            self._send_to_host(reduced, reduced)
         self._reduced = None
 
-    def _leave(self, source: Tensor, buffer: Tensor) -> None:
+    def _send_to_host(self, source: Tensor, buffer: Tensor) -> None:
         """Start to copy `source` to the host; then its `buffer` returns to the pool."""
         # the norm is that of what is stored: a sum of fewer bits is rounded on the host
         is_exact = not self._has_reduced and source.dtype.itemsize <= self._sum_dtype.itemsize
@@ -769,7 +772,9 @@ class GradBucket:
         if saved.local is not None:
             self._allocate(saved.local.dtype).copy_(saved.local)
             self._filled = list(saved.filled)
-        if saved.reduced is not None and self._keeps_local:  # saved with offload, where sums leave
+        if (
+            saved.reduced is not None and self._keeps_local
+        ):  # saved with offload, where sums are on the host
             self._continue_sum(saved.reduced.to(self._device))
         elif saved.reduced is not None:
             if self.store.is_on_host and not self._gathers_sums:

@@ -138,7 +138,7 @@ class Master:
     def compute(self) -> Tensor:
         """The values that forward computes with, [n]."""
         self.params.arrive()
-        sharded = self.is_sharded or self.params.is_sharded
+        sharded = self.is_sharded or self.params.shards_params
         return self.params.shard if sharded else self.params.raw
 
     @property
@@ -262,24 +262,14 @@ class Master:
         compute: the result of `begin_send`, which must not be called in that thread: it may wait for this copy.
         """
         if self.params.is_on_disk:
-            return self._write_to_disk(values)
+            self.params.stored_shard.write(values)
+            return FinishedJob()
         return self.host.copier.send(values, compute, after)
-
-    @torch.no_grad()
-    def send_kept(self, values: Tensor, compute: Tensor, after: Mark | None) -> JobHandle:
-        """The same for `values` in memory of the caller, which waits before it writes to them again."""
-        if self.params.is_on_disk:
-            return self._write_to_disk(values)
-        return self.host.copier.copy(values, compute, after)
-
-    def _write_to_disk(self, values: Tensor) -> JobHandle:
-        self.params.stored_shard.write(values)
-        return FinishedJob()
 
     @property
     def publishes(self) -> bool:
         """Other ranks need this rank's new values, or the values of a unit are gathered again."""
-        return self.is_sharded or self.params.is_sharded
+        return self.is_sharded or self.params.shards_params
 
     def publish(self) -> None:
         """Start to send this rank's new values, or how they differ from what all ranks hold; if it must."""
@@ -287,7 +277,7 @@ class Master:
             return
         self.has_sent_delta = self.sends_differences
         if self.has_sent_delta:
-            self.params.start_publish(near=self._tensor)
+            self.params.start_publish(target=self._tensor)
         else:
             self.params.start_publish()
 

@@ -77,7 +77,7 @@ class ParamMemory(ABC):
         """This rank's parts are about to be written, or have been. For all ranks, once for all buffers."""
 
     @abstractmethod
-    def leave(self) -> Tensor:
+    def release(self) -> Tensor:
         """This engine ends: the tensor that takes the place of `raw`, to which user code may write."""
 
 
@@ -105,7 +105,7 @@ class OwnMemory(ParamMemory):
     def wait_for_readers(self) -> None:
         return
 
-    def leave(self) -> Tensor:
+    def release(self) -> Tensor:
         return self.raw
 
 
@@ -156,7 +156,7 @@ class ParamBucket:
     """Owns one flat buffer of parameters: its memory, this rank's shard, what `.data` of each parameter is.
 
     Attributes:
-        is_sharded: ranks keep one shard each between uses (stage 3); else each keeps the full buffer.
+        shards_params: ranks keep one shard each between uses (stage 3); else each keeps the full buffer.
         is_written: user code has written to parameters since the owner of the master last cleared it, as far
             as version counters and assignments to `.data` show.
     """
@@ -169,25 +169,25 @@ class ParamBucket:
         group: FlatGroup,
         *,
         index: int,
-        is_sharded: bool,
+        shards_params: bool,
         store: ShardStore,
         memory: ParamMemory,
     ) -> None:
         """Move `params` (in the order of `layout.slots`) into `memory`, with the values of rank 0.
 
         Peak memory: the parameters plus this buffer; each parameter frees its memory as soon as it is
-        copied. With `is_sharded` only the shard stays.
+        copied. With `shards_params` only the shard stays.
         """
         self.layout = layout
         self.params = tuple(params)
         self.index = index
-        self.is_sharded = is_sharded
+        self.shards_params = shards_params
         self.group = group
         self.collectives = collectives = group.collectives
         self.sender = memory.sender
         self._state = ShardState.UNSHARDED
         self._handle: Handle | None = None  # while it is in flight
-        self._reshards = is_sharded
+        self._reshards = shards_params
         self._overridden: dict[int, Tensor] = {}  # position -> the tensor that replaces `.data`
         self.memory = memory
         self.raw = memory.raw
@@ -201,14 +201,14 @@ class ParamBucket:
         self._versions = self._sum_versions()
         self.is_written = False
         self.stored_shard: Shard = DeviceShard(memory.own)
-        if is_sharded:
-            self.stored_shard = store.add(index, memory.own, self._on_device)
+        if shards_params:
+            self.stored_shard = store.add(index, memory.own, self._to_device)
         self._arrival: JobHandle | None = None
         self._deferred = Deferred.NOTHING
-        if is_sharded:
+        if shards_params:
             self.reshard()
 
-    def _on_device(self, values: Tensor) -> Tensor:
+    def _to_device(self, values: Tensor) -> Tensor:
         """A copy of `values` from which the other ranks gather."""
         return self.collectives.empty(values.numel(), values.dtype).copy_(values)
 
@@ -335,7 +335,7 @@ class ParamBucket:
     @property
     def is_on_host(self) -> bool:
         """The shard is in host memory, or on a disk."""
-        return self.is_sharded and self.stored_shard.is_on_host
+        return self.shards_params and self.stored_shard.is_on_host
 
     @property
     def is_on_disk(self) -> bool:
@@ -368,7 +368,7 @@ class ParamBucket:
             self._state = ShardState.SHARDED  # if the wait raises
             handle.wait()
             self._state = ShardState.UNSHARDED
-            if self.is_sharded or self.is_deferred:
+            if self.shards_params or self.is_deferred:
                 self._deferred = Deferred.NOTHING
                 self._point_to(self._views)
 
@@ -387,27 +387,27 @@ class ParamBucket:
             self.raw.untyped_storage().resize_(0)
             self._state = ShardState.SHARDED
 
-    def start_publish(self, near: Tensor | None = None) -> None:
+    def start_publish(self, target: Tensor | None = None) -> None:
         """The shard has changed: start to gather it, if the full buffer stays gathered between steps.
 
         Earlier writes to the full parameters are lost, unless `take_edits` was called first.
-        near: new values of this rank's part, which the buffer moves to: see `ParamSender.publish`.
+        target: new values of this rank's part, which the buffer moves to: see `ParamSender.publish`.
         """
         self.sender.forget()
         if self._reshards:
             return
         self._state = ShardState.SHARDED
-        if near is None:
+        if target is None:
             self.start_unshard()
         else:
-            self._handle = self.sender.publish(self.raw, near)
+            self._handle = self.sender.publish(self.raw, target)
             self._state = ShardState.IN_FLIGHT
 
     # -- what `param.data` refers to --------------------------------------------------------------------
 
     def end_sharing(self) -> None:
         """The engine ends: parameters get memory of their own."""
-        self.raw = self.memory.leave()
+        self.raw = self.memory.release()
         self._views = views_in(self.raw, self.layout)
         self._point_to(self._views)
 
@@ -426,7 +426,7 @@ class ParamBucket:
     def clear_override(self, position: int) -> None:
         """End `override`; the values of `full` are lost unless they were written to the shard."""
         del self._overridden[position]
-        is_dropped = self.is_deferred or (self.is_sharded and not self.is_unsharded)
+        is_dropped = self.is_deferred or (self.shards_params and not self.is_unsharded)
         here = self._placeholders if is_dropped else self._views
         self.params[position].data = here[position]
 
@@ -484,9 +484,9 @@ class ParamBucket:
             if only is None or not _is_same(self.params[only], self._views[only]):
                 is_written = self._take_assigned() or is_written
         self.is_written |= is_written
-        if self.is_sharded and is_written:  # the counters do not say which slot
+        if self.shards_params and is_written:  # the counters do not say which slot
             self._write_back(None)
-        elif self.is_sharded and not self.is_on_host:
+        elif self.shards_params and not self.is_on_host:
             self._write_back(only)
 
     def _sum_versions(self) -> int:

@@ -122,15 +122,15 @@ REDUCTIONS_IN_FLIGHT = 2  # one is sent while the one before it is summed; 0 wit
 @final
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """A backward through a part of the model: the gradients that it brings, and those that it reduces."""
+    """A backward through a part of the model: the gradients that it computes, and those that it reduces."""
 
-    brings: Set[GradBucket]
+    computes: Set[GradBucket]
     reduces: Set[GradBucket]
 
 
 @final
 class Reduction:
-    """Reduces flat gradients in the order of `wait_on_device`. `start_*`, `end_*`, `reduce_*` and
+    """Reduces flat gradients in `order`. `start_*`, `end_*`, `reduce_*` and
     `cross_replicas` are for all ranks of each group."""
 
     def __init__(
@@ -159,7 +159,7 @@ class Reduction:
         self._known = known
         self._numel = self._count_numel()
         self._depth = in_flight
-        self._running = self.order  # what the current backward brings gradients for
+        self._running = self.order  # those of the current backward
         self._scope: Scope | None = None
         self._next = 0
         self._in_flight: list[GradBucket] = []
@@ -169,7 +169,7 @@ class Reduction:
         self._reduces = True
         # buckets with gradients of whole backward passes that are not reduced yet
         self._held: set[GradBucket] = set()
-        self.has_sums = False  # a backward has brought gradients since the last step
+        self.has_sums = False  # a backward has computed gradients since the last step
 
     def _count_numel(self) -> int:
         """The elements of all buffers, on the rank that has the most."""
@@ -187,13 +187,13 @@ class Reduction:
         Args:
             ends_step: the backward is likely to be the last of its step, the same on all ranks: sums cross to
                 replicas during it. If it is wrong they cross later or more often, and are the same.
-            scope: what the backward brings and reduces; None: everything.
+            scope: what the backward computes and reduces; None: everything.
         """
         if scope is None:
             self.settle()  # buffers may be written again only when they are not being sent
             self._running = self.order
         else:
-            self._running = [bucket for bucket in self.order if bucket in scope.brings]
+            self._running = [bucket for bucket in self.order if bucket in scope.computes]
             for bucket in self._running:
                 self.settle(bucket)
         self._reduces = reduces
@@ -263,8 +263,8 @@ class Reduction:
         """Sum every gradient over the ranks, also those that were held back. The host waits for no device.
 
         Args:
-            num_writes: of this rank's user code to parameters, below NUM_COUNTS; the others hear it.
-            must_stop: this rank's process was asked to stop; the others hear it.
+            num_writes: of this rank's user code to parameters, below NUM_COUNTS; the message tells all ranks.
+            must_stop: this rank's process was asked to stop; the message tells all ranks.
 
         Sends 16 bytes to each rank beside the gradients, or one (stage 0 on devices). `end_finish` must follow.
         """
@@ -424,7 +424,7 @@ class Reduction:
         return any(bucket.is_lossy for bucket in self.order)
 
     def undo(self) -> None:
-        """The step is skipped: what was sent in it is owed again, where it is lossy. Before `reset`."""
+        """The step is skipped: a lossy reducer adds what was sent to its pending error. Before `reset`."""
         self.settle()
         for bucket in self.order:
             bucket.reducer.undo()

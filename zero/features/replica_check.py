@@ -100,10 +100,10 @@ class ReplicaCheck:
             return ""
         differing = dict.fromkeys(places[at][0].flat for at in found)
         for flat in differing:
-            if flat.is_sharded:
+            if flat.shards_params:
                 flat.start_publish()
                 flat.wait()
-        is_restored = all(flat.is_sharded for flat in differing)
+        is_restored = all(flat.shards_params for flat in differing)
         if is_restored:
             self._base = self._versions
         first = columns[found[0]]

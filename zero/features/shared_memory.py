@@ -80,7 +80,7 @@ class SharedMemory(ParamMemory):
             self._found.writable, buffer=self._buffer, kind="all_gather"
         )
 
-    def leave(self) -> Tensor:
+    def release(self) -> Tensor:
         return self.raw.clone()
 
 

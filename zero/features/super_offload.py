@@ -188,7 +188,7 @@ class Speculation:
 
         def work() -> None:
             self.wait()
-            arrival.sent(self.master.send_kept(self._values(), compute, mark))
+            arrival.sent(host.copier.copy(self._values(), compute, mark))
 
         handle = host.queues.updates.run(work)
         arrival.begin(handle)

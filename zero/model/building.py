@@ -187,7 +187,7 @@ class Builder:
             kind.dtype,
             group,
             index=index,
-            is_sharded=group.policy.shards_params,
+            shards_params=group.policy.shards_params,
             store=self._stores.shards,
             memory=self._memory(layout, kind, group, index, name),
         )

@@ -81,7 +81,7 @@ class Memory:
                 flat.layout.shard_numel,
                 flat.dtype.itemsize,
             )
-            own += (shard_numel if flat.is_sharded else numel) * size
+            own += (shard_numel if flat.shards_params else numel) * size
             whole += numel * size
         for grads in self._grads:
             policy, dtype = grads.group.policy, grads.params[0].dtype
@@ -100,7 +100,7 @@ class Memory:
         Memory that several ranks have in common counts in parts.
         """
         params = sum(
-            flat.shard.nbytes if flat.is_sharded else flat.full_bytes // flat.memory.num_holders
+            flat.shard.nbytes if flat.shards_params else flat.full_bytes // flat.memory.num_holders
             for flat in self._params
             if not flat.is_on_host
         )
@@ -115,7 +115,7 @@ class Memory:
         return sum(
             flat.full_bytes
             for flat in self._params
-            if flat.is_sharded and flat.raw.untyped_storage().nbytes()
+            if flat.shards_params and flat.raw.untyped_storage().nbytes()
         )
 
     def _scratch_bytes(self) -> int:

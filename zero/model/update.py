@@ -53,7 +53,7 @@ class Updater:
             )
         ]
         self.masters.sort(key=lambda master: master.grads.group.number)
-        place = {id(grads): at for at, grads in enumerate(model.flat_grads)}
+        place = {id(grads): at for at, grads in enumerate(model.reduction.order)}
         self._as_sums_arrive = sorted(self.masters, key=lambda master: place[id(master.grads)])
         self.world = World(model.collectives, tuple(_flat(master) for master in self.masters))
         self.stores = model.stores
@@ -265,7 +265,7 @@ class Updater:
         for master, arrival in arrivals:
             if master.params.may_be_resharded:
                 master.params.expect(arrival)  # the unit's next use waits for it
-            elif self.stores.defers and not master.params.is_sharded:
+            elif self.stores.defers and not master.params.shards_params:
                 master.params.defer(arrival, gathers=master.is_sharded)
             else:
                 arrival.wait_on_device()
