@@ -65,7 +65,7 @@ from .model.arguments import (
     resolve_together,
     with_model,
 )
-from .model.compiling import Compiler
+from .model.compiling import BlockCompiler
 from .model.dividing import Divided, divide
 from .model.precision import DTYPES, buffers_that_follow, policy_of
 from .optim.loss_scale import GradientFactor, build_loss_scale
@@ -196,7 +196,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
     recomputing, undo_storing = _recomputing(config, blocks, device, mesh)
-    compiler = Compiler(model, blocks, config, recomputing)
+    compiler = BlockCompiler(model, blocks, config, recomputing)
     # values, flat buffers, the optimizer
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
     divided.start_proof(mesh, sharded.holding)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..zero.core.reduction import StepStatus
     from ..zero.model.auto_ratio import AutoRatio
     from .checkpoint.saver import Saver
-    from .model.compiling import Compiler
+    from .model.compiling import BlockCompiler
     from .optim.schedule_base import Scheduler
 
 
@@ -108,7 +108,7 @@ class Parts:
     report: StepReport
     loader: Any
     undo: list[Callable[[], None]]  # for the end, the last one first
-    compiler: Compiler
+    compiler: BlockCompiler
     saver: Saver | None  # None: no checkpoint was saved yet
     preemption: Preemption
     opened: list[Collectives]  # of all groups that this engine uses

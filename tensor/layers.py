@@ -35,7 +35,7 @@ class Region:
         self.draws = draws
         self._overlaps = overlaps
         self._layers: list[nn.Module] = []  # those that enter
-        self._entry: overlap.Entry | None = None
+        self._entry: overlap.RegionInput | None = None
         self._input: Tensor | None = None
         self._had_grad = False
         self._entered: Tensor | None = None

@@ -23,7 +23,7 @@ from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
 from ...zero.checkpoint.ranges import Range
-from ...zero.checkpoint.snapshot import Block, Snapshot, name_of
+from ...zero.checkpoint.snapshot import Snapshot, StateBlock, name_of
 from ..data.loaders import keeps_position, loader_position
 from ..parts import Parts
 from ..steps.counters import Counters
@@ -32,11 +32,11 @@ from .format import constants_to_json
 from .hyperparameters import check_state_values
 from .io.folders import check_folder, check_tag, discard, make_folder
 from .io.storage import Claim
-from .io.tensor_file import Entry, bytes_of, dense
+from .io.tensor_file import TensorEntry, bytes_of, dense
 from .manifest import FileRecord, RankPart
 from .packing import pack
 from .random_state import read_random_state
-from .saver import DOING, Job, build_saver
+from .saver import DOING, SaveJob, build_saver
 
 log = logging.getLogger("xds")
 
@@ -56,7 +56,7 @@ class _Content:
     """The tensors and values that this rank writes."""
 
     snapshot: Snapshot
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TensorEntry] = field(default_factory=list)
     ranges: list[Range] = field(default_factory=list)
     state: Any = None
     own: Any = None
@@ -66,10 +66,10 @@ class _Content:
         """Add a tensor that is in no flat buffer, and return its name."""
         name = f"{prefix}/{self._num_put}"  # the same on every rank that puts the same
         self._num_put += 1
-        self.entries.append(Entry(name, tensor, 0, tensor.numel()))
+        self.entries.append(TensorEntry(name, tensor, 0, tensor.numel()))
         return name
 
-    def add(self, block: Block) -> None:
+    def add(self, block: StateBlock) -> None:
         """Add this rank's share of a block."""
         check_storable(self.snapshot.flats[block.flat].slots[0].name, block.tensor)
         start, stop = block.start, block.stop
@@ -80,7 +80,7 @@ class _Content:
         name = f"{block.key}/{block.flat}/{start}"
         dtype = name_of(block.tensor.dtype)
         here = (start - block.start, stop - block.start)
-        self.entries.append(Entry(name, block.tensor, *here, block.blocks))
+        self.entries.append(TensorEntry(name, block.tensor, *here, block.blocks))
         self.ranges.append(
             Range(block.flat, block.key, start, stop, self.snapshot.rank, name, dtype)
         )
@@ -146,7 +146,7 @@ def save_checkpoint(
             discard(claim.folder)
             claim.release()
         raise
-    job = Job(
+    job = SaveJob(
         collectives=collectives,
         save_dir=folder,
         folder=folder / shared[0][1][0],
@@ -264,7 +264,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> dict[str, Any] 
     return {"type": kind_of(optimizer), "groups": groups}
 
 
-def _buffer_blocks(snapshot: Snapshot) -> dict[str, Block]:
+def _buffer_blocks(snapshot: Snapshot) -> dict[str, StateBlock]:
     flats = snapshot.flats
     found = [block for block in snapshot.values if flats[block.flat].kind == "buffer"]
     return {flats[block.flat].slots[0].name: block for block in found}

@@ -41,7 +41,7 @@ VARIANTS_A_BLOCK = 4
 
 
 @final
-class Compiler:
+class BlockCompiler:
     """Compiles the blocks of one model on demand; `undo` restores the eager forwards."""
 
     def __init__(

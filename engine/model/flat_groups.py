@@ -36,14 +36,14 @@ DATA_AXES: tuple[Axis, ...] = ("data", "sequence")
 HIERARCHICAL = "zero_optimization.mics_hierarchical_params_gather = true"
 
 
-class Host(NamedTuple):
+class RankHost(NamedTuple):
     """The host of a rank: a number that identifies it, and its name."""
 
     number: int
     name: str
 
 
-Hosts = Callable[[], Sequence[Host]]  # of all ranks, in their order
+Hosts = Callable[[], Sequence[RankHost]]  # of all ranks, in their order
 
 
 class ShardGroups(ABC):
@@ -131,10 +131,10 @@ class OnlyReplicas(ShardGroups):
         return OneGroup().open(mesh, whole, policy, 0, scheme)
 
 
-def hosts_of(world: Collectives) -> list[Host]:
+def hosts_of(world: Collectives) -> list[RankHost]:
     """The host of each rank. A collective."""
     names = all_gather_json(world, platform.node(), "names of hosts")
-    return [Host(*pair) for pair in zip(host_numbers(world), names, strict=True)]
+    return [RankHost(*pair) for pair in zip(host_numbers(world), names, strict=True)]
 
 
 def build_shard_groups(config: Config, mesh: Mesh, hosts: Hosts, *, is_first: bool) -> ShardGroups:
@@ -163,7 +163,7 @@ def build_shard_groups(config: Config, mesh: Mesh, hosts: Hosts, *, is_first: bo
     return Replicas(size, size if length == 1 else length)
 
 
-def ranks_of_host(mesh: Mesh, size: int, hosts: Sequence[Host]) -> int:
+def ranks_of_host(mesh: Mesh, size: int, hosts: Sequence[RankHost]) -> int:
     """The ranks that a shard group of `size` ranks has on each of its hosts.
 
     Raises:
@@ -187,9 +187,9 @@ def _length(numbers: Sequence[int]) -> int | None:
     return found if found > 1 or len(set(numbers)) == len(numbers) else None
 
 
-def _described(ranks: Sequence[int], hosts: Sequence[Host]) -> str:
+def _described(ranks: Sequence[int], hosts: Sequence[RankHost]) -> str:
     """The ranks of a shard group on each of its hosts, in words."""
-    on_host: dict[Host, list[int]] = {}
+    on_host: dict[RankHost, list[int]] = {}
     for rank in ranks:
         on_host.setdefault(hosts[rank], []).append(rank)
     parts = [f"{', '.join(map(str, found))} on host {host.name}" for host, found in on_host.items()]
@@ -331,7 +331,7 @@ __all__ = [
     "ALL_RANKS",
     "BuildPolicy",
     "DATA_AXES",
-    "Host",
+    "RankHost",
     "Hosts",
     "ShardGroups",
     "build_shard_groups",

@@ -34,7 +34,7 @@ from ...zero.model.stage_units import StageUnits
 from ..config.config import Config
 from ..model.arguments import Runs, is_cut, is_part
 from ..model.compressing import Messages
-from ..model.flat_groups import Host, build_shard_groups, open_flat_groups
+from ..model.flat_groups import RankHost, build_shard_groups, open_flat_groups
 from ..model.pipelining import Cut, partition_of, plan_schedule
 from ..model.precision import policy_of
 from ..model.slicing import plan_slices, ways_here
@@ -112,7 +112,8 @@ class Shares:
         self._mesh = mesh
         self._ranks_per_host = ranks_per_host
         hosts = [
-            Host(number, str(number)) for number in (r // ranks_per_host for r in range(mesh.size))
+            RankHost(number, str(number))
+            for number in (r // ranks_per_host for r in range(mesh.size))
         ]
         self._shard_groups = build_shard_groups(config, mesh, lambda: hosts, is_first=False)
         self.blocks: list[tuple[str, nn.Module]] = (

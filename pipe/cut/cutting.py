@@ -8,14 +8,14 @@ from torch import nn
 
 from ..module import PipelineModule
 from .layer_lists import LayerListPart, PipelineLayers, SequentialLayers
-from .part import Part, Placement
+from .part import Part, StagePlacement
 from .plain_models import PlainModelPart, Sides
 
 
 def cut_model(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    placement: Placement,
+    placement: StagePlacement,
     rank: int,
     partition: str | Sequence[int] | None = None,
     sides: Sides | None = None,

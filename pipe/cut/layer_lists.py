@@ -15,7 +15,7 @@ from ..partition import LayerSize, partition_layers, stage_of_layer
 from .costs import size_of
 from .flows import pack, unpack
 from .names import names_of, names_of_part
-from .part import Block, Flow, Part, Placement
+from .part import Block, Flow, Part, StagePlacement
 
 
 class LayerList(ABC):
@@ -169,7 +169,7 @@ class LayerListPart(Part):
     def __init__(
         self,
         layers: LayerList,
-        placement: Placement,
+        placement: StagePlacement,
         rank: int,
         partition: str | Sequence[int] | None,
     ) -> None:

@@ -21,9 +21,9 @@ from .costs import size_of, sum_of
 from .likeness import Likeness, ZeroParameter
 from .meta_copies import meta_copy
 from .names import names_of, names_of_part
-from .part import Block, Flow, Names, Part, Placement
+from .part import Block, Flow, Names, Part, StagePlacement
 from .stand_ins import Director, StandIn
-from .surroundings import FIRST, LAST, Surroundings, find_surroundings
+from .surroundings import FIRST, LAST, OuterModules, find_surroundings
 from .zeros import ZeroOutputs
 
 _COLLECTED = {
@@ -50,7 +50,7 @@ class PlainModelPart(Part):
         self,
         model: nn.Module,
         blocks: Sequence[tuple[str, nn.Module]],
-        placement: Placement,
+        placement: StagePlacement,
         rank: int,
         partition: str | Sequence[int] | None,
         sides: Sides,
@@ -122,7 +122,7 @@ class PlainModelPart(Part):
         self._likeness.outputs.append(zeros)
         return zeros
 
-    def _replace_parameters(self, around: Surroundings) -> None:
+    def _replace_parameters(self, around: OuterModules) -> None:
         """Parameters that the model itself holds are on the first and the last stage; others get zeros."""
         for ancestor in around.ancestors.values():
             for name, param in list(ancestor._parameters.items()):
@@ -141,7 +141,7 @@ class ModelOutline:
     whole: the names of all parameters.
     """
 
-    around: Surroundings
+    around: OuterModules
     stage_of: tuple[int, ...]
     roles: Mapping[str, Role]
     holders: Mapping[str, set[int]]
@@ -151,7 +151,7 @@ class ModelOutline:
 def outline_model(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    placement: Placement,
+    placement: StagePlacement,
     partition: str | Sequence[int] | None,
     sides: Sides,
 ) -> ModelOutline:
@@ -229,7 +229,7 @@ def _check_batch(batch: Any) -> None:
 def _bounds(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    around: Surroundings,
+    around: OuterModules,
     partition: str | Sequence[int] | None,
     num_stages: int,
 ) -> tuple[int, ...]:
@@ -246,7 +246,7 @@ def _bounds(
 def _roles(
     blocks: Sequence[tuple[str, nn.Module]],
     stage_of: Sequence[int],
-    around: Surroundings,
+    around: OuterModules,
     last_stage: int,
 ) -> dict[str, Role]:
     roles = {}
@@ -260,7 +260,7 @@ def _roles(
 
 
 def _holders(
-    model: nn.Module, around: Surroundings, roles: Mapping[str, Role], placement: Placement
+    model: nn.Module, around: OuterModules, roles: Mapping[str, Role], placement: StagePlacement
 ) -> dict[str, set[int]]:
     """Name of a parameter -> the pipeline ranks that hold it under this name."""
     holders: dict[str, set[int]] = {}

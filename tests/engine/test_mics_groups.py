@@ -15,7 +15,7 @@ from models import build
 from placed_ranks import placed
 
 import xds
-from xds.engine.model.flat_groups import Host, ranks_of_host
+from xds.engine.model.flat_groups import RankHost, ranks_of_host
 from xds.ops.mesh import Mesh
 
 TWO_LEVELS = {"mics_hierarchical_params_gather": True}
@@ -112,14 +112,14 @@ def test_hosts_that_a_group_cuts_unevenly_are_named_on_all_ranks() -> None:
 
 def test_ranks_of_a_host_in_a_mesh() -> None:
     mesh = Mesh(pipe=2, data=4, tensor=2)
-    hosts = [Host(rank // 8, "") for rank in range(16)]
+    hosts = [RankHost(rank // 8, "") for rank in range(16)]
     assert ranks_of_host(mesh, 4, hosts) == 4
-    assert ranks_of_host(mesh, 4, [Host(rank // 4, "") for rank in range(16)]) == 2
-    assert ranks_of_host(mesh, 4, [Host(rank // 2, "") for rank in range(16)]) == 1
+    assert ranks_of_host(mesh, 4, [RankHost(rank // 4, "") for rank in range(16)]) == 2
+    assert ranks_of_host(mesh, 4, [RankHost(rank // 2, "") for rank in range(16)]) == 1
     with pytest.raises(
         xds.UsageError, match=r"the group of rank 0 has ranks 0, 2, 4 on host a and 6 on host b"
     ):
-        ranks_of_host(mesh, 4, [Host(rank // 6, "ab"[rank // 6 % 2]) for rank in range(16)])
+        ranks_of_host(mesh, 4, [RankHost(rank // 6, "ab"[rank // 6 % 2]) for rank in range(16)])
 
 
 def test_another_optimizer_is_that_of_plain_zero() -> None:

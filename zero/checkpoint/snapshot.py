@@ -35,7 +35,7 @@ SCALARS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class StateBlock:
     """`tensor` holds elements [start, start + numel) of `key` of flat number `flat`.
 
     blocks: reads its values, if they are on a disk; then the tensor has none.
@@ -63,7 +63,7 @@ class Held:
     name: of the parameter if the tensor is a full parameter with its own shape; else None.
     group: the index of its group in the optimizer.
     state_storage: where its states are between updates.
-    is_shard: as in `Block`.
+    is_shard: as in `StateBlock`.
     """
 
     tensor: Tensor
@@ -122,8 +122,8 @@ class Snapshot:
         self.optimizer = optimizer
         self.state = {} if optimizer is None else optimizer.state  # by the optimizer's tensors
         self.flats: list[SavedFlat] = []
-        self.values: list[Block] = []
-        self.states: list[Block] = []
+        self.values: list[StateBlock] = []
+        self.states: list[StateBlock] = []
         self.constants: list[ConstantRange] = []
         self._layouts: list[FlatLayout] = []
         self._groups: list[FlatGroup] = []  # of each flat
@@ -179,7 +179,9 @@ class Snapshot:
                 blocks = flat.stored_shard.blocks()
                 if master is not None:
                     blocks = master.state_storage.blocks_of(tensor)
-                self.values.append(Block(number, "value", start, tensor, blocks, is_shard=is_part))
+                self.values.append(
+                    StateBlock(number, "value", start, tensor, blocks, is_shard=is_part)
+                )
 
     def _add_alone(self, module: nn.Module) -> None:
         inside = {id(p) for unit in self.sharded.units for flat in unit.params for p in flat.params}
@@ -209,9 +211,9 @@ class Snapshot:
             self.flats[number] = replace(flat, tied=tied)
 
     def _append(
-        self, flat: SavedFlat, tensor: Tensor, key: str, blocks: list[Block], group: FlatGroup
+        self, flat: SavedFlat, tensor: Tensor, key: str, blocks: list[StateBlock], group: FlatGroup
     ) -> None:
-        blocks.append(Block(len(self.flats), key, 0, tensor))
+        blocks.append(StateBlock(len(self.flats), key, 0, tensor))
         self.flats.append(flat)
         self._groups.append(group)
 
@@ -258,7 +260,7 @@ class Snapshot:
             elif value.shape == held.tensor.shape:
                 blocks = held.state_storage.blocks_of(value)
                 self.states.append(
-                    Block(held.flat, name, held.start, value, blocks, is_shard=held.is_shard)
+                    StateBlock(held.flat, name, held.start, value, blocks, is_shard=held.is_shard)
                 )
             elif held.name is not None:
                 flat = _alone("state", f"{held.name}/{key}", value)
@@ -318,7 +320,7 @@ class Snapshot:
 
     # -- what lossy messages have not sent ----------------------------------------------------------------
 
-    def pending_errors(self) -> list[Block]:
+    def pending_errors(self) -> list[StateBlock]:
         """The errors of this rank, and the values of forward where these are only close to the masters."""
         blocks = []
         for master in self.masters:
@@ -326,11 +328,11 @@ class Snapshot:
             rank = master.grads.group.everyone.rank
             start = master.params.layout.shard_range(master.rank)[0]
             if pending is not None:
-                blocks.append(Block(number, f"{ERROR}{rank}", 0, pending.error, is_own=True))
+                blocks.append(StateBlock(number, f"{ERROR}{rank}", 0, pending.error, is_own=True))
                 if pending.server is not None:
-                    blocks.append(Block(number, SERVER, start, pending.server, is_shard=True))
+                    blocks.append(StateBlock(number, SERVER, start, pending.server, is_shard=True))
             if master.has_sent_delta:
-                blocks.append(Block(number, COPY, start, master.compute, is_shard=True))
+                blocks.append(StateBlock(number, COPY, start, master.compute, is_shard=True))
         return blocks
 
     def pending_error_state(self) -> dict[str, Any]:
@@ -345,7 +347,7 @@ class Snapshot:
 
     # -- gradients in the middle of an accumulation -----------------------------------------------------
 
-    def grad_totals(self) -> list[Block]:
+    def grad_totals(self) -> list[StateBlock]:
         """This rank's shards of the sums over ranks that no update has used yet."""
         blocks = []
         for master in self.masters:
@@ -353,7 +355,7 @@ class Snapshot:
             if total is not None:
                 start = master.params.layout.shard_range(master.rank)[0]
                 number = self.number_of(master)
-                blocks.append(Block(number, "grad", start, total, is_shard=True))
+                blocks.append(StateBlock(number, "grad", start, total, is_shard=True))
         return blocks
 
     @property

@@ -22,7 +22,7 @@ from ...offload.interfaces import (
     StateStorage,
 )
 from ...ops.flat import fingerprint, take_edits
-from ...ops.optim.shard_optimizer import Item, Old, Part, Update
+from ...ops.optim.shard_optimizer import Item, Old, ParamPart, Update
 from ..layout.groups import master_dtype
 from ..layout.layout import Piece
 from .grad_bucket import GradBucket
@@ -317,10 +317,12 @@ class Master:
         handles[0].wait_on_device()
 
 
-def parts_in(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Part, ...]:
+def parts_in(pieces: Sequence[Piece], start: int, stop: int) -> tuple[ParamPart, ...]:
     """The pieces that begin in [start, stop), relative to `start`."""
     return tuple(
-        Part(p.slot.name, p.slot.shape, p.slot.group, p.start - start, p.stop - start, p.slot_start)
+        ParamPart(
+            p.slot.name, p.slot.shape, p.slot.group, p.start - start, p.stop - start, p.slot_start
+        )
         for p in pieces
         if start <= p.start < stop
     )

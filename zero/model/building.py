@@ -22,7 +22,7 @@ from ..core.unit import Unit
 from ..features.shared_memory import KEY, check_not_written, shared_memory
 from ..layout.discover import UnitPlan, plan_units
 from ..layout.groups import FlatGroup, FlatGroups, buffer_of
-from ..layout.layout import Entry, FlatLayout, plan_flat
+from ..layout.layout import FlatLayout, ParamEntry, plan_flat
 
 log = logging.getLogger("xds")
 WHOLE_BUFFERS = 1 << 11  # the first number of buffers of what tensor ranks hold whole
@@ -148,7 +148,7 @@ class Builder:
         box_of = self._flat_groups.box_of
         return plan_flat(
             [
-                Entry(name, tuple(p.shape), self._groups.get(id(p), 0), box_of(p))
+                ParamEntry(name, tuple(p.shape), self._groups.get(id(p), 0), box_of(p))
                 for name, p in entries
             ],
             group.collectives.world_size,
@@ -157,7 +157,9 @@ class Builder:
     def _most_numel(self, entries: _Entries, group: FlatGroup) -> int:
         """The elements of the buffer with `entries` on the tensor rank that has the most."""
         shapes = {name: self._flat_groups.shapes_of(param)[1] for name, param in entries}
-        largest = [Entry(name, shapes[name], self._groups.get(id(p), 0)) for name, p in entries]
+        largest = [
+            ParamEntry(name, shapes[name], self._groups.get(id(p), 0)) for name, p in entries
+        ]
         return plan_flat(largest, group.collectives.world_size).numel
 
     def _number(self, group: FlatGroup) -> int:
