@@ -56,7 +56,7 @@ from .config.config import Config
 from .config.scheduler import warmup_steps
 from .engine import Engine
 from .model.arguments import (
-    Runs,
+    BlockRuns,
     check_arguments,
     check_same_model,
     check_whole,
@@ -66,7 +66,7 @@ from .model.arguments import (
     with_model,
 )
 from .model.compiling import BlockCompiler
-from .model.dividing import Divided, divide
+from .model.dividing import LocalModel, divide
 from .model.precision import DTYPES, buffers_that_follow, policy_of
 from .optim.loss_scale import GradientFactor, build_loss_scale
 from .optim.optimizers import (
@@ -190,8 +190,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     if keeps_a_part or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
     messages, scheme = _messages(config, collectives)
-    divided = divide(model, config, mesh, collectives, partial(policy_of, config), scheme)
-    model, runs, flat_groups = divided.model, divided.runs, divided.groups
+    local = divide(model, config, mesh, collectives, partial(policy_of, config), scheme)
+    model, runs, flat_groups = local.model, local.runs, local.groups
     with agreeing(collectives, "xds.initialize"):
         groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
@@ -199,18 +199,18 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     compiler = BlockCompiler(model, blocks, config, recomputing)
     # values, flat buffers, the optimizer
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
-    divided.start_proof(mesh, sharded.holding)
+    local.start_proof(mesh, sharded.holding)
     updater = Updater(sharded)
     with agreeing(collectives, "xds.initialize"):
         optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-        undo_tiles = _tiles(divided, config)
+        undo_tiles = _tiles(local, config)
     # other forwards of modules
     if recomputing is not None:
         recomputing.begin()
-    undo = [divided.undo, undo_tiles, undo_storing]
+    undo = [local.undo, undo_tiles, undo_storing]
     if recomputing is not None:
         undo.append(recomputing.end)
-    cutter = _cut_sequences(model, config, mesh, divided)
+    cutter = _cut_sequences(model, config, mesh, local)
     if cutter is not None:
         undo.append(cutter.undo)
     if config.compile.enabled:
@@ -243,7 +243,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
         opened=mesh.opened,
-        loop=_loop(divided, mesh, config, sharded, cutter),
+        loop=_loop(local, mesh, config, sharded, cutter),
     )
 
 
@@ -258,24 +258,24 @@ def _check_sequences(model: nn.Module, config: Config) -> None:
 
 
 def _cut_sequences(
-    model: nn.Module, config: Config, mesh: MeshGroups, divided: Divided
+    model: nn.Module, config: Config, mesh: MeshGroups, local: LocalModel
 ) -> Cutter | None:
     """Cuts the sequences of batches over ranks; None: each rank has whole ones."""
     if config.sequence_parallel_size == 1:
         return None
     from .model.sequences import cut_sequences
 
-    return cut_sequences(model, config, mesh, is_stage=divided.found is not None)
+    return cut_sequences(model, config, mesh, is_stage=local.found is not None)
 
 
 def _loop(
-    divided: Divided,
+    local: LocalModel,
     mesh: MeshGroups,
     config: Config,
     sharded: ShardedModel,
     cutter: Cutter | None,
 ) -> LoopFactory:
-    if divided.found is None:
+    if local.found is None:
         return batch_loop
     from .model.pipelining import build_pipeline
 
@@ -284,17 +284,17 @@ def _loop(
         from .model import sequences
 
         of_stages = sequences.of_stages(cutter)
-    return build_pipeline(divided.found, mesh, config, sharded, of_stages)
+    return build_pipeline(local.found, mesh, config, sharded, of_stages)
 
 
-def _tiles(divided: Divided, config: Config) -> Callable[[], None]:
+def _tiles(local: LocalModel, config: Config) -> Callable[[], None]:
     """Forwards in tiles as the config says; returns what restores the model's own."""
     section = config.sequence
     if section.tiled_mlp is False and section.tiled_loss is False:
         return _nothing
     from .model.tiling import tile_layers
 
-    return tile_layers(divided, section)
+    return tile_layers(local, section)
 
 
 def _host(
@@ -478,7 +478,7 @@ def _sharded(
     groups: Groups,
     flat_groups: FlatGroups,
     host: HostStore | None,
-    runs: Runs,
+    runs: BlockRuns,
 ) -> ShardedModel:
     """The model on this rank's device, with its values in flat buffers."""
     policy, names = flat_groups.data.policy, flat_groups.names

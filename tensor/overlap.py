@@ -26,7 +26,7 @@ from ..ops.comm.handles import Handle
 from ..ops.linear import bias_grad, input_grad, is_by_columns, linear_transposed, weight_grad
 from . import compiled
 from .exchange import Exchange
-from .words import is_transposed
+from .styles import is_transposed
 
 
 @final

@@ -23,7 +23,7 @@ from ..config.config import Config
 
 if TYPE_CHECKING:
     from ...tensor.slicing import Sliced
-    from .pipelining import Cut
+    from .pipelining import StageModules
 
 
 # -- over which data-parallel ranks most buffers are sharded: all, or blocks of them (MiCS) --------------
@@ -213,7 +213,7 @@ def open_flat_groups(
     world: Collectives,
     policy: BuildPolicy,
     stage: int,
-    found: Cut | None,
+    found: StageModules | None,
     sliced: Sliced | None = None,
     scheme: BuildScheme = ExactScheme,
     shard_groups: ShardGroups = ALL_RANKS,
@@ -263,7 +263,7 @@ def open_flat_groups(
 
 
 def _shared_kinds(
-    found: Cut | None, sliced: Sliced | None
+    found: StageModules | None, sliced: Sliced | None
 ) -> dict[tuple[tuple[int, ...], bool], set[int]]:
     """(pipeline ranks, is it cut) -> id of this rank's parameters, for what several stages hold. Sorted.
 
@@ -306,7 +306,7 @@ def _copied(
     return found
 
 
-def _slices(mesh: AxisGroups, sliced: Sliced, found: Cut | None) -> dict[int, Slices]:
+def _slices(mesh: AxisGroups, sliced: Sliced, found: StageModules | None) -> dict[int, Slices]:
     """The slices of each parameter on all tensor ranks. For all ranks."""
     tensor, together = mesh.along("tensor"), mesh.along(ALL_OF_A_STAGE)
     part = None if found is None else found.part

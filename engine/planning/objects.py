@@ -31,7 +31,7 @@ from ...zero.model.update import Updater
 from ..config.config import Config
 from ..config.optimizer import OptimizerConfig
 from ..config.scheduler import warmup_steps
-from ..model.arguments import Runs
+from ..model.arguments import BlockRuns
 from ..model.compressing import Messages
 from ..model.offloading import fake_stores
 from ..optim.optimizers import Groups, named_optimizer
@@ -114,7 +114,7 @@ class RankObjects:
     def __init__(
         self,
         module: nn.Module,
-        runs: Runs,
+        runs: BlockRuns,
         groups: FlatGroups,
         opened: FakeGroups,
         trained: Groups,

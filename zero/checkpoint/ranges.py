@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, final
 from ...ops.flat import cut, numel_of, overlap
 from ...utils.schema.checked_types import Flag, Size, Text
 from ..layout.layout import Box, Slot
-from ..layout.slices import Runs, clipped, common_runs
+from ..layout.slices import StridedRuns, clipped, common_runs
 
 ERROR, SERVER, COPY = "error/", "server", "copy"  # keys of pending errors, see pending_errors.py
 SPLIT_NUMEL = 1 << 16  # elements per rank; a smaller flat is written by a single rank
@@ -107,10 +107,10 @@ class Copy:
         return (self.count - 1) * self.source_step + self.numel
 
     @property
-    def runs(self) -> Runs:
+    def runs(self) -> StridedRuns:
         """`here`: in the file's tensor. `there`: in the receiver."""
         steps = self.source_step, self.target_step
-        return Runs(self.source, self.target, self.numel, self.count, *steps)
+        return StridedRuns(self.source, self.target, self.numel, self.count, *steps)
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class Catalogue:
         for number, slot, runs in self._parts(piece):
             yield number, slot.offset + runs.there, slot.offset + runs.there_stop
 
-    def _parts(self, piece: TargetPiece) -> Iterator[tuple[int, Slot, Runs]]:
+    def _parts(self, piece: TargetPiece) -> Iterator[tuple[int, Slot, StridedRuns]]:
         """The elements of `piece` (`here`) in every slot that has some of them (`there`)."""
         for number, slot in self._places_of(piece.kind, piece.name):
             for runs in common_runs(piece.box, slot.box, slot.whole_shape):
@@ -375,7 +375,7 @@ def pieces(flat: SavedFlat, start: int, stop: int) -> list[TargetPiece]:
     return found
 
 
-def _copy(one: Range, part: Runs, slot: Slot, piece: TargetPiece) -> Copy:
+def _copy(one: Range, part: StridedRuns, slot: Slot, piece: TargetPiece) -> Copy:
     """The copy of `part`, whose `here` is in the slot and `there` in the tensor of `piece`."""
     source = slot.offset + part.here - one.start
     target = piece.target + part.there - piece.start
