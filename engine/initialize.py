@@ -17,7 +17,7 @@ comms_logger, memory_breakdown,        telemetry/traffic.py, telemetry/memory.py
 flops_profiler                         `StepReport` chooses them
 checkpoint.preemption_save_dir         preemption.py
 checkpoint                             checkpoint/, at the first save or load
-watch                                  ops/watch/sentinel.py, on several ranks
+watch                                  ops/watch/watcher.py, on several ranks
 
 argument of `initialize`               what it adds
 -------------------------------------  ---------------------------------------------------------------

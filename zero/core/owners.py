@@ -1,7 +1,7 @@
 """The owner of each parameter's values: a registry, so that no attribute is set on the parameter.
 
     parameter ──> ParamOwner ──> ShardView: the flattened tensor [numel], split by `bounds` over the ranks
-                            rank 0 |-- [0, a) --|-- [a, b) rank 1 --|  rank 2: nothing  |
+                                  rank 0 |-- [0, a) --|-- [a, b) rank 1 --|  rank 2: nothing  |
 
 An engine owns its model's parameters from `initialize` to `destroy`; before that `zero.Init` may own them.
 """
