@@ -79,7 +79,7 @@ from .optim.optimizers import (
     read_groups,
     split_for_muon,
 )
-from .parts import LoopFactory, NoPreemptionSave, Parts, Preemption
+from .parts import LoopFactory, Parts, Preemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport
@@ -397,7 +397,7 @@ def _monitor(config: Config) -> Monitor:
 def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preemption:
     section = config.checkpoint
     if not (section.preemption_save_dir and trains):
-        return NoPreemptionSave()
+        return Preemption()
     from .preemption import SaveOnPreemption
 
     return SaveOnPreemption(section, collectives)

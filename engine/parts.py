@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -36,49 +35,29 @@ class Saving(Protocol):
     def wait_for_checkpoint(self) -> None: ...
 
 
-class Preemption(ABC):
-    """How one engine reacts to a signal to stop."""
+class Preemption:
+    """How one engine reacts to a signal to stop: by default not, so it has its usual effect on the process."""
 
     is_asked = False  # what this rank says in the message of its steps
 
-    @abstractmethod
     def begin(self, engine: Saving) -> None:
         """The engine is ready."""
+        return
 
-    @abstractmethod
     def agree(self, status: StepStatus) -> None:
         """What the ranks said in the message of the step that runs."""
+        return
 
-    @abstractmethod
     def boundary(self) -> None:
         """A step has ended. If it is the last step after a signal, all states are saved here."""
+        return
 
-    @abstractmethod
     def check(self) -> None:
         """A step begins. Raises Preempted if all states are saved."""
+        return
 
-    @abstractmethod
     def end(self) -> None:
         """The engine takes no more steps."""
-
-
-@final
-class NoPreemptionSave(Preemption):
-    """A signal has its usual effect on the process."""
-
-    def begin(self, engine: Saving) -> None:
-        return
-
-    def agree(self, status: StepStatus) -> None:
-        return
-
-    def boundary(self) -> None:
-        return
-
-    def check(self) -> None:
-        return
-
-    def end(self) -> None:
         return
 
 

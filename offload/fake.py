@@ -14,13 +14,10 @@ from torch import Tensor
 
 from .host import HostStore
 from .interfaces import (
-    Blocks,
     DeviceGradStore,
     FinishedJob,
     GradStore,
     JobHandle,
-    MemoryStateStore,
-    MemoryStorage,
     OptimizerStates,
     Shard,
     ShardStore,
@@ -38,7 +35,7 @@ class FakeHostStore(HostStore):
 
     def __init__(self, *, on_disk: bool) -> None:
         self.device = torch.device("meta")
-        self.states: StateStore = MemoryStateStore()
+        self.states: StateStore = StateStore()
         self.undo_pool = None
         self._on_disk = on_disk
 
@@ -46,7 +43,7 @@ class FakeHostStore(HostStore):
         return values.to(dtype, copy=True)
 
     def state_storage(self, index: int, master: Tensor, *, holds_master: bool) -> StateStorage:
-        return _Stored(master.nbytes * holds_master) if self._on_disk else MemoryStorage()
+        return _Stored(master.nbytes * holds_master) if self._on_disk else StateStorage()
 
     def sums(self, sum_dtype: torch.dtype) -> GradStore:
         return _Sums()
@@ -68,7 +65,7 @@ class FakeShardStore(ShardStore):
         return _Shard(values.clone(), on_disk=self._on_disk)
 
 
-class _Stored(MemoryStorage):
+class _Stored(StateStorage):
     """In a file, as far as bytes are counted."""
 
     is_on_disk = True
@@ -81,7 +78,7 @@ class _Stored(MemoryStorage):
         self._states = states
 
     @property
-    def disk_bytes(self) -> int:  # type: ignore[override]
+    def disk_bytes(self) -> int:
         of_items = (state.values() for _, _, state in self._states or ())
         tensors = (value for values in of_items for value in values if isinstance(value, Tensor))
         return self._master_bytes + sum(tensor.nbytes for tensor in tensors)
@@ -106,23 +103,14 @@ class _Shard(Shard):
     is_on_host = True
 
     def __init__(self, tensor: Tensor, *, on_disk: bool) -> None:
-        self.tensor = tensor
+        super().__init__(tensor)
         self.is_on_disk = on_disk
-
-    def load(self) -> None:
-        return
 
     def fetch(self, target: Tensor, after: JobHandle | None) -> JobHandle:
         return FinishedJob()
 
-    def discard(self) -> None:
-        return
-
     def write(self, values: Tensor) -> None:
         return
-
-    def blocks(self) -> Blocks | None:
-        return None
 
 
 __all__ = ["FakeHostStore", "FakeShardStore"]

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from .interfaces import (
-    Blocks,
     FinishedJob,
     GradStore,
     JobHandle,
     Mark,
     MasterStore,
-    MemoryStateStore,
     Shard,
     ShardStore,
     StateStorage,
@@ -251,9 +249,9 @@ class HostGradStore(GradStore):
 
     @property
     def host_bytes(self) -> int:
-        kept = 0 if self._memory is None else self._memory.numel()
-        is_wider = self._sum is not None and self._sum.nbytes > kept
-        return kept + (self._sum.nbytes if is_wider and self._sum is not None else 0)
+        allocated_bytes = 0 if self._memory is None else self._memory.numel()
+        is_wider = self._sum is not None and self._sum.nbytes > allocated_bytes
+        return allocated_bytes + (self._sum.nbytes if is_wider and self._sum is not None else 0)
 
 
 @final
@@ -261,14 +259,10 @@ class HostShard(Shard):
     """Memory of the host."""
 
     is_on_host = True
-    is_on_disk = False
 
     def __init__(self, tensor: Tensor, queues: JobQueues) -> None:
-        self.tensor = tensor
+        super().__init__(tensor)
         self._queues = queues
-
-    def load(self) -> None:
-        return
 
     def fetch(self, target: Tensor, after: JobHandle | None) -> JobHandle:
         def copy() -> None:
@@ -277,15 +271,6 @@ class HostShard(Shard):
             target.copy_(self.tensor, non_blocking=True)
 
         return self._queues.to_device.run(copy)
-
-    def discard(self) -> None:
-        return
-
-    def write(self, values: Tensor) -> None:
-        raise AssertionError("the shard is in memory")
-
-    def blocks(self) -> Blocks | None:
-        return None
 
 
 @final
@@ -332,7 +317,7 @@ class HostStore(MasterStore):
         self._stages = RotatingBuffers(NUM_STAGES, pin=self.pin)
         self._accumulates = accumulates
         self.undo_pool = UndoPool(pin=self.pin) if speculates else None
-        self.states = states or MemoryStateStore()
+        self.states = states or StateStore()
 
     def copy_in(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to("cpu", dtype, copy=True)

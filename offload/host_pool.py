@@ -36,15 +36,15 @@ class HostPool:
         with self._lock:
             fitting = [block for block in self._free if block.memory.numel() >= num_bytes]
             largest = max(self._free, key=_size, default=None)
-            found = min(fitting, key=_size) if fitting else largest
-            if found is not None:
-                self._free.remove(found)
-        if found is None:
+            block = min(fitting, key=_size) if fitting else largest
+            if block is not None:
+                self._free.remove(block)
+        if block is None:
             return HostBlock(host_memory(num_bytes, pin=self._pin))
         if not fitting:  # a larger one replaces the largest
-            roomy = int(GROWTH * found.memory.numel())
+            roomy = int(GROWTH * block.memory.numel())
             return HostBlock(host_memory(max(num_bytes, roomy), pin=self._pin))
-        return found
+        return block
 
     def give(self, block: HostBlock) -> None:
         """Return `block`, of which no further copy is started."""

@@ -1,8 +1,8 @@
 """The stores of masters, optimizer states, shards of parameters and sums of gradients, and the defaults.
 
     MasterStore     masters and states of one flat buffer      device: DeviceStore        host.py
-    StateStorage    where these are between two updates        memory: MemoryStorage      disk/
-    Shard           this rank's shard of parameters, stage 3   device: DeviceShard        host.py, disk/
+    StateStorage    where these are between two updates        memory: the default        disk/
+    Shard           this rank's shard of parameters, stage 3   device: the default        host.py, disk/
     GradStore       the sum of a buffer's gradients            device: DeviceGradStore    host.py
 
 The defaults keep everything where it is and do nothing. An optimizer makes its states beside the master, so the
@@ -100,154 +100,100 @@ class OptimizerStates:
         return ((start, tensor, states.get(tensor, {})) for tensor, start in self._tensors)
 
 
-class StateStorage(ABC):
-    """The place of one master and of its states. All tensors stay the same objects."""
+class StateStorage:
+    """Where one master and its states are between two updates: by default in memory that they keep.
 
-    is_on_disk: bool
+    All tensors stay the same objects.
+    """
 
-    @abstractmethod
+    is_on_disk = False
+
     def add_view(self, view: Tensor, start: int) -> None:
         """`view` is a contiguous view of the master that begins at its element `start`."""
+        return
 
-    @abstractmethod
     def bind(self, states: OptimizerStates) -> None:
         """The master has these states, from the first step on."""
+        return
 
-    @abstractmethod
     def load(self) -> None:
         """The tensors have their values in memory on return. Not while an update runs.
 
         They may be written to. Later calls for other masters move them away again.
         Raises XdsError: the disk failed.
         """
+        return
 
-    @abstractmethod
     def release(self) -> None:
         """The tensors keep the memory that `load` has given them, and never move again."""
+        return
 
-    @abstractmethod
     def start_load(self) -> None:
-        """An update will `run`: start to read. Not while an earlier update runs."""
+        """An update will run: start to read. Not while an earlier update runs."""
+        return
 
-    @abstractmethod
     def run_update(self, update: Callable[[], None]) -> bool:
-        """Call `update`, in its thread, after `begin`. What it writes is kept, and new states as well.
+        """Call `update`, in its thread, after `start_load`. What it writes is kept, and new states as well.
 
         Returns:
             False: the disk failed, so it was not called; `StateStore.failure` says why.
         """
-
-    @abstractmethod
-    def blocks_of(self, tensor: Tensor) -> Blocks | None:
-        """How the values of the master or of a state are read while they are on a disk; None: in memory."""
-
-    @property
-    @abstractmethod
-    def disk_bytes(self) -> int:
-        """Bytes of the master and the states that are stored on a disk."""
-
-    @abstractmethod
-    def is_stored(self, tensor: Tensor) -> bool:
-        """The values of this master or state are in the file between updates."""
-
-
-class MemoryStorage(StateStorage):
-    """Memory that the master and its states keep."""
-
-    is_on_disk = False
-    disk_bytes = 0
-
-    def add_view(self, view: Tensor, start: int) -> None:
-        return
-
-    def bind(self, states: OptimizerStates) -> None:
-        return
-
-    def load(self) -> None:
-        return
-
-    def release(self) -> None:
-        return
-
-    def start_load(self) -> None:
-        return
-
-    def run_update(self, update: Callable[[], None]) -> bool:
         update()
         return True
 
     def blocks_of(self, tensor: Tensor) -> Blocks | None:
+        """How the values of the master or of a state are read while they are on a disk; None: in memory."""
         return None
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the master and the states that are stored on a disk."""
+        return 0
+
     def is_stored(self, tensor: Tensor) -> bool:
+        """The values of this master or state are in the file between updates."""
         return False
 
 
-class StateStore(ABC):
-    """Gives each master of a rank its state_storage."""
+class StateStore:
+    """Gives each master of a rank its `StateStorage`: by default memory."""
 
-    is_on_disk: bool
+    is_on_disk = False
 
-    @abstractmethod
     def plan(self, index: int, numel: int, itemsize: int) -> None:
         """The master of flat buffer `index` will have `numel` elements of `itemsize` bytes."""
+        return
 
-    @abstractmethod
     def open(self) -> None:
         """Reserve the space for all that is planned.
 
         Raises:
             UsageError: there is too little space, or no right to write there.
         """
+        return
 
-    @abstractmethod
     def state_storage(self, index: int, master: Tensor, *, holds_master: bool) -> StateStorage:
-        """The state_storage of `master` [n], which has its first values.
+        """The storage of `master` [n], which has its first values.
 
         holds_master: False: the master has memory of its own, and only its states need a place.
         """
+        return StateStorage()
 
-    @abstractmethod
     def hold(self) -> AbstractContextManager[None]:
         """Inside, everything that is loaded stays in memory; on exit all of it starts to be written."""
-
-    @abstractmethod
-    def failure(self) -> str:
-        """What has failed so far, for a message; "" if nothing has. After a failure no update runs."""
-
-    @property
-    @abstractmethod
-    def host_bytes(self) -> int:
-        """Bytes of host memory through which states are copied."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End threads and give up the space."""
-
-
-@final
-class MemoryStateStore(StateStore):
-    """Nothing moves."""
-
-    is_on_disk = False
-    host_bytes = 0
-
-    def plan(self, index: int, numel: int, itemsize: int) -> None:
-        return
-
-    def open(self) -> None:
-        return
-
-    def state_storage(self, index: int, master: Tensor, *, holds_master: bool) -> StateStorage:
-        return MemoryStorage()
-
-    def hold(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def failure(self) -> str:
+        """What has failed so far, for a message; "" if nothing has. After a failure no update runs."""
         return ""
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory through which states are copied."""
+        return 0
+
     def close(self) -> None:
+        """End threads and give up the space."""
         return
 
 
@@ -257,59 +203,37 @@ class MemoryStateStore(StateStore):
 ToDevice = Callable[[Tensor], Tensor]  # values [n] -> a copy of them on the device
 
 
-class Shard(ABC):
-    """The shard of one flat buffer. `tensor` [n] stays the same object; on a disk it may read as NaN.
+class Shard:
+    """The shard of one flat buffer: by default memory of the device.
 
+    `tensor` [n] stays the same object; on a disk it may read as NaN.
     is_on_host: it is not on the device. is_on_disk: its values are in memory only while they are used.
     """
 
-    tensor: Tensor
-    is_on_host: bool
-    is_on_disk: bool
-
-    @abstractmethod
-    def load(self) -> None:
-        """`tensor` has its values on return, and may be written to. Raises XdsError: the disk failed."""
-
-    @abstractmethod
-    def fetch(self, target: Tensor, after: JobHandle | None) -> JobHandle:
-        """Start to copy the values to `target` [n], on the device, when `after` is done."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """New values will be written: drop those in memory."""
-
-    @abstractmethod
-    def write(self, values: Tensor) -> None:
-        """On a disk: start to write `values` [n], which may change on return. In the thread of updates."""
-
-    @abstractmethod
-    def blocks(self) -> Blocks | None:
-        """How the values are read while they are on a disk; None: in memory."""
-
-
-@final
-class DeviceShard(Shard):
-    """Memory of the device."""
-
-    is_on_host = is_on_disk = False
+    is_on_host = False
+    is_on_disk = False
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
     def load(self) -> None:
+        """`tensor` has its values on return, and may be written to. Raises XdsError: the disk failed."""
         return
 
     def fetch(self, target: Tensor, after: JobHandle | None) -> JobHandle:
+        """On the host: start to copy the values to `target` [n], on the device, when `after` is done."""
         raise AssertionError("the shard is on the device")
 
     def discard(self) -> None:
+        """New values will be written: drop those in memory."""
         return
 
     def write(self, values: Tensor) -> None:
+        """On a disk: start to write `values` [n], which may change on return. In the thread of updates."""
         raise AssertionError("the shard is in memory")
 
     def blocks(self) -> Blocks | None:
+        """How the values are read while they are on a disk; None: in memory."""
         return None
 
 
@@ -363,7 +287,7 @@ class DeviceShardStore(ShardStore):
     is_on_host = False
 
     def add(self, index: int, values: Tensor, to_device: ToDevice) -> Shard:
-        return DeviceShard(to_device(values))
+        return Shard(to_device(values))
 
 
 @final
@@ -508,7 +432,7 @@ class DeviceStore(MasterStore):
         return values.to(self._device or values.device, dtype, copy=True)
 
     def state_storage(self, index: int, master: Tensor, *, holds_master: bool) -> StateStorage:
-        return MemoryStorage()
+        return StateStorage()
 
     def sums(self, sum_dtype: torch.dtype) -> GradStore:
         return DeviceGradStore()
@@ -520,7 +444,6 @@ __all__ = [
     "FinishedJob",
     "ShardCopy",
     "MasterStore",
-    "MemoryStorage",
     "DeviceToHostCopy",
     "Mark",
     "ToDevice",
@@ -529,10 +452,8 @@ __all__ = [
     "StateStorage",
     "Shard",
     "ShardStore",
-    "DeviceShard",
     "DeviceShardStore",
     "StateStore",
-    "MemoryStateStore",
     "GradStore",
     "JobHandle",
 ]

@@ -8,7 +8,6 @@ from .interfaces import (
     DeviceShardStore,
     DeviceStore,
     MasterStore,
-    MemoryStateStore,
     ShardStore,
     StateStore,
 )
@@ -43,7 +42,7 @@ class Stores:
             defers: a step does not wait for updates on the host.
         """
         self.host = host
-        self.states: StateStore = MemoryStateStore() if host is None else host.states
+        self.states: StateStore = StateStore() if host is None else host.states
         self.defers = defers and host is not None
         self.shards = shards or DeviceShardStore()
         self.device: MasterStore = DeviceStore(None if host is None else host.device)

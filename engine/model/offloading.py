@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ...offload.host import HostShardStore, HostStore
-from ...offload.interfaces import MemoryStateStore, ShardStore, StateStore
+from ...offload.interfaces import ShardStore, StateStore
 from ...offload.stores import Stores
 from ...zero.layout.groups import master_dtype
 from ...zero.model.sharded_model import ShardedModel
@@ -76,7 +76,7 @@ def _state_store(config: Config, optimizer: ClientOptimizer | None) -> StateStor
     """Where masters and states on the host are between updates."""
     section = config.zero_optimization.offload_optimizer
     if section.device != "nvme" or (optimizer is None and config.optimizer is None):
-        return MemoryStateStore()
+        return StateStore()
     from ...offload.disk.states import DiskStateStore
 
     assert section.nvme_path is not None  # checked with the config

@@ -34,7 +34,7 @@ class DiskShard(Shard):
     def __init__(
         self, transfers: Transfers, queues: JobQueues, storage: DiskStorage, shard: Tensor
     ) -> None:
-        self.tensor = shard
+        super().__init__(shard)
         self._transfers = transfers
         self._queues = queues
         self._storage = storage

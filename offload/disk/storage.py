@@ -252,15 +252,15 @@ class DiskStorage(StateStorage, Evictable):
                     self._regions[start, key] = min(free)
                     taken.add(min(free))
                 region = self._regions[start, key]
-                place = self._view_of(region, start, value)
-                if value.data_ptr() != place.data_ptr():
-                    place.copy_(value)
-                    value.data = place
+                view = self._view_of(region, start, value)
+                if value.data_ptr() != view.data_ptr():
+                    view.copy_(value)
+                    value.data = view
                 self._num_used = max(self._num_used, region + 1)
                 stored.append((value, region, start))
-        kept = {id(tensor) for tensor, _, _ in stored}
+        stored_ids = {id(tensor) for tensor, _, _ in stored}
         for tensor, _, _ in self._stored:
-            if id(tensor) not in kept:  # the optimizer has replaced it
+            if id(tensor) not in stored_ids:  # the optimizer has replaced it
                 tensor.data = self._placeholder.expand(tensor.shape)
         self._stored = stored
 

@@ -64,19 +64,20 @@ class ManualGradGuard:
                 "loss.backward() after engine.backward(loss) in one step: gradients of the step are in .grad; "
                 "call engine.backward for each loss of the step"
             )
-        found = [
-            at
-            for at, param in enumerate(self._params)
+        positions = [
+            position
+            for position, param in enumerate(self._params)
             if param.grad is not None and id(param.grad) not in self._shown
         ]
-        own = [at for at in found if self._params[at] is not arrived]
-        if not own:
+        refused = [position for position in positions if self._params[position] is not arrived]
+        if not refused:
             return
-        for at in own:
-            self._params[at].grad = None
-        more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
+        for position in refused:
+            self._params[position].grad = None
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        name = self._names[refused[0]]
         raise UsageError(
-            f"{self._names[own[0]]}.grad{more} was set after backward, but the engine has taken the gradients: "
+            f"{name}.grad{more} was set after backward, but the engine has taken the gradients: "
             "it would not count, and is None again; to change them call xds.zero.set_full_grad, "
             "engine.clip_grad_norm or engine.zero_grad"
         )

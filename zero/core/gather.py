@@ -44,8 +44,8 @@ class UnevenGathers:
 
     def _round(self, requested: int) -> int:
         """Gather one unit; returns its number or NOTHING. Sends 8 bytes to each rank, a shard to requesters."""
-        own = torch.tensor([requested], dtype=torch.int64, device=self._collectives.device)
-        table = self._collectives.gather_small(own, what="unequal forwards").view(-1).tolist()
+        request = torch.tensor([requested], dtype=torch.int64, device=self._collectives.device)
+        table = self._collectives.gather_small(request, what="unequal forwards").view(-1).tolist()
         requests = [number for number in table if number != NOTHING]
         if not requests:
             return NOTHING
@@ -70,13 +70,13 @@ def num_kept(numels: Sequence[int], reuse_distance: int, max_live_numel: int) ->
     >>> num_kept([10, 10, 10, 10], 25, 1000)
     2
     """
-    kept_numel = found = 0
+    kept_numel = num_units = 0
     for numel in reversed(numels):
         if 2 * kept_numel > reuse_distance or kept_numel > max_live_numel:
             break
         kept_numel += numel
-        found += 1
-    return found
+        num_units += 1
+    return num_units
 
 
 @final

@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 from functools import partial
@@ -164,26 +163,15 @@ class Added(Enum):
     LATE = 3  # the bucket is being sent: nothing was done; see `add_late`
 
 
-class EarlyUpdate(ABC):
-    """An update of the bucket that runs on the host before its step is known."""
+class EarlyUpdate:
+    """An update of the bucket that runs on the host before its step is known. By default none does."""
 
-    @abstractmethod
     def sum_sent(self) -> None:
         """A reduced sum is on its way to the host: the update may begin."""
-
-    @abstractmethod
-    def undo(self) -> None:
-        """The sum is about to change, or the master and its states are read: undo the update."""
-
-
-@final
-class NoEarlyUpdate(EarlyUpdate):
-    """Updates begin in the step."""
-
-    def sum_sent(self) -> None:
         return
 
     def undo(self) -> None:
+        """The sum is about to change, or the master and its states are read: undo the update."""
         return
 
 
@@ -225,7 +213,7 @@ class GradBucket:
         self._sees_all = self.is_single_rank or not policy.shards_optimizer
         self._gathers_sums = self._sees_all and not self.is_single_rank
         self.reducer = group.scheme.reducer(buffer_of(layout, index, self._param_dtype, group))
-        self.early_update: EarlyUpdate = NoEarlyUpdate()
+        self.early_update = EarlyUpdate()
 
         self._is_small = [slot.numel < SMALL_NUMEL for slot in layout.slots]
         is_large = [self._is_on_cpu and slot.numel >= LARGE_NUMEL for slot in layout.slots]
@@ -645,8 +633,8 @@ class GradBucket:
     def own_square(self, *, exact: bool) -> Tensor:
         """[] fp64: that of this rank's shard. Others may still be gathered. Where `norm_before_gather`."""
         ranks = self._collectives
-        own = None if self._local is None else ranks.shard_of(self._local)
-        return self._square_of_shard(own, exact=exact)[ranks.rank]
+        shard = None if self._local is None else ranks.shard_of(self._local)
+        return self._square_of_shard(shard, exact=exact)[ranks.rank]
 
     def _squares_of(self, sums: Tensor | None, *, exact: bool) -> Tensor:
         """The squared norm of each shard in `sums`: all shards, or this rank's; None: nothing."""
@@ -656,8 +644,8 @@ class GradBucket:
         shards = [
             self._collectives.shard_of(sums, rank) for rank in range(self._collectives.world_size)
         ]
-        found = [compute(shard, self._param_dtype) for shard in shards]
-        return found[0].view(1) if self.is_single_rank else torch.stack(found)
+        squares = [compute(shard, self._param_dtype) for shard in shards]
+        return squares[0].view(1) if self.is_single_rank else torch.stack(squares)
 
     def _square_of_shard(self, shard: Tensor | None, *, exact: bool) -> Tensor:
         compute = exact_square_sum if exact else square_sum

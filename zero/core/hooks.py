@@ -272,17 +272,17 @@ def tensors_in(value: Any) -> list[Tensor]:
     """
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     seen: set[int] = set()  # an object may refer to itself
     waiting = [value]
     while waiting:
         for leaf in tree_leaves(waiting.pop()):
             if isinstance(leaf, Tensor):
-                found.append(leaf)
+                tensors.append(leaf)
             elif not isinstance(leaf, _PLAIN) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 waiting += _values(leaf)
-    return found
+    return tensors
 
 
 def _values(holder: Any) -> list[Any]:

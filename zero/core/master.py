@@ -18,7 +18,6 @@ from ...offload.interfaces import (
     JobHandle,
     Mark,
     MasterStore,
-    MemoryStorage,
     StateStorage,
 )
 from ...ops.flat import fingerprint, take_edits
@@ -98,7 +97,7 @@ class Master:
         """
         self.load()
         self.state_storage.release()
-        self.state_storage = MemoryStorage()
+        self.state_storage = StateStorage()
         self._use_store(store)
         self._tensor.data = (
             self._tensor.to(device, copy=True) if self.has_compute_copy else self.compute.detach()
@@ -225,22 +224,22 @@ class Master:
 
         old: for each item the values before, if they are in other memory.
         """
-        found = []
-        for at, item in enumerate(self.items):
-            here = slice(item.start, item.start + item.master.numel())
-            values = None if out is None else out[here]
-            before = None if old is None else old[at]
+        updates = []
+        for index, item in enumerate(self.items):
+            elements = slice(item.start, item.start + item.master.numel())
+            values = None if out is None else out[elements]
+            before = None if old is None else old[index]
             group = groups[item.group]
-            found.append(Update(item, grad[here], values, group, has_old, before, is_counted))
-        return found
+            updates.append(Update(item, grad[elements], values, group, has_old, before, is_counted))
+        return updates
 
     def use_memory(self, memory: Tensor) -> None:
         """Continue in `memory` [n], whose contents count from now on. All tensors stay the same objects."""
         storage, start = memory.untyped_storage(), int(memory.storage_offset())
         self._tensor.set_(storage, start, self._tensor.shape, self._tensor.stride())
         for item in self.items:
-            found = item.master
-            found.set_(storage, start + item.start, found.shape, found.stride())
+            tensor = item.master
+            tensor.set_(storage, start + item.start, tensor.shape, tensor.stride())
 
     def begin_update(self, handle: JobHandle) -> None:
         """An update runs on the host until `handle` is done; it reads the gradients until then."""

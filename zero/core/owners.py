@@ -214,19 +214,19 @@ class ParamOwner(ABC):
         Raises:
             UsageError: the calls differ; every rank raises, and nothing was changed.
         """
-        own = [zlib.crc32(doing.encode()), self.number_of(param), _fingerprint(value)]
-        sent = torch.tensor(own, dtype=torch.int64, device=self.collectives.device)
+        own_row = [zlib.crc32(doing.encode()), self.number_of(param), _fingerprint(value)]
+        sent = torch.tensor(own_row, dtype=torch.int64, device=self.collectives.device)
         what = f"{doing}({self.name_of(param)})"
         together = self.together(param)
         table = together.gather_small(sent, ACCESS_BUFFER, what).tolist()
-        others = [rank for rank, row in enumerate(table) if row[:2] != own[:2]]
+        others = [rank for rank, row in enumerate(table) if row[:2] != own_row[:2]]
         if others:
             raise UsageError(
                 f"rank {together.rank} calls {doing}({self.name_of(param)}), but rank {others[0]} "
                 "calls another access, or the same with another parameter: these calls are collective, so "
                 "make the same ones in the same order on every rank"
             )
-        if any(row != own for row in table):
+        if any(row != own_row for row in table):
             raise UsageError(
                 f"{doing}({self.name_of(param)}): the ranks pass different values; compute the value on one "
                 "rank and broadcast it, or use xds.zero.GatheredParameters(param, modifier_rank=0)"
@@ -262,8 +262,8 @@ def clear_owner(param: nn.Parameter) -> None:
 
 def find_owner(param: Tensor) -> ParamOwner | None:
     """The owner of `param`; None for an ordinary tensor."""
-    found = _owners.get(_tensor(param))  # type: ignore[no-untyped-call]
-    owner: ParamOwner | None = None if found is None else found()
+    reference = _owners.get(_tensor(param))  # type: ignore[no-untyped-call]
+    owner: ParamOwner | None = None if reference is None else reference()
     return owner
 
 

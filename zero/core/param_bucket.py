@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compression.scheme import ExactSender, ParamSender
-from ...offload.interfaces import DeviceShard, JobHandle, Shard, ShardCopy, ShardStore
+from ...offload.interfaces import JobHandle, Shard, ShardCopy, ShardStore
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Done, Handle
 from ...ops.flat import overlap
@@ -200,7 +200,7 @@ class ParamBucket:
         self._counted = tuple(param for param in self.params if not param.is_inference())
         self._versions = self._sum_versions()
         self.is_written = False
-        self.stored_shard: Shard = DeviceShard(memory.own)
+        self.stored_shard: Shard = Shard(memory.own)
         if shards_params:
             self.stored_shard = store.add(index, memory.own, self._to_device)
         self._arrival: JobHandle | None = None
@@ -214,18 +214,18 @@ class ParamBucket:
 
     def _fill(self, whole: Tensor) -> None:
         """Copy the parameters' values into `whole`, and make the parameters views of the buffer."""
-        own: list[Tensor] = []
+        written: list[Tensor] = []
         for param, into, view in zip(
             self.params, views_in(whole, self.layout), self._views, strict=True
         ):
             owner = find_owner(param)
             if owner is None:
-                own.append(into)
+                written.append(into)
                 into.copy_(param.data)
             else:
                 owner.move_into(param, into)
             param.data = view
-        for part in [whole] if len(own) == len(self.params) else own:
+        for part in [whole] if len(written) == len(self.params) else written:
             self.group.everyone.broadcast(part)
 
     @property
@@ -309,15 +309,15 @@ class ParamBucket:
             if self._deferred is Deferred.OWN:
                 self.arrive()
                 return Done()
-        own = self.collectives.shard_of(self.raw)
+        shard = self.collectives.shard_of(self.raw)
         if not self.is_on_host:
             return self.sender.gather(self.raw, self.shard)
         arrival, self._arrival = self._arrival, None
-        fetched = self.stored_shard.fetch(own, arrival)
+        fetched = self.stored_shard.fetch(shard, arrival)
         if self.collectives.world_size == 1:
             return ShardCopy(fetched)
         fetched.wait_on_device()
-        return self.sender.gather(self.raw, own)
+        return self.sender.gather(self.raw, shard)
 
     @property
     def may_start(self) -> bool:
@@ -415,7 +415,7 @@ class ParamBucket:
         """The engine has ended: keep the gathered buffer alone, also in backward of a graph from before."""
         self.keep_gathered()
         if self.is_unsharded:
-            self.stored_shard = DeviceShard(self.collectives.shard_of(self.raw))
+            self.stored_shard = Shard(self.collectives.shard_of(self.raw))
         self.sender = ExactSender(self.collectives, self.index)
 
     def override(self, position: int, full: Tensor) -> None:
@@ -427,8 +427,8 @@ class ParamBucket:
         """End `override`; the values of `full` are lost unless they were written to the shard."""
         del self._overridden[position]
         is_dropped = self.is_deferred or (self.shards_params and not self.is_unsharded)
-        here = self._placeholders if is_dropped else self._views
-        self.params[position].data = here[position]
+        views = self._placeholders if is_dropped else self._views
+        self.params[position].data = views[position]
 
     @property
     def overridden(self) -> list[str]:
@@ -495,16 +495,19 @@ class ParamBucket:
 
     def _take_assigned(self) -> bool:
         """Copy what was assigned to `.data`. True: something was."""
-        found = self._assigned(self._views)
+        assigned = self._assigned(self._views)
         if self.memory.is_shared:
             slots = self.layout.slots
             self.memory.refuse_assigned(
-                [(self.params[at], self._views[at], slots[at].name) for at in found]
+                [
+                    (self.params[position], self._views[position], slots[position].name)
+                    for position in assigned
+                ]
             )
             return False
-        for at in found:
-            self._copy_assigned(at)
-        return bool(found)
+        for position in assigned:
+            self._copy_assigned(position)
+        return bool(assigned)
 
     def _assigned(self, values: Sequence[Tensor]) -> list[int]:
         """Positions of parameters whose `.data` is not their entry in `values`, without overridden ones."""
@@ -558,8 +561,10 @@ class ParamBucket:
         """
         with NoTorchFunction():
             dtype = self.raw.dtype
-            found = [at for at, param in enumerate(self.params) if param.dtype is not dtype]
-            for position in found:
+            positions = [
+                position for position, param in enumerate(self.params) if param.dtype is not dtype
+            ]
+            for position in positions:
                 param, view = self.params[position], self._views[position]
                 if self.is_unsharded and position not in self._overridden:
                     if not self.memory.is_shared:
@@ -567,7 +572,7 @@ class ParamBucket:
                     param.data = view
                 else:
                     param.data = self._placeholders[position]
-        return found
+        return positions
 
     def _check_not_written(self, only: int | None = None) -> None:
         """Check for writes to dropped parameters: torch lets fill_ and zero_ pass, and assignments to .data."""
@@ -596,12 +601,12 @@ def placeholder_like(shape: Sequence[int], dtype: torch.dtype, device: torch.dev
     Integers read as their smallest value. Bools read as True, stored as a byte that no write produces.
     """
     if dtype == torch.bool:
-        one = torch.full((1,), 2, dtype=torch.uint8, device=device).view(torch.bool)
+        value = torch.full((1,), 2, dtype=torch.uint8, device=device).view(torch.bool)
     elif dtype.is_floating_point:
-        one = torch.full((1,), torch.nan, device=device).to(dtype)
+        value = torch.full((1,), torch.nan, device=device).to(dtype)
     else:
-        one = torch.full((1,), torch.iinfo(dtype).min, dtype=dtype, device=device)
-    return one[0].expand(tuple(shape))
+        value = torch.full((1,), torch.iinfo(dtype).min, dtype=dtype, device=device)
+    return value[0].expand(tuple(shape))
 
 
 def bytes_of(scalar: Tensor) -> Tensor:

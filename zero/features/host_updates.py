@@ -56,16 +56,16 @@ class HostUpdate:
 
         values: have the old ones where `takes_edits`, or where some are frozen.
         """
-        kept = self._keep(values)
+        frozen = self._keep(values)
         self._run(grad, values, old)
-        kept.restore()
+        frozen.restore()
 
     def write_across(self, grad: Tensor, values: Tensor, old: Olds = None) -> None:
         """Update the master, and write what the device is to have to `values` [n]. In the thread."""
         tensor, casts = self.master.raw, self.master.casts
-        kept = self._keep(None)
+        frozen = self._keep(None)
         self._run(grad, values if casts else None, old)
-        kept.restore()
+        frozen.restore()
         if not casts:
             values.copy_(tensor)
         for low, high in self.frozen if casts else ():
@@ -83,12 +83,12 @@ class HostUpdate:
 
     def _keep(self, values: Tensor | None) -> FrozenValues:
         """Save what is frozen."""
-        kept = FrozenValues()
-        kept.keep(self.master.raw, self.frozen)
+        frozen = FrozenValues()
+        frozen.keep(self.master.raw, self.frozen)
         if values is not None:
-            kept.keep(values, self.frozen)
-        kept.keep_states(self.optimizer, self.master, self.tensors, self.frozen)
-        return kept
+            frozen.keep(values, self.frozen)
+        frozen.keep_states(self.optimizer, self.master, self.tensors, self.frozen)
+        return frozen
 
 
 def _is_same_group(one: dict[str, Any], other: dict[str, Any]) -> bool:

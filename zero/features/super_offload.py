@@ -228,15 +228,15 @@ class SuperOffload:
         self._has_buffers = False
         self._choosing = threading.Lock()  # which ones begin
         # without a copy the parameters themselves are the master: user code would read new values
-        found = [
-            m
-            for m in masters
-            if m.store.is_on_host
-            and m.has_compute_copy
-            and not (m.state_storage.is_on_disk or m.params.is_on_disk)
+        offloaded = [
+            master
+            for master in masters
+            if master.store.is_on_host
+            and master.has_compute_copy
+            and not (master.state_storage.is_on_disk or master.params.is_on_disk)
         ]
-        self._masters = found
-        for master in found:
+        self._masters = offloaded
+        for master in offloaded:
             master.grads.early_update = _EarlyUpdate(self, master)
 
     def expect(self, scale: float | None) -> None:

@@ -232,19 +232,19 @@ def broadcast_whole(collectives: Collectives, tensor: Tensor) -> Tensor:
     if collectives.world_size == 1 or not tensor.numel() or tensor.layout != torch.strided:
         return tensor
     dense = tensor.resolve_conj().resolve_neg().contiguous()
-    own = dense.clone() if dense is not tensor else dense
-    collectives.broadcast(own.view(-1).view(torch.uint8))  # gloo does not support every dtype
-    if own is tensor:
+    received = dense.clone() if dense is not tensor else dense
+    collectives.broadcast(received.view(-1).view(torch.uint8))  # gloo does not support every dtype
+    if received is tensor:
         return tensor
     if any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ):
         return (
             tensor
-            if own.view(-1).view(torch.uint8).equal(dense.view(-1).view(torch.uint8))
-            else own
+            if received.view(-1).view(torch.uint8).equal(dense.view(-1).view(torch.uint8))
+            else received
         )
-    return tensor.copy_(own)
+    return tensor.copy_(received)
 
 
 __all__ = ["Builder"]

@@ -74,25 +74,25 @@ class Memory:
         Args:
             num_states: state tensors of the optimizer, of the size of a parameter.
         """
-        own = whole = 0
+        own_bytes = whole_bytes = 0
         for flat in self._params:
             numel, shard_numel, size = (
                 flat.layout.numel,
                 flat.layout.shard_numel,
                 flat.dtype.itemsize,
             )
-            own += (shard_numel if flat.shards_params else numel) * size
-            whole += numel * size
+            own_bytes += (shard_numel if flat.shards_params else numel) * size
+            whole_bytes += numel * size
         for grads in self._grads:
             policy, dtype = grads.group.policy, grads.params[0].dtype
             numel, shard_numel = grads.layout.numel, grads.layout.shard_numel
             master = master_dtype(dtype)
             state_bytes = (num_states + (master != dtype)) * master.itemsize
             sum_bytes = policy.sum_dtype(dtype).itemsize
-            own += (shard_numel if policy.shards_optimizer else numel) * state_bytes
-            own += (shard_numel if policy.shards_grads else numel) * sum_bytes
-            whole += numel * (state_bytes + sum_bytes)
-        return own, whole
+            own_bytes += (shard_numel if policy.shards_optimizer else numel) * state_bytes
+            own_bytes += (shard_numel if policy.shards_grads else numel) * sum_bytes
+            whole_bytes += numel * (state_bytes + sum_bytes)
+        return own_bytes, whole_bytes
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes on this rank: parameters, gradients, and the shared temporary buffers (buckets).

@@ -57,9 +57,9 @@ class StateMemory:
         """Continue with `master` and its states on the device: between two steps, without gradients."""
         updater = self._updater
         device = updater.world.collectives.device
-        found = updater.states_in(master)
+        states = updater.states_in(master)
         master.move(updater.stores.device, device)
-        for at, tensor, state in found:
+        for at, tensor, state in states:
             tensor.data = master.raw[at : at + tensor.numel()].view(tensor.shape)
             for value in state.values():
                 if isinstance(value, Tensor) and (
@@ -74,20 +74,22 @@ class StateMemory:
         masters and states that are in a file between updates.
         """
         self._updater.wait()
-        found = {"master": 0, "optimizer": 0, "host": 0, "disk": 0}
+        num_bytes = {"master": 0, "optimizer": 0, "host": 0, "disk": 0}
         for master in self._updater.masters:
             stored = master.state_storage.is_stored
-            own = master.raw.nbytes if master.has_compute_copy and not stored(master.raw) else 0
+            master_bytes = (
+                master.raw.nbytes if master.has_compute_copy and not stored(master.raw) else 0
+            )
             states = sum(value.nbytes for value in self._states(master) if not stored(value))
-            found["disk"] += master.state_storage.disk_bytes
+            num_bytes["disk"] += master.state_storage.disk_bytes
             if master.store.is_on_host:
-                found["host"] += own + states + master.grads.store.host_bytes
+                num_bytes["host"] += master_bytes + states + master.grads.store.host_bytes
             else:
-                found["master"] += own
-                found["optimizer"] += states
+                num_bytes["master"] += master_bytes
+                num_bytes["optimizer"] += states
         host = self._updater.stores.host
-        found["host"] += 0 if host is None else host.buffer_bytes
-        return found
+        num_bytes["host"] += 0 if host is None else host.buffer_bytes
+        return num_bytes
 
 
 def memory_plan(sharded: ShardedModel, updater: Updater) -> dict[str, int]:

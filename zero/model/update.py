@@ -225,8 +225,8 @@ class Updater:
         """
         with_delta = [master for master in self.masters if master.has_sent_delta]
         # what is on the device is read together, because each read waits for it
-        said = written if written else _values_of([master.written() for master in with_delta])
-        for master, is_written in zip(with_delta, said, strict=True):
+        flags = written if written else _values_of([master.written() for master in with_delta])
+        for master, is_written in zip(with_delta, flags, strict=True):
             if is_written:
                 master.take_edits_across()
         for master in self.masters:
@@ -247,13 +247,13 @@ class Updater:
         self._take_edits_into_masters(written, also_in_update=not optimizer.takes_edits)
         arrivals = self._start_on_host(scale)
         groups = copies_of(optimizer.param_groups)
-        here = [master for master in self._as_sums_arrive if not master.store.is_on_host]
-        is_counted = optimizer.count_step([item for m in here for item in m.items], scale)
-        for master in here:
-            kept = self._keep_frozen([master])
+        on_device = [master for master in self._as_sums_arrive if not master.store.is_on_host]
+        is_counted = optimizer.count_step([item for m in on_device for item in m.items], scale)
+        for master in on_device:
+            frozen = self._keep_frozen([master])
             updates_here = self._updates(master, groups, is_counted=is_counted)
             optimizer.update(updates_here, scale, self.world)
-            kept.restore()
+            frozen.restore()
             master.write_copy()
             if decided is not None and master.publishes and not decided.is_plain:
                 return False
@@ -320,26 +320,26 @@ class Updater:
         self._take_edits_into_masters(written, also_in_update=not optimizer.takes_edits)
         groups = optimizer.param_groups
         updates = [update for master in self.masters for update in self._updates(master, groups)]
-        kept = self._keep_frozen(self.masters)
+        frozen = self._keep_frozen(self.masters)
         optimizer.update(updates, scale, self.world)
-        kept.restore()
+        frozen.restore()
         for master in self.masters:
             master.write_copy()
             master.publish()
 
     def _keep_frozen(self, masters: Sequence[Master]) -> FrozenValues:
         """Save the values and states of the parameters that are frozen now."""
-        kept = FrozenValues()
+        frozen = FrozenValues()
         for master in masters:
             ranges = master.frozen_ranges()
             if not ranges:
                 continue
-            kept.keep(master.tensor, ranges)
+            frozen.keep(master.tensor, ranges)
             if master.casts:
-                kept.keep(master.compute, ranges)
+                frozen.keep(master.compute, ranges)
             assert self._optimizer is not None
-            kept.keep_states(self._optimizer, master, self._tensors_in(master), ranges)
-        return kept
+            frozen.keep_states(self._optimizer, master, self._tensors_in(master), ranges)
+        return frozen
 
     def _step_torch(self, optimizer: torch.optim.Optimizer, scale: Scale) -> None:
         """Step any torch optimizer, with `.grad` set on its tensors in the master's dtype."""
@@ -349,9 +349,9 @@ class Updater:
             if not scale.is_one:
                 wide.mul_(scale.value)
             self._set_grads(master, wide)
-        kept = self._keep_frozen(self.masters)
+        frozen = self._keep_frozen(self.masters)
         optimizer.step()
-        kept.restore()
+        frozen.restore()
         for group in optimizer.param_groups:
             for tensor in group["params"]:
                 tensor.grad = None
