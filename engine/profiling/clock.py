@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class EventClock:
+class ProfileClock:
     """Takes moments; their distances are asked for at the end.
 
     On a CUDA device moments are events in its current stream: the time of its kernels, gaps included. A CPU
@@ -38,6 +38,6 @@ class EventClock:
         return elapsed
 
 
-clock_of = EventClock
+clock_of = ProfileClock
 
-__all__ = ["EventClock", "clock_of"]
+__all__ = ["ProfileClock", "clock_of"]
