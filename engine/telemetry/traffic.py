@@ -53,7 +53,7 @@ class SentBytes:
         if found["exact"]:
             parts.append(f"{_ratio(found):.1f}x fewer than exact")
             if self._has_pending_error:
-                parts.append(f"not sent yet {self._owed_norm():.3e}")
+                parts.append(f"not sent yet {self._pending_norm():.3e}")
         return ", ".join(parts)
 
     def events(self) -> list[tuple[str, float]]:
@@ -64,14 +64,14 @@ class SentBytes:
         if found["exact"]:
             events.append(("compression_ratio", _ratio(found)))
             if self._has_pending_error:
-                events.append(("not_sent_norm", self._owed_norm()))
+                events.append(("not_sent_norm", self._pending_norm()))
         return events
 
     @property
     def _has_pending_error(self) -> bool:
         return any(grads.reducer.has_pending_error for grads in self._sharded.reduction.order)
 
-    def _owed_norm(self) -> float:
+    def _pending_norm(self) -> float:
         """The norm of this rank's pending error, as a mean gradient."""
         total = 0.0
         for grads in self._sharded.reduction.order:
