@@ -19,9 +19,9 @@ from typing import Any, Generic, TypeVar, final
 from ...ops.flat import cut, numel_of, overlap
 from ...utils.schema.checked_types import Flag, Size, Text
 from ..layout.layout import Box, Slot
-from ..layout.slices import Runs, clipped, common_runs, runs_to_channels_last
+from ..layout.slices import StridedRuns, clipped, common_runs, runs_to_channels_last
 
-ERROR, SERVER, COPY = ("error/", "server", "copy")  # keys of what was not sent, see owed.py
+ERROR, SERVER, COPY = "error/", "server", "copy"  # keys of pending errors, see pending_errors.py
 CHANNELS_LAST_DIMS = (4, 5)  # of a tensor that torch calls channels_last
 SPLIT_NUMEL = 1 << 16  # elements per rank; a smaller flat is written by a single rank
 
@@ -52,7 +52,7 @@ class SavedFlat:
 class Range:
     """Elements [start, stop) of flat number `flat`, of what `key` names, are tensor `tensor` of file `file`.
 
-    key: "value", "grad", "state/" and the optimizer's own key, or one of owed.py.
+    key: "value", "grad", "state/" and the optimizer's own key, or one of pending_errors.py.
     """
 
     flat: Size
@@ -108,14 +108,14 @@ class Copy:
         return (self.count - 1) * self.source_step + self.numel
 
     @property
-    def runs(self) -> Runs:
+    def runs(self) -> StridedRuns:
         """`here`: in the file's tensor. `there`: in the receiver."""
         steps = self.source_step, self.target_step
-        return Runs(self.source, self.target, self.numel, self.count, *steps)
+        return StridedRuns(self.source, self.target, self.numel, self.count, *steps)
 
 
 @dataclass(frozen=True)
-class Piece:
+class TargetPiece:
     """Elements [start, stop) of the parameter or buffer `name`, which begin at `target` of the receiver.
 
     box: they are elements of this slice of it; None: of the whole.
@@ -225,7 +225,7 @@ class Catalogue:
         places = self._places_of(kind, name)
         return self._flats[places[0][0]] if places else None
 
-    def whole(self, kind: str, name: str) -> Piece:
+    def whole(self, kind: str, name: str) -> TargetPiece:
         """All of `name`, in the order that it was saved in; the checkpoint has it."""
         return whole_piece(kind, self._places[kind, name][0][1])
 
@@ -244,7 +244,7 @@ class Catalogue:
         found = [slot for n, slot in self._places_of("param", param) if self._flats[n].trains]
         return found[0].group if found else None
 
-    def copies(self, piece: Piece, key: str) -> list[Copy]:
+    def copies(self, piece: TargetPiece, key: str) -> list[Copy]:
         """The copies of the elements of `piece`, without elements that the checkpoint does not have."""
         found = []
         for number, slot, runs in self._parts(piece):
@@ -267,7 +267,7 @@ class Catalogue:
                 found.append(name)
         return found
 
-    def keys_of(self, piece: Piece) -> dict[str, str]:
+    def keys_of(self, piece: TargetPiece) -> dict[str, str]:
         """Key -> dtype of all ranges in the checkpoint that overlap `piece`."""
         found = {}
         for number, low, high in self._spans(piece):
@@ -276,7 +276,7 @@ class Catalogue:
                     found[key] = one.dtype
         return found
 
-    def numels_of(self, piece: Piece) -> dict[str, int]:
+    def numels_of(self, piece: TargetPiece) -> dict[str, int]:
         """Key -> elements of `piece` that the checkpoint has of it, in ranges or as constants."""
         found: dict[str, int] = {}
         for number, slot, runs in self._parts(piece):
@@ -290,7 +290,7 @@ class Catalogue:
                         found[key] = found.get(key, 0) + numel
         return found
 
-    def constants_of(self, piece: Piece) -> list[ConstantRange]:
+    def constants_of(self, piece: TargetPiece) -> list[ConstantRange]:
         """Every constant that applies to an element of `piece`."""
         return [
             one
@@ -299,12 +299,12 @@ class Catalogue:
             for one in self._constants.between(number, key, low, high)
         ]
 
-    def _spans(self, piece: Piece) -> Iterator[tuple[int, int, int]]:
+    def _spans(self, piece: TargetPiece) -> Iterator[tuple[int, int, int]]:
         """For each part of `piece`, its flat, and from which element to which it lies there."""
         for number, slot, runs in self._parts(piece):
             yield number, slot.offset + runs.there, slot.offset + runs.there_stop
 
-    def _parts(self, piece: Piece) -> Iterator[tuple[int, Slot, Runs]]:
+    def _parts(self, piece: TargetPiece) -> Iterator[tuple[int, Slot, StridedRuns]]:
         """The elements of `piece` (`here`) in every slot that has some of them (`there`)."""
         for number, slot in self._places_of(piece.kind, piece.name):
             for runs in _common(piece, slot):
@@ -375,7 +375,7 @@ class Catalogue:
         )
 
 
-def pieces(flat: SavedFlat, start: int, stop: int) -> list[Piece]:
+def pieces(flat: SavedFlat, start: int, stop: int) -> list[TargetPiece]:
     """The parts of slots that lie in [start, stop) of `flat`; targets count from `start`."""
     found = []
     for slot in flat.slots:
@@ -383,17 +383,17 @@ def pieces(flat: SavedFlat, start: int, stop: int) -> list[Piece]:
         if low < high:
             inside = (low - slot.offset, high - slot.offset)
             order = slot.box, slot.channels_last
-            found.append(Piece(flat.kind, slot.name, *inside, low - start, *order))
+            found.append(TargetPiece(flat.kind, slot.name, *inside, low - start, *order))
     return found
 
 
-def whole_piece(kind: str, slot: Slot) -> Piece:
+def whole_piece(kind: str, slot: Slot) -> TargetPiece:
     """All of the tensor that `slot` is, or is a slice of, in the order that it was saved in."""
     numel = numel_of(slot.whole_shape)
-    return Piece(kind, slot.name, 0, numel, 0, channels_last=slot.channels_last)
+    return TargetPiece(kind, slot.name, 0, numel, 0, channels_last=slot.channels_last)
 
 
-def _common(piece: Piece, slot: Slot) -> list[Runs]:
+def _common(piece: TargetPiece, slot: Slot) -> list[StridedRuns]:
     """The elements that `piece` (`here`) and `slot` (`there`) have in common."""
     shape = slot.whole_shape
     if piece.channels_last == slot.channels_last or len(shape) not in CHANNELS_LAST_DIMS:
@@ -404,7 +404,7 @@ def _common(piece: Piece, slot: Slot) -> list[Runs]:
     return [one.turned() for one in runs] if piece.channels_last else runs
 
 
-def _copy(one: Range, part: Runs, slot: Slot, piece: Piece) -> Copy:
+def _copy(one: Range, part: StridedRuns, slot: Slot, piece: TargetPiece) -> Copy:
     """The copy of `part`, whose `here` is in the slot and `there` in the tensor of `piece`."""
     source = slot.offset + part.here - one.start
     target = piece.target + part.there - piece.start

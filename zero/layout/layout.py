@@ -18,7 +18,7 @@ from ...utils.schema.checked_types import Flag, Size, Text
 
 
 @dataclass(frozen=True)
-class Entry:
+class ParamEntry:
     """One parameter to be placed: its global name, its shape, its hyperparameter group, its box.
 
     channels_last: its elements keep this order in the buffer; else they are row-major. Without a box.
@@ -84,7 +84,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Segment:
+class GroupSegment:
     """Elements [start, stop) that share one hyperparameter group."""
 
     group: int
@@ -110,7 +110,7 @@ class FlatLayout:
     """The plan of one flat buffer of `numel` elements over `world_size` ranks."""
 
     slots: tuple[Slot, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[GroupSegment, ...]
     numel: int
     world_size: int
 
@@ -138,13 +138,13 @@ class FlatLayout:
             found.append((at, self.numel))
         return found
 
-    def segments_in(self, start: int, stop: int) -> list[Segment]:
+    def segments_in(self, start: int, stop: int) -> list[GroupSegment]:
         """The segments clipped to [start, stop), positions relative to `start`."""
         found = []
         for segment in self.segments:
             low, high = overlap((segment.start, segment.stop), (start, stop))
             if low < high:
-                found.append(Segment(segment.group, low - start, high - start))
+                found.append(GroupSegment(segment.group, low - start, high - start))
         return found
 
     def pieces_in(self, start: int, stop: int) -> list[Piece]:
@@ -157,10 +157,10 @@ class FlatLayout:
         return pieces
 
 
-def plan_flat(entries: Sequence[Entry], world_size: int) -> FlatLayout:
+def plan_flat(entries: Sequence[ParamEntry], world_size: int) -> FlatLayout:
     """Lay `entries` out: group by group (stable within a group), every slot and shard 64-byte aligned."""
     slots: list[Slot] = []
-    segments: list[Segment] = []
+    segments: list[GroupSegment] = []
     at = 0
     for group in sorted({entry.group for entry in entries}):
         start = at
@@ -169,9 +169,9 @@ def plan_flat(entries: Sequence[Entry], world_size: int) -> FlatLayout:
                 place = (group, at, entry.box, entry.channels_last)
                 slots.append(Slot(entry.name, entry.shape, *place))
                 at = align_up(slots[-1].stop, ALIGN_NUMEL)
-        segments.append(Segment(group, start, at))
+        segments.append(GroupSegment(group, start, at))
     numel = align_up(at, ALIGN_NUMEL * world_size)
     # the tail belongs to the last segment: updating zeros is cheaper than an uneven split
     if segments:
-        segments[-1] = Segment(segments[-1].group, segments[-1].start, numel)
+        segments[-1] = GroupSegment(segments[-1].group, segments[-1].start, numel)
     return FlatLayout(tuple(slots), tuple(segments), numel, world_size)

@@ -22,7 +22,7 @@ from ....ops.flat import numel_of
 from ....ops.weights.tensor_table import BY_NAME
 from ....utils.errors import DamagedError, UsageError
 from ....utils.quoting import printable
-from ....zero.checkpoint.ranges import Copy, Piece, SavedFlat, merged, whole_piece
+from ....zero.checkpoint.ranges import Copy, SavedFlat, TargetPiece, merged, whole_piece
 from ..format import catalogue_of
 from ..manifest import lacking
 from ..packing import unpack
@@ -198,7 +198,7 @@ class CheckpointReader:
             yield part
 
     def _copies(self, saved: Saved, start: int, stop: int) -> list[Copy]:
-        piece = Piece(saved.kind, saved.name, start, stop, 0)
+        piece = TargetPiece(saved.kind, saved.name, start, stop, 0)
         found = self._catalogue.copies(piece, saved.key)
         if sum(copy.total_numel for copy in found) != stop - start:
             raise DamagedError(
