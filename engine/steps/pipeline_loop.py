@@ -164,6 +164,7 @@ class PipelineLoop(Loop):
                 batches,
                 factor=self._parts.loss_scale.value / count,
             )
+        self._parts.report.name_actions(self._tables[count].rows[self._pipeline.rank])
         self._units.reduce_root()
         loss = self._mean(outcome, count)
         self._parts.report.add_loss(loss)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ...utils.errors import XdsError
 from ..job import Order
-from .failure import SAVED_AND_LEFT, Failure, last_lines
+from .failure import SAVED_AND_LEFT, Failure, last_lines, report
 from .guard import HELPERS_SECONDS, Guard, end_sessions, started, stat, still_ours
 from .run_folder import RunFolder
 from .stop import Stop
@@ -99,6 +99,10 @@ def supervise(
         ]
     ranks = agent.ranks()
     outcome.finished = [rank for rank in ranks.values() if folder.ended(rank).exists()]
+    if stop.signum:
+        folder.record(f"stopped by {signal.Signals(stop.signum).name}")
+    elif outcome.failures:
+        folder.record(report(outcome.failures, outcome.finished))
     return outcome
 
 

@@ -1,0 +1,326 @@
+"""The record of a run, which `xds report` reads: rank 0 appends lines of JSON to `run.jsonl` in a folder.
+
+kind of a line   when                                 what
+---------------  -----------------------------------  --------------------------------------------------------
+start            an engine is made                    command, config, versions, ranks, device
+step             each optimizer step                  loss, learning rate, norm of the gradients
+use              once a second, after a step          memory of rank 0, bytes that it has sent by kind
+timeline         steps 3, 30, 300, ... of a process   forwards, backwards and update on each rank, in time
+value            the script writes monitor events     their names and values
+saved            a checkpoint is saved                its path
+failure          the launcher has found one           its report; see launcher/ranks/run_folder.py
+end              engine.destroy()
+
+The host waits for the device only at a timeline. On a GPU the loss of a step is read at the end of the next
+one, when the device has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import shlex
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.exchange import all_gather_json
+from ...utils.errors import UsageError
+from ...utils.quoting import printable
+from ...utils.version import __version__
+from ..config.config import Config
+from ..profiling.clock import Clock
+from .timers import memory_use
+
+FILE = "run.jsonl"
+USE_SECONDS = 1.0
+MOST_SPANS, MOST_RANKS = 400, 64  # of a timeline
+LINK = "record"  # the file in the launcher's run folder that names the record
+_LIBRARIES = (
+    "numpy",
+    "transformers",
+    "accelerate",
+    "peft",
+)  # whose version counts where they are loaded
+
+log = logging.getLogger("xds")
+
+
+class Recorded(Protocol):
+    """The part of an engine that is recorded at a step."""
+
+    global_steps: int
+    global_samples: int
+
+    def get_lr(self) -> list[float]: ...
+    def get_global_grad_norm(self) -> float | None: ...
+
+
+@dataclass
+class _Losses:
+    """The losses of a step's micro-batches, on their way to the host."""
+
+    host: Tensor
+    event: torch.Event | None
+
+    def read(self) -> float:
+        if self.event is not None:
+            self.event.synchronize()
+        return sum(self.host.tolist())
+
+
+@final
+class RunRecord:
+    """The record of one engine. Every rank has one, for the timelines; rank 0 writes."""
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        collectives: Collectives,
+        opened: Sequence[Collectives],
+        place: Sequence[int],
+    ) -> None:
+        """
+        Args:
+            collectives: of all ranks. opened: those of all groups; the list may grow.
+            place: this rank's number among pipeline, data, sequence and tensor ranks.
+        Raises:
+            UsageError: on rank 0: the folder cannot be created or written.
+        """
+        self._folder = Path(config.report_folder).expanduser()
+        self._device, self._collectives, self._opened = device, collectives, opened
+        self._place = list(place)
+        self._clock = Clock(device)
+        self._spans: list[tuple[str, Any, Any]] | None = None  # of a step that is timed
+        self._labels: list[str] = []
+        self._began: Any = None
+        self._num_steps = 0
+        self._waiting: tuple[dict[str, Any], _Losses | None] | None = None
+        self._used_at = 0.0
+        self._file = -1
+        self._started_at = time.time()
+        self._last_loss: float | None = None
+        self._saved = ""
+        if collectives.rank == 0:
+            self._open()
+            self._start(config)
+
+    # -- what the engine reports ----------------------------------------------------------------------
+
+    def region(
+        self, name: str, inner: AbstractContextManager[None]
+    ) -> AbstractContextManager[None]:
+        """The context around a region of a step, which includes `inner`."""
+        return inner if self._spans is None else self._timed(name, inner, self._spans)
+
+    @contextmanager
+    def _timed(
+        self, name: str, inner: AbstractContextManager[None], spans: list[tuple[str, Any, Any]]
+    ) -> Iterator[None]:
+        if name == "forward" and not torch.is_grad_enabled():
+            name = "evaluation"
+        start = self._clock.now()
+        with inner:
+            yield
+        if len(spans) < MOST_SPANS:
+            spans.append((name, start, self._clock.now()))
+
+    def name_actions(self, row: Sequence[Any]) -> None:
+        """The last regions were the actions of a pipeline's `row` that compute."""
+        if self._spans is None:
+            return
+        from ...pipe.schedules.actions import COMPUTE
+
+        names = [str(action) for action in row if action.op in COMPUTE]
+        self._labels = ["" for _ in range(len(self._spans) - len(names))] + names
+
+    def step(self, engine: Recorded, losses: Sequence[Tensor]) -> None:
+        """An optimizer step has ended."""
+        self._num_steps += 1
+        spans, self._spans = self._spans, None
+        if self._file >= 0:
+            self._write_step()
+            line = {"kind": "step", "step": engine.global_steps, "time": round(time.time(), 4)}
+            line |= {"samples": engine.global_samples, "lr": engine.get_lr()[0]}
+            line |= {"norm": engine.get_global_grad_norm()}
+            self._waiting = line, _start_reading(losses)
+            if self._device.type != "cuda":
+                self._write_step()
+        if spans is not None:
+            self._write_timeline(engine.global_steps, spans)
+        if str(self._num_steps + 1).rstrip("0") == "3":  # 3, 30, 300, ...
+            self._spans, self._labels, self._began = [], [], self._clock.now()
+
+    def write(self, events: Sequence[tuple[str, float, int]]) -> None:
+        """Values of the script: name, value, samples."""
+        for name, value, samples in events:
+            self._append(kind="value", name=name, value=value, samples=samples)
+
+    def saved(self, folder: str | Path, tag: str) -> None:
+        """A checkpoint was saved."""
+        self._saved = str(Path(folder, tag))
+        self._append(kind="saved", path=self._saved, time=time.time())
+
+    def close(self) -> None:
+        """No step follows. Logs where things are."""
+        if self._file < 0:
+            return
+        self._write_step()
+        self._write_use()
+        self._append(kind="end", time=time.time())
+        os.close(self._file)
+        self._file = -1
+        seconds = time.time() - self._started_at
+        parts = [f"{self._num_steps} steps in {seconds:.1f} s"]
+        parts += [] if self._last_loss is None else [f"loss {self._last_loss:.4f}"]
+        parts += [f"checkpoint {printable(self._saved)}"] if self._saved else []
+        log.info("%s; for a page of it run: xds report %s", ", ".join(parts), self._shown)
+
+    @property
+    def _shown(self) -> str:
+        return shlex.quote(printable(self._folder))
+
+    # -- lines ----------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+            self._file = os.open(self._folder / FILE, flags, 0o666)
+            if os.fstat(self._file).st_size:
+                os.write(self._file, b"\n")  # after what a killed run has half written
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(
+                f"report_folder = {self._shown}: {FILE} cannot be written there: {reason}; set another "
+                "folder, or remove the key"
+            ) from None
+        with contextlib.suppress(KeyError, OSError):  # the launcher adds failures
+            link = Path(os.environ["XDS_RUN_FOLDER"], LINK)
+            link.write_text(str((self._folder / FILE).absolute()))
+
+    def _start(self, config: Config) -> None:
+        versions = {"xds": __version__, "Python": platform.python_version()}
+        versions |= {"torch": torch.__version__, "system": platform.platform()}
+        if torch.version.cuda:
+            versions["CUDA"] = torch.version.cuda
+        for name in _LIBRARIES:
+            if name in sys.modules:
+                versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+        is_gpu = self._device.type == "cuda"
+        device = torch.cuda.get_device_name(self._device) if is_gpu else self._device.type
+        self._append(
+            kind="start",
+            time=time.time(),
+            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            command=os.environ.get("XDS_COMMAND") or shlex.join(["python", *sys.orig_argv[1:]]),
+            folder=os.getcwd(),
+            host=socket.gethostname(),
+            device=device,
+            ranks=self._collectives.world_size,
+            output=os.environ.get("XDS_RUN_FOLDER", ""),
+            config=_changed(config.as_dict(), Config().as_dict()),
+            versions=versions,
+        )
+
+    def _append(self, **line: Any) -> None:
+        """Write a line, at once, so that it survives the process. A full disk ends the record, not the run."""
+        if self._file < 0:
+            return
+        try:
+            os.write(self._file, json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            os.close(self._file)
+            self._file = -1
+            log.warning("report_folder: %s cannot be written any more: %s", FILE, error.strerror)
+
+    def _write_step(self) -> None:
+        """Write the line that waits for its losses."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        line, losses = waiting
+        if losses is not None:
+            self._last_loss = line["loss"] = losses.read()
+        self._append(**line)
+        if line["time"] - self._used_at >= USE_SECONDS:
+            self._write_use()
+
+    def _write_use(self) -> None:
+        use, self._used_at = memory_use(self._device), time.time()
+        sent: Counter[str] = Counter()
+        for group in self._opened:
+            sent.update(group.sent_bytes)
+        self._append(
+            kind="use",
+            time=self._used_at,
+            memory_bytes=use.now_bytes,
+            peak_bytes=use.peak_bytes,
+            sent_bytes=dict(sent),
+            steps=self._num_steps,
+        )
+
+    def _write_timeline(self, step: int, spans: list[tuple[str, Any, Any]]) -> None:
+        """Gather the regions of a step from all ranks. Waits for the device; a collective."""
+        stop = self._clock.now()
+        self._clock.finish()
+        seconds = self._clock.seconds
+        mine: dict[str, Any] = {}
+        if self._collectives.rank < MOST_RANKS:
+            labels = self._labels + [""] * (len(spans) - len(self._labels))
+            mine = {
+                "place": self._place,
+                "peak_bytes": memory_use(self._device).peak_bytes,
+                "milliseconds": round(1e3 * seconds(self._began, stop), 3),
+                "spans": [
+                    [name, label, *(round(1e3 * seconds(self._began, at), 3) for at in (one, two))]
+                    for (name, one, two), label in zip(spans, labels, strict=True)
+                ],
+            }
+        ranks = all_gather_json(self._collectives, mine, "the timeline of a step")
+        self._append(kind="timeline", step=step, time=time.time(), ranks=ranks[:MOST_RANKS])
+
+
+def _start_reading(losses: Sequence[Tensor]) -> _Losses | None:
+    """Start to copy losses to the host. None: the script has called backward itself."""
+    if not losses:
+        return None
+    values = torch.stack([loss.reshape(()).double() for loss in losses])
+    if values.device.type != "cuda":
+        return _Losses(values, None)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    event = torch.Event(values.device)
+    event.record()
+    return _Losses(host, event)
+
+
+def _changed(config: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """The values that differ from their default, without the key of a service."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        other = default.get(key)
+        if isinstance(value, dict) and isinstance(other, dict):
+            value = _changed(value, other)
+            if value:
+                found[key] = value
+        elif value != other and key != "api_key":
+            found[key] = value
+    return found
+
+
+__all__ = ["FILE", "LINK", "RunRecord"]

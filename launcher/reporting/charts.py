@@ -1,0 +1,210 @@
+"""Charts as SVG text: curves, a timeline, bars. Colours are CSS classes of the page. All text is escaped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import final
+
+from .records import RankTimeline, Timeline
+
+POINTS = 400  # of a curve
+MOST_RECTANGLES = 3000  # of a timeline
+WIDTH, HEIGHT = 480, 170
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 8, 8, 22
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_COLORS = {"forward": "a", "backward": "b", "step": "c", "reduce": "d", "evaluation": "e"}
+_PARTS = {"I": "backward", "W": "weights", "B": "backward"}  # of the labels of a pipeline
+
+
+def number_text(value: float) -> str:
+    """ "1.24M" of 1240000, "0.00312" of 0.003123; three digits."""
+    if not math.isfinite(value):
+        return str(value)
+    for size, prefix in _PREFIXES:
+        if abs(value) >= size:
+            return f"{value / size:.3g}{prefix}"
+    return f"{value:.3g}"
+
+
+@final
+@dataclass
+class Curve:
+    """At most `POINTS` points: mean, least and largest of neighbouring values. not_finite: values left out."""
+
+    xs: list[float]
+    means: list[float]
+    least: list[float]
+    most: list[float]
+    not_finite: int = 0
+
+
+def curve(xs: Sequence[float], ys: Sequence[float]) -> Curve:
+    """The curve of any number of points."""
+    found = Curve([], [], [], [])
+    count = len(ys)
+    buckets = min(POINTS, count)
+    for number in range(buckets):
+        start, stop = number * count // buckets, (number + 1) * count // buckets
+        part = ys[start:stop]
+        total = sum(part)
+        if not math.isfinite(total):
+            part = [y for y in part if math.isfinite(y)]
+            found.not_finite += stop - start - len(part)
+            total = math.fsum(part) if part else math.nan
+        if part and math.isfinite(total / len(part)):
+            found.xs.append(xs[stop - 1])
+            found.means.append(total / len(part))
+            found.least.append(min(part))
+            found.most.append(max(part))
+    return found
+
+
+def chart(
+    title: str, curves: Sequence[tuple[str, Curve]], *, starts_at_0: bool = False, note: str = ""
+) -> str:
+    """A figure with curves over the steps, the first one with the range of its values. "" without points."""
+    drawn = [(name, each) for name, each in curves if each.xs]
+    if not drawn:
+        return ""
+    first = drawn[0][1]
+    low, high = _range([y for _, each in drawn for y in each.means], starts_at_0=starts_at_0)
+    end = max(each.xs[-1] for _, each in drawn)
+    begin = min(each.xs[0] for _, each in drawn)
+    across = (end - begin) or 1.0
+
+    def x_of(x: float) -> float:
+        return _LEFT + (WIDTH - _LEFT - _RIGHT) * (x - begin) / across
+
+    def y_of(y: float) -> float:
+        part = min(max((y - low) / (high - low), 0.0), 1.0)
+        return HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * part
+
+    parts = [_axes(begin, end, low, high)]
+    if len(first.xs) > 1 and first.least != first.most:
+        edge = [*zip(first.xs, first.most, strict=True)]
+        edge += reversed([*zip(first.xs, first.least, strict=True)])
+        points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in edge)
+        parts.append(f'<polygon class="band" points="{points}"/>')
+    for number, (_, each) in enumerate(drawn):
+        kind = "abcde"[number % 5]
+        points = [f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(each.xs, each.means, strict=True)]
+        parts.append(f'<polyline class="line {kind}" points="{" ".join(points)}"/>')
+        if len(points) <= 40:
+            parts += [
+                '<circle class="{}" cx="{}" cy="{}" r="2.5"/>'.format(f"fill {kind}", *p.split(","))
+                for p in points
+            ]
+    names = [
+        f'<span class="key {"abcde"[number % 5]}">{escape(name[:60])} '
+        f"<b>{number_text(each.means[-1])}</b></span>"
+        for number, (name, each) in enumerate(drawn)
+    ]
+    lost = sum(each.not_finite for _, each in drawn)
+    names += [f'<span class="bad">{lost} values are not finite</span>'] if lost else []
+    names += [f"<span>{escape(note)}</span>"] if note else []
+    label = escape(f"{title}, over the steps", quote=True)
+    return (
+        f"<figure><figcaption>{escape(title[:80])} {''.join(names)}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg></figure>'
+    )
+
+
+def _range(values: Sequence[float], *, starts_at_0: bool) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if starts_at_0:
+        low = min(low, 0.0)
+    room = (high - low) / 20 or abs(high) / 20 or 1.0
+    if not math.isfinite(room):  # hostile values: their distance is no number
+        return -1.0, 1.0
+    return low if starts_at_0 else low - room, high + room
+
+
+def _axes(begin: float, end: float, low: float, high: float) -> str:
+    parts = []
+    for value in _ticks(low, high, 4):
+        y = HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * (value - low) / (high - low)
+        parts.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text x="{_LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{number_text(value)}</text>'
+        )
+    across = (end - begin) or 1.0
+    for value in _ticks(begin, end, 5):
+        x = _LEFT + (WIDTH - _LEFT - _RIGHT) * (value - begin) / across
+        if value == int(value):
+            parts.append(
+                f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{number_text(value)}</text>'
+            )
+    return "".join(parts)
+
+
+def _ticks(low: float, high: float, count: int) -> list[float]:
+    """Round numbers between two others, about `count`."""
+    step = (high - low) / count
+    if not (step > 0 and math.isfinite(step)):
+        return [low]
+    power = 10.0 ** math.floor(math.log10(step))
+    width = next((m * power for m in (1, 2, 5) if m * power >= step), 10 * power)
+    first = math.ceil(low / width)
+    return [(first + n) * width for n in range(count + 2) if (first + n) * width <= high]
+
+
+def timeline(found: Timeline) -> str:
+    """A row for each rank, with its forwards, backwards and update in time."""
+    total = max(each.milliseconds for each in found.ranks)
+    spans = sum(len(each.spans) for each in found.ranks)
+    if not (0 < total < math.inf) or not spans:
+        return ""
+    ranks = found.ranks[: max(1, MOST_RECTANGLES * len(found.ranks) // max(spans, MOST_RECTANGLES))]
+    width, row, left = 2 * WIDTH, 22, 130
+    scale = (width - left - 10) / total
+    parts, left_over = [], MOST_RECTANGLES
+    for number, each in enumerate(ranks):
+        y = number * row
+        parts.append(f'<text x="0" y="{y + 15}">{escape(_place_text(each, ranks))}</text>')
+        for span in sorted(each.spans, key=lambda span: span.start)[:left_over]:
+            start, end = (min(max(at, 0.0), total) for at in (span.start, span.end))
+            name = _PARTS.get(span.label.strip("0123456789")[:1], span.name)
+            kind = "f" if name == "weights" else _COLORS.get(span.name, "e")
+            text = escape(f"{name} {span.label}: {start:.2f} to {end:.2f} ms"[:100])
+            parts.append(
+                f'<rect class="fill {kind}" x="{left + scale * start:.1f}" y="{y + 3}" rx="1.5" '
+                f'width="{max(scale * (end - start), 0.5):.1f}" height="{row - 6}">'
+                f"<title>{text}</title></rect>"
+            )
+        left_over -= min(left_over, len(each.spans))
+    height = row * len(ranks)
+    for value in _ticks(0.0, total, 8):
+        x = left + scale * value
+        parts.append(
+            f'<text x="{x:.1f}" y="{height + 16}" text-anchor="middle">{number_text(value)} ms</text>'
+        )
+    return f'<svg viewBox="0 0 {width} {height + 22}" role="img" aria-label="timeline">{"".join(parts)}</svg>'
+
+
+def _place_text(each: RankTimeline, ranks: Sequence[RankTimeline]) -> str:
+    """ "rank 3: stage 1, data 0", with the axes on which ranks differ."""
+    names = ("stage", "data", "sequence", "tensor")
+    axes = [
+        f"{name} {each.place[at]}"
+        for at, name in enumerate(names)
+        if len({tuple(other.place[at : at + 1]) for other in ranks}) > 1 and at < len(each.place)
+    ]
+    return f"rank {each.rank}" + (f": {', '.join(axes)}" if axes else "")
+
+
+def bars(sizes: Sequence[tuple[str, float, str]]) -> str:
+    """A table of names, bars, and texts."""
+    most = max((size for _, size, _ in sizes), default=0.0)
+    rows = [
+        f'<tr><th>{escape(name[:60])}</th><td class="wide"><svg viewBox="0 0 100 8" preserveAspectRatio="none">'
+        f'<rect class="fill a" width="{100 * size / most if 0 < most < math.inf else 0:.2f}" height="8"/></svg>'
+        f"</td><td>{escape(text[:60])}</td></tr>"
+        for name, size, text in sizes
+    ]
+    return f"<table>{''.join(rows)}</table>"
+
+
+__all__ = ["Curve", "bars", "chart", "curve", "number_text", "timeline"]
