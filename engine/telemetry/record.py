@@ -79,7 +79,8 @@ class _Losses:
     def read(self) -> float:
         if self.event is not None:
             self.event.synchronize()
-        return sum(self.host.tolist())
+        values: list[float] = self.host.tolist()
+        return sum(values)
 
 
 @final
@@ -233,7 +234,7 @@ class RunRecord:
             device=device,
             ranks=self._collectives.world_size,
             output=os.environ.get("XDS_RUN_FOLDER", ""),
-            config=_changed(config.as_dict(), Config().as_dict()),
+            config=_changed(config.as_dict(), Config.model_validate({}).as_dict()),
             versions=versions,
         )
 
@@ -310,7 +311,7 @@ def _start_reading(losses: Sequence[Tensor]) -> _Losses | None:
 
 
 def _changed(config: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """The values that differ from their default, without the key of a service."""
+    """The values that differ from their default."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         other = default.get(key)
@@ -318,7 +319,7 @@ def _changed(config: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
             value = _changed(value, other)
             if value:
                 found[key] = value
-        elif value != other and key != "api_key":
+        elif value != other:
             found[key] = value
     return found
 

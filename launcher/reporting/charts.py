@@ -15,8 +15,14 @@ MOST_RECTANGLES = 3000  # of a timeline
 WIDTH, HEIGHT = 480, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 8, 8, 22
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-_COLORS = {"forward": "a", "backward": "b", "step": "c", "reduce": "d", "evaluation": "e"}
-_PARTS = {"I": "backward", "W": "weights", "B": "backward"}  # of the labels of a pipeline
+KINDS = {  # the classes of colours in a timeline
+    "forward": "a",
+    "backward": "b",
+    "step": "c",
+    "reduce": "d",
+    "evaluation": "e",
+    "gradients of weights": "f",
+}
 
 
 def number_text(value: float) -> str:
@@ -70,7 +76,11 @@ def chart(
     if not drawn:
         return ""
     first = drawn[0][1]
-    low, high = _range([y for _, each in drawn for y in each.means], starts_at_0=starts_at_0)
+    # extremes of few points leave the band where they are no part of the means
+    rare = len(first.xs) // 20
+    shown = [sorted(first.least)[rare], sorted(first.most)[-1 - rare]]
+    shown += [y for _, each in drawn for y in each.means]
+    low, high = _range(shown, starts_at_0=starts_at_0)
     end = max(each.xs[-1] for _, each in drawn)
     begin = min(each.xs[0] for _, each in drawn)
     across = (end - begin) or 1.0
@@ -86,8 +96,8 @@ def chart(
     if len(first.xs) > 1 and first.least != first.most:
         edge = [*zip(first.xs, first.most, strict=True)]
         edge += reversed([*zip(first.xs, first.least, strict=True)])
-        points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in edge)
-        parts.append(f'<polygon class="band" points="{points}"/>')
+        outline = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in edge)
+        parts.append(f'<polygon class="band" points="{outline}"/>')
     for number, (_, each) in enumerate(drawn):
         kind = "abcde"[number % 5]
         points = [f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(each.xs, each.means, strict=True)]
@@ -166,8 +176,8 @@ def timeline(found: Timeline) -> str:
         parts.append(f'<text x="0" y="{y + 15}">{escape(_place_text(each, ranks))}</text>')
         for span in sorted(each.spans, key=lambda span: span.start)[:left_over]:
             start, end = (min(max(at, 0.0), total) for at in (span.start, span.end))
-            name = _PARTS.get(span.label.strip("0123456789")[:1], span.name)
-            kind = "f" if name == "weights" else _COLORS.get(span.name, "e")
+            name = "gradients of weights" if "W" in span.label else span.name
+            kind = KINDS.get(name, "e")
             text = escape(f"{name} {span.label}: {start:.2f} to {end:.2f} ms"[:100])
             parts.append(
                 f'<rect class="fill {kind}" x="{left + scale * start:.1f}" y="{y + 3}" rx="1.5" '
@@ -207,4 +217,4 @@ def bars(sizes: Sequence[tuple[str, float, str]]) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-__all__ = ["Curve", "bars", "chart", "curve", "number_text", "timeline"]
+__all__ = ["KINDS", "Curve", "bars", "chart", "curve", "number_text", "timeline"]

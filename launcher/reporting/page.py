@@ -11,7 +11,7 @@ from html import escape
 
 from ...utils.quoting import plain_lines
 from ...utils.sizes import size_text
-from .charts import bars, chart, curve, number_text, timeline
+from .charts import KINDS, bars, chart, curve, number_text, timeline
 from .records import Run
 
 MOST_CHARS = 20_000  # of a text
@@ -26,7 +26,7 @@ _STYLE = """
 *{box-sizing:border-box}body{margin:0 auto;padding:24px;max-width:1120px;background:var(--bg);color:var(--fg);
 font:15px/1.5 system-ui,sans-serif}h1{font-size:24px;margin:0}h2{font-size:17px;margin:32px 0 8px}
 p{margin:4px 0;color:var(--dim)}
-.tiles,.charts{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(150px,1fr))}
+.tiles,.charts{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(125px,1fr))}
 .charts{grid-template-columns:repeat(auto-fit,minmax(min(440px,100%),1fr))}.tiles{margin:20px 0}
 .tiles div,figure{background:var(--card);border:1px solid var(--edge);border-radius:8px;margin:0;
 padding:10px 14px}
@@ -39,7 +39,8 @@ svg text{fill:var(--dim);font-size:10.5px;font-family:system-ui,sans-serif}.grid
 table{border-collapse:collapse;width:100%;font-size:14px}th,td{text-align:left;padding:4px 12px 4px 0;
 border-bottom:1px solid var(--edge);vertical-align:top;font-weight:400}th{color:var(--dim);white-space:nowrap}
 td.wide{width:60%}td.wide svg{height:8px;margin-top:8px}.bad{color:var(--bad)}
-pre{background:var(--card);border:1px solid var(--edge);border-radius:8px;padding:12px;overflow:auto;margin:0;
+pre{max-height:340px;
+background:var(--card);border:1px solid var(--edge);border-radius:8px;padding:12px;overflow:auto;margin:0;
 white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px}td pre{border:0;padding:0;background:none}
 """
 
@@ -105,7 +106,7 @@ def _tiles(run: Run) -> str:
         ("loss", number_text(run.loss[-1]) if run.loss else ""),
         (unit, number_text(sorted(speeds)[len(speeds) // 2]) if speeds else ""),
         ("time of all steps", _duration(_trained_seconds(run)) if len(run.times) > 1 else ""),
-        ("peak memory, rank 0", _bytes(max(run.memory[2])) if run.memory[2] else ""),
+        ("peak memory", _bytes(max(run.memory[2])) if run.memory[2] else ""),
         ("ranks", _shown(run.start.get("ranks", ""), 20)),
         ("restarts", str(max(run.num_starts - 1, 0))),
     ]
@@ -151,7 +152,7 @@ def _curves(run: Run) -> Iterator[str]:
         if name != TOKENS
     }
     losses = [(name, each) for name, each in series.items() if "loss" in name.lower()][:4]
-    yield chart("Loss", [("training, rank 0", curve(run.steps, run.loss)), *losses])
+    yield chart("Loss", [("training", curve(run.steps, run.loss)), *losses])
     unit = "Tokens" if _tokens(run) != 1 else "Samples"
     yield chart(f"{unit} per second", [("all ranks", curve(*_speeds(run)))], starts_at_0=True)
     yield chart("Learning rate", [("", curve(run.steps, run.rates))], starts_at_0=True)
@@ -190,9 +191,11 @@ def _text(value: object) -> str:
 def _timeline(run: Run) -> str:
     found = run.timelines[-1]
     drawn = timeline(found)
-    names = ("forward", "backward", "step", "reduce", "evaluation")
-    keys = [(name, "abcde"[at]) for at, name in enumerate(names)] + [("weight gradients", "f")]
-    legend = "".join(f'<span class="key {kind}">{name}</span>' for name, kind in keys)
+    legend = "".join(
+        f'<span class="key {kind}">{name}</span>'
+        for name, kind in KINDS.items()
+        if f'"fill {kind}"' in drawn
+    )
     peaks = [each.peak_bytes for each in found.ranks]
     note = f"Peak memory of these ranks: {_bytes(min(peaks))} to {_bytes(max(peaks))}."
     return f"<figure><figcaption>{legend}</figcaption>{drawn}</figure><p>{note}" if drawn else ""

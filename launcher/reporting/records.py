@@ -25,6 +25,7 @@ MOST_SERIES = 24  # of the script
 MOST_EVENTS = 200  # starts, failures, checkpoints
 MOST_TIMELINES = 8
 NAN = float("nan")
+_NUMBERS = {int, float}
 
 
 @final
@@ -94,11 +95,6 @@ class Run:
     damaged: int = 0
 
     @property
-    def columns(self) -> tuple[array[Any], ...]:
-        """All series with a number for each step."""
-        return self.steps, self.samples, self.times, self.loss, self.rates, self.norms
-
-    @property
     def state(self) -> str:
         """How the last process ended; "" where it has not said so."""
         return next((kind for _, kind, _ in reversed(self.events) if kind in _STATES), "")
@@ -128,8 +124,8 @@ def read_run(folder: str) -> Run:
             run = reader.read(file)
     except FileNotFoundError:
         raise UsageError(
-            f"{printable(folder)} has no {FILE}, so there is nothing to report; before a run set report_folder of "
-            "the config to a folder, and name it here"
+            f"{printable(folder)} has no {FILE}, so there is nothing to report; before a run set "
+            "report_folder of the config to a folder, and name it here"
         ) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -146,7 +142,11 @@ class _Reader:
     """Adds line after line to a `Run`."""
 
     def __init__(self) -> None:
-        self._run = Run()
+        self._run = run = Run()
+        self._columns: tuple[array[Any], ...] = (
+            *(run.steps, run.samples, run.times),
+            *(run.loss, run.rates, run.norms),
+        )
         self._is_new = False  # the process has started and has not ended a step
         self._add = {
             "step": self._step,
@@ -172,24 +172,25 @@ class _Reader:
     def _step(self, record: dict[str, Any]) -> None:
         run, step = self._run, record["step"]
         if type(step) is not int or not 0 <= step < 1 << 62:
-            raise ValueError
-        known = _number(record["samples"]), _number(record["time"])
-        rest = (record.get(name) for name in ("loss", "lr", "norm"))
-        values = [step, *known, *(NAN if each is None else _number(each) for each in rest)]
+            raise TypeError
+        values = [record["samples"], record["time"]]
+        values += [NAN if (x := record.get(name)) is None else x for name in ("loss", "lr", "norm")]
+        values = [_number(x) for x in values]
         if run.steps and step <= run.steps[-1]:
-            self._forget_from(step, known[0])
+            self._forget_from(step, values[0])
         if self._is_new and run.steps:
             run.breaks.append(len(run.steps))
-        for column, value in zip(run.columns, values, strict=True):
-            column.append(value)
         self._is_new = False
-        run.last_time = max(run.last_time, known[1])
+        for column, value in zip(self._columns, (step, *values), strict=True):
+            column.append(value)
+        if values[1] > run.last_time:
+            run.last_time = values[1]
 
     def _forget_from(self, step: int, samples: float) -> None:
         """A later process repeats the steps from `step` on."""
         run = self._run
         at = bisect_left(run.steps, step)
-        for column in run.columns:
+        for column in self._columns:
             del column[at:]
         while run.breaks and run.breaks[-1] >= at:
             run.breaks.pop()
@@ -270,7 +271,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _number(value: Any) -> float:
-    if type(value) not in (int, float):
+    if type(value) not in _NUMBERS:
         raise TypeError
     return float(value)
 

@@ -15,7 +15,11 @@ _STEPS, _RANKS = 0, 1  # process ids
 
 def trace_of(run: Run) -> str:
     """JSON. Times are in microseconds since the first step that is in it."""
-    events = [event for event in _events(run) if math.isfinite(event.get("ts", 0.0))]
+    events = [
+        event
+        for event in _events(run)
+        if math.isfinite(event.get("ts", 0.0) + event.get("dur", 0.0))
+    ]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
 
 
@@ -39,10 +43,9 @@ def _events(run: Run) -> Iterator[dict[str, Any]]:
             begin = 1e6 * (found.time - zero) - 1e3 * each.milliseconds
             for span in each.spans:
                 start, dur = begin + 1e3 * span.start, 1e3 * (span.end - span.start)
-                if math.isfinite(dur):
-                    name = f"{span.name} {span.label}".strip()
-                    where = {"pid": _RANKS, "tid": each.rank, "ts": start, "dur": dur}
-                    yield {"ph": "X", "name": name, **where, "args": {"step": found.step}}
+                name = f"{span.name} {span.label}".strip()
+                where = {"pid": _RANKS, "tid": each.rank, "ts": start, "dur": dur}
+                yield {"ph": "X", "name": name, **where, "args": {"step": found.step}}
 
 
 __all__ = ["trace_of"]
