@@ -47,7 +47,7 @@ from .timers import memory_use
 
 FILE = "run.jsonl"
 USE_SECONDS = 1.0
-MOST_SPANS, MOST_RANKS = 400, 64  # of a timeline
+MOST_SPANS, MOST_RANKS = 1000, 64  # of a timeline
 LINK = "record"  # the file in the launcher's run folder that names the record
 _LIBRARIES = (
     "numpy",
@@ -142,12 +142,12 @@ class RunRecord:
 
     def name_actions(self, row: Sequence[Any]) -> None:
         """The last regions were the actions of a pipeline's `row` that compute."""
-        if self._spans is None:
+        if self._spans is None or len(self._spans) == MOST_SPANS:
             return
         from ...pipe.schedules.actions import COMPUTE
 
         names = [str(action) for action in row if action.op in COMPUTE]
-        self._labels = ["" for _ in range(len(self._spans) - len(names))] + names
+        self._labels = [""] * (len(self._spans) - len(names)) + names
 
     def step(self, engine: Recorded, losses: Sequence[Tensor]) -> None:
         """An optimizer step has ended."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import final
 
+from ...utils.quoting import plain_lines
 from .records import RankTimeline, Timeline
 
-POINTS = 400  # of a curve
-MOST_RECTANGLES = 3000  # of a timeline
+POINTS = 300  # of a curve
+MOST_RECTANGLES = 1500  # of a timeline
+MOST_CHARS = 12_000  # of a text
 WIDTH, HEIGHT = 480, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 8, 8, 22
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -23,6 +26,13 @@ KINDS = {  # the classes of colours in a timeline
     "evaluation": "e",
     "gradients of weights": "f",
 }
+
+
+def shown(text: object, most_chars: int = MOST_CHARS) -> str:
+    """A text for HTML: characters with a meaning there, and those that do not print, are escaped."""
+    line = text if isinstance(text, str) else json.dumps(text)
+    cut = plain_lines(line[: most_chars + 1])
+    return escape(cut if len(cut) <= most_chars else f"{cut[:most_chars]}...")
 
 
 def number_text(value: float) -> str:
@@ -78,9 +88,9 @@ def chart(
     first = drawn[0][1]
     # extremes of few points leave the band where they are no part of the means
     rare = len(first.xs) // 20
-    shown = [sorted(first.least)[rare], sorted(first.most)[-1 - rare]]
-    shown += [y for _, each in drawn for y in each.means]
-    low, high = _range(shown, starts_at_0=starts_at_0)
+    inside = [sorted(first.least)[rare], sorted(first.most)[-1 - rare]]
+    inside += [y for _, each in drawn for y in each.means]
+    low, high = _range(inside, starts_at_0=starts_at_0)
     end = max(each.xs[-1] for _, each in drawn)
     begin = min(each.xs[0] for _, each in drawn)
     across = (end - begin) or 1.0
@@ -108,16 +118,16 @@ def chart(
                 for p in points
             ]
     names = [
-        f'<span class="key {"abcde"[number % 5]}">{escape(name[:60])} '
+        f'<span class="key {"abcde"[number % 5]}">{shown(name, 60)} '
         f"<b>{number_text(each.means[-1])}</b></span>"
         for number, (name, each) in enumerate(drawn)
     ]
     lost = sum(each.not_finite for _, each in drawn)
-    names += [f'<span class="bad">{lost} values are not finite</span>'] if lost else []
-    names += [f"<span>{escape(note)}</span>"] if note else []
-    label = escape(f"{title}, over the steps", quote=True)
+    names += [f'<span class="bad">not finite: {lost}</span>'] if lost else []
+    names += [f"<span>{shown(note)}</span>"] if note else []
+    label = shown(f"{title[:80]}, over the steps")
     return (
-        f"<figure><figcaption>{escape(title[:80])} {''.join(names)}</figcaption>"
+        f"<figure><figcaption>{shown(title, 80)} {''.join(names)}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg></figure>'
     )
 
@@ -173,12 +183,12 @@ def timeline(found: Timeline) -> str:
     parts, left_over = [], MOST_RECTANGLES
     for number, each in enumerate(ranks):
         y = number * row
-        parts.append(f'<text x="0" y="{y + 15}">{escape(_place_text(each, ranks))}</text>')
+        parts.append(f'<text x="0" y="{y + 15}">{shown(_place_text(each, ranks), 60)}</text>')
         for span in sorted(each.spans, key=lambda span: span.start)[:left_over]:
             start, end = (min(max(at, 0.0), total) for at in (span.start, span.end))
             name = "gradients of weights" if "W" in span.label else span.name
             kind = KINDS.get(name, "e")
-            text = escape(f"{name} {span.label}: {start:.2f} to {end:.2f} ms"[:100])
+            text = shown(f"{name[:40]} {span.label[:20]}: {start:.2f} to {end:.2f} ms", 100)
             parts.append(
                 f'<rect class="fill {kind}" x="{left + scale * start:.1f}" y="{y + 3}" rx="1.5" '
                 f'width="{max(scale * (end - start), 0.5):.1f}" height="{row - 6}">'
@@ -209,12 +219,12 @@ def bars(sizes: Sequence[tuple[str, float, str]]) -> str:
     """A table of names, bars, and texts."""
     most = max((size for _, size, _ in sizes), default=0.0)
     rows = [
-        f'<tr><th>{escape(name[:60])}</th><td class="wide"><svg viewBox="0 0 100 8" preserveAspectRatio="none">'
+        f'<tr><th>{shown(name, 60)}</th><td class="wide"><svg viewBox="0 0 100 8" preserveAspectRatio="none">'
         f'<rect class="fill a" width="{100 * size / most if 0 < most < math.inf else 0:.2f}" height="8"/></svg>'
-        f"</td><td>{escape(text[:60])}</td></tr>"
+        f"</td><td>{shown(text, 60)}</td></tr>"
         for name, size, text in sizes
     ]
     return f"<table>{''.join(rows)}</table>"
 
 
-__all__ = ["KINDS", "Curve", "bars", "chart", "curve", "number_text", "timeline"]
+__all__ = ["KINDS", "Curve", "bars", "chart", "curve", "number_text", "shown", "timeline"]

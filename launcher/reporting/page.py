@@ -7,15 +7,12 @@ import math
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from html import escape
 
-from ...utils.quoting import plain_lines
 from ...utils.sizes import size_text
-from .charts import KINDS, bars, chart, curve, number_text, timeline
+from .charts import KINDS, bars, chart, curve, number_text, shown, timeline
 from .records import Run
 
-MOST_CHARS = 20_000  # of a text
-MOST_ROWS = 40
+MOST_ROWS = 30
 TOKENS = "tokens_per_sample"  # the name of a value by which the page multiplies samples
 _SPEEDS = 400
 _STYLE = """
@@ -47,26 +44,19 @@ white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px}td pre{border:0;paddi
 
 def page_of(run: Run, name: str, now: float) -> str:
     """The HTML of a run. now: when it is made, in seconds."""
-    title = _shown(run.start.get("command", name), 120)
+    title = shown(run.start.get("command", name), 120)
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
         "<meta http-equiv=Content-Security-Policy content=\"default-src 'none';style-src 'unsafe-inline'\">",
         "<meta name=viewport content='width=device-width'>",
-        f"<title>{_shown(name, 80)}</title><style>{_STYLE}</style>",
-        f"<h1>{_shown(name, 80)}</h1><p>{title}<p>{_state_text(run, now)}",
+        f"<title>{shown(name, 80)}</title><style>{_STYLE}</style>",
+        f"<h1>{shown(name, 80)}</h1><p>{title}<p>{_state_text(run, now)}",
         _tiles(run),
         f"<h2>Training</h2><div class=charts>{''.join(_curves(run))}</div>",
     ]
     for heading, body in _sections(run):
         parts += [f"<h2>{heading}</h2>", body] if body else []
     return "\n".join([*parts, "</html>", ""])
-
-
-def _shown(text: object, most_chars: int = MOST_CHARS) -> str:
-    """The text escaped for HTML, and what does not print escaped as well."""
-    line = text if isinstance(text, str) else json.dumps(text)
-    cut = line if len(line) <= most_chars else f"{line[:most_chars]}..."
-    return escape(plain_lines(cut))
 
 
 def _clock(seconds: float) -> str:
@@ -107,11 +97,11 @@ def _tiles(run: Run) -> str:
         (unit, number_text(sorted(speeds)[len(speeds) // 2]) if speeds else ""),
         ("time of all steps", _duration(_trained_seconds(run)) if len(run.times) > 1 else ""),
         ("peak memory", _bytes(max(run.memory[2])) if run.memory[2] else ""),
-        ("ranks", _shown(run.start.get("ranks", ""), 20)),
+        ("ranks", shown(run.start.get("ranks", ""), 20)),
         ("restarts", str(max(run.num_starts - 1, 0))),
     ]
-    shown = [f"<div><span>{name}</span><b>{text}</b></div>" for name, text in tiles if text]
-    return f"<div class=tiles>{''.join(shown)}</div>"
+    filled = [f"<div><span>{name}</span><b>{text}</b></div>" for name, text in tiles if text]
+    return f"<div class=tiles>{''.join(filled)}</div>"
 
 
 def _bytes(size: float) -> str:
@@ -178,9 +168,9 @@ def _sections(run: Run) -> Iterator[tuple[str, str]]:
     yield "Starts, failures and checkpoints", _events(run)
     start = run.start
     command = f"cd {_text(start.get('folder', ''))}\n{_text(start.get('command', ''))}"
-    yield "Run it again", f"<pre>{_shown(command)}</pre>" if start else ""
+    yield "Run it again", f"<pre>{shown(command)}</pre>" if start else ""
     config = json.dumps(start.get("config", {}), indent=2)
-    yield "Config: what differs from the defaults", f"<pre>{_shown(config)}</pre>"
+    yield "Config: what differs from the defaults", f"<pre>{shown(config)}</pre>"
     yield "Versions", _versions(run)
 
 
@@ -211,9 +201,9 @@ def _traffic(run: Run) -> str:
 def _events(run: Run) -> str:
     rows = []
     for at, kind, text in run.events[-MOST_ROWS:]:
-        shown = f"<pre>{_shown(text, 4000)}</pre>" if kind == "failure" else _shown(text, 300)
+        cell = f"<pre>{shown(text, 1500)}</pre>" if kind == "failure" else shown(text, 300)
         mark = " class=bad" if kind == "failure" else ""
-        rows.append(f"<tr><th>{_clock(at)}<td{mark}>{_shown(kind, 20)}<td class=wide>{shown}")
+        rows.append(f"<tr><th>{_clock(at)}<td{mark}>{shown(kind, 20)}<td class=wide>{cell}")
     hidden = len(run.events) - len(rows)
     more = f"<p>{hidden} earlier ones are not shown." if hidden else ""
     return f"<table>{''.join(rows)}</table>{more}"
@@ -223,7 +213,7 @@ def _versions(run: Run) -> str:
     found = run.start.get("versions", {})
     rows: Sequence[tuple[object, object]] = [*found.items()] if isinstance(found, dict) else []
     rows = [*rows, *((name, run.start.get(name, "")) for name in ("host", "device", "output"))]
-    cells = [f"<tr><th>{_shown(key, 60)}<td>{_shown(text, 300)}" for key, text in rows[:MOST_ROWS]]
+    cells = [f"<tr><th>{shown(key, 60)}<td>{shown(text, 300)}" for key, text in rows[:MOST_ROWS]]
     return f"<table>{''.join(cells)}</table>"
 
 

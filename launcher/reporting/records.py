@@ -21,7 +21,7 @@ from ...utils.quoting import printable
 
 FILE = "run.jsonl"
 MOST_LINE_BYTES = 4 << 20
-MOST_SERIES = 24  # of the script
+MOST_SERIES = 16  # of the script
 MOST_EVENTS = 200  # starts, failures, checkpoints
 MOST_TIMELINES = 8
 NAN = float("nan")
