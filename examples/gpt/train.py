@@ -117,6 +117,7 @@ def train(engine: xds.Engine, validation: ByteWindows, args: argparse.Namespace)
             engine.step()
             loss_sum += loss.item()
         loss = mean_over_ranks(loss_sum / engine.gradient_accumulation_steps(), engine)
+        engine.monitor.write_events([("mean_loss", loss, engine.global_samples)])
         speed = tokens_per_step / (time.perf_counter() - start_seconds)
         bar.set_postfix_str(
             f"loss {loss:.3f}, {speed:,.0f} tokens/s, lr {engine.get_lr()[0]:.1e}, "
