@@ -186,10 +186,13 @@ class RunRecord:
         os.close(self._file)
         self._file = -1
         seconds = time.time() - self._started_at
-        parts = [f"{self._num_steps} steps in {seconds:.1f} s"]
-        parts += [] if self._last_loss is None else [f"loss {self._last_loss:.4f}"]
-        parts += [f"checkpoint {printable(self._saved)}"] if self._saved else []
-        log.info("%s; for a page of it run: xds report %s", ", ".join(parts), self._shown)
+        loss = "" if self._last_loss is None else f", loss {self._last_loss:.4f}"
+        log.info("%d steps in %.1f s%s", self._num_steps, seconds, loss)
+        if self._saved:
+            log.info("last checkpoint: %s", printable(self._saved))
+        if "XDS_RUN_FOLDER" in os.environ:
+            log.info("output of every rank: %s", os.environ["XDS_RUN_FOLDER"])
+        log.info("a page of this run: xds report %s", self._shown)
 
     @property
     def _shown(self) -> str:

@@ -190,7 +190,7 @@ def test_the_launcher_adds_why_ranks_failed(tmp_path: Path) -> None:
     launcher = ForkedLauncher(words, tmp_path, env)
     out, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, out + err
-    assert "; for a page of it run: xds report out\n" in err
+    assert "xds: a page of this run: xds report out\n" in err
     run = read_run(str(tmp_path / "out"))
     kinds = [kind for _, kind, _ in run.events]
     assert kinds == ["start", "saved", "failure", "start", "end"] and run.damaged == 0
