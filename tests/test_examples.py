@@ -50,13 +50,12 @@ def finish(command: list[str], folder: Path, **env: str) -> str:
 
 
 def curve_of(folder: Path, name: str = "gpt") -> list[dict[str, float]]:
-    """Step, norm, loss, the mean over the ranks, and where there is one the validation loss."""
+    """Step, loss, norm, and where there is one the validation loss."""
     run = read_run(str(folder / "runs" / name))
     rows = zip(run.steps, run.loss, run.norms, strict=True)
     found = {step: {"step": step, "loss": loss, "norm": norm} for step, loss, norm in rows}
-    for name in ("mean_loss", "validation_loss"):
-        for samples, value in zip(*run.values.get(name, ((), ())), strict=True):
-            found[run.step_at(samples)][name] = value
+    for samples, value in zip(*run.values.get("validation_loss", ((), ())), strict=True):
+        found[run.step_at(samples)]["validation_loss"] = value
     return list(found.values())
 
 
@@ -184,7 +183,7 @@ def test_an_elastic_run_asked_to_stop_goes_on_with_other_ranks(tmp_path: Path) -
     rows, others = curve_of(torn), curve_of(whole)
     assert [row["step"] for row in rows] == [row["step"] for row in others]
     for row, other in zip(rows, others, strict=True):
-        assert row["mean_loss"] == pytest.approx(other["mean_loss"], rel=1e-3)
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
 # -- the other examples -------------------------------------------------------------------------------------

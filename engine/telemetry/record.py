@@ -11,8 +11,7 @@ saved            a checkpoint is saved                its path
 failure          the launcher has found one           its report; see launcher/ranks/run_folder.py
 end              engine.destroy()
 
-The host waits for the device only at a timeline. On a GPU the loss of a step is read at the end of the next
-one, when the device has it.
+The host waits for the device only at a timeline: the mean of the losses comes with the norm of the gradients.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import platform
 import shlex
@@ -29,12 +29,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import all_gather_json
@@ -65,22 +63,9 @@ class Recorded(Protocol):
     global_steps: int
     global_samples: int
 
+    def mean_loss(self) -> float: ...
     def get_lr(self) -> list[float]: ...
     def get_global_grad_norm(self) -> float | None: ...
-
-
-@dataclass
-class _Losses:
-    """The losses of a step's micro-batches, on their way to the host."""
-
-    host: Tensor
-    event: torch.Event | None
-
-    def read(self) -> float:
-        if self.event is not None:
-            self.event.synchronize()
-        values: list[float] = self.host.tolist()
-        return sum(values)
 
 
 @final
@@ -110,11 +95,10 @@ class RunRecord:
         self._labels: list[str] = []
         self._began: Any = None
         self._num_steps = 0
-        self._waiting: tuple[dict[str, Any], _Losses | None] | None = None
         self._used_at = 0.0
         self._file = -1
         self._started_at = time.time()
-        self._last_loss: float | None = None
+        self._loss = math.nan
         self._saved = ""
         if collectives.rank == 0:
             self._open()
@@ -149,18 +133,23 @@ class RunRecord:
         names = [str(action) for action in row if action.op in COMPUTE]
         self._labels = [""] * (len(self._spans) - len(names)) + names
 
-    def step(self, engine: Recorded, losses: Sequence[Tensor]) -> None:
+    def step(self, engine: Recorded) -> None:
         """An optimizer step has ended."""
         self._num_steps += 1
         spans, self._spans = self._spans, None
         if self._file >= 0:
-            self._write_step()
-            line = {"kind": "step", "step": engine.global_steps, "time": round(time.time(), 4)}
-            line |= {"samples": engine.global_samples, "lr": engine.get_lr()[0]}
-            line |= {"norm": engine.get_global_grad_norm()}
-            self._waiting = line, _start_reading(losses)
-            if self._device.type != "cuda":
-                self._write_step()
+            now, self._loss = time.time(), engine.mean_loss()
+            self._append(
+                kind="step",
+                step=engine.global_steps,
+                time=round(now, 4),
+                samples=engine.global_samples,
+                loss=self._loss,
+                lr=engine.get_lr()[0],
+                norm=engine.get_global_grad_norm(),
+            )
+            if now - self._used_at >= USE_SECONDS:
+                self._write_use()
         if spans is not None:
             self._write_timeline(engine.global_steps, spans)
         if str(self._num_steps + 1).rstrip("0") == "3":  # 3, 30, 300, ...
@@ -180,13 +169,12 @@ class RunRecord:
         """No step follows. Logs where things are."""
         if self._file < 0:
             return
-        self._write_step()
         self._write_use()
         self._append(kind="end", time=time.time())
         os.close(self._file)
         self._file = -1
         seconds = time.time() - self._started_at
-        loss = "" if self._last_loss is None else f", loss {self._last_loss:.4f}"
+        loss = "" if math.isnan(self._loss) else f", loss {self._loss:.4f}"
         log.info("%d steps in %.1f s%s", self._num_steps, seconds, loss)
         if self._saved:
             log.info("last checkpoint: %s", printable(self._saved))
@@ -252,18 +240,6 @@ class RunRecord:
             self._file = -1
             log.warning("report_folder: %s cannot be written any more: %s", FILE, error.strerror)
 
-    def _write_step(self) -> None:
-        """Write the line that waits for its losses."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            return
-        line, losses = waiting
-        if losses is not None:
-            self._last_loss = line["loss"] = losses.read()
-        self._append(**line)
-        if line["time"] - self._used_at >= USE_SECONDS:
-            self._write_use()
-
     def _write_use(self) -> None:
         use, self._used_at = memory_use(self._device), time.time()
         sent: Counter[str] = Counter()
@@ -297,20 +273,6 @@ class RunRecord:
             }
         ranks = all_gather_json(self._collectives, mine, "the timeline of a step")
         self._append(kind="timeline", step=step, time=time.time(), ranks=ranks[:MOST_RANKS])
-
-
-def _start_reading(losses: Sequence[Tensor]) -> _Losses | None:
-    """Start to copy losses to the host. None: the script has called backward itself."""
-    if not losses:
-        return None
-    values = torch.stack([loss.reshape(()).double() for loss in losses])
-    if values.device.type != "cuda":
-        return _Losses(values, None)
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    event = torch.Event(values.device)
-    event.record()
-    return _Losses(host, event)
 
 
 def _changed(config: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:

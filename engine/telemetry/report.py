@@ -95,6 +95,7 @@ class Reported(Protocol):
     global_rank: int
     device: torch.device
 
+    def mean_loss(self) -> float: ...
     def get_lr(self) -> list[float]: ...
     def get_global_grad_norm(self) -> float | None: ...
     def train_batch_size(self) -> int: ...
@@ -142,9 +143,7 @@ class StepReport:
 
             self._traffic = SentBytes(opened, sharded, host_numbers(sharded.collectives))
         self._losses: list[Tensor] = []
-        self._collects = (
-            monitor.takes_steps or record is not None or config.steps_per_print is not None
-        )
+        self._collects = monitor.takes_steps or config.steps_per_print is not None
 
     def region(self, name: str) -> AbstractContextManager[None]:
         """Time, profile, and read the memory around the `with` block, as the config says."""
@@ -187,7 +186,7 @@ class StepReport:
         self.throughput.step(engine.train_batch_size())
         losses, self._losses = self._losses, []
         if self._record is not None:
-            self._record.step(engine, losses)
+            self._record.step(engine)
         milliseconds = breakdown(self.timers.take_milliseconds())
         memory = [] if self._memory is None else self._memory.take_lines()
         every = self._config.steps_per_print

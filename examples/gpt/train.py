@@ -109,15 +109,12 @@ def train(engine: xds.Engine, validation: ByteWindows, args: argparse.Namespace)
     engine.train()
     for step in bar:
         start_seconds = time.perf_counter()
-        loss_sum = 0.0
         for _ in range(engine.gradient_accumulation_steps()):
             tokens, targets = (part.to(engine.device) for part in next(batches))
             loss = engine(tokens, targets)
             engine.backward(loss)
             engine.step()
-            loss_sum += loss.item()
-        loss = mean_over_ranks(loss_sum / engine.gradient_accumulation_steps(), engine)
-        engine.monitor.write_events([("mean_loss", loss, engine.global_samples)])
+        loss = engine.mean_loss()
         speed = tokens_per_step / (time.perf_counter() - start_seconds)
         bar.set_postfix_str(
             f"loss {loss:.3f}, {speed:,.0f} tokens/s, lr {engine.get_lr()[0]:.1e}, "

@@ -75,13 +75,13 @@ def train(engine: xds.Engine, validation: ByteWindows, args: argparse.Namespace)
     engine.monitor.write_events([("tokens_per_sample", args.context, engine.global_samples)])
     for step in range(engine.global_steps + 1, args.steps + 1):
         start_seconds = time.perf_counter()
-        loss = engine.train_batch()  # all micro-batches of one update, in all stages
+        engine.train_batch()  # all micro-batches of one update, in all stages
         if step % args.validate_every == 0 or step == args.steps:
             seconds = time.perf_counter() - start_seconds
             found = engine.eval_batch(spread(validation, engine)).item()
             engine.monitor.write_events([("validation_loss", found, engine.global_samples)])
             if engine.global_rank == 0:
-                losses = f"training loss {loss.item():.3f}, validation loss {found:.3f}"
+                losses = f"training loss {engine.mean_loss():.3f}, validation loss {found:.3f}"
                 print(f"step {step:5d}: {losses}, {seconds:.2f} s", flush=True)
         if args.checkpoints is not None and (step % args.save_every == 0 or step == args.steps):
             engine.save_checkpoint(args.checkpoints)
