@@ -183,7 +183,7 @@ def timeline(found: Timeline) -> str:
     parts, left_over = [], MOST_RECTANGLES
     for number, each in enumerate(ranks):
         y = number * row
-        parts.append(f'<text x="0" y="{y + 15}">{shown(_place_text(each, ranks), 60)}</text>')
+        parts.append(f'<text x="0" y="{y + 15}">{_place_text(number, ranks)}</text>')
         for span in sorted(each.spans, key=lambda span: span.start)[:left_over]:
             start, end = (min(max(at, 0.0), total) for at in (span.start, span.end))
             name = "gradients of weights" if "W" in span.label else span.name
@@ -204,15 +204,12 @@ def timeline(found: Timeline) -> str:
     return f'<svg viewBox="0 0 {width} {height + 22}" role="img" aria-label="timeline">{"".join(parts)}</svg>'
 
 
-def _place_text(each: RankTimeline, ranks: Sequence[RankTimeline]) -> str:
+def _place_text(rank: int, ranks: Sequence[RankTimeline]) -> str:
     """ "rank 3: stage 1, data 0", with the axes on which ranks differ."""
-    names = ("stage", "data", "sequence", "tensor")
-    axes = [
-        f"{name} {each.place[at]}"
-        for at, name in enumerate(names)
-        if len({tuple(other.place[at : at + 1]) for other in ranks}) > 1 and at < len(each.place)
-    ]
-    return f"rank {each.rank}" + (f": {', '.join(axes)}" if axes else "")
+    columns = zip(*(each.place for each in ranks), strict=False)
+    names = zip(("stage", "data", "sequence", "tensor"), columns, strict=False)
+    axes = [f"{name} {numbers[rank]}" for name, numbers in names if len({*numbers}) > 1]
+    return shown(": ".join(filter(None, (f"rank {rank}", ", ".join(axes)))), 60)
 
 
 def bars(sizes: Sequence[tuple[str, float, str]]) -> str:

@@ -6,11 +6,11 @@ import json
 import math
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ...utils.sizes import size_text
 from .charts import KINDS, bars, chart, curve, number_text, shown, timeline
-from .records import Run
+from .records import Run, Start
 
 MOST_ROWS = 30
 TOKENS = "tokens_per_sample"  # the name of a value by which the page multiplies samples
@@ -44,7 +44,7 @@ white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px}td pre{border:0;paddi
 
 def page_of(run: Run, name: str, now: float) -> str:
     """The HTML of a run. now: when it is made, in seconds."""
-    title = shown(run.start.get("command", name), 120)
+    title = shown(run.start.command or name, 120)
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
         "<meta http-equiv=Content-Security-Policy content=\"default-src 'none';style-src 'unsafe-inline'\">",
@@ -97,7 +97,7 @@ def _tiles(run: Run) -> str:
         (unit, number_text(sorted(speeds)[len(speeds) // 2]) if speeds else ""),
         ("time of all steps", _duration(_trained_seconds(run)) if len(run.times) > 1 else ""),
         ("peak memory", _bytes(max(run.memory[2])) if run.memory[2] else ""),
-        ("ranks", shown(run.start.get("ranks", ""), 20)),
+        ("ranks", shown(run.start.ranks, 20)),
         ("restarts", str(max(run.num_starts - 1, 0))),
     ]
     filled = [f"<div><span>{name}</span><b>{text}</b></div>" for name, text in tiles if text]
@@ -167,15 +167,11 @@ def _sections(run: Run) -> Iterator[tuple[str, str]]:
     yield "Bytes sent by rank 0", _traffic(run)
     yield "Starts, failures and checkpoints", _events(run)
     start = run.start
-    command = f"cd {_text(start.get('folder', ''))}\n{_text(start.get('command', ''))}"
-    yield "Run it again", f"<pre>{shown(command)}</pre>" if start else ""
-    config = json.dumps(start.get("config", {}), indent=2)
+    again = f"cd {shown(start.folder)}\n{shown(start.command)}"
+    yield "Run it again", f"<pre>{again}</pre>"
+    config = json.dumps(start.config, indent=2)
     yield "Config: what differs from the defaults", f"<pre>{shown(config)}</pre>"
     yield "Versions", _versions(run)
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _timeline(run: Run) -> str:
@@ -192,27 +188,33 @@ def _timeline(run: Run) -> str:
 
 
 def _traffic(run: Run) -> str:
-    steps = run.sent_steps if run.sent_steps >= 1 else 1.0
-    found = sorted(run.sent_bytes.items(), key=lambda item: -item[1])[:MOST_ROWS]
-    rows = [(kind, n, f"{_bytes(n)}, {_bytes(n / steps)} a step") for kind, n in found]
-    return bars(rows) if rows else ""
+    if run.use is None or not run.use.sent_bytes:
+        return ""
+    steps = max(run.use.steps, 1.0)
+    found = sorted(run.use.sent_bytes.items(), key=lambda item: -item[1])[:MOST_ROWS]
+    return bars([(kind, n, f"{_bytes(n)}, {_bytes(n / steps)} a step") for kind, n in found])
 
 
 def _events(run: Run) -> str:
     rows = []
-    for at, kind, text in run.events[-MOST_ROWS:]:
-        cell = f"<pre>{shown(text, 1500)}</pre>" if kind == "failure" else shown(text, 300)
-        mark = " class=bad" if kind == "failure" else ""
-        rows.append(f"<tr><th>{_clock(at)}<td{mark}>{shown(kind, 20)}<td class=wide>{cell}")
+    for each in run.events[-MOST_ROWS:]:
+        if isinstance(each, Start):
+            cell = shown(f"{each.ranks} ranks, restart {each.restart}", 100)
+        else:
+            cell = shown(each.path, 300) + (
+                f"<pre>{shown(each.text, 1500)}</pre>" * bool(each.text)
+            )
+        mark = " class=bad" * (each.kind == "failure")
+        rows.append(f"<tr><th>{_clock(each.time)}<td{mark}>{each.kind}<td class=wide>{cell}")
     hidden = len(run.events) - len(rows)
     more = f"<p>{hidden} earlier ones are not shown." if hidden else ""
     return f"<table>{''.join(rows)}</table>{more}"
 
 
 def _versions(run: Run) -> str:
-    found = run.start.get("versions", {})
-    rows: Sequence[tuple[object, object]] = [*found.items()] if isinstance(found, dict) else []
-    rows = [*rows, *((name, run.start.get(name, "")) for name in ("host", "device", "output"))]
+    start = run.start
+    rows = [*start.versions.items()] if isinstance(start.versions, dict) else []
+    rows += [("host", start.host), ("device", start.device), ("output of ranks", start.output)]
     cells = [f"<tr><th>{shown(key, 60)}<td>{shown(text, 300)}" for key, text in rows[:MOST_ROWS]]
     return f"<table>{''.join(cells)}</table>"
 

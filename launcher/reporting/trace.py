@@ -39,12 +39,12 @@ def _events(run: Run) -> Iterator[dict[str, Any]]:
                 args = {counter: column[at]}
                 yield {"ph": "C", "name": counter, "pid": _STEPS, "ts": end, "args": args}
     for found in run.timelines:
-        for each in found.ranks:
+        for rank, each in enumerate(found.ranks):
             begin = 1e6 * (found.time - zero) - 1e3 * each.milliseconds
             for span in each.spans:
                 start, dur = begin + 1e3 * span.start, 1e3 * (span.end - span.start)
                 name = f"{span.name} {span.label}".strip()
-                where = {"pid": _RANKS, "tid": each.rank, "ts": start, "dur": dur}
+                where = {"pid": _RANKS, "tid": rank, "ts": start, "dur": dur}
                 yield {"ph": "X", "name": name, **where, "args": {"step": found.step}}
 
 

@@ -98,7 +98,7 @@ WRONG: list[Any] = [
         b'{"kind": "step", "step": 1e400, "time": 1}',
         b'{"kind": "step", "step": %s}' % (b"9" * 5000),
     ),
-    *(step("7", 1.0, 1.0), step(7, "1", 1.0), step(7, 10**400, 1.0), step(-1, 1.0, 1.0)),  # type: ignore[arg-type]
+    *(step("7", 1.0, 1.0), step(7, "1", 1.0), step(-1, 1.0, 1.0)),  # type: ignore[arg-type]
     *(step(True, 1.0, 1.0), step(1 << 62, 1.0, 1.0), {"kind": "step", "step": 7}),
     *(value("a", "b", 1), value("a", 1, None), value(3, 1, 1)),  # type: ignore[arg-type]
     *({"kind": "use", "sent_bytes": []}, {"kind": "timeline", "ranks": [{"place": "x"}]}),
