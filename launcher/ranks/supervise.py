@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ...utils.errors import XdsError
 from ..job import Order
-from .failure import SAVED_AND_LEFT, Failure, last_lines, report
+from .failure import SAVED_AND_LEFT, Failure, last_lines, report, was_preempted
 from .guard import HELPERS_SECONDS, Guard, end_sessions, started, stat, still_ours
 from .run_folder import RunFolder
 from .stop import Stop
@@ -102,7 +102,9 @@ def supervise(
     if stop.signum:
         folder.record(f"stopped by {signal.Signals(stop.signum).name}")
     elif outcome.failures:
-        folder.record(report(outcome.failures, outcome.finished))
+        saved = "every rank has saved a checkpoint and stopped, as requested"
+        is_save = was_preempted(outcome.failures)
+        folder.record(saved if is_save else report(outcome.failures, outcome.finished))
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""Charts as SVG text: curves, a timeline, bars. Colours are CSS classes of the page. All text is escaped."""
+"""Charts as SVG text: curves and a timeline. Colours are CSS classes of the page. All text is escaped."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def timeline(found: Timeline) -> str:
         return ""
     ranks = found.ranks[: max(1, MOST_RECTANGLES * len(found.ranks) // max(spans, MOST_RECTANGLES))]
     width, row, left = 2 * WIDTH, 22, 130
-    scale = (width - left - 10) / total
+    scale = (width - left - 30) / total
     parts, left_over = [], MOST_RECTANGLES
     for number, each in enumerate(ranks):
         y = number * row
@@ -212,16 +212,4 @@ def _place_text(rank: int, ranks: Sequence[RankTimeline]) -> str:
     return shown(": ".join(filter(None, (f"rank {rank}", ", ".join(axes)))), 60)
 
 
-def bars(sizes: Sequence[tuple[str, float, str]]) -> str:
-    """A table of names, bars, and texts."""
-    most = max((size for _, size, _ in sizes), default=0.0)
-    rows = [
-        f'<tr><th>{shown(name, 60)}</th><td class="wide"><svg viewBox="0 0 100 8" preserveAspectRatio="none">'
-        f'<rect class="fill a" width="{100 * size / most if 0 < most < math.inf else 0:.2f}" height="8"/></svg>'
-        f"</td><td>{shown(text, 60)}</td></tr>"
-        for name, size, text in sizes
-    ]
-    return f"<table>{''.join(rows)}</table>"
-
-
-__all__ = ["KINDS", "Curve", "bars", "chart", "curve", "number_text", "shown", "timeline"]
+__all__ = ["KINDS", "Curve", "chart", "curve", "number_text", "shown", "timeline"]

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator
 
 from ...utils.sizes import size_text
-from .charts import KINDS, bars, chart, curve, number_text, shown, timeline
+from .charts import KINDS, chart, curve, number_text, shown, timeline
 from .records import Run, Start
 
 MOST_ROWS = 30
@@ -35,7 +35,7 @@ svg text{fill:var(--dim);font-size:10.5px;font-family:system-ui,sans-serif}.grid
 .key:before{content:"";display:inline-block;width:9px;height:9px;border-radius:2px;background:var(--k);margin-right:5px}
 table{border-collapse:collapse;width:100%;font-size:14px}th,td{text-align:left;padding:4px 12px 4px 0;
 border-bottom:1px solid var(--edge);vertical-align:top;font-weight:400}th{color:var(--dim);white-space:nowrap}
-td.wide{width:60%}td.wide svg{height:8px;margin-top:8px}.bad{color:var(--bad)}
+td.wide{width:55%}meter{width:100%}.bad{color:var(--bad)}
 pre{max-height:340px;
 background:var(--card);border:1px solid var(--edge);border-radius:8px;padding:12px;overflow:auto;margin:0;
 white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px}td pre{border:0;padding:0;background:none}
@@ -192,7 +192,12 @@ def _traffic(run: Run) -> str:
         return ""
     steps = max(run.use.steps, 1.0)
     found = sorted(run.use.sent_bytes.items(), key=lambda item: -item[1])[:MOST_ROWS]
-    return bars([(kind, n, f"{_bytes(n)}, {_bytes(n / steps)} a step") for kind, n in found])
+    rows = [
+        f'<tr><th>{shown(kind, 40)}<td class=wide><meter max="{found[0][1]}" value="{size}"></meter>'
+        f"<td>{_bytes(size)}<td>{_bytes(size / steps)} a step"
+        for kind, size in found
+    ]
+    return f"<table>{''.join(rows)}</table>"
 
 
 def _events(run: Run) -> str:

@@ -79,7 +79,12 @@ def test_a_run_that_was_killed_and_resumed_is_one_curve(tmp_path: Path) -> None:
     for part in (
         *("The run has ended.", "10.0 s before", "<b>5</b>", "not finite: 1<"),
         # four steps a process: 8 samples of 16 tokens a second, and 1.00 MB a step
-        *("<span>tokens/s</span><b>128</b>", "3.00 MB, 1.00 MB a step", "restart 1", "2.00 GB"),
+        *(
+            "<span>tokens/s</span><b>128</b>",
+            "<td>3.00 MB<td>1.00 MB a step",
+            "restart 1",
+            "2.00 GB",
+        ),
         *("Pipeline: step 3 in time", "rank 1: stage 1", "forward 0F0: 1.00 to 3.00 ms"),
         *("Gradient norm", "Learning rate", "cd /work\nxds train.py", "2.13.0", "KeyError"),
     ):
