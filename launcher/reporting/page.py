@@ -35,7 +35,7 @@ svg text{fill:var(--dim);font-size:10.5px;font-family:system-ui,sans-serif}.grid
 .key:before{content:"";display:inline-block;width:9px;height:9px;border-radius:2px;background:var(--k);margin-right:5px}
 table{border-collapse:collapse;width:100%;font-size:14px}th,td{text-align:left;padding:4px 12px 4px 0;
 border-bottom:1px solid var(--edge);vertical-align:top;font-weight:400}th{color:var(--dim);white-space:nowrap}
-td.wide{width:55%}meter{width:100%}.bad{color:var(--bad)}
+td.wide{width:55%}td.wide~td{white-space:nowrap}meter{width:100%}.bad{color:var(--bad)}
 pre{max-height:340px;
 background:var(--card);border:1px solid var(--edge);border-radius:8px;padding:12px;overflow:auto;margin:0;
 white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px}td pre{border:0;padding:0;background:none}

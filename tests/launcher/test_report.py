@@ -197,7 +197,7 @@ def test_the_launcher_adds_why_ranks_failed(tmp_path: Path) -> None:
     assert launcher.returncode == 0, out + err
     assert "xds: a page of this run: xds report out\n" in err
     run = read_run(str(tmp_path / "out"))
-    kinds = [kind for _, kind, _ in run.events]
+    kinds = [each.kind for each in run.events]
     assert kinds == ["start", "saved", "failure", "start", "end"] and run.damaged == 0
     assert list(run.steps) == [1, 2, 3, 4, 5, 6] and run.breaks == [3]
     page = page_of(run, "a run", run.last_time)
