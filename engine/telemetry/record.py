@@ -40,7 +40,7 @@ from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ...utils.version import __version__
 from ..config.config import Config
-from ..profiling.clock import Clock
+from ..profiling.clock import ProfileClock
 from .timers import memory_use
 
 FILE = "run.jsonl"
@@ -90,7 +90,7 @@ class RunRecord:
         self._folder = Path(config.report_folder).expanduser()
         self._device, self._collectives, self._opened = device, collectives, opened
         self._place = list(place)
-        self._clock = Clock(device)
+        self._clock = ProfileClock(device)
         self._spans: list[tuple[str, Any, Any]] | None = None  # of a step that is timed
         self._labels: list[str] = []
         self._began: Any = None
