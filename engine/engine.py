@@ -500,6 +500,7 @@ class Engine:
         how = self.config.checkpoint.tag_validation
         options = SaveOptions(save_latest, exclude_frozen_parameters, how)
         self._states.save(save_dir, tag, client_state, options)
+        self._parts.report.saved(save_dir, tag or f"global_step{self.global_steps}")
         return True
 
     def wait_for_checkpoint(self) -> None:

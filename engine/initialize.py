@@ -13,6 +13,7 @@ activation_checkpointing               model/recomputing.py
 compile                                model/compiling.py, also at the first `engine.compile()`
 scheduler                              optim/schedules.py
 tensorboard, wandb, csv_monitor, comet telemetry/monitor.py
+report_folder                          telemetry/record.py
 comms_logger, memory_breakdown,        telemetry/traffic.py, telemetry/memory.py, profiling/steps.py:
 flops_profiler                         `StepReport` chooses them
 checkpoint.preemption_save_dir         preemption.py
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
     from .model.recomputing import Recomputing
     from .model.sequences import Cutter
     from .optim.schedule_base import Scheduler
+    from .telemetry.record import RunRecord
 
 _LOAD_LATER = (
     "to ignore missing and extra names, leave out weights= and call xds.zero.load_weights(engine.module, "
@@ -221,7 +223,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     loss_scale = build_loss_scale(config.fp16, skips_overflow=config.bf16.skips_overflow)
     if messages is not None:
         messages.bind(optimizer, updater, GradientFactor(config, mesh.mesh, loss_scale))
-    monitor = _monitor(config)
+    record = _record(config, device, mesh, collectives)
+    monitor = _monitor(config, record)
     return Parts(
         config=config,
         module=model,
@@ -236,7 +239,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         device=device,
         local_rank=local_rank(),
         monitor=monitor,
-        report=StepReport(config, device, monitor, mesh.opened, sharded),
+        report=StepReport(config, device, monitor, mesh.opened, sharded, record),
         loader=_loader(given.training_data, given.collate_fn, config, mesh),
         undo=undo,
         compiler=compiler,
@@ -385,13 +388,26 @@ def _scheduler(config: Config, given: Any, optimizer: torch.optim.Optimizer) -> 
     return built
 
 
-def _monitor(config: Config) -> Monitor:
+def _record(
+    config: Config, device: torch.device, mesh: MeshGroups, collectives: Collectives
+) -> RunRecord | None:
+    if not config.report_folder:
+        return None
+    from .telemetry.record import RunRecord
+
+    place = mesh.mesh.coordinates(collectives.rank)
+    with agreeing(collectives, "xds.initialize"):
+        return RunRecord(config, device, collectives, mesh.opened, place)
+
+
+def _monitor(config: Config, record: RunRecord | None) -> Monitor:
+    writes = record if dist.get_rank() == 0 else None
     sections = (config.tensorboard, config.wandb, config.csv_monitor, config.comet)
     if not any(section.enabled for section in sections):
-        return Monitor()
+        return Monitor(record=writes)
     from .telemetry.monitor import build_monitor
 
-    return build_monitor(config, dist.get_rank())
+    return build_monitor(config, dist.get_rank(), writes)
 
 
 def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preemption:

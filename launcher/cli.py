@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -30,11 +31,13 @@ _SUBCOMMANDS = {
     "env": ".environment",
     "ops": ".native_ops",
     "plan": ".plan",
+    "report": ".report",
 }
 LOG_LEVEL = "XDS_LOG_LEVEL"  # read by the engine, see engine/telemetry/screen.py
 AS_DEEPSPEED = (
     "XDS_AS_DEEPSPEED"  # read at the start of a process, see engine/deepspeed/stand_in.py
 )
+COMMAND = "XDS_COMMAND"  # read by the record of a run, see engine/telemetry/record.py
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, SIGPIPE, as a shell reports other commands
 
 
@@ -112,6 +115,7 @@ def _start(arguments: list[str]) -> int:
     level = "warning" if args.has("quiet") else args.text("log_level")
     if level:
         os.environ[LOG_LEVEL] = level
+    os.environ[COMMAND] = shlex.join(["xds", *arguments])
     where = where_to_run(args, os.environ)
     for note in [] if args.has("quiet") else notes:
         write_stderr(f"xds: {note}\n", never)

@@ -109,6 +109,15 @@ validation = [{"x": torch.randn(4, 8)} for _ in range(12)]
         """,
         world_size=1,
     ),
+    "docs/report.md": Setup(
+        """
+        import torch
+        import xds
+
+        config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
+        engine = xds.initialize(torch.nn.Linear(2, 2), config)
+        """
+    ),
     "docs/sequence.md": Setup(
         """
         import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import os
 import re
@@ -22,6 +21,9 @@ from helpers import run_processes
 from script_runs import run_script
 from warm_ranks import warm
 
+from xds.launcher.cli import main
+from xds.launcher.reporting.records import read_run
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 EXAMPLE = EXAMPLES / "gpt"
@@ -29,7 +31,7 @@ EXAMPLE = EXAMPLES / "gpt"
 ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
 TWO_RANKS = [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", "2"]
 ONE_PROCESS = [sys.executable]
-TINY = "--layers 2 --width 32 --heads 2 --context 16 --steps 4 --validate-every 2 --sample 8"
+TINY = "--layers 2 --width 32 --heads 2 --context 16 --steps 5 --validate-every 2 --sample 8"
 
 
 def text_in(folder: Path) -> Path:
@@ -52,12 +54,14 @@ def finish(command: list[str], folder: Path, **env: str) -> str:
     return str(done.stdout + done.stderr)
 
 
-def curve_of(folder: Path, name: str = "gpt") -> list[dict[str, str]]:
-    with (folder / "runs" / name / "loss.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        row.pop("tokens_per_second", None)
-    return rows
+def curve_of(folder: Path, name: str = "gpt") -> list[dict[str, float]]:
+    """Step, loss, norm, and where there is one the validation loss."""
+    run = read_run(str(folder / "runs" / name))
+    rows = zip(run.steps, run.loss, run.norms, strict=True)
+    found = {step: {"step": step, "loss": loss, "norm": norm} for step, loss, norm in rows}
+    for samples, value in zip(*run.values.get("validation_loss", ((), ())), strict=True):
+        found[run.step_at(samples)]["validation_loss"] = value
+    return list(found.values())
 
 
 def losses_of(source: str) -> list[float]:
@@ -100,13 +104,21 @@ def test_trains_validates_and_samples(start: list[str], config: str, tmp_path: P
     given = ["--data", str(text_in(tmp_path)), "--config", str(EXAMPLE / config)]
     output = finish([*start, str(EXAMPLE / "train.py"), *TINY.split(), *given], tmp_path)
     rows = curve_of(tmp_path)
-    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
-    assert [row["validation_loss"] != "" for row in rows] == [False, True, False, True]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert ["validation_loss" in row for row in rows] == [False, True, False, True, True]
     # 256 bytes, nothing learned yet: ln(256) = 5.55
-    assert all(5.0 < float(row["loss"]) < 6.0 for row in rows)
-    assert all(float(row["gradient_norm"]) > 0 for row in rows)
+    assert all(5.0 < row["loss"] < 6.0 and row["norm"] > 0 for row in rows)
     assert "validation loss 5." in output
-    assert "\ndef " in output
+    assert "\ndef " in output and "%|" not in output  # no progress bar in a file
+    assert "xds: 5 steps in " in output and "xds report runs/gpt\n" in output
+    assert main(["report", str(tmp_path / "runs" / "gpt")]) == 0
+    page = (tmp_path / "runs" / "gpt" / "report.html").read_text()
+    for part in (
+        *("Loss", "Learning rate", "Gradient norm", "Tokens per second", "Memory of rank 0"),
+        *("validation_loss", "Step 3 in time", "The run has ended.", "train.py", "torch", "AdamW"),
+        *(("all_gather", "rank 1: data 1", "xds --nproc-per-node 2") * (start is TWO_RANKS)),
+    ):
+        assert part in page, part
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
@@ -191,8 +203,8 @@ def test_an_elastic_run_asked_to_stop_goes_on_with_other_ranks(tmp_path: Path) -
         run = subprocess.Popen(
             elastic(torn, 2, 30), cwd=torn, env=ENV, stdout=output, stderr=output
         )
-    curve = torn / "runs" / "gpt" / "loss.csv"
-    while run.poll() is None and not (curve.exists() and curve.read_text().count("\n") > 4):
+    curve = torn / "runs" / "gpt" / "run.jsonl"
+    while run.poll() is None and not (curve.exists() and curve.read_text().count('"step"') > 8):
         time.sleep(0.002)
     run.send_signal(signal.SIGTERM)
     said = (torn / "output.txt").read_text
@@ -204,7 +216,7 @@ def test_an_elastic_run_asked_to_stop_goes_on_with_other_ranks(tmp_path: Path) -
     rows, others = curve_of(torn), curve_of(whole)
     assert [row["step"] for row in rows] == [row["step"] for row in others]
     for row, other in zip(rows, others, strict=True):
-        assert float(row["loss"]) == pytest.approx(float(other["loss"]), rel=1e-3)
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
 # -- images -------------------------------------------------------------------------------------------------
@@ -292,11 +304,15 @@ def test_the_pipeline_resumes_with_another_schedule_and_stage(tmp_path: Path) ->
         warm(4).run(run_script, str(folder / "train.py"), str(tmp_path), *options)
         assert (tmp_path / "saved" / "latest").read_text() == f"global_step{steps}"
     rows = curve_of(tmp_path, "pipeline")
-    assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5", "6"]
-    assert [row["validation_loss"] != "" for row in rows] == [False, True] * 3
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert ["validation_loss" in row for row in rows] == [False, True] * 3
     # 256 bytes, little learned yet: ln(256) = 5.55
-    assert all(5.0 < float(row["loss"]) < 6.0 for row in rows)
-    assert all(float(row["gradient_norm"]) > 0 for row in rows)
+    assert all(5.0 < row["loss"] < 6.0 and row["norm"] > 0 for row in rows)
+    found = read_run(str(tmp_path / "runs" / "pipeline")).timelines[-1]
+    assert [each.place[:2] for each in found.ranks] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    labels = [[span.label for span in each.spans if span.label] for each in found.ranks]
+    assert sorted(labels[0]) == sorted(f"0{op}{number}" for op in "FB" for number in range(8))
+    assert "1I7" in labels[2] or "1B7" in labels[2]
     line = (
         "xds --nproc-per-node 4 examples/pipeline/train.py --config examples/pipeline/pipeline.json"
     )

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import common
@@ -22,6 +21,7 @@ from common import DEVICE, IS_CUDA, IS_TINY, OPTIMIZERS, ROOT, Run, case, compar
 from torch import nn
 
 import xds
+from xds.launcher.reporting.records import read_run
 
 HOST: dict[str, Any] = {"device": "cpu"}
 # fp16 is emulated on a CPU, value by value
@@ -339,9 +339,9 @@ def readme() -> None:
         # the example imports a module beside it
         env = os.environ | {"PYTHONSAFEPATH": ""}
         subprocess.run(command, cwd=ROOT, env=env, check=True, stdin=subprocess.DEVNULL)
-        rows = [line.split(",") for line in Path(out, "loss.csv").read_text().splitlines()]
-        first, last = float(rows[1][1]), float(rows[-1][1])
-        text = f"{len(rows) - 1} steps, loss {first:.2f} to {last:.2f}"
+        losses = read_run(out).loss
+        first, last = losses[0], losses[-1]
+        text = f"{len(losses)} steps, loss {first:.2f} to {last:.2f}"
         result(IS_TINY or last < 0.6 * first, text)
 
 

@@ -111,6 +111,11 @@ class Config(Section):
     )
     wall_clock_breakdown: Flag = Field(False, description="each part of a step is timed and logged")
     memory_breakdown: Flag = Field(False, description="memory is logged with each progress line")
+    report_folder: str = Field(
+        "",
+        description="rank 0 appends a record of the run to run.jsonl in this folder, for `xds report`; "
+        '"": there is no record',
+    )
     dump_state: Flag = Field(False, description="the resolved config is logged at the start")
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"] | None, ANY_CASE

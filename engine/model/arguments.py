@@ -153,6 +153,7 @@ OF_NODES = {
     "zero_optimization.offload_optimizer.nvme_path",
     "zero_optimization.offload_param.nvme_path",
     "checkpoint.preemption_save_dir",
+    "report_folder",
 }
 MOST_KEYS = 8  # in one message
 MOST_VALUES = 4  # of one key

@@ -167,6 +167,7 @@ class PipelineLoop(Loop):
                 weight_factor=self._parts.loss_scale.value / UNIT,
             )
             self._step.means.add_all(outcome.losses, outcome.weights)
+        self._parts.report.name_actions(self._tables[count].rows[self._pipeline.rank])
         self._units.reduce_root()
         loss = self._mean(outcome, count)
         if not self._step.means.is_weighted:  # else the step reports it

@@ -18,6 +18,7 @@ from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ..config.config import Config
 from ..config.sections import Comet, CsvMonitor, TensorBoard, Wandb
+from .record import RunRecord
 from .report import Event, Monitor, Writer
 
 FileSection = TensorBoard | CsvMonitor
@@ -118,7 +119,7 @@ class CometWriter(Writer):
         self.experiment.end()
 
 
-def build_monitor(config: Config, rank: int) -> Monitor:
+def build_monitor(config: Config, rank: int, record: RunRecord | None = None) -> Monitor:
     """Open the writers that `config` enables on global rank 0; a disabled monitor on other ranks.
 
     Raises:
@@ -142,7 +143,7 @@ def build_monitor(config: Config, rank: int) -> Monitor:
         writers.append(CsvWriter(config.csv_monitor))
     if config.comet.enabled:
         writers.append(CometWriter(config.comet))
-    return Monitor(writers)
+    return Monitor(writers, record)
 
 
 def _folder(section: FileSection, name: str) -> Path:

@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ..profiling.profile import Profile
     from ..profiling.steps import Profiled, StepProfiler
     from .memory import MemoryPoints
+    from .record import RunRecord
     from .traffic import SentBytes
 
 log = logging.getLogger("xds")
@@ -46,26 +48,42 @@ class Writer(ABC):
 class Monitor:
     """All writers that a config enables; without writers, writing does nothing."""
 
-    def __init__(self, writers: Sequence[Writer] = ()) -> None:
+    def __init__(self, writers: Sequence[Writer] = (), record: RunRecord | None = None) -> None:
+        """record: gets the events of the script; it has those of the engine already."""
         self._writers = tuple(writers)
+        self._record = record
 
     @property
     def enabled(self) -> bool:
         """False if nothing would be written; the caller can then skip building events."""
+        return self.takes_steps or self._record is not None
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether the engine writes events of its own."""
         return bool(self._writers)
 
     def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
         """Write events; a value is anything that float() accepts, including a tensor of one element."""
-        if self._writers:
+        if self.enabled:
             plain = [(name, float(value), int(samples)) for name, value, samples in events]
-            for writer in self._writers:
-                writer.write(plain)
+            self.write_step(plain)
+            if self._record is not None:
+                self._record.write(plain)
+
+    def write_step(self, events: Sequence[Event]) -> None:
+        """Write events of the engine."""
+        for writer in self._writers:
+            writer.write(events)
 
     def close(self) -> None:
         """Close every writer, once; later events are dropped."""
         writers, self._writers = self._writers, ()
         for writer in writers:
             writer.close()
+        record, self._record = self._record, None
+        if record is not None:
+            record.close()
 
 
 class Reported(Protocol):
@@ -77,6 +95,7 @@ class Reported(Protocol):
     global_rank: int
     device: torch.device
 
+    def mean_loss(self) -> float: ...
     def get_lr(self) -> list[float]: ...
     def get_global_grad_norm(self) -> float | None: ...
     def train_batch_size(self) -> int: ...
@@ -95,6 +114,7 @@ class StepReport:
         monitor: Monitor,
         opened: Sequence[Collectives],
         sharded: ShardedModel,
+        record: RunRecord | None = None,
     ) -> None:
         """For all ranks: each says which host it is on.
 
@@ -106,6 +126,7 @@ class StepReport:
         self._config = config
         self._monitor = monitor
         self._profiler: StepProfiler | None = None
+        self._record = record
         self._memory: MemoryPoints | None = None
         self._traffic: SentBytes | None = None
         if config.flops_profiler.enabled:
@@ -122,11 +143,13 @@ class StepReport:
 
             self._traffic = SentBytes(opened, sharded, host_numbers(sharded.collectives))
         self._losses: list[Tensor] = []
-        self._collects = monitor.enabled or config.steps_per_print is not None
+        self._collects = monitor.takes_steps or config.steps_per_print is not None
 
     def region(self, name: str) -> AbstractContextManager[None]:
         """Time, profile, and read the memory around the `with` block, as the config says."""
         measured = self.timers.region(name)
+        if self._record is not None:
+            measured = self._record.region(name, measured)
         if self._profiler is not None:
             measured = self._profiler.region(name, measured)
         return measured if self._memory is None else self._memory.region(name, measured)
@@ -141,6 +164,16 @@ class StepReport:
         """This rank's part of what the profiler has counted last; None before that."""
         return None if self._profiler is None else self._profiler.last
 
+    def name_actions(self, row: Sequence[Any]) -> None:
+        """The last regions were the actions of a pipeline's `row` that compute."""
+        if self._record is not None:
+            self._record.name_actions(row)
+
+    def saved(self, folder: str | Path, tag: str) -> None:
+        """A checkpoint was saved."""
+        if self._record is not None:
+            self._record.saved(folder, tag)
+
     def add_loss(self, loss: Tensor) -> None:
         """Add a micro-batch's share of the step's loss."""
         if self._collects:
@@ -152,15 +185,17 @@ class StepReport:
             self._profiler.step()
         self.throughput.step(engine.train_batch_size())
         losses, self._losses = self._losses, []
+        if self._record is not None:
+            self._record.step(engine)
         milliseconds = breakdown(self.timers.take_milliseconds())
         memory = [] if self._memory is None else self._memory.take_lines()
         every = self._config.steps_per_print
         prints = every is not None and engine.global_steps % every == 0 and engine.global_rank == 0
-        if not prints and not self._monitor.enabled:
+        if not prints and not self._monitor.takes_steps:
             return
         loss = _sum_of(losses)
-        if self._monitor.enabled:
-            self._monitor.write_events(self._events(engine, loss, milliseconds))
+        if self._monitor.takes_steps:
+            self._monitor.write_step(self._events(engine, loss, milliseconds))
         if prints:
             for line in [self._line(engine, loss), *self._times(milliseconds), *memory]:
                 log.info("%s", line)

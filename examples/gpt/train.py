@@ -8,7 +8,7 @@ python examples/gpt/train.py                                   # one process
 from __future__ import annotations
 
 import argparse
-import csv
+import json
 import resource
 import time
 from pathlib import Path
@@ -22,7 +22,6 @@ from tqdm import tqdm
 import xds
 
 HERE = Path(__file__).parent
-COLUMNS = ("step", "loss", "validation_loss", "learning_rate", "gradient_norm", "tokens_per_second")
 
 
 def parse_args() -> argparse.Namespace:
@@ -30,7 +29,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=HERE / "zero3.json")
     parser.add_argument("--data", type=Path, help="a text file instead of the standard library")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder for the curve")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder for the record")
     parser.add_argument(
         "--steps", type=int, help="default: total_num_steps of the config's schedule"
     )
@@ -66,14 +65,14 @@ def main() -> None:
     training, validation = load_text(args.data, args.context)
     shape = Shape(args.layers, args.width, args.heads, args.context, tied_head=args.tied_head)
 
-    engine = xds.initialize(GPT(shape), args.config, training_data=training)
+    # `xds report` makes a page of the record in that folder
+    config = json.loads(args.config.read_text()) | {"report_folder": str(args.out)}
+    engine = xds.initialize(GPT(shape), config, training_data=training)
 
     if args.steps is None:
         args.steps = engine.config.scheduler.params["total_num_steps"]
     resume(engine, args)
-    curve = train(engine, validation, args)
-    if engine.global_rank == 0:
-        draw(curve, args.out)
+    train(engine, validation, args)
     print_sample(engine, args)
     engine.destroy()
 
@@ -90,18 +89,19 @@ def resume(engine: xds.Engine, args: argparse.Namespace) -> None:
         print(f"resuming from {path}, after step {engine.global_steps}", flush=True)
 
 
-def train(engine: xds.Engine, validation: ByteWindows, args: argparse.Namespace) -> list[dict]:
-    """Train up to step `args.steps`; return one row for each step, with the names of COLUMNS."""
+def train(engine: xds.Engine, validation: ByteWindows, args: argparse.Namespace) -> None:
+    """Train up to step `args.steps`."""
     is_first = engine.global_rank == 0
     steps_done = engine.global_steps  # by the run that this one resumes
     tokens_per_step = engine.train_batch_size() * args.context
     batches = forever(engine.training_dataloader)
-    curve = CurveFile(args.out, steps_done) if is_first else None
+    # the page then shows tokens per second
+    engine.monitor.write_events([("tokens_per_sample", args.context, engine.global_samples)])
     bar = tqdm(
         range(steps_done + 1, args.steps + 1),
         initial=steps_done,
         total=args.steps,
-        disable=not is_first,
+        disable=None if is_first else True,  # None: shown on a terminal alone
         unit="step",
         mininterval=0.5,
         dynamic_ncols=True,
@@ -109,29 +109,26 @@ def train(engine: xds.Engine, validation: ByteWindows, args: argparse.Namespace)
     engine.train()
     for step in bar:
         start_seconds = time.perf_counter()
-        loss_sum = 0.0
         for _ in range(engine.gradient_accumulation_steps()):
             tokens, targets = (part.to(engine.device) for part in next(batches))
             loss = engine(tokens, targets)
             engine.backward(loss)
             engine.step()
-            loss_sum += loss.item()
-        row = {
-            "step": step,
-            "loss": mean_over_ranks(loss_sum / engine.gradient_accumulation_steps(), engine),
-            "validation_loss": "",
-            "learning_rate": engine.get_lr()[0],
-            "gradient_norm": float(engine.get_global_grad_norm()),
-            "tokens_per_second": tokens_per_step / (time.perf_counter() - start_seconds),
-        }
+        loss = engine.mean_loss()
+        speed = tokens_per_step / (time.perf_counter() - start_seconds)
+        bar.set_postfix_str(
+            f"loss {loss:.3f}, {speed:,.0f} tokens/s, lr {engine.get_lr()[0]:.1e}, "
+            f"|g| {engine.get_global_grad_norm():.2f}, {memory_gib(engine.device):.2f} GiB",
+            refresh=False,  # the bar refreshes itself twice a second
+        )
         if step % args.validate_every == 0 or step == args.steps:
-            row["validation_loss"] = validate(engine, validation, args.validation_batches)
-        if curve is not None:
-            curve.add(row)
-            show(bar, row, engine.device)
+            found = validate(engine, validation, args.validation_batches)
+            engine.monitor.write_events([("validation_loss", found, engine.global_samples)])
+            if is_first:
+                line = f"step {step:5d}: training loss {loss:.3f}, validation loss {found:.3f}"
+                bar.write(f"{line}, {speed:,.0f} tokens/s")
         if args.checkpoints and (step % args.save_every == 0 or step == args.steps):
             engine.save_checkpoint(args.checkpoints)
-    return curve.rows if curve is not None else []
 
 
 def forever(loader):
@@ -165,75 +162,11 @@ def mean_over_ranks(value: float, engine: xds.Engine) -> float:
     return total.item() / engine.world_size
 
 
-def show(bar: tqdm, row: dict, device: torch.device) -> None:
-    """Update the progress bar, and print a line for each validation."""
-    bar.set_postfix_str(
-        f"loss {row['loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s, "
-        f"lr {row['learning_rate']:.1e}, |g| {row['gradient_norm']:.2f}, "
-        f"{memory_gib(device):.2f} GiB",
-        refresh=False,  # the bar refreshes itself twice a second
-    )
-    if row["validation_loss"] != "":
-        bar.write(
-            f"step {row['step']:5d}: training loss {row['loss']:.3f}, "
-            f"validation loss {row['validation_loss']:.3f}"
-        )
-
-
 def memory_gib(device: torch.device) -> float:
     """Peak memory of this rank: of the GPU's tensors, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-class CurveFile:
-    """The rows of a run, also written to loss.csv. Existing rows of the first `steps_done` steps are kept."""
-
-    def __init__(self, folder: Path, steps_done: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = (folder / "loss.csv").open("a+", newline="", buffering=1)
-        self.file.seek(0)
-        kept = self.file.readlines()[: steps_done + 1] if steps_done else []
-        self.file.truncate(len("".join(kept)))
-        self.rows: list[dict] = [
-            {name: float(value) if value else "" for name, value in row.items()}
-            for row in csv.DictReader(kept)
-        ]
-        self.writer = csv.DictWriter(self.file, COLUMNS)
-        if not kept:
-            self.writer.writeheader()
-
-    def add(self, row: dict) -> None:
-        self.rows.append(row)
-        self.writer.writerow(row)
-
-
-def draw(curve: list[dict], folder: Path) -> None:
-    """Write the curve to loss.png, if matplotlib is installed."""
-    print(f"loss curve: {folder / 'loss.csv'}", flush=True)
-    try:
-        import matplotlib
-    except ImportError:
-        print('no loss.png: it needs matplotlib; pip install -e ".[plot]"', flush=True)
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    axes.plot([row["step"] for row in curve], [row["loss"] for row in curve], label="training")
-    measured = [row for row in curve if row["validation_loss"] != ""]
-    axes.plot(
-        [row["step"] for row in measured],
-        [row["validation_loss"] for row in measured],
-        "o-",
-        label="validation",
-    )
-    axes.set(xlabel="step", ylabel="loss (nats per byte)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(folder / "loss.png", dpi=120)
-    print(f"            {folder / 'loss.png'}", flush=True)
 
 
 def print_sample(engine: xds.Engine, args: argparse.Namespace) -> None:

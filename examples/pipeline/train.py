@@ -7,7 +7,7 @@ xds --nproc-per-node 4 examples/pipeline/train.py --checkpoints runs/pipeline/ch
 from __future__ import annotations
 
 import argparse
-import csv
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -24,15 +24,13 @@ sys.path.append(str(HERE.parent / "gpt"))
 from data import ByteWindows, load_text  # noqa: E402 (the files of examples/gpt)
 from model import GPT, Shape  # noqa: E402
 
-COLUMNS = ("step", "loss", "validation_loss", "gradient_norm", "seconds")
-
 
 def parse_args() -> argparse.Namespace:
     shape = Shape()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=HERE / "pipeline.json")
     parser.add_argument("--data", type=Path, help="a text file instead of the standard library")
-    parser.add_argument("--out", type=Path, default=Path("runs/pipeline"), help="of loss.csv")
+    parser.add_argument("--out", type=Path, default=Path("runs/pipeline"), help="of the record")
     parser.add_argument(
         "--steps", type=int, help="default: total_num_steps of the config's schedule"
     )
@@ -55,7 +53,9 @@ def main() -> None:
     training, validation = load_text(args.data, args.context)
     model = GPT(Shape(args.layers, args.width, args.heads, args.context))
 
-    engine = xds.initialize(model, args.config, training_data=training)
+    # `xds report` makes a page of the record in that folder
+    config = json.loads(args.config.read_text()) | {"report_folder": str(args.out)}
+    engine = xds.initialize(model, config, training_data=training)
 
     if engine.global_rank == 0:
         print(f"{engine.num_stages} stages x {engine.dp_world_size} data ranks", flush=True)
@@ -70,22 +70,19 @@ def main() -> None:
 
 
 def train(engine: xds.Engine, validation: ByteWindows, args: argparse.Namespace) -> None:
-    """Train up to step `args.steps`; rank 0 writes a row of loss.csv for each step."""
-    curve = Curve(args.out, engine.global_steps) if engine.global_rank == 0 else None
+    """Train up to step `args.steps`."""
+    # the page then shows tokens per second
+    engine.monitor.write_events([("tokens_per_sample", args.context, engine.global_samples)])
     for step in range(engine.global_steps + 1, args.steps + 1):
         start_seconds = time.perf_counter()
-        loss = engine.train_batch()  # all micro-batches of one update, in all stages
-        row: dict[str, Any] = {
-            "step": step,
-            "loss": loss.item(),
-            "validation_loss": "",
-            "gradient_norm": float(engine.get_global_grad_norm()),
-            "seconds": time.perf_counter() - start_seconds,
-        }
+        engine.train_batch()  # all micro-batches of one update, in all stages
         if step % args.validate_every == 0 or step == args.steps:
-            row["validation_loss"] = engine.eval_batch(spread(validation, engine)).item()
-        if curve is not None:
-            curve.add(row)
+            seconds = time.perf_counter() - start_seconds
+            found = engine.eval_batch(spread(validation, engine)).item()
+            engine.monitor.write_events([("validation_loss", found, engine.global_samples)])
+            if engine.global_rank == 0:
+                losses = f"training loss {engine.mean_loss():.3f}, validation loss {found:.3f}"
+                print(f"step {step:5d}: {losses}, {seconds:.2f} s", flush=True)
         if args.checkpoints is not None and (step % args.save_every == 0 or step == args.steps):
             engine.save_checkpoint(args.checkpoints)
 
@@ -97,29 +94,6 @@ def spread(windows: ByteWindows, engine: xds.Engine) -> Iterator[Any]:
     for indices in chosen[engine.dp_rank :: engine.dp_world_size].split(size):
         tokens, targets = zip(*(windows[int(index)] for index in indices), strict=True)
         yield torch.stack(tokens), torch.stack(targets)
-
-
-class Curve:
-    """loss.csv in a folder. Rows of the first `steps_done` steps are kept."""
-
-    def __init__(self, folder: Path, steps_done: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = (folder / "loss.csv").open("a+", newline="", buffering=1)
-        self.file.seek(0)
-        kept = self.file.readlines()[: steps_done + 1] if steps_done else []
-        self.file.truncate(len("".join(kept)))
-        self.writer = csv.DictWriter(self.file, COLUMNS)
-        if not kept:
-            self.writer.writeheader()
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.writer.writerow(row)
-        if row["validation_loss"] != "":
-            print(
-                f"step {row['step']:5d}: training loss {row['loss']:.3f}, "
-                f"validation loss {row['validation_loss']:.3f}, {row['seconds']:.2f} s",
-                flush=True,
-            )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ the options of `deepspeed` and of `torchrun`, and a few of its own.
 - A long option may be written with dashes or underscores. Its value is the next argument, or follows `=`.
 - Options end at the script (or at `--`). All arguments after it are passed to the script.
 - Flags take precedence over the environment.
+- Commands have options of their own: see [report.md](report.md) and [plan.md](plan.md).
 - If an option marked † is not given, torchrun's variable `PET_<NAME>` is used.
 
 Where a command line runs is decided in this order:

@@ -25,6 +25,7 @@ usage: xds [options] script.py [arguments of the script]
        xds check config.json [--world-size N]   say what a config does; --json: all values
        xds elastic config.json                  print the valid numbers of ranks of its elasticity section
        xds plan config.json --model MODEL --world-size N   draw who has and sends what, and the schedule
+       xds report FOLDER                        make a page of a run that has written a record
        xds checkpoint info|verify|export|import|diff   inspect, verify, convert and compare checkpoints
        xds ops build|list|clean                 compile the native ops ahead of time, list and remove them
        xds env                                  print versions, devices, and settings that cost speed

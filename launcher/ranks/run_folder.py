@@ -7,6 +7,7 @@ when the next run begins, unless its launcher still holds the lock on the file `
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -28,6 +29,8 @@ _DAY_SECONDS = 86400.0
 _NAME = re.compile(r"\d{8}-\d{6}-(.+)")  # start time and run id
 _LOCK = "running"
 _LOG_MODE = 0o600
+_MOST_CHARS = 4000
+_RECORD = "record"  # names the record of the run, see engine/telemetry/record.py
 _TEMPORARY_FILES = (".ended", ".grace", ".out", ".err")
 _FAILURE_FILES = (".error.json", ".fault.txt", ".ended", ".grace")
 
@@ -61,6 +64,8 @@ class RunFolder:
     def prepare(self, ranks: Sequence[int], *, is_first: bool) -> None:
         """Remove the failure records of an earlier start, and before the first start also old logs."""
         self.ranks |= set(ranks)
+        if is_first and 0 in ranks:
+            (self.path / _RECORD).unlink(missing_ok=True)
         for rank in ranks:
             endings = (*_FAILURE_FILES, *([".log"] if is_first else []))
             for ending in endings:
@@ -73,6 +78,13 @@ class RunFolder:
             with contextlib.suppress(FileNotFoundError):
                 times.append(self.error(rank).stat().st_mtime)
         return min(times, default=None)
+
+    def record(self, failure: str) -> None:
+        """Append why ranks have ended to the record of the run, if rank 0 writes one."""
+        with contextlib.suppress(OSError, ValueError):
+            with open((self.path / _RECORD).read_text(), "a") as file:
+                line = {"kind": "failure", "time": time.time(), "text": failure[:_MOST_CHARS]}
+                file.write(f"\n{json.dumps(line)}\n")  # rank 0 may have written half a line
 
     def remove_temporary_files(self, rank: int) -> None:
         """Remove files that are not needed after the end: an empty fault file, markers, pipes."""

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ...utils.errors import XdsError
 from ..job import Order
-from .failure import SAVED_AND_LEFT, Failure, last_lines
+from .failure import SAVED_AND_LEFT, Failure, last_lines, report, was_preempted
 from .guard import HELPERS_SECONDS, Guard, end_sessions, started, stat, still_ours
 from .run_folder import RunFolder
 from .stop import Stop
@@ -99,6 +99,12 @@ def supervise(
         ]
     ranks = agent.ranks()
     outcome.finished = [rank for rank in ranks.values() if folder.ended(rank).exists()]
+    if stop.signum:
+        folder.record(f"stopped by {signal.Signals(stop.signum).name}")
+    elif outcome.failures:
+        saved = "every rank has saved a checkpoint and stopped, as requested"
+        is_save = was_preempted(outcome.failures)
+        folder.record(saved if is_save else report(outcome.failures, outcome.finished))
     return outcome
 
 

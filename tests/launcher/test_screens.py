@@ -68,6 +68,13 @@ arguments = transformers.TrainingArguments(
 )
 transformers.Trainer(Model(), arguments, train_dataset=data).train()
 """
+EXAMPLE = f"""
+import runpy, sys
+sys.path.insert(0, {str(Path(__file__).parents[2] / "examples" / "gpt")!r})
+sys.argv[1:] = ("--layers 2 --width 32 --heads 2 --context 16 --steps 4 --validate-every 2 --sample 0 "
+                "--checkpoints saved").split()
+runpy.run_module("train", run_name="__main__")
+"""
 CHANGES = (
     (r"\r\n", "\n"),
     (r"xds \d+\.\d+\.\d+[\w.+]*", "xds VERSION"),
@@ -77,28 +84,33 @@ CHANGES = (
     (r"failed on \S+:", "failed on HOST:"),
     (r"\d+\.\d+ samples/s", "N samples/s"),
     (r"(loss|norm|lr) -?\d[\d.e-]+", r"\1 N"),
+    (r"[\d,]+ tokens/s", "N tokens/s"),
+    (r"steps in [\d.]+ s", "steps in N s"),
     (r"(?m)^ +[~^]+$\n", ""),  # of Python 3.11 and later
     (r"(?m)^xds: (compil|waiting for another process).*\n", ""),  # where nothing is in the cache
     (r"[^\n]*\r", ""),  # a progress bar redraws its line
     (r"█+\|", "█|"),  # its length follows the width of the terminal and of the rate
-    (r"\d+/\d+ \[.*\]", "PROGRESS"),
+    (r"\d+/\d+ \[.*", "PROGRESS"),
     (r"(runtime|per_second)': '[\d.]+'", r"\1': 'N'"),
 )
 
 
-def screen(folder: Path, script: str, *options: str, is_terminal: bool, stops_at: str = "") -> str:
-    """The normalised output of `xds *options train.py`; SIGINT follows the text `stops_at`, as from Ctrl-C."""
+def screen(folder: Path, script: str, *options: str, columns: int, stops_at: str = "") -> str:
+    """The normalised output of `xds *options train.py`; SIGINT follows the text `stops_at`, as from Ctrl-C.
+
+    columns: of the terminal; 0: it is a pipe.
+    """
     (folder / "train.py").write_text(script)
-    reader, writer = pty.openpty() if is_terminal else os.pipe()
-    if is_terminal:
-        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    reader, writer = pty.openpty() if columns else os.pipe()
+    if columns:
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
     unwanted = ("COLUMNS", "LINES", "XDS_LOG_LEVEL", "XDS_AS_DEEPSPEED")
     kept = {name: value for name, value in os.environ.items() if name not in unwanted}
     process = subprocess.Popen(
         [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", "2", *options, "train.py"],
         cwd=folder,
         env=kept | {"PYTHONSAFEPATH": "", "XDS_BACKEND": "gloo"},
-        stdin=writer if is_terminal else subprocess.DEVNULL,
+        stdin=writer if columns else subprocess.DEVNULL,
         stdout=writer,
         stderr=writer,
         start_new_session=True,
@@ -115,6 +127,8 @@ def screen(folder: Path, script: str, *options: str, is_terminal: bool, stops_at
     finally:
         process.kill()
         os.close(reader)
+    bars = [part for part in re.split(r"[\r\n]", text) if "%|" in part]
+    assert all(len(bar) <= columns for bar in bars), bars
     for pattern, new in CHANGES:
         text = re.sub(pattern, new, text)
     return text
@@ -127,10 +141,12 @@ def _read(reader: int) -> bytes:
         return b""
 
 
-CASES: dict[str, tuple[str, tuple[str, ...], str, bool]] = {
-    "fails": (FAILS, (), "", False),
-    "interrupted": (SLEEPS, (), "step 1", True),
-    "trainer": (TRAINER, ("--as-deepspeed",), "", True),
+CASES: dict[str, tuple[str, tuple[str, ...], str, int]] = {
+    "fails": (FAILS, (), "", 0),
+    "interrupted": (SLEEPS, (), "step 1", 80),
+    "trainer": (TRAINER, ("--as-deepspeed",), "", 80),
+    "example": (EXAMPLE, (), "", 40),
+    "example_in_a_pipe": (EXAMPLE, (), "", 0),
 }
 
 
@@ -138,8 +154,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], str, bool]] = {
 def test_the_screen_of(case: str, tmp_path: Path) -> None:
     if case == "trainer":
         pytest.importorskip("transformers")
-    script, options, stops_at, is_terminal = CASES[case]
-    text = screen(tmp_path, script, *options, is_terminal=is_terminal, stops_at=stops_at)
+    script, options, stops_at, columns = CASES[case]
+    text = screen(tmp_path, script, *options, columns=columns, stops_at=stops_at)
     golden = SCREENS / f"{case}.txt"
     if os.environ.get("XDS_WRITE_SCREENS"):
         golden.write_text(text)

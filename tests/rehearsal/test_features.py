@@ -142,6 +142,8 @@ def test_a_measurement_waits_where_it_is_on(tmp_path: Path) -> None:
     here = ranks(2, kernels=True)
     for section, in_micro_batches, in_steps in (
         ({"csv_monitor": monitor}, 0, [0, 0, 2] * 5),
+        # it gathers the times of the third step from all ranks
+        ({"report_folder": str(tmp_path)}, 0, [0, 0, 6] + [0, 0, 1] * 4),
         ({"steps_per_print": 2}, 0, [0, 0, 1, 0, 0, 2] * 2 + [0, 0, 1]),
         ({"comms_logger": {"enabled": True, "debug": True}}, 0, [0, 0, 1] * 5),
         ({"watch": {"heartbeat_seconds": 0.05, "notice_seconds": 0.1}}, 0, [0, 0, 1] * 5),

@@ -1,0 +1,292 @@
+"""The record of a run, which `xds report` reads: rank 0 appends lines of JSON to `run.jsonl` in a folder.
+
+kind of a line   when                                 what
+---------------  -----------------------------------  --------------------------------------------------------
+start            an engine is made                    command, config, versions, ranks, device
+step             each optimizer step                  loss, learning rate, norm of the gradients
+use              once a second, after a step          memory of rank 0, bytes that it has sent by kind
+timeline         steps 3, 30, 300, ... of a process   forwards, backwards and update on each rank, in time
+value            the script writes monitor events     their names and values
+saved            a checkpoint is saved                its path
+failure          the launcher has found one           its report; see launcher/ranks/run_folder.py
+end              engine.destroy()
+
+The host waits for the device only at a timeline: the mean of the losses comes with the norm of the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import platform
+import shlex
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.exchange import all_gather_json
+from ...utils.errors import UsageError
+from ...utils.quoting import printable
+from ...utils.version import __version__
+from ..config.config import Config
+from ..profiling.clock import ProfileClock
+from .timers import memory_use
+
+FILE = "run.jsonl"
+USE_SECONDS = 1.0
+MOST_SPANS, MOST_RANKS = 1000, 64  # of a timeline
+LINK = "record"  # the file in the launcher's run folder that names the record
+_LIBRARIES = (
+    "numpy",
+    "transformers",
+    "accelerate",
+    "peft",
+)  # whose version counts where they are loaded
+
+log = logging.getLogger("xds")
+
+
+class Recorded(Protocol):
+    """The part of an engine that is recorded at a step."""
+
+    global_steps: int
+    global_samples: int
+
+    def mean_loss(self) -> float: ...
+    def get_lr(self) -> list[float]: ...
+    def get_global_grad_norm(self) -> float | None: ...
+
+
+@final
+class RunRecord:
+    """The record of one engine. Every rank has one, for the timelines; rank 0 writes."""
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        collectives: Collectives,
+        opened: Sequence[Collectives],
+        place: Sequence[int],
+    ) -> None:
+        """
+        Args:
+            collectives: of all ranks. opened: those of all groups; the list may grow.
+            place: this rank's number among pipeline, data, sequence and tensor ranks.
+        Raises:
+            UsageError: on rank 0: the folder cannot be created or written.
+        """
+        self._folder = Path(config.report_folder).expanduser()
+        self._device, self._collectives, self._opened = device, collectives, opened
+        self._place = list(place)
+        self._clock = ProfileClock(device)
+        self._spans: list[tuple[str, Any, Any]] | None = None  # of a step that is timed
+        self._labels: list[str] = []
+        self._began: Any = None
+        self._num_steps = 0
+        self._used_at = 0.0
+        self._file = -1
+        self._started_at = time.time()
+        self._loss = math.nan
+        self._saved = ""
+        if collectives.rank == 0:
+            self._open()
+            self._start(config)
+
+    # -- what the engine reports ----------------------------------------------------------------------
+
+    def region(
+        self, name: str, inner: AbstractContextManager[None]
+    ) -> AbstractContextManager[None]:
+        """The context around a region of a step, which includes `inner`."""
+        return inner if self._spans is None else self._timed(name, inner, self._spans)
+
+    @contextmanager
+    def _timed(
+        self, name: str, inner: AbstractContextManager[None], spans: list[tuple[str, Any, Any]]
+    ) -> Iterator[None]:
+        if name == "forward" and not torch.is_grad_enabled():
+            name = "evaluation"
+        start = self._clock.now()
+        with inner:
+            yield
+        if len(spans) < MOST_SPANS:
+            spans.append((name, start, self._clock.now()))
+
+    def name_actions(self, row: Sequence[Any]) -> None:
+        """The last regions were the actions of a pipeline's `row` that compute."""
+        if self._spans is None or len(self._spans) == MOST_SPANS:
+            return
+        from ...pipe.schedules.actions import COMPUTE
+
+        names = [str(action) for action in row if action.op in COMPUTE]
+        self._labels = [""] * (len(self._spans) - len(names)) + names
+
+    def step(self, engine: Recorded) -> None:
+        """An optimizer step has ended."""
+        self._num_steps += 1
+        spans, self._spans = self._spans, None
+        if self._file >= 0:
+            now, self._loss = time.time(), engine.mean_loss()
+            self._append(
+                kind="step",
+                step=engine.global_steps,
+                time=round(now, 4),
+                samples=engine.global_samples,
+                loss=self._loss,
+                lr=engine.get_lr()[0],
+                norm=engine.get_global_grad_norm(),
+            )
+            if now - self._used_at >= USE_SECONDS:
+                self._write_use()
+        if spans is not None:
+            self._write_timeline(engine.global_steps, spans)
+        if str(self._num_steps + 1).rstrip("0") == "3":  # 3, 30, 300, ...
+            self._spans, self._labels, self._began = [], [], self._clock.now()
+
+    def write(self, events: Sequence[tuple[str, float, int]]) -> None:
+        """Values of the script: name, value, samples."""
+        for name, value, samples in events:
+            self._append(kind="value", name=name, value=value, samples=samples)
+
+    def saved(self, folder: str | Path, tag: str) -> None:
+        """A checkpoint was saved."""
+        self._saved = str(Path(folder, tag))
+        self._append(kind="saved", path=self._saved, time=time.time())
+
+    def close(self) -> None:
+        """No step follows. Logs where things are."""
+        if self._file < 0:
+            return
+        self._write_use()
+        self._append(kind="end", time=time.time())
+        os.close(self._file)
+        self._file = -1
+        seconds = time.time() - self._started_at
+        loss = "" if math.isnan(self._loss) else f", loss {self._loss:.4f}"
+        log.info("%d steps in %.1f s%s", self._num_steps, seconds, loss)
+        if self._saved:
+            log.info("last checkpoint: %s", printable(self._saved))
+        if "XDS_RUN_FOLDER" in os.environ:
+            log.info("output of every rank: %s", os.environ["XDS_RUN_FOLDER"])
+        log.info("a page of this run: xds report %s", self._shown)
+
+    @property
+    def _shown(self) -> str:
+        return shlex.quote(printable(self._folder))
+
+    # -- lines ----------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+            self._file = os.open(self._folder / FILE, flags, 0o666)
+            if os.fstat(self._file).st_size:
+                os.write(self._file, b"\n")  # after what a killed run has half written
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(
+                f"report_folder = {self._shown}: {FILE} cannot be written there: {reason}; set another "
+                "folder, or remove the key"
+            ) from None
+        with contextlib.suppress(KeyError, OSError):  # the launcher adds failures
+            link = Path(os.environ["XDS_RUN_FOLDER"], LINK)
+            link.write_text(str((self._folder / FILE).absolute()))
+
+    def _start(self, config: Config) -> None:
+        versions = {"xds": __version__, "Python": platform.python_version()}
+        versions |= {"torch": torch.__version__, "system": platform.platform()}
+        if torch.version.cuda:
+            versions["CUDA"] = torch.version.cuda
+        for name in _LIBRARIES:
+            if name in sys.modules:
+                versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+        is_gpu = self._device.type == "cuda"
+        device = torch.cuda.get_device_name(self._device) if is_gpu else self._device.type
+        self._append(
+            kind="start",
+            time=time.time(),
+            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            command=os.environ.get("XDS_COMMAND") or shlex.join(["python", *sys.orig_argv[1:]]),
+            folder=os.getcwd(),
+            host=socket.gethostname(),
+            device=device,
+            ranks=self._collectives.world_size,
+            output=os.environ.get("XDS_RUN_FOLDER", ""),
+            config=_changed(config.as_dict(), Config.model_validate({}).as_dict()),
+            versions=versions,
+        )
+
+    def _append(self, **line: Any) -> None:
+        """Write a line, at once, so that it survives the process. A full disk ends the record, not the run."""
+        if self._file < 0:
+            return
+        try:
+            os.write(self._file, json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            os.close(self._file)
+            self._file = -1
+            log.warning("report_folder: %s cannot be written any more: %s", FILE, error.strerror)
+
+    def _write_use(self) -> None:
+        use, self._used_at = memory_use(self._device), time.time()
+        sent: Counter[str] = Counter()
+        for group in self._opened:
+            sent.update(group.sent_bytes)
+        self._append(
+            kind="use",
+            time=self._used_at,
+            memory_bytes=use.now_bytes,
+            peak_bytes=use.peak_bytes,
+            sent_bytes=dict(sent),
+            steps=self._num_steps,
+        )
+
+    def _write_timeline(self, step: int, spans: list[tuple[str, Any, Any]]) -> None:
+        """Gather the regions of a step from all ranks. Waits for the device; a collective."""
+        stop = self._clock.now()
+        self._clock.finish()
+        seconds = self._clock.seconds
+        mine: dict[str, Any] = {}
+        if self._collectives.rank < MOST_RANKS:
+            labels = self._labels + [""] * (len(spans) - len(self._labels))
+            mine = {
+                "place": self._place,
+                "peak_bytes": memory_use(self._device).peak_bytes,
+                "milliseconds": round(1e3 * seconds(self._began, stop), 3),
+                "spans": [
+                    [name, label, *(round(1e3 * seconds(self._began, at), 3) for at in (one, two))]
+                    for (name, one, two), label in zip(spans, labels, strict=True)
+                ],
+            }
+        ranks = all_gather_json(self._collectives, mine, "the timeline of a step")
+        self._append(kind="timeline", step=step, time=time.time(), ranks=ranks[:MOST_RANKS])
+
+
+def _changed(config: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """The values that differ from their default."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        other = default.get(key)
+        if isinstance(value, dict) and isinstance(other, dict):
+            value = _changed(value, other)
+            if value:
+                found[key] = value
+        elif value != other:
+            found[key] = value
+    return found
+
+
+__all__ = ["FILE", "LINK", "RunRecord"]

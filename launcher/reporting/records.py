@@ -1,0 +1,283 @@
+"""Reads the record of a run: the lines of engine/telemetry/record.py, also while they are being written.
+
+The file may be damaged or hostile: a line that is no record is skipped and counted. Steps that a later process
+has repeated are those of the later process: a killed run that resumes gives one curve.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, final
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from ...utils.errors import UsageError
+from ...utils.quoting import printable
+
+FILE = "run.jsonl"
+MOST_LINE_BYTES = 4 << 20
+MOST_SERIES = 16  # of the script
+MOST_EVENTS = 200  # starts, failures, checkpoints
+MOST_TIMELINES = 8
+NAN = float("nan")
+
+
+# -- the kinds of lines -----------------------------------------------------------------------------------
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class Start(_Line):
+    """A process has started. `command` and what follows is shown as it is."""
+
+    kind: Literal["start"] = "start"
+    time: float = 0.0
+    ranks: Any = ""
+    restart: Any = 0
+    command: Any = ""
+    folder: Any = ""
+    host: Any = ""
+    device: Any = ""
+    output: Any = ""
+    config: Any = None
+    versions: Any = None
+
+
+class _Step(_Line):
+    kind: Literal["step"]
+    step: Annotated[int, Field(ge=0, lt=1 << 62)]
+    samples: float
+    time: float
+    loss: float | None = None
+    lr: float | None = None
+    norm: float | None = None
+
+
+class _Value(_Line):
+    kind: Literal["value"]
+    name: str
+    value: float
+    samples: float
+
+
+class Use(_Line):
+    """Bytes in use on rank 0, and what it has sent by kind in so many steps of its process."""
+
+    kind: Literal["use"]
+    memory_bytes: float
+    peak_bytes: float
+    sent_bytes: dict[str, float]
+    steps: float
+
+
+class Span(NamedTuple):
+    """A region of a step: forward, backward, reduce, step or evaluation. Times are in milliseconds."""
+
+    name: str
+    label: str
+    start: float
+    end: float
+
+
+class RankTimeline(_Line):
+    """A step on one rank. place: among pipeline, data, sequence and tensor ranks."""
+
+    place: list[int]
+    peak_bytes: float
+    milliseconds: float
+    spans: list[Span]
+
+
+class Timeline(_Line):
+    """A step on all ranks, by rank. time: of its end."""
+
+    kind: Literal["timeline"]
+    step: int
+    time: float
+    ranks: Annotated[list[RankTimeline], Field(min_length=1)]
+
+
+class Event(_Line):
+    """Beside a start what the page lists: a checkpoint, a failure, the end."""
+
+    kind: Literal["saved", "failure", "end"]
+    time: float
+    path: str = ""
+    text: str = ""
+
+
+_Kinds = Start | _Step | _Value | Use | Timeline | Event
+_LINE = TypeAdapter[_Kinds](Annotated[_Kinds, Field(discriminator="kind")])
+
+
+# -- the run ----------------------------------------------------------------------------------------------
+
+
+def _numbers() -> array[float]:
+    return array("d")
+
+
+@final
+@dataclass
+class Run:
+    """What a record says.
+
+    steps, samples, times, loss, rates, norms: a number for each step; NaN where it is not known.
+    values: what the script wrote: samples and values, by name.
+    memory: of rank 0: after which steps, bytes in use, and the most so far.
+    breaks: indices of the first steps of later processes. start, use: the last ones.
+    damaged: lines that were skipped.
+    """
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    samples: array[float] = field(default_factory=_numbers)
+    times: array[float] = field(default_factory=_numbers)
+    loss: array[float] = field(default_factory=_numbers)
+    rates: array[float] = field(default_factory=_numbers)
+    norms: array[float] = field(default_factory=_numbers)
+    values: dict[str, tuple[array[float], array[float]]] = field(default_factory=dict)
+    memory: tuple[array[float], ...] = field(
+        default_factory=lambda: (_numbers(), _numbers(), _numbers())
+    )
+    use: Use | None = None
+    timelines: list[Timeline] = field(default_factory=list)
+    breaks: list[int] = field(default_factory=list)
+    start: Start = field(default_factory=Start)
+    num_starts: int = 0
+    events: list[Start | Event] = field(default_factory=list)
+    last_time: float = 0.0
+    damaged: int = 0
+
+    @property
+    def state(self) -> str:
+        """start, failure or end: the last of them."""
+        return next((each.kind for each in reversed(self.events) if each.kind != "saved"), "")
+
+    def step_at(self, samples: float) -> int:
+        """The step after which the run had so many samples."""
+        at = bisect_left(self.samples, samples)
+        return self.steps[min(at, len(self.steps) - 1)] if self.steps else 0
+
+
+def read_run(folder: str) -> Run:
+    """The run whose record is in `folder`.
+
+    Raises:
+        UsageError: there is no record, or it cannot be read.
+    """
+    path = Path(folder, FILE)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        with open(descriptor, "rb", buffering=1 << 20) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(0, "it is not a file")
+            run = _Reader().read(file)
+    except FileNotFoundError:
+        raise UsageError(
+            f"{printable(folder)} has no {FILE}, so there is nothing to report; before a run set "
+            "report_folder of the config to a folder, and name it here"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{printable(path)} cannot be read: {reason}") from None
+    if not run.num_starts and not run.steps:
+        raise UsageError(
+            f"{printable(path)} has no line of a run ({run.damaged} lines are damaged)"
+        )
+    return run
+
+
+@final
+class _Reader:
+    """Adds line after line to a `Run`."""
+
+    def __init__(self) -> None:
+        self._run = run = Run()
+        self._columns: tuple[array[Any], ...] = (
+            *(run.steps, run.samples, run.times),
+            *(run.loss, run.rates, run.norms),
+        )
+        self._is_new = False  # the process has started and has not ended a step
+
+    def read(self, file: BinaryIO) -> Run:
+        run = self._run
+        for line in _lines(file):
+            try:
+                self._add(_LINE.validate_json(line))
+            except ValidationError:
+                run.damaged += line.endswith(b"\n")  # else it is being written
+        return run
+
+    def _add(self, found: _Kinds) -> None:
+        run = self._run
+        if isinstance(found, _Step):
+            self._step(found)
+        elif isinstance(found, _Value):
+            if found.name in run.values or len(run.values) < MOST_SERIES:
+                where, values = run.values.setdefault(found.name, (_numbers(), _numbers()))
+                where.append(found.samples)
+                values.append(found.value)
+        elif isinstance(found, Use):
+            run.use = found
+            if run.steps:
+                new = (run.steps[-1], found.memory_bytes, found.peak_bytes)
+                for column, value in zip(run.memory, new, strict=True):
+                    column.append(value)
+        elif isinstance(found, Timeline):
+            run.timelines = [*run.timelines[1 - MOST_TIMELINES :], found]
+        else:
+            if isinstance(found, Start):
+                run.start, self._is_new = found, True
+                run.num_starts += 1
+            run.events = [*run.events[1 - MOST_EVENTS :], found]
+            run.last_time = max(run.last_time, found.time)
+
+    def _step(self, found: _Step) -> None:
+        run = self._run
+        if run.steps and found.step <= run.steps[-1]:
+            self._forget_from(found.step, found.samples)
+        if self._is_new and run.steps:
+            run.breaks.append(len(run.steps))
+        self._is_new = False
+        values = (found.step, found.samples, found.time, found.loss, found.lr, found.norm)
+        for column, value in zip(self._columns, values, strict=True):
+            column.append(NAN if value is None else value)
+        if found.time > run.last_time:
+            run.last_time = found.time
+
+    def _forget_from(self, step: int, samples: float) -> None:
+        """A later process repeats the steps from `step` on."""
+        run = self._run
+        at = bisect_left(run.steps, step)
+        for column in self._columns:
+            del column[at:]
+        while run.breaks and run.breaks[-1] >= at:
+            run.breaks.pop()
+        run.timelines = [each for each in run.timelines if each.step < step]
+        for series, end in [*((each, samples) for each in run.values.values()), (run.memory, step)]:
+            while series[0] and series[0][-1] >= end:
+                for column in series:
+                    column.pop()
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines that are not empty. One that is too long is no record: an empty one stands for it."""
+    while line := file.readline(MOST_LINE_BYTES):
+        rest = line
+        while len(rest) == MOST_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MOST_LINE_BYTES)
+        if rest is not line:
+            yield b"\n"
+        elif not line.isspace():
+            yield line
+
+
+__all__ = ["Event", "RankTimeline", "Run", "Span", "Start", "Timeline", "Use", "read_run"]

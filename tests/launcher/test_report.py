@@ -1,0 +1,205 @@
+"""`xds report`: from the lines of a record to the parts of a page; damaged and hostile lines; a real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_launcher import ForkedLauncher
+
+from xds.launcher.cli import main
+from xds.launcher.reporting.page import page_of
+from xds.launcher.reporting.records import FILE, read_run
+
+EVIL = "<script>alert(1)</script>\"'&\x1b[2J\u202e"
+START = {
+    "kind": "start",
+    "time": 100.0,
+    "restart": 0,
+    "command": f"xds train.py {EVIL}",
+    "folder": "/work",
+    "ranks": 2,
+    "config": {"optimizer": {"type": EVIL}},
+    "versions": {"torch": "2.13.0", EVIL: EVIL},
+}
+SPANS = [["forward", "0F0", 1.0, 3.0], ["backward", "0B0", 3.0, 7.0], ["step", EVIL, 7.0, 9.0]]
+TIMED = {"place": [0, 0, 0, 0], "peak_bytes": 10**9, "milliseconds": 10.0, "spans": SPANS}
+TIMELINE = {"kind": "timeline", "step": 3, "time": 104.0}
+TIMELINE["ranks"] = [TIMED, TIMED | {"place": [1, 0, 0, 0]}]
+
+
+def step(number: int, loss: Any, time: float, **more: Any) -> dict[str, Any]:
+    found = {"kind": "step", "step": number, "time": time, "samples": 8 * number, "lr": 0.1}
+    return found | {"loss": loss, "norm": 1.0} | more
+
+
+def value(name: str, number: Any, samples: int) -> dict[str, Any]:
+    return {"kind": "value", "name": name, "value": number, "samples": samples}
+
+
+USE = {"kind": "use", "time": 1.0, "memory_bytes": 10**9, "peak_bytes": 2 * 10**9, "steps": 3}
+USE["sent_bytes"] = {"all_gather": 3 * 10**6, EVIL: 30}
+KILLED = [
+    START,
+    value("tokens_per_sample", 16, 0),
+    *(step(number, 5.0 - number, 100.0 + number) for number in range(1, 6)),
+    USE,
+    TIMELINE,
+    value("validation_loss", 9.0, 40),  # after step 5, which was lost
+    value(EVIL, 1.0, 8),
+    {"kind": "failure", "time": 106.0, "text": f"xds: rank 1 failed\nKeyError: {EVIL}"},
+]
+RESUMED = [
+    START | {"restart": 1},
+    step(4, 0.5, 1004.0),
+    step(5, float("nan"), 1005.0),
+    USE,
+    {"kind": "saved", "path": f"out/{EVIL}", "time": 1005.5},
+    {"kind": "end", "time": 1006.0},
+]
+
+
+def write(folder: Path, records: list[Any], tail: bytes = b"") -> str:
+    lines = [json.dumps(each).encode() if isinstance(each, dict) else each for each in records]
+    (folder / FILE).write_bytes(b"\n".join([*lines, tail]))
+    return str(folder)
+
+
+def test_a_run_that_was_killed_and_resumed_is_one_curve(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path, [*KILLED, *RESUMED]))
+    assert list(run.steps) == [1, 2, 3, 4, 5] and list(run.loss)[:4] == [4.0, 3.0, 2.0, 0.5]
+    assert run.breaks == [3] and run.num_starts == 2 and run.damaged == 0
+    assert [list(part) for part in run.values["validation_loss"]] == [[], []]
+    page = page_of(run, "a run", 1016.0)
+    for part in (
+        *("The run has ended.", "10.0 s before", "<b>5</b>", "not finite: 1<"),
+        # four steps a process: 8 samples of 16 tokens a second, and 1.00 MB a step
+        *(
+            "<span>tokens/s</span><b>128</b>",
+            "<td>3.00 MB<td>1.00 MB a step",
+            "restart 1",
+            "2.00 GB",
+        ),
+        *("Pipeline: step 3 in time", "rank 1: stage 1", "forward 0F0: 1.00 to 3.00 ms"),
+        *("Gradient norm", "Learning rate", "cd /work\nxds train.py", "2.13.0", "KeyError"),
+    ):
+        assert part in page, part
+
+
+def test_text_of_a_record_is_escaped_and_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    page = page_of(read_run(write(tmp_path, [*KILLED, *RESUMED])), EVIL, 1016.0)
+    assert page.count("&lt;script&gt;alert(1)") >= 8
+    assert not re.search(r"<script|<img|src=|href=|url\(|https?:|@import|[\x1b\u202e]", page)
+
+
+WRONG: list[Any] = [
+    *(b"{", b"\xff\xfe\x00", b"[" * 100_000, b"3", b"null", b'{"kind": []}', b'{"kind": "no"}'),
+    *(
+        b'{"kind": "step", "step": 1e400, "time": 1}',
+        b'{"kind": "step", "step": %s}' % (b"9" * 5000),
+    ),
+    *(step("7", 1.0, 1.0), step(7, "1", 1.0), step(-1, 1.0, 1.0)),  # type: ignore[arg-type]
+    *(step(True, 1.0, 1.0), step(1 << 62, 1.0, 1.0), {"kind": "step", "step": 7}),
+    *(value("a", "b", 1), value("a", 1, None), value(3, 1, 1)),  # type: ignore[arg-type]
+    *({"kind": "use", "sent_bytes": []}, {"kind": "timeline", "ranks": [{"place": "x"}]}),
+    *({"kind": "failure", "time": None, "text": ""}, {"kind": "saved", "time": 1, "path": {}}),
+]
+
+
+def test_damaged_lines_are_counted_and_a_half_written_one_is_not(tmp_path: Path) -> None:
+    records = [part for wrong in WRONG for part in (wrong, b"", b"  ")]
+    tail = b'{"kind": "step", "step": 6, "ti'
+    run = read_run(write(tmp_path, [*KILLED, *records], tail))
+    assert run.damaged == len(WRONG) and list(run.steps) == [1, 2, 3, 4, 5]
+    assert f"{len(WRONG)} damaged lines" in page_of(run, "a run", 1.0)
+
+
+def test_values_that_are_strange_but_numbers_make_a_page_and_a_trace(tmp_path: Path) -> None:
+    inf, huge = float("inf"), 1e308
+    found = [START | {"config": [[]], "versions": 3, "ranks": {}, "folder": 1, "command": None}]
+    found += [step(n, x, t) for n, x, t in ((1, inf, inf), (2, huge, -huge), (3, -huge, huge))]
+    found += [USE | {"peak_bytes": inf, "sent_bytes": {"a": inf, "b": -1}}]
+    odd = TIMED | {"spans": [["a", "", inf, -inf], ["b", "", -1, huge]], "peak_bytes": -inf}
+    found += [TIMELINE | {"ranks": [odd | {"milliseconds": n}]} for n in (0, inf, huge, 1e-300)]
+    found += [value(f"{number}" * 1000, huge, number) for number in range(40)]
+    for count in range(2, len(found) + 1):
+        assert main(["report", write(tmp_path, found[:count]), "--trace"]) == 0
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["traceEvents"]
+
+
+def test_many_steps_spans_and_long_texts_stay_below_a_megabyte(tmp_path: Path) -> None:
+    """40,000 steps have as many points as a million."""
+    spans = [["forward", "0F1", number, number + 1] for number in range(1000)]
+    ranks = [TIMED | {"spans": spans, "milliseconds": 1000.0}] * 20
+    long = "<" * 10**6
+    records = [START | {"command": long, "config": {long: long}}, TIMELINE | {"ranks": ranks}]
+    records += [{"kind": "failure", "time": 1.0, "text": long}] * 60
+    records += [step(number, number % 97, number * 0.01) for number in range(1, 40_001)]
+    records += [value(f"{n}{long[:99]}", n, n) for n in range(30)]
+    write(tmp_path, records)
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b"x" * (5 << 20) + b"\n")  # longer than any line
+    run = read_run(str(tmp_path))
+    page = page_of(run, "a run", 1.0)
+    assert run.damaged == 1 and len(run.steps) == 40_000
+    assert len(page.encode()) < 10**6
+
+
+@pytest.mark.parametrize("how", ["no folder", "nothing", "empty", "a pipe", "a folder", "no place"])
+def test_what_cannot_be_read_or_written_is_one_sentence(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, folder = ["report", str(tmp_path)], tmp_path
+    if how == "no folder":
+        words[1] = str(folder / "\x1b[2Jnone")
+    elif how == "empty":
+        write(folder, [])
+    elif how == "a pipe":
+        os.mkfifo(folder / FILE)
+    elif how == "a folder":
+        (folder / FILE).mkdir()
+    elif how == "no place":
+        words = ["report", write(folder, KILLED), "--output", str(folder / "none" / "a.html")]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("xds report: ") and said.count("\n") == 1 and said[:-1].isprintable()
+
+
+FAILS_ONCE = """
+import os, torch, xds
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}, "report_folder": "out"}
+engine = xds.initialize(torch.nn.Linear(8, 8), config)
+engine.load_checkpoint("saved") if os.path.exists("saved") else None
+while engine.global_steps < 6:
+    engine.backward(engine(torch.ones(4, 8)).sum())
+    engine.step()
+    if engine.global_steps == 3:
+        engine.save_checkpoint("saved")
+    if engine.global_steps == 5 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        engine.no_such_thing
+engine.destroy()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of the launcher")
+def test_the_launcher_adds_why_ranks_failed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS_ONCE)
+    words = ["--nproc-per-node", "2", "--max-restarts", "1", "train.py"]
+    env = os.environ | {"XDS_BACKEND": "gloo"}
+    launcher = ForkedLauncher(words, tmp_path, env)
+    out, err = launcher.communicate(timeout=300)
+    assert launcher.returncode == 0, out + err
+    assert "xds: a page of this run: xds report out\n" in err
+    run = read_run(str(tmp_path / "out"))
+    kinds = [each.kind for each in run.events]
+    assert kinds == ["start", "saved", "failure", "start", "end"] and run.damaged == 0
+    assert list(run.steps) == [1, 2, 3, 4, 5, 6] and run.breaks == [3]
+    page = page_of(run, "a run", run.last_time)
+    assert "no_such_thing" in page and "failed on" in page and "restart 1" in page
+    assert "xds --nproc-per-node 2 --max-restarts 1 train.py" in page
