@@ -357,7 +357,7 @@ class ThreadBackend(PointToPointBackend):
 
 
 class World(c10d._World):
-    """What torch.distributed keeps for each process. Torch keeps these fields for all of its worlds together."""
+    """What torch.distributed keeps for each process. Torch keeps the fields below for all worlds together."""
 
     pg_map = pg_names = pg_group_ranks = pg_backend_config = None
     tags_to_pg = pg_to_tag = group_count = None
