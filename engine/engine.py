@@ -108,22 +108,34 @@ class Engine:
         return self._step.forward(args, kwargs)
 
     def backward(
-        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+        self,
+        loss: Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        weight: float | Tensor | None = None,
     ) -> Tensor:
         """Gradients of `loss` / accumulation steps; they are reduced as the stage asks. A collective.
 
+        With `weight` on every micro-batch of every rank the step's gradient is that of the mean over all items:
+        sum(weight * gradient) / sum(weight), over micro-batches and ranks. No message is added.
+
         Args:
-            loss: a scalar with a graph.
+            loss: a scalar with a graph. With `weight` its gradient must be finite, also where weight is 0.
             retain_graph: as in torch; several losses of one step are several calls.
             scale_wrt_gas: False leaves out the division by the accumulation steps.
+            weight: how many items, such as tokens, `loss` is the mean of: a number or a scalar tensor, at least
+                0. Where all weights of a step are 0 its gradient is 0.
         Returns:
-            the loss, divided by the accumulation steps, detached.
+            the loss, divided by the accumulation steps where it has no weight, detached.
         Raises:
-            UsageError: `loss` is not a scalar, or has no graph.
+            UsageError: `loss` is not a scalar, or has no graph; or only some backwards of a step have a weight.
         """
         self._check_trains()
         self._batches.refuse("backward")
-        return self._step.backward(loss, retain_graph=retain_graph, divides=scale_wrt_gas)
+        return self._step.backward(
+            loss, retain_graph=retain_graph, divides=scale_wrt_gas, weight=weight
+        )
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
         """`loss` times the loss scale over the accumulation steps, to call `.backward()` on yourself.
@@ -316,6 +328,14 @@ class Engine:
     def was_step_applied(self) -> bool:
         """The last step() changed the parameters (not between boundaries, not when skipped)."""
         return self._step.was_applied
+
+    def mean_loss(self) -> float:
+        """The mean of the losses of the last step over micro-batches and ranks, weighted as gradients are.
+
+        It comes with the gradient norm, so it costs no message. nan before the first step, where user code has
+        called `loss.backward()` itself, and where all weights are 0.
+        """
+        return self._step.means.loss
 
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the last step's gradients over all ranks, unscaled, before clipping; None before one.

@@ -409,8 +409,27 @@ def _loader(
         return None
     from .data.loaders import build_loader, keeps_position
 
+    packing = config.data_packing
     if keeps_position(data):
+        if packing.tokens:
+            raise UsageError(
+                "data_packing packs the samples of a dataset, and training_data is a loader: pass its dataset, "
+                "or remove data_packing"
+            )
         return data
+    if packing.tokens:
+        from .data.packing import packed_loader
+
+        return packed_loader(
+            data,
+            packing,
+            micro_batch_size=config.train_micro_batch_size_per_gpu,
+            rank=mesh.coordinate("data"),
+            world_size=mesh.mesh.data,
+            step_rows=config.train_batch_size,
+            drop_last=config.dataloader_drop_last,
+            collate_fn=collate_fn,
+        )
     return build_loader(
         data,
         micro_batch_size=config.train_micro_batch_size_per_gpu,

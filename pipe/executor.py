@@ -65,7 +65,7 @@ class _Pending:
     inputs: tuple[Tensor, ...]
     edges: list[GradientEdge]
     header: Header | None = None
-    loss: Tensor | None = None
+    loss: Tensor | None = None  # with its factor
 
 
 @dataclass
@@ -73,6 +73,7 @@ class Outcome:
     """What a run has produced on the rank of the last stage; empty on others."""
 
     losses: list[Tensor] = field(default_factory=list)
+    weights: list[float | Tensor | None] = field(default_factory=list)  # None: the loss has none
     outputs: list[Any] = field(default_factory=list)
 
 
@@ -85,10 +86,10 @@ class Executor:
         part: Part,
         channel: Channel,
         states: StageStates,
-        loss_of: Callable[[Any], Tensor],
+        loss_of: Callable[[Any], tuple[Tensor, float | Tensor | None]],
         weight_grads: WeightGrads,
     ) -> None:
-        """`loss_of`: the loss in the result of the last stage."""
+        """`loss_of`: the loss in the result of the last stage, and its weight."""
         self._part = part
         self._channel = channel
         self._states = states
@@ -98,6 +99,7 @@ class Executor:
         self._rank = 0
         self._batches: Sequence[Any] = ()
         self._factor: float | None = None
+        self._weight_factor = 1.0
         self._keeps_outputs = False
         self._computes_loss = True
         self._pending: dict[tuple[int, int], _Pending] = {}
@@ -128,6 +130,7 @@ class Executor:
         batches: Sequence[Any],
         *,
         factor: float | None,
+        weight_factor: float = 1.0,
         keeps_outputs: bool = False,
         computes_loss: bool = True,
     ) -> Outcome:
@@ -136,11 +139,12 @@ class Executor:
         Args:
             batches: the micro-batches.
             factor: losses are multiplied with it for backward; None: the table has no backward.
+            weight_factor: the same, beside the weight, for losses that have a weight.
             keeps_outputs: the outcome has what the last layer returned.
             computes_loss: False leaves out the loss; only without backward.
         """
         self._table, self._rank, self._batches = table, rank, batches
-        self._factor = factor
+        self._factor, self._weight_factor = factor, weight_factor
         self._keeps_outputs, self._computes_loss = keeps_outputs, computes_loss
         self._outcome, self.max_in_flight = Outcome(), 0
         row = table.rows[rank]
@@ -211,9 +215,14 @@ class Executor:
 
     def _end(self, result: Any, inputs: tuple[Tensor, ...], stage: int, micro_batch: int) -> None:
         """The last stage has computed its result."""
-        loss = self._loss_of(result)
+        loss, weight = self._loss_of(result)
         self._outcome.losses.append(loss.detach())
+        self._outcome.weights.append(weight)
         if self._factor is not None:
+            if weight is not None:
+                loss = loss * (weight * self._weight_factor)
+            elif self._factor != 1.0:
+                loss = loss * self._factor
             self._keep(stage, micro_batch, _Pending(inputs, [], loss=loss))
 
     def _keep(self, stage: int, micro_batch: int, pending: _Pending) -> None:
@@ -258,8 +267,7 @@ class Executor:
     ) -> tuple[list[Any], list[Tensor | None]]:
         """Where backward begins, and the gradients there."""
         if pending.loss is not None:
-            assert self._factor is not None
-            loss = pending.loss if self._factor == 1.0 else pending.loss * self._factor
+            loss = pending.loss
             return ([loss], [None]) if loss.requires_grad else ([], [])
         if self._is_local(stage):
             return pending.edges, list(self._grads.pop((stage + 1, micro_batch)))

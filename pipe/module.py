@@ -39,7 +39,8 @@ class PipelineModule(nn.Module):
         layers: modules, functions, LayerSpec or TiedLayerSpec objects, in order.
         num_stages: the number of pipeline ranks; None: that of the config.
         topology: an object with `get_dim("pipe")` and `get_coord(rank)`; replaces `num_stages`.
-        loss_fn: called as loss_fn(outputs, labels) on the last stage; None: the output is the loss.
+        loss_fn: called as loss_fn(outputs, labels) on the last stage; None: the output is the loss. It returns
+            the loss, or (loss, n): a mean and its number of items, as in `Engine.backward(loss, weight=n)`.
         seed_layers: seed the random state with base_seed + index before each layer is built and run, so that
             values do not depend on the cut.
         seed_fn: called with the seed instead of torch.manual_seed.

@@ -39,6 +39,7 @@ from .sections import (
     Comet,
     CommsLog,
     CsvMonitor,
+    DataPacking,
     DataTypes,
     FlopsProfiler,
     Fp16,
@@ -139,6 +140,7 @@ class Config(Section):
     flops_profiler: FlopsProfiler = nested(FlopsProfiler)
     torch_autocast: TorchAutocast = nested(TorchAutocast)
     data_types: DataTypes = nested(DataTypes)
+    data_packing: DataPacking = nested(DataPacking)
     zero_optimization: ZeroConfig = nested(ZeroConfig)
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing)
     pipeline: Pipeline = nested(Pipeline)

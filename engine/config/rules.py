@@ -77,6 +77,7 @@ def _check_precision(config: Any, report: Report) -> None:
             f"{autocast.dtype}, and operations such as softmax and losses in fp32"
         )
     config.fp16.check(report)
+    config.data_packing.check(report)
 
 
 def _check_norm(config: Any, report: Report) -> None:

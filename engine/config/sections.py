@@ -213,6 +213,39 @@ class DataTypes(Section):
 
 
 @final
+class DataPacking(Section):
+    """Samples of training_data are packed into rows; a micro-batch is a number of rows."""
+
+    tokens: Natural = Field(0, description="tokens of a row; 0: samples are not packed")
+    columns: Object = Field(
+        {"input_ids": 0, "labels": -100},
+        description="the columns of a sample that are packed, each with the value of its padding; labels that "
+        "a sample lacks are its first column",
+    )
+    pad_to: Natural = Field(
+        0,
+        description="a micro-batch is padded to a multiple of so many tokens; 0: to tokens, always",
+    )
+    drop_longer: Flag = Field(
+        False, description="samples with more tokens than a row are dropped; else they are an error"
+    )
+    cu_seqlens: Flag = Field(
+        False, description="a micro-batch has cu_seqlens, where each of its samples begins"
+    )
+    seed: Natural = Field(0, description="of the order of the samples")
+
+    def check(self, report: Report) -> None:
+        """There is a column, and values of padding are numbers."""
+        if self.tokens and not self.columns:
+            report.complain("data_packing.columns", {}, 'name a column, such as {"input_ids": 0}')
+        for name, pad in self.columns.items():
+            if isinstance(pad, bool) or not isinstance(pad, int | float):
+                report.complain(
+                    f"data_packing.columns.{name}", pad, "the value of its padding, such as 0"
+                )
+
+
+@final
 class ActivationCheckpointing(Section):
     """Recompute the activations of the model's blocks in backward; see the rules for what enables it."""
 

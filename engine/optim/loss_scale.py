@@ -23,6 +23,12 @@ SCALE_FACTOR = 2.0
 MAX_SCALE = 2.0**127  # the largest power of 2 in fp32, which multiplies the loss
 
 
+class Divisor(Protocol):
+    """What gradients of weighted losses are divided by; see `engine/steps/means.py`."""
+
+    def divisor(self) -> float: ...
+
+
 class Fp16Section(Protocol):
     """The config's section `fp16`."""
 
@@ -168,18 +174,29 @@ def build_loss_scale(fp16: Fp16Section, *, skips_overflow: bool) -> LossScale:
 class GradientFactor:
     """The mean over the ranks that have a loss of their own, without the loss scale of now."""
 
-    def __init__(self, config: Config, mesh: Mesh, scale: LossScale) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, scale: LossScale, weights: Divisor | None = None
+    ) -> None:
+        """weights: of the losses, where they may have some."""
         is_mean_of_script = config.sequence.cut_by == "script"  # else losses are parts of one
         num_means = mesh.data * (mesh.sequence if is_mean_of_script else 1)
         self._mean = 1.0 / num_means if config.gradient_allreduce_op == "mean" else 1.0
-        self._scale = scale
+        self._scale, self._weights = scale, weights
 
     def __call__(self) -> float:
+        """Raises UsageError: the micro-batches have weights, whose sum is not known yet."""
+        return self.without_weights() / self._divisor()
+
+    def without_weights(self) -> float:
+        """The same before the division by the weights."""
         return self._mean / self._scale.value
 
     def of_own(self) -> float:
-        """What one rank's gradients are multiplied with to be those of its own loss."""
-        return 1.0 / self._scale.value
+        """What one rank's gradients are multiplied with to be those of its own loss. Raises as a call does."""
+        return 1.0 / self._scale.value / self._divisor()
+
+    def _divisor(self) -> float:
+        return 1.0 if self._weights is None else self._weights.divisor()
 
 
 # -- the loss scale of the backward pass that is running -------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...ops.comm.collectives import Collectives
 from ...ops.flat import moved
 from ...pipe.channel import Channel
-from ...pipe.cut.part import Part
+from ...pipe.cut.part import Part, WeightedLoss
 from ...pipe.executor import Executor, Outcome, StageStates
 from ...pipe.inputs import look_at, signature
 from ...pipe.schedules.actions import Placement, Table
@@ -35,6 +35,7 @@ from ..data.sharing import share_batches
 from ..parts import Parts
 from .batch_loop import Loop, Place, Trained
 from .counters import Counters
+from .means import UNIT, Weight, weighted
 from .training_step import TrainingStep
 
 CALL_TRAIN_BATCH = (
@@ -132,7 +133,7 @@ class PipelineLoop(Loop):
         )
         self._states = PipelineStates(step, self._units)
         self._executor = Executor(
-            pipeline.part, pipeline.channel, self._states, loss_of, pipeline.weight_grads
+            pipeline.part, pipeline.channel, self._states, self._loss_of, pipeline.weight_grads
         )
         self._tables: dict[int, Table] = {}
         self._repeated: Iterator[Any] | None = None
@@ -163,10 +164,13 @@ class PipelineLoop(Loop):
                 self._pipeline.rank,
                 batches,
                 factor=self._parts.loss_scale.value / count,
+                weight_factor=self._parts.loss_scale.value / UNIT,
             )
+            self._step.means.add_all(outcome.losses, outcome.weights)
         self._units.reduce_root()
         loss = self._mean(outcome, count)
-        self._parts.report.add_loss(loss)
+        if not self._step.means.is_weighted:  # else the step reports it
+            self._parts.report.add_loss(loss)
         for _ in range(count - 1):
             self._counters.count_micro_batches()
         engine.end_step()
@@ -192,6 +196,12 @@ class PipelineLoop(Loop):
             found = self._mean(self._forward([short]), 1)
         sequences.proof.compare(found, wanted)
         self._pipeline.channel.begin(_inputs("train_batch", batches))
+
+    def _loss_of(self, result: Any) -> tuple[Tensor, Weight | None]:
+        """The loss in the result of the last stage, and its weight if there is one."""
+        if isinstance(result, WeightedLoss):
+            return loss_of(result.loss), self._step.checked_weight(result.weight)
+        return loss_of(result), None
 
     def _forward(self, batches: Sequence[Any], **how: Any) -> Outcome:
         """The forwards of `batches` over all stages."""
@@ -309,11 +319,14 @@ class PipelineLoop(Loop):
         )
 
     def _mean(self, outcome: Outcome, count: int) -> Tensor:
-        """The mean over micro-batches and data ranks, on every rank, [] fp32."""
+        """The mean over micro-batches, or over their items, and data ranks, on every rank, [] fp32."""
         total = torch.zeros(2, dtype=torch.float64, device=self._parts.device)
         if outcome.losses:
-            total[:1] += sum(loss.double() for loss in outcome.losses) / count
-            total[1:] += 1
+            pairs = zip(outcome.losses, outcome.weights, strict=True)
+            losses = sum(weighted(loss, weight) for loss, weight in pairs)
+            weights = [weight for weight in outcome.weights if weight is not None]
+            total[:1] += losses if weights else losses / count
+            total[1:] += sum(weights) if weights else 1
         table = self._parts.sharded.collectives.gather_small(total).sum(0)
         return (table[0] / table[1]).float()
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...ops.kernels.decide import CLIP_EPS
 from ...ops.optim.scale import Scale
 from ...utils.arguments import wrong
 from ...utils.errors import UnscaledLossError, UsageError, XdsError
+from ...utils.quoting import quoted
 from ...zero.core.backward_pass import BackwardRules, ScriptBackward
 from ...zero.core.reduction import Scope, StepStatus
 from ..data.batches import check_loss, move
@@ -23,6 +25,7 @@ from ..optim.loss_scale import GradientFactor, mark, running_loss_scale, scaled_
 from ..parts import Parts
 from ..states import States
 from .counters import Counters
+from .means import UNIT, StepMeans, Weight, checked_weight
 
 if TYPE_CHECKING:
     from ..optim.schedule_base import Scheduler
@@ -87,7 +90,8 @@ class TrainingStep(BackwardRules):
         self._schedule_place: Any = None  # after the last step of the schedule
         self._allocates_states = parts.device.type == "cuda"  # at the first forward that trains
         mesh = parts.sharded.flat_groups.mesh
-        self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale)
+        self.means = StepMeans(parts.device, mesh.pipe / mesh.size)
+        self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale, self.means)
         parts.sharded.backward_pass.rules = self
 
     def check_usable(self) -> None:
@@ -131,9 +135,18 @@ class TrainingStep(BackwardRules):
             torch.cuda.empty_cache()  # what the construction of the model has left
             self._parts.updater.allocate_states()
 
-    def backward(self, loss: Tensor, *, retain_graph: bool, divides: bool) -> Tensor:
-        """Gradients of `loss` over the accumulation steps (if it `divides`); returns that loss, detached."""
+    def backward(
+        self, loss: Tensor, *, retain_graph: bool, divides: bool, weight: Weight | None = None
+    ) -> Tensor:
+        """Gradients of `loss` over the accumulation steps (if it `divides`); returns that loss, detached.
+
+        With a `weight` gradients of `loss` times it, and the loss as it is.
+        """
         check_loss(loss)
+        if weight is not None:
+            weight = self.checked_weight(weight)
+            divides = False
+        self.means.begin(is_weighted=weight is not None)
         if self._num_unchecked:
             self._check_logits(loss)
         self._sharded.end_script_backward()
@@ -141,13 +154,15 @@ class TrainingStep(BackwardRules):
         divisor = self._accumulation.steps_now if divides else 1
         self._clipping = None  # measured before these gradients
         with self._report.region("backward"):
-            self._expect()
+            self._expect(is_weighted=weight is not None)
             self._sharded.backward_pass.begin(
                 reduces=self._reduces_now(), ends_step=self._ends_step()
             )
             try:
-                factor = self._scale.value / divisor
-                scaled = loss if factor == 1.0 else loss * factor
+                factor: Weight = self._scale.value / divisor
+                if weight is not None:
+                    factor = weight * (factor / UNIT)
+                scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
                 with (
                     self._sharded.collectives.publishing_errors("backward"),
                     scaled_backward(self._scale.value),
@@ -158,8 +173,32 @@ class TrainingStep(BackwardRules):
                 raise
             self._sharded.backward_pass.end()
         result = loss.detach() / divisor if divisor > 1 else loss.detach()
-        self._report.add_loss(result)
+        self.means.add(result, weight)
+        if weight is None:
+            self._report.add_loss(result)
         return result
+
+    def checked_weight(self, weight: Any) -> Weight:
+        """`weight` of a loss, if it is valid.
+
+        Raises:
+            UsageError: it is not, or the config computes no means, or messages keep errors of gradients, whose
+                divisor comes too late.
+        """
+        config = self._parts.config
+        refused = ""
+        if config.gradient_allreduce_op != "mean":
+            refused = f"gradient_allreduce_op = {quoted(config.gradient_allreduce_op)}"
+        elif config.optimizer is not None and config.optimizer.type in ONE_BIT_OPTIMIZERS:
+            refused = f"optimizer.type = {quoted(config.optimizer.type)}"
+        elif config.zero_optimization.zeropp_loco_param is not None:
+            refused = "zero_optimization.zeropp_loco_param"
+        if refused:
+            raise UsageError(
+                f"backward: weight does not work with {refused}: the sum of all weights, which divides "
+                "gradients, is known after they are sent; multiply the loss yourself, or change the config"
+            )
+        return checked_weight(weight)
 
     def begin_stages(self) -> None:
         """Before a run of pipeline stages."""
@@ -225,12 +264,14 @@ class TrainingStep(BackwardRules):
         self._only_counted = by_optimizer and not is_boundary
         if is_boundary:
             self._accumulation.end_step()
-            self.is_updating = True
+            self.is_updating, is_weighted = True, self.means.is_weighted
             try:
                 with self._report.region("step"):
                     self._update(None if by_optimizer else scheduler)
             finally:
                 self.is_updating = False
+            if is_weighted:
+                self._report.add_loss(torch.tensor(self.means.loss))
             self._sharded.collectives.end_step()
         return is_boundary
 
@@ -309,6 +350,7 @@ class TrainingStep(BackwardRules):
                 self._accumulation.steps_now,
             )
         self._clipping = None
+        self.means.end()
         self._sharded.drop_gradients()
         self._accumulation.forget()
 
@@ -319,11 +361,15 @@ class TrainingStep(BackwardRules):
     def _reduces_now(self) -> bool:
         return self._accumulation.reduces_now(shards_grads=self._sharded.reduces_each_backward)
 
-    def _expect(self) -> None:
-        """Tell the updater the factor on gradients if the step of this backward is likely to be a plain one."""
+    def _expect(self, *, is_weighted: bool = False) -> None:
+        """Tell the updater the factor on gradients if the step of this backward is likely to be a plain one.
+
+        With weights the factor is known later.
+        """
         ends = self._accumulation.is_managed and self._accumulation.is_last()
         limit = self._parts.config.gradient_clipping
         plain = ends and not self._accumulation.in_no_sync and self._forecast.is_plain(limit)
+        plain = plain and not is_weighted
         self._parts.updater.expect(self.gradient_factor() if plain else None)
 
     def _ends_step(self) -> bool:
@@ -334,6 +380,7 @@ class TrainingStep(BackwardRules):
     def begin_script_backward(self) -> ScriptBackward:
         """See `BackwardRules`."""
         self.check_usable()
+        self.means.begin_unseen()
         self._clipping = None
         self._accumulation.backward()
         self._expect()
@@ -362,10 +409,12 @@ class TrainingStep(BackwardRules):
             return self._norm(self._start_finish())
 
     def _start_finish(self) -> StepStatus:
-        return self._sharded.start_finish(must_stop=self._parts.preemption.is_asked)
+        must_stop = self._parts.preemption.is_asked
+        return self._sharded.start_finish(must_stop=must_stop, means=self.means.message())
 
     def _norm(self, status: StepStatus) -> float:
         square = self._sharded.end_finish(status)
+        self.means.arrived(status.means)
         self._parts.preemption.agree(status)
         return math.sqrt(square) * self.gradient_factor() if square >= 0 else math.nan
 
@@ -381,7 +430,8 @@ class TrainingStep(BackwardRules):
 
         The host reads the norm while the device updates. Where it is no plain step nothing has changed.
         """
-        limit, factor = self._parts.config.gradient_clipping, self.gradient_factor()
+        limit = self._parts.config.gradient_clipping
+        factor = self.gradient_factor.without_weights()
         with self._report.region("reduce"), self._dropping():
             status = self._start_finish()
         scale = Scale(None, status.decide(factor, limit))
@@ -391,11 +441,12 @@ class TrainingStep(BackwardRules):
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """Parameters that differ over the ranks raise inside: gradients are dropped as in a skipped step."""
+        """What differs over the ranks raises inside: gradients are dropped as in a skipped step."""
         try:
             yield
         except UsageError:
             self._sharded.skip()
+            self.means.end()
             raise
 
     @torch.no_grad()
@@ -422,6 +473,7 @@ class TrainingStep(BackwardRules):
             if self._parts.auto_ratio is not None:
                 self._parts.auto_ratio.after_update()
             self.was_applied = True
+        self.means.end()
         self._scale.after_step(overflow=overflow)
         if self.was_applied and scheduler is not None:
             self._step_schedule(scheduler)

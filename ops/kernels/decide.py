@@ -86,18 +86,22 @@ def decide_reference(table: Tensor, least_square: float, factor: float, limit: f
     say. The host sees the same numbers later and decides what happens then.
 
     Args:
-        table: fp64 [world_size, 2], by rank: its part of the squared norm of the sums, in rank order; and
-            what it says, not 0 if there is anything.
+        table: fp64 [world_size, 4], by rank: its part of the squared norm of the sums, in rank order; what it
+            says, not 0 if there is anything; the sum of its weights, or -1 without weights; what it reports.
         least_square: a squared norm up to this must be computed again; see `is_in_range`.
-        factor: what makes sums of gradients those of the loss.
+        factor: what makes sums of gradients those of the loss; with weights their total divides it.
         limit: of the norm of the gradients; 0 is none.
     """
     square = table[:, 0].cumsum(0)[-1]  # one after the other
-    norm = square.sqrt() * factor
+    weights = table[:, 2]
+    total = weights.cumsum(0)[-1]
+    mean = factor / torch.where(total > 0, total, 1.0)
+    norm = square.sqrt() * mean
     clipped = limit / (norm + CLIP_EPS)
     clip = torch.where(norm > limit, clipped, 1.0) if limit else torch.ones_like(norm)
-    scale = clip * factor
-    is_plain = square.isfinite() & (square > least_square) & (table[:, 1].amax() == 0)
+    scale = clip * mean
+    is_mixed = (weights.amin() < 0) & (weights.amax() > 0)
+    is_plain = square.isfinite() & (square > least_square) & (table[:, 1].amax() == 0) & ~is_mixed
     plain = is_plain.to(torch.float64)
     return torch.stack([scale, 1.0 / scale, 1.0 - plain, plain]).to(torch.float32)
 

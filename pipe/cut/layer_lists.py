@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...utils.errors import UsageError
 from ..module import PipelineModule
@@ -15,7 +15,11 @@ from ..partition import LayerSize, partition_layers, stage_of_layer
 from .costs import size_of
 from .flows import pack, unpack
 from .names import names_of, names_of_part
-from .part import Block, Flow, Part, Placement
+from .part import Block, Flow, Part, Placement, WeightedLoss
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
 class LayerList(ABC):
@@ -134,7 +138,10 @@ class PipelineLayers(LayerList):
     def result(self, outputs: Any, batch: Any) -> Any:
         if self.root.loss_fn is None:
             return outputs
-        return self.root.loss_fn(outputs, self._pair(batch)[1])
+        found = self.root.loss_fn(outputs, self._pair(batch)[1])
+        if isinstance(found, tuple | list) and len(found) == 2 and _is_scalar(found[1]):
+            return WeightedLoss(*found)
+        return found
 
     def _pair(self, batch: Any) -> tuple[Any, Any]:
         if isinstance(batch, tuple | list) and len(batch) == 2:

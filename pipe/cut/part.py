@@ -6,9 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 from torch import Tensor, nn
+
+
+class WeightedLoss(NamedTuple):
+    """A loss that is the mean of `weight` items."""
+
+    loss: Tensor
+    weight: float | Tensor
 
 
 @final

@@ -429,12 +429,16 @@ def test_the_square_sum_is_right_the_same_at_any_address_and_shows_an_overflow(
 def test_a_decision_has_the_numbers_of_the_host_in_one_launch(cuda: Any) -> None:
     draw = torch.Generator().manual_seed(0)
     for ranks, limit, bad in product(
-        (1, 3, 1000), (0.0, 0.5, 1e9), (None, math.inf, math.nan, 0.0, "says")
+        (1, 3, 1000), (0.0, 0.5, 1e9), (None, math.inf, math.nan, 0.0, "says", "mixed", "weights")
     ):
-        table = torch.rand(ranks, 2, generator=draw, dtype=torch.float64)
-        table[:, 1] = 0
+        table = torch.rand(ranks, 4, generator=draw, dtype=torch.float64)
+        table[:, 1], table[:, 2] = 0, -1
         if bad == "says":
             table[-1, 1] = 2
+        elif bad == "mixed":
+            table[0, 2], bad = 1, bad if ranks > 1 else None
+        elif bad == "weights":
+            table[:, 2], bad = torch.rand(ranks, generator=draw), None
         elif bad is not None:
             table[:, 0] = bad
         arguments = (table.to(cuda.device), 1e-20, 0.25, limit)

@@ -23,19 +23,20 @@ from ...ops.kernels.decide import decide, is_in_range
 from ..layout.groups import FlatGroups
 from .grad_bucket import GradBucket
 
-NUM_COUNTS = 1 << 6  # a number of writes below it fits into one byte with two flags
+NUM_COUNTS = 1 << 40  # numbers of writes are below it; with two flags they are exact in fp64
 LATE, STOP = NUM_COUNTS, 2 * NUM_COUNTS  # flags beside the number of writes
 
 
 @final
 class StepStatus:
-    """The squared norm of the reduced sums, and the flags of each rank."""
+    """The squared norm of the reduced sums, and what each rank says beside its part of it."""
 
     def __init__(self, table: Tensor, numel: int) -> None:
         """
         Args:
-            table: fp64 [world_size, 2], by rank: its part of the squared norm; its writes, plus LATE if
-                it has late gradients, plus STOP if its process was asked to stop.
+            table: fp64 [world_size, 4], by rank: its part of the squared norm; its writes, plus LATE if
+                it has late gradients, plus STOP if its process was asked to stop; the sum of its weights, or
+                -1 without weights; its losses.
             numel: elements of all gradients, on the rank that has the most.
         """
         self._table, self._numel = table, numel
@@ -72,10 +73,8 @@ class StepStatus:
         numbers: list[float] = host.view(-1).tolist()
         return numbers
 
-    @property
-    def _rows(self) -> list[tuple[float, float]]:
-        numbers = self._numbers[: self._table.numel()]
-        return list(zip(numbers[::2], numbers[1::2], strict=True))
+    def _column(self, number: int) -> list[float]:
+        return self._numbers[number : self._table.numel() : self._table.shape[1]]
 
     @property
     def flags(self) -> list[bool]:
@@ -86,24 +85,29 @@ class StepStatus:
     def square(self) -> float:
         """The squared norm, added in rank order; inf or nan on overflow."""
         total = 0.0
-        for square, _ in self._rows:  # `sum` compensates rounding in some versions of Python
+        for square in self._column(0):  # `sum` compensates rounding in some versions of Python
             total += square
         return total
 
     @property
     def is_late(self) -> bool:
         """Some rank has late gradients."""
-        return any(int(number) & LATE for _, number in self._rows)
+        return any(int(number) & LATE for number in self._column(1))
 
     @property
     def stops(self) -> list[bool]:
         """By rank: its process was asked to stop."""
-        return [bool(int(number) & STOP) for _, number in self._rows]
+        return [bool(int(number) & STOP) for number in self._column(1)]
 
     @property
     def num_writes(self) -> list[int]:
         """The writes of user code by rank."""
-        return [int(number) % NUM_COUNTS for _, number in self._rows]
+        return [int(number) % NUM_COUNTS for number in self._column(1)]
+
+    @property
+    def means(self) -> list[tuple[float, float]]:
+        """By rank: the sum of its weights, or -1; its losses."""
+        return list(zip(self._column(2), self._column(3), strict=True))
 
     @property
     def is_in_range(self) -> bool:
@@ -113,7 +117,9 @@ class StepStatus:
     @property
     def is_plain(self) -> bool:
         """The condition of the op `decide`."""
-        return self.is_in_range and not any(number for _, number in self._rows)
+        weights = self._column(2)
+        is_mixed = min(weights) < 0 < max(weights)
+        return self.is_in_range and not is_mixed and not any(self._column(1))
 
 
 REDUCTIONS_IN_FLIGHT = 2  # one is sent while the one before it is summed; 0 without overlap_comm
@@ -259,18 +265,19 @@ class Reduction:
         for bucket in self.order:
             bucket.scale_by(factor)
 
-    def start_finish(self, *, num_writes: int, must_stop: bool) -> StepStatus:
+    def start_finish(self, *, num_writes: int, must_stop: bool, means: Tensor) -> StepStatus:
         """Sum every gradient over the ranks, also those that were held back. The host waits for no device.
 
         Args:
             num_writes: of this rank's user code to parameters, below NUM_COUNTS; the others hear it.
             must_stop: this rank's process was asked to stop; the others hear it.
+            means: fp64 [2]: the sum of this rank's weights, or -1; its losses. The others hear them.
 
-        Sends 16 bytes to each rank beside the gradients, or one (stage 0 on devices). `end_finish` must follow.
+        Sends 32 bytes to each rank beside the gradients, 24 at stage 0 on devices. `end_finish` must follow.
         """
         self.reduce_held()
         self.cross_replicas()
-        return self._agree(exact=False, flags=num_writes + STOP * must_stop)
+        return self._agree(means, exact=False, flags=num_writes + STOP * must_stop)
 
     def end_finish(self, status: StepStatus) -> float:
         """Reduce late gradients.
@@ -282,10 +289,10 @@ class Reduction:
         if status.is_late:
             self.reduce_late()
             self.cross_replicas()
-            status = self._agree(exact=False)
+            status = self._agree(self._no_means(), exact=False)
         if status.is_in_range:
             return status.square
-        return self._agree(exact=True).square
+        return self._agree(self._no_means(), exact=True).square
 
     @property
     def holds(self) -> bool:
@@ -306,26 +313,28 @@ class Reduction:
                 self._start(bucket)
         self._held = self._held.difference(only)
 
-    def _agree(self, *, exact: bool, flags: int = 0) -> StepStatus:
-        """The squared norm of the reduced sums, and what each rank has `flags`, with its late gradients."""
+    def _no_means(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64, device=self._world.device)
+
+    def _agree(self, means: Tensor, *, exact: bool, flags: int = 0) -> StepStatus:
+        """The squared norm of the sums, and each rank's `flags`, with that of late gradients, and `means`."""
         flags += LATE * any(bucket.is_late for bucket in self.order)
-        if self._spans_stages or self._groups.data.policy.shards_optimizer:
-            return StepStatus(self._by_norms(flags, exact=exact), self._numel)
-        if not self._sent and all(bucket.norm_before_gather for bucket in self.order):
-            return StepStatus(self._by_own_shards(flags, exact=exact), self._numel)
-        # every rank gets all sums, so no exchange of norms follows: send the flag first
-        world = self._world
         # made on the device: there is no copy to wait for
-        flag = torch.full((1,), flags, dtype=torch.uint8, device=world.device)
-        table, handle = world.start_gather_small(flag)
+        said = torch.cat((means.new_full((1,), flags), means))
+        if self._spans_stages or self._groups.data.policy.shards_optimizer:
+            return StepStatus(self._by_norms(said, exact=exact), self._numel)
+        if not self._sent and all(bucket.norm_before_gather for bucket in self.order):
+            return StepStatus(self._by_own_shards(said, exact=exact), self._numel)
+        # every rank gets all sums, so no exchange of norms follows: send the rest first
+        world = self._world
+        table, handle = world.start_gather_small(said)
         self._drain()
         none = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)
         squares = _added(none, self._squares(self.order, exact=exact))
         handle.wait()
-        rows = torch.stack([squares, table.view(-1).to(squares.dtype)], dim=1)
-        return StepStatus(rows, self._numel)
+        return StepStatus(torch.cat([squares.view(-1, 1), table], dim=1), self._numel)
 
-    def _by_own_shards(self, flags: int, *, exact: bool) -> Tensor:
+    def _by_own_shards(self, said: Tensor, *, exact: bool) -> Tensor:
         """The table of a `StepStatus` at stage 0, while sums are still gathered: updates wait for them.
 
         Each rank computes the norm of its own shards only.
@@ -333,9 +342,9 @@ class Reduction:
         self._drain()
         world = self._world
         own = _added(self._zero(), [bucket.own_square(exact=exact) for bucket in self.order])
-        return world.gather_small(torch.stack([own, own.new_full((), flags)]))
+        return world.gather_small(torch.cat((own.view(1), said)))
 
-    def _by_norms(self, flags: int, *, exact: bool) -> Tensor:
+    def _by_norms(self, said: Tensor, *, exact: bool) -> Tensor:
         """The table of a `StepStatus`, with a message of this rank's part of the norm.
 
         Sums that every rank has are no part of it. They may arrive while it is sent.
@@ -351,7 +360,7 @@ class Reduction:
             if bucket.group.is_first_replica
         ]
         own = _added(self._zero(), parts)
-        table, handle = world.start_gather_small(torch.stack([own, own.new_full((), flags)]))
+        table, handle = world.start_gather_small(torch.cat((own.view(1), said)))
         self._drain()
         found = self._squares(known, exact=exact)
         handle.wait()

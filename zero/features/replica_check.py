@@ -18,7 +18,6 @@ from ...ops.flat import fingerprint
 from ...ops.torch_internals import NoTorchFunction
 from ...utils.errors import UsageError
 from ..core.param_bucket import ParamBucket
-from ..core.reduction import NUM_COUNTS
 from ..layout.groups import FlatGroups
 
 
@@ -57,12 +56,11 @@ class ReplicaCheck:
         self._base = self._sum()
 
     def count(self) -> int:
-        """The writes on this rank since all ranks agreed, below NUM_COUNTS; 0 only if there are none."""
+        """The writes on this rank since all ranks agreed."""
         with NoTorchFunction():
             self._versions = self._sum()
             assigned = [watched.is_assigned() for watched in self._watched]
-        writes = self._versions - self._base + sum(assigned)
-        return (writes - 1) % (NUM_COUNTS - 1) + 1 if writes else 0
+        return self._versions - self._base + sum(assigned)
 
     def _sum(self) -> int:
         return sum([param._version for watched in self._watched for param in watched.counted])

@@ -1,0 +1,295 @@
+"""Packed rows: the same loss and gradients as one sample a row, at any number of ranks, also resumed."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+import torch
+from helpers import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+import xds
+from xds.engine.config.sections import DataPacking
+from xds.engine.data.packing import WINDOW, best_fit, packed_loader
+from xds.utils.errors import ConfigError, UsageError
+
+VOCAB, TOKENS = 61, 32
+
+
+class Samples(Dataset[Any]):
+    """Samples of 1 to 24 tokens; the first token of each is its own."""
+
+    def __init__(self, number: int = 300, *, has_lengths: bool = True, longest: int = 24) -> None:
+        draw = np.random.default_rng(0)
+        self._lengths = draw.integers(1, longest + 1, number)
+        if has_lengths:
+            self.lengths = self._lengths
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read.append(index)
+        draw = torch.Generator().manual_seed(index)
+        ids = torch.randint(1, VOCAB, (int(self._lengths[index]),), generator=draw)
+        return {"input_ids": ids.tolist(), "other": "is not packed"}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        samples = Samples()
+        return (torch.tensor(samples[index]["input_ids"]) for index in range(len(samples)))
+
+
+@given(st.lists(st.integers(1, 50), max_size=200), st.integers(50, 64))
+def test_rows_hold_each_item_once_and_are_at_most_two_ninths_more_than_needed(
+    lengths: list[int], tokens: int
+) -> None:
+    rows = best_fit(lengths, tokens)
+    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
+    assert all(sum(lengths[one] for one in row) <= tokens for row in rows)
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+    # Johnson 1973: 11/9 of the optimum, and 4
+    assert len(rows) <= 11 / 9 * -(-sum(lengths) // tokens) * 2 + 4
+
+
+def test_little_of_a_real_distribution_of_lengths_is_padding() -> None:
+    lengths = np.random.default_rng(0).lognormal(5.5, 1.0, 10 * WINDOW).astype(int).clip(1, 2048)
+    windows = [lengths[at : at + WINDOW] for at in range(0, len(lengths), WINDOW)]
+    rows = sum(len(best_fit(window.tolist(), 2048)) for window in windows)
+    assert 1 - lengths.sum() / (rows * 2048) < 0.002
+
+
+def loader(data: Any, rank: int = 0, world_size: int = 1, **changes: Any) -> Any:
+    workers = changes.pop("num_workers", 0)
+    packing = DataPacking(**{"tokens": TOKENS, "seed": 1, **changes})
+    return packed_loader(
+        data,
+        packing,
+        micro_batch_size=8 // world_size // 2,
+        rank=rank,
+        world_size=world_size,
+        step_rows=8,
+        num_workers=workers,
+    )
+
+
+def test_a_row_has_whole_samples_with_their_own_positions_and_labels() -> None:
+    data = Samples(has_lengths=False)
+    seen = []
+    for batch in loader(data, cu_seqlens=True):
+        assert {value.shape for name, value in batch.items() if name != "cu_seqlens"} == {
+            (4, TOKENS)
+        }
+        bounds = batch["cu_seqlens"].tolist()
+        flat = {name: value.reshape(-1) for name, value in batch.items()}
+        assert bounds[0] == 0 and bounds[-1] == 4 * TOKENS
+        for start, stop in itertools.pairwise(bounds):
+            ids, labels = (flat[name][start:stop].tolist() for name in ("input_ids", "labels"))
+            assert flat["position_ids"][start:stop].tolist() == list(range(stop - start))
+            assert labels == ([-100, *ids[1:]] if ids[0] else [-100] * len(ids))
+            if ids[0]:
+                seen.append(tuple(ids))
+    assert set(seen) == {tuple(data[index]["input_ids"]) for index in range(len(data))}
+    assert len(seen) - len(data) < 8 * TOKENS  # the last step is filled up
+
+
+def test_rows_are_padded_to_a_multiple() -> None:
+    widths = {batch["labels"].shape[1] for batch in loader(Samples(longest=3), pad_to=8)}
+    assert widths <= {8, 16, 24, 32}
+    for one in loader(Samples(number=1), pad_to=1):
+        assert one["input_ids"].shape == (4, Samples(number=1).lengths[0])
+
+
+def steps(
+    world_size: int, kind: Any, first: Any = None, last: int | None = None, **how: Any
+) -> Any:
+    """The rows of each step over all ranks, and the position after them."""
+    loaders = [loader(kind(), rank, world_size, **how) for rank in range(world_size)]
+    for one in loaders:
+        assert first is None or one.resume(first)
+    iterators, found = [iter(one) for one in loaders], []
+    while last is None or len(found) < last:
+        batches = [next(each, None) for each in iterators for _ in range(2)]
+        if batches[0] is None:
+            break
+        found.append(sorted(tuple(row.tolist()) for one in batches for row in one["input_ids"]))
+    return found, loaders[0].position()
+
+
+@pytest.mark.parametrize("kind", [Samples, lambda: Samples(has_lengths=False), Stream])
+def test_steps_are_the_same_at_any_number_of_ranks_and_resumed(kind: Any) -> None:
+    whole, end = steps(1, kind)
+    assert end == {"epoch": 1, "rows": 0} and len(whole) > 10
+    for world_size in (2, 4):
+        assert steps(world_size, kind)[0] == whole
+    begun, position = steps(4, kind, last=5)
+    assert begun + steps(2, kind, position)[0] == whole
+    (second, _), (first, _) = steps(1, kind, end, 3), steps(1, kind, last=3)
+    assert (second == first) is (kind is Stream)  # shuffled anew, or in the order of the stream
+    assert steps(1, kind, num_workers=2)[0] == whole
+
+
+def test_a_rank_reads_the_samples_of_its_own_rows_where_lengths_are_known() -> None:
+    data = Samples()
+    for _ in loader(data, 1, 4):
+        pass
+    assert len(data.read) < 0.4 * len(data)
+
+
+def test_what_cannot_be_packed_is_one_sentence() -> None:
+    class Uneven(Samples):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"input_ids": [1, 2], "labels": [1]}
+
+    class Wrong(Samples):
+        lengths = [1, 2]  # type: ignore[assignment]
+
+    for data, changes, says in (
+        (Samples(), {"tokens": 20}, "a sample has 24 tokens; raise tokens"),
+        (Samples(has_lengths=False), {"tokens": 20}, "a sample has 2. tokens; raise tokens"),
+        (Uneven(has_lengths=False), {}, "different lengths"),
+        (Samples(has_lengths=False), {"columns": {"ids": 0}}, "no 'ids'"),
+        (Wrong(has_lengths=False), {}, "whole number for each of the 300"),
+    ):
+        with pytest.raises((UsageError, ConfigError), match=says):
+            for _ in loader(data, **changes):
+                pass
+    assert sum(1 for _ in loader(Samples(), tokens=12, drop_longer=True)) > 1
+    for section, says in (
+        ({"tokens": 8, "columns": {}}, "name a column"),
+        ({"tokens": 8, "columns": {"input_ids": "x"}}, "the value of its padding"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            xds.Config.load(runs.config(data_packing=section))
+    config = runs.config(data_packing={"tokens": 8})
+
+    class Kept:
+        def __iter__(self) -> Any:
+            return iter(())
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            return
+
+    with pytest.raises(UsageError, match="data_packing packs the samples of a dataset"):
+        xds.initialize(nn.Linear(2, 2), config, training_data=Kept())
+
+
+# -- models of transformers -----------------------------------------------------------------------------------
+
+
+def model_of(kind: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB,
+    }
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    more: dict[str, Any] = {"use_cache": False, "attn_implementation": "sdpa"}
+    if kind == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB}
+        more |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more))
+
+
+def one_by_one(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[float, float]:
+    """The mean loss over all labels of the samples, one a forward, and the norm of its gradient."""
+    total, number = torch.zeros(()), 0
+    for batch in batches:
+        for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+            starts = [*(positions == 0).nonzero().view(-1).tolist(), len(ids)]
+            for start, stop in itertools.pairwise(starts):
+                sample = ids[None, start:stop]
+                if sample[0, 0] and stop - start > 1:  # not padding
+                    loss = model(input_ids=sample, labels=sample).loss
+                    total, number = total + loss * (stop - start - 1), number + stop - start - 1
+    (total / number).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+    return (total / number).item(), norm.item()
+
+
+def packed(kind: str, stage: int, more: dict[str, Any]) -> None:
+    config = runs.config(stage, samples=2, accumulation=2, data_packing={"tokens": TOKENS}) | more
+    data = Samples(number=40)
+    engine = xds.initialize(model_of(kind), config, training_data=data)
+    batches = list(itertools.islice(iter(engine.training_dataloader), 2))
+    for batch in batches:
+        n = (batch["labels"][:, 1:] != -100).sum()
+        engine.backward(engine(**batch).loss, weight=n)
+        engine.step()
+    found = engine.mean_loss(), engine.get_global_grad_norm()
+    rows = torch.cat([torch.stack([one["input_ids"], one["position_ids"]]) for one in batches], 1)
+    everything = engine.gather_for_metrics(rows.transpose(0, 1).contiguous(), None)
+    ids, positions = everything.transpose(0, 1)
+    wanted = one_by_one(model_of(kind), [{"input_ids": ids, "position_ids": positions}])
+    assert found == pytest.approx(wanted, rel=2e-6)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
+def test_packed_rows_have_the_loss_and_gradients_of_one_sample_a_row(kind: str) -> None:
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    run_ranks(packed, 2, kind, 2, {})
+    if kind == "llama":
+        run_ranks(packed, 4, kind, 3, {"sequence_parallel_size": 2})
+
+
+def losses_of_train_batch(more: dict[str, Any]) -> list[float]:
+    config = runs.config(1, samples=2, accumulation=2, data_packing={"tokens": TOKENS}) | more
+    engine = xds.initialize(model_of("llama"), config, training_data=Samples())
+    found = [engine.train_batch().item() for _ in range(3)]
+    engine.destroy()
+    return found
+
+
+def test_a_pipeline_takes_packed_rows() -> None:
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    (wanted,) = run_ranks(losses_of_train_batch, 1, {})
+    for found in run_ranks(losses_of_train_batch, 2, {"pipeline": {"stages": 2}}):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def train(engine: Any, number: int) -> list[float]:
+    found = []
+    for batch in itertools.islice(iter(engine.training_dataloader), number):
+        engine.backward(engine(**batch).loss, weight=(batch["labels"][:, 1:] != -100).sum())
+        engine.step()
+        found.append(engine.mean_loss())
+    return found
+
+
+def interrupted(folder: Path, accumulation: int, saves: bool) -> list[float]:
+    config = runs.config(2, samples=2, accumulation=accumulation, data_packing={"tokens": TOKENS})
+    engine = xds.initialize(model_of("gpt2"), config, training_data=Samples())
+    if saves:
+        found = train(engine, 4 * accumulation)
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+        found = train(engine, 4 * accumulation)
+    engine.destroy()
+    return found[accumulation - 1 :: accumulation]
+
+
+def test_a_checkpoint_keeps_the_place_for_another_number_of_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    run_ranks(interrupted, 2, tmp_path / "c", 2, True)
+    (two, _) = run_ranks(interrupted, 2, tmp_path / "c", 2, False)
+    (one,) = run_ranks(interrupted, 1, tmp_path / "c", 4, False)
+    assert one == pytest.approx(two, rel=1e-5)
