@@ -216,6 +216,13 @@ class ThreadGroup(dist.ProcessGroup):
     def rank(self) -> int:
         return self._own
 
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
+    def _get_backend(self, device: torch.device) -> ThreadGroup:
+        return self  # for torch 2.15's batch_isend_irecv
+
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return BACKEND
 
