@@ -216,6 +216,13 @@ class ThreadGroup(dist.ProcessGroup):
     def rank(self) -> int:
         return self._own
 
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
+    def _get_backend(self, device: torch.device) -> ThreadGroup:
+        return self  # for torch 2.15's batch_isend_irecv
+
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return BACKEND
 
@@ -356,20 +363,21 @@ class ThreadBackend(PointToPointBackend):
         return transfer(self, tag, receives, sends, finish)
 
 
-class World:
-    """What torch.distributed keeps for each process: the fields of `c10d._World`."""
+class World(c10d._World):
+    """What torch.distributed keeps for each process. Torch keeps the fields below for all worlds together."""
+
+    pg_map = pg_names = pg_group_ranks = pg_backend_config = None
+    tags_to_pg = pg_to_tag = group_count = None
 
     def __init__(self) -> None:
-        self.default_pg: Any = None
+        super().__init__()
         self.pg_map: dict[Any, Any] = {}
         self.pg_names: dict[Any, str] = {}
         self.pg_group_ranks: dict[Any, dict[int, int]] = {}
         self.pg_backend_config: dict[Any, str] = {}
-        self.group_count = 0
         self.tags_to_pg: dict[str, list[Any]] = {}
         self.pg_to_tag: dict[Any, str] = {}
-        self.pg_coalesce_state: dict[Any, list[Any]] = {}
-        self.comms: list[Any] = []
+        self.group_count = 0
 
 
 class _Worlds:

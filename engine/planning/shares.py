@@ -49,7 +49,8 @@ class Share:
     """What the ranks of pipeline stage `pipe` and of the tensor coordinates `tensors` have.
 
     stages: the virtual stages. blocks: the names of the blocks of each of them.
-    flats: the flat buffers in order. num_sliced: parameters of which these ranks have a slice.
+    flats: the flat buffers in order. frozen: name -> elements of parameters that are in none.
+    num_sliced: parameters of which these ranks have a slice.
     held, applied: see `RankObjects`. groups: those of the first rank.
     units: unit -> how often it is gathered for a micro-batch without a pipeline; the root is "".
     reduces_each: gradients are reduced after each micro-batch. stage_units: of a pipeline.
@@ -60,6 +61,7 @@ class Share:
     stages: tuple[int, ...]
     blocks: Mapping[int, tuple[str, ...]]
     flats: tuple[FlatMessages, ...]
+    frozen: Mapping[str, int]
     num_sliced: int
     held: Counter[str]
     applied: Sent
@@ -75,12 +77,14 @@ class Share:
         A parameter of the model itself is named alone.
         """
         names = [slot.name for flat in self.flats if not flat.unit for slot in flat.layout.slots]
+        inside = tuple(f"{name}." for of_stage in self.blocks.values() for name in of_stage)
+        names += [name for name in self.frozen if not name.startswith(inside)]
         return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
 
     @property
     def numel(self) -> int:
         """Elements of the parameters that these ranks compute with."""
-        return sum(flat.layout.payload_numel for flat in self.flats)
+        return sum(flat.layout.payload_numel for flat in self.flats) + sum(self.frozen.values())
 
 
 @final
@@ -163,6 +167,7 @@ class Shares:
                         stages,
                         names,
                         built.flats,
+                        {name: param.numel() for name, param in sharded.frozen.items()},
                         len(cut.slices),
                         built.held,
                         built.applied,

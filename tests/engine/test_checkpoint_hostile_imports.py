@@ -154,6 +154,7 @@ def test_values_of_another_form_are_refused(tmp_path: Path) -> None:
         path.write_bytes(whole)
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.15
 def test_tensors_that_no_checkpoint_holds_are_refused(tmp_path: Path) -> None:
     folder = copied("plain_zero1_fp32", tmp_path)
     path = folder / OPTIM.format(0)

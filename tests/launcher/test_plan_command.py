@@ -59,6 +59,7 @@ QUANTIZED = {"zero_quantized_weights": True}
 CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "stage 0": ("plain", config_of(0, "bf16"), 2, 0),
     "frozen": ("frozen", config_of(3, "bf16", zero={"stage3_param_persistence_threshold": 3000}), 2, 0),
+    "frozen and whole": ("frozen", config_of(1, "bf16"), 2, 0),
     "tied stages of slices": ("tied", config_of(1, pipe=2, tensor=2, count=2), 4, 0),
     "slices": ("plain", config_of(3, "bf16", tensor=2, count=2, zero={"max_reuse_distance": 0}), 4, 0),
     "uneven slices": ("plain", config_of(1, tensor=3), 3, 0),
@@ -92,6 +93,8 @@ def test_bytes_equal_those_of_real_ranks(name: str) -> None:
     assert len(plan.notes) == num_notes
     if name == "1-bit":
         assert "After the freeze" in plan.notes[0]
+    if name == "frozen and whole":
+        assert plan.ranks[0].states["param"] >= 2 * plan.num_parameters  # in bf16
     if name == "uneven slices":  # 64 = 22 + 21 + 21
         assert [each.share.tensors for each in plan.ranks] == [(0,), (1, 2)]
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from device_ranks import skip_without_device
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE.parents[1] / "benchmarks" / "gpu" / "main.py"
@@ -21,8 +21,7 @@ PARTS = ("eager",)  # the dry run of test_gpu_benchmark.py has every part
 
 @pytest.mark.slow
 def test_parts_of_the_first_call(tmp_path: Path) -> None:
-    if sys.platform != "linux" or shutil.which("g++") is None:
-        pytest.skip("the device's stand-in needs Linux and g++")
+    skip_without_device()
     paths = [str(HERE / "site"), os.environ.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "XDS_REHEARSAL": "1"}
     done = subprocess.run(

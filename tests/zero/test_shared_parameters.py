@@ -86,7 +86,8 @@ def results(config: dict[str, Any], folder: str) -> tuple[list[float], list[Tens
     engine = start(config)
     net = engine.module
     losses = train(engine, 0)
-    plan = engine.memory_plan()["param"]
+    frozen_bytes = sum(param.nbytes for param in net.frozen.parameters())  # not shared
+    plan = engine.memory_plan()["param"] - frozen_bytes
     with xds.zero.GatheredParameters(net.blocks[1].parameters(), modifier_rank=1):
         if rank == 1:
             nn.init.constant_(net.blocks[1].weight, 0.01)

@@ -24,7 +24,10 @@ class Memory:
         grads: Sequence[GradBucket],
         pool: BufferPool,
         groups: FlatGroups,
+        frozen: Sequence[Tensor],
     ) -> None:
+        """frozen: parameters that are in no unit, below stage 3."""
+        self._frozen = frozen
         self._params = [flat for unit in units for flat in unit.params]
         self._grads = grads
         self._pool = pool
@@ -64,7 +67,8 @@ class Memory:
 
     def numel(self) -> int:
         """Elements of all parameters of this rank's part of the model, sharded or not."""
-        return sum(flat.layout.payload_numel for flat in self._params)
+        in_flats = sum(flat.layout.payload_numel for flat in self._params)
+        return in_flats + sum(param.numel() for param in self._frozen)
 
     def expected_bytes(self, num_states: int) -> tuple[int, int]:
         """Bytes of parameters, gradients, masters and optimizer states on a rank, and without sharding.
@@ -74,7 +78,7 @@ class Memory:
         Args:
             num_states: state tensors of the optimizer, of the size of a parameter.
         """
-        own_bytes = whole_bytes = 0
+        own_bytes = whole_bytes = self._frozen_bytes()
         for flat in self._params:
             numel, shard_numel, size = (
                 flat.layout.numel,
@@ -105,7 +109,9 @@ class Memory:
             if not flat.is_on_host
         )
         return {
-            "param": params + sum(flat.sender.held_bytes for flat in self._params),
+            "param": self._frozen_bytes()
+            + params
+            + sum(flat.sender.held_bytes for flat in self._params),
             "grad": sum(grads.held_bytes for grads in self._grads),
             "buckets": self._pool.allocated_bytes + self.gathered_bytes() + self._scratch_bytes(),
         }
@@ -117,6 +123,9 @@ class Memory:
             for flat in self._params
             if flat.shards_params and flat.raw.untyped_storage().nbytes()
         )
+
+    def _frozen_bytes(self) -> int:
+        return sum(param.nbytes for param in self._frozen)
 
     def _scratch_bytes(self) -> int:
         """Bytes of the receive buffers of all groups."""

@@ -74,7 +74,16 @@ class ShardedModel:
             flat_groups,
             in_flight=REDUCTIONS_IN_FLIGHT if config.overlap_comm else 0,
         )
-        self.memory = Memory(self.units, self.reduction.order, self._pool, flat_groups)
+        self._unit_of = {
+            id(param): unit for unit in self.units for flat in unit.params for param in flat.params
+        }
+        self.frozen = {  # in no unit, below stage 3
+            name: param
+            for name, param in model.named_parameters()
+            if id(param) not in self._unit_of
+        }
+        order, frozen = self.reduction.order, list(self.frozen.values())
+        self.memory = Memory(self.units, order, self._pool, flat_groups, frozen)
         self._diverges = config.divergent_graphs and policy.shards_params
         self.defers = stores.defers and not policy.shards_params
         hooks = policy.shards_params or self.defers
@@ -98,9 +107,6 @@ class ShardedModel:
         )
         self._dtype_guard = DtypeGuard(model, self._flats, groups.keys(), self.backward_pass)
         self._num_checked = {True: 0, False: 0}  # forwards, of training and of evaluation
-        self._unit_of = {
-            id(param): unit for unit in self.units for flat in unit.params for param in flat.params
-        }
         self._replica_check = ReplicaCheck(self._flats, flat_groups)
         self.backward_pass.hook_gradients()
 
