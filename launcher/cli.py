@@ -26,6 +26,7 @@ _SUBCOMMANDS = {
     "bench": ".bench",
     "check": ".check",
     "checkpoint": ".checkpoint",
+    "data": ".data",
     "elastic": ".elasticity",
     "env": ".environment",
     "ops": ".native_ops",

@@ -225,6 +225,7 @@ class IndexedWriter:
         self._sizes = tempfile.TemporaryFile(dir=self._path.parent)  # noqa: SIM115
         self._pending = array("i")
         self._documents = array("q", [0])
+        self._num_open = 0  # values after the last closed row
         self.num_rows = 0
 
     def add(self, row: ArrayLike) -> None:
@@ -252,6 +253,7 @@ class IndexedWriter:
     def append(self, values: Values) -> None:
         """Append values [numel] of a row that `close_rows` closes later."""
         self._bin.write(_cast(values, self.dtype).data)
+        self._num_open += values.size
 
     def close_rows(self, lengths: NDArray[np.int64]) -> None:
         """Cut the values since the last closed row into rows of `lengths` [rows]."""
@@ -259,6 +261,7 @@ class IndexedWriter:
             raise UsageError(
                 f"a row of {lengths.max()} values: at most {_MOST_ROW_NUMEL} fit the index of this format"
             )
+        self._num_open -= int(lengths.sum())
         self._pending.frombytes(lengths.astype(np.intc).tobytes())
         self.num_rows += len(lengths)
         if len(self._pending) > _CHUNK_ROWS:
@@ -293,6 +296,7 @@ class IndexedWriter:
                     part.unlink()
 
     def _write_index(self) -> None:
+        assert self._num_open == 0, "values without a row"
         self._flush()
         with open(self._parts[1], "xb") as index:
             documents = np.frombuffer(self._documents, np.int64).astype("<i8")

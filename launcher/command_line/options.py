@@ -26,6 +26,7 @@ usage: xds [options] script.py [arguments of the script]
        xds elastic config.json                  print the valid numbers of ranks of its elasticity section
        xds plan config.json --model MODEL --world-size N   draw who has and sends what, and the schedule
        xds checkpoint info|verify|export|import|diff   inspect, verify, convert and compare checkpoints
+       xds data info|analyze                    describe indexed files of tokens, and sort their rows by metrics
        xds ops build|list|clean                 compile the native ops ahead of time, list and remove them
        xds env                                  print versions, devices, and settings that cost speed
        xds bench comm                           time the collectives, and compare with the link's speed

@@ -5,23 +5,14 @@ import struct
 
 import numpy as np
 import pytest
+from indexed_files import HEADER, index_of
 
 from xds import UsageError
 from xds.engine.data import indexed
 from xds.engine.data.indexed import IndexedDataset, IndexedWriter
 from xds.utils.errors import DamagedError
 
-HEADER = struct.Struct("<9sQBQQ")
 ROWS = [[1, 2, 3], [], [4], [65535, 0]]
-
-
-def index_of(code, sizes, itemsize, documents, positions=None):
-    """The index as the format's description says, written here independently."""
-    if positions is None:
-        positions = [sum(sizes[:at]) * itemsize for at in range(len(sizes))]
-    head = HEADER.pack(b"MMIDIDX\0\0", 1, code, len(sizes), len(documents))
-    numbers = f"<{len(sizes)}i{len(positions)}q{len(documents)}q"
-    return head + struct.pack(numbers, *sizes, *positions, *documents)
 
 
 def put(folder, index, values=b""):
