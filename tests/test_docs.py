@@ -11,6 +11,7 @@ import pytest
 from helpers import run_processes
 
 from xds import Config
+from xds.launcher import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -64,6 +65,23 @@ def test_the_blocks_of_the_start_page_run_alike_on_any_number_of_ranks(tmp_path)
         assert len({one["accuracy"] for one in found}) == 1
         assert found[0]["right"] / found[0]["seen"] == pytest.approx(found[0]["accuracy"])
     assert found[0]["accuracy"] == pytest.approx(whole["accuracy"], abs=2 / 501)
+
+
+def test_the_blocks_of_the_data_page_run_in_their_order(tmp_path, monkeypatch, capsys):
+    """But for packing, the first section. Commands run in this process."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "data.md").read_text().partition("## Indexed files")[2]
+    names: dict[str, object] = {"__name__": "page"}
+    for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        if language == "python":
+            exec(compile(text, "docs/data.md", "exec"), names)
+        else:
+            program, *words = text.replace("--num-workers 2", "").split()
+            assert (program, cli.main(words)) == ("xds", 0), text
+    shown = capsys.readouterr().out
+    assert "64 544 1024\n1.0 0.567" in shown and "128 576 1024" in shown
+    assert "rows" in shown and "seqlen: " in shown and "vocab_rarity: " in shown
+    assert len(names["rates"]) == len(names["sizes"]) > 10  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("page", ["from-accelerate.md", "from-fabric.md"])
