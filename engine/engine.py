@@ -27,6 +27,7 @@ from .parts import Parts
 from .states import States
 from .steps.batch_loop import Loop
 from .steps.counters import Accumulation, CounterAttribute, Counters
+from .steps.means import StepMeans
 from .steps.training_step import TrainingStep
 from .torch_calls import Driver, TorchCalls
 
@@ -74,6 +75,7 @@ class Engine:
         )
         self._counters = Counters(
             self._accumulation,
+            StepMeans(parts.device, mesh.pipe / mesh.size),
             micro_batch_size=parts.config.train_micro_batch_size_per_gpu,
             world_size=self.dp_world_size,
         )

@@ -108,11 +108,6 @@ def test_the_start_page_has_twenty_keys_of_the_config():
 
 
 @pytest.mark.contract
-def test_the_first_example_of_the_readme_runs():
-    run_processes(_run, 1, blocks(ROOT / "README.md", "python")[:1])
-
-
-@pytest.mark.contract
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
 def test_json_blocks_are_valid_and_python_blocks_compile(page):
     for text in blocks(page, "json"):
@@ -139,4 +134,4 @@ def test_links_lead_to_files_and_headings():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forked_launcher import ForkedLauncher
+from helpers import run_processes
 from script_runs import run_script
 from warm_ranks import warm
 
@@ -53,6 +58,34 @@ def curve_of(folder: Path, name: str = "gpt") -> list[dict[str, str]]:
     for row in rows:
         row.pop("tokens_per_second", None)
     return rows
+
+
+def losses_of(source: str) -> list[float]:
+    """The losses that a script prints."""
+    torch.manual_seed(0)
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(compile(source, "script", "exec"), {})
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed.getvalue())]
+
+
+@pytest.mark.contract
+def test_the_difference_in_the_readme_turns_a_plain_loop_into_one_with_the_same_losses() -> None:
+    (diff,) = re.findall(
+        r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.M
+    )
+    lines = diff.splitlines(keepends=True)
+    plain, sharded = (
+        "".join(line[1:] or line for line in lines if line[0] != sign) for sign in "+-"
+    )
+    folder = EXAMPLES / "first"
+    assert plain == (folder / "plain.py").read_text()
+    assert sharded == (folder / "train.py").read_text()
+    assert [sum(line[0] == sign for line in lines) for sign in "+-"] == [6, 4]
+    expected = losses_of(plain)
+    assert len(expected) == 6 and expected[-1] < 0.7 * expected[0]
+    for world_size in (1, 2):  # two ranks with the same batches
+        for losses in run_processes(losses_of, world_size, sharded):
+            assert losses == pytest.approx(expected, abs=0.0011)
 
 
 @pytest.mark.contract
@@ -202,7 +235,7 @@ def test_the_pipeline_resumes_with_another_schedule_and_stage(tmp_path: Path) ->
     line = (
         "xds --nproc-per-node 4 examples/pipeline/train.py --config examples/pipeline/pipeline.json"
     )
-    assert line in (ROOT / "README.md").read_text()
+    assert line in (folder / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -229,7 +229,7 @@ def _read_own(plan: Plan, options: LoadOptions) -> None:
         return
     record = plan.manifest.files[number]
     wanted = [] if options.load_module_only else ["random", "data"]
-    wanted += ["grads"] if options.with_optimizer else []
+    wanted += ["grads", "means"] if options.with_optimizer else []
     plan.own = {
         key: unpack(record.own[key], lambda name: plan.files[number].tensor(name))
         for key in wanted

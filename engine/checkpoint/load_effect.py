@@ -50,7 +50,7 @@ def set_engine(
             check_groups(kind_of(optimizer), optimizer.param_groups)  # it may have written there
     undo.callback(parts.loss_scale.load_state_dict, parts.loss_scale.state_dict())
     parts.loss_scale.load_state_dict(saved["loss_scale"])
-    _set_counters(counters, saved["counters"], options, undo)
+    _set_counters(counters, saved["counters"], plan.own.get("means"), options, undo)
     if parts.loader is not None:
         undo.callback(_restore_fields, parts.loader, dict(vars(parts.loader)))
         with _taking(plan, "data"):
@@ -136,18 +136,25 @@ def _restore_groups(
 
 
 def _set_counters(
-    counters: Counters, saved: dict[str, Any], options: LoadOptions, undo: ExitStack
+    counters: Counters,
+    saved: dict[str, Any],
+    means: dict[str, Any] | None,
+    options: LoadOptions,
+    undo: ExitStack,
 ) -> None:
     for name in ("global_steps", "skipped_steps", "global_samples", "micro_steps"):
         undo.callback(setattr, counters, name, getattr(counters, name))
         setattr(counters, name, saved[name])
     here = counters.accumulation.steps
     undo.callback(counters.accumulation.resume, counters.accumulation.done)
+    undo.callback(counters.means.resume, counters.means.state())
     if saved["is_accumulating"] and options.with_optimizer:
         # older checkpoints do not say it: they were saved with one number of steps throughout
         counters.accumulation.resume(saved.get("accumulated", saved["micro_steps"] % here))
+        counters.means.resume(means)
         return
     counters.accumulation.resume(0)
+    counters.means.end()
     if here != saved["accumulation_steps"]:
         counters.micro_steps = saved["global_steps"] * here
     counters.micro_steps -= counters.micro_steps % here  # a partial step's gradients are not loaded

@@ -138,7 +138,7 @@ def save_checkpoint(
     try:
         (content, folder, name), shared = together(collectives, DOING, prepare, share)
         name = _agreed_tag([tags for tags, _, _ in shared], options.tag_validation, is_first)
-        _add_own(content, parts, [sums for _, _, sums in shared])
+        _add_own(content, parts, counters, [sums for _, _, sums in shared])
     except BaseException:
         for claim in claims:
             discard(claim.folder)
@@ -276,7 +276,9 @@ def _buffer_sums(snapshot: Snapshot) -> dict[str, int]:
     }
 
 
-def _add_own(content: _Content, parts: Parts, sums: list[dict[str, int]]) -> None:
+def _add_own(
+    content: _Content, parts: Parts, counters: Counters, sums: list[dict[str, int]]
+) -> None:
     """Add this rank's own values: random generators, unreduced gradients, buffers that differ.
 
     The first rank that has a buffer saves it for all; others save theirs where `sums`, by rank, differ.
@@ -296,6 +298,8 @@ def _add_own(content: _Content, parts: Parts, sums: list[dict[str, int]]) -> Non
         for flat, (local, filled) in snapshot.grad_locals().items()
     }
     own = {"random": read_random_state(parts.device), "buffers": buffers, "grads": grads}
+    if counters.accumulation.done:
+        own["means"] = counters.means.state()
     if keeps_position(parts.loader):
         own["data"] = parts.loader.state_dict()
     content.own = pack(own, "own", partial(content.put, "own"))

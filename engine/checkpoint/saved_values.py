@@ -127,12 +127,21 @@ class GradState:
 
 
 @dataclass(frozen=True)
+class MeansState:
+    """The sums of the weights and losses of a step that is not over; see `StepMeans`."""
+
+    weight: Annotated[Real, Field(ge=0)] | None
+    loss: Real | None
+
+
+@dataclass(frozen=True)
 class OwnValues:
     """A rank's own values; imports have none."""
 
     random: RandomState | None = None
     buffers: dict[Text, Saved] = field(default_factory=dict)
     grads: dict[Text, GradState] = field(default_factory=dict)
+    means: MeansState | None = None
 
     @classmethod
     def of(cls, packed: Any) -> OwnValues:

@@ -8,6 +8,7 @@ from typing import Protocol, final, overload
 
 from ...utils.arguments import whole
 from ...utils.errors import UsageError
+from .means import StepMeans
 
 # -- gradient accumulation: which micro-batch is the last of its step, and by what losses are divided ----
 #     set_train_batch_size ──> steps ──first backward of a step──> steps_now, until the update
@@ -122,7 +123,12 @@ class Counters:
     """The counters of one engine. The training step advances them, checkpoints save and restore them."""
 
     def __init__(
-        self, accumulation: Accumulation, *, micro_batch_size: int, world_size: int
+        self,
+        accumulation: Accumulation,
+        means: StepMeans,
+        *,
+        micro_batch_size: int,
+        world_size: int,
     ) -> None:
         """`micro_batch_size`: samples of one forward on one rank."""
         self.global_steps = 0  # optimizer steps, skipped ones included
@@ -130,6 +136,7 @@ class Counters:
         self.skipped_steps = 0  # steps without an update, because gradients were not finite
         self.global_samples = 0  # samples over all ranks
         self.accumulation = accumulation
+        self.means = means
         self.micro_batch_size = micro_batch_size
         self._world_size = world_size
 

@@ -10,7 +10,7 @@ message of the gradient norm, so it is known when the update needs it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -42,6 +42,25 @@ class StepMeans:
         self._is_weighted: bool | None = None  # None: no backward yet
         self._has_all = True
         self._total: float | None = None
+
+    def state(self) -> dict[str, float | None]:
+        """The sums of a step that is not over. weight: None without weights. loss: None if it is not known."""
+        loss = float(sum(self._losses)) if self._has_all else math.nan
+        return {
+            "weight": float(sum(self._weights)) if self._is_weighted else None,
+            "loss": loss if math.isfinite(loss) else None,
+        }
+
+    def resume(self, state: Mapping[str, float | None] | None) -> None:
+        """Go on with a step that has this `state`; None: that of an older version, or no step."""
+        self._forget()
+        if state is None:
+            self._has_all = False
+            return
+        weight, loss = state["weight"], state["loss"]
+        self._is_weighted, self._has_all = weight is not None, loss is not None
+        self._weights = [] if weight is None else [weight]
+        self._losses = [torch.full((), loss or 0.0, dtype=torch.float64, device=self._device)]
 
     def begin(self, *, is_weighted: bool) -> None:
         """A backward begins.

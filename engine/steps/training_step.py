@@ -25,7 +25,7 @@ from ..optim.loss_scale import GradientFactor, mark, running_loss_scale, scaled_
 from ..parts import Parts
 from ..states import States
 from .counters import Counters
-from .means import UNIT, StepMeans, Weight, checked_weight
+from .means import UNIT, Weight, checked_weight
 
 if TYPE_CHECKING:
     from ..optim.schedule_base import Scheduler
@@ -90,7 +90,7 @@ class TrainingStep(BackwardRules):
         self._schedule_place: Any = None  # after the last step of the schedule
         self._allocates_states = parts.device.type == "cuda"  # at the first forward that trains
         mesh = parts.sharded.flat_groups.mesh
-        self.means = StepMeans(parts.device, mesh.pipe / mesh.size)
+        self.means = counters.means
         self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale, self.means)
         parts.sharded.backward_pass.rules = self
 

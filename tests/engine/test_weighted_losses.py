@@ -306,3 +306,29 @@ def test_ranks_that_share_a_batch_count_it_once(more: dict[str, Any]) -> None:
     (wanted, _) = run_ranks(of_llama, 2, {})
     for found in run_ranks(of_llama, 4, more):
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def resumed_within_a_step(stage: int, folder: Path) -> None:
+    """Saved between two micro-batches of a step."""
+    config = config_of(stage, accumulation=3)
+    found = []
+    for is_resumed in (False, True):
+        engine = xds.initialize(build(), config)
+        for micro_step in range(3):
+            if is_resumed and micro_step == 2:
+                engine.save_checkpoint(folder)
+                engine.destroy()
+                engine = xds.initialize(build(), config)
+                engine.load_checkpoint(folder)
+            draw = torch.Generator().manual_seed(10 * micro_step + engine.dp_rank)
+            x, y = torch.randn(2, WIDTH, generator=draw), torch.randn(2, 3, generator=draw)
+            engine.backward(loss_of(engine(x), y), weight=micro_step + engine.dp_rank)
+            engine.step()
+        found.append((engine.get_global_grad_norm(), engine.mean_loss()))
+        engine.destroy()
+    assert found[0] == found[1]
+
+
+def test_a_checkpoint_within_a_step_keeps_its_weights(tmp_path: Path) -> None:
+    for stage in (0, 2, 3):
+        run_ranks(resumed_within_a_step, 2, stage, tmp_path / str(stage))

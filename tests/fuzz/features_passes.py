@@ -23,7 +23,7 @@ PASSES = (
         "InnerLoss",
     ),
     *("AuxiliaryBackward", "InputGradient", "Scaled", "PenaltyOutside"),
-    *("ReferenceModel", "UnevenBatches"),
+    *("ReferenceModel", "UnevenBatches", "WeightedLosses"),
 )
 
 
@@ -54,6 +54,26 @@ class TwoBackwards(_OtherPasses):
             loss = self.loss(side, side.call(call.step, call.micro_step, part))
             side.see("loss", loss)
             side.backward(loss)
+
+
+class WeightedLosses(_OtherPasses):
+    """Micro-batches count for different numbers of items, and some for none."""
+
+    share = 0.07
+    # before the step gradients have no mean yet, and hooks see them with a part of the weight
+    excludes = ("GradientsRead", "GradientsWritten", "GradientHooks")
+
+    @classmethod
+    def fits(cls, case: Case) -> bool:
+        return case.precision != "fp16"  # whose range the weights would leave here
+
+    def run(self, side: Side, call: Call) -> None:
+        loss = self.loss(side, call)
+        side.see("loss", loss)
+        first = call.rank == call.micro_step == 0  # some weight of a step is not 0
+        side.backward(
+            loss, weight=call.random(self.case, by_rank=True).choice((0, 1, 2.5, 5)) + first
+        )
 
 
 class RetainedGraph(_OtherPasses):

@@ -45,6 +45,7 @@ class Plain(Side):
         kind = OPTIMIZERS[case.optimizer]
         self.optimizer = kind.plain(groups, case.lr, case.weight_decay)
         self.sums: dict[str, Tensor] = {}
+        self.weight = 0.0  # of the micro-batches since the last step
         self.averaged: dict[str, Tensor] = {}
         self.written_grads: dict[str, Tensor] = {}
         for feature in case.features:
@@ -60,8 +61,19 @@ class Plain(Side):
         with autocast_of(self.case):
             return self.net(*args, **kwargs)
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False, bare: bool = False) -> None:
-        scaled = loss / self.accumulation * self.loss_scale
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        retain_graph: bool = False,
+        bare: bool = False,
+        weight: float | None = None,
+    ) -> None:
+        if weight is None:
+            scaled = loss / self.accumulation * self.loss_scale
+        else:
+            self.weight += weight
+            scaled = loss * (weight * self.loss_scale)
         torch.autograd.backward(scaled, retain_graph=retain_graph)
         self.collect()
 
@@ -80,7 +92,7 @@ class Plain(Side):
         pass
 
     def zero_grad(self) -> None:
-        self.sums = {}
+        self.sums, self.weight = {}, 0.0
         for param in self.named.values():
             param.grad = None  # of a backward that raised
 
@@ -156,7 +168,7 @@ class Plain(Side):
             master.grad = None
             if master is not self.named[name]:
                 self.named[name].copy_(master)
-        self.sums = {}
+        self.sums, self.weight = {}, 0.0
 
     def trained(self) -> dict[str, Tensor]:
         """The masters of what trains now: what was frozen later is left alone, as by PyTorch."""
@@ -190,7 +202,8 @@ def rounded_otherwise(case: Case, grad: Tensor, random: torch.Generator) -> Tens
 
 
 def average(sides: list[Plain]) -> None:
-    """The mean over ranks; what no rank used counts as zeros, as in an engine's flat buffers."""
+    """The mean, over weights if there are some; what no rank used counts as zeros, as in a flat buffer."""
+    divisor = sum(side.weight for side in sides) or len(sides)
     for side in sides:
         if side.dtype == torch.float16:
             sizes = [one.abs().max().item() for one in side.sums.values() if one.numel()]
@@ -198,7 +211,7 @@ def average(sides: list[Plain]) -> None:
             side.is_beyond |= not most * side.loss_scale <= torch.finfo(torch.float16).max
         side.averaged = {
             name: sum(s.sums.get(name, torch.zeros_like(master, dtype=s.wide)) for s in sides)
-            / len(sides)
+            / divisor
             for name, master in side.trained().items()
         }
 

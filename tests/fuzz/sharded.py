@@ -42,11 +42,18 @@ class Sharded(Side):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False, bare: bool = False) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        retain_graph: bool = False,
+        bare: bool = False,
+        weight: float | None = None,
+    ) -> None:
         if bare:
             loss.backward(retain_graph=retain_graph)
         else:
-            self.engine.backward(loss, retain_graph=retain_graph)
+            self.engine.backward(loss, retain_graph=retain_graph, weight=weight)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self.engine.no_sync()

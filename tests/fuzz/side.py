@@ -53,8 +53,18 @@ class Side(ABC):
         """Call the model, or the engine around it."""
 
     @abstractmethod
-    def backward(self, loss: Tensor, *, retain_graph: bool = False, bare: bool = False) -> None:
-        """Gradients of `loss`, averaged over micro-batches; `bare` is the loss's own method."""
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        retain_graph: bool = False,
+        bare: bool = False,
+        weight: float | None = None,
+    ) -> None:
+        """Gradients of `loss`, averaged over micro-batches; `bare` is the loss's own method.
+
+        With `weight` on all micro-batches the average is weighted.
+        """
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[Any]:

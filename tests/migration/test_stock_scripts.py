@@ -170,6 +170,31 @@ def test_the_loop_of_the_guide_runs_by_the_command_alone(tmp_path: Path) -> None
     assert "loss " in printed.splitlines()[-1]
 
 
+SCHEDULE = {"max_train_batch_size": 64, "micro_batch_sizes": [4], "min_gpus": 1, "max_gpus": 8}
+REMOVED: dict[str, dict[str, Any]] = {  # DeepSpeed 0.19.8 refuses each of these files
+    "1-bit": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 5}}},
+    "1-bit LAMB": {"optimizer": {"type": "OneBitLamb", "params": {"lr": 1e-3, "freeze_step": 5}}},
+    "MiCS": {"zero_optimization": {"stage": 3, "mics_shard_size": 1}},
+    "elastic": {"elasticity": {"enabled": True, "version": 0.1, **SCHEDULE}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", REMOVED)
+def test_the_loop_of_the_guide_trains_with_what_deepspeed_has_removed(
+    feature: str, tmp_path: Path
+) -> None:
+    config = json.loads((GUIDE / "loop.json").read_text())
+    config |= {"zero_optimization": {"stage": 1}, **REMOVED[feature]}
+    if feature == "elastic":  # it sets the batch sizes
+        del config["train_micro_batch_size_per_gpu"]
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    script = str(GUIDE / "loop.py")
+    printed = launch(tmp_path, "--as-deepspeed", script, "--deepspeed_config", "ds.json")
+    last = printed.splitlines()[-1].split()
+    assert last[0] == "loss" and 10 < float(last[1]) < 30  # 32 squares of N(0, 1): 32 at the start
+
+
 def assert_loss_of_ddp(folder: Path, script: str, stage: int, *args: str) -> None:
     """The last line of the script on plain DDP, without xds in its ranks.
 
