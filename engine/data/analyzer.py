@@ -37,7 +37,7 @@ from ...utils.quoting import printable, quoted
 from .indexed import IndexedDataset, IndexedWriter, smallest_dtype
 
 RUN_NUMEL = 1 << 20  # values that are sorted together
-MERGE_NUMEL = 1 << 22  # values of all runs that are merged together
+MERGE_NUMEL = 1 << 20  # values of all runs that are merged together
 PERCENTILES = 100
 
 Ints = NDArray[np.int64]
@@ -116,8 +116,10 @@ def analyze(
         reduced = {}
         for at, metric in enumerate(metrics):
             found = [part[at] for part in mapped]
-            reduce = _reduce_sum if metric.is_sum else _reduce
-            reduced[metric.name] = reduce(found, folder / metric.name, total)
+            out = folder / metric.name
+            reduced[metric.name] = (
+                _reduce_sum(found, out) if metric.is_sum else _reduce(found, out, total)
+            )
         return reduced
     finally:
         shutil.rmtree(parts, ignore_errors=True)
@@ -265,7 +267,9 @@ def _map(job: _Job, start: int, stop: int) -> list[Any]:
         for at, metric in enumerate(job.metrics):
             values = _whole_numbers(metric, metric.function(batch))
             if metric.is_sum:
-                found[at] = values.copy() if found[at] is None else _sum(metric, found[at], values)
+                found[at] = (
+                    values.copy() if found[at] is None else _sum(metric.name, found[at], values)
+                )
             else:
                 if values.size != len(places):
                     raise UsageError(
@@ -290,10 +294,10 @@ def _whole_numbers(metric: Metric, given: Any) -> Ints:
     return values.astype(np.int64, copy=False)
 
 
-def _sum(metric: Metric, sum_: Ints, values: Ints) -> Ints:
+def _sum(name: str, sum_: Ints, values: Ints) -> Ints:
     if sum_.shape != values.shape:
         raise UsageError(
-            f"the metric {quoted(metric.name)} gave arrays of {sum_.size} and of {values.size} values: their "
+            f"the metric {quoted(name)} gave arrays of {sum_.size} and of {values.size} values: their "
             "sum needs one length"
         )
     sum_ += values
@@ -329,12 +333,11 @@ def _reduce(parts: Sequence[_Runs], folder: Path, total: int) -> Analyzed:
     return Analyzed(folder, least, most, len(samples))
 
 
-def _reduce_sum(sums: Sequence[Ints], folder: Path, total: int) -> Analyzed:
+def _reduce_sum(sums: Sequence[Ints], folder: Path) -> Analyzed:
     """Write the file of a metric that is summed over the samples."""
-    metric = Metric(folder.name, len)
     sum_ = sums[0]
     for one in sums[1:]:
-        sum_ = _sum(metric, sum_, one)
+        sum_ = _sum(folder.name, sum_, one)
     if not sum_.size:
         raise UsageError(f"the metric {quoted(folder.name)} gave arrays without values")
     least, most = int(sum_.min()), int(sum_.max())

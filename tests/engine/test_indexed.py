@@ -8,8 +8,10 @@ import pytest
 from indexed_files import HEADER, index_of
 
 from xds import UsageError
+from xds.engine.config.sections import DataPacking
 from xds.engine.data import indexed
 from xds.engine.data.indexed import IndexedDataset, IndexedWriter
+from xds.engine.data.packing import packed_loader
 from xds.utils.errors import DamagedError
 
 ROWS = [[1, 2, 3], [], [4], [65535, 0]]
@@ -119,3 +121,18 @@ def test_wrong_calls_are_refused_and_leave_the_old_files(tmp_path):
     with IndexedWriter(tmp_path / "set", "i8"):
         pass
     assert len(IndexedDataset(tmp_path / "set")) == 0
+
+
+def test_the_loader_packs_rows_of_the_file(tmp_path):
+    with IndexedWriter(tmp_path / "set", np.uint16) as writer:
+        writer.add_rows(np.arange(90), [3, 0, 5, 4, 8, 40, 7, 9, 2, 12])
+    dataset = IndexedDataset(tmp_path / "set", copy_as=np.int64)
+    seen = []
+    for rank in range(2):
+        packing = DataPacking(tokens=16, drop_longer=True)
+        shape = {"micro_batch_size": 1, "step_rows": 2}
+        for batch in packed_loader(dataset, packing, rank=rank, world_size=2, **shape):
+            is_token = batch["input_ids"][0] != 0
+            seen += batch["input_ids"][0][is_token].tolist()
+    whole = [one for row in dataset if len(row) <= 16 for one in row.tolist() if one]
+    assert set(seen) == set(whole)
