@@ -83,6 +83,7 @@ setup(
             *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "safetensors", "hjson"),
             *("transformers>=5", "accelerate", "peft"),
         ],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material", "mkdocstrings[python]"],
         "plot": ["matplotlib"],
         "huggingface": ["transformers>=5", "accelerate", "safetensors"],
         "tensorboard": ["tensorboard"],

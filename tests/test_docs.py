@@ -1,46 +1,111 @@
-"""The README and the guides: their Python runs, their JSON is valid, and their links lead to files."""
+"""The README and the guides: their Python runs, their JSON is a config, and their links lead to files.
+
+tests/test_docs_commands.py has the commands. `pytest -n 0 -rP -k not_run tests/test_docs*.py` lists what is not
+run, with the reason.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers import run_processes
+from docs_setups import SETUPS
+from helpers import run_new_ranks, run_processes, run_ranks
+from pages import LANGUAGES, PAGES, ROOT, blocks, blocks_of, indented_blocks, inline_code, name_of
 
 from xds import Config
-from xds.launcher import cli
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted(
-    path
-    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md")
-    for path in ROOT.glob(pattern)
-)
 GUIDES = [page for page in PAGES if "design" not in page.parts]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+# pages whose Python runs in a test of its own here; the others need what tests/docs_setups.py has
+OWN_TESTS = {
+    "CONTRIBUTING.md",
+    "docs/training.md",
+    "docs/start.md",
+    "docs/from-accelerate.md",
+    "docs/from-fabric.md",
+    "examples/huggingface/README.md",
+}
+# blocks that no test runs: page, language, why, and what is checked instead
+NOT_RUN = {
+    (
+        "docs/from-fabric.md",
+        "python",
+    ): "the block before the move runs where lightning is installed",
+    ("CHANGELOG.md", "python"): "a release of the past",
+    ("any page", "text"): "what a command prints, or a drawing",
+    (
+        "any page",
+        "diff",
+    ): "part of a file: both sides are Python; tests/test_examples.py runs the README's",
+    ("examples/launching/kubernetes.yaml", "yaml"): "needs a cluster: its command line is read",
+}
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-
-
-def _run(sources: list[str]) -> None:
-    names: dict[str, object] = {"__name__": "page"}
+def _run(sources: list[str], folder: str = "") -> None:
+    names: dict[str, Any] = {"__name__": "page"}
     for source in sources:
-        exec(compile(source, "page", "exec"), names)
+        text = source.replace('"out"', repr(folder)) if folder else source
+        exec(compile(text, "page", "exec"), names)
 
 
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
+# -- Python -------------------------------------------------------------------------------------------------
+
+
+def test_the_python_of_every_page_is_run_by_a_test():
+    pages = {name_of(page) for page in PAGES if blocks(page, "python")}
+    assert pages - OWN_TESTS - {"CHANGELOG.md"} == SETUPS.keys()
+
+
+@pytest.mark.parametrize("page", sorted(SETUPS))
+def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    setup = SETUPS[page]
+    sources = [source for source in blocks(ROOT / page, "python")]
+    for block, source in enumerate(blocks(ROOT / page, "json")):
+        (tmp_path / ("config.json" if not block else f"{block}.json")).write_text(source)
+    for old, new in setup.edits.items():
+        assert any(old in source for source in sources), old
+        sources = [source.replace(old, new) for source in sources]
+    monkeypatch.chdir(tmp_path)
+    run = run_new_ranks if setup.is_process else run_ranks
+    run(_run_in, setup.world_size, [textwrap.dedent(setup.before), *sources], str(tmp_path))
+
+
+def _run_in(sources: list[str], folder: str) -> None:
+    os.chdir(folder)
+    _run(sources, os.path.join(folder, "out"))
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_blocks_of_the_training_guide_run(world_size):
     run_processes(_run, world_size, blocks(ROOT / "docs" / "training.md", "python"))
+
+
+def test_the_example_of_a_test_of_ranks_passes():
+    names: dict[str, Any] = {"__name__": "page"}
+    (source,) = blocks(ROOT / "CONTRIBUTING.md", "python")
+    exec(compile(source, "CONTRIBUTING.md", "exec"), names)
+    (test,) = [each for name, each in names.items() if name.startswith("test_")]
+    test()
+
+
+@pytest.mark.slow
+def test_the_arguments_of_the_stock_trainer_are_made(tmp_path):
+    pytest.importorskip("transformers")
+    (source,) = blocks(ROOT / "examples" / "huggingface" / "README.md", "python")
+    environ = {**os.environ, "XDS_AS_DEEPSPEED": "1", "ACCELERATE_USE_CPU": "1"}
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    command = [sys.executable, "-c", source]
+    subprocess.run(command, check=True, cwd=tmp_path, env=environ, timeout=300)
 
 
 def _start(sources: list[str], folder: str) -> dict[str, float]:
@@ -67,23 +132,6 @@ def test_the_blocks_of_the_start_page_run_alike_on_any_number_of_ranks(tmp_path)
     assert found[0]["accuracy"] == pytest.approx(whole["accuracy"], abs=2 / 501)
 
 
-def test_the_blocks_of_the_data_page_run_in_their_order(tmp_path, monkeypatch, capsys):
-    """But for packing, the first section. Commands run in this process."""
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "data.md").read_text().partition("## Indexed files")[2]
-    names: dict[str, object] = {"__name__": "page"}
-    for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
-        if language == "python":
-            exec(compile(text, "docs/data.md", "exec"), names)
-        else:
-            program, *words = text.replace("--num-workers 2", "").split()
-            assert (program, cli.main(words)) == ("xds", 0), text
-    shown = capsys.readouterr().out
-    assert "64 544 1024\n1.0 0.567" in shown and "128 576 1024" in shown
-    assert "rows" in shown and "seqlen: " in shown and "vocab_rarity: " in shown
-    assert len(names["rates"]) == len(names["sizes"]) > 10  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("page", ["from-accelerate.md", "from-fabric.md"])
 def test_the_loop_after_a_move_runs_on_two_ranks(page, tmp_path):
     _, after = blocks(ROOT / "docs" / page, "python")
@@ -107,13 +155,62 @@ def test_the_start_page_has_twenty_keys_of_the_config():
     assert Config.load(config).resolve(16).train_batch_size == 32
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+def test_the_loop_before_a_move_runs(library, tmp_path):
+    pytest.importorskip(library)
+    page = {"accelerate": "from-accelerate.md", "lightning": "from-fabric.md"}[library]
+    before, _ = blocks(ROOT / "docs" / page, "python")
+    (tmp_path / "before.py").write_text(before.replace("devices=2", "devices=1"))
+    environ = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "before.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, timeout=300, check=True, capture_output=True, text=True
+    )
+    assert float(done.stdout.split()[-1]) > 0.9  # accuracy
+
+
+# -- other blocks -------------------------------------------------------------------------------------------
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
-def test_json_blocks_are_valid_and_python_blocks_compile(page):
+def test_json_is_a_config_and_python_compiles(page):
     for text in blocks(page, "json"):
-        assert isinstance(json.loads(text), dict)
+        resolved_by_any_ranks(json.loads(text))
+    for code in inline_code(page, tables=False):  # tables have values of keys
+        if code.startswith('{"') and code.endswith("}"):
+            resolved_by_any_ranks(json.loads(code))
     for text in blocks(page, "python"):
         ast.parse(text)
+    for text in blocks(page, "diff"):
+        for drop in "-+":
+            lines = [line[1:] for line in text.splitlines() if not line.startswith(drop)]
+            ast.parse(textwrap.dedent("\n".join(lines)))
+
+
+def resolved_by_any_ranks(config: dict[str, Any]) -> None:
+    """Config.load raises where a key or a value is wrong, `resolve` where numbers of ranks do not divide."""
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu", "elasticity"} & config.keys():
+        config = {"train_micro_batch_size_per_gpu": 1, **config}
+    Config.load(config).resolve(12 if "elasticity" in config else 16)
+
+
+def test_every_block_says_what_it_is():
+    for page in PAGES:
+        for block in blocks_of(page):
+            assert block.language in LANGUAGES, f"{name_of(page)}: of which language?\n{block.text}"
+        assert indented_blocks(page) == [], f"{name_of(page)}: write ```text instead of indentation"
+
+
+def test_what_is_not_run_has_a_reason():
+    for (page, language), reason in NOT_RUN.items():
+        print(f"not run: {language} of {page}: {reason}")
+    used = {block.language for page in PAGES for block in blocks_of(page)}
+    assert used <= {"python", "bash", "json"} | {language for _, language in NOT_RUN}
+
+
+# -- links --------------------------------------------------------------------------------------------------
 
 
 def anchors_of(file: Path) -> set[str]:

@@ -2,6 +2,7 @@
 
 import ast
 import pydoc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,10 @@ TENSOR = (
 )
 
 
+PUBLIC = {"xds": NAMES, "xds.pipe": PIPE, "xds.tensor": TENSOR}
+SITE_PAGES = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md", "tests/README.md")
+
+
 def test_every_public_name_imports():
     for module, names in ((xds, NAMES), (xds.pipe, PIPE), (xds.tensor, TENSOR)):
         for name in names:
@@ -53,6 +58,31 @@ def test_every_public_name_imports():
             assert name in dir(module) and name in module.__all__
     with pytest.raises(AttributeError, match="no attribute 'initialise'"):
         _ = xds.initialise
+
+
+def test_the_reference_has_every_public_name_and_the_site_every_page():
+    pages = {path.name: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
+    shown = re.findall(r"^::: ([\w.]+)$", "\n".join(pages.values()), re.MULTILINE)
+    zero = [name for name in xds.zero.__all__ if name != "Init"]  # the engine's, shown from there
+    wanted = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
+    wanted += [f"xds.zero.{name}" for name in zero] + ["xds.engine.model.zero_init.Init"]
+    assert sorted(shown) == sorted(wanted)
+    assert "heading: xds.zero.Init" in pages["zero.md"]
+    text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = re.findall(r"^ *- (?:[^:\n]+: )?(\S+\.md)$", text, re.MULTILINE)
+    folders = tuple(re.findall(r"^ *- \w+: (\S+/)(?: #.*)?$", text, re.MULTILINE))
+    found = {str(path.relative_to(ROOT)) for glob in SITE_PAGES for path in ROOT.glob(glob)}
+    apart = [name for name in found if not name.startswith(folders)]
+    assert sorted(listed) == sorted(apart), "nav of mkdocs.yml has every page"
+
+
+def test_the_guide_names_what_the_reference_shows_of_the_engine():
+    reference = (ROOT / "docs" / "reference" / "xds.md").read_text()
+    hidden = re.compile("|".join(re.findall(r'^ +- "!(.*)"$', reference, re.MULTILINE)))
+    guide = (ROOT / "docs" / "training.md").read_text().partition("## xds.Engine")[2]
+    named = set(re.findall(r"`(\w+)", guide.partition("\n## ")[0]))
+    public = {name for name in dir(xds.Engine) if not hidden.search(name)}
+    assert sorted(public - named - {"forward"}) == []
 
 
 def test_type_checkers_know_each_public_name_and_refuse_others():

@@ -77,7 +77,7 @@ def _also(option: Option) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return text.replace("|", "\\|").replace("][", "]\\[")  # "][" would be a link
 
 
 if __name__ == "__main__":
