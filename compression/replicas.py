@@ -4,7 +4,7 @@
                          across  0 2 / 1 3   the ranks with one shard: replicas of it
 
 The hop across is made once in a step (section 3.3), whatever the number of micro-batches. A sum that has
-crossed is complete: what comes after it is summed apart and crosses alone. Unlike in the paper the hop has the
+crossed is complete: later gradients are summed separately, and cross alone. Unlike in the paper the hop has the
 dtype of the sums, fp32 for 16-bit parameters, so no bits are lost between the two sums.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.handles import Handle, Then
 from ..ops.comm.mesh_groups import Levels
-from .scheme import Buffer, CommScheme, GradientReducer, Owed, ParamSender
+from .scheme import Buffer, CommScheme, GradientReducer, ParamSender, PendingError
 
 ACROSS = "all_reduce"  # the kind of its messages
 WHAT = "gradients over replicas"
@@ -85,15 +85,15 @@ class ReplicatedReducer(GradientReducer):
         self._inner.end_step()
 
     @property
-    def keeps_owed(self) -> bool:
-        return self._inner.keeps_owed
+    def has_pending_error(self) -> bool:
+        return self._inner.has_pending_error
 
     @property
-    def owed(self) -> Owed | None:
-        return self._inner.owed
+    def pending_error(self) -> PendingError | None:
+        return self._inner.pending_error
 
-    def restore(self, owed: Owed | None) -> None:
-        self._inner.restore(owed)
+    def restore(self, pending: PendingError | None) -> None:
+        self._inner.restore(pending)
 
     @property
     def held_bytes(self) -> int:

@@ -34,7 +34,7 @@ class ParamSender(ABC):
     @property
     @abstractmethod
     def rounds(self) -> bool:
-        """What `gather` fills in is near the shards, and they stay exact."""
+        """`gather` fills in rounded values; the shards stay exact."""
 
     @abstractmethod
     def gather(self, flat: Tensor, shard: Tensor) -> Handle:
@@ -102,7 +102,7 @@ class ExactSender(ParamSender):
 
 
 @final
-class Owed(NamedTuple):
+class PendingError(NamedTuple):
     """What a rank has not sent of a flat buffer.
 
     error: [world_size * n] fp32, of its own gradients. server: [n] fp32, of its part of the sums; or None.
@@ -161,7 +161,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def undo(self) -> None:
-        """The step is skipped: what this rank has sent in it is owed again."""
+        """The step is skipped: what this rank has sent in it is added to the pending error."""
 
     @abstractmethod
     def end_step(self) -> None:
@@ -169,16 +169,16 @@ class GradientReducer(ABC):
 
     @property
     @abstractmethod
-    def keeps_owed(self) -> bool:
+    def has_pending_error(self) -> bool:
         """Messages are lossy, now or later."""
 
     @property
     @abstractmethod
-    def owed(self) -> Owed | None:
+    def pending_error(self) -> PendingError | None:
         """What was not sent; None: nothing."""
 
     @abstractmethod
-    def restore(self, owed: Owed | None) -> None:
+    def restore(self, pending: PendingError | None) -> None:
         """Replace what was not sent. For all ranks, which have all something or nothing."""
 
     @property
@@ -192,8 +192,8 @@ class ExactReducer(GradientReducer):
     """The exact sum in rank order. Sends (world_size - 1) / world_size of `flat`'s bytes per rank."""
 
     is_lossy = False
-    keeps_owed = False
-    owed = None
+    has_pending_error = False
+    pending_error = None
     held_bytes = 0
 
     def __init__(self, collectives: Collectives, buffer: int, num_copies: int = 1) -> None:
@@ -234,7 +234,7 @@ class ExactReducer(GradientReducer):
     def undo(self) -> None:
         return
 
-    def restore(self, owed: Owed | None) -> None:
+    def restore(self, pending: PendingError | None) -> None:
         return
 
     def end_step(self) -> None:

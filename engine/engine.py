@@ -179,7 +179,8 @@ class Engine:
         if is_boundary:
             self._parts.report.step(self)
             self._parts.preemption.boundary()  # the failure of an earlier save does not prevent this one
-        self._parts.saves.check()
+        if self._parts.saver is not None:
+            self._parts.saver.check()
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Let the next step() clip to `max_norm`, not to gradient_clipping; inf only measures. A collective.
@@ -506,11 +507,12 @@ class Engine:
 
         Raises XdsError: it could not be written; the one before it is the last.
         """
-        self._parts.saves.wait()
+        if self._parts.saver is not None:
+            self._parts.saver.wait()
 
     def checkpoint_progress(self) -> Progress | None:
         """What this rank is writing in the background; None: nothing."""
-        return self._parts.saves.progress()
+        return None if self._parts.saver is None else self._parts.saver.progress()
 
     def load_checkpoint(
         self,
@@ -595,7 +597,8 @@ class Engine:
         self.monitor.close()
         self._sharded.collectives.stop_watching()
         try:
-            self._parts.saves.close()  # it may still read the states
+            if self._parts.saver is not None:
+                self._parts.saver.close()  # it may still read the states
         finally:
             self._parts.updater.release()
             self._sharded.release()
@@ -661,7 +664,7 @@ class Engine:
 
     def has_exact_sums(self) -> bool:
         """After the last backward of a step: each rank has the whole sums of all ranks."""
-        return self._step.reduces_when_asked() and self._sharded.sums_exactly
+        return self._step.reduces_when_asked() and not self._sharded.reduction.is_lossy
 
     @property
     def has_seen_backward(self) -> bool:
@@ -670,7 +673,9 @@ class Engine:
 
     def allow_grads(self, grads: Iterable[Tensor]) -> None:
         """`param.grad` may be one of these tensors: the layer has put it there. Others are refused."""
-        self._sharded.backward_pass.allow_shown(grads)
+        if not isinstance(grads, Iterable):
+            raise wrong("allow_grads: grads", grads, "an iterable of tensors")
+        self._sharded.backward_pass.manual_grads.allow(grads)
 
     def params_without_grad(self) -> list[nn.Parameter]:
         """The trained parameters that had no gradient in the last backward."""
@@ -681,7 +686,7 @@ class Engine:
     @property
     def param_gatherer(self) -> Gatherer | None:
         """What gathers the units of stage 3; None at other stages."""
-        return self._sharded._gatherer
+        return self._sharded.gatherer
 
     def change_masters(self, change: Callable[[], None]) -> None:
         """Call `change`, which writes masters, and give their values to all ranks' parameters. A collective."""
@@ -692,7 +697,7 @@ class Engine:
             change()
             for master in updater.masters:
                 master.write_compute()
-                if master.is_sharded or master.params.is_sharded:
+                if master.is_sharded or master.params.shards_params:
                     master.publish()
         model.wait_published()
 

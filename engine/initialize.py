@@ -1,11 +1,11 @@
 """Reads the config once and assembles an engine: the only file that chooses a feature.
 
-key of the config                      what it brings, imported only then
+key of the config                      what it adds, imported only then
 -------------------------------------  ---------------------------------------------------------------
 pipeline, tensor_parallel              model/pipelining.py, model/slicing.py: `divide` chooses them
 sequence_parallel_size                 model/sequences.py
 sequence.tiled_mlp, tiled_loss         model/tiling.py
-offload_optimizer, offload_param       model/offloading.py: the host's and the disk's homes
+offload_optimizer, offload_param       model/offloading.py: the host's and the disk's stores
 offload_optimizer.ratio = "auto"       zero/model/auto_ratio.py
 zero_quantized_*, zero_hpz_*           model/compressing.py: ZeRO++
 optimizer.type = "OneBit..."           model/compressing.py: one-bit messages
@@ -17,9 +17,9 @@ comms_logger, memory_breakdown,        telemetry/traffic.py, telemetry/memory.py
 flops_profiler                         `StepReport` chooses them
 checkpoint.preemption_save_dir         preemption.py
 checkpoint                             checkpoint/, at the first save or load
-watch                                  ops/watch/sentinel.py, on several ranks
+watch                                  ops/watch/watcher.py, on several ranks
 
-argument of `initialize`               what it brings
+argument of `initialize`               what it adds
 -------------------------------------  ---------------------------------------------------------------
 weights, or a model on meta            zero/construction/
 training_data                          data/loaders.py
@@ -39,7 +39,7 @@ from torch import nn
 
 from ..compression.config import ONE_BIT_OPTIMIZERS
 from ..compression.scheme import BuildScheme, ExactScheme
-from ..offload.homes import Homes
+from ..offload.stores import Stores
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.exchange import agreeing
 from ..ops.comm.mesh_groups import MeshGroups
@@ -56,7 +56,7 @@ from .config.config import Config
 from .config.scheduler import warmup_steps
 from .engine import Engine
 from .model.arguments import (
-    Runs,
+    BlockRuns,
     check_arguments,
     check_same_model,
     check_whole,
@@ -65,7 +65,8 @@ from .model.arguments import (
     resolve_together,
     with_model,
 )
-from .model.dividing import Divided, divide
+from .model.compiling import BlockCompiler
+from .model.dividing import LocalModel, divide
 from .model.precision import DTYPES, buffers_that_follow, policy_of
 from .optim.loss_scale import GradientFactor, build_loss_scale
 from .optim.optimizers import (
@@ -78,15 +79,16 @@ from .optim.optimizers import (
     read_groups,
     split_for_muon,
 )
-from .parts import Compiling, LoopFactory, NoPreemptionSave, Parts, Preemption, Saves
+from .parts import LoopFactory, Parts, Preemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport
 from .telemetry.screen import log_notes, log_start, show_messages
 
 if TYPE_CHECKING:
-    from ..offload.host import HostHome
+    from ..offload.host import HostStore
     from ..zero.model.auto_ratio import AutoRatio
+    from .checkpoint.saver import Saver
     from .model.compressing import Messages
     from .model.recomputing import Recomputing
     from .model.sequences import Cutter
@@ -188,27 +190,27 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     if keeps_a_part or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
     messages, scheme = _messages(config, collectives)
-    divided = divide(model, config, mesh, collectives, partial(policy_of, config), scheme)
-    model, runs, flat_groups = divided.model, divided.runs, divided.groups
+    local = divide(model, config, mesh, collectives, partial(policy_of, config), scheme)
+    model, runs, flat_groups = local.model, local.runs, local.groups
     with agreeing(collectives, "xds.initialize"):
         groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
     recomputing, undo_storing = _recomputing(config, blocks, device, mesh)
-    compiler = Compiling(model, blocks, config, recomputing)
+    compiler = BlockCompiler(model, blocks, config, recomputing)
     # values, flat buffers, the optimizer
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
-    divided.start_proof(mesh, sharded.holding)
+    local.start_proof(mesh, sharded.holding)
     updater = Updater(sharded)
     with agreeing(collectives, "xds.initialize"):
         optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-        undo_tiles = _tiles(divided, config)
+        undo_tiles = _tiles(local, config)
     # other forwards of modules
     if recomputing is not None:
         recomputing.begin()
-    undo = [divided.undo, undo_tiles, undo_storing]
+    undo = [local.undo, undo_tiles, undo_storing]
     if recomputing is not None:
         undo.append(recomputing.end)
-    cutter = _cut_sequences(model, config, mesh, divided)
+    cutter = _cut_sequences(model, config, mesh, local)
     if cutter is not None:
         undo.append(cutter.undo)
     if config.compile.enabled:
@@ -238,14 +240,14 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         loader=_loader(given.training_data, given.collate_fn, config, mesh),
         undo=undo,
         compiler=compiler,
-        saves=Saves(config.checkpoint, collectives, timeout_seconds()),
+        saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
         opened=mesh.opened,
-        loop=_loop(divided, mesh, config, sharded, cutter),
+        loop=_loop(local, mesh, config, sharded, cutter),
     )
 
 
-# -- features: what a key of the config brings ----------------------------------------------------------
+# -- features: what a key of the config adds ----------------------------------------------------------
 
 
 def _check_sequences(model: nn.Module, config: Config) -> None:
@@ -256,24 +258,24 @@ def _check_sequences(model: nn.Module, config: Config) -> None:
 
 
 def _cut_sequences(
-    model: nn.Module, config: Config, mesh: MeshGroups, divided: Divided
+    model: nn.Module, config: Config, mesh: MeshGroups, local: LocalModel
 ) -> Cutter | None:
     """Cuts the sequences of batches over ranks; None: each rank has whole ones."""
     if config.sequence_parallel_size == 1:
         return None
     from .model.sequences import cut_sequences
 
-    return cut_sequences(model, config, mesh, is_stage=divided.found is not None)
+    return cut_sequences(model, config, mesh, is_stage=local.found is not None)
 
 
 def _loop(
-    divided: Divided,
+    local: LocalModel,
     mesh: MeshGroups,
     config: Config,
     sharded: ShardedModel,
     cutter: Cutter | None,
 ) -> LoopFactory:
-    if divided.found is None:
+    if local.found is None:
         return batch_loop
     from .model.pipelining import build_pipeline
 
@@ -282,22 +284,22 @@ def _loop(
         from .model import sequences
 
         of_stages = sequences.of_stages(cutter)
-    return build_pipeline(divided.found, mesh, config, sharded, of_stages)
+    return build_pipeline(local.found, mesh, config, sharded, of_stages)
 
 
-def _tiles(divided: Divided, config: Config) -> Callable[[], None]:
+def _tiles(local: LocalModel, config: Config) -> Callable[[], None]:
     """Forwards in tiles as the config says; returns what restores the model's own."""
     section = config.sequence
     if section.tiled_mlp is False and section.tiled_loss is False:
         return _nothing
     from .model.tiling import tile_layers
 
-    return tile_layers(divided, section)
+    return tile_layers(local, section)
 
 
 def _host(
     config: Config, device: torch.device, optimizer: ClientOptimizer | None
-) -> HostHome | None:
+) -> HostStore | None:
     """Host memory for what is not on the device; None: everything is on the device."""
     zero = config.zero_optimization
     if zero.offload_optimizer.device == "none" and zero.offload_param.device == "none":
@@ -307,13 +309,13 @@ def _host(
     return build_host(config, device, optimizer)
 
 
-def _homes(config: Config, host: HostHome | None, trained_numel: int) -> Homes:
+def _stores(config: Config, host: HostStore | None, trained_numel: int) -> Stores:
     """The places of masters, states and shards. trained_numel: elements of all trainable parameters."""
     if host is None:
-        return Homes(None)
-    from .model.offloading import build_homes
+        return Stores(None)
+    from .model.offloading import build_stores
 
-    return build_homes(config, host, trained_numel)
+    return build_stores(config, host, trained_numel)
 
 
 def _auto_ratio(config: Config, sharded: ShardedModel, updater: Updater) -> AutoRatio | None:
@@ -349,16 +351,25 @@ def _recomputing(
 
     activations, storing = None, None
     if section.cpu_checkpointing:
-        from ..offload.activations import Activations
+        from ..offload.activations import ActivationOffload
 
-        activations = Activations(device, pin=True)
-        storing = activations.moving
+        activations = ActivationOffload(device)
+        storing = activations.offloading
     if section.partition_activations and mesh.mesh.tensor > 1:
         from ..tensor.partition import PartitionedInputs
 
-        moves = () if activations is None else (activations.move, activations.bring)
+        moves = () if activations is None else (activations.offload, activations.restore)
         storing = PartitionedInputs(mesh.along("tensor"), *moves).cutting
     return Recomputing(blocks, storing), _nothing if activations is None else activations.close
+
+
+def _saver(config: Config, collectives: Collectives) -> Saver | None:
+    """What saves in the background. Raises UsageError: the process group has no store."""
+    if not config.checkpoint.async_save:
+        return None
+    from .checkpoint.saver import build_saver
+
+    return build_saver(config, collectives)
 
 
 def _scheduler(config: Config, given: Any, optimizer: torch.optim.Optimizer) -> Scheduler | None:
@@ -386,7 +397,7 @@ def _monitor(config: Config) -> Monitor:
 def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preemption:
     section = config.checkpoint
     if not (section.preemption_save_dir and trains):
-        return NoPreemptionSave()
+        return Preemption()
     from .preemption import SaveOnPreemption
 
     return SaveOnPreemption(section, collectives)
@@ -485,8 +496,8 @@ def _sharded(
     given: _Given,
     groups: Groups,
     flat_groups: FlatGroups,
-    host: HostHome | None,
-    runs: Runs,
+    host: HostStore | None,
+    runs: BlockRuns,
 ) -> ShardedModel:
     """The model on this rank's device, with its values in flat buffers."""
     policy, names = flat_groups.data.policy, flat_groups.names
@@ -495,11 +506,11 @@ def _sharded(
     with agreeing(flat_groups.world, "xds.initialize"):
         check_model(model, groups.index, must_train=must_train)
         trained_numel = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
-        homes = _homes(config, host, trained_numel)
+        stores = _stores(config, host, trained_numel)
     move_model(model, flat_groups.world.device)
     following = buffers_that_follow(model)  # before the parameters change their dtype
     zero = config.zero_optimization
-    sharded = ShardedModel(model, groups.index, flat_groups, zero, homes, runs)
+    sharded = ShardedModel(model, groups.index, flat_groups, zero, stores, runs)
     if policy.compute is not None:
         for buffer in following:
             buffer.data = buffer.data.to(policy.compute)

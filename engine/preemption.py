@@ -4,7 +4,7 @@ The small message that every step sends anyway carries one bit more: this rank w
 which some rank said so is the last one.
 
     rank 0   ---- 7 ----[SIGTERM]---- 8 says so -> saves, exits
-    rank 1   ---- 7 ----------------- 8 hears it -> saves, exits
+    rank 1   ---- 7 ----------------- 8 reads it -> saves, exits
 
 - Python runs a signal handler between two instructions of the main thread. A rank that waits in a collective
   handles its signal after it. The launcher ends a rank that waits forever, after `preemption_seconds`.
@@ -123,7 +123,7 @@ class SaveOnPreemption(Preemption):
             )
 
     def end(self) -> None:
-        _signals.leave(self)
+        _signals.remove(self)
 
 
 @final
@@ -196,7 +196,7 @@ class _Signals:
                     "engines that are saved together need the same ranks: leave it empty for one of them"
                 )
 
-    def leave(self, old: SaveOnPreemption) -> None:
+    def remove(self, old: SaveOnPreemption) -> None:
         """The engine of `old` takes no more steps. The last one restores the former handlers."""
         if old not in self._joined:
             return

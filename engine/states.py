@@ -93,7 +93,8 @@ class States:
         """Load a checkpoint; its folder and client_state, or (None, None)."""
         from .checkpoint.load import load_checkpoint
 
-        self._parts.saves.wait()
+        if self._parts.saver is not None:
+            self._parts.saver.wait()
         return load_checkpoint(self._parts, self._counters, load_dir, tag, options)
 
     def memory_plan(self) -> dict[str, int]:

@@ -91,14 +91,16 @@ class TorchCalls:
         if self._step.has_gradients:
             self._drop()
         elif self._replaced:
-            self._sharded.backward_pass.drop_script_grads()
+            self._sharded.backward_pass.manual_grads.clear()
         return original(*args, **kwargs)
 
     def _zero_module(
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         if self._step.has_gradients:
-            trained = {id(param) for grads in self._sharded.flat_grads for param in grads.params}
+            trained = {
+                id(param) for grads in self._sharded.reduction.order for param in grads.params
+            }
             missing = trained.difference(map(id, module.parameters()))
             if missing and missing != trained:
                 raise UsageError(

@@ -23,7 +23,7 @@ usage: xds bench comm [options]   time the collectives, and compare with the lin
 
 @final
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What is measured. max_bytes: the largest size; 0 means 1 GiB on GPUs and 64 MiB on CPUs."""
 
     ops: Sequence[str]
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     return xds([*launcher_args, "--module", "xds.launcher.bench_ranks", json.dumps(asdict(plan))])
 
 
-def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
+def read(argv: Sequence[str]) -> tuple[BenchPlan, list[str]]:
     """The plan, and the arguments for the launcher.
 
     Raises:
@@ -92,4 +92,4 @@ def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
         raise UsageError(
             f"--max-size = {most}: is below --min-size = {least}; raise it, or lower the other"
         )
-    return Plan(ops, least, most, args.dtype, args.trials, args.json), launcher_args
+    return BenchPlan(ops, least, most, args.dtype, args.trials, args.json), launcher_args

@@ -27,7 +27,7 @@ from ..ops.comm.exchange import host_numbers
 from ..ops.comm.handles import Handle
 from ..ops.comm.opening import open_collectives
 from ..utils.errors import XdsError
-from .bench import Plan
+from .bench import BenchPlan
 
 _FACTOR = 4  # from one size to the next
 _LINK_BYTES = 32 << 20
@@ -43,7 +43,7 @@ Call = Callable[[], object]
 
 @final
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One collective at one size. seconds: of a call, on the slowest rank. of_link: None for one rank."""
 
     op: str
@@ -70,7 +70,7 @@ def bus_factor(op: str, world_size: int) -> float:
     return 2 * share if op == "all_reduce" else share
 
 
-def run_rank(plan: Plan) -> None:
+def run_rank(plan: BenchPlan) -> None:
     """Run one rank. Rank 0 prints the table, or one line of JSON."""
     is_cpu = os.environ.get("XDS_BACKEND") in ("gloo", "mpi")
     device = torch.device("cpu") if is_cpu else pick_device()
@@ -103,7 +103,7 @@ def run_rank(plan: Plan) -> None:
 class Bench:
     """The collectives of one group: each is checked, then timed. All ranks call the methods alike."""
 
-    def __init__(self, where: Collectives, group: Any, plan: Plan) -> None:
+    def __init__(self, where: Collectives, group: Any, plan: BenchPlan) -> None:
         self._where, self._group, self._plan = where, group, plan
         self._dtype: torch.dtype = getattr(torch, plan.dtype)
         is_gpu = where.device.type == "cuda"
@@ -126,8 +126,8 @@ class Bench:
         self._link = _LINK_BYTES / self._seconds(call)
         return self._link
 
-    def rows(self) -> Iterator[Row]:
-        """Yield a Row for each op, way and size. Raises XdsError if a result is wrong."""
+    def rows(self) -> Iterator[BenchRow]:
+        """Yield a row for each op, way and size. Raises XdsError if a result is wrong."""
         size = self._where.world_size
         for op in [op for op in self._plan.ops if size > 1 or op != "send_recv"]:
             ways = ("xds", "torch") if op != "broadcast" else ("xds",)  # which is the backend's own
@@ -140,7 +140,7 @@ class Bench:
                         break
                     asked = min(asked * _FACTOR, self._max_bytes)
 
-    def _row(self, op: str, by: str, numel: int) -> Row:
+    def _row(self, op: str, by: str, numel: int) -> BenchRow:
         size_bytes = numel * self._dtype.itemsize
         call, result, expected = self._case(op, by, numel)
         call()
@@ -155,7 +155,7 @@ class Bench:
         seconds = self._seconds(call)
         speed = size_bytes / seconds
         bus = speed * bus_factor(op, self._where.world_size)
-        return Row(
+        return BenchRow(
             op, by, size_bytes, seconds, speed, bus, bus / self._link if self._link else None
         )
 
@@ -267,4 +267,4 @@ class Bench:
 
 
 if __name__ == "__main__":
-    run_rank(Plan(**json.loads(sys.argv[1])))
+    run_rank(BenchPlan(**json.loads(sys.argv[1])))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..engine.config.elasticity import refusal
-from ..engine.elastic.rules import Plan
+from ..engine.elastic.rules import ElasticPlan
 from ..engine.elastic.world_sizes import elastic_plan
 from ..utils.errors import ConfigError
 from .command_line.options import Parser, whole_number
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _as_json(plan: Plan, world_size: int | None) -> dict[str, Any]:
+def _as_json(plan: ElasticPlan, world_size: int | None) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "train_batch_size": plan.batch_size,
         "valid_world_sizes": list(plan.world_sizes),
@@ -57,7 +57,7 @@ def _as_json(plan: Plan, world_size: int | None) -> dict[str, Any]:
     return fields
 
 
-def _text(plan: Plan) -> str:
+def _text(plan: ElasticPlan) -> str:
     limits = plan.limits
     lines = [
         f"train_batch_size = {plan.batch_size} samples, at every number of ranks "
@@ -72,7 +72,7 @@ def _text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _split(plan: Plan, world_size: int) -> str:
+def _split(plan: ElasticPlan, world_size: int) -> str:
     replicas = world_size // plan.limits.model_parallel_size
     micro, steps = plan.split(replicas)
     return (

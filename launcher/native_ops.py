@@ -152,7 +152,7 @@ def _clean(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _current() -> Iterator[build_cache.Entry]:
+def _current() -> Iterator[build_cache.CachedLibrary]:
     for library in libraries.LIBRARIES.values():
         try:
             entry = build.find(library)

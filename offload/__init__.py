@@ -1,1 +1,1 @@
-"""Where a shard is stored."""
+"""Stores optimizer states, parameters and gradients in host memory or in files."""

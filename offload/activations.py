@@ -17,57 +17,63 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .lanes import Lanes, Outbox
-from .places import Done, Ticket
-from .reused import HostBlock, HostPool
+from .host_pool import HostBlock, HostPool
+from .interfaces import FinishedJob, JobHandle
+from .job_queues import JobQueues, PendingCopies
 
 MIN_BYTES = 1 << 16  # a smaller tensor costs more to copy than to keep
 
 
 @final
-class _Moved:
+class _OffloadedTensor:
     """One tensor on the host, and on the device again once it is fetched. Its block is free at its end."""
 
     def __init__(
-        self, shape: torch.Size, host: Tensor, copied: Ticket, place: _Place, pool: HostPool
+        self,
+        shape: torch.Size,
+        host: Tensor,
+        copied: JobHandle,
+        buffer: _HostBuffer,
+        pool: HostPool,
     ) -> None:
         self.shape = shape
         self.host = host
         self.copied = copied
-        self.previous: weakref.ref[_Moved] | None = None  # moved before it: backward needs it next
-        self.place = place
-        end = weakref.finalize(self, _free, place, pool)
+        # offloaded before it: backward needs it next
+        self.previous: weakref.ref[_OffloadedTensor] | None = None
+        self.buffer = buffer
+        end = weakref.finalize(self, _free, buffer, pool)
         end.atexit = False
 
 
 @final
-class _Place:
-    """What outlives a moved tensor: its block, and a copy on the device that nobody has asked for yet."""
+class _HostBuffer:
+    """What outlives an offloaded tensor: its block, and a copy on the device that is not used yet."""
 
     def __init__(self, block: HostBlock) -> None:
         self.block = block
-        self.fetched: tuple[Tensor, Ticket] | None = None
+        self.fetched: tuple[Tensor, JobHandle] | None = None
 
 
-def _free(place: _Place, pool: HostPool) -> None:
-    fetched, place.fetched = place.fetched, None
+def _free(buffer: _HostBuffer, pool: HostPool) -> None:
+    fetched, buffer.fetched = buffer.fetched, None
     if fetched is not None and fetched[0].is_cuda:
-        fetched[1].order()  # its memory may be used again after the copy
-    pool.give(place.block)
+        fetched[1].wait_on_device()  # its memory may be used again after the copy
+    pool.give(buffer.block)
 
 
 @final
-class Activations:
+class ActivationOffload:
     """Moves tensors of one model to the host and back."""
 
-    def __init__(self, device: torch.device, *, pin: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lanes = Lanes.of_copies(device)
-        self._pool = HostPool(pin=pin and device.type == "cuda")
-        self._outbox = Outbox()
-        self._last: weakref.ref[_Moved] | None = None
+        self._queues = JobQueues.of_copies(device)
+        self._pool = HostPool(pin=device.type == "cuda")
+        self._pending_copies = PendingCopies()
+        self._last: weakref.ref[_OffloadedTensor] | None = None
 
-    def moving(self, inputs: Iterable[Tensor]) -> AbstractContextManager[None]:
+    def offloading(self, inputs: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Inside, tensors that autograd saves go to the host if they are among `inputs` and not small.
 
         Tensors that need no gradient stay, because several blocks share them (masks, positions); leaves stay,
@@ -79,66 +85,66 @@ class Activations:
             if tensor.requires_grad and not tensor.is_leaf and tensor.nbytes >= MIN_BYTES
         }
 
-        def pack(tensor: Tensor) -> Tensor | _Moved:
+        def pack(tensor: Tensor) -> Tensor | _OffloadedTensor:
             if tensor.data_ptr() not in wanted or not tensor.is_contiguous():
                 return tensor
-            return self.move(tensor)
+            return self.offload(tensor)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, self.bring)
+        return torch.autograd.graph.saved_tensors_hooks(pack, self.restore)
 
-    def move(self, tensor: Tensor) -> Tensor | _Moved:
-        """Copy a contiguous `tensor` to the host; a small one stays. The last one is the first to `bring`."""
-        return self._move(tensor) if tensor.nbytes >= MIN_BYTES else tensor
+    def offload(self, tensor: Tensor) -> Tensor | _OffloadedTensor:
+        """Copy a contiguous `tensor` to the host; a small one stays. The last one is the first to `restore`."""
+        return self._offload(tensor) if tensor.nbytes >= MIN_BYTES else tensor
 
-    def _move(self, tensor: Tensor) -> _Moved:
+    def _offload(self, tensor: Tensor) -> _OffloadedTensor:
         block, source = self._pool.take(tensor.nbytes), tensor.detach().view(-1)
         host = block.memory[: tensor.nbytes].view(tensor.dtype)
         reader = block.reader
 
         def copy() -> None:
-            reader.order()
+            reader.wait_on_device()
             host.copy_(source, non_blocking=True)
 
-        copied = self._lanes.to_host.run(copy)
+        copied = self._queues.to_host.run(copy)
         # a reference until it is copied: its memory must not be used again before
-        self._outbox.add(copied, partial(_forget, source))
-        moved = _Moved(tensor.shape, host, copied, _Place(block), self._pool)
-        moved.previous, self._last = self._last, weakref.ref(moved)
-        return moved
+        self._pending_copies.add(copied, partial(_forget, source))
+        offloaded = _OffloadedTensor(tensor.shape, host, copied, _HostBuffer(block), self._pool)
+        offloaded.previous, self._last = self._last, weakref.ref(offloaded)
+        return offloaded
 
-    def bring(self, saved: Tensor | _Moved) -> Tensor:
-        """The tensor on the device, of what `move` returned."""
+    def restore(self, saved: Tensor | _OffloadedTensor) -> Tensor:
+        """The tensor on the device, of what `offload` returned."""
         if isinstance(saved, Tensor):
             return saved
-        self._outbox.drain()
-        tensor, ticket = saved.place.fetched or self._fetch(saved)
-        saved.place.fetched = None
+        self._pending_copies.drain()
+        tensor, handle = saved.buffer.fetched or self._fetch(saved)
+        saved.buffer.fetched = None
         following = None if saved.previous is None else saved.previous()
-        if following is not None and following.place.fetched is None:
-            following.place.fetched = self._fetch(following)
-        ticket.order()
+        if following is not None and following.buffer.fetched is None:
+            following.buffer.fetched = self._fetch(following)
+        handle.wait_on_device()
         return tensor.view(saved.shape)
 
-    def _fetch(self, moved: _Moved) -> tuple[Tensor, Ticket]:
-        tensor = torch.empty_like(moved.host, device=self._device)
-        if moved.host.numel() == 0:
-            return tensor, Done()
+    def _fetch(self, offloaded: _OffloadedTensor) -> tuple[Tensor, JobHandle]:
+        tensor = torch.empty_like(offloaded.host, device=self._device)
+        if offloaded.host.numel() == 0:
+            return tensor, FinishedJob()
 
         def copy() -> None:
-            moved.copied.order()
-            tensor.copy_(moved.host, non_blocking=True)
+            offloaded.copied.wait_on_device()
+            tensor.copy_(offloaded.host, non_blocking=True)
 
-        ticket = moved.place.block.reader = self._lanes.to_device.run(copy)
-        return tensor, ticket
+        handle = offloaded.buffer.block.reader = self._queues.to_device.run(copy)
+        return tensor, handle
 
     def close(self) -> None:
         """End the threads."""
-        self._outbox.drain()
-        self._lanes.close()
+        self._pending_copies.drain()
+        self._queues.close()
 
 
 def _forget(tensor: Tensor) -> None:
     """The end of a reference."""
 
 
-__all__ = ["Activations"]
+__all__ = ["ActivationOffload"]

@@ -15,7 +15,7 @@ from typing import final
 
 import torch
 
-from .lanes import Lane
+from .job_queues import JobQueue
 
 # variables by which a user, a launcher or OpenMP itself places threads
 PLACING = ("XDS_RANK_CORES", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -125,22 +125,22 @@ def this_machine(root: Path = Path("/")) -> Machine:
 
 def _nodes(folder: Path) -> dict[int, int]:
     """The memory node of each core."""
-    found = {}
+    nodes = {}
     for path in folder.glob("node[0-9]*"):
         for number in read_list(_text(path / "cpulist")):
-            found[number] = int(path.name.removeprefix("node"))
-    return found
+            nodes[number] = int(path.name.removeprefix("node"))
+    return nodes
 
 
 def _first_sibling(root: Path, number: int, usable: Collection[int]) -> int:
     topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
     siblings = read_list(_text(topology / "thread_siblings_list"))
-    return min((one for one in siblings if one in usable), default=number)
+    return min((sibling for sibling in siblings if sibling in usable), default=number)
 
 
 def read_quota(root: Path = Path("/")) -> float | None:
     """The cores that the control groups of this process grant; None: all."""
-    found = []
+    quotas = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         folders = (root / "sys/fs/cgroup", root / "sys/fs/cgroup" / controllers)
@@ -151,19 +151,19 @@ def read_quota(root: Path = Path("/")) -> float | None:
                     _text(folder / inner / f"cpu.cfs_{kind}_us").strip()
                     for kind in ("quota", "period")
                 ]
-                if len(limit) == 2 and all(one.isdecimal() and int(one) for one in limit):
-                    found.append(int(limit[0]) / int(limit[1]))
-    return min(found, default=None)
+                if len(limit) == 2 and all(number.isdecimal() and int(number) for number in limit):
+                    quotas.append(int(limit[0]) / int(limit[1]))
+    return min(quotas, default=None)
 
 
 def read_list(text: str) -> list[int]:
     """The numbers in the kernel's "0-3,8"."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         if first.isdecimal():
-            found += range(int(first), int(last or first) + 1)
-    return found
+            numbers += range(int(first), int(last or first) + 1)
+    return numbers
 
 
 def _text(path: Path) -> str:
@@ -176,7 +176,7 @@ def _text(path: Path) -> str:
 # -- taking effect ------------------------------------------------------------------------------------------
 
 
-def place_updates(updates: Lane, share: float | None) -> None:
+def place_updates(updates: JobQueue, share: float | None) -> None:
     """Bind the thread of `updates` to this rank's cores, and set how many threads it uses.
 
     Args:

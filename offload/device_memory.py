@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import final
 
 import torch
@@ -10,26 +9,15 @@ import torch
 KEPT_FREE = 0.1  # share of the device: other steps may need more than those that were measured
 
 
-class DeviceMemory(ABC):
-    """Measures the memory of one device from `begin` on."""
+class DeviceMemory:
+    """Measures the memory of one device from `begin` on; by default of a CPU, which has nothing to fill."""
 
-    @abstractmethod
     def begin(self) -> None:
         """The steps to measure begin."""
-
-    @abstractmethod
-    def spare_bytes(self) -> int | None:
-        """Bytes that were free at the peak, without those to keep free. None: there is nothing to fill."""
-
-
-@final
-class HostOnly(DeviceMemory):
-    """The device is a CPU: its memory is the host's."""
-
-    def begin(self) -> None:
         return
 
     def spare_bytes(self) -> int | None:
+        """Bytes that were free at the peak, without those to keep free. None: there is nothing to fill."""
         return None
 
 
@@ -46,7 +34,7 @@ class CudaMemory(DeviceMemory):
 
     def spare_bytes(self) -> int | None:
         free, total = torch.cuda.mem_get_info(self._device)
-        return spare(
+        return free_at_peak(
             total,
             free,
             reserved=torch.cuda.memory_reserved(self._device),
@@ -54,7 +42,7 @@ class CudaMemory(DeviceMemory):
         )
 
 
-def spare(total: int, free: int, *, reserved: int, peak: int) -> int:
+def free_at_peak(total: int, free: int, *, reserved: int, peak: int) -> int:
     """Bytes of `total` that nobody uses at this process's peak, without those to keep free; at least 0.
 
     Args:
@@ -68,7 +56,7 @@ def spare(total: int, free: int, *, reserved: int, peak: int) -> int:
 
 def memory_of(device: torch.device) -> DeviceMemory:
     """The measure for `device`."""
-    return CudaMemory(device) if device.type == "cuda" else HostOnly()
+    return CudaMemory(device) if device.type == "cuda" else DeviceMemory()
 
 
-__all__ = ["CudaMemory", "DeviceMemory", "HostOnly", "memory_of", "spare"]
+__all__ = ["CudaMemory", "DeviceMemory", "memory_of", "free_at_peak"]

@@ -1,6 +1,6 @@
-"""Host memory as the place of masters, states, shards and sums of gradients, with its copies to the device.
+"""Stores masters, states, shards and sums of gradients in host memory, with copies to the device.
 
-    sum of one reduction ──to_host──> sum of the step [n] ──> update ──> Sender ──to_device──> parameters
+    sum of one reduction ──to_host──> sum of the step [n] ──> update ──> ParamCopier ──to_device──> parameters
     shard ──to_device──> its slice of the gathered buffer
 
 The first sum of a step is copied in its own dtype, so one reduction of 16-bit gradients takes 2 bytes an
@@ -15,37 +15,35 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .lanes import Lanes, Outbox
-from .pinned import host_memory
-from .places import (
-    Blocks,
-    Done,
-    Home,
+from .interfaces import (
+    FinishedJob,
+    GradStore,
+    JobHandle,
     Mark,
-    Near,
-    Residence,
+    MasterStore,
     Shard,
-    ShardHome,
-    StateHome,
-    StatesInMemory,
-    SumHome,
-    Ticket,
+    ShardStore,
+    StateStorage,
+    StateStore,
+    ToDevice,
 )
-from .spare import Spare
+from .job_queues import JobQueues, PendingCopies
+from .pinned import host_memory
+from .undo_pool import UndoPool
 
 # so many units the host may be behind the device in adding before backward waits for it
 NUM_STAGES = 4
-NUM_BUFFERS = 2  # of the sender
+NUM_BUFFERS = 2  # of the copier
 
 
 @final
-class Rotation:
+class RotatingBuffers:
     """Owns the buffers, pinned if `pin`; they grow to the largest size asked for. For one thread."""
 
     def __init__(self, num_buffers: int, *, pin: bool) -> None:
         self._pin = pin
         self._buffers = [host_memory(0, pin=False) for _ in range(num_buffers)]
-        self._readers: list[Ticket] = [Done() for _ in range(num_buffers)]
+        self._readers: list[JobHandle] = [FinishedJob() for _ in range(num_buffers)]
         self._next = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -57,7 +55,7 @@ class Rotation:
             self._buffers[at] = host_memory(need_bytes, pin=self._pin)
         return self._buffers[at][:need_bytes].view(dtype)
 
-    def lend(self, reader: Ticket) -> None:
+    def set_reader(self, reader: JobHandle) -> None:
         """The tensor that `take` returned last is read until `reader` is done."""
         self._readers[self._next] = reader
         self._next = (self._next + 1) % len(self._buffers)
@@ -65,7 +63,7 @@ class Rotation:
     def release(self) -> None:
         """Free the buffers, which nobody reads any more."""
         self._buffers = [host_memory(0, pin=False) for _ in self._buffers]
-        self._readers = [Done() for _ in self._buffers]
+        self._readers = [FinishedJob() for _ in self._buffers]
 
     @property
     def allocated_bytes(self) -> int:
@@ -74,7 +72,7 @@ class Rotation:
 
 
 @final
-class Sender:
+class ParamCopier:
     """Sends new parameter values to the device through a few pinned buffers, which it owns.
 
     update writes buffer 0 ──to_device──> parameters      meanwhile the next update writes buffer 1
@@ -82,9 +80,9 @@ class Sender:
     Used by one thread: the one that runs the updates.
     """
 
-    def __init__(self, lanes: Lanes, *, pin: bool) -> None:
-        self._lanes = lanes
-        self._buffers = Rotation(NUM_BUFFERS, pin=pin)
+    def __init__(self, queues: JobQueues, *, pin: bool) -> None:
+        self._queues = queues
+        self._buffers = RotatingBuffers(NUM_BUFFERS, pin=pin)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An undefined [numel] tensor to write values to, for the next `send`."""
@@ -95,18 +93,18 @@ class Sender:
         values: Tensor,
         target: Tensor,
         after: Mark | None = None,
-    ) -> Ticket:
+    ) -> JobHandle:
         """Start to copy `values`, the tensor that `buffer` returned last, to `target` [numel].
 
-        after: see `Lane.run`.
+        after: see `JobQueue.run`.
         """
-        ticket = self.copy(values, target, after)
-        self._buffers.lend(ticket)
-        return ticket
+        handle = self.copy(values, target, after)
+        self._buffers.set_reader(handle)
+        return handle
 
-    def copy(self, values: Tensor, target: Tensor, after: Mark | None = None) -> Ticket:
+    def copy(self, values: Tensor, target: Tensor, after: Mark | None = None) -> JobHandle:
         """The same for `values` in other memory of the host."""
-        return self._lanes.to_device.run(lambda: target.copy_(values, non_blocking=True), after)
+        return self._queues.to_device.run(lambda: target.copy_(values, non_blocking=True), after)
 
     def release(self) -> None:
         """Free the buffers, when all is sent."""
@@ -119,43 +117,43 @@ class Sender:
 
 
 @final
-class OnHost(SumHome):
+class HostGradStore(GradStore):
     """The sum is in host memory, pinned if `pin`. Its memory is allocated once."""
 
     is_on_host = True
 
     def __init__(
         self,
-        lanes: Lanes,
-        outbox: Outbox,
-        stages: Rotation,
+        queues: JobQueues,
+        pending_copies: PendingCopies,
+        stages: RotatingBuffers,
         sum_dtype: torch.dtype,
         *,
-        adds: bool,
+        accumulates: bool,
         pin: bool,
     ) -> None:
         """
         Args:
             stages: buffers for copies that are converted or added on the host afterwards.
-            adds: a step usually has several reductions, so the sum has `sum_dtype` from the start.
+            accumulates: a step usually has several reductions, so the sum has `sum_dtype` from the start.
         """
-        self._lanes = lanes
-        self._outbox = outbox
+        self._queues = queues
+        self._pending_copies = pending_copies
         self._stages = stages
         self._sum_dtype = sum_dtype
-        self._adds = adds
+        self._accumulates = accumulates
         self._pin = pin
         self._memory: Tensor | None = None
         self._sum: Tensor | None = None
-        self._writer: Ticket = Done()  # the last one of the memory
-        self._adder: Ticket = Done()  # the last one that is work of the host
-        self._reader: Ticket = Done()
-        self._replacing: Ticket = Done()
+        self._writer: JobHandle = FinishedJob()  # the last one of the memory
+        self._adder: JobHandle = FinishedJob()  # the last one that is work of the host
+        self._reader: JobHandle = FinishedJob()
+        self._replacing: JobHandle = FinishedJob()
 
     def add(self, source: Tensor, give_back: Callable[[], None]) -> None:
         if self._sum is None:
             is_wider = source.dtype.itemsize > self._sum_dtype.itemsize
-            dtype = self._sum_dtype if self._adds or is_wider else source.dtype
+            dtype = self._sum_dtype if self._accumulates or is_wider else source.dtype
             self._sum = self._allocate(source.numel(), dtype)
             self._copy(self._sum, source, give_back)
         else:
@@ -176,8 +174,8 @@ class OnHost(SumHome):
             self._staged(source, target.add_, give_back)
 
     def _directly(self, copy: Callable[[], Tensor], give_back: Callable[[], None]) -> None:
-        self._writer = self._lanes.to_host.run(copy)
-        self._outbox.add(self._writer, give_back)
+        self._writer = self._queues.to_host.run(copy)
+        self._pending_copies.add(self._writer, give_back)
 
     def _staged(
         self, source: Tensor, then: Callable[[Tensor], Tensor], give_back: Callable[[], None]
@@ -187,7 +185,7 @@ class OnHost(SumHome):
         Waits for the host only if all stages hold values that are not added yet.
         """
         stage = self._stages.take(source.numel(), source.dtype)
-        copied = self._lanes.to_host.run(lambda: stage.copy_(source, non_blocking=True))
+        copied = self._queues.to_host.run(lambda: stage.copy_(source, non_blocking=True))
         earlier = self._writer
 
         def work() -> None:
@@ -195,15 +193,15 @@ class OnHost(SumHome):
             copied.wait()
             then(stage)
 
-        self._writer = self._adder = self._lanes.updates.run(work)
-        self._stages.lend(self._writer)
-        self._outbox.add(copied, give_back)
+        self._writer = self._adder = self._queues.updates.run(work)
+        self._stages.set_reader(self._writer)
+        self._pending_copies.add(copied, give_back)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        # copies of the lane come after each other, but not after work of the host
-        for ticket in (self._reader, self._adder):
-            ticket.wait()
-        self._reader = self._adder = Done()
+        # copies of one queue are ordered among themselves, but not after work of the host
+        for handle in (self._reader, self._adder):
+            handle.wait()
+        self._reader = self._adder = FinishedJob()
         need_bytes = numel * dtype.itemsize
         if self._memory is None or self._memory.numel() < need_bytes:
             self._memory = host_memory(need_bytes, pin=self._pin)
@@ -223,27 +221,27 @@ class OnHost(SumHome):
 
     def replace(self, total: Tensor) -> None:
         target = self._sum = self._allocate(total.numel(), total.dtype)
-        self._writer = self._lanes.to_host.run(lambda: target.copy_(total, non_blocking=True))
+        self._writer = self._queues.to_host.run(lambda: target.copy_(total, non_blocking=True))
         self._replacing = self._writer
 
-    def order(self) -> None:
-        self._replacing.order()
-        self._replacing = Done()
+    def wait_on_device(self) -> None:
+        self._replacing.wait_on_device()
+        self._replacing = FinishedJob()
 
     def total(self) -> Tensor | None:
-        writer, self._writer = self._writer, Done()
+        writer, self._writer = self._writer, FinishedJob()
         writer.wait()
         return self._sum
 
-    def arriving(self) -> tuple[Tensor, Ticket]:
+    def pending_total(self) -> tuple[Tensor, JobHandle]:
         assert self._sum is not None
         return self._sum, self._writer
 
-    def lend(self, ticket: Ticket) -> None:
-        self._reader = ticket
+    def set_reader(self, handle: JobHandle) -> None:
+        self._reader = handle
 
     def reset(self) -> None:
-        self.order()
+        self.wait_on_device()
         self._sum = None
 
     def release(self) -> None:
@@ -251,60 +249,47 @@ class OnHost(SumHome):
 
     @property
     def host_bytes(self) -> int:
-        kept = 0 if self._memory is None else self._memory.numel()
-        is_wider = self._sum is not None and self._sum.nbytes > kept
-        return kept + (self._sum.nbytes if is_wider and self._sum is not None else 0)
+        allocated_bytes = 0 if self._memory is None else self._memory.numel()
+        is_wider = self._sum is not None and self._sum.nbytes > allocated_bytes
+        return allocated_bytes + (self._sum.nbytes if is_wider and self._sum is not None else 0)
 
 
 @final
-class ShardOnHost(Shard):
+class HostShard(Shard):
     """Memory of the host."""
 
     is_on_host = True
-    is_on_disk = False
 
-    def __init__(self, tensor: Tensor, lanes: Lanes) -> None:
-        self.tensor = tensor
-        self._lanes = lanes
+    def __init__(self, tensor: Tensor, queues: JobQueues) -> None:
+        super().__init__(tensor)
+        self._queues = queues
 
-    def bring(self) -> None:
-        return
-
-    def fetch(self, target: Tensor, after: Ticket | None) -> Ticket:
+    def fetch(self, target: Tensor, after: JobHandle | None) -> JobHandle:
         def copy() -> None:
             if after is not None:
                 after.wait()
             target.copy_(self.tensor, non_blocking=True)
 
-        return self._lanes.to_device.run(copy)
-
-    def begin_receive(self) -> None:
-        return
-
-    def receive(self, values: Tensor) -> None:
-        raise AssertionError("the shard is in memory")
-
-    def blocks(self) -> Blocks | None:
-        return None
+        return self._queues.to_device.run(copy)
 
 
 @final
-class ShardsOnHost(ShardHome):
+class HostShardStore(ShardStore):
     """Host memory, pinned if `pin`."""
 
     is_on_host = True
 
-    def __init__(self, lanes: Lanes, *, pin: bool) -> None:
-        self._lanes = lanes
+    def __init__(self, queues: JobQueues, *, pin: bool) -> None:
+        self._queues = queues
         self._pin = pin
 
-    def store(self, index: int, values: Tensor, near: Near) -> Shard:
+    def add(self, index: int, values: Tensor, to_device: ToDevice) -> Shard:
         memory = host_memory(values.numel() * values.element_size(), pin=self._pin)
-        return ShardOnHost(memory.view(values.dtype).copy_(values), self._lanes)
+        return HostShard(memory.view(values.dtype).copy_(values), self._queues)
 
 
-class HostHome(Home):
-    """Host memory, with what its users share: lanes, the outbox of gradients and the sender of parameters."""
+class HostStore(MasterStore):
+    """Host memory, with the queues, the buffers and the copier that its users share."""
 
     is_on_host = True
 
@@ -313,60 +298,68 @@ class HostHome(Home):
         device: torch.device,
         *,
         pin: bool,
-        adds: bool,
-        guesses: bool = False,
-        states: StateHome | None = None,
+        accumulates: bool,
+        speculates: bool = False,
+        states: StateStore | None = None,
     ) -> None:
         """
         Args:
             states: where masters and states are between updates; default: in host memory.
             pin: use pinned memory for copies; without effect where the device is a CPU.
-            adds: a step has several reductions.
-            guesses: updates run before it is known that their step will not be clipped or skipped.
+            accumulates: a step has several reductions.
+            speculates: updates run before it is known that their step will not be clipped or skipped.
         """
         self.device = device
         self.pin = pin and device.type == "cuda"
-        self.lanes = Lanes.of(device)
-        self.sender = Sender(self.lanes, pin=self.pin)
-        self._outbox = Outbox()
-        self._stages = Rotation(NUM_STAGES, pin=self.pin)
-        self._adds = adds
-        self.spare = Spare(pin=self.pin) if guesses else None
-        self.states = states or StatesInMemory()
+        self.queues = JobQueues.of(device)
+        self.copier = ParamCopier(self.queues, pin=self.pin)
+        self._pending_copies = PendingCopies()
+        self._stages = RotatingBuffers(NUM_STAGES, pin=self.pin)
+        self._accumulates = accumulates
+        self.undo_pool = UndoPool(pin=self.pin) if speculates else None
+        self.states = states or StateStore()
 
-    def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+    def copy_in(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to("cpu", dtype, copy=True)
 
-    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
-        return self.states.residence(index, master, holds_master=holds_master)
+    def state_storage(self, index: int, master: Tensor, *, holds_master: bool) -> StateStorage:
+        return self.states.state_storage(index, master, holds_master=holds_master)
 
-    def sums(self, sum_dtype: torch.dtype) -> SumHome:
-        shared = (self.lanes, self._outbox, self._stages)
-        return OnHost(*shared, sum_dtype, adds=self._adds, pin=self.pin)
+    def sums(self, sum_dtype: torch.dtype) -> GradStore:
+        shared = (self.queues, self._pending_copies, self._stages)
+        return HostGradStore(*shared, sum_dtype, accumulates=self._accumulates, pin=self.pin)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of host memory for copies, for states on a disk, and for updates that may be undone."""
-        spare = 0 if self.spare is None else self.spare.allocated_bytes
-        copies = self.sender.allocated_bytes + self._stages.allocated_bytes
-        return copies + spare + self.states.host_bytes
+        undo_bytes = 0 if self.undo_pool is None else self.undo_pool.allocated_bytes
+        copies = self.copier.allocated_bytes + self._stages.allocated_bytes
+        return copies + undo_bytes + self.states.host_bytes
 
     def drain(self) -> None:
         """Give back all device buffers whose copies are in flight."""
-        self._outbox.drain()
+        self._pending_copies.drain()
 
     def close(self) -> None:
         """End the threads."""
-        self.lanes.close()
+        self.queues.close()
         self.states.close()
 
     def release(self) -> None:
         """After `close`: free the buffers for copies."""
         self.drain()
-        self.sender.release()
+        self.copier.release()
         self._stages.release()
-        if self.spare is not None:
-            self.spare.release()
+        if self.undo_pool is not None:
+            self.undo_pool.release()
 
 
-__all__ = ["NUM_BUFFERS", "HostHome", "OnHost", "Rotation", "Sender", "ShardOnHost", "ShardsOnHost"]
+__all__ = [
+    "NUM_BUFFERS",
+    "HostStore",
+    "HostGradStore",
+    "RotatingBuffers",
+    "ParamCopier",
+    "HostShard",
+    "HostShardStore",
+]

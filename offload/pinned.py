@@ -45,15 +45,15 @@ def host_memory(num_bytes: int, *, pin: bool) -> Tensor:
     return tensor_over(_mapped(num_bytes), num_bytes, pin=pin)
 
 
-def tensor_over(mapping: mmap.mmap, num_bytes: int, *, pin: bool, can_warn: bool = True) -> Tensor:
+def tensor_over(mapping: mmap.mmap, num_bytes: int, *, pin: bool) -> Tensor:
     """The memory of `mapping`: a uint8 tensor of shape [num_bytes], at least 1. It keeps the mapping.
 
-    pin: as in `host_memory`; `can_warn`: the process warns if it fails.
+    pin: as in `host_memory`.
     """
     # torch keeps this array, and the array keeps the mapping, which cannot be closed meanwhile
     array = (ctypes.c_ubyte * num_bytes).from_buffer(mapping)
     address = ctypes.addressof(array)
-    is_pinned = pin and torch.cuda.is_available() and _register(address, num_bytes, can_warn)
+    is_pinned = pin and torch.cuda.is_available() and _register(address, num_bytes)
     device = torch.cuda.current_device() if is_pinned else None
     # an mmap object unmaps before its own finalizers run; this one runs first, and holds the mapping
     end = weakref.finalize(array, _release, mapping, address, device, os.getpid())
@@ -90,8 +90,8 @@ def _release(mapping: mmap.mmap, address: int, device: int | None, pid: int) -> 
             _runtime().cudaHostUnregister(address)
 
 
-def _register(address: int, num_bytes: int, can_warn: bool) -> bool:
-    """Whether CUDA has registered the memory; otherwise the process has warned, if it can."""
+def _register(address: int, num_bytes: int) -> bool:
+    """Whether CUDA has registered the memory; otherwise the process has warned once."""
     runtime = _runtime()
     code = runtime.cudaHostRegister(address, num_bytes, 0)
     if int(code) == 0:
@@ -99,7 +99,7 @@ def _register(address: int, num_bytes: int, can_warn: bool) -> bool:
     # The runtime returns the error once more after the next launch of a kernel in this thread.
     with suppress(RuntimeError, AssertionError):  # AssertionError: torch without CUDA
         torch.ones(1, device="cuda")
-    if can_warn and next(_failures()) == 0:
+    if next(_failures()) == 0:
         warnings.warn(_failure_text(runtime, code, num_bytes), PageableWarning, stacklevel=3)
     return False
 

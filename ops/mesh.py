@@ -140,23 +140,6 @@ class Mesh:
         )
         return tuple(self.ranks_along(names, first) for first in firsts)
 
-    def union_of(self, pipes: Iterable[int], rank: int) -> tuple[int, ...]:
-        """The data ranks of several pipeline stages together, ascending, with the other coordinates of `rank`.
-
-        It is the group of a weight that these stages share. `rank` itself may be on another stage.
-
-        >>> Mesh(pipe=3, data=2).union_of([0, 2], 0)
-        (0, 1, 4, 5)
-
-        Raises:
-            ValueError: there is no such stage or rank.
-        """
-        chosen = sorted(set(pipes))
-        for stage in chosen:
-            self.rank_at(pipe=stage)
-        own = self.coordinates(rank)
-        return self._box((chosen, range(self.data), (own.sequence,), (own.tensor,)))
-
     def _box(self, along: Iterable[Iterable[int]]) -> tuple[int, ...]:
         """The ranks at every combination of the given coordinates of each axis."""
         return tuple(

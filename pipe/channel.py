@@ -90,7 +90,7 @@ class Header:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Ways:
+class DirectionGroups:
     """The ranks of a pipeline for one kind of message, once for each direction between two ranks.
 
     Messages of one group run in one order on GPUs: a receive that is posted early would hold back a send.
@@ -119,8 +119,8 @@ class Channel:
 
     def __init__(
         self,
-        forward: Ways,
-        backward: Ways,
+        forward: DirectionGroups,
+        backward: DirectionGroups,
         ranks: Ranks,
         *,
         is_dynamic: bool,
@@ -288,7 +288,7 @@ class Channel:
     # -- both -------------------------------------------------------------------------------------------
 
     def _send(
-        self, ways: Ways, tensor: Tensor, peer: int, at: tuple[int, int], subject: str
+        self, ways: DirectionGroups, tensor: Tensor, peer: int, at: tuple[int, int], subject: str
     ) -> None:
         stage, micro_batch = at
         sender = stage + 1 if subject == "gradients" else stage
@@ -303,7 +303,7 @@ class Channel:
 
     def _receive(
         self,
-        ways: Ways,
+        ways: DirectionGroups,
         tensor: Tensor,
         sender: int,
         boundary: int,
@@ -335,9 +335,4 @@ def _sendable(tensor: Tensor) -> Tensor:
     return found if found.dtype in SENT_AS_IT_IS else found.view(-1).view(torch.uint8)
 
 
-def flow_bytes(header: Header) -> int:
-    """Bytes of the leaves of a flow."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in header.leaves)
-
-
-__all__ = ["JOINS", "Channel", "Header", "Ranks", "Ways", "flow_bytes"]
+__all__ = ["JOINS", "Channel", "Header", "Ranks", "DirectionGroups"]

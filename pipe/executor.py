@@ -69,7 +69,7 @@ class _Pending:
 
 
 @dataclass
-class Outcome:
+class PipelineOutputs:
     """What a run has produced on the rank of the last stage; empty on others."""
 
     losses: list[Tensor] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Executor:
         self._grads: dict[
             tuple[int, int], list[Tensor]
         ] = {}  # of the inputs of a stage, until sent
-        self._outcome = Outcome()
+        self._outcome = PipelineOutputs()
         self.max_in_flight = 0  # micro-batches between forward and backward, in the last run
         self._of_stages: dict[Op, Callable[[int], None]] = {
             Op.GATHER: states.hold,
@@ -133,7 +133,7 @@ class Executor:
         weight_factor: float = 1.0,
         keeps_outputs: bool = False,
         computes_loss: bool = True,
-    ) -> Outcome:
+    ) -> PipelineOutputs:
         """Run row `rank` of `table`.
 
         Args:
@@ -146,7 +146,7 @@ class Executor:
         self._table, self._rank, self._batches = table, rank, batches
         self._factor, self._weight_factor = factor, weight_factor
         self._keeps_outputs, self._computes_loss = keeps_outputs, computes_loss
-        self._outcome, self.max_in_flight = Outcome(), 0
+        self._outcome, self.max_in_flight = PipelineOutputs(), 0
         row = table.rows[rank]
         try:
             for at, action in enumerate(row):
@@ -304,4 +304,4 @@ def _grad_of(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if grad is None else grad
 
 
-__all__ = ["Executor", "Outcome", "StageStates"]
+__all__ = ["Executor", "PipelineOutputs", "StageStates"]

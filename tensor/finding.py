@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..ops.torch_internals import tree_leaves, tree_map
 from ..utils.module_buffers import untouched_buffers
-from .plan import Ways
-from .words import Way, Word, is_linear
+from .plan import ParallelPlan
+from .styles import ParallelStyle, StyleName, is_linear
 
 SAMPLES, LENGTH = 2, 8  # of the random input
 MOST_PROBES = 32  # units whose dependence is looked at
@@ -29,19 +29,19 @@ MOST_PROBES = 32  # units whose dependence is looked at
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def find_plan(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Ways:
+def find_plan(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> ParallelPlan:
     """Module name -> how it is cut, for the layers of `blocks`; {}: nothing was found."""
-    found: Ways = {}
-    kinds: dict[Any, Ways] = {}
+    found: ParallelPlan = {}
+    kinds: dict[Any, ParallelPlan] = {}
     for name, block in blocks:
         kind = (type(block), tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
         if kind not in kinds:
             kinds[kind] = _plan_of_block(model, block)
-        found |= {f"{name}.{inner}": way for inner, way in kinds[kind].items()}
+        found |= {f"{name}.{inner}": style for inner, style in kinds[kind].items()}
     return found
 
 
-def _plan_of_block(model: nn.Module, block: nn.Module) -> Ways:
+def _plan_of_block(model: nn.Module, block: nn.Module) -> ParallelPlan:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -173,9 +173,9 @@ def _watched(block: nn.Module, run: _Run) -> Iterator[None]:
 # -- what depends on what ---------------------------------------------------------------------------------
 
 
-def _pairs(block: nn.Module, run: _Run) -> Ways:
+def _pairs(block: nn.Module, run: _Run) -> ParallelPlan:
     """The layers between which activations can be cut."""
-    found: Ways = {}
+    found: ParallelPlan = {}
     in_end = _sources(run.ends, run.outputs)
     users = {name: _sources([given], run.outputs) for name, given in run.inputs.items()}
     for name, sources in users.items():
@@ -185,9 +185,9 @@ def _pairs(block: nn.Module, run: _Run) -> Ways:
         probe = _Probe(
             run.inputs[name], {source: run.outputs[source] for source in sorted(sources)}
         )
-        ways = probe.ways(name)
-        if ways:
-            found |= ways
+        styles = probe.styles(name)
+        if styles:
+            found |= styles
             found |= _between(block, run.inputs[name])
     return found
 
@@ -202,7 +202,7 @@ def _sources(tensors: Sequence[Tensor], outputs: Mapping[str, Tensor]) -> set[st
     return {name for name, grad in zip(outputs, grads, strict=True) if grad is not None}
 
 
-def _between(block: nn.Module, given: Tensor) -> Ways:
+def _between(block: nn.Module, given: Tensor) -> ParallelPlan:
     """Modules with parameters between two layers, such as norms of heads: each rank has a part of the sum."""
     params = {id(param): param for param in block.parameters() if param.requires_grad}
     if not params:
@@ -212,7 +212,7 @@ def _between(block: nn.Module, given: Tensor) -> Ways:
     )
     used = {key for key, grad in zip(params, grads, strict=True) if grad is not None}
     return {
-        name: Way(Word.PARTIAL)
+        name: ParallelStyle(StyleName.PARTIAL)
         for name, module in block.named_modules()
         if name and any(id(param) in used for param in module.parameters(recurse=False))
     }
@@ -229,7 +229,7 @@ class _Probe:
         seeds = torch.Generator().manual_seed(3)
         self._seed = (torch.rand(given.shape, generator=seeds) + 0.5).to(given)
 
-    def ways(self, name: str) -> Ways:
+    def styles(self, name: str) -> ParallelPlan:
         """The layer `name`, whose input is `given`, by rows, and the sources by columns; {}: not separable."""
         size = self._unit_size()
         units = self._width // size
@@ -247,10 +247,10 @@ class _Probe:
                 return {}
         is_column = size == 1 and all(length == 1 for own in runs.values() for _, length in own)
         kept = 0 if is_column else units
-        found = {name: Way(Word.ROWWISE, (self._width,), kept)}
+        found = {name: ParallelStyle(StyleName.ROWWISE, (self._width,), kept)}
         for source, sizes in parts.items():
-            word = Word.COLWISE if len(sizes) == 1 else Word.PACKED_COLWISE
-            found[source] = Way(word, sizes, kept)
+            style_name = StyleName.COLWISE if len(sizes) == 1 else StyleName.PACKED_COLWISE
+            found[source] = ParallelStyle(style_name, sizes, kept)
         return found
 
     def _unit_size(self) -> int:

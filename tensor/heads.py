@@ -16,7 +16,7 @@ from torch import nn
 
 from ..utils.errors import UsageError
 from .shares import Range, copied_ranges, ranges_of, share_of
-from .words import BY_HEADS, CUTS_COLUMNS, CUTS_ROWS, Way
+from .styles import BY_HEADS, CUTS_COLUMNS, CUTS_ROWS, ParallelStyle
 
 COUNTS = (
     "num_heads",
@@ -31,7 +31,7 @@ SIZES = ("split_size", "embed_dim", "inner_dim", "hidden_size_per_rank")
 HEAD_SIZES = ("head_dim", "head_size")
 GROUPS = "num_key_value_groups"  # queries of one head of keys, in attention of transformers
 
-Layers = Mapping[str, tuple[nn.Module, Way]]
+Layers = Mapping[str, tuple[nn.Module, ParallelStyle]]
 
 
 @final
@@ -46,16 +46,16 @@ class Heads:
 
 def heads_of(parent: nn.Module, layers: Layers) -> Heads | None:
     """The heads of the layers under `parent`; None: single columns are cut."""
-    inner = [(module, way) for module, way in layers.values() if way.word in BY_HEADS]
-    rows = [sum(way.sizes(module)) for module, way in inner if way.word in CUTS_ROWS]
-    known = max((way.units for _, way in inner), default=0)
-    sizes = [size for module, way in inner for size in way.sizes(module)]
+    inner = [(module, style) for module, style in layers.values() if style.name in BY_HEADS]
+    rows = [sum(style.sizes(module)) for module, style in inner if style.name in CUTS_ROWS]
+    known = max((style.units for _, style in inner), default=0)
+    sizes = [size for module, style in inner for size in style.sizes(module)]
     # rows that another module holds, as the output of BERT's attention, leave the columns alone
     unnamed = Heads(known, 1, min(rows or sizes) // known) if known else None
     size = next((getattr(parent, name) for name in HEAD_SIZES if hasattr(parent, name)), None)
     if not isinstance(size, int) or not size or not sizes or any(s % size for s in sizes):
         return unnamed
-    if not any(way.word in CUTS_COLUMNS for _, way in inner):
+    if not any(style.name in CUTS_COLUMNS for _, style in inner):
         return unnamed
     units = min(sizes) // size
     if known not in (0, units):
@@ -64,15 +64,15 @@ def heads_of(parent: nn.Module, layers: Layers) -> Heads | None:
 
 
 def ranges_of_layer(
-    name: str, module: nn.Module, way: Way, heads: Heads | None, num_ranks: int
+    name: str, module: nn.Module, style: ParallelStyle, heads: Heads | None, num_ranks: int
 ) -> list[tuple[Range, ...]]:
     """The columns or rows of the layer `name` that each rank has.
 
     Raises:
         UsageError: there are too few of them.
     """
-    sizes, ranks = way.sizes(module), range(num_ranks)
-    if heads is None or way.word not in BY_HEADS or any(size % heads.units for size in sizes):
+    sizes, ranks = style.sizes(module), range(num_ranks)
+    if heads is None or style.name not in BY_HEADS or any(size % heads.units for size in sizes):
         even_ranges(name, min(sizes), num_ranks)
         return [_of_parts(sizes, num_ranks, rank) for rank in ranks]
     if heads.units >= num_ranks:
@@ -116,14 +116,14 @@ def check_copies(
     Raises:
         UsageError: ranks would have copies of rows, whose outputs are summed, or of one part of a packed layer.
     """
-    for name, (_, way) in layers.items():
+    for name, (_, style) in layers.items():
         by_rank = ranges[name]
         copied = [
             mine == theirs
             for first, second in pairwise(by_rank)
             for mine, theirs in zip(first, second, strict=True)
         ]
-        if any(copied) and (way.word in CUTS_ROWS or len(by_rank[0]) > 1):
+        if any(copied) and (style.name in CUTS_ROWS or len(by_rank[0]) > 1):
             packed = ", packed with those of queries" if len(by_rank[0]) > 1 else ""
             raise UsageError(
                 f"tensor_parallel.tp_size = {len(by_rank)}: {parent} has {heads.units} heads of keys and "

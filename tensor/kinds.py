@@ -7,14 +7,14 @@ from collections.abc import Hashable, Mapping
 import torch
 from torch import nn
 
-from .words import Way
+from .styles import ParallelStyle
 
 NOT_SETTINGS = ("idx", "index", "layer_id", "layer_number", "training")  # in names of attributes
 
 
-def kind_of(block: nn.Module, layers: Mapping[str, Way]) -> Hashable:
+def kind_of(block: nn.Module, layers: Mapping[str, ParallelStyle]) -> Hashable:
     """Equal for blocks whose modules have the same classes and settings, and whose `layers` are cut alike."""
-    cut = tuple((name, way, _shapes(block, name)) for name, way in layers.items())
+    cut = tuple((name, style, _shapes(block, name)) for name, style in layers.items())
     return cut, *((name, type(one), _settings(one)) for name, one in block.named_modules())
 
 

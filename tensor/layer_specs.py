@@ -17,12 +17,12 @@ from torch import nn
 from ..utils.errors import UsageError
 from ..utils.patterns import check_expression, matching
 from ..utils.quoting import quoted
-from .plan import Ways, check_module
-from .words import Way, Word, length_of
+from .plan import ParallelPlan, check_module
+from .styles import ParallelStyle, StyleName, length_of
 
 PATH = "tensor_parallel.partition_config"
 KEYS = ("patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output")
-WORDS = {"column": Word.COLWISE, "row": Word.ROWWISE, "skip": Word.WHOLE}
+WORDS = {"column": StyleName.COLWISE, "row": StyleName.ROWWISE, "skip": StyleName.WHOLE}
 
 
 class _Spec(NamedTuple):
@@ -30,7 +30,7 @@ class _Spec(NamedTuple):
 
     path: str
     patterns: tuple[str, ...]
-    word: Word
+    style_name: StyleName
     shape: Any
 
     def matched(self, names: Sequence[str]) -> set[str]:
@@ -57,8 +57,8 @@ def keeps_own_plan(config: Mapping[str, Any] | None) -> bool:
 
 
 def read_specs(
-    config: Mapping[str, Any], own: Ways, model: nn.Module, *, is_part: bool = False
-) -> Ways:
+    config: Mapping[str, Any], own: ParallelPlan, model: nn.Module, *, is_part: bool = False
+) -> ParallelPlan:
     """Module name -> how it is cut.
 
     Args:
@@ -77,7 +77,7 @@ def read_specs(
         for i, entry in enumerate(config["layer_specs"])
     ]
     asked = [spec for spec in specs if spec is not None]
-    found: Ways = dict(own)
+    found: ParallelPlan = dict(own)
     modules = {
         name: module
         for name, module in model.named_modules()
@@ -89,14 +89,14 @@ def read_specs(
             (spec for spec, hits in zip(asked, matched, strict=True) if name in hits), None
         )
         if first is not None:
-            found[name] = _way(first, name, module)
+            found[name] = _style(first, name, module)
     unused = [spec for spec, hits in zip(asked, matched, strict=True) if not hits]
     if unused and not is_part:
         raise UsageError(
             f"{unused[0].path}.patterns = {list(unused[0].patterns)}: they match no weight of "
             f"{type(model).__name__}; correct them, or remove the entry"
         )
-    return {name: way for name, way in found.items() if way.word is not Word.WHOLE}
+    return {name: style for name, style in found.items() if style.name is not StyleName.WHOLE}
 
 
 def _spec(entry: Any, path: str, kind: str | None) -> _Spec | None:
@@ -111,20 +111,22 @@ def _spec(entry: Any, path: str, kind: str | None) -> _Spec | None:
         return None
     text = str(entry.get("partition_type", "column"))
     if text not in WORDS:
-        known = ", ".join(f'"{word}"' for word in WORDS)
+        known = ", ".join(f'"{name}"' for name in WORDS)
         raise UsageError(f"{path}.partition_type = {text!r}: must be one of {known}")
-    word = WORDS[text]
-    if entry.get("gather_output") and word is Word.COLWISE:
-        word = Word.COLWISE_GATHER
+    style_name = WORDS[text]
+    if entry.get("gather_output") and style_name is StyleName.COLWISE:
+        style_name = StyleName.COLWISE_GATHER
     dim = entry.get("partition_dim")
-    if dim is not None and dim != {Word.ROWWISE: 1}.get(word, 0):
+    if dim is not None and dim != {StyleName.ROWWISE: 1}.get(style_name, 0):
         raise UsageError(
             f"{path}.partition_dim = {dim!r}: columns are dimension 0 and rows are dimension 1 of a weight; "
             "leave it out"
         )
     patterns = entry["patterns"]
     patterns = [patterns] if isinstance(patterns, str) else patterns
-    return _Spec(path, tuple(_pattern(one, path) for one in patterns), word, entry.get("shape"))
+    return _Spec(
+        path, tuple(_pattern(one, path) for one in patterns), style_name, entry.get("shape")
+    )
 
 
 def _pattern(text: Any, path: str) -> str:
@@ -135,28 +137,28 @@ def _pattern(text: Any, path: str) -> str:
     return str(text)
 
 
-def _way(spec: _Spec, name: str, module: nn.Module) -> Way:
-    word = spec.word
-    if isinstance(module, nn.Embedding) and word is not Word.WHOLE:
-        word = Word.EMBEDDING
-    check_module(name, module, word)
-    if spec.shape is None or word is Word.WHOLE:
-        return Way(word)
-    length = length_of(module, word)
-    parts = _parts(spec.shape, length, word)
+def _style(spec: _Spec, name: str, module: nn.Module) -> ParallelStyle:
+    style_name = spec.style_name
+    if isinstance(module, nn.Embedding) and style_name is not StyleName.WHOLE:
+        style_name = StyleName.EMBEDDING
+    check_module(name, module, style_name)
+    if spec.shape is None or style_name is StyleName.WHOLE:
+        return ParallelStyle(style_name)
+    length = length_of(module, style_name)
+    parts = _parts(spec.shape, length, style_name)
     if parts is None:
         raise UsageError(
             f"{spec.path}.shape = {spec.shape!r}: {name} has {length} columns or rows to cut; write the number "
             "of equal parts as [3, -1], or their sizes as [[64, 16, 16], -1]"
         )
-    return Way(word, parts)
+    return ParallelStyle(style_name, parts)
 
 
-def _parts(shape: Any, length: int, word: Word) -> tuple[int, ...] | None:
+def _parts(shape: Any, length: int, style_name: StyleName) -> tuple[int, ...] | None:
     """The sizes of the packed parts; None: the shape does not fit."""
     if not isinstance(shape, Sequence) or len(shape) != 2:
         return None
-    own = shape[1] if word is Word.ROWWISE else shape[0]
+    own = shape[1] if style_name is StyleName.ROWWISE else shape[0]
     if isinstance(own, Sequence) and not isinstance(own, str):
         sizes = tuple(int(size) for size in own)
         return sizes if sum(sizes) == length and min(sizes) > 0 else None

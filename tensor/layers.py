@@ -21,8 +21,8 @@ from . import overlap
 from .draws import Draws
 from .exchange import Exchange
 from .shares import Range
+from .styles import StyleName, is_transposed
 from .vocabulary import Vocabulary, own_rows
-from .words import Word, is_transposed
 
 
 @final
@@ -35,7 +35,7 @@ class Region:
         self.draws = draws
         self._overlaps = overlaps
         self._layers: list[nn.Module] = []  # those that enter
-        self._entry: overlap.Entry | None = None
+        self._entry: overlap.RegionInput | None = None
         self._input: Tensor | None = None
         self._had_grad = False
         self._entered: Tensor | None = None
@@ -73,9 +73,11 @@ class Region:
 
 
 def class_of_layer(
-    base: type[nn.Module], word: Word, region: Region, widths: Sequence[int]
+    base: type[nn.Module], style_name: StyleName, region: Region, widths: Sequence[int]
 ) -> type[nn.Module]:
-    """A subclass of `base` with the same name that sends what `word` says. `widths`: of the slices, by rank.
+    """A subclass of `base` with the same name that sends what `style_name` says.
+
+    widths: of the slices, by rank.
 
     Its method `slice_product(x, bias)` is the only use of the weight. Pipelines replace it in plain layers.
     """
@@ -103,12 +105,12 @@ def class_of_layer(
         return y if bias is None else y + bias
 
     forwards = {
-        Word.ROWWISE: rowwise,
-        Word.PACKED_ROWWISE: rowwise,
-        Word.ROWWISE_SPLIT: split,
-        Word.COLWISE_GATHER: gathered,
+        StyleName.ROWWISE: rowwise,
+        StyleName.PACKED_ROWWISE: rowwise,
+        StyleName.ROWWISE_SPLIT: split,
+        StyleName.COLWISE_GATHER: gathered,
     }
-    return _subclass(base, forwards.get(word, colwise), _with_product(base))
+    return _subclass(base, forwards.get(style_name, colwise), _with_product(base))
 
 
 def _with_product(base: type[nn.Module]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ..ops.comm.handles import Handle
 from ..ops.linear import bias_grad, input_grad, is_by_columns, linear_transposed, weight_grad
 from . import compiled
 from .exchange import Exchange
-from .words import is_transposed
+from .styles import is_transposed
 
 
 @final
@@ -52,7 +52,7 @@ class _Uses:
 
 @final
 @dataclass(eq=False)
-class Entry:
+class RegionInput:
     """One entry of an input into a region.
 
     x: the input for the layers. uses: id of a layer -> the token of its Weight node, and what that node needs.
@@ -62,7 +62,7 @@ class Entry:
     uses: dict[int, tuple[Tensor, _Uses]]
 
 
-def enter(x: Tensor, exchange: Exchange, layers: Iterable[nn.Module]) -> Entry:
+def enter(x: Tensor, exchange: Exchange, layers: Iterable[nn.Module]) -> RegionInput:
     """As `Exchange.enter`, for an input that requires gradients. `layers`: those that may get it."""
     state = _Sum(exchange)
     waiting: Tensor = _Wait.apply(x, state)  # type: ignore[no-untyped-call]
@@ -75,7 +75,7 @@ def enter(x: Tensor, exchange: Exchange, layers: Iterable[nn.Module]) -> Entry:
         found = _Uses(has_transposed, is_by_columns(weight, has_transposed))
         uses[id(layer)] = (_Weight.apply(weight, bias, found), found)  # type: ignore[no-untyped-call]
     started: Tensor = _Start.apply(waiting, state)  # type: ignore[no-untyped-call]
-    return Entry(started, uses)
+    return RegionInput(started, uses)
 
 
 def can_overlap(layer: nn.Module) -> bool:
@@ -185,4 +185,4 @@ class _Product(torch.autograd.Function):
         return dx, dy.new_empty(0), None, None, None
 
 
-__all__ = ["Entry", "can_overlap", "enter", "product"]
+__all__ = ["RegionInput", "can_overlap", "enter", "product"]

@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 
 from ..utils.errors import UsageError
-from .words import ALIASES, KEEPS_WHOLE, REFUSED, Way, Word, is_linear
+from .styles import ALIASES, KEEPS_WHOLE, REFUSED, ParallelStyle, StyleName, is_linear
 
-Ways = dict[str, Way]
+ParallelPlan = dict[str, ParallelStyle]
 
 
-def read_plan(plan: Mapping[str, Any], model: nn.Module, *, is_part: bool = False) -> Ways:
+def read_plan(plan: Mapping[str, Any], model: nn.Module, *, is_part: bool = False) -> ParallelPlan:
     """Module name -> how it is cut, for every module that a pattern of tensor_parallel.plan matches.
 
     Args:
@@ -28,7 +28,7 @@ def read_plan(plan: Mapping[str, Any], model: nn.Module, *, is_part: bool = Fals
     return _read(plan, model, is_part=is_part)
 
 
-def own_plan(model: nn.Module) -> Ways:
+def own_plan(model: nn.Module) -> ParallelPlan:
     """As `read_plan`, for the model's own plan; {}: it has none. A pattern may match nothing."""
     return _read(plan_of_model(model), model, is_part=True)
 
@@ -40,18 +40,18 @@ def plan_of_model(model: nn.Module) -> dict[str, str]:
     own: dict[str, str] = dict(getattr(type(model), "_tp_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and hasattr(model, prefix):
-        base = {f"{prefix}.{pattern}": word for pattern, word in base.items()}
+        base = {f"{prefix}.{pattern}": style_name for pattern, style_name in base.items()}
     return base | own
 
 
-def check_module(name: str, module: nn.Module, word: Word) -> None:
+def check_module(name: str, module: nn.Module, style_name: StyleName) -> None:
     """
     Raises:
-        UsageError: `module` cannot be cut as `word` says.
+        UsageError: `module` cannot be cut as `style_name` says.
     """
-    if word in KEEPS_WHOLE:
+    if style_name in KEEPS_WHOLE:
         return
-    if word is Word.EMBEDDING:
+    if style_name is StyleName.EMBEDDING:
         _check_embedding(name, module)
     elif not is_linear(module):
         inner = next((at for at, one in module.named_modules() if is_linear(one)), "")
@@ -71,7 +71,7 @@ def _check_embedding(name: str, module: nn.Module) -> None:
     if not isinstance(module, nn.Embedding):
         raise UsageError(
             f"tensor_parallel.plan: {name} is a {type(module).__name__}; only nn.Embedding can be "
-            f'"{Word.EMBEDDING.value}"; take it out of the plan'
+            f'"{StyleName.EMBEDDING.value}"; take it out of the plan'
         )
     # a class that scales its output is linear in the rows; one that moves the ids looks up other rows
     if type(module).forward is not nn.Embedding.forward and not hasattr(module, "embed_scale"):
@@ -87,26 +87,26 @@ def _check_embedding(name: str, module: nn.Module) -> None:
             )
 
 
-def _read(plan: Mapping[str, Any], model: nn.Module, *, is_part: bool) -> Ways:
+def _read(plan: Mapping[str, Any], model: nn.Module, *, is_part: bool) -> ParallelPlan:
     modules = dict(model.named_modules())
-    found: Ways = {}
+    found: ParallelPlan = {}
     for pattern, text in plan.items():
         names = [name for name in modules if _matches(pattern, name)]
         if not names and is_part:
             continue
-        word = _word(pattern, text)
+        style_name = _style_name(pattern, text)
         if not names:
             raise UsageError(
                 f"tensor_parallel.plan: {pattern!r} matches no module of {type(model).__name__}; its modules "
                 f"have names such as {_example(modules)}"
             )
-        found.update(dict.fromkeys(names, Way(word)))
-    for name, way in found.items():
-        check_module(name, modules[name], way.word)
-    return {name: way for name, way in found.items() if way.word is not Word.WHOLE}
+        found.update(dict.fromkeys(names, ParallelStyle(style_name)))
+    for name, style in found.items():
+        check_module(name, modules[name], style.name)
+    return {name: style for name, style in found.items() if style.name is not StyleName.WHOLE}
 
 
-def _word(pattern: str, text: Any) -> Word:
+def _style_name(pattern: str, text: Any) -> StyleName:
     if text in ALIASES:
         return ALIASES[text]
     reason = next((why for start, why in REFUSED.items() if str(text).startswith(start)), None)
@@ -116,13 +116,14 @@ def _word(pattern: str, text: Any) -> Word:
             "or set tensor_parallel.tp_size to 1"
         )
     try:
-        word = Word(text)
+        style_name = StyleName(text)
     except ValueError:
-        word = Word.VOCABULARY
-    if word is Word.VOCABULARY:
-        known = ", ".join(f'"{word.value}"' for word in Word if word is not Word.VOCABULARY)
+        style_name = StyleName.VOCABULARY
+    if style_name is StyleName.VOCABULARY:
+        names = [each.value for each in StyleName if each is not StyleName.VOCABULARY]
+        known = ", ".join(f'"{name}"' for name in names)
         raise UsageError(f"tensor_parallel.plan: {pattern!r} = {text!r}: must be one of {known}")
-    return word
+    return style_name
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -152,4 +153,4 @@ def _example(modules: Mapping[str, Any]) -> str:
     return ", ".join(names[len(names) // 2 :][:2]) or "none"
 
 
-__all__ = ["Ways", "check_module", "own_plan", "plan_of_model", "read_plan"]
+__all__ = ["ParallelPlan", "check_module", "own_plan", "plan_of_model", "read_plan"]

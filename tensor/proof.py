@@ -25,7 +25,7 @@ from ..ops.comm.collectives import Collectives, counting_as
 from ..ops.torch_internals import tree_leaves, tree_map
 from ..utils.errors import UsageError
 from .kinds import kind_of
-from .plan import Ways
+from .plan import ParallelPlan
 from .proof_values import (
     as_proven,
     computed_in,
@@ -83,21 +83,21 @@ class Proof:
         self,
         model: nn.Module,
         blocks: Sequence[tuple[str, nn.Module]],
-        ways: Ways,
+        styles: ParallelPlan,
     ) -> None:
         """
         Args:
             model: what this rank has of the model.
             blocks: name and module of its blocks.
-            ways: the layers that will be cut.
+            styles: the layers that will be cut.
         """
         self._blocks: dict[str, tuple[nn.Module, nn.Module]] = {}  # name -> the block, its copy
         self._hooks: list[Any] = []
-        found = regions(ways, [name for name, _ in blocks])
+        found = regions(styles, [name for name, _ in blocks])
         self._regions = frozenset(found)
         kinds: set[Any] = set()
         for name, block in [*blocks, *((at, model.get_submodule(at)) for at in found)]:
-            layers = layers_in(name, ways)
+            layers = layers_in(name, styles)
             kind = kind_of(block, layers)
             if layers and kind not in kinds:
                 kinds.add(kind)

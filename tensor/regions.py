@@ -10,29 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .words import BY_HEADS, CUTS_COLUMNS, CUTS_ROWS, Way, Word
+from .styles import BY_HEADS, CUTS_COLUMNS, CUTS_ROWS, ParallelStyle, StyleName
 
 
-def layers_in(block: str, ways: Mapping[str, Way]) -> dict[str, Way]:
+def layers_in(block: str, styles: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """The layers in the module `block`, by their names in it. A layer is not in itself."""
     start = f"{block}." if block else ""
-    return {name[len(start) :]: way for name, way in ways.items() if name.startswith(start)}
+    return {name[len(start) :]: style for name, style in styles.items() if name.startswith(start)}
 
 
-def regions(ways: Mapping[str, Way], blocks: Sequence[str]) -> list[str]:
+def regions(styles: Mapping[str, ParallelStyle], blocks: Sequence[str]) -> list[str]:
     """The smallest modules around what is cut outside of `blocks`: their inputs and outputs are whole.
 
     Layers whose inputs and outputs are whole need no module around them, such as "colwise_gather_output".
 
-    >>> regions({"up": Way(Word.COLWISE), "a.down": Way(Word.ROWWISE)}, [])
+    >>> regions({"up": ParallelStyle(StyleName.COLWISE), "a.down": ParallelStyle(StyleName.ROWWISE)}, [])
     ['']
     """
     inside = tuple(f"{block}." for block in blocks)
-    parents: dict[str, set[Word]] = {}
-    for name, way in ways.items():
-        if way.word in BY_HEADS | {Word.PARTIAL} and not name.startswith(inside):
-            parents.setdefault(name.rpartition(".")[0], set()).add(way.word)
-    found = [at for at, words in parents.items() if words & CUTS_COLUMNS and words & CUTS_ROWS]
+    parents: dict[str, set[StyleName]] = {}
+    for name, style in styles.items():
+        if style.name in BY_HEADS | {StyleName.PARTIAL} and not name.startswith(inside):
+            parents.setdefault(name.rpartition(".")[0], set()).add(style.name)
+    found = [at for at, names in parents.items() if names & CUTS_COLUMNS and names & CUTS_ROWS]
     rest = [at for at in parents if at not in found]
     if rest:
         found.append(_common(rest))

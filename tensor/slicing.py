@@ -22,12 +22,12 @@ from .draws import CommonDraws, OwnDraws
 from .exchange import Exchange
 from .heads import check_copies, even_ranges, heads_of, ranges_of_layer, set_counts
 from .layers import Region, class_of_embedding, class_of_head, class_of_layer
-from .plan import Ways
+from .plan import ParallelPlan
 from .same_batches import SameBatches
 from .shares import Range, ranks_with_copies
+from .styles import CUTS_COLUMNS, CUTS_ROWS, StyleName, cut_dim, length_of
 from .token_blocks import TokenBlocks, cut_tokens
 from .vocabulary import LossOfModel, Vocabulary
-from .words import CUTS_COLUMNS, CUTS_ROWS, Word, cut_dim, length_of
 
 # modules of scripts: their parameters stay slices, also after `undo` and the end of the engine
 _sliced_modules: WeakSet[nn.Module] = WeakSet()
@@ -91,13 +91,13 @@ class Sliced:
 
 def slice_model(
     model: nn.Module,
-    ways: Ways,
+    styles: ParallelPlan,
     group: Collectives,
     *,
     overlaps: bool = False,
     blocks: Sequence[Sequence[tuple[str, nn.Module]]] = (),
 ) -> Sliced:
-    """Keep this rank's slices of the layers in `ways`.
+    """Keep this rank's slices of the layers in `styles`.
 
     overlaps: sums of gradients travel while the gradients of weights are computed.
     blocks: those of this rank in order, by run of consecutive ones.
@@ -106,18 +106,18 @@ def slice_model(
         UsageError: a layer cannot be cut over so many ranks.
     """
     modules = dict(model.named_modules())
-    by_parent: dict[tuple[str, int], Ways] = {}
+    by_parent: dict[tuple[str, int], ParallelPlan] = {}
     sliced = Sliced()
     draws = OwnDraws(group.rank)
-    sliced.tokens = cut_tokens(ways, blocks, group, sliced.partial)
-    ends = {_place(name) for name, way in ways.items() if way.word in CUTS_ROWS}
-    for name, way in ways.items():
-        if way.word is Word.PARTIAL:
+    sliced.tokens = cut_tokens(styles, blocks, group, sliced.partial)
+    ends = {_place(name) for name, style in styles.items() if style.name in CUTS_ROWS}
+    for name, style in styles.items():
+        if style.name is StyleName.PARTIAL:
             sliced.partial.update(id(param) for param in modules[name].parameters())
-        elif way.word is Word.VOCABULARY:
+        elif style.name is StyleName.VOCABULARY:
             _slice_head(sliced, name, modules[name], model, group, overlaps=overlaps)
-        elif way.word not in (Word.EMBEDDING, Word.TOKENS):
-            by_parent.setdefault((name.rpartition(".")[0], way.units), {})[name] = way
+        elif style.name not in (StyleName.EMBEDDING, StyleName.TOKENS):
+            by_parent.setdefault((name.rpartition(".")[0], style.units), {})[name] = style
     for (parent, _), own in by_parent.items():
         own_draws = draws if any(_place(name) in ends for name in own) else CommonDraws()
         gathers = not sliced.tokens.gather_input(parent, modules[parent])
@@ -127,9 +127,9 @@ def slice_model(
         _slice_parent(sliced, modules, parent, own, region)
     for (
         name,
-        way,
-    ) in ways.items():  # last: the width of a head with the same weight is that of its tensor
-        if way.word is Word.EMBEDDING:
+        style,
+    ) in styles.items():  # last: the width of a head with the same weight is that of its tensor
+        if style.name is StyleName.EMBEDDING:
             _slice_embedding(sliced, name, modules[name], group)
     sliced.whole = {id(param) for param in model.parameters()}.difference(sliced.slices)
     sliced.check = SameBatches(model, group)
@@ -170,8 +170,8 @@ def _slice_head(
     *,
     overlaps: bool,
 ) -> None:
-    by_rank = even_ranges(name, length_of(module, Word.VOCABULARY), group.world_size)
-    _keep_layer(sliced, name, module, Word.VOCABULARY, by_rank, group.rank)
+    by_rank = even_ranges(name, length_of(module, StyleName.VOCABULARY), group.world_size)
+    _keep_layer(sliced, name, module, StyleName.VOCABULARY, by_rank, group.rank)
     exchange = Exchange(group, name)
     vocabulary = Vocabulary(exchange, _widths(by_rank))
     sliced.losses.append(LossOfModel(model, vocabulary, module))
@@ -182,26 +182,30 @@ def _slice_head(
 
 
 def _slice_parent(
-    sliced: Sliced, modules: Mapping[str, nn.Module], parent: str, ways: Ways, region: Region
+    sliced: Sliced,
+    modules: Mapping[str, nn.Module],
+    parent: str,
+    styles: ParallelPlan,
+    region: Region,
 ) -> None:
     """Cut the layers under one parent, all by the same units."""
     group = region.exchange.collectives
-    layers = {name: (modules[name], way) for name, way in ways.items()}
+    layers = {name: (modules[name], style) for name, style in styles.items()}
     heads = heads_of(modules[parent], layers)
     ranges = {
-        name: ranges_of_layer(name, module, way, heads, group.world_size)
-        for name, (module, way) in layers.items()
+        name: ranges_of_layer(name, module, style, heads, group.world_size)
+        for name, (module, style) in layers.items()
     }
     if heads is not None:
         check_copies(parent, heads, layers, ranges)
-    for name, (module, way) in layers.items():
-        _keep_layer(sliced, name, module, way.word, ranges[name], group.rank)
-        if way.word in CUTS_COLUMNS:
+    for name, (module, style) in layers.items():
+        _keep_layer(sliced, name, module, style.name, ranges[name], group.rank)
+        if style.name in CUTS_COLUMNS:
             region.add(module)
-        if way.word is Word.COLWISE_GATHER:
+        if style.name is StyleName.COLWISE_GATHER:
             sliced.columns[id(module)] = Vocabulary(region.exchange, _widths(ranges[name]))
         base = type(module)
-        found = class_of_layer(base, way.word, region, _widths(ranges[name]))
+        found = class_of_layer(base, style.name, region, _widths(ranges[name]))
         _set_class(sliced, module, found)
     if heads is not None:
         set_counts(modules[parent], heads, group.world_size, group.rank)
@@ -211,17 +215,17 @@ def _keep_layer(
     sliced: Sliced,
     name: str,
     module: nn.Module,
-    word: Word,
+    style_name: StyleName,
     by_rank: Sequence[tuple[Range, ...]],
     rank: int,
 ) -> None:
     """Keep the slices of the parameters of a linear layer."""
-    dim = cut_dim(module, word)
+    dim = cut_dim(module, style_name)
     _keep(sliced, f"{name}.weight", module._parameters["weight"], dim, by_rank, rank)
     bias = module._parameters.get("bias")
-    if word in CUTS_COLUMNS and bias is not None:
+    if style_name in CUTS_COLUMNS and bias is not None:
         _keep(sliced, f"{name}.bias", bias, 0, by_rank, rank)
-    _set_features(module, word in CUTS_COLUMNS, _widths(by_rank)[rank])
+    _set_features(module, style_name in CUTS_COLUMNS, _widths(by_rank)[rank])
 
 
 def _keep(

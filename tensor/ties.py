@@ -12,14 +12,22 @@ from typing import Any
 from torch import nn
 
 from ..utils.errors import UsageError
-from .plan import Ways, check_module
-from .words import BY_HEADS, CUTS_COLUMNS, KEEPS_WHOLE, Way, Word, is_linear, is_transposed
+from .plan import ParallelPlan, check_module
+from .styles import (
+    BY_HEADS,
+    CUTS_COLUMNS,
+    KEEPS_WHOLE,
+    ParallelStyle,
+    StyleName,
+    is_linear,
+    is_transposed,
+)
 
-HEADS = frozenset({Word.COLWISE_GATHER, Word.VOCABULARY})
+HEADS = frozenset({StyleName.COLWISE_GATHER, StyleName.VOCABULARY})
 
 
-def with_head(ways: Ways, model: nn.Module, blocks: Collection[str]) -> Ways:
-    """`ways` with a head whose logits stay cut, for vocab_parallel_lm_head. `blocks`: their names.
+def with_head(styles: ParallelPlan, model: nn.Module, blocks: Collection[str]) -> ParallelPlan:
+    """`styles` with a head whose logits stay cut, for vocab_parallel_lm_head. `blocks`: their names.
 
     Raises:
         UsageError: no module or several look like the head.
@@ -27,7 +35,7 @@ def with_head(ways: Ways, model: nn.Module, blocks: Collection[str]) -> Ways:
     names = [
         name
         for name, module in model.named_modules()
-        if _is_head(name, module, model, blocks, ways)
+        if _is_head(name, module, model, blocks, styles)
     ]
     if len(names) != 1:
         raise UsageError(
@@ -35,29 +43,33 @@ def with_head(ways: Ways, model: nn.Module, blocks: Collection[str]) -> Ways:
             f"{' and '.join(names) if names else f'no layer of {type(model).__name__}'} may be the head; "
             'write the one in tensor_parallel.plan as "colwise_gather_output", or set it to false'
         )
-    return ways | {names[0]: Way(Word.VOCABULARY)}
+    return styles | {names[0]: ParallelStyle(StyleName.VOCABULARY)}
 
 
-def with_heads(ways: Ways) -> Ways:
+def with_heads(styles: ParallelPlan) -> ParallelPlan:
     """As `with_head` for a list of layers: each layer whose outputs would be gathered is a head."""
     return {
-        name: Way(Word.VOCABULARY) if way.word is Word.COLWISE_GATHER else way
-        for name, way in ways.items()
+        name: ParallelStyle(StyleName.VOCABULARY)
+        if style.name is StyleName.COLWISE_GATHER
+        else style
+        for name, style in styles.items()
     }
 
 
-def cut_names(ways: Ways, aliases: Mapping[str, str]) -> frozenset[str]:
+def cut_names(styles: ParallelPlan, aliases: Mapping[str, str]) -> frozenset[str]:
     """First names of the parameters of a whole model that are cut. `aliases`: every name -> first name."""
     found = set()
-    for name, way in ways.items():
-        if way.word not in KEEPS_WHOLE:
+    for name, style in styles.items():
+        if style.name not in KEEPS_WHOLE:
             found.add(f"{name}.weight")
-            if way.word in CUTS_COLUMNS:
+            if style.name in CUTS_COLUMNS:
                 found.add(f"{name}.bias")
     return frozenset(aliases[name] for name in found if name in aliases)
 
 
-def _is_head(name: str, module: nn.Module, model: Any, blocks: Collection[str], ways: Ways) -> bool:
+def _is_head(
+    name: str, module: nn.Module, model: Any, blocks: Collection[str], styles: ParallelPlan
+) -> bool:
     if not is_linear(module) or any(name.startswith(f"{block}.") for block in blocks):
         return False
     known = getattr(model, "get_output_embeddings", lambda: None)()
@@ -65,8 +77,9 @@ def _is_head(name: str, module: nn.Module, model: Any, blocks: Collection[str], 
         return module is known
     planned = [
         other
-        for other, way in ways.items()
-        if way.word is Word.COLWISE_GATHER and not any(other.startswith(f"{b}.") for b in blocks)
+        for other, style in styles.items()
+        if style.name is StyleName.COLWISE_GATHER
+        and not any(other.startswith(f"{b}.") for b in blocks)
     ]
     if planned:
         return name in planned
@@ -74,54 +87,54 @@ def _is_head(name: str, module: nn.Module, model: Any, blocks: Collection[str], 
     return isinstance(module, nn.Linear) and module.out_features in sizes
 
 
-def with_ties(ways: Ways, model: nn.Module) -> Ways:
-    """`ways` in which the modules of every weight that several use are cut alike, or are all whole."""
+def with_ties(styles: ParallelPlan, model: nn.Module) -> ParallelPlan:
+    """`styles` in which the modules of every weight that several use are cut alike, or are all whole."""
     users: dict[int, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
         for param in module._parameters.values():
             if param is not None:
                 users.setdefault(id(param), {})[name] = module
-    found = dict(ways)
+    found = dict(styles)
     for modules in users.values():
-        if len(modules) < 2 or not any(_cuts(ways, name) for name in modules):
+        if len(modules) < 2 or not any(_cuts(styles, name) for name in modules):
             continue
-        alike = _alike(ways, modules)
+        alike = _alike(styles, modules)
         for name in modules:
             found.pop(name, None)
-            if not alike and name in ways and ways[name].word in BY_HEADS:
+            if not alike and name in styles and styles[name].name in BY_HEADS:
                 _keep_whole(found, name.rpartition(".")[0])
         found |= alike
     return found
 
 
-def _keep_whole(ways: Ways, parent: str) -> None:
+def _keep_whole(styles: ParallelPlan, parent: str) -> None:
     """Take out the layers of `parent`: activations between them are whole if one of them is."""
-    for name, way in list(ways.items()):
-        between = way.word in BY_HEADS | {Word.PARTIAL}
+    for name, style in list(styles.items()):
+        between = style.name in BY_HEADS | {StyleName.PARTIAL}
         if between and name.rpartition(".")[0] == parent:
-            del ways[name]
+            del styles[name]
 
 
-def _cuts(ways: Ways, name: str) -> bool:
-    return name in ways and ways[name].word not in KEEPS_WHOLE
+def _cuts(styles: ParallelPlan, name: str) -> bool:
+    return name in styles and styles[name].name not in KEEPS_WHOLE
 
 
-def _alike(ways: Ways, modules: dict[str, nn.Module]) -> Ways:
-    """The words for embeddings and heads with one weight; {}: it stays whole."""
-    words = {name: ways[name].word for name in modules if name in ways}
-    if not {Word.EMBEDDING, Word.VOCABULARY} & set(words.values()):
+def _alike(styles: ParallelPlan, modules: dict[str, nn.Module]) -> ParallelPlan:
+    """The styles for embeddings and heads with one weight; {}: it stays whole."""
+    names = {name: styles[name].name for name in modules if name in styles}
+    if not {StyleName.EMBEDDING, StyleName.VOCABULARY} & set(names.values()):
         return {}
-    found: Ways = {}
+    found: ParallelPlan = {}
     for name, module in modules.items():
         if isinstance(module, nn.Embedding):
-            check_module(name, module, Word.EMBEDDING)
-            found[name] = Way(Word.EMBEDDING)
+            check_module(name, module, StyleName.EMBEDDING)
+            found[name] = ParallelStyle(StyleName.EMBEDDING)
         elif (
             is_linear(module)
             and not is_transposed(module)
-            and words.get(name, Word.COLWISE_GATHER) in HEADS
+            and names.get(name, StyleName.COLWISE_GATHER) in HEADS
         ):
-            found[name] = Way(words.get(name, Word.COLWISE_GATHER))
+            found[name] = ParallelStyle(names.get(name, StyleName.COLWISE_GATHER))
         else:
             return {}
     return found

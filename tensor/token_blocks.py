@@ -11,8 +11,8 @@ from torch import nn
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
 from .same_batches import has_dropout
+from .styles import ParallelStyle, StyleName
 from .tokens import Tokens, cut_blocks, with_activations
-from .words import Way, Word
 
 Blocks = Sequence[tuple[str, nn.Module]]
 
@@ -60,7 +60,10 @@ class TokenBlocks:
 
 
 def cut_tokens(
-    ways: Mapping[str, Way], runs: Sequence[Blocks], group: Collectives, partial: set[int]
+    styles: Mapping[str, ParallelStyle],
+    runs: Sequence[Blocks],
+    group: Collectives,
+    partial: set[int],
 ) -> TokenBlocks:
     """Cut the activations of the blocks that have a module with the word TOKENS. Others stay as they are.
 
@@ -69,7 +72,7 @@ def cut_tokens(
     Raises:
         UsageError: such a block has dropout.
     """
-    marked = [name for name, way in ways.items() if way.word is Word.TOKENS]
+    marked = [name for name, style in styles.items() if style.name is StyleName.TOKENS]
     names: set[str] = set()
     found = TokenBlocks(tokens=Tokens(group))
     assert found.tokens is not None

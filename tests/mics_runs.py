@@ -85,7 +85,7 @@ def train(
     sent = {kind: size - before.get(kind, 0) for kind, size in engine.bytes_sent().items()}
     sent_across = {kind: size - across.get(kind, 0) for kind, size in _across(opened).items()}
     held = engine.memory_plan()
-    grads = engine._sharded.flat_grads
+    grads = engine._sharded.reduction.order
     sizes = [(flat.layout.numel, flat.layout.shard_numel) for flat in grads]
     whole = engine.full_state_dict(rank0_only=False, full_precision=True)
     engine.destroy()

@@ -171,7 +171,9 @@ def parts_of(engine: Any) -> Iterator[Part]:
         for piece in pieces(snapshot.flats[one.flat], one.start, one.stop):
             value = torch.tensor([float(one.value)])
             yield Part("constant", piece.name, one.key, torch.tensor([0]), value)
-    for flat in (flat for unit in own.sharded.units for flat in unit.params if not flat.is_sharded):
+    for flat in (
+        flat for unit in own.sharded.units for flat in unit.params if not flat.shards_params
+    ):
         for slot, param in zip(flat.layout.slots, flat.params, strict=True):
             at = places_in(slot.shape, slot.box)
             yield Part("computed", slot.name, "value", at, param.detach().reshape(-1).clone())

@@ -116,7 +116,7 @@ BARRED = (
     ),
     *("xds.engine.checkpoint", "xds.zero.checkpoint", "xds.zero.construction"),
     *("xds.engine.data.loaders", "xds.engine.data.metrics", "xds.engine.data.sharing"),
-    *("xds.engine.model.compiling", "xds.engine.model.compressing", "xds.engine.model.offloading"),
+    *("xds.engine.model.compressing", "xds.engine.model.offloading"),
     *("xds.engine.model.pipelining", "xds.engine.model.recomputing", "xds.engine.model.sequences"),
     *("xds.engine.model.slicing", "xds.engine.model.tiling"),
     *("xds.engine.optim.schedules", "xds.engine.optim.schedule_base", "xds.engine.preemption"),
@@ -141,7 +141,7 @@ BARRED = (
     ),
 )
 PLAIN = ("pipe.config", "tensor.config", "compression.config", "offload.config")
-PLAIN += ("compression.scheme", "offload.homes", "offload.places")
+PLAIN += ("compression.scheme", "offload.stores", "offload.interfaces")
 MOST_MODULES = 160
 
 

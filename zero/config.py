@@ -32,10 +32,6 @@ def _never(why: str) -> NoEffect:
     return NoEffect(Flag, why, same=(False,))
 
 
-def _refused_flag(why: str) -> Refused:
-    return Refused(Flag, why, harmless=(False,))
-
-
 _OTHERS: dict[str, Entry] = {
     "allgather_partitions": _always("shards are always gathered by all_gather"),
     "reduce_scatter": _always("gradients of stages 1 to 3 are always reduce-scattered"),
@@ -70,7 +66,9 @@ _OTHERS: dict[str, Entry] = {
     "enable_sanity_checks": _never("the checks are cheap and always enabled"),
     "save_muon_momentum_buffer_in_memory": _never("offload_optimizer decides where states are"),
     "grad_hooks": _always("old name: gradients are always reduced by hooks, as they arrive"),
-    "legacy_stage1": _refused_flag("the legacy stage 1 is not supported; remove the key"),
+    "legacy_stage1": Refused(
+        Flag, "the legacy stage 1 is not supported; remove the key", harmless=(False,)
+    ),
     "zenflow": offload.ZENFLOW,
 }
 

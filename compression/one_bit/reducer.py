@@ -9,7 +9,7 @@
 - At stages 1 and 2 a rank holds m of its part only. So each sends the momentum of its own gradients, from one
   buffer r that has the momentum and the error: r += g; send (1 - b) r; r -= what was sent. Without loss that is
   m = (1 - b) (g + b g' + b^2 g'' + ...). At the freeze the owner of a part adds its momentum to its buffer.
-- A skipped step adds its messages to the errors again. So nothing that is owed is lost.
+- A skipped step adds its messages to the errors again. So no error is lost.
 
 Source: Tang et al., 1-bit Adam, 2021, algorithm 1, https://arxiv.org/abs/2102.02888. Differs: a magnitude
 for each 1024 elements, which is their mean and not their norm; at stages 1 and 2 momenta of each rank's own
@@ -27,7 +27,7 @@ from torch import Tensor
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
 from ..gaps import gaps_in, zero_ranges
-from ..scheme import Buffer, ExactReducer, GradientReducer, Owed
+from ..scheme import Buffer, ExactReducer, GradientReducer, PendingError
 from .packets import Packets, finite
 from .phase import Phase
 
@@ -39,9 +39,9 @@ SUM_KIND = "one-bit sums"
 class OneBitReducer(GradientReducer):
     """Exact, or one bit per element, as the optimizer says.
 
-    error: what this rank owes to all, [world_size * n] fp32, in the unit of gradients; None: nothing yet. At
+    error: the pending error of this rank, [world_size * n] fp32, in the unit of gradients; None: none yet. At
     stages 1 and 2 it has the momentum too, after the freeze.
-    server_error: what this rank owes of its part of the sums, [n] fp32: at stage 0.
+    server_error: the pending error of its part of the sums, [n] fp32: at stage 0.
     """
 
     def __init__(
@@ -247,13 +247,13 @@ class OneBitReducer(GradientReducer):
             part.sub_(come)
         error.add_(finite(part))
 
-    keeps_owed = True
+    has_pending_error = True
 
     @property
-    def owed(self) -> Owed | None:
+    def pending_error(self) -> PendingError | None:
         if self.error is None:
             return None
-        return Owed(
+        return PendingError(
             self.error,
             self.server_error,
             self._unit,
@@ -261,9 +261,11 @@ class OneBitReducer(GradientReducer):
         )
 
     @torch.no_grad()
-    def restore(self, owed: Owed | None) -> None:
-        self.error, self.server_error, self._unit = owed[:3] if owed else (None, None, math.nan)
-        self._holds_momentum = owed is not None and owed.holds_momentum
+    def restore(self, pending: PendingError | None) -> None:
+        self.error, self.server_error, self._unit = (
+            pending[:3] if pending else (None, None, math.nan)
+        )
+        self._holds_momentum = pending is not None and pending.holds_momentum
         if self.error is None or self.server_error is None or self._has_server:
             return
         # saved at stage 0: there is no server here, and momenta are sums of (1 - b) times gradients

@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..scheme import Owed
+from ..scheme import PendingError
 from ..unit import GradientUnit
 from .packets import QuantizedPackets
 
@@ -47,11 +47,11 @@ class Errors(ABC):
 
     @property
     @abstractmethod
-    def owed(self) -> Owed | None:
+    def pending_error(self) -> PendingError | None:
         """The error; None: there is none yet."""
 
     @abstractmethod
-    def restore(self, owed: Owed | None) -> None:
+    def restore(self, pending: PendingError | None) -> None:
         """Replace the error."""
 
     @property
@@ -71,7 +71,7 @@ class NoErrors(Errors):
 
     are_kept = False
     held_bytes = 0
-    owed = None
+    pending_error = None
 
     def begin(self, device: torch.device) -> None:
         return
@@ -90,7 +90,7 @@ class NoErrors(Errors):
     def undo(self) -> None:
         return
 
-    def restore(self, owed: Owed | None) -> None:
+    def restore(self, pending: PendingError | None) -> None:
         return
 
 
@@ -148,15 +148,15 @@ class RunningErrors(Errors):
         self._steps = 0
 
     @property
-    def owed(self) -> Owed | None:
+    def pending_error(self) -> PendingError | None:
         if self._error is None:
             return None
-        return Owed(self._error, None, self._in_unit, self._steps)
+        return PendingError(self._error, None, self._in_unit, self._steps)
 
-    def restore(self, owed: Owed | None) -> None:
+    def restore(self, pending: PendingError | None) -> None:
         self._error, self._steps = None, 0
-        if owed is not None:
-            self._error, self._in_unit, self._steps = owed.error, owed.unit, owed.steps
+        if pending is not None:
+            self._error, self._in_unit, self._steps = pending.error, pending.unit, pending.steps
 
     @property
     def held_bytes(self) -> int:

@@ -22,7 +22,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
 from ...ops.comm.mesh_groups import Levels
 from ..gaps import gaps_in, zero_ranges
-from ..scheme import Buffer, ExactReducer, GradientReducer, Owed
+from ..scheme import Buffer, ExactReducer, GradientReducer, PendingError
 from .errors import Errors
 from .packets import QuantizedPackets
 
@@ -130,15 +130,15 @@ class QuantizedReducer(GradientReducer):
         self._errors.end_step()
 
     @property
-    def keeps_owed(self) -> bool:
+    def has_pending_error(self) -> bool:
         return self._errors.are_kept
 
     @property
-    def owed(self) -> Owed | None:
-        return self._errors.owed
+    def pending_error(self) -> PendingError | None:
+        return self._errors.pending_error
 
-    def restore(self, owed: Owed | None) -> None:
-        self._errors.restore(owed)
+    def restore(self, pending: PendingError | None) -> None:
+        self._errors.restore(pending)
 
     @property
     def held_bytes(self) -> int:

@@ -29,7 +29,7 @@ from .manifest import (
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedFlats:
     """The flats of all parts. numbers: for each part, the number here of each of its flats."""
 
     flats: tuple[SavedFlat, ...]
@@ -46,7 +46,7 @@ def parts_of(mesh: Mesh) -> list[tuple[int, ...]]:
     return list(mesh.groups(("data", "sequence")))
 
 
-def join_flats(mesh: Mesh, parts: Sequence[Sequence[SavedFlat]]) -> Joined:
+def join_flats(mesh: Mesh, parts: Sequence[Sequence[SavedFlat]]) -> JoinedFlats:
     """One list of the flats of every part.
 
     Raises:
@@ -78,7 +78,7 @@ def join_flats(mesh: Mesh, parts: Sequence[Sequence[SavedFlat]]) -> Joined:
     holders = tuple(dict.fromkeys(held)) or (tuple(range(mesh.size)),)
     at = {one: number for number, one in enumerate(holders)}
     joined = (replace(flat, held_by=at[one]) for flat, one in zip(flats, held, strict=True))
-    return Joined(tuple(joined), holders, tuple(numbers))
+    return JoinedFlats(tuple(joined), holders, tuple(numbers))
 
 
 _Key = tuple[bool, str, Box | None]  # is it a state, its name, its slice
@@ -161,4 +161,4 @@ def _check_joined(manifest: Manifest) -> None:
         )
 
 
-__all__ = ["Joined", "join_flats", "joined_manifest", "parts_of", "renumbered"]
+__all__ = ["JoinedFlats", "join_flats", "joined_manifest", "parts_of", "renumbered"]

@@ -40,8 +40,8 @@ from .load_effect import set_engine, set_own
 from .load_plan import (
     DOING,
     LoadOptions,
-    Plan,
-    Report,
+    LoadPlan,
+    StageReport,
     check_groups,
     check_names,
     check_restore,
@@ -190,23 +190,23 @@ def _begin(
     manifest: Manifest,
     files: CheckedFiles,
     options: LoadOptions,
-) -> Plan:
+) -> LoadPlan:
     """What this rank holds, and where the checkpoint has it."""
-    parts.sharded.settle_reductions()
+    parts.sharded.reduction.settle()
     snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
     catalogue = catalogue_of(manifest, str(folder / MANIFEST))
     if names := lacking(manifest, catalogue, with_optimizer=options.with_optimizer):
         raise DamagedError(
             f"{folder / MANIFEST} contradicts itself: elements of {some_of(names)} are in no file"
         )
-    return Plan(folder, manifest, snapshot, catalogue, Restore(snapshot, catalogue), files)
+    return LoadPlan(folder, manifest, snapshot, catalogue, Restore(snapshot, catalogue), files)
 
 
 def _prepare(
     parts: Parts,
     counters: Counters,
-    plan: Plan,
-    reports: Sequence[Report | None],
+    plan: LoadPlan,
+    reports: Sequence[StageReport | None],
     options: LoadOptions,
 ) -> None:
     """Refuse what does not fit, plan all copies, and check every byte that they read."""
@@ -222,7 +222,7 @@ def _prepare(
     check_views(plan)
 
 
-def _read_own(plan: Plan, options: LoadOptions) -> None:
+def _read_own(plan: LoadPlan, options: LoadOptions) -> None:
     """This rank's own values; tensors that the options exclude are not read. Imports have none."""
     number = plan.own_file
     if number is None:
@@ -240,7 +240,7 @@ def _read_own(plan: Plan, options: LoadOptions) -> None:
     plan.buffers = _own_buffers(plan)
 
 
-def _own_buffers(plan: Plan) -> dict[str, Tensor]:
+def _own_buffers(plan: LoadPlan) -> dict[str, Tensor]:
     """This data rank's buffers, where they differed from those of the first rank."""
     found = {}
     for name, _ in plan.restore.buffers():
@@ -253,13 +253,13 @@ def _own_buffers(plan: Plan) -> dict[str, Tensor]:
     return found
 
 
-def _plan_targets(plan: Plan, options: LoadOptions) -> None:
+def _plan_targets(plan: LoadPlan, options: LoadOptions) -> None:
     restore, state = plan.restore, plan.state
     plan.targets = restore.plan_values()
     if not options.with_optimizer:
         return
     plan.targets += restore.plan_states()
-    plan.targets += restore.plan_owed(
+    plan.targets += restore.plan_pending_errors(
         state.get("owed_unit") or 1.0,
         state.get("owed_steps") or 0,
         holds_momentum=bool(state.get("owed_holds_momentum")),
@@ -270,7 +270,7 @@ def _plan_targets(plan: Plan, options: LoadOptions) -> None:
         restore.plan_locals(plan.own.get("grads", {}), any_held=any_held)
 
 
-def _read_files(plan: Plan, *, is_fresh: bool) -> None:
+def _read_files(plan: LoadPlan, *, is_fresh: bool) -> None:
     """Check every byte that this rank needs, and fill new tensors, file by file.
 
     is_fresh: False: fill the live tensors; their bytes were checked and are in the page cache now.

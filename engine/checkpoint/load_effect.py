@@ -22,7 +22,7 @@ from ..data.loaders import keeps_position, resume_loader
 from ..parts import Parts
 from ..steps.counters import Counters
 from .hyperparameters import check_groups
-from .load_plan import LoadOptions, Plan
+from .load_plan import LoadOptions, LoadPlan
 from .random_state import set_random_state
 
 log = logging.getLogger("xds")
@@ -30,7 +30,7 @@ log = logging.getLogger("xds")
 
 @torch.no_grad()
 def set_engine(
-    parts: Parts, counters: Counters, plan: Plan, options: LoadOptions, undo: ExitStack
+    parts: Parts, counters: Counters, plan: LoadPlan, options: LoadOptions, undo: ExitStack
 ) -> None:
     """Set all states except tensor elements and random generators; closing `undo` restores the former ones.
 
@@ -58,7 +58,7 @@ def set_engine(
 
 
 @contextmanager
-def _taking(plan: Plan, what: str) -> Iterator[None]:
+def _taking(plan: LoadPlan, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -69,7 +69,7 @@ def _taking(plan: Plan, what: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def set_own(plan: Plan, device: torch.device) -> None:
+def set_own(plan: LoadPlan, device: torch.device) -> None:
     """Restore this rank's own buffers, where they differed from rank 0's, and its random generators."""
     for name, buffer in plan.restore.buffers():
         if name in plan.buffers:
@@ -81,7 +81,7 @@ def set_own(plan: Plan, device: torch.device) -> None:
 # -- one after the other ------------------------------------------------------------------------------------
 
 
-def _set_data(loader: Any, plan: Plan) -> None:
+def _set_data(loader: Any, plan: LoadPlan) -> None:
     """Restore the data position: of a loader of xds at any number of ranks, of a user's at the same ranks."""
     if keeps_position(loader) and "data" in plan.own:
         loader.load_state_dict(plan.own["data"])

@@ -54,7 +54,7 @@ class LoadOptions:
 
 @final
 @dataclass(eq=False)
-class Plan:
+class LoadPlan:
     """A load on this rank.
 
     own, buffers: what belongs to this rank alone, and buffers that differ from those of the first rank.
@@ -99,7 +99,7 @@ class Plan:
 # -- names ---------------------------------------------------------------------------------------------------
 
 
-class Report(TypedDict):
+class StageReport(TypedDict):
     """What one pipeline stage does not find in a checkpoint, and a mark for each slot that it does find."""
 
     met: str
@@ -107,19 +107,21 @@ class Report(TypedDict):
     shapes: list[str]
 
 
-def report(plan: Plan) -> Report | None:
+def report(plan: LoadPlan) -> StageReport | None:
     """The report of this rank's stage; None if another rank reports the same, or all."""
     pipe, *others = plan.snapshot.place
     if plan.snapshot.mesh.pipe == 1 or any(others):
         return None
     flats = plan.snapshot.flats
     found = plan.catalogue.compare(flats)
-    return Report(
+    return StageReport(
         met=plan.catalogue.met(flats), missing=list(found.missing), shapes=list(found.shapes)
     )
 
 
-def check_names(plan: Plan, reports: Sequence[Report | None], options: LoadOptions) -> None:
+def check_names(
+    plan: LoadPlan, reports: Sequence[StageReport | None], options: LoadOptions
+) -> None:
     """Check that all stages together have the names and shapes of the checkpoint."""
     folder, stages = plan.folder, [one for one in reports if one is not None]
     met = "".join(
@@ -149,7 +151,7 @@ def check_names(plan: Plan, reports: Sequence[Report | None], options: LoadOptio
         log.warning("%s is loaded in part: %s; all else is unchanged", folder, "; ".join(sentences))
 
 
-def check_state(parts: Parts, counters: Counters, plan: Plan, options: LoadOptions) -> None:
+def check_state(parts: Parts, counters: Counters, plan: LoadPlan, options: LoadOptions) -> None:
     """Check that the optimizer, the scheduler and the accumulation are like the saved ones."""
     saved, folder = plan.state, plan.folder
     try:
@@ -242,7 +244,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def check_views(plan: Plan) -> None:
+def check_views(plan: LoadPlan) -> None:
     """Check that elements that share memory have one value in the checkpoint. Call it after reading."""
     wrong = [target.name for target in plan.targets if not target.fits()]
     own = plan.buffers
@@ -270,7 +272,7 @@ def check_groups(catalogue: Catalogue, snapshot: Snapshot, folder: Path) -> None
                 )
 
 
-def _check_accumulation(counters: Counters, plan: Plan, folder: Path) -> None:
+def _check_accumulation(counters: Counters, plan: LoadPlan, folder: Path) -> None:
     saved = plan.state["counters"]
     if not saved["is_accumulating"]:
         return

@@ -32,9 +32,9 @@ from ...zero.checkpoint.ranges import (
     SERVER,
     Catalogue,
     ConstantRange,
-    Piece,
     Range,
     SavedFlat,
+    TargetPiece,
     kind_of_number,
 )
 from ...zero.layout.layout import Box, Slot
@@ -484,7 +484,7 @@ def _lacking_of(flat: SavedFlat, catalogue: Catalogue, num_ranks: int) -> Iterat
         numel = numel_of(slot.whole_shape)
         if not numel:
             continue
-        numels = catalogue.numels_of(Piece("param", slot.name, 0, numel, 0))
+        numels = catalogue.numels_of(TargetPiece("param", slot.name, 0, numel, 0))
         keys = set(numels)
         states = {key for key in keys if key.startswith("state/")}
         # steps alone say nothing: Adafactor has states of other shapes beside them

@@ -23,7 +23,7 @@ from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
 from ...zero.checkpoint.ranges import Range
-from ...zero.checkpoint.snapshot import Block, Snapshot, name_of
+from ...zero.checkpoint.snapshot import Snapshot, StateBlock, name_of
 from ..data.loaders import keeps_position, loader_position
 from ..parts import Parts
 from ..steps.counters import Counters
@@ -32,11 +32,11 @@ from .format import constants_to_json
 from .hyperparameters import check_state_values
 from .io.folders import check_folder, check_tag, discard, make_folder
 from .io.storage import Claim
-from .io.tensor_file import Entry, bytes_of, dense
+from .io.tensor_file import TensorEntry, bytes_of, dense
 from .manifest import FileRecord, RankPart
 from .packing import pack
 from .random_state import read_random_state
-from .saver import DOING, Job
+from .saver import DOING, SaveJob, build_saver
 
 log = logging.getLogger("xds")
 
@@ -56,7 +56,7 @@ class _Content:
     """The tensors and values that this rank writes."""
 
     snapshot: Snapshot
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TensorEntry] = field(default_factory=list)
     ranges: list[Range] = field(default_factory=list)
     state: Any = None
     own: Any = None
@@ -66,10 +66,10 @@ class _Content:
         """Add a tensor that is in no flat buffer, and return its name."""
         name = f"{prefix}/{self._num_put}"  # the same on every rank that puts the same
         self._num_put += 1
-        self.entries.append(Entry(name, tensor, 0, tensor.numel()))
+        self.entries.append(TensorEntry(name, tensor, 0, tensor.numel()))
         return name
 
-    def add(self, block: Block) -> None:
+    def add(self, block: StateBlock) -> None:
         """Add this rank's share of a block."""
         check_storable(self.snapshot.flats[block.flat].slots[0].name, block.tensor)
         start, stop = block.start, block.stop
@@ -80,7 +80,7 @@ class _Content:
         name = f"{block.key}/{block.flat}/{start}"
         dtype = name_of(block.tensor.dtype)
         here = (start - block.start, stop - block.start)
-        self.entries.append(Entry(name, block.tensor, *here, block.blocks))
+        self.entries.append(TensorEntry(name, block.tensor, *here, block.blocks))
         self.ranges.append(
             Range(block.flat, block.key, start, stop, self.snapshot.rank, name, dtype)
         )
@@ -117,7 +117,8 @@ def save_checkpoint(
     options: SaveOptions,
 ) -> None:
     """See `Engine.save_checkpoint`."""
-    saver, collectives = parts.saves.saver, parts.sharded.collectives
+    collectives = parts.sharded.collectives
+    saver = parts.saver = parts.saver or build_saver(parts.config, collectives)
     is_first = collectives.rank == 0
     claims: list[Claim] = []  # the folder that this rank has made
 
@@ -126,6 +127,7 @@ def save_checkpoint(
         name = check_tag(f"global_step{counters.global_steps}" if tag is None else tag)
         if client_state is not None and not isinstance(client_state, Mapping):
             raise wrong("client_state", client_state, "a dict, or None")
+        saver.wait()
         content = _prepare(parts, counters, client_state, options)
         if is_first:
             claims.append(make_folder(folder, name))
@@ -144,7 +146,7 @@ def save_checkpoint(
             discard(claim.folder)
             claim.release()
         raise
-    job = Job(
+    job = SaveJob(
         collectives=collectives,
         save_dir=folder,
         folder=folder / shared[0][1][0],
@@ -185,7 +187,6 @@ def _prepare(
     options: SaveOptions,
 ) -> _Content:
     """Collect the content. All refusals happen here, before any file is written."""
-    parts.saves.saver.wait()
     if parts.sharded.backward_pass.has_seen_one:
         raise UsageError(
             "save_checkpoint() between backward() and step(): the gradients of this micro-batch would be "
@@ -199,12 +200,12 @@ def _prepare(
         snapshot.leave_out_frozen()
     content = _Content(snapshot)
     totals = snapshot.grad_totals()
-    for block in (*snapshot.values, *snapshot.states, *totals, *snapshot.owed()):
+    for block in (*snapshot.values, *snapshot.states, *totals, *snapshot.pending_errors()):
         content.add(block)
     is_accumulating = bool(totals or snapshot.grad_locals()) or snapshot.has_kept_grads
     state = _engine_state(parts, counters, is_accumulating)
     _warn_of_values(state, is_first=snapshot.rank == 0)
-    state |= snapshot.owed_meaning()
+    state |= snapshot.pending_error_state()
     put = partial(content.put, "engine")
     packed = {key: pack(value, key, put) for key, value in state.items()}
     packed["client_state"] = pack(dict(client_state or {}), "client_state", put)
@@ -263,7 +264,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> dict[str, Any] 
     return {"type": kind_of(optimizer), "groups": groups}
 
 
-def _buffer_blocks(snapshot: Snapshot) -> dict[str, Block]:
+def _buffer_blocks(snapshot: Snapshot) -> dict[str, StateBlock]:
     flats = snapshot.flats
     found = [block for block in snapshot.values if flats[block.flat].kind == "buffer"]
     return {flats[block.flat].slots[0].name: block for block in found}

@@ -34,7 +34,7 @@ Saved = InstanceOf[Named]
 
 
 @dataclass(frozen=True)
-class Counters:
+class SavedCounters:
     """accumulation_steps: micro-batches per step. is_accumulating: saved within a step.
 
     accumulated: micro-batches of that step already processed; older checkpoints do not contain it.
@@ -76,10 +76,10 @@ class SchedulerState:
 
 
 @dataclass(frozen=True)
-class EngineState:
-    """The manifest's `state`. owed_*: see `Owed`; older checkpoints do not contain them."""
+class SavedEngineState:
+    """The manifest's `state`. owed_*: the pending errors, see `PendingError`; older checkpoints have none."""
 
-    counters: Counters
+    counters: SavedCounters
     loss_scale: dict[Text, Any]
     optimizer: OptimizerState | None
     lr_scheduler: SchedulerState | None
@@ -150,12 +150,16 @@ class OwnValues:
         return found
 
 
-_STATE, _SCALE, _OWN = TypeAdapter(EngineState), TypeAdapter(ScaleState), TypeAdapter(OwnValues)
+_STATE, _SCALE, _OWN = (
+    TypeAdapter(SavedEngineState),
+    TypeAdapter(ScaleState),
+    TypeAdapter(OwnValues),
+)
 
 
-def state_of(packed: Any) -> EngineState:
+def state_of(packed: Any) -> SavedEngineState:
     """The engine's state in `packed`. Raises ValueError: it has another form."""
-    state: EngineState = _read(_STATE, packed, "state", "counters", "optimizer")
+    state: SavedEngineState = _read(_STATE, packed, "state", "counters", "optimizer")
     if state.loss_scale:  # {}: the scale is not dynamic
         _read(_SCALE, packed["loss_scale"], "state.loss_scale")
     for group in state.optimizer.groups if state.optimizer is not None else ():

@@ -36,11 +36,13 @@ from ...ops.watch import Store
 from ...utils.errors import UsageError, XdsError
 from ...utils.quoting import plain_lines, printable
 from ...utils.sizes import size_text
+from ..config.config import Config
+from ..process.process import timeout_seconds
 from .agreement import failure_text, together
 from .format import part_of_json, part_to_json
 from .io.folders import MANIFEST, commit, discard, file_name, prune, write_latest
 from .io.storage import Claim, storage_of
-from .io.tensor_file import Entry, Sums, copy_image, image_bytes, write_image, write_tensors
+from .io.tensor_file import Sums, TensorEntry, copy_image, image_bytes, write_image, write_tensors
 from .joining import joined_manifest
 from .manifest import RankPart
 
@@ -53,7 +55,7 @@ _ANSWER = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class SaveJob:
     """One checkpoint to write; everything except the checksums is known. It references no tensor.
 
     folder: where the ranks write; it becomes save_dir / tag.
@@ -163,7 +165,7 @@ class Saver:
         self._old_keys: list[str] = []  # of the last save; every rank reads them before the next
         self._exit: Callable[[], None] | None = None
 
-    def save(self, job: Job, entries: Sequence[Entry]) -> None:
+    def save(self, job: SaveJob, entries: Sequence[TensorEntry]) -> None:
         """Write a checkpoint, or start to. A collective; raises on all ranks or on none."""
         if self._in_background:
             self._start(job, entries)
@@ -209,7 +211,7 @@ class Saver:
 
     # -- in the background ------------------------------------------------------------------------------
 
-    def _start(self, job: Job, entries: Sequence[Entry]) -> None:
+    def _start(self, job: SaveJob, entries: Sequence[TensorEntry]) -> None:
         """Copy the states, and start the thread."""
         size_bytes, failure = 0, ""
         sums: Sums | None = None
@@ -249,7 +251,7 @@ class Saver:
         return self._memory[:size_bytes]
 
     def _run(
-        self, job: Job, messages: _Messages, size_bytes: int, failure: str, sums: Sums | None
+        self, job: SaveJob, messages: _Messages, size_bytes: int, failure: str, sums: Sums | None
     ) -> None:
         """The thread."""
 
@@ -275,7 +277,7 @@ class Saver:
             f"{printable(job.save_dir.absolute())}: {plain_lines(failure)}"
         )
 
-    def _commit(self, job: Job, messages: _Messages, mine: dict[str, Any]) -> str:
+    def _commit(self, job: SaveJob, messages: _Messages, mine: dict[str, Any]) -> str:
         """Commit on rank 0, after every rank has written. Returns the failure, or ""."""
         answers = messages.collect(mine)
         messages.delete(self._old_keys)  # every rank that answered has read them
@@ -316,7 +318,7 @@ class _Messages:
     <save>/done           the result of the save, from rank 0
     """
 
-    def __init__(self, job: Job, timeout_seconds: float) -> None:
+    def __init__(self, job: SaveJob, timeout_seconds: float) -> None:
         self._job = job
         self._rank = job.collectives.rank
         self._world_size = job.collectives.world_size
@@ -394,3 +396,14 @@ class _Messages:
         for key in keys:
             with suppress(RuntimeError):  # some stores cannot
                 self._store.delete(key)
+
+
+def build_saver(config: Config, collectives: Collectives) -> Saver:
+    """The saver of one engine. Raises UsageError: see `Saver`."""
+    section = config.checkpoint
+    return Saver(
+        collectives,
+        keep_last=section.keep_last,
+        in_background=section.async_save,
+        timeout_seconds=timeout_seconds(),
+    )

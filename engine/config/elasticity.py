@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ...utils.schema.section import Entry, NoEffect, Report, Section, is_auto
 from ...utils.schema.values import TUPLE, Count, Flag, Natural, checked, needs
-from ..elastic.rules import Limits, Plan, plan
+from ..elastic.rules import ElasticPlan, Limits, plan
 from .batch import MICRO, STEPS, TRAIN
 
 VERSIONS = (0.1, 0.2)
@@ -62,7 +62,7 @@ class Elasticity(Section):
         1, description="ranks per node, which join and leave together (version 0.2)"
     )
 
-    def plan(self) -> Plan:
+    def plan(self) -> ElasticPlan:
         """The batch size and the numbers of ranks that can train it. Raises ValueError: no size fits."""
         in_nodes = self.version == 0.2
         if self.model_parallel_size > 1 and not in_nodes:
@@ -130,7 +130,7 @@ def unplannable(section: Elasticity, given: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def refusal(found: Plan, asked: int, valid: Sequence[int]) -> str:
+def refusal(found: ElasticPlan, asked: int, valid: Sequence[int]) -> str:
     """The message for a number of ranks that is not among the `valid` ones."""
     at = bisect_right(valid, asked)
     near = valid[max(0, at - SHOWN_NEAR) : at + SHOWN_NEAR]

@@ -136,7 +136,7 @@ class CommsLog(Section):
     verbose: Flag = Field(False, description="rank 0 logs a line for each collective")
     debug: Flag = Field(
         False,
-        description="operations are counted apart by what they are of, e.g. a unit of the model",
+        description="operations are counted separately by what they are of, e.g. a unit of the model",
     )
 
 

@@ -64,8 +64,8 @@ def _same(value: Any) -> Any:
     return value
 
 
-class Lane(ABC):
-    """Copies to one device."""
+class BatchCopier(ABC):
+    """Copies batches to one device."""
 
     @abstractmethod
     def copies_of(self, batch: Any) -> Mapping[int, Tensor]:
@@ -73,7 +73,7 @@ class Lane(ABC):
 
 
 @final
-class SameStream(Lane):
+class SameStream(BatchCopier):
     """Nothing is copied ahead: the device is the host, or has no streams."""
 
     def copies_of(self, batch: Any) -> Mapping[int, Tensor]:
@@ -81,7 +81,7 @@ class SameStream(Lane):
 
 
 @final
-class SideStream(Lane):
+class SideStream(BatchCopier):
     """Copies to a GPU on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -111,8 +111,8 @@ class SideStream(Lane):
 
 
 @cache
-def lane_to(device: torch.device) -> Lane:
-    """The one lane of this process to `device`."""
+def copier_for(device: torch.device) -> BatchCopier:
+    """The one copier of this process to `device`."""
     return SideStream(device) if device.type == "cuda" else SameStream()
 
 
@@ -187,7 +187,7 @@ def move(batch: Any, device: torch.device, float_dtype: torch.dtype | None = Non
     Scalars are not cast: they are counts or weights, which 16 bits would round, and a scalar never decides
     the dtype of a result. Tensors that xds's loaders have pinned are copied beside the computation.
     """
-    copies = lane_to(device).copies_of(batch)
+    copies = copier_for(device).copies_of(batch)
 
     def one(tensor: Tensor) -> Tensor:
         casts = tensor.dtype == torch.float32 and tensor.dim() > 0

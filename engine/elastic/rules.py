@@ -53,7 +53,7 @@ class Limits:
 
 @final
 @dataclass(frozen=True)
-class Plan:
+class ElasticPlan:
     """The batch size, and the numbers of ranks that can train it.
 
     replicas: every valid number of data-parallel ranks, ascending.
@@ -85,7 +85,7 @@ class Plan:
         return micro, each // micro
 
 
-def plan(limits: Limits) -> Plan:
+def plan(limits: Limits) -> ElasticPlan:
     """The batch size that the most numbers of ranks can train.
 
     Raises:
@@ -109,7 +109,7 @@ def plan(limits: Limits) -> Plan:
             f"(elasticity.max_train_batch_size) can be divided among {limits.min_gpus} to {limits.max_gpus} "
             f"ranks{_in_nodes(limits)} in these micro-batches; lower min_gpus or raise max_train_batch_size"
         )
-    return Plan(limits, best[2] * per_node, tuple(count * per_node for count in best_counts))
+    return ElasticPlan(limits, best[2] * per_node, tuple(count * per_node for count in best_counts))
 
 
 def candidates(micro_batch_sizes: Sequence[int], limit: int) -> list[int]:
@@ -207,4 +207,4 @@ def _in_nodes(limits: Limits) -> str:
     return f", in whole nodes of {limits.ranks_per_node}," if limits.ranks_per_node > 1 else ""
 
 
-__all__ = ["Plan", "Limits", "candidates", "highly_composite", "plan", "valid_counts"]
+__all__ = ["ElasticPlan", "Limits", "candidates", "highly_composite", "plan", "valid_counts"]

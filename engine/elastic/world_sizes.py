@@ -12,10 +12,10 @@ from ...utils.errors import ConfigError
 from ...utils.schema.section import Report, read_section
 from ..config.elasticity import Elasticity, refusal, unplannable
 from ..config.text import read_source
-from .rules import Plan
+from .rules import ElasticPlan
 
 
-def elastic_plan(config_source: object) -> Plan:
+def elastic_plan(config_source: object) -> ElasticPlan:
     """The batch size of a config, and every number of ranks that can train it.
 
     Only the section `elasticity` is read; other keys of the file may still be incomplete.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...pipe.module import PipelineModule
 
 
-Runs = Sequence[Sequence[tuple[str, nn.Module]]]  # name and module of each block, by stage
+BlockRuns = Sequence[Sequence[tuple[str, nn.Module]]]  # name and module of each block, by stage
 
 
 def as_pipeline(model: nn.Module) -> PipelineModule | None:
@@ -315,7 +315,7 @@ def _is_same(text: str, collectives: Collectives, what: str) -> bool:
 
 
 __all__ = [
-    "Runs",
+    "BlockRuns",
     "as_pipeline",
     "check_arguments",
     "check_whole",

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,9 @@ from ...utils.schema.section import Report, read_section
 from ..config.compile import Compile
 from ..config.config import Config
 from .forwards import replace_forwards
-from .recomputing import Recomputing
+
+if TYPE_CHECKING:
+    from .recomputing import Recomputing
 
 log = logging.getLogger("xds")
 
@@ -39,7 +41,7 @@ VARIANTS_A_BLOCK = 4
 
 
 @final
-class Compiler:
+class BlockCompiler:
     """Compiles the blocks of one model on demand; `undo` restores the eager forwards."""
 
     def __init__(

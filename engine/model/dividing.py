@@ -15,19 +15,19 @@ from ...ops.comm.mesh_groups import MeshGroups
 from ...zero.layout.discover import found_blocks
 from ...zero.layout.groups import FlatGroups
 from ..config.config import Config
-from .arguments import Runs, is_cut, is_part
+from .arguments import BlockRuns, is_cut, is_part
 from .flat_groups import BuildPolicy, build_shard_groups, hosts_of, open_flat_groups
 
 if TYPE_CHECKING:
     from ...tensor.proof import Proof
     from ...tensor.quiet_runs import Holding
     from ...tensor.slicing import Sliced
-    from .pipelining import Cut
+    from .pipelining import StageModules
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Divided:
+class LocalModel:
     """The part of a model that this rank has.
 
     model, runs: the module and its blocks by stage, as `plan_units` takes them.
@@ -37,8 +37,8 @@ class Divided:
     """
 
     model: nn.Module
-    runs: Runs
-    found: Cut | None
+    runs: BlockRuns
+    found: StageModules | None
     sliced: Sliced | None
     proof: Proof | None
     groups: FlatGroups
@@ -66,8 +66,8 @@ def divide(
     world: Collectives,
     policy: BuildPolicy,
     scheme: BuildScheme,
-) -> Divided:
-    """Cut the model into pipeline stages, and its layers into slices. Opens the groups: for all ranks.
+) -> LocalModel:
+    """StageModules the model into pipeline stages, and its layers into slices. Opens the groups: for all ranks.
 
     scheme: how gradients and parameters are sent.
 
@@ -79,7 +79,9 @@ def divide(
     tensor = mesh.along("tensor") if config.tensor_parallel.size > 1 else None
     found, sliced, proof, plan = None, None, None, None
     with agreeing(world, "xds.initialize"):
-        runs: Runs = [[] if is_part(model) else found_blocks(model, config.zero_optimization.units)]
+        runs: BlockRuns = [
+            [] if is_part(model) else found_blocks(model, config.zero_optimization.units)
+        ]
         if tensor is not None:
             from .slicing import plan_slices, slice_layers
 
@@ -93,7 +95,7 @@ def divide(
             sliced, proof = slice_layers(model, runs, plan, config, tensor, found)
     stage = config.zero_optimization.stage
     groups = open_flat_groups(mesh, world, policy, stage, found, sliced, scheme, shard_groups)
-    return Divided(model, runs, found, sliced, proof, groups)
+    return LocalModel(model, runs, found, sliced, proof, groups)
 
 
-__all__ = ["Divided", "divide"]
+__all__ = ["LocalModel", "divide"]

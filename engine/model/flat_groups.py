@@ -23,7 +23,7 @@ from ..config.config import Config
 
 if TYPE_CHECKING:
     from ...tensor.slicing import Sliced
-    from .pipelining import Cut
+    from .pipelining import StageModules
 
 
 # -- over which data-parallel ranks most buffers are sharded: all, or blocks of them (MiCS) --------------
@@ -36,14 +36,14 @@ DATA_AXES: tuple[Axis, ...] = ("data", "sequence")
 HIERARCHICAL = "zero_optimization.mics_hierarchical_params_gather = true"
 
 
-class Host(NamedTuple):
+class RankHost(NamedTuple):
     """The host of a rank: a number that identifies it, and its name."""
 
     number: int
     name: str
 
 
-Hosts = Callable[[], Sequence[Host]]  # of all ranks, in their order
+Hosts = Callable[[], Sequence[RankHost]]  # of all ranks, in their order
 
 
 class ShardGroups(ABC):
@@ -131,10 +131,10 @@ class OnlyReplicas(ShardGroups):
         return OneGroup().open(mesh, whole, policy, 0, scheme)
 
 
-def hosts_of(world: Collectives) -> list[Host]:
+def hosts_of(world: Collectives) -> list[RankHost]:
     """The host of each rank. A collective."""
     names = all_gather_json(world, platform.node(), "names of hosts")
-    return [Host(*pair) for pair in zip(host_numbers(world), names, strict=True)]
+    return [RankHost(*pair) for pair in zip(host_numbers(world), names, strict=True)]
 
 
 def build_shard_groups(config: Config, mesh: Mesh, hosts: Hosts, *, is_first: bool) -> ShardGroups:
@@ -163,7 +163,7 @@ def build_shard_groups(config: Config, mesh: Mesh, hosts: Hosts, *, is_first: bo
     return Replicas(size, size if length == 1 else length)
 
 
-def ranks_of_host(mesh: Mesh, size: int, hosts: Sequence[Host]) -> int:
+def ranks_of_host(mesh: Mesh, size: int, hosts: Sequence[RankHost]) -> int:
     """The ranks that a shard group of `size` ranks has on each of its hosts.
 
     Raises:
@@ -187,9 +187,9 @@ def _length(numbers: Sequence[int]) -> int | None:
     return found if found > 1 or len(set(numbers)) == len(numbers) else None
 
 
-def _described(ranks: Sequence[int], hosts: Sequence[Host]) -> str:
+def _described(ranks: Sequence[int], hosts: Sequence[RankHost]) -> str:
     """The ranks of a shard group on each of its hosts, in words."""
-    on_host: dict[Host, list[int]] = {}
+    on_host: dict[RankHost, list[int]] = {}
     for rank in ranks:
         on_host.setdefault(hosts[rank], []).append(rank)
     parts = [f"{', '.join(map(str, found))} on host {host.name}" for host, found in on_host.items()]
@@ -213,7 +213,7 @@ def open_flat_groups(
     world: Collectives,
     policy: BuildPolicy,
     stage: int,
-    found: Cut | None,
+    found: StageModules | None,
     sliced: Sliced | None = None,
     scheme: BuildScheme = ExactScheme,
     shard_groups: ShardGroups = ALL_RANKS,
@@ -263,7 +263,7 @@ def open_flat_groups(
 
 
 def _shared_kinds(
-    found: Cut | None, sliced: Sliced | None
+    found: StageModules | None, sliced: Sliced | None
 ) -> dict[tuple[tuple[int, ...], bool], set[int]]:
     """(pipeline ranks, is it cut) -> id of this rank's parameters, for what several stages hold. Sorted.
 
@@ -306,7 +306,7 @@ def _copied(
     return found
 
 
-def _slices(mesh: AxisGroups, sliced: Sliced, found: Cut | None) -> dict[int, Slices]:
+def _slices(mesh: AxisGroups, sliced: Sliced, found: StageModules | None) -> dict[int, Slices]:
     """The slices of each parameter on all tensor ranks. For all ranks."""
     tensor, together = mesh.along("tensor"), mesh.along(ALL_OF_A_STAGE)
     part = None if found is None else found.part
@@ -331,7 +331,7 @@ __all__ = [
     "ALL_RANKS",
     "BuildPolicy",
     "DATA_AXES",
-    "Host",
+    "RankHost",
     "Hosts",
     "ShardGroups",
     "build_shard_groups",

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ...offload.homes import Homes
-from ...offload.host import HostHome, ShardsOnHost
-from ...offload.places import ShardHome, StateHome, StatesInMemory
+from ...offload.host import HostShardStore, HostStore
+from ...offload.interfaces import ShardStore, StateStore
+from ...offload.stores import Stores
 from ...zero.layout.groups import master_dtype
 from ...zero.model.sharded_model import ShardedModel
 from ..checkpoint.agreement import together
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def build_host(
     config: Config, device: torch.device, optimizer: ClientOptimizer | None
-) -> HostHome | None:
+) -> HostStore | None:
     """Host memory for what is not on the device, and its threads; None: everything is on the device.
 
     optimizer: the script's, if there is one.
@@ -35,68 +35,68 @@ def build_host(
         return None
     from ...offload.cores import place_updates
 
-    host = HostHome(
+    host = HostStore(
         device,
         pin=all(section.pin_memory for section in sections if section.device != "none"),
-        adds=config.gradient_accumulation_steps > 1,
-        guesses=zero.offload_optimizer.super_offload,
-        states=_state_home(config, optimizer),
+        accumulates=config.gradient_accumulation_steps > 1,
+        speculates=zero.offload_optimizer.super_offload,
+        states=_state_store(config, optimizer),
     )
-    place_updates(host.lanes.updates, zero.offload_optimizer.cpuadam_cores_perc)
+    place_updates(host.queues.updates, zero.offload_optimizer.cpuadam_cores_perc)
     return host
 
 
-def build_homes(config: Config, host: HostHome | None, total_numel: int) -> Homes:
-    """The homes of all flat buffers. total_numel: elements of all trainable parameters."""
-    return Homes(
+def build_stores(config: Config, host: HostStore | None, total_numel: int) -> Stores:
+    """The stores of all flat buffers. total_numel: elements of all trainable parameters."""
+    return Stores(
         host,
         ratio=host_ratio(config),
         total_numel=total_numel,
-        shards=_shard_home(config, host),
+        shards=_shard_store(config, host),
         defers=config.zero_optimization.offload_optimizer.overlap_step,
     )
 
 
-def paper_homes(config: Config, total_numel: int) -> Homes:
-    """The homes of all flat buffers of a rank that does not run: see `offload/on_paper.py`."""
-    from ...offload.on_paper import PaperHome, PaperShards
+def fake_stores(config: Config, total_numel: int) -> Stores:
+    """The stores of all flat buffers of a rank that does not run: see `offload/fake.py`."""
+    from ...offload.fake import FakeHostStore, FakeShardStore
 
     zero = config.zero_optimization
     states, shards = zero.offload_optimizer.device, zero.offload_param.device
     is_used = {states, shards} != {"none"}
-    return Homes(
-        PaperHome(on_disk=states == "nvme") if is_used else None,
+    return Stores(
+        FakeHostStore(on_disk=states == "nvme") if is_used else None,
         ratio=host_ratio(config),
         total_numel=total_numel,
-        shards=None if shards == "none" else PaperShards(on_disk=shards == "nvme"),
+        shards=None if shards == "none" else FakeShardStore(on_disk=shards == "nvme"),
     )
 
 
-def _state_home(config: Config, optimizer: ClientOptimizer | None) -> StateHome:
+def _state_store(config: Config, optimizer: ClientOptimizer | None) -> StateStore:
     """Where masters and states on the host are between updates."""
     section = config.zero_optimization.offload_optimizer
     if section.device != "nvme" or (optimizer is None and config.optimizer is None):
-        return StatesInMemory()
-    from ...offload.disk.states import StatesOnDisk
+        return StateStore()
+    from ...offload.disk.states import DiskStateStore
 
     assert section.nvme_path is not None  # checked with the config
     options = _disk_options(config)
     num_states = count_states(config.optimizer, optimizer)
-    return StatesOnDisk(Path(section.nvme_path), options, dist.get_rank(), num_states=num_states)
+    return DiskStateStore(Path(section.nvme_path), options, dist.get_rank(), num_states=num_states)
 
 
-def _shard_home(config: Config, host: HostHome | None) -> ShardHome | None:
+def _shard_store(config: Config, host: HostStore | None) -> ShardStore | None:
     """Where shards of parameters are stored; None: on the device."""
     section = config.zero_optimization.offload_param
     if host is None or section.device == "none":
         return None
     if section.device == "cpu":
-        return ShardsOnHost(host.lanes, pin=host.pin)
-    from ...offload.disk.shards import ShardsOnDisk
+        return HostShardStore(host.queues, pin=host.pin)
+    from ...offload.disk.shards import DiskShardStore
 
     assert section.nvme_path is not None  # checked with the config
-    return ShardsOnDisk(
-        host.lanes,
+    return DiskShardStore(
+        host.queues,
         Path(section.nvme_path),
         _disk_options(config),
         dist.get_rank(),
@@ -118,10 +118,10 @@ def reserve(model: ShardedModel) -> None:
     Raises:
         UsageError: on every rank, if the disk of one has too little space, or may not be written to.
     """
-    states = model.homes.states
+    states = model.stores.states
     for unit in model.units:
-        for params, home in zip(unit.params, unit.homes, strict=False):
-            if home.is_on_host:
+        for params, store in zip(unit.params, unit.master_stores, strict=False):
+            if store.is_on_host:
                 layout = params.layout
                 numel = layout.shard_numel if model.policy.shards_optimizer else layout.numel
                 states.plan(params.index, numel, master_dtype(params.dtype).itemsize)
@@ -129,4 +129,4 @@ def reserve(model: ShardedModel) -> None:
         together(model.collectives, "offload to NVMe", states.open)
 
 
-__all__ = ["build_homes", "build_host", "paper_homes", "reserve"]
+__all__ = ["build_stores", "build_host", "fake_stores", "reserve"]

@@ -10,10 +10,10 @@ from torch import nn
 
 from ...ops.comm.exchange import EqualParts
 from ...ops.comm.mesh_groups import MeshGroups
-from ...pipe.channel import JOINS, Channel, Ways
+from ...pipe.channel import JOINS, Channel, DirectionGroups
 from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.part import Part
-from ...pipe.cut.plain_models import Sides
+from ...pipe.cut.plain_models import EmbeddingAndHead
 from ...pipe.schedules.actions import Placement, Table
 from ...pipe.schedules.lowering import with_states
 from ...pipe.schedules.plan import SchedulePlan
@@ -32,7 +32,7 @@ from .arguments import as_pipeline, existing_modules, is_part
 
 @final
 @dataclass(frozen=True, eq=False)
-class Cut:
+class StageModules:
     """The part of the model that rank `rank` of a pipeline has."""
 
     part: Part
@@ -53,7 +53,7 @@ def cut(
     blocks: Sequence[tuple[str, nn.Module]],
     config: Config,
     mesh: MeshGroups,
-) -> Cut:
+) -> StageModules:
     """Keep the part of `model` that this rank has. `blocks`: found in the whole model.
 
     Raises:
@@ -81,7 +81,7 @@ def cut(
         }
     )
     part = cut_model(model, blocks, plan.placement, rank, *partition_of(model, config))
-    return Cut(part, plan, rank)
+    return StageModules(part, plan, rank)
 
 
 def plan_schedule(
@@ -106,26 +106,30 @@ def plan_schedule(
     return SchedulePlan(section.schedule, section.stages, section.chunks or 0, steps, num_layers)
 
 
-def partition_of(model: nn.Module, config: Config) -> tuple[str | tuple[int, ...] | None, Sides]:
+def partition_of(
+    model: nn.Module, config: Config
+) -> tuple[str | tuple[int, ...] | None, EmbeddingAndHead]:
     """Where the config cuts the layers, and what it says about the modules around them."""
     section = config.pipeline
     is_given = not is_part(model) or "partition" in section.model_fields_set
     partition = section.partition if is_given else None
-    return partition, Sides(section.first_stage_modules, section.last_stage_modules)
+    return partition, EmbeddingAndHead(section.first_stage_modules, section.last_stage_modules)
 
 
 def _stages_text(stages: Sequence[int]) -> str:
     return ("stage " if len(stages) == 1 else "stages ") + " and ".join(map(str, stages))
 
 
-def _ways(mesh: MeshGroups, kind: str, placement: Placement) -> Ways:
+def _ways(mesh: MeshGroups, kind: str, placement: Placement) -> DirectionGroups:
     """The groups of one kind of message; several chunks send it in both directions between two ranks."""
     up = mesh.along("pipe", kind)
-    return Ways(up, mesh.along("pipe", f"{kind}, back") if placement.num_chunks > 1 else up)
+    return DirectionGroups(
+        up, mesh.along("pipe", f"{kind}, back") if placement.num_chunks > 1 else up
+    )
 
 
 def build_pipeline(
-    found: Cut,
+    found: StageModules,
     mesh: MeshGroups,
     config: Config,
     sharded: ShardedModel,
@@ -143,7 +147,7 @@ def build_pipeline(
     is_dynamic = section.dynamic_shape or sequences is not None
     channel = Channel(*ways, is_dynamic=is_dynamic, parts=(parts[0], parts[1]))
     deferred = [found.part.module] if found.plan.splits_backward else []
-    weight_grads = WeightGrads(deferred, sharded.add_gradient)
+    weight_grads = WeightGrads(deferred, sharded.backward_pass.add_gradient)
 
     def table_of(count: int, *, gathers_each: bool) -> Table:
         reduces_each = section.reduce == "micro_batch" and sharded.reduces_each_backward
@@ -168,4 +172,4 @@ def build_pipeline(
     return build
 
 
-__all__ = ["Cut", "build_pipeline", "cut", "partition_of", "plan_schedule"]
+__all__ = ["StageModules", "build_pipeline", "cut", "partition_of", "plan_schedule"]

@@ -10,22 +10,22 @@ from torch import nn
 from ...ops.comm.collectives import Collectives
 from ...tensor.finding import find_plan
 from ...tensor.layer_specs import has_specs, keeps_own_plan, read_specs
-from ...tensor.plan import Ways, own_plan, read_plan
+from ...tensor.plan import ParallelPlan, own_plan, read_plan
 from ...tensor.proof import Proof
 from ...tensor.slicing import Sliced, slice_model
 from ...tensor.ties import cut_names, with_head, with_heads, with_ties
 from ...utils.errors import UsageError
 from ...zero.core.owners import find_owner
 from ..config.config import Config
-from .arguments import Runs, is_part
+from .arguments import BlockRuns, is_part
 
 if TYPE_CHECKING:
-    from .pipelining import Cut
+    from .pipelining import StageModules
 
 Blocks = Sequence[tuple[str, nn.Module]]
 
 
-def plan_slices(model: nn.Module, blocks: Blocks, config: Config) -> Ways | None:
+def plan_slices(model: nn.Module, blocks: Blocks, config: Config) -> ParallelPlan | None:
     """How the layers of the whole `model` are cut; None: each rank builds its own layers, later.
 
     Raises:
@@ -42,7 +42,7 @@ def plan_slices(model: nn.Module, blocks: Blocks, config: Config) -> Ways | None
     return _plan(model, blocks, config, is_stage=False)
 
 
-def _plan(model: nn.Module, blocks: Blocks, config: Config, *, is_stage: bool) -> Ways:
+def _plan(model: nn.Module, blocks: Blocks, config: Config, *, is_stage: bool) -> ParallelPlan:
     """DeepSpeed's layer_specs, else the plan of the config, else the model's own, else one that is found."""
     section = config.tensor_parallel
     specs = section.partition_config
@@ -66,11 +66,11 @@ def _plan(model: nn.Module, blocks: Blocks, config: Config, *, is_stage: bool) -
 
 def slice_layers(
     model: nn.Module,
-    runs: Runs,
-    plan: Ways | None,
+    runs: BlockRuns,
+    plan: ParallelPlan | None,
     config: Config,
     group: Collectives,
-    found: Cut | None,
+    found: StageModules | None,
 ) -> tuple[Sliced, Proof]:
     """Keep this rank's slices of the layers that this pipeline stage has. Sends nothing.
 
@@ -117,14 +117,18 @@ def _check_tokens(config: Config) -> None:
 
 
 def ways_here(
-    model: nn.Module, runs: Runs, plan: Ways | None, config: Config, found: Cut | None
-) -> Ways:
+    model: nn.Module,
+    runs: BlockRuns,
+    plan: ParallelPlan | None,
+    config: Config,
+    found: StageModules | None,
+) -> ParallelPlan:
     """How the layers are cut that this pipeline stage has; the arguments are those of `slice_layers`."""
     if plan is not None:
         return {name: way for name, way in plan.items() if _has(model, name)}
     blocks = [block for run in runs for block in run]
     tied = set() if found is None else _tied(found)
-    own: Ways = {}
+    own: ParallelPlan = {}
     for name, way in _plan(model, blocks, config, is_stage=True).items():
         params = model.get_submodule(name).parameters()
         if _has(model, name) and not any(id(param) in tied for param in params):
@@ -138,7 +142,7 @@ def _has(model: nn.Module, name: str) -> bool:
     return module is not None and any(True for _ in module.parameters())
 
 
-def _tied(found: Cut) -> set[int]:
+def _tied(found: StageModules) -> set[int]:
     """id of every parameter that several stages of a PipelineModule hold; they stay whole."""
     return {key for key, name in found.part.names.items() if name in found.part.shared}
 

@@ -15,8 +15,8 @@ from ...tensor.tiles.loss import tiled_loss
 from ...tensor.tiles.modules import tile_forward
 from ...tensor.tiles.ranges import tiles_for
 from ...utils.errors import UsageError
-from .arguments import Runs
-from .dividing import Divided
+from .arguments import BlockRuns
+from .dividing import LocalModel
 from .forwards import Forward, replace_forwards
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ LOSS_TOKENS = 1024  # of a tile, where the config says true
 CAUSAL = "ForCausalLMLoss"  # the name of transformers' loss
 
 
-def tile_layers(divided: Divided, section: LongSequences) -> Callable[[], None]:
+def tile_layers(divided: LocalModel, section: LongSequences) -> Callable[[], None]:
     """Put tiled forwards in the place of the model's own; the returned function restores them.
 
     Raises:
@@ -58,7 +58,7 @@ def tile_layers(divided: Divided, section: LongSequences) -> Callable[[], None]:
     return undo_all
 
 
-def _mlps(runs: Runs, given: Sequence[str] | None) -> list[nn.Module]:
+def _mlps(runs: BlockRuns, given: Sequence[str] | None) -> list[nn.Module]:
     found = []
     for name, block in (block for run in runs for block in run):
         inner = dict(block.named_modules())

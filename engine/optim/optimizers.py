@@ -323,7 +323,7 @@ def load_kernels(
             f"ops.require = true, but there are no native ops for {device.type}: they exist for cpu and cuda; "
             "set it to false, and ops run their torch versions"
         )
-    devices = [device] if updater.homes.host is None else [device, torch.device("cpu")]
+    devices = [device] if updater.stores.host is None else [device, torch.device("cpu")]
     names = {optimizer_library(one) for one in devices} - {""}
     for name in sorted(names) if section.native and (gains or section.require) else ():
         load(name, require=section.require)

@@ -134,27 +134,6 @@ class OneCycle(Schedule):
         """Steps of the cycle."""
         return self.cycle.total_size
 
-    @property
-    def step_ratio(self) -> float:
-        """The part of the cycle in which the lr rises."""
-        return self.cycle.first_size / self.cycle.total_size
-
-    @property
-    def first_step_size(self) -> float:
-        return self.cycle.first_size
-
-    @property
-    def second_step_size(self) -> float:
-        return self.cycle.second_size
-
-    @property
-    def first_stair_count(self) -> int:
-        return self.cycle.first_stairs
-
-    @property
-    def second_stair_count(self) -> int:
-        return self.cycle.second_stairs
-
     def get_lr(self) -> list[float]:
         num_decays = self._num_decays()
         if num_decays is None:

@@ -31,9 +31,9 @@ from ...zero.model.update import Updater
 from ..config.config import Config
 from ..config.optimizer import OptimizerConfig
 from ..config.scheduler import warmup_steps
-from ..model.arguments import Runs
+from ..model.arguments import BlockRuns
 from ..model.compressing import Messages
-from ..model.offloading import paper_homes
+from ..model.offloading import fake_stores
 from ..optim.optimizers import Groups, named_optimizer
 
 STATE_KINDS = ("param", "grad", "master", "optimizer", "gathered", "host", "disk")
@@ -114,7 +114,7 @@ class RankObjects:
     def __init__(
         self,
         module: nn.Module,
-        runs: Runs,
+        runs: BlockRuns,
         groups: FlatGroups,
         opened: FakeGroups,
         trained: Groups,
@@ -122,9 +122,9 @@ class RankObjects:
         config: Config,
     ) -> None:
         numel = sum(param.numel() for param in module.parameters() if id(param) in trained.index)
-        homes = paper_homes(config, numel)
+        stores = fake_stores(config, numel)
         zero = config.zero_optimization
-        self.sharded = sharded = ShardedModel(module, trained.index, groups, zero, homes, runs)
+        self.sharded = sharded = ShardedModel(module, trained.index, groups, zero, stores, runs)
         self._updater = Updater(sharded)
         self._opened = opened.opened
         with self._counting() as self.applied:
@@ -172,12 +172,12 @@ class RankObjects:
             for unit in sharded.units
             for params, grads in zip_longest(unit.params, unit.grads)
         ]
-        brought = [({}, {}) if grads is None else self._bring(grads) for _, _, grads in pairs]
+        sent = [({}, {}) if grads is None else self._backward(grads) for _, _, grads in pairs]
         plan = memory_plan(sharded, updater)
         self.held = Counter({kind: size for kind, size in plan.items() if kind in STATE_KINDS})
         self.held["gathered"] = sharded.memory.gathered_bytes()
         masters = {id(master.params): master for master in updater.masters}
-        for (unit, params, _), (reduced, summed) in zip(pairs, brought, strict=True):
+        for (unit, params, _), (reduced, summed) in zip(pairs, sent, strict=True):
             with self._counting() as published:
                 if id(params) in masters:
                     masters[id(params)].publish()
@@ -194,14 +194,14 @@ class RankObjects:
                 again=again,
             )
 
-    def _bring(self, grads: GradBucket) -> tuple[Sent, Sent]:
+    def _backward(self, grads: GradBucket) -> tuple[Sent, Sent]:
         """Gradients arrive and are summed over the ranks: see `FlatMessages.reduced` and `summed`."""
         grads.begin_backward(hold=grads.group.policy.holds_grads)
         for param in grads.params:
             param.grad = torch.empty_like(param)
         grads.collect()
         with self._counting() as reduced:
-            if not grads.is_single_rank or grads.home.is_on_host:
+            if not grads.is_single_rank or grads.store.is_on_host:
                 grads.start_reduce()
                 grads.finish_reduce()
         with self._counting() as summed:

@@ -25,17 +25,17 @@ from ...pipe.cut.part import Part
 from ...pipe.cut.plain_models import ModelOutline, outline_model
 from ...pipe.cut.surroundings import FIRST, LAST
 from ...pipe.schedules.plan import SchedulePlan
-from ...tensor.plan import Ways
+from ...tensor.plan import ParallelPlan
 from ...tensor.slicing import Sliced, slice_model
 from ...tensor.ties import cut_names
 from ...zero.layout.discover import found_blocks
 from ...zero.model.sharded_model import ShardedModel
 from ...zero.model.stage_units import StageUnits
 from ..config.config import Config
-from ..model.arguments import Runs, is_cut, is_part
+from ..model.arguments import BlockRuns, is_cut, is_part
 from ..model.compressing import Messages
-from ..model.flat_groups import Host, build_shard_groups, open_flat_groups
-from ..model.pipelining import Cut, partition_of, plan_schedule
+from ..model.flat_groups import RankHost, build_shard_groups, open_flat_groups
+from ..model.pipelining import StageModules, partition_of, plan_schedule
 from ..model.precision import policy_of
 from ..model.slicing import plan_slices, ways_here
 from ..optim.optimizers import Groups, read_groups, split_for_muon
@@ -112,7 +112,8 @@ class Shares:
         self._mesh = mesh
         self._ranks_per_host = ranks_per_host
         hosts = [
-            Host(number, str(number)) for number in (r // ranks_per_host for r in range(mesh.size))
+            RankHost(number, str(number))
+            for number in (r // ranks_per_host for r in range(mesh.size))
         ]
         self._shard_groups = build_shard_groups(config, mesh, lambda: hosts, is_first=False)
         self.blocks: list[tuple[str, nn.Module]] = (
@@ -178,7 +179,7 @@ class Shares:
         )
 
     @contextmanager
-    def _part(self, pipe: int) -> Iterator[tuple[nn.Module, Runs, Cut | None]]:
+    def _part(self, pipe: int) -> Iterator[tuple[nn.Module, BlockRuns, StageModules | None]]:
         """The module of a pipeline stage, its blocks, and the cut; see `divide`."""
         if self.schedule is None:
             yield self.model, [self.blocks], None
@@ -196,16 +197,21 @@ class Shares:
 
     def _found(
         self, part: Part, schedule: SchedulePlan, pipe: int
-    ) -> tuple[nn.Module, Runs, Cut | None]:
-        found = Cut(part, schedule, pipe)
+    ) -> tuple[nn.Module, BlockRuns, StageModules | None]:
+        found = StageModules(part, schedule, pipe)
         return part.module, found.runs, found
 
-    def _stage_units(self, sharded: ShardedModel, found: Cut) -> StageUnits:
+    def _stage_units(self, sharded: ShardedModel, found: StageModules) -> StageUnits:
         stage_of = {block.module: block.stage for block in found.part.blocks}
         return StageUnits(sharded, stage_of, self._config.zero_optimization.max_live_parameters)
 
     def _built(
-        self, module: nn.Module, runs: Runs, found: Cut | None, sliced: Sliced, groups: FakeGroups
+        self,
+        module: nn.Module,
+        runs: BlockRuns,
+        found: StageModules | None,
+        sliced: Sliced,
+        groups: FakeGroups,
     ) -> RankObjects:
         zero = self._config.zero_optimization
         hosts = [rank // self._ranks_per_host for rank in range(self._mesh.size)]
@@ -251,9 +257,9 @@ def trained_groups(model: nn.Module, config: Config) -> Groups:
 @contextmanager
 def sliced_here(
     model: nn.Module,
-    runs: Runs,
-    found: Cut | None,
-    ways: Ways | None,
+    runs: BlockRuns,
+    found: StageModules | None,
+    ways: ParallelPlan | None,
     config: Config,
     groups: FakeGroups,
 ) -> Iterator[Sliced]:
@@ -295,7 +301,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _block_names(
-    blocks: Sequence[tuple[str, nn.Module]], found: Cut | None
+    blocks: Sequence[tuple[str, nn.Module]], found: StageModules | None
 ) -> dict[int, tuple[str, ...]]:
     if found is None:
         return {0: tuple(name for name, _ in blocks)}

@@ -31,7 +31,7 @@ _KEYS = {  # for each MPI: world size, then rank, local rank, local size
 
 @final
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """One of the processes that srun or mpirun started together.
 
     by: the variable that holds the world size.
@@ -48,7 +48,7 @@ class Place:
     port: int
 
 
-def place(environ: Mapping[str, str]) -> Place | None:
+def place(environ: Mapping[str, str]) -> ProcessPlace | None:
     """This process's place; None for a single process, or if xds or torchrun has set RANK or WORLD_SIZE.
 
     Raises:
@@ -144,7 +144,7 @@ def slurm_name(environ: Mapping[str, str]) -> str:
     return f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
 
 
-def _of_mpi(environ: Mapping[str, str], size_key: str, keys: tuple[str, str, str]) -> Place:
+def _of_mpi(environ: Mapping[str, str], size_key: str, keys: tuple[str, str, str]) -> ProcessPlace:
     missing = [key for key in keys if key not in environ]
     if missing:
         raise UsageError(
@@ -155,7 +155,7 @@ def _of_mpi(environ: Mapping[str, str], size_key: str, keys: tuple[str, str, str
     world_size = _number(environ, size_key, 1)
     rank, local_rank, local_size = (_number(environ, key, 0) for key in keys)
     name = environ.get("PMIX_NAMESPACE", "")
-    return Place(
+    return ProcessPlace(
         rank=_below(rank, world_size, keys[0], size_key),
         world_size=world_size,
         local_rank=local_rank,
@@ -166,7 +166,7 @@ def _of_mpi(environ: Mapping[str, str], size_key: str, keys: tuple[str, str, str
     )
 
 
-def _of_slurm(environ: Mapping[str, str]) -> Place:
+def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace:
     missing = [key for key in ("SLURM_PROCID", "SLURM_LOCALID") if key not in environ]
     nodes = slurm_nodes(environ)
     if missing or not nodes:
@@ -180,7 +180,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Place:
     per_node = tasks_per_node(counts) if counts else []
     node = _number(environ, "SLURM_NODEID", 0)
     even = max(1, world_size // len(nodes))
-    return Place(
+    return ProcessPlace(
         rank=_below(
             _number(environ, "SLURM_PROCID", 0), world_size, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
         ),

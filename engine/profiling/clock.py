@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class Clock:
+class ProfileClock:
     """Takes moments; their distances are asked for at the end.
 
     On a CUDA device moments are events in its current stream: the time of its kernels, gaps included. A CPU
@@ -38,6 +38,6 @@ class Clock:
         return elapsed
 
 
-clock_of = Clock
+clock_of = ProfileClock
 
-__all__ = ["Clock", "clock_of"]
+__all__ = ["ProfileClock", "clock_of"]

@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 )
 
 from ...ops.torch_internals import graph_task_id
-from .clock import Clock
+from .clock import ProfileClock
 from .counter import OperationCounter, Tally
 from .profile import BackwardProfile, ModuleProfile, Profile, share
 
@@ -45,12 +45,12 @@ class Recorder:
     def __init__(
         self,
         model: nn.Module,
-        clock: Clock | None = None,
+        clock: ProfileClock | None = None,
         ignored: Collection[type[nn.Module]] = (),
     ) -> None:
         """ignored: classes of modules that count nothing; what they compute themselves is their parent's."""
         self._model = model
-        self._clock = clock or Clock()
+        self._clock = clock or ProfileClock()
         self._places: dict[int, list[str]] = defaultdict(list)
         for place, module in model.named_modules(remove_duplicate=False):
             if type(module) not in ignored:
@@ -113,11 +113,6 @@ class Recorder:
             self._plain.__exit__(None, None, None)
             self._unhook()
             self._counts_by_calls = False
-
-    @property
-    def is_started(self) -> bool:
-        """Between `start` and `stop`."""
-        return self._counts_by_calls
 
     # -- the hooks --------------------------------------------------------------------------------------
 

@@ -168,10 +168,10 @@ def write(text: str, path: str | None) -> None:
 
 
 def _recorder(engine: Profiled) -> Recorder:
-    from .clock import Clock
+    from .clock import ProfileClock
     from .recorder import Recorder
 
-    return Recorder(engine.module, Clock(engine.device))
+    return Recorder(engine.module, ProfileClock(engine.device))
 
 
 def _work(flops: float) -> str:

@@ -32,7 +32,7 @@ class Trained(Protocol):
 
 @final
 @dataclass(frozen=True)
-class Place:
+class PipelinePosition:
     """Where a rank is in its pipeline of `num_ranks` ranks.
 
     rank: from 0. is_first, is_last: it has the first stage of the model, and the last one, which has the loss;
@@ -45,13 +45,13 @@ class Place:
     is_last: bool
 
 
-WHOLE_MODEL = Place(0, 1, is_first=True, is_last=True)
+WHOLE_MODEL = PipelinePosition(0, 1, is_first=True, is_last=True)
 
 
 class Loop(ABC):
     """Whole batches: `train_batch` and `eval_batch` of an engine."""
 
-    place: Place
+    place: PipelinePosition
     _batch_fn: Callable[[Any], Any] | None = None
 
     def set_batch_fn(self, function: Callable[[Any], Any] | None) -> None:
@@ -193,4 +193,4 @@ def _checked(data_iter: Iterator[Any], call: str) -> Iterator[Any]:
     return data_iter
 
 
-__all__ = ["WHOLE_MODEL", "BatchLoop", "Loop", "Place", "Trained", "batch_loop"]
+__all__ = ["WHOLE_MODEL", "BatchLoop", "Loop", "PipelinePosition", "Trained", "batch_loop"]

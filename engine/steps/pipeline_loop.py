@@ -19,7 +19,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.flat import moved
 from ...pipe.channel import Channel
 from ...pipe.cut.part import Part, WeightedLoss
-from ...pipe.executor import Executor, Outcome, StageStates
+from ...pipe.executor import Executor, PipelineOutputs, StageStates
 from ...pipe.inputs import look_at, signature
 from ...pipe.schedules.actions import Placement, Table
 from ...pipe.schedules.build import build_forward_table
@@ -33,7 +33,7 @@ from ..data.batches import loss_of, move
 from ..data.loaders import RepeatingLoader
 from ..data.sharing import share_batches
 from ..parts import Parts
-from .batch_loop import Loop, Place, Trained
+from .batch_loop import Loop, PipelinePosition, Trained
 from .counters import Counters
 from .means import UNIT, Weight, weighted
 from .training_step import TrainingStep
@@ -53,7 +53,7 @@ class TableOf(Protocol):
     def __call__(self, count: int, *, gathers_each: bool) -> Table: ...
 
 
-class Proof(Protocol):
+class LossProof(Protocol):
     """Compares the losses of a few tokens that one rank has computed, and several."""
 
     def compare(self, found: Tensor, wanted: Tensor) -> None: ...
@@ -63,7 +63,7 @@ class Sequences(Protocol):
     """Cuts the inputs of the model over sequence ranks; see `engine/model/sequences.py`."""
 
     @property
-    def proof(self) -> Proof: ...
+    def proof(self) -> LossProof: ...
     def short(self, batch: Any) -> dict[str, Any] | None: ...
     def whole(self) -> AbstractContextManager[None]: ...
 
@@ -139,7 +139,7 @@ class PipelineLoop(Loop):
         self._repeated: Iterator[Any] | None = None
         placement = pipeline.placement
         stages = placement.stages_of(pipeline.rank)
-        self.place = Place(
+        self.place = PipelinePosition(
             rank=pipeline.rank,
             num_ranks=placement.num_ranks,
             is_first=0 in stages,
@@ -203,7 +203,7 @@ class PipelineLoop(Loop):
             return loss_of(result.loss), self._step.checked_weight(result.weight)
         return loss_of(result), None
 
-    def _forward(self, batches: Sequence[Any], **how: Any) -> Outcome:
+    def _forward(self, batches: Sequence[Any], **how: Any) -> PipelineOutputs:
         """The forwards of `batches` over all stages."""
         table, rank = self._forward_table(len(batches)), self._pipeline.rank
         return self._executor.run(table, rank, batches, factor=None, **how)
@@ -318,7 +318,7 @@ class PipelineLoop(Loop):
             "shuffling, or pass an iterator to train_batch, which the first stage alone reads"
         )
 
-    def _mean(self, outcome: Outcome, count: int) -> Tensor:
+    def _mean(self, outcome: PipelineOutputs, count: int) -> Tensor:
         """The mean over micro-batches, or over their items, and data ranks, on every rank, [] fp32."""
         total = torch.zeros(2, dtype=torch.float64, device=self._parts.device)
         if outcome.losses:

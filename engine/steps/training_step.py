@@ -333,7 +333,7 @@ class TrainingStep(BackwardRules):
     @property
     def has_gradients(self) -> bool:
         """A backward has begun since the last update, so `drop_gradients` may drop some."""
-        return self._sharded.has_brought_gradients or self._accumulation.done > 0
+        return self._sharded.has_new_gradients or self._accumulation.done > 0
 
     @property
     def only_counted(self) -> bool:
@@ -351,11 +351,11 @@ class TrainingStep(BackwardRules):
             )
         self._clipping = None
         self.means.end()
-        self._sharded.drop_gradients()
+        self._sharded.backward_pass.drop()
         self._accumulation.forget()
 
     def reduces_when_asked(self) -> bool:
-        """Whether gradients that wait for their reduction are all that this step brings."""
+        """Whether gradients that wait for their reduction are all of this step."""
         return self._accumulation.ends_step() and not self._accumulation.in_no_sync
 
     def _reduces_now(self) -> bool:
@@ -469,7 +469,7 @@ class TrainingStep(BackwardRules):
             if not is_done:
                 clip = limit / (norm + CLIP_EPS) if limit and norm > limit else 1.0
                 self._parts.updater.step(Scale(self.gradient_factor() * clip), written=written)
-            self._sharded.reset()
+            self._sharded.reduction.reset()
             if self._parts.auto_ratio is not None:
                 self._parts.auto_ratio.after_update()
             self.was_applied = True

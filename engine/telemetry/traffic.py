@@ -52,8 +52,8 @@ class SentBytes:
             parts.append(f"{size_text(found['across'].total())} of it to other hosts")
         if found["exact"]:
             parts.append(f"{_ratio(found):.1f}x fewer than exact")
-            if self._keeps_owed:
-                parts.append(f"not sent yet {self._owed_norm():.3e}")
+            if self._has_pending_error:
+                parts.append(f"not sent yet {self._pending_norm():.3e}")
         return ", ".join(parts)
 
     def events(self) -> list[tuple[str, float]]:
@@ -63,21 +63,21 @@ class SentBytes:
         events.append(("sent_bytes_to_other_hosts", float(found["across"].total())))
         if found["exact"]:
             events.append(("compression_ratio", _ratio(found)))
-            if self._keeps_owed:
-                events.append(("not_sent_norm", self._owed_norm()))
+            if self._has_pending_error:
+                events.append(("not_sent_norm", self._pending_norm()))
         return events
 
     @property
-    def _keeps_owed(self) -> bool:
-        return any(grads.reducer.keeps_owed for grads in self._sharded.flat_grads)
+    def _has_pending_error(self) -> bool:
+        return any(grads.reducer.has_pending_error for grads in self._sharded.reduction.order)
 
-    def _owed_norm(self) -> float:
-        """The norm of what this rank owes, as a mean gradient."""
+    def _pending_norm(self) -> float:
+        """The norm of this rank's pending error, as a mean gradient."""
         total = 0.0
-        for grads in self._sharded.flat_grads:
-            owed = grads.reducer.owed
-            if owed is not None:
-                total += float(owed.error.square().sum()) * owed.unit**2
+        for grads in self._sharded.reduction.order:
+            pending = grads.reducer.pending_error
+            if pending is not None:
+                total += float(pending.error.square().sum()) * pending.unit**2
         return math.sqrt(total)
 
 

@@ -12,7 +12,13 @@ import re
 import socket
 from collections.abc import Mapping
 
-from ...engine.process.foreign_launcher import USUAL_PORT, Place, place, slurm_name, slurm_nodes
+from ...engine.process.foreign_launcher import (
+    USUAL_PORT,
+    ProcessPlace,
+    place,
+    slurm_name,
+    slurm_nodes,
+)
 from ...utils.errors import UsageError
 from ...utils.quoting import printable, quoted
 from ..job import Host, Rendezvous
@@ -101,7 +107,7 @@ def _node_rank(environ: Mapping[str, str], size_key: str) -> tuple[str, int | No
     return "", None
 
 
-def _from_step(step: Place, environ: Mapping[str, str]) -> Rendezvous | None:
+def _from_step(step: ProcessPlace, environ: Mapping[str, str]) -> Rendezvous | None:
     """The rendezvous if srun or mpirun started one xds on each machine."""
     nodes = slurm_nodes(environ)
     is_slurm = step.by == "SLURM_STEP_NUM_TASKS"

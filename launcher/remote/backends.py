@@ -43,7 +43,7 @@ _BASIC_KEYS = (
 )
 
 
-class Backend(ABC):
+class LaunchBackend(ABC):
     """A way to start node processes on hosts."""
 
     name: str
@@ -66,7 +66,7 @@ class Backend(ABC):
             )
 
 
-class PerHost(Backend):
+class PerHost(LaunchBackend):
     """One local process for each host, whose standard streams are those of the node process."""
 
     @abstractmethod
@@ -74,7 +74,7 @@ class PerHost(Backend):
         """The argv of the local process that runs `argv` on `host`."""
 
 
-class AllAtOnce(Backend):
+class AllAtOnce(LaunchBackend):
     """One local process for all hosts; the orders of all hosts are in `argv`."""
 
     @abstractmethod
@@ -160,7 +160,7 @@ def shell_argv(remote: Remote, argv: Sequence[str]) -> list[str]:
     return ["/bin/sh", "-c", script]
 
 
-def refuse_other_program(backend: Backend, not_these: Mapping[str, str]) -> None:
+def refuse_other_program(backend: LaunchBackend, not_these: Mapping[str, str]) -> None:
     """Raise a UsageError if the program belongs to another backend.
 
     Args:
@@ -409,12 +409,12 @@ class IntelMpi(Hydra):
         return ["-genv", "I_MPI_PIN", "0"]
 
 
-BACKENDS: dict[str, Backend] = {
+BACKENDS: dict[str, LaunchBackend] = {
     backend.name: backend for backend in (Ssh(), Pdsh(), Slurm(), OpenMpi(), Mpich(), IntelMpi())
 }
 
 
-def backend_named(name: str) -> Backend:
+def backend_named(name: str) -> LaunchBackend:
     """The backend of that name, after a check that its program exists.
 
     Raises:

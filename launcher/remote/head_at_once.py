@@ -22,9 +22,9 @@ from ..ranks.failure import first_failure, was_preempted
 from ..ranks.network import join_endpoint
 from ..ranks.stop import Stop, stop_signals
 from .backends import AllAtOnce
-from .link import Link
+from .link import NodeLink
 from .messages import pack_orders
-from .start import Lost, Results, choose_hosts, final_report, make_orders, own_streams
+from .start import LostHost, Results, choose_hosts, final_report, make_orders, own_streams
 
 _TICK_SECONDS = 0.1
 # After the first failure: time for the other hosts' ranks to end, and for their messages to arrive.
@@ -88,14 +88,14 @@ def run_at_once(
 
 def _hosts_without_result(
     hosts: Sequence[Host], start: _Start, code: int, program: str
-) -> list[Lost]:
+) -> list[LostHost]:
     """The hosts that never reported the end of their ranks; [] if another host reported a failure."""
     if start.failures or start.errors:
         return []
     missing = [host.name for host in hosts if host.name not in start.ended]
     why = f"{program} ended with exit code {code} before the ranks had ended"
     return [
-        Lost(name, why, start.record.get(name, 0.0), code or 1, name in start.record)
+        LostHost(name, why, start.record.get(name, 0.0), code or 1, name in start.record)
         for name in missing or [hosts[0].name]
     ]
 
@@ -135,7 +135,7 @@ def _one_start(
     selector = selectors.DefaultSelector()
     # not in the orders, which every user can read in the arguments
     environment = {**os.environ, **backend.environment(remote), RUN_KEY: new_key()}
-    link = Link(backend.name, command, token, selector, own_streams(stop), environment)
+    link = NodeLink(backend.name, command, token, selector, own_streams(stop), environment)
     link.close_input()
     start = _Start()
     sent: set[int] = set()

@@ -29,10 +29,10 @@ from ..ranks.failure import first_failure, was_preempted
 from ..ranks.network import join_endpoint
 from ..ranks.stop import Stop, stop_signals
 from .backends import PerHost
-from .link import Link
+from .link import NodeLink
 from .messages import HEARTBEATS_PER_TIMEOUT
 from .start import (
-    Lost,
+    LostHost,
     Results,
     choose_hosts,
     final_report,
@@ -97,7 +97,7 @@ class _Member:
 
     host: Host
     state: str = "away"
-    link: Link | None = None
+    link: NodeLink | None = None
     address: str = ""
     port: int = 0
     ahead_seconds: float = 0.0  # its clock minus ours
@@ -112,7 +112,7 @@ class _Start(Results):
     """The state and the results of one start of all ranks."""
 
     members: list[_Member] = field(default_factory=list)
-    lost: list[Lost] = field(default_factory=list)
+    lost: list[LostHost] = field(default_factory=list)
     is_growing: bool = False  # stopped by the head to add hosts that came back
     # a node process got a stop signal on its host, for example from a cloud provider
     was_stopped_on_host: bool = False
@@ -137,10 +137,10 @@ class _Head:
         self._limit_seconds = heartbeat_seconds()
         self._token = secrets.token_hex(8)
         self._members = [_Member(host) for host in hosts]
-        self._by_link: dict[Link, _Member] = {}
+        self._by_link: dict[NodeLink, _Member] = {}
         self._selector = selectors.DefaultSelector()
         self._start: _Start | None = None
-        self._lost: list[Lost] = []
+        self._lost: list[LostHost] = []
         self._generation = 0
         self._next_beat = self._next_look = 0.0
 
@@ -285,7 +285,7 @@ class _Head:
     def _turn(self) -> None:
         """Read every stream once, and do the periodic work that is due."""
         for key, _ in self._selector.select(_TICK_SECONDS):
-            link: Link = key.data
+            link: NodeLink = key.data
             member = self._by_link.get(link)
             for message in link.read(key.fd):
                 if member is not None:
@@ -322,7 +322,7 @@ class _Head:
                 continue
             argv = [self._remote.python, "-u", "-m", "xds.launcher.remote.node"]
             command = self._backend.command(member.host, self._remote, argv)
-            link = Link(
+            link = NodeLink(
                 *(member.host.name, command, self._token, self._selector, self._write),
                 holds_stderr=True,
             )
@@ -377,7 +377,7 @@ class _Head:
         argv = link.last_error_lines()
         why = why or "the connection ended"
         last_message_at = time.time() - (time.monotonic() - link.last_received)
-        lost = Lost(
+        lost = LostHost(
             host=member.host.name,
             why=f"{why}: {argv}" if argv else why,
             last_message_at=last_message_at,

@@ -22,7 +22,7 @@ Write = Callable[[int, bytes], None]
 
 
 @final
-class Link:
+class NodeLink:
     """A process whose standard streams are connected to one node process, or to all of them.
 
     All streams are non-blocking. The head's loop calls `read` when the selector reports data.

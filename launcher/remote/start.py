@@ -83,7 +83,7 @@ def heartbeat_seconds() -> float:
 
 @final
 @dataclass
-class Lost:
+class LostHost:
     """A lost host: the time of its last message (wall clock), and the reason."""
 
     host: str
@@ -154,7 +154,7 @@ def final_report(
     failures: Sequence[Failure],
     finished: Sequence[int],
     errors: Mapping[str, str],
-    lost: Sequence[Lost],
+    lost: Sequence[LostHost],
 ) -> tuple[str, int]:
     """The final report about a start, and the exit code of the first failure.
 
@@ -174,7 +174,7 @@ def final_report(
     return report(failures, finished), first.exit_code
 
 
-def _lost_text(lost: Sequence[Lost]) -> str:
+def _lost_text(lost: Sequence[LostHost]) -> str:
     lines = []
     for each in lost[:_MAX_HOSTS_NAMED]:
         ranks = f" with {ranks_text(each.ranks)}" if each.ranks else ""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..pinned import host_memory
 from .extents import Extent
-from .file import DiskFile, Ticket
+from .file import DiskFile, PendingRequest
 from .options import ALIGN_BYTES, aligned
 
 BLOCK_BYTES = 8 << 20
@@ -24,17 +24,17 @@ def read_blocks(disk: DiskFile, extent: Extent, start: int, stop: int) -> Iterat
     size = min(BLOCK_BYTES, aligned(stop - first))
     buffers = [host_memory(size, pin=False) for _ in begins[:2]]
 
-    def read(number: int) -> Ticket:
+    def read(number: int) -> PendingRequest:
         begin = begins[number]
         into = buffers[number % 2][: min(size, aligned(stop - begin))]
         return disk.read(extent, into, begin)
 
-    ticket = read(0) if begins else None
+    pending = read(0) if begins else None
     for number, begin in enumerate(begins):
-        assert ticket is not None
-        ticket.wait()
+        assert pending is not None
+        pending.wait()
         if number + 1 < len(begins):
-            ticket = read(number + 1)
+            pending = read(number + 1)
         low, high = max(start, begin), min(stop, begin + BLOCK_BYTES)
         yield buffers[number % 2][low - begin : high - begin]
 

@@ -32,14 +32,14 @@ _NO_RESERVING = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 
 @final
 @dataclass(frozen=True)
-class NewFile:
+class OpenFile:
     """An open file without a name."""
 
     fd: int  # is not inherited by programs that are started
     is_direct: bool  # whether it bypasses the page cache
 
 
-def create_file(folder: Path, total_bytes: int, rank: int) -> NewFile:
+def create_file(folder: Path, total_bytes: int, rank: int) -> OpenFile:
     """A new file of `total_bytes` zeros in `folder`, which is created where it is missing.
 
     total_bytes: a multiple of 4096.
@@ -61,7 +61,7 @@ def create_file(folder: Path, total_bytes: int, rank: int) -> NewFile:
         raise
     if not is_direct:
         log.info("xds: %s has no direct I/O; rank %d uses the page cache", folder, rank)
-    return NewFile(fd, is_direct)
+    return OpenFile(fd, is_direct)
 
 
 def _open(folder: Path, rank: int) -> int:

@@ -22,15 +22,15 @@ from ...utils.errors import XdsError
 from .creation import create_file
 from .extents import Extent
 from .options import ALIGN_BYTES, DiskOptions
-from .requests import Request
-from .workers import Workers
+from .requests import DiskRequest
+from .workers import DiskThreads
 
 
 @final
-class Ticket:
+class PendingRequest:
     """A request under way. It keeps the file open while it exists."""
 
-    def __init__(self, request: Request, file: DiskFile) -> None:
+    def __init__(self, request: DiskRequest, file: DiskFile) -> None:
         self._request, self._file = request, file
 
     def wait(self) -> None:
@@ -71,24 +71,24 @@ class DiskFile:
         self._slow_seconds = options.slow_seconds
         self._submitting = threading.Lock()
         self._is_closed = False
-        self._workers = Workers(new.fd, self.label, options)
+        self._workers = DiskThreads(new.fd, self.label, options)
         self._end = weakref.finalize(self, self._workers.stop)
 
-    def read(self, extent: Extent, into: Tensor, start: int = 0) -> Ticket:
+    def read(self, extent: Extent, into: Tensor, start: int = 0) -> PendingRequest:
         """Read the bytes `start` to `start + into.numel()` of `extent`.
 
         Args:
             into: uint8 of shape [multiple of 4096], on the host, aligned to 4096, such as a slot of
-                a `Ring`. Undefined until the ticket is done; the ticket keeps the memory until then.
+                a `SlotPool`. Undefined until the request is finished, which keeps the memory until then.
             start: in bytes, a multiple of 4096. The end may lie in the padding of the extent.
         """
         return self._submit(extent, into, start, is_write=False)
 
-    def write(self, extent: Extent, source: Tensor, start: int = 0) -> Ticket:
+    def write(self, extent: Extent, source: Tensor, start: int = 0) -> PendingRequest:
         """Write `source` to the bytes `start` to `start + source.numel()` of `extent`.
 
         Args:
-            source: like `into` of `read`. Must not change until the ticket is done.
+            source: like `into` of `read`. Must not change until the request is finished.
             start: like that of `read`.
         """
         return self._submit(extent, source, start, is_write=True)
@@ -96,7 +96,7 @@ class DiskFile:
     def close(self) -> None:
         """Wait for all requests, end the threads and close the file. Later calls do nothing.
 
-        Errors of requests are raised by their tickets only.
+        Errors of requests are raised by `PendingRequest.wait` only.
         """
         with self._submitting:
             self._is_closed = True
@@ -105,18 +105,20 @@ class DiskFile:
         if self._end.detach() is not None:
             self._workers.stop(join_seconds=None)
 
-    def _submit(self, extent: Extent, memory: Tensor, start: int, *, is_write: bool) -> Ticket:
+    def _submit(
+        self, extent: Extent, memory: Tensor, start: int, *, is_write: bool
+    ) -> PendingRequest:
         self._check_request(extent, memory, start)
-        request = Request(memory, extent.offset + start, is_write=is_write)
+        request = DiskRequest(memory, extent.offset + start, is_write=is_write)
         with self._submitting:
             if self._is_closed:
                 raise XdsError(
                     f"internal error: a {request.operation} of {self.label}, which is closed"
                 )
             self._workers.submit(request)
-        return Ticket(request, self)
+        return PendingRequest(request, self)
 
-    def join(self, request: Request) -> None:
+    def join(self, request: DiskRequest) -> None:
         """Wait until `request` is finished; a slow one is logged."""
         request.join(self._slow_seconds, self._workers.warn_if_slow)
 

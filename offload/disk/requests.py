@@ -13,7 +13,7 @@ from ...utils.errors import XdsError
 
 
 @final
-class Request:
+class DiskRequest:
     """A read or write of one range of the file. Its blocks are served in any order."""
 
     def __init__(self, memory: Tensor, offset: int, *, is_write: bool) -> None:
@@ -24,7 +24,7 @@ class Request:
         self.is_finished = False
         self.blocks_left = 0
         self.num_blockers = 0  # unfinished requests that have to be served before this one
-        self.dependents: list[Request] = []
+        self.dependents: list[DiskRequest] = []
         # A lock, not an Event: no Python code holds it, so garbage collection cannot interrupt that.
         self._running = threading.Lock()
         self._running.acquire()
@@ -32,7 +32,7 @@ class Request:
         array = (ctypes.c_char * memory.numel()).from_address(memory.data_ptr())
         self.view = memoryview(array).cast("B")
 
-    def conflicts_with(self, other: Request) -> bool:
+    def conflicts_with(self, other: DiskRequest) -> bool:
         """Whether the two ranges overlap and one of the requests writes."""
         overlap = self.offset < other.end and other.offset < self.end
         return overlap and (self.is_write or other.is_write)

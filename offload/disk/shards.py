@@ -1,7 +1,7 @@
 """Shards of parameters in the file of a rank: read when a unit is gathered, written after its update.
 
-file ──> slot of the ring ──to_device──> the gathered buffer
-update ──> slot of the ring ──> file
+file ──> slot of the pool ──to_device──> the gathered buffer
+update ──> slot of the pool ──> file
 """
 
 from __future__ import annotations
@@ -14,64 +14,64 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..host import ShardOnHost
-from ..lanes import Lanes
+from ..host import HostShard
+from ..interfaces import Blocks, JobHandle, Shard, ShardStore, ToDevice
+from ..job_queues import JobQueues
 from ..pinned import host_memory
-from ..places import Blocks, Near, Shard, ShardHome, Ticket
-from .in_file import InFile
+from .file_store import FileStore
 from .options import DiskOptions
-from .residence import OnDisk
+from .storage import DiskStorage
 from .transfers import Transfers, wait_quietly
 
 
 @final
-class ShardOnDisk(Shard):
+class DiskShard(Shard):
     """A shard in one extent of the file."""
 
     is_on_host = True
     is_on_disk = True
 
     def __init__(
-        self, transfers: Transfers, lanes: Lanes, residence: OnDisk, shard: Tensor
+        self, transfers: Transfers, queues: JobQueues, storage: DiskStorage, shard: Tensor
     ) -> None:
-        self.tensor = shard
+        super().__init__(shard)
         self._transfers = transfers
-        self._lanes = lanes
-        self._residence = residence
+        self._queues = queues
+        self._storage = storage
 
-    def bring(self) -> None:
-        self._residence.bring()
+    def load(self) -> None:
+        self._storage.load()
 
-    def fetch(self, target: Tensor, after: Ticket | None) -> Ticket:
-        if self._residence.is_in_memory:
+    def fetch(self, target: Tensor, after: JobHandle | None) -> JobHandle:
+        if self._storage.is_in_memory:
             values = self.tensor.detach()  # its memory stays, also when `tensor` reads as NaN
-            return self._lanes.to_device.run(lambda: target.copy_(values))
-        fetch = self._residence.fetch(after)
+            return self._queues.to_device.run(lambda: target.copy_(values))
+        fetch = self._storage.fetch(after)
 
         def copy() -> None:
-            slot = self._transfers.checking(fetch.wait)
+            slot = self._transfers.noting_failure(fetch.wait)
             target.copy_(slot[: target.nbytes].view(target.dtype), non_blocking=True)
-            self._transfers.ring.give(slot, _end_of_copy(target.device))
+            self._transfers.slots.give(slot, _end_of_copy(target.device))
 
-        return self._lanes.to_device.run(copy)
+        return self._queues.to_device.run(copy)
 
-    def begin_receive(self) -> None:
-        self._residence.discard()
+    def discard(self) -> None:
+        self._storage.discard()
 
-    def receive(self, values: Tensor) -> None:
+    def write(self, values: Tensor) -> None:
         if self._transfers.has_failed:
             return
-        slot = self._transfers.ring.take()
+        slot = self._transfers.slots.take()
         slot[: values.nbytes].view(values.dtype).copy_(values)
-        written = self._residence.write(slot)
-        self._transfers.ring.give(slot, partial(wait_quietly, written))
+        written = self._storage.write(slot)
+        self._transfers.slots.give(slot, partial(wait_quietly, written))
 
     def blocks(self) -> Blocks | None:
-        return self._residence.blocks_of(self.tensor)
+        return self._storage.blocks_of(self.tensor)
 
 
 def _end_of_copy(device: torch.device) -> Callable[[], object] | None:
-    """What returns when the copy that the lane has just started is done; None: it is done."""
+    """What returns when the copy that the queue has just started is done; None: it is done."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ def _end_of_copy(device: torch.device) -> Callable[[], object] | None:
 
 
 @final
-class ShardsOnDisk(InFile, ShardHome):
+class DiskShardStore(FileStore, ShardStore):
     """The file of this rank. The first `max_in_memory` elements stay in host memory."""
 
     is_on_host = True
@@ -89,7 +89,7 @@ class ShardsOnDisk(InFile, ShardHome):
 
     def __init__(
         self,
-        lanes: Lanes,
+        queues: JobQueues,
         folder: Path,
         options: DiskOptions,
         rank: int,
@@ -103,7 +103,7 @@ class ShardsOnDisk(InFile, ShardHome):
             max_in_memory: `offload_param.max_in_cpu`, elements of this rank.
         """
         super().__init__(folder, options, rank, pin=pin)
-        self._lanes = lanes
+        self._queues = queues
         self._left_in_memory = max_in_memory
         self._planned: set[int] = set()
 
@@ -114,13 +114,13 @@ class ShardsOnDisk(InFile, ShardHome):
         self._planned.add(index)
         self._extents.add(str(index), numel * itemsize)
 
-    def store(self, index: int, values: Tensor, near: Near) -> Shard:
+    def add(self, index: int, values: Tensor, to_device: ToDevice) -> Shard:
         if index not in self._planned:
             memory = host_memory(values.nbytes, pin=self._pin)
-            return ShardOnHost(memory.view(values.dtype).copy_(values), self._lanes)
+            return HostShard(memory.view(values.dtype).copy_(values), self._queues)
         shard = values.to("cpu", copy=True)
-        residence = self._residence(index, shard, holds_master=True)
-        return ShardOnDisk(self._transfers, self._lanes, residence, shard)
+        storage = self._state_storage(index, shard, holds_master=True)
+        return DiskShard(self._transfers, self._queues, storage, shard)
 
 
-__all__ = ["ShardOnDisk", "ShardsOnDisk"]
+__all__ = ["DiskShard", "DiskShardStore"]

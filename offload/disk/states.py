@@ -1,7 +1,7 @@
 """Masters and optimizer states in the file of a rank.
 
 file     | master 0, its states | master 1, its states | ...     one extent for each master
-ring     | slot: update 1 | slot: reads 2 | slot: writes 0 |     a slot holds the largest extent
+pool     | slot: update 1 | slot: reads 2 | slot: writes 0 |     a slot holds the largest extent
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import final
 
 from torch import Tensor
 
-from ..places import Residence, StateHome
-from .in_file import InFile
+from ..interfaces import StateStorage, StateStore
+from .file_store import FileStore
 from .options import DiskOptions, aligned
 
 
 @final
-class StatesOnDisk(InFile, StateHome):
+class DiskStateStore(FileStore, StateStore):
     """Gives each master an extent, sized for the master and `num_states` states."""
 
     is_on_disk = True
@@ -35,8 +35,8 @@ class StatesOnDisk(InFile, StateHome):
         region_bytes = aligned(numel * itemsize)
         self._extents.add(str(index), (1 + self._num_states) * region_bytes)
 
-    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
-        return self._residence(index, master, holds_master=holds_master)
+    def state_storage(self, index: int, master: Tensor, *, holds_master: bool) -> StateStorage:
+        return self._state_storage(index, master, holds_master=holds_master)
 
 
-__all__ = ["StatesOnDisk"]
+__all__ = ["DiskStateStore"]

@@ -1,4 +1,4 @@
-"""The file of a rank, the ring that its states travel through, and the first failure of either."""
+"""The file of a rank, the slots that its states are copied through, and the first failure of either."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ...utils.errors import UsageError, XdsError
-from ..lanes import Lane, ThreadLane
-from ..ring import Ring
+from ..job_queues import JobQueue, ThreadQueue
+from ..slot_pool import SlotPool
 from .extents import Extents
-from .file import DiskFile, Ticket
+from .file import DiskFile, PendingRequest
 from .options import DiskOptions
 
 NUM_SLOTS = 3  # one is updated, one is read, one is written
@@ -28,13 +28,13 @@ _LOST_WRITE = (
 
 @final
 class Transfers:
-    """Owns the file, the ring and the thread that starts reads. After a failure all states count as lost."""
+    """Owns the file, the slots and the thread that starts reads. After a failure all states count as lost."""
 
-    def __init__(self, fetches: Lane | None = None) -> None:
-        self.fetches = fetches or ThreadLane("xds-fetch")
+    def __init__(self, fetches: JobQueue | None = None) -> None:
+        self.fetches = fetches or ThreadQueue("xds-fetch")
         self._placeholders: dict[torch.dtype, Tensor] = {}
         self._file: DiskFile | None = None
-        self._ring: Ring | None = None
+        self._slots: SlotPool | None = None
         self._failure: BaseException | None = None
 
     def open(
@@ -46,7 +46,7 @@ class Transfers:
         *,
         pin: bool = False,
     ) -> None:
-        """Create the file, and a ring whose slots hold the largest extent, pinned if `pin`.
+        """Create the file, and a pool whose slots hold the largest extent, pinned if `pin`.
 
         Raises:
             UsageError: there is too little space, or no right to write there.
@@ -54,7 +54,7 @@ class Transfers:
         self._file = DiskFile(folder, extents.total_bytes, options, rank)
         largest = max((extent.padded_bytes for extent in extents), default=0)
         if largest:
-            self._ring = Ring(largest, min(NUM_SLOTS, len(extents)), pin=pin)
+            self._slots = SlotPool(largest, min(NUM_SLOTS, len(extents)), pin=pin)
 
     @property
     def file(self) -> DiskFile:
@@ -63,15 +63,15 @@ class Transfers:
         return self._file
 
     @property
-    def ring(self) -> Ring:
+    def slots(self) -> SlotPool:
         """Memory for what is read, used and written."""
-        assert self._ring is not None, "open() comes first"
-        return self._ring
+        assert self._slots is not None, "open() comes first"
+        return self._slots
 
     @property
-    def ring_bytes(self) -> int:
-        """Bytes of the ring."""
-        return 0 if self._ring is None else self._ring.allocated_bytes
+    def slots_bytes(self) -> int:
+        """Bytes of the slots."""
+        return 0 if self._slots is None else self._slots.allocated_bytes
 
     def placeholder(self, dtype: torch.dtype) -> Tensor:
         """What tensors read as while they are on the disk: NaN, of shape []."""
@@ -106,7 +106,7 @@ class Transfers:
         if self._failure is not None:
             raise XdsError(self.failure()) from self._failure
 
-    def checking(self, wait: Callable[[], Value]) -> Value:
+    def noting_failure(self, wait: Callable[[], Value]) -> Value:
         """`wait()`; remembers its error."""
         try:
             return wait()
@@ -121,10 +121,10 @@ class Transfers:
             self._file.close()
 
 
-def wait_quietly(ticket: Ticket) -> None:
-    """Return when `ticket` is done. Its error is raised where the values are wanted."""
+def wait_quietly(pending: PendingRequest) -> None:
+    """Return when `pending` is done. Its error is raised where the values are wanted."""
     with suppress(XdsError):
-        ticket.wait()
+        pending.wait()
 
 
 __all__ = ["Transfers", "wait_quietly"]

@@ -14,16 +14,16 @@ from typing import final
 from ...utils.errors import XdsError
 from .failures import transfer_failed
 from .options import ALIGN_BYTES, DiskOptions
-from .requests import Request
+from .requests import DiskRequest
 
 log = logging.getLogger("xds")
 MAX_STALLED = 3  # system calls in a row that transfer less than a page
 EXIT_SECONDS = 10.0  # that the end of the process waits for blocks in flight
-Block = tuple[Request, int, int]  # begin and end in the request's memory
+Block = tuple[DiskRequest, int, int]  # begin and end in the request's memory
 
 
 @final
-class Workers:
+class DiskThreads:
     """`queue_depth` threads. The last one that ends closes the file.
 
     Threads refer to this object and never to the `DiskFile`, so that a file without references ends.
@@ -36,10 +36,11 @@ class Workers:
         self._pid = os.getpid()
         self._blocks: SimpleQueue[Block | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._active: list[Request] = []  # in the order of submission
+        self._active: list[DiskRequest] = []  # in the order of submission
         self._is_abandoned = False
         self._has_warned = False
-        self._in_flight: dict[int, tuple[float, Request, int]] = {}  # by thread: start, what, begin
+        # by thread: start, request, begin
+        self._in_flight: dict[int, tuple[float, DiskRequest, int]] = {}
         self._num_alive = options.queue_depth
         self._threads = [
             threading.Thread(target=self._serve, name=f"xds-disk-{number}", daemon=True)
@@ -48,7 +49,7 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: DiskRequest) -> None:
         """Serve `request` after all earlier ones with which it conflicts."""
         if request.offset == request.end:
             request.finish()
@@ -63,7 +64,7 @@ class Workers:
         if is_ready:
             self._enqueue(request)
 
-    def active(self) -> list[Request]:
+    def active(self) -> list[DiskRequest]:
         """The unfinished requests."""
         with self._lock:
             return list(self._active)
@@ -92,7 +93,7 @@ class Workers:
 
     # -- the threads ------------------------------------------------------------------------------------
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: DiskRequest) -> None:
         blocks = list(_cut(request, self._options.block_bytes))
         request.blocks_left = len(blocks)
         for block in blocks:
@@ -108,7 +109,7 @@ class Workers:
         if is_last:
             os.close(self._fd)
 
-    def _serve_block(self, request: Request, begin: int, end: int) -> None:
+    def _serve_block(self, request: DiskRequest, begin: int, end: int) -> None:
         if request.error is None and not self._is_abandoned:
             error = self._transfer(request, begin, end)
             request.error = request.error or error
@@ -121,7 +122,7 @@ class Workers:
             self._enqueue(other)
         request.finish()
 
-    def _transfer(self, request: Request, begin: int, end: int) -> XdsError | None:
+    def _transfer(self, request: DiskRequest, begin: int, end: int) -> XdsError | None:
         """The error of the block, or None. Raises nothing: a thread that ends early would stop the file."""
         me, start = threading.get_ident(), time.monotonic()
         self._in_flight[me] = start, request, begin
@@ -138,7 +139,7 @@ class Workers:
             self._check_slow(start, request, begin)
         return None
 
-    def _release_dependents(self, request: Request) -> list[Request]:
+    def _release_dependents(self, request: DiskRequest) -> list[DiskRequest]:
         """Those of the requests behind a finished one that wait for no other."""
         self._active.remove(request)
         ready = []
@@ -151,7 +152,7 @@ class Workers:
         request.dependents.clear()
         return ready
 
-    def _check_slow(self, start: float, request: Request, begin: int) -> None:
+    def _check_slow(self, start: float, request: DiskRequest, begin: int) -> None:
         seconds = time.monotonic() - start
         if seconds < self._options.slow_seconds or self._has_warned:
             return
@@ -166,13 +167,13 @@ class Workers:
         )
 
 
-def _cut(request: Request, block_bytes: int) -> Iterator[Block]:
+def _cut(request: DiskRequest, block_bytes: int) -> Iterator[Block]:
     num_bytes = request.end - request.offset
     for begin in range(0, num_bytes, block_bytes):
         yield request, begin, min(begin + block_bytes, num_bytes)
 
 
-def _transfer(fd: int, request: Request, begin: int, end: int) -> None:
+def _transfer(fd: int, request: DiskRequest, begin: int, end: int) -> None:
     """Transfer the whole block. One system call may transfer only a part.
 
     Raises OSError: from the file system, or when nothing more is transferred.

@@ -30,7 +30,7 @@ from typing import final
 
 from ...utils.errors import BuildError
 from . import build_cache
-from .build_cache import Entry, Info, KeyLock
+from .build_cache import CachedLibrary, Info, KeyLock
 from .compilers import (
     Compiler,
     Torch,
@@ -87,7 +87,7 @@ class Library:
 
 @final
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """How to build a library on this machine. Commands run in the folder of the objects.
 
     objects: object name to command. key: identifies this library and this way to build it.
@@ -108,7 +108,7 @@ class Plan:
         return f"lib{self.library.name}.so"
 
 
-def plan(library: Library, kept: Path) -> Plan:
+def plan(library: Library, kept: Path) -> BuildPlan:
     """Plan how to build `library`. `kept` is the cache folder, which also stores the compilers' versions.
 
     Raises BuildError: a compiler, torch or a source is missing.
@@ -136,10 +136,10 @@ def plan(library: Library, kept: Path) -> Plan:
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     needs = (*(f"lib{name}.so" for name in torch_names), "libstdc++.so")
     key = f"{library.name}-{digest}"
-    return Plan(library, objects, link, cxx.words, needs, (nvcc or cxx).version, key)
+    return BuildPlan(library, objects, link, cxx.words, needs, (nvcc or cxx).version, key)
 
 
-def ninja_file(plan: Plan, *, is_linked: bool) -> str:
+def ninja_file(plan: BuildPlan, *, is_linked: bool) -> str:
     """The text of build.ninja. Every build starts in an empty folder, so the inputs are not listed."""
     lines = ["ninja_required_version = 1.5", "rule run", "  command = $command"]
     steps = {f"{name}: run": command for name, command in plan.objects.items()}
@@ -329,12 +329,12 @@ def build(library: Library) -> Path:
     return find_or_build(library).path
 
 
-def find(library: Library) -> Entry | None:
+def find(library: Library) -> CachedLibrary | None:
     """The library in the cache, or None. Raises BuildError: it could not be built on this machine either."""
     return _find(plan(library, build_cache.default_folder()))
 
 
-def _find(planned: Plan) -> Entry | None:
+def _find(planned: BuildPlan) -> CachedLibrary | None:
     for folder in build_cache.folders():
         entry = build_cache.read_entry(folder / planned.key)
         if entry is not None:
@@ -342,7 +342,7 @@ def _find(planned: Plan) -> Entry | None:
     return None
 
 
-def find_or_build(library: Library) -> Entry:
+def find_or_build(library: Library) -> CachedLibrary:
     """Like `build`, but returns the cache entry. Of several processes that call this at once, one builds."""
     planned = plan(library, build_cache.default_folder())
     entry = _find(planned)
@@ -359,7 +359,7 @@ def find_or_build(library: Library) -> Entry:
         ) from error
 
 
-def _build_locked(planned: Plan, folder: Path, lock: KeyLock) -> Entry:
+def _build_locked(planned: BuildPlan, folder: Path, lock: KeyLock) -> CachedLibrary:
     """Look again, then build: while this process waited, another one may have built it or failed to."""
     entry = build_cache.read_entry(folder / planned.key)
     if entry is not None:
@@ -386,7 +386,7 @@ def compile_objects(library: Library, folder: Path) -> list[Path]:
     return [folder / name for name in planned.objects]
 
 
-def _build(planned: Plan, folder: Path) -> Entry:
+def _build(planned: BuildPlan, folder: Path) -> CachedLibrary:
     log.info("compiling %s (once, about 20 s)", planned.library.name)
     start = time.perf_counter()
     with build_cache.temporary(folder, planned.key) as path:
@@ -415,7 +415,7 @@ def _build(planned: Plan, folder: Path) -> Entry:
     return entry
 
 
-def _run_ninja(planned: Plan, folder: Path, *, is_linked: bool) -> None:
+def _run_ninja(planned: BuildPlan, folder: Path, *, is_linked: bool) -> None:
     """Run ninja in `folder` with relative names, so that an orphaned process cannot write to other folders."""
     (folder / "build.ninja").write_text(ninja_file(planned, is_linked=is_linked))
     (folder / "tmp").mkdir(exist_ok=True)
@@ -443,7 +443,7 @@ def _run_ninja(planned: Plan, folder: Path, *, is_linked: bool) -> None:
         raise _failure(planned, output.decode("utf-8", "replace"), process.returncode)
 
 
-def _failure(planned: Plan, output: str, code: int) -> BuildError:
+def _failure(planned: BuildPlan, output: str, code: int) -> BuildError:
     what = f"the native library {planned.library.name} does not compile"
     commands = {**planned.objects, planned.file: planned.link}
     found = re.search(r"(?m)^FAILED: .*?(\S+) *$", output)

@@ -66,7 +66,7 @@ class Info:
 
 @final
 @dataclass(frozen=True)
-class Entry:
+class CachedLibrary:
     """A finished library in the cache."""
 
     folder: Path
@@ -146,7 +146,7 @@ def _why_not_writable(folder: Path) -> str:
     return ""
 
 
-def read_entry(folder: Path) -> Entry | None:
+def read_entry(folder: Path) -> CachedLibrary | None:
     """The library in a folder of the cache; None where it is not finished, damaged or not trusted."""
     try:
         if why_not_trusted(folder / INFO):
@@ -158,7 +158,7 @@ def read_entry(folder: Path) -> Entry | None:
     except (OSError, ValueError, TypeError):
         return None
     is_whole = len(data) == info.size_bytes and hashlib.sha256(data).hexdigest() == info.sha256
-    return Entry(folder, info) if is_whole and info.key == folder.name else None
+    return CachedLibrary(folder, info) if is_whole and info.key == folder.name else None
 
 
 def keys(folder: Path) -> list[Path]:
@@ -169,7 +169,7 @@ def keys(folder: Path) -> list[Path]:
     return []
 
 
-def use(entry: Entry) -> int:
+def use(entry: CachedLibrary) -> int:
     """A file descriptor that protects the library from `remove` while it is open. It ends with the process."""
     fd = os.open(entry.folder / INFO, os.O_RDONLY)
     try_lock(fd, shared=True)
@@ -352,7 +352,7 @@ def discard(path: Path) -> None:
             return
 
 
-def commit(built: Path, folder: Path, info: Info) -> Entry:
+def commit(built: Path, folder: Path, info: Info) -> CachedLibrary:
     """Move the library in the temporary folder `built` to the folder of its key, atomically."""
     (built / INFO).write_text(json.dumps(asdict(info), indent=1))
     for path in (built / info.file, built / INFO):  # independent of the umask and the linker

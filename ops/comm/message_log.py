@@ -359,14 +359,14 @@ def gbps(size_bytes: float, milliseconds: float) -> float:
     return size_bytes * 8e-6 / milliseconds if milliseconds > 0 else 0.0
 
 
-def trimmed_mean(values: Iterable[float], part: float = TRIMMED) -> float:
-    """The mean without the least and the greatest `part` of the values; 0 of none.
+def trimmed_mean(values: Iterable[float]) -> float:
+    """The mean without the least and the greatest tenth of the values; 0 of none.
 
     >>> trimmed_mean([3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 90.0])
     2.125
     """
     ordered = sorted(values)
-    cut = round(len(ordered) * part)
+    cut = round(len(ordered) * TRIMMED)
     kept = ordered[cut : len(ordered) - cut]
     return sum(kept) / len(kept) if kept else 0.0
 

@@ -77,7 +77,7 @@ class LightThread:
         """Whether the idle `thread` may get another job."""
         return self._thread is thread and dist.is_initialized()
 
-    def leave(self, thread: _Thread) -> bool:
+    def remove(self, thread: _Thread) -> bool:
         """Whether the idle `thread` may end. The next job then starts another thread."""
         free = self._free
         if self._thread is thread:
@@ -113,7 +113,7 @@ class _Thread(threading.Thread):
         while True:
             if self._begin.acquire(timeout=IDLE_SECONDS) and self._jobs:
                 self._serve()
-            elif not self._owner.needs(self) and self._owner.leave(self):
+            elif not self._owner.needs(self) and self._owner.remove(self):
                 return
 
     def _serve(self) -> None:
@@ -127,7 +127,7 @@ class _Thread(threading.Thread):
 
     def stop(self) -> None:
         """End the thread now if it is idle. Programs call this that end all remaining daemon threads."""
-        if self._owner.leave(self) and self._begin.locked():
+        if self._owner.remove(self) and self._begin.locked():
             self._begin.release()
         self.join(IDLE_SECONDS)
 
@@ -136,7 +136,7 @@ light_thread = LightThread()  # one for all groups of the process; it keeps noth
 
 
 @final
-class Job:
+class ThreadJob:
     """A function that runs in a thread. `error` is what it has raised."""
 
     def __init__(self, function: Callable[[], None]) -> None:
@@ -178,11 +178,11 @@ class OrderedThreads:
         self._pid = 0
         self._threads: _Threads
 
-    def add(self, key: Hashable, function: Callable[[], None]) -> Job:
+    def add(self, key: Hashable, function: Callable[[], None]) -> ThreadJob:
         """Run `function` in a thread, after all earlier jobs with this key."""
         if self._pid != os.getpid():  # also in a forked process, which has no copy of the threads
             self._pid, self._threads = os.getpid(), _Threads(self._name)
-        job = Job(function)
+        job = ThreadJob(function)
         self._threads.add(key, job)
         return job
 
@@ -195,11 +195,11 @@ class _Threads:
         self._lock = threading.Lock()
         self._num_idle = 0
         self._later: dict[
-            Hashable, deque[Job]
+            Hashable, deque[ThreadJob]
         ] = {}  # the waiting jobs of each key that a thread serves
-        self._now: queue.SimpleQueue[tuple[Hashable, Job]] = queue.SimpleQueue()
+        self._now: queue.SimpleQueue[tuple[Hashable, ThreadJob]] = queue.SimpleQueue()
 
-    def add(self, key: Hashable, job: Job) -> None:
+    def add(self, key: Hashable, job: ThreadJob) -> None:
         with self._lock:
             if key in self._later:
                 self._later[key].append(job)
@@ -215,13 +215,13 @@ class _Threads:
     def _serve(self) -> None:
         while True:
             key, job = self._now.get()
-            following: Job | None = job
+            following: ThreadJob | None = job
             while following is not None:
                 following.run()
                 following = self._after(key)
             del key, job, following
 
-    def _after(self, key: Hashable) -> Job | None:
+    def _after(self, key: Hashable) -> ThreadJob | None:
         """The next job of a key. None means that the thread is idle now."""
         with self._lock:
             if self._later[key]:
@@ -231,4 +231,4 @@ class _Threads:
             return None
 
 
-__all__ = ["Job", "LightThread", "OrderedThreads", "light_thread"]
+__all__ = ["ThreadJob", "LightThread", "OrderedThreads", "light_thread"]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .adam import Adam
 from .scale import Scale
-from .shard_optimizer import Flat, Part, ShardOptimizer, Update, World
+from .shard_optimizer import Flat, ParamPart, ShardOptimizer, Update, World
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
@@ -115,7 +115,7 @@ class Muon(ShardOptimizer):
         buffer.lerp_(grad, 1 - group["momentum"])
         return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
-    def _apply(self, update: Update, part: Part, direction: Tensor) -> None:
+    def _apply(self, update: Update, part: ParamPart, direction: Tensor) -> None:
         """`direction` begins with the whole matrix of `part`, flattened."""
         group = update.group
         lr = float(group["lr"])

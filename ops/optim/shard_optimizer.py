@@ -34,7 +34,7 @@ VECTOR_NUMEL = (
 
 
 @dataclass(frozen=True)
-class Part:
+class ParamPart:
     """Elements [start, stop) of a range that belong to one parameter of hyperparameter group `group`.
 
     param_start: their start in the flattened parameter. shape: of the whole parameter.
@@ -57,7 +57,7 @@ class Flat:
 
     index: int
     numel: int
-    parts: tuple[Part, ...]
+    parts: tuple[ParamPart, ...]
     collectives: Collectives
     is_sharded: bool
 
@@ -103,7 +103,7 @@ class Item:
 
     master: Tensor
     group: int
-    parts: tuple[Part, ...]
+    parts: tuple[ParamPart, ...]
     flat: int
     start: int
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .diagnosis import Report as Report
+    from .diagnosis import RankReport as RankReport
     from .diagnosis import explain as explain
     from .ring import Record as Record
     from .store import Store as Store
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Store": ".store",
     "Record": ".ring",
-    "Report": ".diagnosis",
+    "RankReport": ".diagnosis",
     "Watch": ".watch",
     "explain": ".diagnosis",
 }

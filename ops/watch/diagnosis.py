@@ -20,7 +20,7 @@ LEFT = "it has already destroyed this engine"
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """The state of a rank when a wait failed or another rank raised an alarm.
 
     engine: number of the engine in its group; counts and names are those of this engine.
@@ -65,7 +65,7 @@ class Report:
 
 
 def explain(
-    reports: Sequence[Report],
+    reports: Sequence[RankReport],
     world_size: int,
     silences: Mapping[int, float | None] | None = None,
     places: Mapping[int, str] | None = None,
@@ -91,7 +91,7 @@ def explain(
     return escaped(f"{'; '.join(parts)}. {_remedy(waiting, reports, silent)}")
 
 
-def _place_texts(reports: Sequence[Report]) -> list[str]:
+def _place_texts(reports: Sequence[RankReport]) -> list[str]:
     """The current line of the script on each rank. Ranks at the same line are grouped."""
     texts: dict[str, list[int]] = {}
     for r in reports:
@@ -135,7 +135,7 @@ def no_heartbeat(seconds: float) -> str:
     )
 
 
-def first_difference(one: Report, two: Report, kind: str) -> tuple[int, str, str] | None:
+def first_difference(one: RankReport, two: RankReport, kind: str) -> tuple[int, str, str] | None:
     """The first of the collectives of `kind` that differs between two ranks: (number from 1, one's, two's).
 
     Returns None where all collectives that both remember are the same. "" means that a rank has not started it.
@@ -151,22 +151,22 @@ def first_difference(one: Report, two: Report, kind: str) -> tuple[int, str, str
     return None
 
 
-def _of_kind(report: Report, kind: str) -> tuple[int, list[str]]:
+def _of_kind(report: RankReport, kind: str) -> tuple[int, list[str]]:
     """The total number of collectives of `kind` that the rank started, and the last ones."""
     total = sum(n for name, n in (report.counts or {}).items() if name.startswith(kind))
     return total, [name for name in report.recent if name.startswith(kind)]
 
 
-def _waiting(reports: Sequence[Report]) -> list[list[Report]]:
+def _waiting(reports: Sequence[RankReport]) -> list[list[RankReport]]:
     """The reports of the ranks that wait in a collective, grouped by collective."""
-    groups: dict[tuple[int, str, int], list[Report]] = {}
+    groups: dict[tuple[int, str, int], list[RankReport]] = {}
     for report in reports:
         if report.waits_in:
             groups.setdefault((report.engine, report.waits_in, report.number), []).append(report)
     return list(groups.values())
 
 
-def _behind(group: Sequence[Report], reports: Sequence[Report]) -> list[Report]:
+def _behind(group: Sequence[RankReport], reports: Sequence[RankReport]) -> list[RankReport]:
     """The ranks that did not start the collective that `group` waits in."""
     first = group[0]
     return [
@@ -179,7 +179,7 @@ def _behind(group: Sequence[Report], reports: Sequence[Report]) -> list[Report]:
     ]
 
 
-def _wait_text(group: Sequence[Report], reports: Sequence[Report]) -> str:
+def _wait_text(group: Sequence[RankReport], reports: Sequence[RankReport]) -> str:
     first = group[0]
     engine = f" of engine {first.engine}" if len({r.engine for r in reports}) > 1 else ""
     verb = "waits" if len(group) == 1 else "wait"
@@ -196,7 +196,7 @@ def _wait_text(group: Sequence[Report], reports: Sequence[Report]) -> str:
     return f"{text}, for the {_ordinal(first.number)} time, which {' and '.join(missing)}"
 
 
-def _difference_text(waiting: Sequence[Sequence[Report]]) -> str:
+def _difference_text(waiting: Sequence[Sequence[RankReport]]) -> str:
     """The first all_gather that differs between two ranks."""
     for group in waiting[1:]:
         one, two = waiting[0][0], group[0]
@@ -211,7 +211,7 @@ def _difference_text(waiting: Sequence[Sequence[Report]]) -> str:
     return ""
 
 
-def _own_difference_text(reports: Sequence[Report]) -> str:
+def _own_difference_text(reports: Sequence[RankReport]) -> str:
     """The first of the script's own collectives that differs between two ranks."""
     calls = [{number: (op, sizes) for number, op, sizes in r.own} for r in reports]
     for number in sorted(set().union(*calls)) if calls else ():
@@ -227,7 +227,7 @@ def _own_difference_text(reports: Sequence[Report]) -> str:
 
 
 def _remedy(
-    waiting: Sequence[Sequence[Report]], reports: Sequence[Report], silent: Sequence[int]
+    waiting: Sequence[Sequence[RankReport]], reports: Sequence[RankReport], silent: Sequence[int]
 ) -> str:
     raised = [r.rank for r in reports if r.raised]
     if raised:

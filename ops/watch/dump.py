@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...utils.messages import write_stderr
-from .diagnosis import Report
+from .diagnosis import RankReport
 from .ring import place_text
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 OWN = 16  # how many of the script's own collectives a report contains
 
 
-def write_ring(watch: Watch, report: Report) -> str:
+def write_ring(watch: Watch, report: RankReport) -> str:
     """Write rank{N}.collectives.json into XDS_DUMP_DIR or the run's folder.
 
     Returns: its path; "" where there is no folder or it cannot be written.

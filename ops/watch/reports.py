@@ -17,7 +17,7 @@ from typing import final
 
 from pydantic import TypeAdapter
 
-from .diagnosis import Report
+from .diagnosis import RankReport
 from .store import Store
 
 PATIENCE_SECONDS = 3.0  # for ranks that fail a little later than this one
@@ -35,7 +35,7 @@ class Beat:
     left: bool = False
 
 
-_REPORT, _BEAT, _NUMBER = TypeAdapter(Report), TypeAdapter(Beat), TypeAdapter(int)
+_REPORT, _BEAT, _NUMBER = TypeAdapter(RankReport), TypeAdapter(Beat), TypeAdapter(int)
 
 
 @final
@@ -48,7 +48,7 @@ class ReportExchange:
         self.world_size = world_size
         self.engine = engine
 
-    def publish(self, report: Report) -> None:
+    def publish(self, report: RankReport) -> None:
         """Write this rank's own report."""
         self.store.set(f"xds/waits/{self.rank}", json.dumps(vars(report)))
 
@@ -56,7 +56,7 @@ class ReportExchange:
         """Delete this rank's own report."""
         self.store.delete(f"xds/waits/{self.rank}")
 
-    def answer(self, report: Report) -> None:
+    def answer(self, report: RankReport) -> None:
         """Write the watcher thread's report about its rank."""
         self.store.set(f"xds/answers/{self.engine}/{self.rank}", json.dumps(vars(report)))
 
@@ -75,7 +75,7 @@ class ReportExchange:
         keys = [self._beat_key(rank) for rank in range(self.world_size)]
         return dict(enumerate(self.store.read_all_as(_BEAT, keys)))
 
-    def silences(self, reports: dict[int, Report]) -> dict[int, float | None]:
+    def silences(self, reports: dict[int, RankReport]) -> dict[int, float | None]:
         """Seconds since the last heartbeat of each rank without a report; None: it destroyed its engine."""
         found: dict[int, float | None] = {}
         for rank in range(self.world_size):
@@ -87,11 +87,11 @@ class ReportExchange:
 
     def collect(
         self,
-        mine: Report,
+        mine: RankReport,
         deadline: float,
         alarm: int = 0,
         stops: Callable[[], bool] = lambda: False,
-    ) -> dict[int, Report]:
+    ) -> dict[int, RankReport]:
         """The reports of all ranks, by rank. Returns early when none is missing, or `stops` returns True."""
         reports = {self.rank: mine}
         try:
@@ -105,7 +105,9 @@ class ReportExchange:
         """Tell the others that this rank has read their reports."""
         self.store.set(f"xds/read/{self.engine}/{self.rank}", str(alarm))
 
-    def wait_for_readers(self, reports: dict[int, Report], deadline: float, alarm: int = 0) -> None:
+    def wait_for_readers(
+        self, reports: dict[int, RankReport], deadline: float, alarm: int = 0
+    ) -> None:
         """Wait until the ranks that reported have read all reports: this process may host the store."""
         try:
             self.has_read(alarm)
@@ -119,7 +121,7 @@ class ReportExchange:
         except RuntimeError:
             return
 
-    def _add(self, reports: dict[int, Report], alarm: int) -> bool:
+    def _add(self, reports: dict[int, RankReport], alarm: int) -> bool:
         """Add the new reports of other ranks. Returns True while a report is missing."""
         for rank in range(self.world_size):
             if rank in reports:

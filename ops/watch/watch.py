@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from .diagnosis import Report
+    from .diagnosis import RankReport
     from .reports import ReportExchange
     from .store import Store
 
@@ -93,7 +93,7 @@ class Probe:
         return event
 
 
-class Progress(Protocol):
+class WaitProgress(Protocol):
     """A wait that consists of several waits. `num_done` is how many of them are over."""
 
     num_done: int
@@ -102,7 +102,7 @@ class Progress(Protocol):
 class Diagnoser(Protocol):
     """The watcher's interface for a watch: it requests reports from all ranks."""
 
-    def diagnose(self, report: Report) -> str:
+    def diagnose(self, report: RankReport) -> str:
         """Return the message about all ranks. Takes a little more than `PATIENCE_SECONDS` at most."""
 
 
@@ -123,7 +123,7 @@ class Watch:
         self.open_store = open_store
         self.ring: deque[Record] = deque(maxlen=RING_SIZE)
         self.waiting: tuple[Record, float] | None = None  # the current wait, and its begin
-        self._progress: Progress | None = None  # of the current wait
+        self._progress: WaitProgress | None = None  # of the current wait
         self.is_failing = False
         self.lost: int | None = None  # a rank that has ended, as another rank reports
         self.waited_seconds = 0.0
@@ -161,7 +161,7 @@ class Watch:
         self.ring.append(record)
         return record
 
-    def begin_wait(self, record: Record, progress: Progress | None = None) -> float:
+    def begin_wait(self, record: Record, progress: WaitProgress | None = None) -> float:
         """Record that this rank waits in `record`. Returns the time, for `end_wait`."""
         now = time.monotonic()
         self._progress = progress
@@ -246,7 +246,7 @@ class Watch:
 
     # -- reports ----------------------------------------------------------------------------------------
 
-    def report_wait(self, record: Record, **fields: Any) -> Report:
+    def report_wait(self, record: Record, **fields: Any) -> RankReport:
         """The report that this rank waits in `record`."""
         return self.report(
             waits_in=self.call(record.key),
@@ -258,24 +258,19 @@ class Watch:
             **fields,
         )
 
-    def report(self, **fields: Any) -> Report:
-        from .diagnosis import Report
+    def report(self, **fields: Any) -> RankReport:
+        from .diagnosis import RankReport
 
         counts: Counter[str] = Counter()
         for key, number in list(self._counts.items()):
             counts[self.call(key)] += number
         recent = [self.call(record.key) for record in list(self.ring)]
-        return Report(self.rank, self.engine, counts=dict(counts), recent=recent, **fields)
+        return RankReport(self.rank, self.engine, counts=dict(counts), recent=recent, **fields)
 
     def call(self, key: tuple[str, int, str]) -> str:
         """E.g. "all_gather of unit 'blocks.5'"."""
         kind, buffer, what = key
         return f"{kind} of {what or self._names.get(buffer, f'flat buffer {buffer}')}"
-
-    @property
-    def has_published(self) -> bool:
-        """Whether the store holds a report of this rank."""
-        return self._has_published
 
     # -- through the store ------------------------------------------------------------------------------
 
@@ -300,7 +295,7 @@ class Watch:
             except RuntimeError:
                 return
 
-    def _diagnose(self, mine: Report) -> str:
+    def _diagnose(self, mine: RankReport) -> str:
         """The diagnosis without a watcher, from the reports that other ranks publish."""
         from .diagnosis import explain
         from .reports import PATIENCE_SECONDS, ReportExchange

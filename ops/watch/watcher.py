@@ -23,7 +23,7 @@ from typing import Any, final
 import torch.distributed as dist
 
 from .config import WatchConfig
-from .diagnosis import Report, explain
+from .diagnosis import RankReport, explain
 from .dump import end_process, recorded, write_ring
 from .reports import PATIENCE_SECONDS, Beat, ReportExchange
 from .ring import Record, ThreadPosition, tensor_of_call
@@ -44,7 +44,7 @@ MAX_CPU_SHARE = 0.05  # the CPU share of a heartbeat below which a thread counts
 LOOK_AFTER_SHARE = 0.5
 FEWEST = 4  # below this number of ranks, no median says which of them is slow
 MANY = 64  # above this number of ranks, the step times of all are read less often
-Reports = dict[int, Report]
+Reports = dict[int, RankReport]
 
 
 @final
@@ -52,7 +52,7 @@ Reports = dict[int, Report]
 class Request:
     """A request of the main thread for a diagnosis of all ranks."""
 
-    report: Report
+    report: RankReport
     answer: str = ""
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -81,7 +81,7 @@ class WatchedEngine:
         self.beats = 0
         self.wakes: threading.Event | None = None
 
-    def diagnose(self, report: Report) -> str:
+    def diagnose(self, report: RankReport) -> str:
         request = self.request = Request(report)
         assert self.wakes is not None
         self.wakes.set()
@@ -261,7 +261,7 @@ class Watcher:
     def _has_request(self) -> bool:
         return any(entry.request is not None for entry in self._engines)
 
-    def _position(self, entry: WatchedEngine, watch: Watch, number: int) -> Report:
+    def _position(self, entry: WatchedEngine, watch: Watch, number: int) -> RankReport:
         """The report about this rank, made by the watcher thread."""
         for other in [watch, *(w for w in (p.watch() for p in self._engines) if w is not None)]:
             record = _waits_in(other, self._device_stall)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...utils.errors import UsageError
 from ...utils.quoting import printable, quoted
 from ...utils.small_files import parse_json, read_small_file
-from .safe_pickle import StandIn, read_pickle
+from .safe_pickle import UnpickledObject, read_pickle
 from .tensor_table import check_storable, read_header
 
 SAFETENSORS, INDEX = ".safetensors", ".index.json"
@@ -35,7 +35,7 @@ MAX_INDEX_BYTES = 64 << 20  # of the largest models: less than 20 MB
 
 
 @dataclass(frozen=True)
-class Weights:
+class FileWeights:
     """What a file holds, or all files of an index. notes: a sentence for each thing that is left out."""
 
     path: Path
@@ -49,13 +49,13 @@ def find_weights(source: Path) -> Path | None:
     return next((path for path in found if isfile(path)), None)
 
 
-def read_weights(path: Path) -> Weights:
+def read_weights(path: Path) -> FileWeights:
     """The tensors of a file, or of all files that an index names.
 
     Raises:
         UsageError: a file is missing or damaged, or names code to execute.
     """
-    found = Weights(path)
+    found = FileWeights(path)
     if not path.name.endswith(INDEX):
         found.tensors.update(_read_file(path, found.notes))
         return found
@@ -113,7 +113,7 @@ def _state_dict(path: Path, notes: list[str]) -> dict[str, Tensor]:
             check_storable(str(name), value)
             tensors[str(name)] = value
         else:
-            kind = value.name if isinstance(value, StandIn) else type(value).__name__
+            kind = value.name if isinstance(value, UnpickledObject) else type(value).__name__
             notes.append(f"{name} is not a tensor but a {kind}: left out")
     return tensors
 

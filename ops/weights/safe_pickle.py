@@ -18,14 +18,14 @@ from ...utils.errors import UsageError
 from ...utils.quoting import printable
 
 
-class StandIn:
+class UnpickledObject:
     """An object of a class that was not imported: the arguments it was made with and its fields."""
 
     name = ""
     arguments: tuple[Any, ...] = ()
     fields: Any = None
 
-    def __new__(cls, *arguments: Any) -> StandIn:
+    def __new__(cls, *arguments: Any) -> UnpickledObject:
         made = object.__new__(cls)
         made.arguments = arguments
         return made
@@ -48,7 +48,7 @@ def read_pickle(path: Path) -> Any:
     try:
         _check_archive(path)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        stand_ins = [(type(name, (StandIn,), {"name": name}), name) for name in names]
+        stand_ins = [(type(name, (UnpickledObject,), {"name": name}), name) for name in names]
         with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (UsageError, OSError):

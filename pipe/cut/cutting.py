@@ -8,17 +8,17 @@ from torch import nn
 
 from ..module import PipelineModule
 from .layer_lists import LayerListPart, PipelineLayers, SequentialLayers
-from .part import Part, Placement
-from .plain_models import PlainModelPart, Sides
+from .part import Part, StagePlacement
+from .plain_models import EmbeddingAndHead, PlainModelPart
 
 
 def cut_model(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    placement: Placement,
+    placement: StagePlacement,
     rank: int,
     partition: str | Sequence[int] | None = None,
-    sides: Sides | None = None,
+    sides: EmbeddingAndHead | None = None,
 ) -> Part:
     """This rank's part of `model`. Its other parameters are freed, unless the caller still holds them.
 
@@ -36,7 +36,7 @@ def cut_model(
         return LayerListPart(PipelineLayers(model), placement, rank, partition)
     if isinstance(model, nn.Sequential):
         return LayerListPart(SequentialLayers(model), placement, rank, partition)
-    return PlainModelPart(model, blocks, placement, rank, partition, sides or Sides())
+    return PlainModelPart(model, blocks, placement, rank, partition, sides or EmbeddingAndHead())
 
 
 __all__ = ["cut_model"]

@@ -15,7 +15,7 @@ from ..partition import LayerSize, partition_layers, stage_of_layer
 from .costs import size_of
 from .flows import pack, unpack
 from .names import names_of, names_of_part
-from .part import Block, Flow, Part, Placement, WeightedLoss
+from .part import Block, Flow, Part, StagePlacement, WeightedLoss
 
 
 def _is_scalar(value: Any) -> bool:
@@ -176,7 +176,7 @@ class LayerListPart(Part):
     def __init__(
         self,
         layers: LayerList,
-        placement: Placement,
+        placement: StagePlacement,
         rank: int,
         partition: str | Sequence[int] | None,
     ) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, final
 from torch import nn
 
 from .names import names_of_part
-from .part import Block, Flow, Part, Placement
+from .part import Block, Flow, Part, StagePlacement
 from .plain_models import ModelOutline
 
 
@@ -32,7 +32,7 @@ class OutlinedPart(Part):
 
 @contextmanager
 def outlined_part(
-    model: nn.Module, outline: ModelOutline, placement: Placement, rank: int
+    model: nn.Module, outline: ModelOutline, placement: StagePlacement, rank: int
 ) -> Iterator[OutlinedPart]:
     """Hide what pipeline rank `rank` would not have, as `PlainModelPart` takes it away; then show it again.
 

@@ -42,7 +42,7 @@ class Block:
     stage: int
 
 
-class Placement(Protocol):
+class StagePlacement(Protocol):
     """Which rank of the pipeline holds which virtual stage."""
 
     @property
@@ -133,4 +133,4 @@ class Part(ABC):
         """Give modules their classes back. Modules of other stages do not come back."""
 
 
-__all__ = ["Block", "Flow", "Names", "Part", "Placement"]
+__all__ = ["Block", "Flow", "Names", "Part", "StagePlacement"]

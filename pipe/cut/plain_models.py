@@ -1,6 +1,6 @@
 """Cuts a plain model with one list of blocks: each stage runs the model's own forward.
 
-Modules of other stages become stand-ins under the same names. `conductor.py` says what each call does.
+Modules of other stages become stand-ins under the same names. `stage_runner.py` says what each call does.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import nn
 from ...utils.errors import UsageError
 from ..inputs import kind
 from ..partition import partition_layers, stage_of_layer
-from .conductor import Conductor, Outside, OwnModule, Role
 from .costs import size_of, sum_of
-from .likeness import Likeness, ZeroParameter
+from .dtype_sync import DtypeSync, ZeroParameter
 from .meta_copies import meta_copy
 from .names import names_of, names_of_part
-from .part import Block, Flow, Names, Part, Placement
-from .stand_ins import Director, StandIn
-from .surroundings import FIRST, LAST, Surroundings, find_surroundings
+from .part import Block, Flow, Names, Part, StagePlacement
+from .stage_runner import ModuleRole, Outside, OwnModule, StageRunner
+from .stand_ins import CallInterceptor, StandIn
+from .surroundings import FIRST, LAST, OuterModules, find_surroundings
 from .zeros import ZeroOutputs
 
 _COLLECTED = {
@@ -35,7 +35,7 @@ _COLLECTED = {
 
 @final
 @dataclass(frozen=True)
-class Sides:
+class EmbeddingAndHead:
     """Names of modules outside of the blocks, as globs; empty: found from the model."""
 
     first: Sequence[str] = field(default=())
@@ -50,19 +50,19 @@ class PlainModelPart(Part):
         self,
         model: nn.Module,
         blocks: Sequence[tuple[str, nn.Module]],
-        placement: Placement,
+        placement: StagePlacement,
         rank: int,
         partition: str | Sequence[int] | None,
-        sides: Sides,
+        sides: EmbeddingAndHead,
     ) -> None:
         found = outline_model(model, blocks, placement, partition, sides)
         around, stage_of, roles = found.around, found.stage_of, found.roles
         last_stage = placement.num_stages - 1
         here = set(placement.stages_of(rank))
         held = [model.get_submodule(name) for name, role in roles.items() if role.stages & here]
-        self._likeness = Likeness(p for module in held for p in module.parameters())
-        self._conductor = Conductor(placement.num_stages, self._likeness)
-        self._director = Director(self._conductor)
+        self._dtype_sync = DtypeSync(p for module in held for p in module.parameters())
+        self._runner = StageRunner(placement.num_stages, self._dtype_sync)
+        self._interceptor = CallInterceptor(self._runner)
         self._replace_modules(model, roles, placement.stages_of(rank))
         if not {0, last_stage} & set(placement.stages_of(rank)):
             self._replace_parameters(around)
@@ -73,28 +73,28 @@ class PlainModelPart(Part):
         )
         inside = {module for block in own for module in block.module.modules()}
         outside = [module for module in model.modules() if module not in inside]
-        self._conductor.outside = Outside(outside, placement.stages_of(rank))
+        self._runner.outside = Outside(outside, placement.stages_of(rank))
         super().__init__(model, own, names_of_part(found.whole, model, found.holders))
 
     def run(self, stage: int, batch: Any, arrived: Flow | None, micro_batch: int) -> Any:
         _check_batch(batch)
-        self._likeness.follow(batch)
+        self._dtype_sync.follow(batch)
         way = (kind(batch), self.module.training, torch.is_grad_enabled())
-        return self._conductor.run(
+        return self._runner.run(
             stage, micro_batch, arrived, lambda: _call_with(self.module, batch), way
         )
 
     def recomputing(self, stage: int, micro_batch: int) -> AbstractContextManager[None]:
-        return self._conductor.recomputing(stage, micro_batch)
+        return self._runner.recomputing(stage, micro_batch)
 
     def release(self, stage: int, micro_batch: int) -> None:
-        self._conductor.release(stage, micro_batch)
+        self._runner.release(stage, micro_batch)
 
     def restore(self) -> None:
-        self._director.restore()
+        self._interceptor.restore()
 
     def _replace_modules(
-        self, model: nn.Module, roles: Mapping[str, Role], stages: Sequence[int]
+        self, model: nn.Module, roles: Mapping[str, ModuleRole], stages: Sequence[int]
     ) -> None:
         """Put stand-ins in place of what this rank does not run, and direct the calls of the rest."""
         replaced: dict[int, StandIn] = {}
@@ -107,27 +107,27 @@ class PlainModelPart(Part):
                 zeros = None if is_everywhere else self._zeros_of(module, role)
                 own = OwnModule(module, role, zeros)
                 if role.is_block:
-                    self._conductor.own_blocks.append(own)
-                self._director.direct(own)
+                    self._runner.own_blocks.append(own)
+                self._interceptor.intercept(own)
             else:
                 zeros = self._zeros_of(module, role)
-                replaced[id(module)] = StandIn(self._conductor, role, zeros)
+                replaced[id(module)] = StandIn(self._runner, role, zeros)
         for parent in list(model.modules()):
             for child_name, child in parent._modules.items():
                 if child is not None and id(child) in replaced:
                     parent._modules[child_name] = replaced[id(child)]
 
-    def _zeros_of(self, module: nn.Module, role: Role) -> ZeroOutputs:
+    def _zeros_of(self, module: nn.Module, role: ModuleRole) -> ZeroOutputs:
         zeros = ZeroOutputs(meta_copy(module), role.is_block)
-        self._likeness.outputs.append(zeros)
+        self._dtype_sync.outputs.append(zeros)
         return zeros
 
-    def _replace_parameters(self, around: Surroundings) -> None:
+    def _replace_parameters(self, around: OuterModules) -> None:
         """Parameters that the model itself holds are on the first and the last stage; others get zeros."""
         for ancestor in around.ancestors.values():
             for name, param in list(ancestor._parameters.items()):
                 if param is not None:
-                    self._likeness.parameters.append(ZeroParameter(ancestor, name, param))
+                    self._dtype_sync.parameters.append(ZeroParameter(ancestor, name, param))
 
 
 @final
@@ -141,9 +141,9 @@ class ModelOutline:
     whole: the names of all parameters.
     """
 
-    around: Surroundings
+    around: OuterModules
     stage_of: tuple[int, ...]
-    roles: Mapping[str, Role]
+    roles: Mapping[str, ModuleRole]
     holders: Mapping[str, set[int]]
     whole: Names
 
@@ -151,9 +151,9 @@ class ModelOutline:
 def outline_model(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    placement: Placement,
+    placement: StagePlacement,
     partition: str | Sequence[int] | None,
-    sides: Sides,
+    sides: EmbeddingAndHead,
 ) -> ModelOutline:
     """What each stage gets. The arguments are those of `PlainModelPart`.
 
@@ -229,7 +229,7 @@ def _check_batch(batch: Any) -> None:
 def _bounds(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    around: Surroundings,
+    around: OuterModules,
     partition: str | Sequence[int] | None,
     num_stages: int,
 ) -> tuple[int, ...]:
@@ -246,21 +246,24 @@ def _bounds(
 def _roles(
     blocks: Sequence[tuple[str, nn.Module]],
     stage_of: Sequence[int],
-    around: Surroundings,
+    around: OuterModules,
     last_stage: int,
-) -> dict[str, Role]:
+) -> dict[str, ModuleRole]:
     roles = {}
     for (name, _), stage in zip(blocks, stage_of, strict=True):
-        roles[name] = Role(name, frozenset({stage}), True)
+        roles[name] = ModuleRole(name, frozenset({stage}), True)
     stage_of_side = {FIRST: 0, LAST: last_stage}
     for name in around.modules:
         stages = frozenset(stage_of_side[side] for side in around.sides[name])
-        roles[name] = Role(name, stages, False)
+        roles[name] = ModuleRole(name, stages, False)
     return roles
 
 
 def _holders(
-    model: nn.Module, around: Surroundings, roles: Mapping[str, Role], placement: Placement
+    model: nn.Module,
+    around: OuterModules,
+    roles: Mapping[str, ModuleRole],
+    placement: StagePlacement,
 ) -> dict[str, set[int]]:
     """Name of a parameter -> the pipeline ranks that hold it under this name."""
     holders: dict[str, set[int]] = {}
@@ -283,4 +286,4 @@ def _call_with(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-__all__ = ["ModelOutline", "PlainModelPart", "Sides", "check_model", "outline_model"]
+__all__ = ["ModelOutline", "PlainModelPart", "EmbeddingAndHead", "check_model", "outline_model"]

@@ -1,4 +1,4 @@
-"""Modules that stand for modules of other stages, and own modules that ask the conductor when called."""
+"""Modules that stand for modules of other stages, and own modules that call the stage runner."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from .conductor import Conductor, OwnModule, Role
+from .stage_runner import ModuleRole, OwnModule, StageRunner
 from .zeros import ZeroOutputs
 
 
@@ -15,9 +15,9 @@ from .zeros import ZeroOutputs
 class StandIn(nn.Module):
     """Has no parameters. Its attributes are those of a copy on the meta device."""
 
-    def __init__(self, conductor: Conductor, role: Role, zeros: ZeroOutputs) -> None:
+    def __init__(self, runner: StageRunner, role: ModuleRole, zeros: ZeroOutputs) -> None:
         super().__init__()
-        self._conductor = conductor
+        self._runner = runner
         self._role = role
         self._zeros = zeros
         self._inner: dict[str, tuple[StandIn]] = {}
@@ -25,7 +25,7 @@ class StandIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._zeros.train(self.training)
-        return self._conductor.call_stand_in(self._role, self._zeros, args, kwargs)
+        return self._runner.call_stand_in(self._role, self._zeros, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         zeros = self.__dict__.get("_zeros")
@@ -33,32 +33,32 @@ class StandIn(nn.Module):
             return super().__getattr__(name)
         value = getattr(zeros.outline, name)
         if isinstance(value, Tensor):
-            return self._conductor.tensor_of(self._role, name, value)
+            return self._runner.tensor_of(self._role, name, value)
         if isinstance(value, nn.Module):
             return self._inner_module(name, value)
         return value
 
     def _inner_module(self, name: str, outline: nn.Module) -> StandIn:
         if name not in self._inner:
-            role = Role(f"{self._role.name}.{name}", self._role.stages, False)
-            self._inner[name] = (StandIn(self._conductor, role, ZeroOutputs(outline, False)),)
+            role = ModuleRole(f"{self._role.name}.{name}", self._role.stages, False)
+            self._inner[name] = (StandIn(self._runner, role, ZeroOutputs(outline, False)),)
         return self._inner[name][0]
 
 
 @final
-class Director:
-    """Lets the conductor decide what calls of own modules do: their classes become subclasses.
+class CallInterceptor:
+    """Lets the stage runner decide what calls of own modules do: their classes become subclasses.
 
     The subclasses have the same names; `isinstance`, hooks and names of parameters stay as they are.
     Modules of one class get one subclass.
     """
 
-    def __init__(self, conductor: Conductor) -> None:
-        self._conductor = conductor
+    def __init__(self, runner: StageRunner) -> None:
+        self._runner = runner
         self._own: dict[int, OwnModule] = {}
         self._kinds: dict[type[nn.Module], type[nn.Module]] = {}  # class -> its subclass
 
-    def direct(self, own: OwnModule) -> None:
+    def intercept(self, own: OwnModule) -> None:
         """Direct the calls of a module."""
         kind = type(own.module)
         if kind not in self._kinds:
@@ -80,10 +80,10 @@ class Director:
             own = self._own.get(id(module))
             if own is None:  # a copy of a module, or after `restore`
                 return kind.__call__(module, *args, **kwargs)
-            return self._conductor.call_own(own, partial(kind.__call__, module), args, kwargs)
+            return self._runner.call_own(own, partial(kind.__call__, module), args, kwargs)
 
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         return type(kind.__name__, (kind,), {"__call__": call, **names})
 
 
-__all__ = ["Director", "StandIn"]
+__all__ = ["CallInterceptor", "StandIn"]

@@ -19,7 +19,7 @@ FIRST, LAST = "first", "last"
 
 @final
 @dataclass(frozen=True)
-class Surroundings:
+class OuterModules:
     """The modules outside of the blocks.
 
     Args:
@@ -38,7 +38,7 @@ def find_surroundings(
     blocks: Sequence[tuple[str, nn.Module]],
     first_globs: Sequence[str] = (),
     last_globs: Sequence[str] = (),
-) -> Surroundings:
+) -> OuterModules:
     """The modules around the blocks. Their sides are found from a forward on the meta device where the model
     has `dummy_inputs` (transformers), else from the order of registration.
 
@@ -70,7 +70,7 @@ def find_surroundings(
     }
     sides.update(_observed_sides(model, blocks, modules))
     sides.update(_named_sides(modules, first_globs, last_globs))
-    return Surroundings(ancestors, modules, sides)
+    return OuterModules(ancestors, modules, sides)
 
 
 def _children_in_order(
@@ -174,4 +174,4 @@ def _run_outline(
         return
 
 
-__all__ = ["FIRST", "LAST", "Surroundings", "find_surroundings"]
+__all__ = ["FIRST", "LAST", "OuterModules", "find_surroundings"]

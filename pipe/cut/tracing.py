@@ -1,7 +1,7 @@
 """Follows one forward outside of the blocks: which tensors depend on parameters or on activations.
 
 These tensors must be sent to the next stage; others (masks, positions, rotary tables) every stage computes.
-The first forward of each way through a stage is followed: see `Conductor.run`.
+The first forward of each way through a stage is followed: see `StageRunner.run`.
 """
 
 from __future__ import annotations

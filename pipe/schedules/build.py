@@ -19,7 +19,7 @@ from .zero_bubble import zero_bubble
 
 @final
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """A named order and the numbers that it works for."""
 
     name: str
@@ -53,17 +53,17 @@ class Schedule:
 
 
 _ALL = (
-    Schedule("gpipe", gpipe, micro_batches_a_rank=0),
-    Schedule("1f1b", one_forward_one_backward),
-    Schedule("interleaved_1f1b", interleaved_1f1b, num_chunks=(2, 0)),
-    Schedule("zero_bubble", zero_bubble),
-    Schedule("zbv", zbv, num_chunks=(2,), is_v=True),
-    Schedule("dualpipev", dualpipev, num_chunks=(2,), is_v=True, micro_batches_a_rank=2),
+    PipelineSchedule("gpipe", gpipe, micro_batches_a_rank=0),
+    PipelineSchedule("1f1b", one_forward_one_backward),
+    PipelineSchedule("interleaved_1f1b", interleaved_1f1b, num_chunks=(2, 0)),
+    PipelineSchedule("zero_bubble", zero_bubble),
+    PipelineSchedule("zbv", zbv, num_chunks=(2,), is_v=True),
+    PipelineSchedule("dualpipev", dualpipev, num_chunks=(2,), is_v=True, micro_batches_a_rank=2),
 )
-SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
+SCHEDULES: dict[str, PipelineSchedule] = {schedule.name: schedule for schedule in _ALL}
 
 
-def named(schedule: str) -> Schedule:
+def named(schedule: str) -> PipelineSchedule:
     """The schedule of this name."""
     if schedule not in SCHEDULES:
         raise ScheduleError(

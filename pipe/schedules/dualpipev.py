@@ -8,14 +8,14 @@ after the other here, not at the same time.
 from __future__ import annotations
 
 from .actions import Order, Placement
-from .rows import Row
+from .rows import RankOrder
 
 
 def dualpipev(placement: Placement, num_micro_batches: int) -> list[Order]:
     """The order of each rank, for at least two micro-batches a rank."""
     orders = []
     for rank in range(placement.num_ranks):
-        row = Row()
+        row = RankOrder()
         _fill(row, placement, rank)
         num_pairs = num_micro_batches - 2 * placement.num_ranks + rank + 1
         _overlap(row, placement, rank, num_pairs)
@@ -24,7 +24,7 @@ def dualpipev(placement: Placement, num_micro_batches: int) -> list[Order]:
     return orders
 
 
-def _fill(row: Row, placement: Placement, rank: int) -> None:
+def _fill(row: RankOrder, placement: Placement, rank: int) -> None:
     """Steps 1 to 3: forwards until the first gradients arrive."""
     down, up = placement.stages_of(rank)
     later_ranks = placement.num_ranks - 1 - rank
@@ -39,7 +39,7 @@ def _fill(row: Row, placement: Placement, rank: int) -> None:
         row.forward(up)
 
 
-def _overlap(row: Row, placement: Placement, rank: int, num_pairs: int) -> None:
+def _overlap(row: RankOrder, placement: Placement, rank: int, num_pairs: int) -> None:
     """Steps 4 and 5: pairs of a forward and a backward, until no forward is left."""
     down, up = placement.stages_of(rank)
     for pair in range(num_pairs + placement.num_ranks - 1 - rank):
@@ -50,7 +50,7 @@ def _overlap(row: Row, placement: Placement, rank: int, num_pairs: int) -> None:
         row.backward(down)
 
 
-def _drain(row: Row, placement: Placement, rank: int) -> None:
+def _drain(row: RankOrder, placement: Placement, rank: int) -> None:
     """Steps 6 to 8: the backwards that are left; the second half of them is split."""
     down, up = placement.stages_of(rank)
     num_whole = rank + 1  # of the 2 * (rank + 1) backwards of step 6

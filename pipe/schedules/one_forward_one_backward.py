@@ -7,14 +7,14 @@ Source: Narayanan et al., PipeDream-Flush, 2020, https://arxiv.org/abs/2006.0950
 from __future__ import annotations
 
 from .actions import Order, Placement
-from .rows import Row
+from .rows import RankOrder
 
 
 def one_forward_one_backward(placement: Placement, num_micro_batches: int) -> list[Order]:
     """The order of each rank."""
     orders = []
     for rank in range(placement.num_ranks):
-        row = Row()
+        row = RankOrder()
         num_warm_up = min(placement.num_ranks - 1 - rank, num_micro_batches)
         for _ in range(num_warm_up):
             row.forward(rank)

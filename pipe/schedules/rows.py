@@ -9,7 +9,7 @@ from .actions import Action, Op, Order
 
 
 @final
-class Row:
+class RankOrder:
     """The order of one rank. Each call adds the next micro-batch of that stage."""
 
     def __init__(self) -> None:

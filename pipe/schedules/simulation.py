@@ -83,18 +83,11 @@ class Simulation:
         """The part of the step in which the busiest rank does not compute."""
         return min(self.bubble_of(rank) for rank in range(len(self.table.rows)))
 
-    def peak_in_flight(self, rank: int) -> int:
-        """The most micro-batches, counted for each chunk, between FORWARD and the gradient of their inputs."""
-        return self._peak(rank, FLOW_BACK)
-
     def peak_activations(self, rank: int) -> int:
         """The most micro-batches, counted for each chunk, between FORWARD and the gradient of their weights."""
-        return self._peak(rank, MAKES_GRADIENTS)
-
-    def _peak(self, rank: int, ends: frozenset[Op]) -> int:
         held = peak = 0
         for action in self.table.rows[rank]:
-            held += (action.op is Op.FORWARD) - (action.op in ends)
+            held += (action.op is Op.FORWARD) - (action.op in MAKES_GRADIENTS)
             peak = max(peak, held)
         return peak
 

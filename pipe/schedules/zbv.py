@@ -9,7 +9,7 @@ a micro-batch ends on the first rank, and its backward starts there at once.
 from __future__ import annotations
 
 from .actions import Order, Placement
-from .rows import Row
+from .rows import RankOrder
 
 
 def zbv(placement: Placement, num_micro_batches: int) -> list[Order]:
@@ -25,7 +25,7 @@ def zbv(placement: Placement, num_micro_batches: int) -> list[Order]:
 
 
 def _order(num_ranks: int, rank: int, num_micro_batches: int) -> Order:
-    row, down, up = Row(), rank, 2 * num_ranks - 1 - rank
+    row, down, up = RankOrder(), rank, 2 * num_ranks - 1 - rank
     later = num_ranks - rank
     for _ in range(2 * later - 1):
         row.forward(down)
@@ -45,7 +45,7 @@ def _order(num_ranks: int, rank: int, num_micro_batches: int) -> Order:
     return row.actions
 
 
-def _drain(row: Row, rank: int, later: int, down: int, up: int) -> None:
+def _drain(row: RankOrder, rank: int, later: int, down: int, up: int) -> None:
     """The inputs' gradients that are left, as early as possible; the weights' fill the waits and the end."""
     for _ in range(rank):
         row.input(down)

@@ -8,14 +8,14 @@ as the first stage of 1F1B. The bubble lasts (p - 1) * (F + I - W) instead of (p
 from __future__ import annotations
 
 from .actions import Order, Placement
-from .rows import Row
+from .rows import RankOrder
 
 
 def zero_bubble(placement: Placement, num_micro_batches: int) -> list[Order]:
     """The order of each rank."""
     orders = []
     for rank in range(placement.num_ranks):
-        row = Row()
+        row = RankOrder()
         num_warm_up = min(placement.num_ranks - 1 - rank, num_micro_batches)
         for _ in range(num_warm_up):
             row.forward(rank)

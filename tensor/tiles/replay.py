@@ -12,7 +12,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 
 @final
-class Surroundings:
+class ReplayState:
     """The state of the random generators, and the settings of autocast, when it was created.
 
     One state of the generators is enough for all tiles. They are run again in the same order, and so they draw
@@ -60,4 +60,4 @@ class Surroundings:
             yield
 
 
-__all__ = ["Surroundings"]
+__all__ = ["ReplayState"]

@@ -15,8 +15,8 @@ from ...utils.errors import UsageError
 from ...utils.module_buffers import Buffers, modules_of, untouched_buffers
 from ...utils.replaying import replaying
 from .ranges import tile_ranges
-from .replay import Surroundings
-from .sums import Added, Joined
+from .replay import ReplayState
+from .sums import GradSum, Joined
 from .weights import leaves_of, trained, weights_of, without_hooks
 
 
@@ -125,7 +125,7 @@ class _Call:
 
     def find_weights(self, sequences: Sequence[Any], others: Sequence[Any]) -> list[Tensor]:
         """The leaf tensors that the first tile brings gradients to. Random numbers are as before."""
-        around = Surroundings([*sequences, *others])
+        around = ReplayState([*sequences, *others])
         tile = [_alone(self.tile_of(value, *self.ranges[0])) for value in sequences]
         with around.again(), untouched_buffers(modules_of(self._function)):
             return leaves_of(self.run(tile, [_alone(value) for value in others]))
@@ -142,7 +142,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *inputs: Any) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.around = call, Surroundings(inputs)
+        ctx.call, ctx.around = call, ReplayState(inputs)
         given = inputs[: len(inputs) - len(call.weights)]
         # parameters of stage 3 change their storage until backward: they are read again then
         is_saved = [isinstance(v, Tensor) and not isinstance(v, nn.Parameter) for v in given]
@@ -208,9 +208,8 @@ class _Replay:
                 given[call.num_sequences :], needs[call.num_sequences : len(given)], strict=True
             )
         ]
-        self._num_given = len(given)
         self._rows: list[Tensor | None] = [None] * call.num_sequences  # gradients of the sequences
-        self._sums = [Added() for _ in needs[call.num_sequences :]]
+        self._sums = [GradSum() for _ in needs[call.num_sequences :]]
         self._offsets: dict[int, int] = {}  # of each output: where its next tile begins
         self._is_checked = False
 

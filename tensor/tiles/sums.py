@@ -36,7 +36,7 @@ class Joined:
 
 
 @final
-class Added:
+class GradSum:
     """The sum of gradients, in fp32 where they have 16 bits, so that it is rounded once."""
 
     def __init__(self) -> None:
@@ -62,4 +62,4 @@ class Added:
         return None if total is None else total.to(self._dtype)
 
 
-__all__ = ["Added", "Joined"]
+__all__ = ["GradSum", "Joined"]

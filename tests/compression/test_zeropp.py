@@ -417,8 +417,8 @@ def errors(kind: str) -> Any:
             grad[7] = float("inf")
         engine.backward(engine(grad))
         engine.step()
-        owed = master.grads.reducer.owed
-        found.append(float((owed.error * owed.unit).abs().max()))
+        pending = master.grads.reducer.pending_error
+        found.append(float((pending.error * pending.unit).abs().max()))
     skipped = engine.skipped_steps
     engine.destroy()
     return found, skipped

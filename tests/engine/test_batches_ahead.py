@@ -120,9 +120,9 @@ def test_what_a_loader_pinned_is_copied_on_a_stream_of_its_own(
 ) -> None:
     marks_instead_of_pinning(monkeypatch)
     streams = Streams(monkeypatch)
-    lane = batches.SideStream(META)
+    copier = batches.SideStream(META)
     ours = batches.pinned({"x": torch.ones(2), "y": [torch.ones(1)]})
-    copies = lane.copies_of({"ours": ours, "scripts": torch.ones(3)})
+    copies = copier.copies_of({"ours": ours, "scripts": torch.ones(3)})
     assert {id(ours["x"]), id(ours["y"][0])} == set(copies)
     assert all(copied.is_meta for copied in copies.values())
     assert streams.seen == [
@@ -134,7 +134,7 @@ def test_what_a_loader_pinned_is_copied_on_a_stream_of_its_own(
     ]
     # a tensor of the script may be what the device still writes to, and so may a view of ours
     streams.seen.clear()
-    assert not lane.copies_of([torch.ones(3), ours["x"][:1]]) and not streams.seen
+    assert not copier.copies_of([torch.ones(3), ours["x"][:1]]) and not streams.seen
 
 
 def test_a_loader_pins_its_batches_and_reads_none_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_a_loader_pins_its_batches_and_reads_none_ahead(monkeypatch: pytest.Monk
 def test_without_a_gpu_batches_are_as_they_were_collated() -> None:
     loader = build_loader([torch.ones(1)] * 2, micro_batch_size=2, rank=0, world_size=1)
     assert isinstance(loader, loaders.RankLoader) and loader._ready is batches.not_pinned
-    assert isinstance(batches.lane_to(CPU), batches.SameStream)
+    assert isinstance(batches.copier_for(CPU), batches.SameStream)
     seen: list[Tensor] = []
     replaced((torch.ones(1), [torch.ones(2)]), lambda tensor: seen.append(tensor) or tensor)  # type: ignore[func-returns-value]
     assert [tensor.numel() for tensor in seen] == [1, 2]

@@ -127,7 +127,7 @@ def fail_in_each_way(folder: str) -> None:
     # the disk is full on rank 1: the next step says it, and is a step
     with stopped(fails="full" if rank == 1 else ""):
         engine.save_checkpoint(folder, "full")
-    engine._parts.saves.saver._thread.join()
+    engine._parts.saver._thread.join()
     with pytest.raises(
         xds.XdsError, match="in the background: full was not saved in .*: rank 1 failed: OSError"
     ):

@@ -22,7 +22,7 @@ from xds.engine.checkpoint.imports.importing import import_checkpoint
 from xds.engine.checkpoint.io.folders import read_manifest
 from xds.engine.checkpoint.io.reader import CheckpointReader
 from xds.engine.checkpoint.tools.verify import damage
-from xds.ops.weights.safe_pickle import StandIn, read_pickle
+from xds.ops.weights.safe_pickle import UnpickledObject, read_pickle
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
 TAG = "global_step3"
@@ -63,7 +63,7 @@ def change(path: Path, *keys: Any, to: Any) -> None:
 
 def _picklable(value: Any) -> Any:
     """The value with objects of a class of this module for stand-ins."""
-    if isinstance(value, StandIn):
+    if isinstance(value, UnpickledObject):
         made = Thing(0)
         vars(made).update(value.fields or {})
         return made
@@ -391,7 +391,7 @@ def test_objects_of_unknown_classes_are_fields_and_are_left_out_by_name(tmp_path
     torch.save(_picklable(read_pickle(path)) | things, path.with_suffix(".new"))
     path.with_suffix(".new").rename(path)
     found = read_pickle(path)
-    assert isinstance(found["call"], StandIn) and found["call"].arguments == (7,)
+    assert isinstance(found["call"], UnpickledObject) and found["call"].arguments == (7,)
     assert found["thing"]["deep"][0].fields == {"size": 3}
     report = import_checkpoint(path.parent, tmp_path / "out")
     text = "".join([report.origin, *report.notes])

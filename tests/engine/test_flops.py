@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import xds
 from xds.engine.profiling import profile, units
-from xds.engine.profiling.clock import Clock
+from xds.engine.profiling.clock import ProfileClock
 from xds.engine.profiling.counter import OperationCounter, Tally, known_formulas
 from xds.engine.profiling.profile import ModuleProfile, Profile
 from xds.engine.profiling.recorder import Recorder
@@ -131,7 +131,7 @@ LINEAR = 4 * 8 * 8  # MACs of one layer for the batch below
 X = torch.ones(4, 8)
 
 
-class Steps(Clock):
+class Steps(ProfileClock):
     """Each look at it takes a second."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from models import build
 from placed_ranks import placed
 
 import xds
-from xds.engine.model.flat_groups import Host, ranks_of_host
+from xds.engine.model.flat_groups import RankHost, ranks_of_host
 from xds.ops.mesh import Mesh
 
 TWO_LEVELS = {"mics_hierarchical_params_gather": True}
@@ -60,7 +60,7 @@ def three_replicas(stage: int) -> Any:
             norms.append(engine.get_global_grad_norm())
         values = engine.full_state_dict(rank0_only=False, full_precision=True)
         sent = engine.bytes_sent()
-        sizes = [flat.layout.shard_numel for flat in engine._sharded.flat_grads]
+        sizes = [flat.layout.shard_numel for flat in engine._sharded.reduction.order]
         engine.destroy()
         runs.append((norms, values, sent, sizes))
     return runs
@@ -112,14 +112,14 @@ def test_hosts_that_a_group_cuts_unevenly_are_named_on_all_ranks() -> None:
 
 def test_ranks_of_a_host_in_a_mesh() -> None:
     mesh = Mesh(pipe=2, data=4, tensor=2)
-    hosts = [Host(rank // 8, "") for rank in range(16)]
+    hosts = [RankHost(rank // 8, "") for rank in range(16)]
     assert ranks_of_host(mesh, 4, hosts) == 4
-    assert ranks_of_host(mesh, 4, [Host(rank // 4, "") for rank in range(16)]) == 2
-    assert ranks_of_host(mesh, 4, [Host(rank // 2, "") for rank in range(16)]) == 1
+    assert ranks_of_host(mesh, 4, [RankHost(rank // 4, "") for rank in range(16)]) == 2
+    assert ranks_of_host(mesh, 4, [RankHost(rank // 2, "") for rank in range(16)]) == 1
     with pytest.raises(
         xds.UsageError, match=r"the group of rank 0 has ranks 0, 2, 4 on host a and 6 on host b"
     ):
-        ranks_of_host(mesh, 4, [Host(rank // 6, "ab"[rank // 6 % 2]) for rank in range(16)])
+        ranks_of_host(mesh, 4, [RankHost(rank // 6, "ab"[rank // 6 % 2]) for rank in range(16)])
 
 
 def test_another_optimizer_is_that_of_plain_zero() -> None:
@@ -152,7 +152,7 @@ def test_few_bits_inside_a_shard_group() -> None:
         assert not found["across"].get("int4 gradients")
 
 
-def owed_in_all(folder: str, stage: int, size: int, does_save: bool) -> Any:
+def errors_in_all(folder: str, stage: int, size: int, does_save: bool) -> Any:
     """The sum of errors over the ranks, per parameter that is named; and whether losses stay finite."""
     torch.manual_seed(0)
     config = config_of(stage, size, **GRADS, **LOCO)
@@ -167,23 +167,23 @@ def owed_in_all(folder: str, stage: int, size: int, does_save: bool) -> Any:
     else:
         engine.load_checkpoint(folder, "here")
     found: dict[str, torch.Tensor] = {}
-    for grads in engine._sharded.flat_grads:
-        owed = grads.reducer.owed
-        assert owed is not None
+    for grads in engine._sharded.reduction.order:
+        pending = grads.reducer.pending_error
+        assert pending is not None
         for slot in grads.layout.slots:
-            found[slot.name] = owed.error[slot.offset : slot.stop].double() * owed.unit
+            found[slot.name] = pending.error[slot.offset : slot.stop].double() * pending.unit
     engine.destroy()
     return found
 
 
 @pytest.mark.parametrize(("old", "new"), [((4, 2), (2, 0)), ((2, 0), (4, 2))])
-def test_what_is_owed_in_all_is_kept_in_other_groups(
+def test_what_is_errors_in_all_is_kept_in_other_groups(
     tmp_path: Path, old: tuple[int, int], new: tuple[int, int]
 ) -> None:
     """Each is the number of ranks and the size. Means over the ranks: their number is in the unit."""
     sums = []
     for (world_size, size), does_save in ((old, True), (new, False)):
-        ranks = run_ranks(owed_in_all, world_size, str(tmp_path), 2, size, does_save)
+        ranks = run_ranks(errors_in_all, world_size, str(tmp_path), 2, size, does_save)
         sums.append({name: sum(found[name] for found in ranks) for name in ranks[0]})
     for name, value in sums[0].items():
         assert value.norm() > 0

@@ -444,7 +444,7 @@ def _asked_between_engines(folder):
 def _earlier_save_has_failed(folder):
     """It does not take the place of the save that was asked for."""
     engine = _engine(folder, async_save=True)
-    engine._parts.saves.saver._failure = "an earlier save"
+    engine._parts.saver._failure = "an earlier save"
     os.kill(os.getpid(), signal.SIGTERM)
     _step_until_preempted(engine)
     assert xds.newest_checkpoint(Run(folder).checkpoints)
@@ -455,13 +455,13 @@ def _asked_in_destroy(folder):
     """It does not end the save in the background that destroy waits for."""
     engine, run = _engine(folder, async_save=True), Run(folder)
     engine.save_checkpoint(str(run.checkpoints))
-    close = engine._parts.saves.saver.close
+    close = engine._parts.saver.close
 
     def close_when_asked():
         os.kill(os.getpid(), signal.SIGTERM)
         close()
 
-    engine._parts.saves.saver.close = close_when_asked
+    engine._parts.saver.close = close_when_asked
     engine.destroy()
     assert run.tags() == ["global_step0"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

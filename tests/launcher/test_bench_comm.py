@@ -14,7 +14,7 @@ from xds.launcher.bench_ranks import Bench, bus_factor
 from xds.ops.comm.opening import open_collectives
 from xds.utils.errors import UsageError, XdsError
 
-PLAN = bench.Plan(bench.OPS, 1024, 4096, "bfloat16", 2, False)
+PLAN = bench.BenchPlan(bench.OPS, 1024, 4096, "bfloat16", 2, False)
 
 
 def test_bus_bandwidth_is_as_nccl_tests_reckons_it():
@@ -80,7 +80,7 @@ def test_its_own_words_are_taken_out_and_the_rest_is_the_launchers(capsys):
     words = "--hostfile hosts --op all_gather --op all_reduce --max-size=1MiB -i a:0"
     plan, rest = bench.read([*words.split(), "--json", "--trials", "3"])
     assert rest == ["--hostfile", "hosts", "-i", "a:0"]
-    assert plan == bench.Plan(("all_gather", "all_reduce"), 1024, 1 << 20, "float32", 3, True)
+    assert plan == bench.BenchPlan(("all_gather", "all_reduce"), 1024, 1 << 20, "float32", 3, True)
     for line, told in {
         "--op all_reduc": "--op = all_reduc",
         "--max-size large": "--max-size = large",

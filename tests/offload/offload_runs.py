@@ -19,7 +19,7 @@ from models import build, micro_batch
 
 import xds
 from xds.engine.steps.training_step import Forecast
-from xds.offload import device_memory, host, lanes, places, ring
+from xds.offload import device_memory, host, interfaces, job_queues, slot_pool
 from xds.offload.device_memory import DeviceMemory
 from xds.offload.disk import transfers
 from xds.ops.pool import BufferPool
@@ -95,10 +95,10 @@ def results(
     seed: int | None = None,
     spare_bytes: int = 100_000,
 ) -> list[dict[str, Any]]:
-    """Of each rank. case: stage, precision, accumulation, optimizer, model. seed: of late lanes."""
+    """Of each rank. case: stage, precision, accumulation, optimizer, model. seed: of late queues."""
     stage, precision, accumulation, *rest = case
-    lanes_ = nullcontext() if seed is None else late_lanes(seed)
-    with every_update_is_guessed(), device_with(spare_bytes), lanes_:
+    late = nullcontext() if seed is None else late_queues(seed)
+    with every_update_is_guessed(), device_with(spare_bytes), late:
         return run_ranks(train, world_size, stage, precision, accumulation, offload, *rest)
 
 
@@ -178,54 +178,54 @@ def check_equal(one: dict[str, Any], other: dict[str, Any], message: str = "") -
         assert not runs.differing(other[kind], one[kind]), (message, kind)
 
 
-# -- lanes that are late, and memory that is not ready ------------------------------------------------------
+# -- queues that are late, and memory that is not ready ------------------------------------------------------
 
 
-class LateTicket(places.Ticket):
-    def __init__(self, lane: LateLane, job: Callable[[], Any]) -> None:
-        self._lane, self.job, self.error = lane, job, None
+class LateHandle(interfaces.JobHandle):
+    def __init__(self, queue: LateQueue, job: Callable[[], Any]) -> None:
+        self._queue, self.job, self.error = queue, job, None
         self.ended = threading.Event()
 
     def wait(self) -> None:
-        self._lane.allow(self)
+        self._queue.allow(self)
         self.ended.wait()
         if self.error is not None:
             raise self.error
 
-    order = wait
+    wait_on_device = wait
 
     @property
     def is_done(self) -> bool:
         return self.ended.is_set()
 
 
-class LateLane(lanes.Lane):
+class LateQueue(job_queues.JobQueue):
     """Runs its jobs in order in a thread, each at its first wait, or a little earlier by chance."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._jobs: list[LateTicket] = []
+        self._jobs: list[LateHandle] = []
         self._changed = threading.Condition()
         self._allowed = 0
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def run(self, job: Callable[[], Any], after: Any = None) -> places.Ticket:
+    def run(self, job: Callable[[], Any], after: Any = None) -> interfaces.JobHandle:
         with self._changed:
-            ticket = LateTicket(self, job)
-            self._jobs.append(ticket)
+            handle = LateHandle(self, job)
+            self._jobs.append(handle)
             if self._random.random() < 0.3:
                 self._allowed = len(self._jobs)
             self._changed.notify_all()
-        return ticket
+        return handle
 
     def mark(self) -> None:
         return None
 
-    def allow(self, ticket: LateTicket) -> None:
+    def allow(self, handle: LateHandle) -> None:
         with self._changed:
-            self._allowed = max(self._allowed, self._jobs.index(ticket) + 1)
+            self._allowed = max(self._allowed, self._jobs.index(handle) + 1)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -242,23 +242,23 @@ class LateLane(lanes.Lane):
                     self._changed.wait()
                 if at >= self._allowed:
                     return
-                ticket = self._jobs[at]
+                handle = self._jobs[at]
             time.sleep(self._random.random() * 0.002)
             try:
                 with torch.no_grad():
-                    ticket.job()
+                    handle.job()
             except Exception as error:
-                ticket.error = error
-            ticket.ended.set()
+                handle.error = error
+            handle.ended.set()
             at += 1
 
 
 @contextmanager
-def late_lanes(seed: int) -> Iterator[None]:
+def late_queues(seed: int) -> Iterator[None]:
     """Every copy and update is as late as it may be; memory without values is NaN."""
 
-    def of(device: torch.device) -> lanes.Lanes:
-        return lanes.Lanes(*(LateLane(seed + lane) for lane in range(3)))
+    def of(device: torch.device) -> job_queues.JobQueues:
+        return job_queues.JobQueues(*(LateQueue(seed + queue) for queue in range(3)))
 
     def spoiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -266,10 +266,10 @@ def late_lanes(seed: int) -> Iterator[None]:
 
         return call
 
-    def spoiled_slot(slots: ring.Ring, index: int) -> torch.Tensor:
+    def spoiled_slot(slots: slot_pool.SlotPool, index: int) -> torch.Tensor:
         return hand_out(slots, index).fill_(255)  # NaN in every dtype
 
-    hand_out = ring.Ring._hand_out
+    hand_out = slot_pool.SlotPool._hand_out
     give = BufferPool.give
 
     def give_spoiled(pool: BufferPool, buffer: torch.Tensor) -> None:
@@ -277,12 +277,12 @@ def late_lanes(seed: int) -> Iterator[None]:
         give(pool, buffer)
 
     patches: list[tuple[Any, str, Any]] = [
-        (lanes.Lanes, "of", of),
-        (host.Rotation, "take", spoiled(host.Rotation.take)),
-        (host.OnHost, "_allocate", spoiled(host.OnHost._allocate)),
+        (job_queues.JobQueues, "of", of),
+        (host.RotatingBuffers, "take", spoiled(host.RotatingBuffers.take)),
+        (host.HostGradStore, "_allocate", spoiled(host.HostGradStore._allocate)),
         (BufferPool, "give", give_spoiled),
-        (ring.Ring, "_hand_out", spoiled_slot),
-        (transfers, "ThreadLane", lambda name: LateLane(seed + 3)),
+        (slot_pool.SlotPool, "_hand_out", spoiled_slot),
+        (transfers, "ThreadQueue", lambda name: LateQueue(seed + 3)),
     ]
     with ExitStack() as stack:
         for patch in patches:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import xds
 from xds.offload import activations
-from xds.offload.lanes import IN_FLIGHT
+from xds.offload.job_queues import IN_FLIGHT
 
 WIDTH, DEPTH = 64, 5
 

@@ -14,7 +14,7 @@ from offload_runs import AUTO, EVERYTHING, config_of, device_with
 from torch import nn
 
 import xds
-from xds.offload.device_memory import spare
+from xds.offload.device_memory import free_at_peak
 from xds.ops.optim.state_places import scalars_are_beside
 from xds.utils.errors import ConfigError
 from xds.zero.model.state_memory import StateMemory
@@ -37,8 +37,8 @@ def needs(engine: xds.Engine) -> list[int]:
     return [StateMemory(updater).bytes_on_device(master) for master in updater.masters]
 
 
-def homes(engine: xds.Engine) -> list[bool]:
-    return [master.home.is_on_host for master in engine._parts.updater.masters]
+def stores(engine: xds.Engine) -> list[bool]:
+    return [master.store.is_on_host for master in engine._parts.updater.masters]
 
 
 def moves() -> None:
@@ -50,14 +50,14 @@ def moves() -> None:
         exactly = sum(sizes[:count])
         engine = engine_of(exactly)
         run(engine, range(1))
-        assert all(homes(engine))
+        assert all(stores(engine))
         before = [
             id(item.master) for master in engine._parts.updater.masters for item in master.items
         ]
         states = {id(tensor) for tensor in engine.optimizer.state}
         host_bytes = engine.memory_plan()["host"]
         run(engine, range(1, 3))
-        assert homes(engine) == [at >= count for at in range(len(sizes))]
+        assert stores(engine) == [at >= count for at in range(len(sizes))]
         after = [
             id(item.master) for master in engine._parts.updater.masters for item in master.items
         ]
@@ -72,7 +72,7 @@ def moves() -> None:
         engine.destroy()
     almost = engine_of(sizes[0] - 1)
     run(almost, range(3))
-    assert all(homes(almost))
+    assert all(stores(almost))
 
 
 def test_masters_move_in_the_order_of_forward() -> None:
@@ -90,9 +90,9 @@ def resumes(folder: str) -> None:
     other = engine_of(sizes[0])
     other.load_checkpoint(folder)
     run(other, range(4, 5))
-    assert all(homes(other))
+    assert all(stores(other))
     run(other, range(5, 7))
-    assert not homes(other)[0] and all(homes(other)[1:])
+    assert not stores(other)[0] and all(stores(other)[1:])
     run(engine, range(4, 6))
     engine.load_checkpoint(folder)  # its masters are on the device already
     run(engine, range(4, 7))
@@ -136,7 +136,7 @@ def test_a_graph_that_outlives_a_step_is_noticed_as_before() -> None:
 def three_steps(on_host: bool) -> None:
     engine = xds.initialize(build("plain"), config_of(2, "bf16", 1, AUTO, "AdamW"))
     run(engine, range(3))
-    assert all(homes(engine)) == on_host
+    assert all(stores(engine)) == on_host
     engine.destroy()
 
 
@@ -165,7 +165,7 @@ def test_spare_bytes() -> None:
         (0, 1000, 1000, 0),
         (300, 100, 500, 0),
     ):
-        assert spare(1000, free, reserved=reserved, peak=peak) == expected
+        assert free_at_peak(1000, free, reserved=reserved, peak=peak) == expected
 
 
 def test_states_of_one_element() -> None:

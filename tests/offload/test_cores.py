@@ -26,7 +26,7 @@ from xds.offload.cores import (
     read_quota,
     this_machine,
 )
-from xds.offload.lanes import ThreadLane
+from xds.offload.job_queues import ThreadQueue
 
 
 def machine(num_nodes: int, physical: int, threads: int, quota: float | None = None) -> Machine:
@@ -141,14 +141,14 @@ def affinities() -> dict[str, Any]:
     found: dict[str, Any] = {}
     zero = {"offload_optimizer": {"device": "cpu"}}
     engine = xds.initialize(torch.nn.Linear(4, 4), config(2, samples=1, zero=zero))
-    host = engine._parts.sharded.homes.host
+    host = engine._parts.sharded.stores.host
     assert host is not None
 
     def look(name: str) -> None:
         found[name] = (sorted(os.sched_getaffinity(0)), torch.get_num_threads())
 
-    host.lanes.updates.run(lambda: look("updates")).wait()
-    host.lanes.to_host.run(lambda: look("copies")).wait()
+    host.queues.updates.run(lambda: look("updates")).wait()
+    host.queues.to_host.run(lambda: look("copies")).wait()
     (thread := threading.Thread(target=look, args=("new thread",))).start()
     thread.join()
     look("main")
@@ -171,7 +171,7 @@ def test_only_the_thread_of_updates_is_bound() -> None:
 
 
 def test_without_the_right_to_bind() -> None:
-    lane, before = ThreadLane("test"), sorted(os.sched_getaffinity(0))
+    queue, before = ThreadQueue("test"), sorted(os.sched_getaffinity(0))
     two = Machine(tuple(Core(0, at, at) for at in range(2)), 2)
     refused = mock.Mock(side_effect=PermissionError("not allowed"))
     with (
@@ -180,9 +180,9 @@ def test_without_the_right_to_bind() -> None:
         mock.patch.object(os, "sched_setaffinity", refused),
     ):
         os.environ.pop("OMP_NUM_THREADS", None)
-        place_updates(lane, 1.0)
+        place_updates(queue, 1.0)
     assert refused.called and sorted(os.sched_getaffinity(0)) == before
-    lane.close()
+    queue.close()
 
 
 # -- the same bits ------------------------------------------------------------------------------------------
@@ -198,10 +198,10 @@ def trained(optimizer: str, precision: str, share: float, num_threads: int) -> l
     torch.set_num_threads(num_threads)  # of the updates; forward and backward use one below
     engine = xds.initialize(torch.nn.Linear(WIDTH, WIDTH), settings)
     torch.set_num_threads(1)
-    host = engine._parts.sharded.homes.host
+    host = engine._parts.sharded.stores.host
     assert host is not None
     used: list[int] = []
-    host.lanes.updates.run(lambda: used.append(torch.get_num_threads())).wait()
+    host.queues.updates.run(lambda: used.append(torch.get_num_threads())).wait()
     assert used == [int(share * num_threads)]
     batch = torch.randn(2, WIDTH, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     for _ in range(6):

@@ -98,10 +98,10 @@ def test_random_extents_come_back_in_random_order(tmp_path, options):
     for extent in extents:
         disk.write(extent, sources[extent])
     chance.shuffle(extents)
-    tickets = [disk.read(extent, copies[extent]) for extent in extents]
-    for ticket in tickets:
-        ticket.wait()
-        assert ticket.is_done()
+    handles = [disk.read(extent, copies[extent]) for extent in extents]
+    for pending in handles:
+        pending.wait()
+        assert pending.is_done()
     assert all(torch.equal(sources[extent], copies[extent]) for extent in extents)
     disk.close()
 
@@ -124,8 +124,8 @@ def test_requests_that_overlap_are_served_in_the_order_of_submission(tmp_path):
         else:
             copy = pages(span.stop - span.start)
             checks.append((disk.read(extent, copy, start=span.start), copy, expected[span].clone()))
-    for ticket, copy, then in checks:
-        ticket.wait()
+    for pending, copy, then in checks:
+        pending.wait()
         assert torch.equal(copy, then)
     disk.close()
 
@@ -190,12 +190,12 @@ def test_close_serves_what_was_submitted_and_leaves_nothing(tmp_path):
 
 def test_a_file_without_references_ends(tmp_path):
     disk, (extent,) = file_of(tmp_path, 4096)
-    ticket = disk.write(extent, pages(4096, 1))
+    pending = disk.write(extent, pages(4096, 1))
     del disk
     gc.collect()
-    ticket.wait()
-    assert disk_threads()  # the ticket keeps it
-    del ticket
+    pending.wait()
+    assert disk_threads()  # the pending keeps it
+    del pending
     gc.collect()
     assert not disk_threads()
     assert not [name for name in open_files() if name.startswith(str(tmp_path))]
@@ -231,8 +231,8 @@ disk = DiskFile(Path(sys.argv[1]), extents.total_bytes, DiskOptions(), rank=3)
 source = host_memory(64 << 20, pin=False)
 print("ready", flush=True)
 for _ in range(int(sys.argv[2])):
-    tickets = [disk.write(extent, source) for _ in range(4)]
-    tickets[0].wait()
+    handles = [disk.write(extent, source) for _ in range(4)]
+    handles[0].wait()
 """
 
 
@@ -260,7 +260,7 @@ def test_an_io_error_names_the_operation_the_place_and_the_remedy(tmp_path, oper
     disk, (_, extent) = file_of(tmp_path, 4096, SIZE, options=ONE)
     broken = BrokenDisk(tmp_path, fails_at, "eio", READ_CALLS)
     with broken.in_place():
-        ticket = getattr(disk, operation)(extent, pages(SIZE, 1))
+        pending = getattr(disk, operation)(extent, pages(SIZE, 1))
         said = re.escape(
             f"cannot {operation} 8192 bytes at byte {4096 + 8192 * fails_at} of the file of rank 0 "
             f"in {tmp_path}: EIO, Input/output error; the disk is failing: look at the kernel log "
@@ -268,8 +268,8 @@ def test_an_io_error_names_the_operation_the_place_and_the_remedy(tmp_path, oper
         )
         for _ in range(2):  # each time
             with pytest.raises(XdsError, match=f"^{said}"):
-                ticket.wait()
-        assert ticket.is_done()
+                pending.wait()
+        assert pending.is_done()
     assert broken.count == fails_at + 1  # the other blocks are left out
     copy = pages(SIZE)
     disk.write(extent, pages(SIZE, 2))  # other requests are served
@@ -302,9 +302,9 @@ def test_a_full_disk_says_what_to_do(tmp_path):
     """The space is reserved; some file systems cannot, and others write elsewhere."""
     disk, (extent,) = file_of(tmp_path, SIZE, options=ONE)
     with BrokenDisk(tmp_path, 2, "full", READ_CALLS).in_place():
-        ticket = disk.write(extent, pages(SIZE, 1))
+        pending = disk.write(extent, pages(SIZE, 1))
         with pytest.raises(XdsError, match=r"ENOSPC, No space left.*free space there.*more ranks"):
-            ticket.wait()
+            pending.wait()
         disk.read(extent, pages(SIZE)).wait()
     disk.close()
 
@@ -335,9 +335,9 @@ def test_a_read_behind_a_failed_write_fails_too(tmp_path):
         write = disk.write(extent, pages(SIZE, 1))
         read, beside = disk.read(extent, pages(SIZE)), disk.read(other, pages(4096))
         again = disk.write(extent, pages(SIZE, 2))
-        for ticket in (write, read):
+        for pending in (write, read):
             with pytest.raises(XdsError, match="cannot write 8192 bytes at byte 0"):
-                ticket.wait()
+                pending.wait()
         beside.wait()
         again.wait()
     disk.close()
@@ -348,12 +348,12 @@ def test_a_slow_disk_is_reported_once_while_a_caller_waits(tmp_path, gate, caplo
         return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
 
     disk, (extent,) = file_of(tmp_path, SIZE, options=DiskOptions(8192, 2, slow_seconds=0.05))
-    ticket = disk.write(extent, pages(SIZE, 1))
+    pending = disk.write(extent, pages(SIZE, 1))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ticket.wait)
+        waiting = pool.submit(pending.wait)
         while not warnings_of(caplog):
             time.sleep(0.01)
-        assert not ticket.is_done()
+        assert not pending.is_done()
         gate.set()
         waiting.result()
     (said,) = warnings_of(caplog)

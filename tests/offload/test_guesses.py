@@ -14,7 +14,7 @@ from runs import differing
 
 import xds
 from xds.engine.steps.training_step import NUM_NORMS, Forecast
-from xds.offload.spare import Spare
+from xds.offload.undo_pool import UndoPool
 from xds.utils.errors import ConfigError
 
 
@@ -181,17 +181,17 @@ def test_forecast() -> None:
 
 
 def test_the_spare_memory_has_a_limit() -> None:
-    spare = Spare(pin=False, limit_bytes=8192)
-    small, large = spare.take([1000, 500], 24), spare.take([4000], 96)
+    pool = UndoPool(pin=False, limit_bytes=8192)
+    small, large = pool.take([1000, 500], 24), pool.take([4000], 96)
     assert small is not None and large is not None
     assert [memory.shape for memory in small.memory] == [(1000,), (500,)]
-    assert spare.take([4000], 96) is None
-    assert spare.allocated_bytes == 5620
-    spare.give(large)
-    spare.give(small)
-    assert spare.take([4000], 96) is large
-    assert spare.take([1000, 500], 24) is small
-    assert Spare(pin=False).take([1 << 60], 0) is None
+    assert pool.take([4000], 96) is None
+    assert pool.allocated_bytes == 5620
+    pool.give(large)
+    pool.give(small)
+    assert pool.take([4000], 96) is large
+    assert pool.take([1000, 500], 24) is small
+    assert UndoPool(pin=False).take([1 << 60], 0) is None
 
 
 @pytest.mark.parametrize(

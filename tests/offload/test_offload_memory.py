@@ -77,11 +77,13 @@ def test_a_ratio_is_met_to_one_unit() -> None:
     for ratio in (0.0, 0.2, 0.5, 0.9, 1.0):
         engine = engine_of(2, 1, offload_optimizer={"device": "cpu", "ratio": ratio})
         train(engine)
-        homes = [home for unit in engine._parts.sharded.units for home in unit.homes]
+        stores = [store for unit in engine._parts.sharded.units for store in unit.master_stores]
         sizes = numels(engine)
-        share = [s for s, home in zip(sizes, homes, strict=True) if home.is_on_host]
+        share = [s for s, store in zip(sizes, stores, strict=True) if store.is_on_host]
         assert abs(sum(share) - ratio * sum(sizes)) <= max(sizes)
-        assert [home.is_on_host for home in homes] == sorted(home.is_on_host for home in homes)
+        assert [store.is_on_host for store in stores] == sorted(
+            store.is_on_host for store in stores
+        )
         engine.destroy()
 
 

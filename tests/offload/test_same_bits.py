@@ -20,7 +20,7 @@ from offload_runs import (
     OVERLAP,
     PARAMS,
     check,
-    late_lanes,
+    late_queues,
     nvme,
     params_on,
 )
@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import xds
-from xds.offload.host import OnHost, Rotation
-from xds.offload.lanes import Lanes, Outbox
-from xds.offload.places import Done
+from xds.offload.host import HostGradStore, RotatingBuffers
+from xds.offload.interfaces import FinishedJob
+from xds.offload.job_queues import JobQueues, PendingCopies
 
 AUTO_LATER: dict[str, Any] = {
     "offload_optimizer": {**AUTO["offload_optimizer"], "overlap_step": True}
@@ -123,7 +123,7 @@ def values_with_skips(offload: dict[str, Any]) -> dict[str, Tensor]:
 def test_a_late_update_reads_its_sum_before_the_next_one_replaces_it() -> None:
     wanted = run_ranks(values_with_skips, 2, {})
     for offload in (CPU, OVERLAP):
-        with late_lanes(0):
+        with late_queues(0):
             found = run_ranks(values_with_skips, 2, offload)
         assert not differing(found[0], wanted[0]), offload
 
@@ -245,7 +245,7 @@ def test_sums_on_one_rank_have_the_order_of_arrival(
     assert norm == other_norm and not differing(values, others)
 
 
-class Reading(Done):
+class Reading(FinishedJob):
     """An update that reads a sum as late as it may: when somebody waits for it."""
 
     def __init__(self, total: Tensor) -> None:
@@ -256,14 +256,21 @@ class Reading(Done):
 
 
 def test_the_memory_of_a_sum_is_not_written_while_an_update_reads_it() -> None:
-    lanes, outbox = Lanes.of(torch.device("cpu")), Outbox()
+    queues, pending = JobQueues.of(torch.device("cpu")), PendingCopies()
     for replaces in (False, True):
-        sums = OnHost(lanes, outbox, Rotation(1, pin=False), torch.float32, adds=False, pin=False)
+        sums = HostGradStore(
+            queues,
+            pending,
+            RotatingBuffers(1, pin=False),
+            torch.float32,
+            accumulates=False,
+            pin=False,
+        )
         sums.add(torch.ones(3), lambda: None)
         total = sums.total()
         assert total is not None
         update = Reading(total)
-        sums.lend(update)
+        sums.set_reader(update)
         sums.reset()
         if replaces:
             sums.replace(torch.full((3,), 2.0))
@@ -272,8 +279,8 @@ def test_the_memory_of_a_sum_is_not_written_while_an_update_reads_it() -> None:
         later = sums.total()
         assert later is not None and later.tolist() == total.tolist() == [2.0] * 3
         assert update.seen == [[1.0] * 3], replaces
-    for lane in (lanes.to_host, lanes.to_device, lanes.updates):
-        lane.close()
+    for queue in (queues.to_host, queues.to_device, queues.updates):
+        queue.close()
 
 
 def two_steps_with_late_gradients() -> int:
@@ -290,12 +297,12 @@ def two_steps_with_late_gradients() -> int:
 
 def test_sums_with_late_gradients_leave_for_the_host_once() -> None:
     """At stage 0 sums are gathered anew where a gradient was late: those of the first gather stay away."""
-    leaving, replace = [], OnHost.replace
+    leaving, replace = [], HostGradStore.replace
 
-    def noted(sums: OnHost, total: Tensor) -> None:
+    def noted(sums: HostGradStore, total: Tensor) -> None:
         leaving.append(dist.get_rank())
         replace(sums, total)
 
-    with mock.patch.object(OnHost, "replace", noted):
+    with mock.patch.object(HostGradStore, "replace", noted):
         found = run_ranks(two_steps_with_late_gradients, 2)
     assert [leaving.count(rank) for rank in (0, 1)] == [2 * num_sums for num_sums in found]

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import xds
-from xds.offload import host, lanes, places, reused
+from xds.offload import host, host_pool, interfaces, job_queues
 from xds.ops.pool import BufferPool
 from xds.zero.core import reduction
 from xds.zero.core.grad_bucket import GradBucket
@@ -143,9 +143,9 @@ class _Functions(TorchFunctionMode):
 
 
 def _add_staged(
-    sums: host.OnHost, target: Tensor, source: Tensor, give_back: Callable[[], None]
+    sums: host.HostGradStore, target: Tensor, source: Tensor, give_back: Callable[[], None]
 ) -> None:
-    """The way of a GPU: on a CPU the lane adds device memory to host memory directly."""
+    """The way of a GPU: on a CPU the queue adds device memory to host memory directly."""
     sums._staged(source, target.add_, give_back)
 
 
@@ -168,12 +168,12 @@ def _marked(owner: Any, name: str, place: str) -> Any:
 
 @contextmanager
 def two_places() -> Iterator[None]:
-    """Inside, ops of this thread and of all lanes raise `Mixed` where a GPU would, or would be slow."""
-    job_of_lane, init = lanes._without_grad, ParamBucket.__init__
+    """Inside, ops of this thread and of all queues raise `Mixed` where a GPU would, or would be slow."""
+    job_of_queue, init = job_queues._without_grad, ParamBucket.__init__
 
     def run(job: Callable[[], Any]) -> None:
         with _Functions(), _Dispatch():
-            job_of_lane(job)
+            job_of_queue(job)
 
     def build(flat: ParamBucket, *args: Any, **kwargs: Any) -> None:
         init(flat, *args, **kwargs)
@@ -182,17 +182,17 @@ def two_places() -> Iterator[None]:
 
     READ.clear()
     with ExitStack() as stack:
-        for module in (reused, host):
+        for module in (host_pool, host):
             stack.enter_context(_marked(module, "host_memory", HOST))
-        stack.enter_context(_marked(host.HostHome, "store", HOST))
-        stack.enter_context(_marked(places.DeviceHome, "store", DEVICE))
-        stack.enter_context(_marked(places.ShardsOnDevice, "store", DEVICE))
+        stack.enter_context(_marked(host.HostStore, "copy_in", HOST))
+        stack.enter_context(_marked(interfaces.DeviceStore, "copy_in", DEVICE))
+        stack.enter_context(_marked(interfaces.DeviceShardStore, "add", DEVICE))
         stack.enter_context(_marked(BufferPool, "take", DEVICE))
         stack.enter_context(_marked(GradBucket, "_allocate", DEVICE))
-        stack.enter_context(mock.patch.object(host.OnHost, "_add", _add_staged))
+        stack.enter_context(mock.patch.object(host.HostGradStore, "_add", _add_staged))
         stack.enter_context(mock.patch.object(reduction, "_on_device", _on_device))
         stack.enter_context(mock.patch.object(ParamBucket, "__init__", build))
-        stack.enter_context(mock.patch.object(lanes, "_without_grad", run))
+        stack.enter_context(mock.patch.object(job_queues, "_without_grad", run))
         stack.enter_context(_Functions())
         stack.enter_context(_Dispatch())
         yield

@@ -53,15 +53,6 @@ def test_any_mesh_is_a_numbering_whose_groups_cover_each_rank_once():
             assert sorted(rank for group in mesh.groups(axis) for rank in group) == everyone
 
 
-def test_union_of_stages():
-    mesh = Mesh(pipe=3, data=2)
-    assert mesh.union_of([0, 2], 1) == (0, 1, 4, 5)
-    assert mesh.union_of([2, 0, 2], 3) == (0, 1, 4, 5)
-    assert ALL.union_of([0, 1], 5) == (1, 3, 5, 7)
-    with pytest.raises(ValueError, match=r"pipe = 3: must be from 0 to 2"):
-        mesh.union_of([3], 0)
-
-
 def test_data_takes_what_the_other_axes_leave():
     assert Mesh.of(8) == Mesh(1, 8)
     assert Mesh.of(8, pipe=2) == Mesh(2, 4)

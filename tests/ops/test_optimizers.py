@@ -14,7 +14,7 @@ from models import build, micro_batch
 from runs import config, differing, of_rank, train
 
 import xds
-from xds.ops.optim.shard_optimizer import VECTOR_NUMEL, Item, Part
+from xds.ops.optim.shard_optimizer import VECTOR_NUMEL, Item, ParamPart
 
 LR = 1e-2
 
@@ -152,7 +152,7 @@ def test_a_run_goes_on_only_after_whole_vectors(lengths: list[int]) -> None:
     """Parameters of any length, each on a boundary of 64 bytes."""
     parts, start = [], 0
     for number, numel in enumerate(lengths):
-        parts.append(Part(str(number), (numel,), 0, start, start + numel, 0))
+        parts.append(ParamPart(str(number), (numel,), 0, start, start + numel, 0))
         start += -(-numel // VECTOR_NUMEL) * VECTOR_NUMEL
     runs = Item(torch.zeros(start), 0, tuple(parts), 0, 0).runs
     ends = {part.stop for part in parts if part.stop % VECTOR_NUMEL} | {parts[-1].stop}

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from xds.ops.watch import Report, Store, explain, store
+from xds.ops.watch import RankReport, Store, explain, store
 from xds.ops.watch.reports import Beat, ReportExchange
 from xds.ops.watch.stragglers import SpeedChange
 from xds.utils.sealing import RUN_KEY, new_key, seal, unseal
@@ -132,9 +132,9 @@ def test_a_malformed_message_is_ignored(raw: Any, monkeypatch: pytest.MonkeyPatc
             raw.set(f"xds/{key}", text)
         assert exchange.beats() == {} and exchange.alarm() == 0, text
         assert exchange.silences({}).keys() == {0}
-        mine = Report(0)
+        mine = RankReport(0)
         assert exchange.collect(mine, 0.0, 1) == {0: mine}
-        exchange.wait_for_readers({0: mine, 1: Report(1)}, 0.0, 8)
+        exchange.wait_for_readers({0: mine, 1: RankReport(1)}, 0.0, 8)
 
 
 def test_a_message_that_is_deleted_while_it_is_read_is_not_waited_for(raw: Any) -> None:
@@ -160,8 +160,8 @@ def test_a_message_that_is_deleted_while_it_is_read_is_not_waited_for(raw: Any) 
 
 def test_what_a_report_says_cannot_control_the_terminal() -> None:
     reports = [
-        Report(0, waits_in=ESCAPE, number=1),
-        Report(1, raised=f"{ESCAPE}\nxds: all is well"),
+        RankReport(0, waits_in=ESCAPE, number=1),
+        RankReport(1, raised=f"{ESCAPE}\nxds: all is well"),
     ]
     assert explain(reports, 2).isprintable()
     assert SpeedChange(1, True, 1.0, 0.1, 0.9).message(ESCAPE).isprintable()

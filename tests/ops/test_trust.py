@@ -132,7 +132,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> build.Library:
     return tiny.library(tiny.write_sources(tmp_path / "csrc"))
 
 
-def plant(entry: build_cache.Entry) -> None:
+def plant(entry: build_cache.CachedLibrary) -> None:
     """Put another library in its place, with an info.json that fits, as who may write there can."""
     planted = entry.path.read_bytes() + b"planted"
     entry.path.write_bytes(planted)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from xds.ops.watch import Report, Store, Watch, explain
+from xds.ops.watch import RankReport, Store, Watch, explain
 from xds.ops.watch.config import WatchConfig
 from xds.ops.watch.diagnosis import GONE, OUTSIDE, first_difference
 from xds.ops.watch.stragglers import SpeedChange, StragglerDetector
@@ -24,11 +24,11 @@ A, B, C = (f"all_gather of unit '{name}'" for name in "abc")
 R = "reduce_scatter of unit 'a'"
 
 
-def report(rank: int, recent: list[str], **fields: Any) -> Report:
+def report(rank: int, recent: list[str], **fields: Any) -> RankReport:
     """A rank that waits in the last one of `recent`."""
     counts = {name: recent.count(name) for name in recent}
     waits = {"waits_in": recent[-1], "number": counts[recent[-1]]}
-    return Report(rank, **{**waits, "counts": counts, "recent": recent, **fields})
+    return RankReport(rank, **{**waits, "counts": counts, "recent": recent, **fields})
 
 
 # one's collectives, two's, the first that differs
@@ -45,12 +45,12 @@ HISTORIES: list[tuple[list[str], list[str], tuple[int, str, str] | None]] = [
 def test_the_first_gather_that_differs_of_those_that_both_ranks_remember() -> None:
     for one, two, want in HISTORIES:
         first, second = (
-            Report(rank, counts={n: names.count(n) for n in names}, recent=names)
+            RankReport(rank, counts={n: names.count(n) for n in names}, recent=names)
             for rank, names in enumerate((one, two))
         )
         assert first_difference(first, second, "all_gather") == want
-    long = Report(0, counts={A: 90, B: 10}, recent=[A, B, A])  # numbers 98, 99, 100
-    short = Report(1, counts={A: 90, C: 9}, recent=[C, A, C])  # numbers 97, 98, 99
+    long = RankReport(0, counts={A: 90, B: 10}, recent=[A, B, A])  # numbers 98, 99, 100
+    short = RankReport(1, counts={A: 90, C: 9}, recent=[C, A, C])  # numbers 97, 98, 99
     assert first_difference(long, short, "all_gather") == (99, B, C)
 
 
@@ -60,7 +60,7 @@ UNITS = (
     "(zero_optimization.units), or train at stage 2; torch.utils.checkpoint needs use_reentrant=False where "
     "ranks leave parameters unused"
 )
-SENTENCES: list[tuple[list[Report], int, str]] = [
+SENTENCES: list[tuple[list[RankReport], int, str]] = [
     (
         [report(0, [A, B]), report(1, [A, C])],
         2,
@@ -114,7 +114,7 @@ SENTENCES: list[tuple[list[Report], int, str]] = [
 
 @pytest.mark.parametrize(("reports", "world_size", "want"), SENTENCES)
 def test_one_sentence_says_who_went_which_way(
-    reports: list[Report], world_size: int, want: str
+    reports: list[RankReport], world_size: int, want: str
 ) -> None:
     assert explain(reports, world_size) == want
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from xds.pipe.cut.cutting import cut_model
-from xds.pipe.cut.plain_models import Sides
+from xds.pipe.cut.plain_models import EmbeddingAndHead
 from xds.pipe.inputs import kind
 from xds.utils.errors import UsageError
 from xds.zero.layout.discover import found_blocks
@@ -203,7 +203,7 @@ def made(kind, depth=4):
 )
 def test_integers_frozen_tensors_and_further_inputs_flow(kind):
     placement = Loop(2, 2) if kind in ("first", "mask") else Loop(4)
-    sides = Sides(last=["late"])
+    sides = EmbeddingAndHead(last=["late"])
     model = made(kind)
     model.embed.requires_grad_(kind != "plain")
     random = torch.get_rng_state()
@@ -212,7 +212,7 @@ def test_integers_frozen_tensors_and_further_inputs_flow(kind):
 
 
 def test_named_sides_and_what_is_sent():
-    sides = Sides(first=["early"], last=["late"])
+    sides = EmbeddingAndHead(first=["early"], last=["late"])
     check_equal(made("named_sides"), Loop(2), tokens(), sides=sides)
     model = made("mask")
     part = cut_model(model, found_blocks(model), Loop(4), 0, sides=sides)
@@ -229,17 +229,29 @@ REFUSED = {
     ),
     "skip connection": (
         "around",
-        {"sides": Sides(last=["late"])},
+        {"sides": EmbeddingAndHead(last=["late"])},
         "computes .* from before its blocks",
     ),
-    "slices": ("slices", {"sides": Sides(last=["late"])}, "computes .* from before its blocks"),
-    "read": ("reads", {"sides": Sides(last=["late"])}, r"reads \(item\) a value that depends"),
+    "slices": (
+        "slices",
+        {"sides": EmbeddingAndHead(last=["late"])},
+        "computes .* from before its blocks",
+    ),
+    "read": (
+        "reads",
+        {"sides": EmbeddingAndHead(last=["late"])},
+        r"reads \(item\) a value that depends",
+    ),
     "weight": (
         "reads_weight",
         {},
         'reads embed.weight after .*"embed" to pipeline.last_stage_modules',
     ),
-    "glob": ("plain", {"sides": Sides(first=["nothing*"])}, '"nothing\\*" matches no module'),
+    "glob": (
+        "plain",
+        {"sides": EmbeddingAndHead(first=["nothing*"])},
+        '"nothing\\*" matches no module',
+    ),
     "stages": ("plain", {"depth": 3}, "4 stages .* for 3 layers"),
     "bounds": ("plain", {"partition": [0, 2, 4]}, "needs 5 rising bounds from 0 to 4"),
 }
@@ -254,7 +266,7 @@ def test_what_cannot_be_cut_gets_a_sentence():
 
 
 def test_weights_that_both_sides_read_are_on_both():
-    sides = Sides(first=["embed"], last=["embed"])
+    sides = EmbeddingAndHead(first=["embed"], last=["embed"])
     parts = check_equal(made("reads_weight"), Loop(4), tokens(), sides=sides)
     assert parts[0].shared == {"embed.weight": (0, 3)}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xds.ops.comm.handles import Done, Handle
-from xds.pipe.channel import HEADER_BYTES, Channel, Ways
+from xds.pipe.channel import HEADER_BYTES, Channel, DirectionGroups
 from xds.pipe.cut.part import Flow
 
 
@@ -51,7 +51,9 @@ def test_what_follows_a_header_is_received_in_the_order_of_sending(
     spec: str, is_dynamic: bool
 ) -> None:
     pair: Any = Pair()
-    channel = Channel(Ways(pair, pair), Ways(pair, pair), TwoRanks(), is_dynamic=is_dynamic)
+    channel = Channel(
+        DirectionGroups(pair, pair), DirectionGroups(pair, pair), TwoRanks(), is_dynamic=is_dynamic
+    )
     shapes = [(2, 3), (4, 3), (2, 3), (2, 3), (4, 3)]
     channel.begin(shapes)
     flows = [

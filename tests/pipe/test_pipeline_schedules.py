@@ -154,9 +154,9 @@ def check(name, p, m, chunks):
                 receives = [a for a in table.rows[peer] if a in back]
                 assert receives == [received(a) for a in sends]
         if name == "1f1b":
-            assert run.peak_in_flight(rank) == run.peak_activations(rank) == min(m, p - rank)
+            assert run.peak_activations(rank) == min(m, p - rank)
         elif name == "zero_bubble":
-            assert run.peak_in_flight(rank) == min(m, p - rank) and run.peak_activations(rank) == p
+            assert run.peak_activations(rank) == p
         elif name == "zbv":
             assert run.peak_activations(rank) <= 2 * p  # halves of a stage: the memory of 1F1B
         elif name == "dualpipev":

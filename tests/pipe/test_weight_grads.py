@@ -296,7 +296,9 @@ def trained(stage: int, how: str, **more: Any) -> list[Tensor]:
     """Losses, norms and parameters after two steps of two micro-batches. `together`: all weights at the end."""
     engine = xds.initialize(build("checkpointed"), config(stage, accumulation=2, **more))
     sharded, rank = engine._parts.sharded, engine.global_rank
-    grads = WeightGrads([] if how == "plain" else [engine.module], sharded.add_gradient)
+    grads = WeightGrads(
+        [] if how == "plain" else [engine.module], sharded.backward_pass.add_gradient
+    )
     found = []
     for step in range(2):
         for micro_step in range(2):
@@ -338,12 +340,16 @@ def _add_inside_a_backward() -> str:
     engine = xds.initialize(build("plain"), config())
     sharded, weight = engine._parts.sharded, engine.module.head.weight
     loss = engine(micro_batch(0, 0, 2))
-    loss.register_hook(lambda _: sharded.add_gradient(weight, torch.ones_like(weight)))
+    loss.register_hook(
+        lambda _: sharded.backward_pass.add_gradient(weight, torch.ones_like(weight))
+    )
     try:
         engine.backward(loss)
     except UsageError as error:
-        sharded.add_gradient(nn.Parameter(torch.ones(2)), torch.ones(2))  # not trained: ignored
-        sharded.add_gradient(weight, torch.ones_like(weight))
+        sharded.backward_pass.add_gradient(
+            nn.Parameter(torch.ones(2)), torch.ones(2)
+        )  # not trained: ignored
+        sharded.backward_pass.add_gradient(weight, torch.ones_like(weight))
         assert torch.equal(xds.zero.get_full_grad(weight), torch.ones_like(weight))
         return str(error)
     finally:

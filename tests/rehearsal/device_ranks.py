@@ -112,7 +112,7 @@ def serve(numbers: list[int], folder: str, *, kernels: bool, gloo: bool) -> None
     from helpers import SMALL_NUMEL
 
     import xds.engine.initialize  # noqa: F401  (before the ranks are forked)
-    from xds.engine.data.batches import lane_to
+    from xds.engine.data.batches import copier_for
     from xds.zero.core import grad_bucket
 
     if kernels:
@@ -132,7 +132,7 @@ def serve(numbers: list[int], folder: str, *, kernels: bool, gloo: bool) -> None
     dist.init_process_group(backend, init_method=where, rank=rank, world_size=world_size)
     # streams that all calls share: two of one number would hide a race
     dist.all_reduce(torch.zeros(1, device="cuda"))
-    lane_to(torch.device("cuda", 0))
+    copier_for(torch.device("cuda", 0))
     torch.ops.host_cuda.keep_streams()
     while True:
         try:

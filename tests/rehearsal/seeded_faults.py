@@ -95,7 +95,7 @@ FAULTS = [
     Fault(
         "a copy to the host does not wait for the values",
         RACE,
-        "offload/lanes.py",
+        "offload/job_queues.py",
         "        self._stream.wait_event(mark)\n",
         "",
         STATES,

@@ -513,15 +513,15 @@ def test_inputs_of_blocks_leave_and_come_back_without_a_wait() -> None:
 
 def fetched_in_vain() -> list[bool]:
     """The input before the one that is wanted is fetched too, and then nobody wants it."""
-    from xds.offload.activations import Activations
+    from xds.offload.activations import ActivationOffload
 
-    moves = Activations(torch.device("cuda"), pin=True)
+    moves = ActivationOffload(torch.device("cuda"))
     values = [torch.full((1 << 15,), float(at), device="cuda") for at in range(3)]
-    first, second = (moves.move(value) for value in values[:2])
-    back = [moves.bring(second)]
+    first, second = (moves.offload(value) for value in values[:2])
+    back = [moves.restore(second)]
     del first, second
-    third = moves.move(values[2])  # into the memory of one of them
-    back.append(moves.bring(third))
+    third = moves.offload(values[2])  # into the memory of one of them
+    back.append(moves.restore(third))
     same = [bool(one.equal(value)) for one, value in zip(back, values[1:], strict=True)]
     moves.close()
     return same

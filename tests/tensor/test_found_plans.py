@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import xds
 from xds.tensor.finding import find_plan
-from xds.tensor.words import Way, Word
+from xds.tensor.styles import ParallelStyle, StyleName
 from xds.zero.layout.discover import found_blocks
 
 pytest.importorskip("transformers", reason="pip install -e '.[test]'")
@@ -86,32 +86,32 @@ def config_of(tensor: int, stage: int, **section: Any) -> dict[str, Any]:
 
 FOUND = {
     "gpt2": {
-        "attn.c_attn": Way(Word.PACKED_COLWISE, (40, 40, 40), 5),
-        "attn.c_proj": Way(Word.ROWWISE, (40,), 5),
-        "mlp.c_fc": Way(Word.COLWISE, (160,)),
-        "mlp.c_proj": Way(Word.ROWWISE, (160,)),
+        "attn.c_attn": ParallelStyle(StyleName.PACKED_COLWISE, (40, 40, 40), 5),
+        "attn.c_proj": ParallelStyle(StyleName.ROWWISE, (40,), 5),
+        "mlp.c_fc": ParallelStyle(StyleName.COLWISE, (160,)),
+        "mlp.c_proj": ParallelStyle(StyleName.ROWWISE, (160,)),
     },
     "gpt_neox": {
-        "attention.query_key_value": Way(Word.COLWISE, (96,), 4),
-        "attention.dense": Way(Word.ROWWISE, (32,), 4),
-        "mlp.dense_h_to_4h": Way(Word.COLWISE, (56,)),
-        "mlp.dense_4h_to_h": Way(Word.ROWWISE, (56,)),
+        "attention.query_key_value": ParallelStyle(StyleName.COLWISE, (96,), 4),
+        "attention.dense": ParallelStyle(StyleName.ROWWISE, (32,), 4),
+        "mlp.dense_h_to_4h": ParallelStyle(StyleName.COLWISE, (56,)),
+        "mlp.dense_4h_to_h": ParallelStyle(StyleName.ROWWISE, (56,)),
     },
     "phi3": {
-        "self_attn.qkv_proj": Way(Word.PACKED_COLWISE, (32, 16, 16), 2),
-        "self_attn.o_proj": Way(Word.ROWWISE, (32,), 2),
-        "mlp.gate_up_proj": Way(Word.PACKED_COLWISE, (56, 56)),
-        "mlp.down_proj": Way(Word.ROWWISE, (56,)),
+        "self_attn.qkv_proj": ParallelStyle(StyleName.PACKED_COLWISE, (32, 16, 16), 2),
+        "self_attn.o_proj": ParallelStyle(StyleName.ROWWISE, (32,), 2),
+        "mlp.gate_up_proj": ParallelStyle(StyleName.PACKED_COLWISE, (56, 56)),
+        "mlp.down_proj": ParallelStyle(StyleName.ROWWISE, (56,)),
     },
     "bloom": {  # its attention returns its weights as well, so it stays whole
-        "mlp.dense_h_to_4h": Way(Word.COLWISE, (128,)),
-        "mlp.dense_4h_to_h": Way(Word.ROWWISE, (128,)),
+        "mlp.dense_h_to_4h": ParallelStyle(StyleName.COLWISE, (128,)),
+        "mlp.dense_4h_to_h": ParallelStyle(StyleName.ROWWISE, (128,)),
     },
     "gpt": {
-        "attention.qkv": Way(Word.PACKED_COLWISE, (40, 40, 40), 5),
-        "attention.out": Way(Word.ROWWISE, (40,), 5),
-        "up": Way(Word.COLWISE, (160,)),
-        "down": Way(Word.ROWWISE, (160,)),
+        "attention.qkv": ParallelStyle(StyleName.PACKED_COLWISE, (40, 40, 40), 5),
+        "attention.out": ParallelStyle(StyleName.ROWWISE, (40,), 5),
+        "up": ParallelStyle(StyleName.COLWISE, (160,)),
+        "down": ParallelStyle(StyleName.ROWWISE, (160,)),
     },
 }
 

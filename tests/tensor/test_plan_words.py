@@ -11,7 +11,7 @@ from torch import nn
 import xds
 from xds.tensor.layer_specs import read_specs
 from xds.tensor.plan import _matches, read_plan
-from xds.tensor.words import Way, Word
+from xds.tensor.styles import ParallelStyle, StyleName
 
 
 def small() -> nn.Module:
@@ -21,31 +21,43 @@ def small() -> nn.Module:
     return model
 
 
-def specs(*entries: dict[str, Any]) -> dict[str, Way]:
+def specs(*entries: dict[str, Any]) -> dict[str, ParallelStyle]:
     config = {"layer_specs": list(entries)}
-    return read_specs(config, {"gate": Way(Word.COLWISE_GATHER)}, small())
+    return read_specs(config, {"gate": ParallelStyle(StyleName.COLWISE_GATHER)}, small())
 
 
 @pytest.mark.parametrize(
     ("entry", "name", "way"),
     [
-        ({"patterns": ["out.weight$"], "partition_type": "row"}, "out", Way(Word.ROWWISE)),
-        ({"patterns": ["fused"]}, "fused", Way(Word.COLWISE)),
-        ({"patterns": ["fused"], "shape": [3, -1]}, "fused", Way(Word.COLWISE, (8, 8, 8))),
+        (
+            {"patterns": ["out.weight$"], "partition_type": "row"},
+            "out",
+            ParallelStyle(StyleName.ROWWISE),
+        ),
+        ({"patterns": ["fused"]}, "fused", ParallelStyle(StyleName.COLWISE)),
+        (
+            {"patterns": ["fused"], "shape": [3, -1]},
+            "fused",
+            ParallelStyle(StyleName.COLWISE, (8, 8, 8)),
+        ),
         (
             {"patterns": ["fused"], "shape": [[12, 6, 6], -1], "partition_dim": 0},
             "fused",
-            Way(Word.COLWISE, (12, 6, 6)),
+            ParallelStyle(StyleName.COLWISE, (12, 6, 6)),
         ),
-        ({"patterns": ["fu.*"], "gather_output": True}, "fused", Way(Word.COLWISE_GATHER)),
-        ({"patterns": [".*tokens.*"]}, "tokens", Way(Word.EMBEDDING)),
+        (
+            {"patterns": ["fu.*"], "gather_output": True},
+            "fused",
+            ParallelStyle(StyleName.COLWISE_GATHER),
+        ),
+        ({"patterns": [".*tokens.*"]}, "tokens", ParallelStyle(StyleName.EMBEDDING)),
         ({"patterns": ["gate"], "partition_type": "skip"}, "gate", None),
     ],
 )
-def test_layer_specs_are_read(entry: dict[str, Any], name: str, way: Way | None) -> None:
+def test_layer_specs_are_read(entry: dict[str, Any], name: str, way: ParallelStyle | None) -> None:
     found = specs(entry)
     assert found.get(name) == way
-    assert name == "gate" or found["gate"] == Way(Word.COLWISE_GATHER)
+    assert name == "gate" or found["gate"] == ParallelStyle(StyleName.COLWISE_GATHER)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +100,12 @@ def test_words_of_older_plans_are_read() -> None:
     found = read_plan(
         {"out": "rowwise_rep", "gate": "colwise_rep", "fused": "sequence_parallel"}, small()
     )
-    words = {"out": Word.ROWWISE_SPLIT, "gate": Word.COLWISE_GATHER, "fused": Word.TOKENS}
-    assert found == {name: Way(word) for name, word in words.items()}
+    styles = {
+        "out": StyleName.ROWWISE_SPLIT,
+        "gate": StyleName.COLWISE_GATHER,
+        "fused": StyleName.TOKENS,
+    }
+    assert found == {name: ParallelStyle(word) for name, word in styles.items()}
 
 
 NAMES = ["", "a", "b", "aa", "ab", "aba", "abab", "a.b", "a.a.b", ".a", "a.", "a+", "[a]", "a\nb"]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import xds
 from xds.tensor.plan import plan_of_model
 from xds.tensor.regions import layers_in, regions
-from xds.tensor.words import Way, Word
+from xds.tensor.styles import ParallelStyle, StyleName
 
 WIDTH, HEADS = 64, 4
 
@@ -137,12 +137,12 @@ def test_a_block_that_needs_16_bits_is_proven_in_them() -> None:
 # -- what is cut outside of blocks, and blocks that are cut otherwise ---------------------------------------
 
 WAYS = {
-    "columns": Way(Word.COLWISE),
-    "rows": Way(Word.ROWWISE),
-    "gather": Way(Word.COLWISE_GATHER),
-    "split": Way(Word.ROWWISE_SPLIT),
-    "norm": Way(Word.PARTIAL),
-    "embed": Way(Word.EMBEDDING),
+    "columns": ParallelStyle(StyleName.COLWISE),
+    "rows": ParallelStyle(StyleName.ROWWISE),
+    "gather": ParallelStyle(StyleName.COLWISE_GATHER),
+    "split": ParallelStyle(StyleName.ROWWISE_SPLIT),
+    "norm": ParallelStyle(StyleName.PARTIAL),
+    "embed": ParallelStyle(StyleName.EMBEDDING),
 }
 REGIONS: list[tuple[dict[str, str], list[str]]] = [
     ({"blocks.0.up": "columns", "blocks.0.down": "rows"}, []),

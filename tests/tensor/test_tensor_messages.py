@@ -212,7 +212,7 @@ def train_in_parts(section: dict[str, Any]) -> tuple[list[Any], int, list[int], 
     """Loss and norm of each step, bytes of gathers in the last, elements of kept parts, tensors on the host."""
     kept: list[int] = []
     moved: list[int] = []
-    cut, note = partition._Part.__init__, activations._Moved.__init__
+    cut, note = partition._Part.__init__, activations._OffloadedTensor.__init__
 
     def noted(self: Any, shape: torch.Size, values: Tensor) -> None:
         kept.append(values.shape.numel())
@@ -226,7 +226,7 @@ def train_in_parts(section: dict[str, Any]) -> tuple[list[Any], int, list[int], 
         mock.patch.object(partition, "MIN_NUMEL", 1),
         mock.patch.object(activations, "MIN_BYTES", 1),
         mock.patch.object(partition._Part, "__init__", noted),
-        mock.patch.object(activations._Moved, "__init__", left),
+        mock.patch.object(activations._OffloadedTensor, "__init__", left),
     ):
         more = {"activation_checkpointing": {"enabled": True, **section}}
         found, sent, _ = train(Case("llama", 1, 1, 1, 2, 1), more, 2)

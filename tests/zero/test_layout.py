@@ -10,7 +10,7 @@ from torch import nn
 
 from xds.utils.errors import UsageError
 from xds.zero.layout.discover import find_units
-from xds.zero.layout.layout import Entry, plan_flat
+from xds.zero.layout.layout import ParamEntry, plan_flat
 
 
 def names(model: nn.Module, **options: object) -> list[str]:
@@ -53,9 +53,9 @@ def test_units_can_be_named_and_tied_parameters_go_to_the_root() -> None:
 
 def test_slots_lie_group_by_group_on_64_byte_boundaries() -> None:
     entries = [
-        Entry("a.weight", (3, 5), 0),
-        Entry("a.bias", (3,), 1),
-        Entry("b.weight", (4, 8), 0),
+        ParamEntry("a.weight", (3, 5), 0),
+        ParamEntry("a.bias", (3,), 1),
+        ParamEntry("b.weight", (4, 8), 0),
     ]
     layout = plan_flat(entries, world_size=2)
     assert [(slot.name, slot.offset, slot.numel) for slot in layout.slots] == [
@@ -85,7 +85,7 @@ entry_lists = st.lists(st.tuples(shapes, st.integers(0, 3)), min_size=1, max_siz
 def test_every_element_has_one_place_and_shards_rebuild_every_slot(
     raw: list[tuple[tuple[int, ...], int]], world_size: int
 ) -> None:
-    layout = plan_flat([Entry(str(at), *entry) for at, entry in enumerate(raw)], world_size)
+    layout = plan_flat([ParamEntry(str(at), *entry) for at, entry in enumerate(raw)], world_size)
     covered = [0] * layout.numel
     for start, stop in [*((slot.offset, slot.stop) for slot in layout.slots), *layout.gaps()]:
         for at in range(start, stop):

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from xds.zero.checkpoint.ranges import (
     Catalogue,
     Copy,
-    Piece,
     Range,
     SavedFlat,
+    TargetPiece,
     merged,
     pieces,
     share,
 )
-from xds.zero.layout.layout import Box, Entry, Slot, plan_flat
+from xds.zero.layout.layout import Box, ParamEntry, Slot, plan_flat
 from xds.zero.layout.slices import clipped, common_runs
 
 
@@ -36,7 +36,7 @@ RANGES = [
 
 
 def test_copies_end_at_file_boundaries() -> None:
-    found = Catalogue(FLATS, RANGES).copies(Piece("param", "b", 2, 12, target=5), "value")
+    found = Catalogue(FLATS, RANGES).copies(TargetPiece("param", "b", 2, 12, target=5), "value")
     assert found == [
         Copy(1, "v1", "float32", source=10, target=5, numel=6),
         Copy(2, "v2", "float32", source=0, target=11, numel=4),
@@ -90,7 +90,8 @@ def test_every_layout_finds_its_elements_in_every_other(
         for at, shape in enumerate(shapes)
     }
     entries = [
-        Entry(name, shape, group) for name, shape, group in zip(values, shapes, groups, strict=True)
+        ParamEntry(name, shape, group)
+        for name, shape, group in zip(values, shapes, groups, strict=True)
     ]
     cut_at = data.draw(st.integers(0, len(entries)))
     flats, files = [], {}
@@ -138,12 +139,12 @@ def test_a_catalogue_joins_slices() -> None:
     ranges = [Range(rank, "value", 0, 16, rank, f"v{rank}", "float32") for rank in range(2)]
     catalogue = Catalogue(flats, ranges)
     assert catalogue.uncovered() == []
-    row = Piece("param", "w", 0, 4, 0, Box((2, 4), 0, ((1, 2),)))
+    row = TargetPiece("param", "w", 0, 4, 0, Box((2, 4), 0, ((1, 2),)))
     assert catalogue.copies(row, "value") == [
         Copy(0, "v0", "float32", source=6, target=0, numel=2),
         Copy(1, "v1", "float32", source=6, target=2, numel=2),
     ]
-    assert catalogue.copies(Piece("param", "w", 0, 8, 0), "value") == [
+    assert catalogue.copies(TargetPiece("param", "w", 0, 8, 0), "value") == [
         Copy(0, "v0", "float32", 4, 0, 2, 2, 2, 4),
         Copy(1, "v1", "float32", 4, 2, 2, 2, 2, 4),
     ]

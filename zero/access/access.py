@@ -18,7 +18,7 @@ from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ...utils.views import write
 from ..core.master import Master
-from ..core.owners import Owner, Stored, clear_owner, set_owner
+from ..core.owners import ParamOwner, ShardView, clear_owner, set_owner
 from ..core.param_bucket import ParamBucket
 from ..layout.groups import LOW_PRECISION
 from ..layout.layout import Slot
@@ -66,7 +66,7 @@ class _Place:
 
 
 @final
-class Access(Owner):
+class Access(ParamOwner):
     """Owns the parameters of one engine. All ranks call every method but `name_of` together."""
 
     def __init__(self, model: ShardedModel, updater: Updater, step: StepState) -> None:
@@ -156,7 +156,7 @@ class Access(Owner):
         self._settle(param)
         super().agree(doing, param, value)
 
-    def value(self, param: nn.Parameter) -> Stored:
+    def value(self, param: nn.Parameter) -> ShardView:
         self._step.check_usable()  # also before `agree`: a check of shapes looks at the value
         self._settle(param)
         place = self._places.get(id(param))
@@ -170,21 +170,21 @@ class Access(Owner):
         master.take_edits(at, at + stored.local.numel())
         return stored
 
-    def compute(self, param: nn.Parameter) -> Stored:
+    def compute(self, param: nn.Parameter) -> ShardView:
         self._settle(param)
         place = self._places.get(id(param))
         if place is None:
             held, slices = self._slices.get(id(param), param.data), self._slices_of(param)
-            return Stored(tuple(held.shape), held.reshape(-1), (), is_whole=True, slices=slices)
+            return ShardView(tuple(held.shape), held.reshape(-1), (), is_whole=True, slices=slices)
         flat = place.flat
         flat.take_edits(place.position)
-        is_whole = not flat.is_sharded
+        is_whole = not flat.shards_params
         first = self._first(place, is_whole=is_whole)
         return self._cut(
             place, flat.raw if is_whole else flat.shard, first=first, is_whole=is_whole
         )
 
-    def _cut(self, place: _Place, held: Tensor, *, first: int, is_whole: bool) -> Stored:
+    def _cut(self, place: _Place, held: Tensor, *, first: int, is_whole: bool) -> ShardView:
         """The slot's part of `held`, which begins at element `first` of the flat buffer."""
         slot, layout = place.slot, place.flat.layout
         bounds = [_overlap(slot, *layout.shard_range(rank)) for rank in range(layout.world_size)]
@@ -192,7 +192,7 @@ class Access(Owner):
         at = slot.offset - first
         local = held[at + start : at + stop] if stop > start else held[:0]
         slices = self._slices_of(place.flat.params[place.position])
-        return Stored(slot.shape, local, bounds, is_whole, slices)
+        return ShardView(slot.shape, local, bounds, is_whole, slices)
 
     def _first(self, place: _Place, *, is_whole: bool) -> int:
         """The first element of the flat buffer that this rank holds."""
@@ -225,7 +225,7 @@ class Access(Owner):
                 write(param.data, reader(0, param.data.numel()).view(param.data.shape))
             if place.master is not None and place.master.has_sent_delta:
                 place.master.remember()
-            if flat.is_sharded and flat.is_unsharded:
+            if flat.shards_params and flat.is_unsharded:
                 whole = flat.raw[place.slot.offset : place.slot.stop]
                 whole.copy_(stored.own(reader)(0, place.slot.numel))
 
@@ -257,7 +257,7 @@ class Access(Owner):
     @staticmethod
     def _has_own_values(place: _Place) -> bool:
         """The computed values are full, and the master covers only this rank's shard of them."""
-        return place.master is not None and place.master.is_sharded and not place.flat.is_sharded
+        return place.master is not None and place.master.is_sharded and not place.flat.shards_params
 
     def is_overridden(self, param: nn.Parameter) -> bool:
         place = self._places.get(id(param))
@@ -303,7 +303,7 @@ class Access(Owner):
 
     # -- gradients --------------------------------------------------------------------------------------
 
-    def grad(self, param: nn.Parameter) -> Stored | None:
+    def grad(self, param: nn.Parameter) -> ShardView | None:
         """The sum over ranks as it lies in memory, without any scaling; None: there is none now.
 
         Raises:
@@ -350,7 +350,7 @@ class Access(Owner):
 
     # -- optimizer states -------------------------------------------------------------------------------
 
-    def optimizer_state(self, param: nn.Parameter, key: str) -> Stored | Tensor | None:
+    def optimizer_state(self, param: nn.Parameter, key: str) -> ShardView | Tensor | None:
         """The optimizer's state `key`; a scalar tensor for step counts; None before the first step.
 
         Raises:
@@ -372,7 +372,7 @@ class Access(Owner):
         if held is None:  # the state has the parameter's shape: it is not a range of a flat buffer
             flat = value.view(-1)
             bounds, slices = [(0, flat.numel())], self._slices_of(param)
-            return Stored(place.slot.shape, flat, bounds, is_whole=True, slices=slices)
+            return ShardView(place.slot.shape, flat, bounds, is_whole=True, slices=slices)
         if held != (0, 0) and value.shape != (held[1] - held[0],):
             raise UsageError(
                 f"this optimizer state of {place.slot.name} has shape {tuple(value.shape)}: it is not per "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
-from ..core.owners import Owner, owner_of, reader_of
+from ..core.owners import ParamOwner, owner_of, reader_of
 from ..layout.groups import LOW_PRECISION
 
 
@@ -154,7 +154,7 @@ def _check_key(doing: str, key: object) -> None:
         raise wrong(f"{doing}: key", key, 'the name of a state, such as "exp_avg"')
 
 
-def _check_value(doing: str, owner: Owner, param: nn.Parameter, value: object) -> None:
+def _check_value(doing: str, owner: ParamOwner, param: nn.Parameter, value: object) -> None:
     is_usable = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
     if not is_usable or value.is_complex():  # type: ignore[attr-defined]
         raise wrong(
@@ -164,7 +164,7 @@ def _check_value(doing: str, owner: Owner, param: nn.Parameter, value: object) -
         )
 
 
-def _check_shape(doing: str, owner: Owner, param: nn.Parameter, value: Tensor) -> None:
+def _check_shape(doing: str, owner: ParamOwner, param: nn.Parameter, value: Tensor) -> None:
     _check_value(doing, owner, param, value)
     shape: Sequence[int] = owner.value(param).full_shape
     if tuple(value.shape) != tuple(shape):

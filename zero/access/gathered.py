@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...ops.comm.collectives import ACCESS_BUFFER, Collectives
 from ...utils.arguments import whole, wrong
 from ...utils.errors import UsageError
-from ..core.owners import Owner, reader_of, resolve_owner
+from ..core.owners import ParamOwner, reader_of, resolve_owner
 
 
 class LostEdit(UsageError):
@@ -56,8 +56,8 @@ class GatheredParameters:
             if modifier_rank is None
             else whole("GatheredParameters: modifier_rank", modifier_rank, 0)
         )
-        self._held: list[tuple[nn.Parameter, Owner]] = []
-        self._overridden: list[tuple[nn.Parameter, Owner]] = []
+        self._held: list[tuple[nn.Parameter, ParamOwner]] = []
+        self._overridden: list[tuple[nn.Parameter, ParamOwner]] = []
 
     def __enter__(self) -> None:
         found = [(param, resolve_owner(param)) for param in self._params]
@@ -112,15 +112,15 @@ class GatheredParameters:
         return []
 
 
-def _place(held: tuple[nn.Parameter, Owner]) -> tuple[int, str]:
+def _place(held: tuple[nn.Parameter, ParamOwner]) -> tuple[int, str]:
     """The place of a parameter in an order that is the same on every rank."""
     param, owner = held
     return owner.number_of(param), owner.name_of(param)
 
 
-def _edited(overridden: Sequence[tuple[nn.Parameter, Owner]]) -> list[str]:
+def _edited(overridden: Sequence[tuple[nn.Parameter, ParamOwner]]) -> list[str]:
     """Names of parameters that any rank changed. Each rank checks its own part; sends one byte for each."""
-    by_ranks: dict[Collectives, list[tuple[nn.Parameter, Owner]]] = {}
+    by_ranks: dict[Collectives, list[tuple[nn.Parameter, ParamOwner]]] = {}
     for param, owner in overridden:  # of a tied weight more ranks know than of a block
         by_ranks.setdefault(owner.together(param), []).append((param, owner))
     found = []
@@ -134,7 +134,7 @@ def _edited(overridden: Sequence[tuple[nn.Parameter, Owner]]) -> list[str]:
     return found
 
 
-def _differs(param: nn.Parameter, owner: Owner) -> bool:
+def _differs(param: nn.Parameter, owner: ParamOwner) -> bool:
     """This rank's part of the full copy differs from its stored values in some bit."""
     stored = owner.compute(param)
     start, stop = stored.range_of(owner.group_of(param).rank)

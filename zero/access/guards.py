@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ops.torch_internals import NoTorchFunctionSubclass, tree_map_only
 from ...utils.errors import UsageError
-from ..core.owners import Owner, find_owner
+from ..core.owners import ParamOwner, find_owner
 
 # -- a value of a state dict that this rank does not have whole: its shape is [0], and it warns when used
 
@@ -97,7 +97,8 @@ def _plain(given: Any) -> Any:
 class Leniency:
     """What a guard does not check; shared by the hooks of an engine.
 
-    gathered: by the parameter's id, its whole value where user code still has it, and `Owner.num_writes` then.
+    gathered: by the parameter's id, its whole value where user code still has it, and the owner's
+        `num_writes` then.
     """
 
     lets_parts_out: bool = False
@@ -109,7 +110,7 @@ class Leniency:
 class Guards:
     """The checks on one engine's model, from `initialize` to `destroy`."""
 
-    def __init__(self, model: nn.Module, owner: Owner, *, defers: bool) -> None:
+    def __init__(self, model: nn.Module, owner: ParamOwner, *, defers: bool) -> None:
         """defers: parameters of a whole model may have no values for a while."""
         self._modules = weakref.WeakSet(model.modules())
         # known parameters may be registered again: peft parametrizes one in every forward and restores it

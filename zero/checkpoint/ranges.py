@@ -19,9 +19,9 @@ from typing import Any, Generic, TypeVar, final
 from ...ops.flat import cut, numel_of, overlap
 from ...utils.schema.checked_types import Flag, Size, Text
 from ..layout.layout import Box, Slot
-from ..layout.slices import Runs, clipped, common_runs
+from ..layout.slices import StridedRuns, clipped, common_runs
 
-ERROR, SERVER, COPY = ("error/", "server", "copy")  # keys of what was not sent, see owed.py
+ERROR, SERVER, COPY = "error/", "server", "copy"  # keys of pending errors, see pending_errors.py
 SPLIT_NUMEL = 1 << 16  # elements per rank; a smaller flat is written by a single rank
 
 
@@ -51,7 +51,7 @@ class SavedFlat:
 class Range:
     """Elements [start, stop) of flat number `flat`, of what `key` names, are tensor `tensor` of file `file`.
 
-    key: "value", "grad", "state/" and the optimizer's own key, or one of owed.py.
+    key: "value", "grad", "state/" and the optimizer's own key, or one of pending_errors.py.
     """
 
     flat: Size
@@ -107,14 +107,14 @@ class Copy:
         return (self.count - 1) * self.source_step + self.numel
 
     @property
-    def runs(self) -> Runs:
+    def runs(self) -> StridedRuns:
         """`here`: in the file's tensor. `there`: in the receiver."""
         steps = self.source_step, self.target_step
-        return Runs(self.source, self.target, self.numel, self.count, *steps)
+        return StridedRuns(self.source, self.target, self.numel, self.count, *steps)
 
 
 @dataclass(frozen=True)
-class Piece:
+class TargetPiece:
     """Elements [start, stop) of the parameter or buffer `name`, which begin at `target` of the receiver.
 
     box: they are elements of this slice of it; None: of the whole.
@@ -233,7 +233,7 @@ class Catalogue:
         found = [slot for n, slot in self._places_of("param", param) if self._flats[n].trains]
         return found[0].group if found else None
 
-    def copies(self, piece: Piece, key: str) -> list[Copy]:
+    def copies(self, piece: TargetPiece, key: str) -> list[Copy]:
         """The copies of the elements of `piece`, without elements that the checkpoint does not have."""
         found = []
         for number, slot, runs in self._parts(piece):
@@ -251,12 +251,12 @@ class Catalogue:
             number, slot = places[0]
             key = f"state/{name.rpartition('/')[2]}" if kind == "state" else "value"
             numel = numel_of(slot.whole_shape)
-            there = self.copies(Piece(kind, name, 0, numel, 0), key)
+            there = self.copies(TargetPiece(kind, name, 0, numel, 0), key)
             if self._flats[number].has_values and sum(c.total_numel for c in there) != numel:
                 found.append(name)
         return found
 
-    def keys_of(self, piece: Piece) -> dict[str, str]:
+    def keys_of(self, piece: TargetPiece) -> dict[str, str]:
         """Key -> dtype of all ranges in the checkpoint that overlap `piece`."""
         found = {}
         for number, low, high in self._spans(piece):
@@ -265,7 +265,7 @@ class Catalogue:
                     found[key] = one.dtype
         return found
 
-    def numels_of(self, piece: Piece) -> dict[str, int]:
+    def numels_of(self, piece: TargetPiece) -> dict[str, int]:
         """Key -> elements of `piece` that the checkpoint has of it, in ranges or as constants."""
         found: dict[str, int] = {}
         for number, slot, runs in self._parts(piece):
@@ -279,7 +279,7 @@ class Catalogue:
                         found[key] = found.get(key, 0) + numel
         return found
 
-    def constants_of(self, piece: Piece) -> list[ConstantRange]:
+    def constants_of(self, piece: TargetPiece) -> list[ConstantRange]:
         """Every constant that applies to an element of `piece`."""
         return [
             one
@@ -288,12 +288,12 @@ class Catalogue:
             for one in self._constants.between(number, key, low, high)
         ]
 
-    def _spans(self, piece: Piece) -> Iterator[tuple[int, int, int]]:
+    def _spans(self, piece: TargetPiece) -> Iterator[tuple[int, int, int]]:
         """For each part of `piece`, its flat, and from which element to which it lies there."""
         for number, slot, runs in self._parts(piece):
             yield number, slot.offset + runs.there, slot.offset + runs.there_stop
 
-    def _parts(self, piece: Piece) -> Iterator[tuple[int, Slot, Runs]]:
+    def _parts(self, piece: TargetPiece) -> Iterator[tuple[int, Slot, StridedRuns]]:
         """The elements of `piece` (`here`) in every slot that has some of them (`there`)."""
         for number, slot in self._places_of(piece.kind, piece.name):
             for runs in common_runs(piece.box, slot.box, slot.whole_shape):
@@ -364,18 +364,18 @@ class Catalogue:
         )
 
 
-def pieces(flat: SavedFlat, start: int, stop: int) -> list[Piece]:
+def pieces(flat: SavedFlat, start: int, stop: int) -> list[TargetPiece]:
     """The parts of slots that lie in [start, stop) of `flat`; targets count from `start`."""
     found = []
     for slot in flat.slots:
         low, high = overlap((slot.offset, slot.stop), (start, stop))
         if low < high:
             inside = (low - slot.offset, high - slot.offset)
-            found.append(Piece(flat.kind, slot.name, *inside, low - start, slot.box))
+            found.append(TargetPiece(flat.kind, slot.name, *inside, low - start, slot.box))
     return found
 
 
-def _copy(one: Range, part: Runs, slot: Slot, piece: Piece) -> Copy:
+def _copy(one: Range, part: StridedRuns, slot: Slot, piece: TargetPiece) -> Copy:
     """The copy of `part`, whose `here` is in the slot and `there` in the tensor of `piece`."""
     source = slot.offset + part.here - one.start
     target = piece.target + part.there - piece.start

@@ -15,9 +15,9 @@ from torch import Tensor
 from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
 from ...ops.optim.state_places import scalars_are_beside
 from ..core.grad_bucket import GradBucket, GradSums
-from .owed import OwedRestore
-from .ranges import Catalogue, ConstantRange, Copy, Piece, pieces
-from .snapshot import STEP, Block, Held, Snapshot
+from .pending_errors import ErrorRestore
+from .ranges import Catalogue, ConstantRange, Copy, TargetPiece, pieces
+from .snapshot import STEP, Held, Snapshot, StateBlock
 from .targets import Target, target_for
 
 
@@ -44,7 +44,7 @@ class Restore:
         self._locals: list[tuple[GradBucket, Tensor, list[bool]]] = []
         self._any_held = False
         self._is_within_step = False
-        self._owed: OwedRestore | None = None
+        self._errors: ErrorRestore | None = None
         self.missing: list[str] = []
         self.problems: list[str] = []
 
@@ -65,14 +65,14 @@ class Restore:
             if flat.kind == "buffer":
                 yield flat.slots[0].name, block.tensor
 
-    def _copies(self, block: Block) -> list[Copy]:
+    def _copies(self, block: StateBlock) -> list[Copy]:
         return [
             copy
             for piece in self._pieces(block.flat, block.start, block.stop)
             for copy in self._catalogue.copies(piece, block.key)
         ]
 
-    def _pieces(self, flat: int, start: int, stop: int) -> list[Piece]:
+    def _pieces(self, flat: int, start: int, stop: int) -> list[TargetPiece]:
         return pieces(self._snapshot.flats[flat], start, stop)
 
     def plan_states(self) -> list[Target]:
@@ -105,7 +105,7 @@ class Restore:
                 assert other is not None
                 new.values[key] = _like(value, other.held.tensor, new.held.tensor)
 
-    def _keys(self, here: list[Piece]) -> list[tuple[str, str]]:
+    def _keys(self, here: list[TargetPiece]) -> list[tuple[str, str]]:
         """Key and dtype of every per-element state of a range."""
         found: dict[str, str] = {}
         each = [self._catalogue.keys_of(piece) for piece in here]
@@ -118,7 +118,7 @@ class Restore:
                     self.missing.append(f"{piece.name}/{key.removeprefix('state/')}")
         return [(key.removeprefix("state/"), dtype) for key, dtype in found.items()]
 
-    def _constants(self, here: list[Piece], held: Held) -> dict[str, Any]:
+    def _constants(self, here: list[TargetPiece], held: Held) -> dict[str, Any]:
         """The values that all elements of a range share; their sources in the checkpoint must agree."""
         found: dict[str, ConstantRange] = {}
         numbers: dict[str, Any] = {}
@@ -165,7 +165,9 @@ class Restore:
             return old, False
         return torch.empty(shape, dtype=wanted, device=held.tensor.device), True
 
-    def _plan_whole(self, held: Held, here: list[Piece], values: dict[str, Any]) -> list[Target]:
+    def _plan_whole(
+        self, held: Held, here: list[TargetPiece], values: dict[str, Any]
+    ) -> list[Target]:
         """Targets for states that belong to whole parameters, such as a factored second moment."""
         targets = []
         for name in {piece.name for piece in here}:
@@ -180,7 +182,7 @@ class Restore:
                 saved = self._catalogue.flat_of("state", full)
                 shape = saved.slots[0].shape
                 tensor, is_fresh = self._tensor_for(held, key, shape, saved.dtype)
-                piece = Piece("state", full, 0, saved.numel, 0)
+                piece = TargetPiece("state", full, 0, saved.numel, 0)
                 values[key] = tensor
                 found = self._catalogue.copies(piece, f"state/{key}")
                 targets.append(target_for(tensor, found, is_fresh=is_fresh))
@@ -223,10 +225,10 @@ class Restore:
                 continue
             self._locals.append((master.grads, one["local"], one["filled"]))
 
-    def plan_owed(self, unit: float, steps: int, *, holds_momentum: bool) -> list[Target]:
-        """Targets for what lossy messages have not sent. The arguments: of the saved errors, see `Owed`."""
-        self._owed = OwedRestore(self._snapshot, self._catalogue, unit, steps, holds_momentum)
-        return self._owed.plan()
+    def plan_pending_errors(self, unit: float, steps: int, *, holds_momentum: bool) -> list[Target]:
+        """Targets for the pending errors. The arguments: see `PendingError`, of the checkpoint."""
+        self._errors = ErrorRestore(self._snapshot, self._catalogue, unit, steps, holds_momentum)
+        return self._errors.plan()
 
     # -- taking effect ----------------------------------------------------------------------------------
 
@@ -234,8 +236,8 @@ class Restore:
     def begin(self) -> None:
         """Drop gathered copies and gradients: values are about to be written. For all ranks."""
         sharded = self._snapshot.sharded
-        sharded.settle_reductions()
-        sharded.reset()
+        sharded.reduction.settle()
+        sharded.reduction.reset()
         sharded.backward_pass.clear_seen()
         sharded.before_update()
 
@@ -252,8 +254,8 @@ class Restore:
         for new in self._states:
             self._snapshot.replace_state(new.held, new.values)
         self._snapshot.states_changed()
-        if self._owed is not None:
-            self._owed.finish_values()
+        if self._errors is not None:
+            self._errors.finish_values()
         self._finish_gradients()
         self._publish()
         for master in self._snapshot.masters:
@@ -267,8 +269,8 @@ class Restore:
             grads.restore(GradSums(local, filled, None))
         for grads, total in self._grads:
             grads.restore(GradSums(None, [], total))
-        if self._owed is not None:
-            self._owed.finish()
+        if self._errors is not None:
+            self._errors.finish()
         for master in self._snapshot.masters if self._is_within_step else ():
             if master.grads.is_lossy:
                 master.grads.mark_kept()

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ...offload.places import Blocks, Residence
+from ...offload.interfaces import Blocks, StateStorage
 from ...ops.flat import overlap
 from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
 from ...utils.errors import UsageError
@@ -35,7 +35,7 @@ SCALARS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class StateBlock:
     """`tensor` holds elements [start, start + numel) of `key` of flat number `flat`.
 
     blocks: reads its values, if they are on a disk; then the tensor has none.
@@ -62,8 +62,8 @@ class Held:
 
     name: of the parameter if the tensor is a full parameter with its own shape; else None.
     group: the index of its group in the optimizer.
-    residence: where its states are between updates.
-    is_shard: as in `Block`.
+    state_storage: where its states are between updates.
+    is_shard: as in `StateBlock`.
     """
 
     tensor: Tensor
@@ -71,7 +71,7 @@ class Held:
     start: int
     name: str | None
     group: int
-    residence: Residence
+    state_storage: StateStorage
     is_shard: bool = False
 
 
@@ -122,8 +122,8 @@ class Snapshot:
         self.optimizer = optimizer
         self.state = {} if optimizer is None else optimizer.state  # by the optimizer's tensors
         self.flats: list[SavedFlat] = []
-        self.values: list[Block] = []
-        self.states: list[Block] = []
+        self.values: list[StateBlock] = []
+        self.states: list[StateBlock] = []
         self.constants: list[ConstantRange] = []
         self._layouts: list[FlatLayout] = []
         self._groups: list[FlatGroup] = []  # of each flat
@@ -173,13 +173,15 @@ class Snapshot:
                 self._groups.append(flat.group)
                 self.flats.append(_saved(flat.layout, trains=master is not None, dtype=flat.dtype))
                 self._slots.append({slot.offset: slot for slot in self.flats[-1].slots})
-                is_part = flat.is_sharded if master is None else master.is_sharded
+                is_part = flat.shards_params if master is None else master.is_sharded
                 start = flat.layout.shard_range(flat.collectives.rank)[0] if is_part else 0
-                tensor = flat.place.tensor if master is None else master.raw
-                blocks = flat.place.blocks()
+                tensor = flat.stored_shard.tensor if master is None else master.raw
+                blocks = flat.stored_shard.blocks()
                 if master is not None:
-                    blocks = master.residence.blocks_of(tensor)
-                self.values.append(Block(number, "value", start, tensor, blocks, is_shard=is_part))
+                    blocks = master.state_storage.blocks_of(tensor)
+                self.values.append(
+                    StateBlock(number, "value", start, tensor, blocks, is_shard=is_part)
+                )
 
     def _add_alone(self, module: nn.Module) -> None:
         inside = {id(p) for unit in self.sharded.units for flat in unit.params for p in flat.params}
@@ -209,9 +211,9 @@ class Snapshot:
             self.flats[number] = replace(flat, tied=tied)
 
     def _append(
-        self, flat: SavedFlat, tensor: Tensor, key: str, blocks: list[Block], group: FlatGroup
+        self, flat: SavedFlat, tensor: Tensor, key: str, blocks: list[StateBlock], group: FlatGroup
     ) -> None:
-        blocks.append(Block(len(self.flats), key, 0, tensor))
+        blocks.append(StateBlock(len(self.flats), key, 0, tensor))
         self.flats.append(flat)
         self._groups.append(group)
 
@@ -233,7 +235,7 @@ class Snapshot:
         is_tensor = slot is not None and slot.shape == tensor.shape and slot.box is None
         name = slot.name if slot is not None and is_tensor else None
         return Held(
-            tensor, number, start, name, group, master.residence, is_shard=master.is_sharded
+            tensor, number, start, name, group, master.state_storage, is_shard=master.is_sharded
         )
 
     def _add_states(self) -> None:
@@ -256,9 +258,9 @@ class Snapshot:
             if value.numel() == 1 and is_single and not value.is_complex():
                 self._add_constant(held, name, value.item(), value)
             elif value.shape == held.tensor.shape:
-                blocks = held.residence.blocks_of(value)
+                blocks = held.state_storage.blocks_of(value)
                 self.states.append(
-                    Block(held.flat, name, held.start, value, blocks, is_shard=held.is_shard)
+                    StateBlock(held.flat, name, held.start, value, blocks, is_shard=held.is_shard)
                 )
             elif held.name is not None:
                 flat = _alone("state", f"{held.name}/{key}", value)
@@ -318,34 +320,34 @@ class Snapshot:
 
     # -- what lossy messages have not sent ----------------------------------------------------------------
 
-    def owed(self) -> list[Block]:
-        """The errors of this rank, and the values of forward where these are only near the masters."""
+    def pending_errors(self) -> list[StateBlock]:
+        """The errors of this rank, and the values of forward where these are only close to the masters."""
         blocks = []
         for master in self.masters:
-            number, owed = self.number_of(master), master.grads.reducer.owed
+            number, pending = self.number_of(master), master.grads.reducer.pending_error
             rank = master.grads.group.everyone.rank
             start = master.params.layout.shard_range(master.rank)[0]
-            if owed is not None:
-                blocks.append(Block(number, f"{ERROR}{rank}", 0, owed.error, is_own=True))
-                if owed.server is not None:
-                    blocks.append(Block(number, SERVER, start, owed.server, is_shard=True))
+            if pending is not None:
+                blocks.append(StateBlock(number, f"{ERROR}{rank}", 0, pending.error, is_own=True))
+                if pending.server is not None:
+                    blocks.append(StateBlock(number, SERVER, start, pending.server, is_shard=True))
             if master.has_sent_delta:
-                blocks.append(Block(number, COPY, start, master.compute, is_shard=True))
+                blocks.append(StateBlock(number, COPY, start, master.compute, is_shard=True))
         return blocks
 
-    def owed_meaning(self) -> dict[str, Any]:
-        """What the errors are, for the manifest: the numbers of `Owed`, the same for all buffers."""
-        found = (master.grads.reducer.owed for master in self.masters)
-        owed = next((owed for owed in found if owed is not None), None)
+    def pending_error_state(self) -> dict[str, Any]:
+        """What the errors are, for the manifest: the numbers of `PendingError`, the same for all buffers."""
+        found = (master.grads.reducer.pending_error for master in self.masters)
+        pending = next((pending for pending in found if pending is not None), None)
         return {
-            "owed_unit": None if owed is None else owed.unit,
-            "owed_steps": 0 if owed is None else owed.steps,
-            "owed_holds_momentum": owed is not None and owed.holds_momentum,
+            "owed_unit": None if pending is None else pending.unit,
+            "owed_steps": 0 if pending is None else pending.steps,
+            "owed_holds_momentum": pending is not None and pending.holds_momentum,
         }
 
     # -- gradients in the middle of an accumulation -----------------------------------------------------
 
-    def grad_totals(self) -> list[Block]:
+    def grad_totals(self) -> list[StateBlock]:
         """This rank's shards of the sums over ranks that no update has used yet."""
         blocks = []
         for master in self.masters:
@@ -353,7 +355,7 @@ class Snapshot:
             if total is not None:
                 start = master.params.layout.shard_range(master.rank)[0]
                 number = self.number_of(master)
-                blocks.append(Block(number, "grad", start, total, is_shard=True))
+                blocks.append(StateBlock(number, "grad", start, total, is_shard=True))
         return blocks
 
     @property

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ops.comm.collectives import Collectives
 from ...ops.flat import cut, numel_of
-from ..core.owners import Owner, Stored, clear_owner, set_owner
+from ..core.owners import ParamOwner, ShardView, clear_owner, set_owner
 from ..core.param_bucket import placeholder_like
 from ..layout.slices import Reader
 
@@ -34,7 +34,7 @@ class _Slice:
 
 
 @final
-class SliceStore(Owner):
+class SliceStore(ParamOwner):
     """Owns slices of parameters. All ranks call every method in the same order."""
 
     def __init__(self, collectives: Collectives, dtype: torch.dtype | None = None) -> None:
@@ -111,10 +111,10 @@ class SliceStore(Owner):
     def _bounds(self, numel: int) -> list[tuple[int, int]]:
         return cut(numel, self.collectives.world_size)
 
-    def _stored(self, piece: _Slice) -> Stored:
-        return Stored(piece.shape, piece.local, self._bounds(numel_of(piece.shape)))
+    def _stored(self, piece: _Slice) -> ShardView:
+        return ShardView(piece.shape, piece.local, self._bounds(numel_of(piece.shape)))
 
-    # -- the interface of Owner -------------------------------------------------------------------------
+    # -- the interface of ParamOwner -------------------------------------------------------------------------
 
     def name_of(self, param: nn.Parameter) -> str:
         return f"parameter {self.number_of(param)} of zero.Init, {tuple(self._slices[param].shape)}"
@@ -122,10 +122,10 @@ class SliceStore(Owner):
     def number_of(self, param: nn.Parameter) -> int:
         return int(self._slices[param].number)
 
-    def value(self, param: nn.Parameter) -> Stored:
+    def value(self, param: nn.Parameter) -> ShardView:
         return self._stored(self._slices[param])
 
-    def compute(self, param: nn.Parameter) -> Stored:
+    def compute(self, param: nn.Parameter) -> ShardView:
         return self.value(param)
 
     def write(self, param: nn.Parameter, reader: Reader) -> None:

@@ -64,19 +64,20 @@ class ManualGradGuard:
                 "loss.backward() after engine.backward(loss) in one step: gradients of the step are in .grad; "
                 "call engine.backward for each loss of the step"
             )
-        found = [
-            at
-            for at, param in enumerate(self._params)
+        positions = [
+            position
+            for position, param in enumerate(self._params)
             if param.grad is not None and id(param.grad) not in self._shown
         ]
-        own = [at for at in found if self._params[at] is not arrived]
-        if not own:
+        refused = [position for position in positions if self._params[position] is not arrived]
+        if not refused:
             return
-        for at in own:
-            self._params[at].grad = None
-        more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
+        for position in refused:
+            self._params[position].grad = None
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        name = self._names[refused[0]]
         raise UsageError(
-            f"{self._names[own[0]]}.grad{more} was set after backward, but the engine has taken the gradients: "
+            f"{name}.grad{more} was set after backward, but the engine has taken the gradients: "
             "it would not count, and is None again; to change them call xds.zero.set_full_grad, "
             "engine.clip_grad_norm or engine.zero_grad"
         )
@@ -151,7 +152,7 @@ class BackwardPass:
         self._has_factor = True  # the factor on this backward's gradients is known
         self._had_seen_one = False  # before the backward that is running
         self._in_other = False  # a backward runs that leaves no gradients in parameters
-        self._manual_grads = ManualGradGuard(reduction.order)
+        self.manual_grads = ManualGradGuard(reduction.order)
         self._hooks: list[tuple[Node, RemovableHandle]] = []
 
     # -- begin and end ----------------------------------------------------------------------------------
@@ -219,11 +220,7 @@ class BackwardPass:
         """
         self.end_script_backward()
         if self._reduction.has_sums and not self._is_running:
-            self._manual_grads.refuse()
-
-    def allow_shown(self, grads: Iterable[Tensor]) -> None:
-        """`ManualGradGuard.allow`, until the next call."""
-        self._manual_grads.allow(grads)
+            self.manual_grads.refuse()
 
     def clear_seen(self) -> None:
         """The engine has counted the backward passes until now."""
@@ -235,12 +232,8 @@ class BackwardPass:
             self.abandon()
         self._reduction.undo()
         self._reduction.reset()
-        self._manual_grads.clear()
+        self.manual_grads.clear()
         self.has_seen_one = False
-
-    def drop_script_grads(self) -> None:
-        """Drop what user code has put into `.grad`. Call it where all gradients of passes are taken."""
-        self._manual_grads.clear()
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
@@ -300,7 +293,7 @@ class BackwardPass:
 
     def remove_hooks(self) -> None:
         """Take no more gradients."""
-        self._manual_grads.take_out_allowed()
+        self.manual_grads.take_out_allowed()
         for _, handle in self._hooks:
             handle.remove()
         self._hooks = []
@@ -400,14 +393,14 @@ class BackwardPass:
             return
         if torch.is_grad_enabled():
             self._gatherer.keep_all()
-        elif self._brings_gradients():
+        elif self._computes_gradients():
             self._begin_script_backward()
             return
         self._in_other = True
         self._gatherer.begin_backward(is_own=False)
         after_backward(self._end_other)
 
-    def _brings_gradients(self) -> bool:
+    def _computes_gradients(self) -> bool:
         """The running backward leaves gradients in parameters."""
         try:
             return any(will_execute(node) for node, _ in self._hooks)
@@ -429,7 +422,7 @@ class BackwardPass:
         """
         before = self.has_seen_one
         if self._reduction.has_sums:
-            self._manual_grads.refuse(arrived)
+            self.manual_grads.refuse(arrived)
         reduces, ends_step = self.rules.begin_script_backward()
         self.begin(reduces=reduces, ends_step=ends_step, has_factor=False)
         self._had_seen_one = before

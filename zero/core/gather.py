@@ -44,8 +44,8 @@ class UnevenGathers:
 
     def _round(self, requested: int) -> int:
         """Gather one unit; returns its number or NOTHING. Sends 8 bytes to each rank, a shard to requesters."""
-        own = torch.tensor([requested], dtype=torch.int64, device=self._collectives.device)
-        table = self._collectives.gather_small(own, what="unequal forwards").view(-1).tolist()
+        request = torch.tensor([requested], dtype=torch.int64, device=self._collectives.device)
+        table = self._collectives.gather_small(request, what="unequal forwards").view(-1).tolist()
         requests = [number for number in table if number != NOTHING]
         if not requests:
             return NOTHING
@@ -70,13 +70,13 @@ def num_kept(numels: Sequence[int], reuse_distance: int, max_live_numel: int) ->
     >>> num_kept([10, 10, 10, 10], 25, 1000)
     2
     """
-    kept_numel = found = 0
+    kept_numel = num_units = 0
     for numel in reversed(numels):
         if 2 * kept_numel > reuse_distance or kept_numel > max_live_numel:
             break
         kept_numel += numel
-        found += 1
-    return found
+        num_units += 1
+    return num_units
 
 
 @final
@@ -139,7 +139,7 @@ class Gatherer:
         """A backward is over. With retain_graph another one may run over the same graph."""
         self.in_backward = False
         for unit in self._units:
-            unit.clear_recomputes()
+            unit.num_recomputes = 0
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles = []
@@ -153,7 +153,7 @@ class Gatherer:
         """Parameters are about to change: no existing graph needs a unit any more."""
         self._keeps_all = False
         for unit in self._units:
-            unit.begin_update()
+            unit.is_kept_until_update = False
         self.end_backward()
 
     @property
@@ -181,21 +181,21 @@ class Gatherer:
         if unit not in self._order:
             self._order.append(unit)
 
-    def enter(self, unit: Unit) -> None:
+    def begin_call(self, unit: Unit) -> None:
         """A call of `unit` begins."""
-        unit.begin_call()
+        unit.is_running = True
         self.running.append(unit)
         for used in unit.used_units:
             self.gather(used)
-            used.add_running_user()
+            used.num_running_users += 1
 
-    def leave(self, unit: Unit) -> None:
+    def end_call(self, unit: Unit) -> None:
         """A call of `unit` has returned."""
-        unit.end_call()
+        unit.is_running = False
         if unit in self.running:
             self.running.remove(unit)
         for used in unit.used_units:
-            used.remove_running_user()
+            used.num_running_users = max(used.num_running_users - 1, 0)
             if not self.in_backward and not used.is_running:
                 self.drop(used)
 
@@ -209,10 +209,11 @@ class Gatherer:
         """Gather `used` for calls of `user` as well: for the running one and for all later ones."""
         if used is user or used in user.used_units:
             return
-        user.add_used_unit(used)
+        user.used_units.append(used)
+        used.is_used_by_others = True
         self.gather(used)
         if user in self.running:
-            used.add_running_user()
+            used.num_running_users += 1
 
     def after_grads(self, unit: Unit) -> None:
         """Drop `unit`: all its gradients have arrived, and backward has finished all its calls.

@@ -6,7 +6,7 @@
   since the last optimizer step. A reduction adds to the reduced sum of earlier ones.
 - A gradient that arrives after its bucket was sent is late: it stays in the local sum, and the ranks agree on
   a second reduction.
-- Where the optimizer runs on the host, a reduced sum leaves for the host's store, and its buffers return to
+- Where the optimizer runs on the host, a reduced sum is copied to the host's store, and its buffers return to
   the pool. One rank sends its own sum in the parameters' dtype while each slot has one gradient.
 - On a device no buffer takes memory between the update and the next gradient, when activations take most.
 - The dtype of the local sum: that of the parameters, so one gradient is only copied. With a second gradient it
@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 from functools import partial
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ...compression.scheme import ExactReducer
-from ...offload.places import Home, SumHome
+from ...offload.interfaces import GradStore, MasterStore
 from ...ops.comm.handles import Handle
 from ...ops.kernels.decide import exact_square_sum, square_sum
 from ...ops.pool import BufferPool
@@ -164,26 +163,15 @@ class Added(Enum):
     LATE = 3  # the bucket is being sent: nothing was done; see `add_late`
 
 
-class EarlyUpdate(ABC):
-    """An update of the bucket that runs on the host before its step is known."""
+class EarlyUpdate:
+    """An update of the bucket that runs on the host before its step is known. By default none does."""
 
-    @abstractmethod
-    def sum_left(self) -> None:
+    def sum_sent(self) -> None:
         """A reduced sum is on its way to the host: the update may begin."""
-
-    @abstractmethod
-    def take_back(self) -> None:
-        """The sum is about to change, or the master and its states are read: undo the update."""
-
-
-@final
-class NoEarlyUpdate(EarlyUpdate):
-    """Updates begin in the step."""
-
-    def sum_left(self) -> None:
         return
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
+        """The sum is about to change, or the master and its states are read: undo the update."""
         return
 
 
@@ -193,10 +181,10 @@ class GradBucket:
 
     Attributes:
         layout, params, index: the slots, the parameter of each, and the number of the buffer.
-        arrivals: the gradients that the running backward has brought and still brings.
+        arrivals: the gradients that the running backward has computed and will compute.
         is_sent: the reduction has begun in this backward.
         reducer: how sums are sent.
-        home: the store of the reduced sum, if the update runs on the host.
+        store: the store of the reduced sum, if the update runs on the host.
         early_update: the update of the bucket, if it may begin before its step.
     """
 
@@ -206,7 +194,7 @@ class GradBucket:
         params: Sequence[nn.Parameter],
         group: FlatGroup,
         pool: BufferPool,
-        home: SumHome,
+        store: GradStore,
         index: int,
     ) -> None:
         self.layout = layout
@@ -225,7 +213,7 @@ class GradBucket:
         self._sees_all = self.is_single_rank or not policy.shards_optimizer
         self._gathers_sums = self._sees_all and not self.is_single_rank
         self.reducer = group.scheme.reducer(buffer_of(layout, index, self._param_dtype, group))
-        self.early_update: EarlyUpdate = NoEarlyUpdate()
+        self.early_update = EarlyUpdate()
 
         self._is_small = [slot.numel < SMALL_NUMEL for slot in layout.slots]
         is_large = [self._is_on_cpu and slot.numel >= LARGE_NUMEL for slot in layout.slots]
@@ -244,32 +232,34 @@ class GradBucket:
 
         # the reduced sum
         self._reduced: Tensor | None = None
-        self._has_reduced = False  # `_reduced`, the gathered local sum or the home has a sum
+        self._has_reduced = False  # `_reduced`, the gathered local sum or the store has a sum
         # for `held_bytes`, also between steps: of the last one on a device, if it had memory of its own
         self._reduced_bytes = 0
-        self._squares: Tensor | None = None  # of the only sum that has left since the last step
+        self._squares: Tensor | None = (
+            None  # of the only sum that was sent to the host since the last step
+        )
         self._payload: Tensor | None = None  # the local sum in the dtype that is sent
         self._handle: Handle | None = None  # of the reduction or the gather in flight
         self._next_handle: Handle | None = (
             None  # of the gather that follows the reduction in flight
         )
         self._is_kept = False  # the reducer has gradients that no message had yet
-        self._settle_in(home)
+        self._use_store(store)
 
-    def _settle_in(self, home: SumHome) -> None:
-        self.home = home
-        # a rank's buffers are freed when they are reduced, or when their sum has left
-        self._frees = self._policy.shards_grads or home.is_on_host
-        self._keeps_local = self.is_single_rank and not home.is_on_host
+    def _use_store(self, store: GradStore) -> None:
+        self.store = store
+        # a rank's buffers are freed when they are reduced, or when their sum is copied to the host
+        self._frees = self._policy.shards_grads or store.is_on_host
+        self._keeps_local = self.is_single_rank and not store.is_on_host
         self._keeps_views = not (self._is_on_cpu or self._frees)
         # more than a copy is computed in the dtype of sums, whatever the buffer's dtype was
-        self._widens = self.is_single_rank and home.is_on_host
+        self._widens = self.is_single_rank and store.is_on_host
         self._factor, self._uses_sum_dtype = 1.0, self._keeps_local or self._policy.holds_grads
 
-    def move(self, home: Home) -> None:
-        """From now on sums are stored at `home`: directly after `reset`."""
+    def move(self, store: MasterStore) -> None:
+        """From now on sums are stored at `store`: directly after `reset`."""
         self.release()
-        self._settle_in(home.sums(self._sum_dtype))
+        self._use_store(store.sums(self._sum_dtype))
 
     # -- gradients from autograd ------------------------------------------------------------------------
 
@@ -320,7 +310,7 @@ class GradBucket:
         if self._filled[position] or self._factor != 1.0:
             self._widen()
             if self._filled[position]:
-                self._bring_back()
+                self._load_sum()
             view = self._views[position]
         if self._filled[position]:
             if self._factor != 1.0:
@@ -344,7 +334,7 @@ class GradBucket:
         views = self._writable_views()
         if True in self._filled and any(self._filled[at] for at in waiting):
             self._widen()
-            self._bring_back()  # it may bring an earlier sum into every slot
+            self._load_sum()  # every slot may have an earlier sum then
             views = self._views
         copied: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -392,7 +382,7 @@ class GradBucket:
             self._local.untyped_storage().resize_(self._local.nbytes)
             self._zero_gaps(self._local)
         self._is_writable = True
-        self.home.order()
+        self.store.wait_on_device()
         if self._has_reduced and self._reduced_is_in_local():
             assert self._reduced is not None
             self._reduced = self._reduced.clone()
@@ -420,17 +410,17 @@ class GradBucket:
         for start, stop in self.layout.gaps():
             local[start:stop].zero_()
 
-    def _bring_back(self) -> None:
+    def _load_sum(self) -> None:
         """A slot gets a second gradient in this backward: sums on one rank are taken in the order of arrival.
 
         (earlier + first) + second differs in the last bit from earlier + (first + second).
         """
-        if self.is_single_rank and self.home.is_on_host and self._has_reduced:
-            self.early_update.take_back()
-            earlier = self.home.total()
+        if self.is_single_rank and self.store.is_on_host and self._has_reduced:
+            self.early_update.undo()
+            earlier = self.store.total()
             assert earlier is not None
             self._continue_sum(earlier)
-            self.home.reset()
+            self.store.reset()
             self._has_reduced, self._squares = False, None
 
     def _continue_sum(self, earlier: Tensor) -> None:
@@ -439,7 +429,7 @@ class GradBucket:
             self._allocate(self._sum_dtype)
         whole = views_in(earlier, self.layout)
         for view, value, is_filled in zip(self._views, whole, self._filled, strict=True):
-            # the same additions in the same order as if the earlier sum had never left
+            # the same additions in the same order as if the earlier sum were still in the buffer
             view.copy_(value.to(view) + view if is_filled else value)
         self._filled = [True] * len(self._filled)
 
@@ -499,8 +489,8 @@ class GradBucket:
     def hold_back(self) -> None:
         """The running backward has ended, and its gradients are not reduced yet.
 
-        On one rank they leave for the host, also where several ranks hold theirs back. Where what is sent is
-        lossy, they join the error that the reducer keeps.
+        On one rank they are copied to the host, also where several ranks hold theirs back. A lossy reducer adds
+        them to its pending error.
         """
         if self._widens and self.has_local:
             self.start_reduce()
@@ -514,8 +504,8 @@ class GradBucket:
         local = self._settled()
         self.is_sent, self._is_kept = True, False
         if self.is_single_rank:
-            if self.home.is_on_host:
-                self._leave(local, local)
+            if self.store.is_on_host:
+                self._send_to_host(local, local)
                 self._detach_local()
             return
         adds = self._has_reduced and self._reduced is not None
@@ -541,7 +531,7 @@ class GradBucket:
 
     def _new_reduced(self) -> Tensor:
         numel = self.layout.shard_numel
-        if self.home.is_on_host and not self._gathers_sums:
+        if self.store.is_on_host and not self._gathers_sums:
             return self._pool.take(numel, self._sum_dtype, self._device)
         reduced = self._pool.empty(numel, self._sum_dtype, self._device)
         self._reduced_bytes = 0 if self._is_on_cpu else reduced.nbytes
@@ -557,36 +547,37 @@ class GradBucket:
         if self._payload is not None:
             self._pool.give(self._payload)
             self._payload = None
-        if self.home.is_on_host and not self._gathers_sums:
-            self._leave_reduced()
+        if self.store.is_on_host and not self._gathers_sums:
+            self._send_reduced_to_host()
         elif self._policy.shards_grads:
             self._free_local()
         self._has_reduced = True
 
-    def _leave_reduced(self) -> None:
-        """This rank's part of the sum leaves; the local sum is free, unless it contains that part."""
+    def _send_reduced_to_host(self) -> None:
+        """Copy this rank's part of the sum to the host. The local sum is free, unless it contains that part."""
         reduced, local = self._reduced, self._local
         assert reduced is not None and local is not None
-        rest = self.reducer.cross_replicas(reduced)  # what leaves is not summed again on the device
+        # a sum on the host is not summed again on the device
+        rest = self.reducer.cross_replicas(reduced)
         if rest is not None:
             rest.wait()
         if self._reduced_is_in_local():
-            self._leave(reduced, local)
+            self._send_to_host(reduced, local)
             self._detach_local()
         else:
             self._free_local()
-            self._leave(reduced, reduced)
+            self._send_to_host(reduced, reduced)
         self._reduced = None
 
-    def _leave(self, source: Tensor, buffer: Tensor) -> None:
+    def _send_to_host(self, source: Tensor, buffer: Tensor) -> None:
         """Start to copy `source` to the host; then its `buffer` returns to the pool."""
         # the norm is that of what is stored: a sum of fewer bits is rounded on the host
         is_exact = not self._has_reduced and source.dtype.itemsize <= self._sum_dtype.itemsize
         self._squares = self._squares_of(source, exact=False) if is_exact else None
         self._has_reduced = True
-        self.early_update.take_back()
-        self.home.add(source, partial(self._pool.give, buffer))
-        self.early_update.sum_left()
+        self.early_update.undo()
+        self.store.add(source, partial(self._pool.give, buffer))
+        self.early_update.sum_sent()
 
     def cross_replicas(self) -> Handle | None:
         """Start to add what the reductions of a step left out; see `GradientReducer.cross_replicas`."""
@@ -616,10 +607,10 @@ class GradBucket:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
-            if self.home.is_on_host and not self.is_late:  # else they are gathered again
+            if self.store.is_on_host and not self.is_late:  # else they are gathered again
                 assert self._local is not None
                 self._squares = self._squares_of(self._local, exact=False)
-                self.home.replace(self._local)
+                self.store.replace(self._local)
 
     # -- the update's view ------------------------------------------------------------------------------
 
@@ -633,8 +624,8 @@ class GradBucket:
             self._settled()  # nothing is sent, so no gradient is late
         if self._squares is not None and not exact:
             return self._squares
-        if self.home.is_on_host:
-            sums = self.home.total()
+        if self.store.is_on_host:
+            sums = self.store.total()
         else:
             sums = self._local if self._sees_all else self._reduced
         return self._squares_of(sums, exact=exact)
@@ -642,8 +633,8 @@ class GradBucket:
     def own_square(self, *, exact: bool) -> Tensor:
         """[] fp64: that of this rank's shard. Others may still be gathered. Where `norm_before_gather`."""
         ranks = self._collectives
-        own = None if self._local is None else ranks.shard_of(self._local)
-        return self._square_of_shard(own, exact=exact)[ranks.rank]
+        shard = None if self._local is None else ranks.shard_of(self._local)
+        return self._square_of_shard(shard, exact=exact)[ranks.rank]
 
     def _squares_of(self, sums: Tensor | None, *, exact: bool) -> Tensor:
         """The squared norm of each shard in `sums`: all shards, or this rank's; None: nothing."""
@@ -653,8 +644,8 @@ class GradBucket:
         shards = [
             self._collectives.shard_of(sums, rank) for rank in range(self._collectives.world_size)
         ]
-        found = [compute(shard, self._param_dtype) for shard in shards]
-        return found[0].view(1) if self.is_single_rank else torch.stack(found)
+        squares = [compute(shard, self._param_dtype) for shard in shards]
+        return squares[0].view(1) if self.is_single_rank else torch.stack(squares)
 
     def _square_of_shard(self, shard: Tensor | None, *, exact: bool) -> Tensor:
         compute = exact_square_sum if exact else square_sum
@@ -668,17 +659,17 @@ class GradBucket:
     def norm_before_gather(self) -> bool:
         """The norm of this rank's shard may be read before the gather ends: exact sums on CPUs."""
         # a device runs the gather first, and the host does not wait for it
-        gains = self._collectives.device.type == "cpu" and not self.home.is_on_host
+        gains = self._collectives.device.type == "cpu" and not self.store.is_on_host
         return self._gathers_sums and gains and not self.is_lossy
 
     def for_update(self) -> Tensor:
         """The sums that the optimizer reads: the shard if its state is sharded, else the whole buffer."""
-        if self._policy.shards_optimizer and not self.home.is_on_host:
+        if self._policy.shards_optimizer and not self.store.is_on_host:
             shard = self._local if self.is_single_rank else self._reduced
             assert shard is not None
             return shard
         self.finish_gather()
-        whole = self.home.total() if self.home.is_on_host else self._local
+        whole = self.store.total() if self.store.is_on_host else self._local
         assert whole is not None
         return whole
 
@@ -688,13 +679,13 @@ class GradBucket:
         The caller may write to them, so their norm is computed again.
         """
         self._squares = None
-        self.early_update.take_back()
+        self.early_update.undo()
         if self._keeps_local:
             return self._settled() if self.has_local else None
         if self.is_single_rank and self.has_local:
             self.start_reduce()
-        if self.home.is_on_host and self._has_reduced:
-            return self.home.widened()
+        if self.store.is_on_host and self._has_reduced:
+            return self.store.widened()
         return self.for_update() if self._has_reduced else None
 
     # -- the end of a step ------------------------------------------------------------------------------
@@ -702,7 +693,7 @@ class GradBucket:
     def reset(self) -> None:
         """Drop all gradients: the step is done, or skipped. A CPU's buffers keep their memory."""
         self.finish_gather()
-        self.early_update.take_back()
+        self.early_update.undo()
         self.reducer.end_step()
         self._is_kept = False
         self._mark_empty()
@@ -712,13 +703,13 @@ class GradBucket:
         self._has_reduced = False
         self._was_held = False
         self._squares = None
-        self.home.reset()
+        self.store.reset()
         local = self._local
         if not self._is_on_cpu:
             self._reduced = None
             self._free_local()
         elif self._frees:
-            if self.home.is_on_host and self._reduced_is_in_local():
+            if self.store.is_on_host and self._reduced_is_in_local():
                 self._reduced = None
             self._free_local()
         elif local is not None and not self.is_single_rank:
@@ -735,7 +726,7 @@ class GradBucket:
     def end(self) -> None:
         """The engine has ended: free what is kept between steps as well."""
         self.release()
-        self.home.release()
+        self.store.release()
         self.reducer = ExactReducer(self._collectives, self.index)
 
     @property
@@ -752,7 +743,7 @@ class GradBucket:
         """The sums as they lie in memory; None if there are none. No reduction may be in flight."""
         self.collect()
         filled = list(self._filled)
-        reduced = self.home.total() if self._reduced is None else self._reduced
+        reduced = self.store.total() if self._reduced is None else self._reduced
         local = self._local if any(filled) else None
         return GradSums(local, filled, reduced if self._has_reduced else None)
 
@@ -769,11 +760,13 @@ class GradBucket:
         if saved.local is not None:
             self._allocate(saved.local.dtype).copy_(saved.local)
             self._filled = list(saved.filled)
-        if saved.reduced is not None and self._keeps_local:  # saved with offload, where sums leave
+        if (
+            saved.reduced is not None and self._keeps_local
+        ):  # saved with offload, where sums are on the host
             self._continue_sum(saved.reduced.to(self._device))
         elif saved.reduced is not None:
-            if self.home.is_on_host and not self._gathers_sums:
-                self.home.put(saved.reduced)
+            if self.store.is_on_host and not self._gathers_sums:
+                self.store.put(saved.reduced)
             else:
                 self._reduced = saved.reduced.to(self._device)
             self._has_reduced = True

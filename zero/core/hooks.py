@@ -90,23 +90,23 @@ class UnitHooks:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if unit.is_running:
                 if unit.entry is module:
-                    unit.begin_nested_call()
+                    unit.depth += 1
             elif self._gatherer.in_backward:
                 if not is_replaying():
-                    unit.count_recompute()
+                    unit.num_recomputes += 1
                 self._gatherer.gather(unit)
             else:
-                unit.set_entry(module)
+                unit.entry = module
                 self._pre_forward(unit, module, args, kwargs)
 
         def after(_: nn.Module, args: Any, output: Any) -> Any:
             if unit.entry is not module:
                 return output
             if unit.depth:
-                unit.end_nested_call()
+                unit.depth -= 1
                 return output
             output = self._post_forward(unit, module, True, output)
-            unit.set_entry(None)
+            unit.entry = None
             return output
 
         self._handles += [
@@ -146,9 +146,9 @@ class UnitHooks:
             self._drop_pending(unit)
         gatherer.gather(unit)
         if _is_entry(unit, module):
-            gatherer.enter(unit)
+            gatherer.begin_call(unit)
             if gatherer.in_backward and not is_replaying():
-                unit.count_recompute()
+                unit.num_recomputes += 1
         if not gatherer.in_backward:
             gatherer.start_next_of_forward(unit)
         if not unit.is_root:  # calls of the root end with the backward itself
@@ -157,7 +157,7 @@ class UnitHooks:
     def _post_forward(self, unit: Unit, module: nn.Module, is_last: bool, output: Any) -> Any:
         """Drop what the call no longer needs. Returns the output with views of parameters copied."""
         if _is_entry(unit, module):
-            self._gatherer.leave(unit)
+            self._gatherer.end_call(unit)
         output = self._without_views(unit, output)
         needs_backward = torch.is_grad_enabled() and self._hook_outputs(unit, output)
         if self._gatherer.in_backward:
@@ -200,7 +200,7 @@ class UnitHooks:
             return output
         output = tree_map(lambda leaf: leaf.clone() if is_view(leaf) else leaf, output)
         if any(is_view(tensor) for tensor in tensors_in(output)):
-            unit.keep_until_update()
+            unit.is_kept_until_update = True
         return output
 
     # -- backward ---------------------------------------------------------------------------------------
@@ -210,7 +210,9 @@ class UnitHooks:
         tensors = tensors_in(output)
         nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn}
         if not tensors and not self._gatherer.in_backward and not unit.is_root:
-            unit.keep_until_update()  # its results, and their gradients, do not pass through its output
+            unit.is_kept_until_update = (
+                True  # its results, and their gradients, do not pass through its output
+            )
 
         def before_node(_: Any) -> None:
             self._pre_backward(unit)
@@ -270,17 +272,17 @@ def tensors_in(value: Any) -> list[Tensor]:
     """
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     seen: set[int] = set()  # an object may refer to itself
     waiting = [value]
     while waiting:
         for leaf in tree_leaves(waiting.pop()):
             if isinstance(leaf, Tensor):
-                found.append(leaf)
+                tensors.append(leaf)
             elif not isinstance(leaf, _PLAIN) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 waiting += _values(leaf)
-    return found
+    return tensors
 
 
 def _values(holder: Any) -> list[Any]:

@@ -1,7 +1,7 @@
-"""The master weights of one flat buffer, at their home, and the values that forward computes with.
+"""The master weights of one flat buffer, at their store, and the values that forward computes with.
 
-device home    master [n] ──cast──> compute [n]               one memory if there is no cast
-host home      master [n] (host) ──cast──> buffer ──to_device──> compute [n]
+device store    master [n] ──cast──> compute [n]               one memory if there is no cast
+host store      master [n] (host) ──cast──> buffer ──to_device──> compute [n]
 """
 
 from __future__ import annotations
@@ -12,16 +12,23 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from ...offload.places import Done, Home, InMemory, Landing, Mark, Residence, Ticket
+from ...offload.interfaces import (
+    DeviceToHostCopy,
+    FinishedJob,
+    JobHandle,
+    Mark,
+    MasterStore,
+    StateStorage,
+)
 from ...ops.flat import fingerprint, take_edits
-from ...ops.optim.shard_optimizer import Item, Old, Part, Update
+from ...ops.optim.shard_optimizer import Item, Old, ParamPart, Update
 from ..layout.groups import master_dtype
 from ..layout.layout import Piece
 from .grad_bucket import GradBucket
 from .param_bucket import ParamBucket
 
 if TYPE_CHECKING:
-    from ...offload.host import HostHome
+    from ...offload.host import HostStore
 
 
 @final
@@ -38,22 +45,22 @@ class Master:
         has_sent_delta: how they change was sent last, so they are close to the cast master, and not equal.
     """
 
-    def __init__(self, params: ParamBucket, grads: GradBucket, home: Home) -> None:
+    def __init__(self, params: ParamBucket, grads: GradBucket, store: MasterStore) -> None:
         layout = params.layout
         is_sharded = grads.group.policy.shards_optimizer
         self.rank = rank = grads.group.collectives.rank  # in the group of the buffer
         self.params = params
         self.grads = grads
-        self.home = home
+        self.store = store
         self.is_sharded = is_sharded
         wide = master_dtype(params.dtype)
         self.casts = params.dtype != wide
         self.has_sent_delta = False
-        self._settle_in(home)
-        self._update: Ticket = Done()
+        self._use_store(store)
+        self._update: JobHandle = FinishedJob()
         # without a copy the parameters themselves are the master
         self._tensor = (
-            home.store(self.compute, wide) if self.has_compute_copy else self.compute.detach()
+            store.copy_in(self.compute, wide) if self.has_compute_copy else self.compute.detach()
         )
         # after a delta: the fingerprint of the compute values that the engine wrote
         self._published: Tensor | None = None
@@ -70,35 +77,35 @@ class Master:
             )
             for segment in layout.segments_in(start, stop)
         ]
-        self.residence: Residence = home.residence(
+        self.state_storage: StateStorage = store.state_storage(
             params.index, self._tensor, holds_master=self.has_compute_copy
         )
         for item in self.items:
-            self.residence.add_view(item.master, item.start)
+            self.state_storage.add_view(item.master, item.start)
 
-    def _settle_in(self, home: Home) -> None:
-        self.home = home
-        self.crosses_device = home.is_on_host != self.params.is_on_host or self.params.is_on_disk
+    def _use_store(self, store: MasterStore) -> None:
+        self.store = store
+        self.crosses_device = store.is_on_host != self.params.is_on_host or self.params.is_on_disk
         keeps_master = self.is_sharded and self.params.sender.keeps_master
         self.has_compute_copy = self.casts or self.crosses_device or keeps_master
 
     @torch.no_grad()
-    def move(self, home: Home, device: torch.device) -> None:
-        """Continue at `home`, whose memory is on `device`: between two steps, without gradients.
+    def move(self, store: MasterStore, device: torch.device) -> None:
+        """Continue at `store`, whose memory is on `device`: between two steps, without gradients.
 
         `raw` and the items' tensors stay the same objects. Views that others made keep the old memory.
         """
-        self.bring()
-        self.residence.release()
-        self.residence = InMemory()
-        self._settle_in(home)
+        self.load()
+        self.state_storage.release()
+        self.state_storage = StateStorage()
+        self._use_store(store)
         self._tensor.data = (
             self._tensor.to(device, copy=True) if self.has_compute_copy else self.compute.detach()
         )
         for item in self.items:
             item.master.data = self._tensor[item.start : item.start + item.master.numel()]
         self.remember()
-        self.grads.move(home)
+        self.grads.move(store)
 
     @property
     def sends_differences(self) -> bool:
@@ -113,7 +120,7 @@ class Master:
     @property
     def tensor(self) -> Tensor:
         """The master weights [n], with their values. Waits like `wait`."""
-        self.bring()
+        self.load()
         return self._tensor
 
     @property
@@ -130,27 +137,27 @@ class Master:
     def compute(self) -> Tensor:
         """The values that forward computes with, [n]."""
         self.params.arrive()
-        sharded = self.is_sharded or self.params.is_sharded
+        sharded = self.is_sharded or self.params.shards_params
         return self.params.shard if sharded else self.params.raw
 
     @property
-    def host(self) -> HostHome:
-        """Its home, which is on the host."""
-        from ...offload.host import HostHome
+    def host(self) -> HostStore:
+        """Its store, which is on the host."""
+        from ...offload.host import HostStore
 
-        assert isinstance(self.home, HostHome)
-        return self.home
+        assert isinstance(self.store, HostStore)
+        return self.store
 
     def wait(self) -> None:
         """Wait for the update that runs on the host. One that is not certain yet is taken back."""
-        self.grads.early_update.take_back()
-        update, self._update = self._update, Done()
+        self.grads.early_update.undo()
+        update, self._update = self._update, FinishedJob()
         update.wait()
 
-    def bring(self) -> None:
-        """The master and its states have their values in memory; see `Residence.bring`."""
+    def load(self) -> None:
+        """The master and its states have their values in memory; see `StateStorage.load`."""
         self.wait()
-        self.residence.bring()
+        self.state_storage.load()
 
     # -- writes by user code ----------------------------------------------------------------------------
 
@@ -178,7 +185,7 @@ class Master:
             is_written = bool(int(self.written()))
         else:
             is_written = self.params.is_written
-        if not (self.home.is_on_host or self.crosses_device or self.has_sent_delta):
+        if not (self.store.is_on_host or self.crosses_device or self.has_sent_delta):
             take_edits(self.tensor[start:stop], self.compute[start:stop])
         elif is_written:
             self.take_edits_across()
@@ -217,61 +224,51 @@ class Master:
 
         old: for each item the values before, if they are in other memory.
         """
-        found = []
-        for at, item in enumerate(self.items):
-            here = slice(item.start, item.start + item.master.numel())
-            values = None if out is None else out[here]
-            before = None if old is None else old[at]
+        updates = []
+        for index, item in enumerate(self.items):
+            elements = slice(item.start, item.start + item.master.numel())
+            values = None if out is None else out[elements]
+            before = None if old is None else old[index]
             group = groups[item.group]
-            found.append(Update(item, grad[here], values, group, has_old, before, is_counted))
-        return found
+            updates.append(Update(item, grad[elements], values, group, has_old, before, is_counted))
+        return updates
 
     def use_memory(self, memory: Tensor) -> None:
         """Continue in `memory` [n], whose contents count from now on. All tensors stay the same objects."""
         storage, start = memory.untyped_storage(), int(memory.storage_offset())
         self._tensor.set_(storage, start, self._tensor.shape, self._tensor.stride())
         for item in self.items:
-            found = item.master
-            found.set_(storage, start + item.start, found.shape, found.stride())
+            tensor = item.master
+            tensor.set_(storage, start + item.start, tensor.shape, tensor.stride())
 
-    def begin_update(self, ticket: Ticket) -> None:
-        """An update runs on the host until `ticket` is done; it reads the gradients until then."""
-        self._update = ticket
-        self.grads.home.lend(ticket)
+    def begin_update(self, handle: JobHandle) -> None:
+        """An update runs on the host until `handle` is done; it reads the gradients until then."""
+        self._update = handle
+        self.grads.store.set_reader(handle)
 
     def begin_send(self) -> Tensor:
         """New values will be sent; the result is what `send` takes for them. Writes to old ones are lost."""
         if not self.params.is_on_disk:
             return self.compute
         self.params.arrive()
-        self.params.place.begin_receive()
-        return self.params.place.tensor
+        self.params.stored_shard.discard()
+        return self.params.stored_shard.tensor
 
     @torch.no_grad()
-    def send(self, values: Tensor, compute: Tensor, after: Mark | None) -> Ticket:
+    def send(self, values: Tensor, compute: Tensor, after: Mark | None) -> JobHandle:
         """Start to copy `values`, a buffer of the sender, to `compute`. In the thread of updates.
 
         compute: the result of `begin_send`, which must not be called in that thread: it may wait for this copy.
         """
         if self.params.is_on_disk:
-            return self._write_to_disk(values)
-        return self.host.sender.send(values, compute, after)
-
-    @torch.no_grad()
-    def send_kept(self, values: Tensor, compute: Tensor, after: Mark | None) -> Ticket:
-        """The same for `values` in memory of the caller, which waits before it writes to them again."""
-        if self.params.is_on_disk:
-            return self._write_to_disk(values)
-        return self.host.sender.copy(values, compute, after)
-
-    def _write_to_disk(self, values: Tensor) -> Ticket:
-        self.params.place.receive(values)
-        return Done()
+            self.params.stored_shard.write(values)
+            return FinishedJob()
+        return self.host.copier.send(values, compute, after)
 
     @property
     def publishes(self) -> bool:
         """Other ranks need this rank's new values, or the values of a unit are gathered again."""
-        return self.is_sharded or self.params.is_sharded
+        return self.is_sharded or self.params.shards_params
 
     def publish(self) -> None:
         """Start to send this rank's new values, or how they differ from what all ranks hold; if it must."""
@@ -279,7 +276,7 @@ class Master:
             return
         self.has_sent_delta = self.sends_differences
         if self.has_sent_delta:
-            self.params.start_publish(near=self._tensor)
+            self.params.start_publish(target=self._tensor)
         else:
             self.params.start_publish()
 
@@ -293,7 +290,7 @@ class Master:
     def write_compute(self) -> None:
         """Set the values that forward computes with from the masters."""
         self.has_sent_delta = False
-        if self.params.is_on_disk and not self.home.is_on_host:
+        if self.params.is_on_disk and not self.store.is_on_host:
             self.send(self.tensor.to("cpu", self.params.dtype), self.begin_send(), None)
             return
         if not self.crosses_device:
@@ -301,28 +298,30 @@ class Master:
                 self.compute.copy_(self.tensor.to(self.params.dtype))
             self.remember()
             return
-        if not self.home.is_on_host:
+        if not self.store.is_on_host:
             # on this stream, so that a fetch of the new values comes after it; one wait for all masters
             self.compute.copy_(self.tensor.to(self.params.dtype), non_blocking=True)
-            self.params.expect(Landing(self._tensor.device))
+            self.params.expect(DeviceToHostCopy(self._tensor.device))
             self.remember()
             return
         tensor, compute = self.tensor, self.begin_send()
-        mark = self.host.lanes.to_device.mark()
-        tickets: list[Ticket] = []
+        mark = self.host.queues.to_device.mark()
+        handles: list[JobHandle] = []
 
         def work() -> None:
-            values = self.host.sender.buffer(tensor.numel(), self.params.dtype)
-            tickets.append(self.send(values.copy_(tensor), compute, mark))
+            values = self.host.copier.buffer(tensor.numel(), self.params.dtype)
+            handles.append(self.send(values.copy_(tensor), compute, mark))
 
-        self.host.lanes.updates.run(work).wait()
-        tickets[0].order()
+        self.host.queues.updates.run(work).wait()
+        handles[0].wait_on_device()
 
 
-def parts_in(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Part, ...]:
+def parts_in(pieces: Sequence[Piece], start: int, stop: int) -> tuple[ParamPart, ...]:
     """The pieces that begin in [start, stop), relative to `start`."""
     return tuple(
-        Part(p.slot.name, p.slot.shape, p.slot.group, p.start - start, p.stop - start, p.slot_start)
+        ParamPart(
+            p.slot.name, p.slot.shape, p.slot.group, p.start - start, p.stop - start, p.slot_start
+        )
         for p in pieces
         if start <= p.start < stop
     )

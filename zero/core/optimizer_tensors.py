@@ -71,7 +71,7 @@ class OptimizerTensors:
                     yield tensor, place[1]
 
     def _add_view(self, tensor: Tensor, master: Master, start: int) -> Tensor:
-        master.residence.add_view(tensor, start)
+        master.state_storage.add_view(tensor, start)
         return self._add(tensor, master, start)
 
     def _add(self, tensor: Tensor, master: Master, start: int) -> Tensor:
@@ -170,19 +170,19 @@ def states_of_others(
     states = states_of(optimizer)
     alike = {id(tensor) for tensor in optimizer.param_groups[group]["params"]}
     order = sorted([*own, *states], key=lambda tensor: id(tensor) not in alike)
-    found = next((tensor for tensor in order if states.get(tensor)), None)
-    if found is None:
+    source = next((tensor for tensor in order if states.get(tensor)), None)
+    if source is None:
         return None
-    if id(found) not in alike and isinstance(optimizer, ShardOptimizer):
+    if id(source) not in alike and isinstance(optimizer, ShardOptimizer):
         keys = optimizer.state_keys(optimizer.param_groups[group])
         if keys is not None:
             return dict.fromkeys(keys, master.new_empty(0))
-    if any(tensor is found for tensor in own):
-        state: dict[str, Any] = states[found]
+    if any(tensor is source for tensor in own):
+        state: dict[str, Any] = states[source]
         return state
     return {
         key: master.new_empty(0) if isinstance(value, Tensor) and value.dim() else value
-        for key, value in states[found].items()
+        for key, value in states[source].items()
     }
 
 

@@ -1,7 +1,7 @@
 """The owner of each parameter's values: a registry, so that no attribute is set on the parameter.
 
-    parameter ──> Owner ──> Stored: the flattened tensor [numel], split by `bounds` over the ranks
-                            rank 0 |-- [0, a) --|-- [a, b) rank 1 --|  rank 2: nothing  |
+    parameter ──> ParamOwner ──> ShardView: the flattened tensor [numel], split by `bounds` over the ranks
+                                  rank 0 |-- [0, a) --|-- [a, b) rank 1 --|  rank 2: nothing  |
 
 An engine owns its model's parameters from `initialize` to `destroy`; before that `zero.Init` may own them.
 """
@@ -33,7 +33,7 @@ def reader_of(value: Tensor) -> Reader:
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class ShardView:
     """One tensor of a parameter as the ranks hold it.
 
     Shapes:  `local` is 1-D and writable: elements [start, stop) of this rank's bounds, or all elements if
@@ -91,7 +91,7 @@ class Stored:
             self.local.copy_(self.own(reader)(start, stop))
 
 
-class Owner(ABC):
+class ParamOwner(ABC):
     """Holds the values of parameters. All ranks call every method but `name_of` together."""
 
     collectives: Collectives
@@ -119,11 +119,11 @@ class Owner(ABC):
         """The parameter's global name."""
 
     @abstractmethod
-    def value(self, param: nn.Parameter) -> Stored:
+    def value(self, param: nn.Parameter) -> ShardView:
         """The values in full precision: the master's if there is one."""
 
     @abstractmethod
-    def compute(self, param: nn.Parameter) -> Stored:
+    def compute(self, param: nn.Parameter) -> ShardView:
         """The values that forward computes with."""
 
     @abstractmethod
@@ -166,7 +166,7 @@ class Owner(ABC):
     def clear_override(self, param: nn.Parameter) -> None:
         """End `override`: `param.data` is the owner's own tensor again."""
 
-    def grad(self, param: nn.Parameter) -> Stored | None:
+    def grad(self, param: nn.Parameter) -> ShardView | None:
         """The reduced gradient; None: there is none now.
 
         Raises:
@@ -186,7 +186,7 @@ class Owner(ABC):
         """The factor that makes the reduced gradient that of the loss."""
         return 1.0
 
-    def optimizer_state(self, param: nn.Parameter, key: str) -> Stored | Tensor | None:
+    def optimizer_state(self, param: nn.Parameter, key: str) -> ShardView | Tensor | None:
         """The optimizer's state `key`: a stored tensor, a scalar, or None before the first step.
 
         Raises:
@@ -214,19 +214,19 @@ class Owner(ABC):
         Raises:
             UsageError: the calls differ; every rank raises, and nothing was changed.
         """
-        own = [zlib.crc32(doing.encode()), self.number_of(param), _fingerprint(value)]
-        sent = torch.tensor(own, dtype=torch.int64, device=self.collectives.device)
+        own_row = [zlib.crc32(doing.encode()), self.number_of(param), _fingerprint(value)]
+        sent = torch.tensor(own_row, dtype=torch.int64, device=self.collectives.device)
         what = f"{doing}({self.name_of(param)})"
         together = self.together(param)
         table = together.gather_small(sent, ACCESS_BUFFER, what).tolist()
-        others = [rank for rank, row in enumerate(table) if row[:2] != own[:2]]
+        others = [rank for rank, row in enumerate(table) if row[:2] != own_row[:2]]
         if others:
             raise UsageError(
                 f"rank {together.rank} calls {doing}({self.name_of(param)}), but rank {others[0]} "
                 "calls another access, or the same with another parameter: these calls are collective, so "
                 "make the same ones in the same order on every rank"
             )
-        if any(row != own for row in table):
+        if any(row != own_row for row in table):
             raise UsageError(
                 f"{doing}({self.name_of(param)}): the ranks pass different values; compute the value on one "
                 "rank and broadcast it, or use xds.zero.GatheredParameters(param, modifier_rank=0)"
@@ -250,7 +250,7 @@ def _fingerprint(value: Tensor | None) -> int:
 _owners = WeakTensorKeyDictionary()
 
 
-def set_owner(param: nn.Parameter, owner: Owner, *, keep: bool = False) -> None:
+def set_owner(param: nn.Parameter, owner: ParamOwner, *, keep: bool = False) -> None:
     """Register `owner` for `param`. With `keep` it lives as long as the parameter."""
     _owners[param] = (lambda: owner) if keep else weakref.ref(owner)
 
@@ -260,10 +260,10 @@ def clear_owner(param: nn.Parameter) -> None:
     _owners.pop(param, None)  # type: ignore[no-untyped-call]
 
 
-def find_owner(param: Tensor) -> Owner | None:
+def find_owner(param: Tensor) -> ParamOwner | None:
     """The owner of `param`; None for an ordinary tensor."""
-    found = _owners.get(_tensor(param))  # type: ignore[no-untyped-call]
-    owner: Owner | None = None if found is None else found()
+    reference = _owners.get(_tensor(param))  # type: ignore[no-untyped-call]
+    owner: ParamOwner | None = None if reference is None else reference()
     return owner
 
 
@@ -294,7 +294,7 @@ def clear_pending_owner(param: nn.Parameter) -> None:
     _pending.pop(param, None)  # type: ignore[no-untyped-call]
 
 
-def resolve_owner(param: nn.Parameter) -> Owner | None:
+def resolve_owner(param: nn.Parameter) -> ParamOwner | None:
     """`find_owner`; a parameter that is being built gets its owner first. For all ranks."""
     keep = _pending.get(_tensor(param))  # type: ignore[no-untyped-call]
     if keep is not None:
@@ -302,7 +302,7 @@ def resolve_owner(param: nn.Parameter) -> Owner | None:
     return find_owner(param)
 
 
-def owner_of(param: Tensor, doing: str) -> Owner:
+def owner_of(param: Tensor, doing: str) -> ParamOwner:
     """The owner of `param`; `doing` is the caller's name for the message.
 
     Raises:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compression.scheme import ExactSender, ParamSender
-from ...offload.places import Fetched, Shard, ShardHome, ShardOnDevice, Ticket
+from ...offload.interfaces import JobHandle, Shard, ShardCopy, ShardStore
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Done, Handle
 from ...ops.flat import overlap
@@ -77,7 +77,7 @@ class ParamMemory(ABC):
         """This rank's parts are about to be written, or have been. For all ranks, once for all buffers."""
 
     @abstractmethod
-    def leave(self) -> Tensor:
+    def release(self) -> Tensor:
         """This engine ends: the tensor that takes the place of `raw`, to which user code may write."""
 
 
@@ -105,7 +105,7 @@ class OwnMemory(ParamMemory):
     def wait_for_readers(self) -> None:
         return
 
-    def leave(self) -> Tensor:
+    def release(self) -> Tensor:
         return self.raw
 
 
@@ -156,7 +156,7 @@ class ParamBucket:
     """Owns one flat buffer of parameters: its memory, this rank's shard, what `.data` of each parameter is.
 
     Attributes:
-        is_sharded: ranks keep one shard each between uses (stage 3); else each keeps the full buffer.
+        shards_params: ranks keep one shard each between uses (stage 3); else each keeps the full buffer.
         is_written: user code has written to parameters since the owner of the master last cleared it, as far
             as version counters and assignments to `.data` show.
     """
@@ -169,25 +169,25 @@ class ParamBucket:
         group: FlatGroup,
         *,
         index: int,
-        is_sharded: bool,
-        home: ShardHome,
+        shards_params: bool,
+        store: ShardStore,
         memory: ParamMemory,
     ) -> None:
         """Move `params` (in the order of `layout.slots`) into `memory`, with the values of rank 0.
 
         Peak memory: the parameters plus this buffer; each parameter frees its memory as soon as it is
-        copied. With `is_sharded` only the shard stays.
+        copied. With `shards_params` only the shard stays.
         """
         self.layout = layout
         self.params = tuple(params)
         self.index = index
-        self.is_sharded = is_sharded
+        self.shards_params = shards_params
         self.group = group
         self.collectives = collectives = group.collectives
         self.sender = memory.sender
         self._state = ShardState.UNSHARDED
         self._handle: Handle | None = None  # while it is in flight
-        self._reshards = is_sharded
+        self._reshards = shards_params
         self._overridden: dict[int, Tensor] = {}  # position -> the tensor that replaces `.data`
         self.memory = memory
         self.raw = memory.raw
@@ -200,32 +200,32 @@ class ParamBucket:
         self._counted = tuple(param for param in self.params if not param.is_inference())
         self._versions = self._sum_versions()
         self.is_written = False
-        self.place: Shard = ShardOnDevice(memory.own)
-        if is_sharded:
-            self.place = home.store(index, memory.own, self._near)
-        self._arrival: Ticket | None = None
+        self.stored_shard: Shard = Shard(memory.own)
+        if shards_params:
+            self.stored_shard = store.add(index, memory.own, self._to_device)
+        self._arrival: JobHandle | None = None
         self._deferred = Deferred.NOTHING
-        if is_sharded:
+        if shards_params:
             self.reshard()
 
-    def _near(self, values: Tensor) -> Tensor:
+    def _to_device(self, values: Tensor) -> Tensor:
         """A copy of `values` from which the other ranks gather."""
         return self.collectives.empty(values.numel(), values.dtype).copy_(values)
 
     def _fill(self, whole: Tensor) -> None:
         """Copy the parameters' values into `whole`, and make the parameters views of the buffer."""
-        own: list[Tensor] = []
+        written: list[Tensor] = []
         for param, into, view in zip(
             self.params, views_in(whole, self.layout), self._views, strict=True
         ):
             owner = find_owner(param)
             if owner is None:
-                own.append(into)
+                written.append(into)
                 into.copy_(param.data)
             else:
                 owner.move_into(param, into)
             param.data = view
-        for part in [whole] if len(own) == len(self.params) else own:
+        for part in [whole] if len(written) == len(self.params) else written:
             self.group.everyone.broadcast(part)
 
     @property
@@ -250,21 +250,21 @@ class ParamBucket:
     def shard(self) -> Tensor:
         """This rank's part, [shard_numel], with its values: waits for an update, and reads it from a disk."""
         self.arrive()
-        self.place.bring()
-        return self.place.tensor
+        self.stored_shard.load()
+        return self.stored_shard.tensor
 
     def arrive(self) -> None:
         """Wait for values that an update is still sending from the host."""
         if self._arrival is not None:
             arrival, self._arrival = self._arrival, None
-            arrival.order()
+            arrival.wait_on_device()
 
-    def expect(self, arrival: Ticket) -> None:
+    def expect(self, arrival: JobHandle) -> None:
         """New values of the shard are complete when `arrival` is."""
         self.sender.forget()
         self._arrival = arrival
 
-    def defer(self, arrival: Ticket, *, gathers: bool) -> None:
+    def defer(self, arrival: JobHandle, *, gathers: bool) -> None:
         """New values are complete when `arrival` is; `start_unshard` waits for it.
 
         Until then parameters read as if dropped. For buffers that are not sharded.
@@ -309,15 +309,15 @@ class ParamBucket:
             if self._deferred is Deferred.OWN:
                 self.arrive()
                 return Done()
-        own = self.collectives.shard_of(self.raw)
+        shard = self.collectives.shard_of(self.raw)
         if not self.is_on_host:
             return self.sender.gather(self.raw, self.shard)
         arrival, self._arrival = self._arrival, None
-        fetched = self.place.fetch(own, arrival)
+        fetched = self.stored_shard.fetch(shard, arrival)
         if self.collectives.world_size == 1:
-            return Fetched(fetched)
-        fetched.order()
-        return self.sender.gather(self.raw, own)
+            return ShardCopy(fetched)
+        fetched.wait_on_device()
+        return self.sender.gather(self.raw, shard)
 
     @property
     def may_start(self) -> bool:
@@ -335,12 +335,12 @@ class ParamBucket:
     @property
     def is_on_host(self) -> bool:
         """The shard is in host memory, or on a disk."""
-        return self.is_sharded and self.place.is_on_host
+        return self.shards_params and self.stored_shard.is_on_host
 
     @property
     def is_on_disk(self) -> bool:
         """The shard is on a disk."""
-        return self.place.is_on_disk
+        return self.stored_shard.is_on_disk
 
     def serve(self, receivers: Sequence[int]) -> None:
         """Take part in a gather to the ranks `receivers` only, which may or may not include this one."""
@@ -368,7 +368,7 @@ class ParamBucket:
             self._state = ShardState.SHARDED  # if the wait raises
             handle.wait()
             self._state = ShardState.UNSHARDED
-            if self.is_sharded or self.is_deferred:
+            if self.shards_params or self.is_deferred:
                 self._deferred = Deferred.NOTHING
                 self._point_to(self._views)
 
@@ -387,27 +387,27 @@ class ParamBucket:
             self.raw.untyped_storage().resize_(0)
             self._state = ShardState.SHARDED
 
-    def start_publish(self, near: Tensor | None = None) -> None:
+    def start_publish(self, target: Tensor | None = None) -> None:
         """The shard has changed: start to gather it, if the full buffer stays gathered between steps.
 
         Earlier writes to the full parameters are lost, unless `take_edits` was called first.
-        near: new values of this rank's part, which the buffer moves to: see `ParamSender.publish`.
+        target: new values of this rank's part, which the buffer moves to: see `ParamSender.publish`.
         """
         self.sender.forget()
         if self._reshards:
             return
         self._state = ShardState.SHARDED
-        if near is None:
+        if target is None:
             self.start_unshard()
         else:
-            self._handle = self.sender.publish(self.raw, near)
+            self._handle = self.sender.publish(self.raw, target)
             self._state = ShardState.IN_FLIGHT
 
     # -- what `param.data` refers to --------------------------------------------------------------------
 
     def end_sharing(self) -> None:
         """The engine ends: parameters get memory of their own."""
-        self.raw = self.memory.leave()
+        self.raw = self.memory.release()
         self._views = views_in(self.raw, self.layout)
         self._point_to(self._views)
 
@@ -415,7 +415,7 @@ class ParamBucket:
         """The engine has ended: keep the gathered buffer alone, also in backward of a graph from before."""
         self.keep_gathered()
         if self.is_unsharded:
-            self.place = ShardOnDevice(self.collectives.shard_of(self.raw))
+            self.stored_shard = Shard(self.collectives.shard_of(self.raw))
         self.sender = ExactSender(self.collectives, self.index)
 
     def override(self, position: int, full: Tensor) -> None:
@@ -426,9 +426,9 @@ class ParamBucket:
     def clear_override(self, position: int) -> None:
         """End `override`; the values of `full` are lost unless they were written to the shard."""
         del self._overridden[position]
-        is_dropped = self.is_deferred or (self.is_sharded and not self.is_unsharded)
-        here = self._placeholders if is_dropped else self._views
-        self.params[position].data = here[position]
+        is_dropped = self.is_deferred or (self.shards_params and not self.is_unsharded)
+        views = self._placeholders if is_dropped else self._views
+        self.params[position].data = views[position]
 
     @property
     def overridden(self) -> list[str]:
@@ -484,9 +484,9 @@ class ParamBucket:
             if only is None or not _is_same(self.params[only], self._views[only]):
                 is_written = self._take_assigned() or is_written
         self.is_written |= is_written
-        if self.is_sharded and is_written:  # the counters do not say which slot
+        if self.shards_params and is_written:  # the counters do not say which slot
             self._write_back(None)
-        elif self.is_sharded and not self.is_on_host:
+        elif self.shards_params and not self.is_on_host:
             self._write_back(only)
 
     def _sum_versions(self) -> int:
@@ -495,16 +495,19 @@ class ParamBucket:
 
     def _take_assigned(self) -> bool:
         """Copy what was assigned to `.data`. True: something was."""
-        found = self._assigned(self._views)
+        assigned = self._assigned(self._views)
         if self.memory.is_shared:
             slots = self.layout.slots
             self.memory.refuse_assigned(
-                [(self.params[at], self._views[at], slots[at].name) for at in found]
+                [
+                    (self.params[position], self._views[position], slots[position].name)
+                    for position in assigned
+                ]
             )
             return False
-        for at in found:
-            self._copy_assigned(at)
-        return bool(found)
+        for position in assigned:
+            self._copy_assigned(position)
+        return bool(assigned)
 
     def _assigned(self, values: Sequence[Tensor]) -> list[int]:
         """Positions of parameters whose `.data` is not their entry in `values`, without overridden ones."""
@@ -558,8 +561,10 @@ class ParamBucket:
         """
         with NoTorchFunction():
             dtype = self.raw.dtype
-            found = [at for at, param in enumerate(self.params) if param.dtype is not dtype]
-            for position in found:
+            positions = [
+                position for position, param in enumerate(self.params) if param.dtype is not dtype
+            ]
+            for position in positions:
                 param, view = self.params[position], self._views[position]
                 if self.is_unsharded and position not in self._overridden:
                     if not self.memory.is_shared:
@@ -567,7 +572,7 @@ class ParamBucket:
                     param.data = view
                 else:
                     param.data = self._placeholders[position]
-        return found
+        return positions
 
     def _check_not_written(self, only: int | None = None) -> None:
         """Check for writes to dropped parameters: torch lets fill_ and zero_ pass, and assignments to .data."""
@@ -596,12 +601,12 @@ def placeholder_like(shape: Sequence[int], dtype: torch.dtype, device: torch.dev
     Integers read as their smallest value. Bools read as True, stored as a byte that no write produces.
     """
     if dtype == torch.bool:
-        one = torch.full((1,), 2, dtype=torch.uint8, device=device).view(torch.bool)
+        value = torch.full((1,), 2, dtype=torch.uint8, device=device).view(torch.bool)
     elif dtype.is_floating_point:
-        one = torch.full((1,), torch.nan, device=device).to(dtype)
+        value = torch.full((1,), torch.nan, device=device).to(dtype)
     else:
-        one = torch.full((1,), torch.iinfo(dtype).min, dtype=dtype, device=device)
-    return one[0].expand(tuple(shape))
+        value = torch.full((1,), torch.iinfo(dtype).min, dtype=dtype, device=device)
+    return value[0].expand(tuple(shape))
 
 
 def bytes_of(scalar: Tensor) -> Tensor:

@@ -128,15 +128,15 @@ REDUCTIONS_IN_FLIGHT = 2  # one is sent while the one before it is summed; 0 wit
 @final
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """A backward through a part of the model: the gradients that it brings, and those that it reduces."""
+    """A backward through a part of the model: the gradients that it computes, and those that it reduces."""
 
-    brings: Set[GradBucket]
+    computes: Set[GradBucket]
     reduces: Set[GradBucket]
 
 
 @final
 class Reduction:
-    """Reduces flat gradients in the order of `order`. `start_*`, `end_*`, `reduce_*` and
+    """Reduces flat gradients in `order`. `start_*`, `end_*`, `reduce_*` and
     `cross_replicas` are for all ranks of each group."""
 
     def __init__(
@@ -165,7 +165,7 @@ class Reduction:
         self._known = known
         self._numel = self._count_numel()
         self._depth = in_flight
-        self._running = self.order  # what the current backward brings gradients for
+        self._running = self.order  # those of the current backward
         self._scope: Scope | None = None
         self._next = 0
         self._in_flight: list[GradBucket] = []
@@ -175,15 +175,15 @@ class Reduction:
         self._reduces = True
         # buckets with gradients of whole backward passes that are not reduced yet
         self._held: set[GradBucket] = set()
-        self.has_sums = False  # a backward has brought gradients since the last step
+        self.has_sums = False  # a backward has computed gradients since the last step
 
     def _count_numel(self) -> int:
         """The elements of all buffers, on the rank that has the most."""
         numel = sum(bucket.layout.numel for bucket in self.order)
         if not self._spans_stages:
             return numel
-        mine = torch.tensor([numel], dtype=torch.int64, device=self._world.device)
-        return int(self._world.gather_small(mine).max())
+        own_numel = torch.tensor([numel], dtype=torch.int64, device=self._world.device)
+        return int(self._world.gather_small(own_numel).max())
 
     def begin_backward(
         self, *, reduces: bool, ends_step: bool = False, scope: Scope | None = None
@@ -193,13 +193,13 @@ class Reduction:
         Args:
             ends_step: the backward is likely to be the last of its step, the same on all ranks: sums cross to
                 replicas during it. If it is wrong they cross later or more often, and are the same.
-            scope: what the backward brings and reduces; None: everything.
+            scope: what the backward computes and reduces; None: everything.
         """
         if scope is None:
             self.settle()  # buffers may be written again only when they are not being sent
             self._running = self.order
         else:
-            self._running = [bucket for bucket in self.order if bucket in scope.brings]
+            self._running = [bucket for bucket in self.order if bucket in scope.computes]
             for bucket in self._running:
                 self.settle(bucket)
         self._reduces = reduces
@@ -269,9 +269,9 @@ class Reduction:
         """Sum every gradient over the ranks, also those that were held back. The host waits for no device.
 
         Args:
-            num_writes: of this rank's user code to parameters, below NUM_COUNTS; the others hear it.
-            must_stop: this rank's process was asked to stop; the others hear it.
-            means: fp64 [2]: the sum of this rank's weights, or -1; its losses. The others hear them.
+            num_writes: of this rank's user code to parameters, below NUM_COUNTS; the message tells all ranks.
+            must_stop: this rank's process was asked to stop; the message tells all ranks.
+            means: fp64 [2]: the sum of this rank's weights, or -1; its losses. The message tells all ranks.
 
         Sends 32 bytes to each rank beside the gradients, 24 at stage 0 on devices. `end_finish` must follow.
         """
@@ -320,31 +320,31 @@ class Reduction:
         """The squared norm of the sums, and each rank's `flags`, with that of late gradients, and `means`."""
         flags += LATE * any(bucket.is_late for bucket in self.order)
         # made on the device: there is no copy to wait for
-        said = torch.cat((means.new_full((1,), flags), means))
+        status = torch.cat((means.new_full((1,), flags), means))
         if self._spans_stages or self._groups.data.policy.shards_optimizer:
-            return StepStatus(self._by_norms(said, exact=exact), self._numel)
+            return StepStatus(self._by_norms(status, exact=exact), self._numel)
         if not self._sent and all(bucket.norm_before_gather for bucket in self.order):
-            return StepStatus(self._by_own_shards(said, exact=exact), self._numel)
+            return StepStatus(self._by_own_shards(status, exact=exact), self._numel)
         # every rank gets all sums, so no exchange of norms follows: send the rest first
         world = self._world
-        table, handle = world.start_gather_small(said)
+        table, handle = world.start_gather_small(status)
         self._drain()
         none = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)
         squares = _added(none, self._squares(self.order, exact=exact))
         handle.wait()
         return StepStatus(torch.cat([squares.view(-1, 1), table], dim=1), self._numel)
 
-    def _by_own_shards(self, said: Tensor, *, exact: bool) -> Tensor:
+    def _by_own_shards(self, status: Tensor, *, exact: bool) -> Tensor:
         """The table of a `StepStatus` at stage 0, while sums are still gathered: updates wait for them.
 
         Each rank computes the norm of its own shards only.
         """
         self._drain()
         world = self._world
-        own = _added(self._zero(), [bucket.own_square(exact=exact) for bucket in self.order])
-        return world.gather_small(torch.cat((own.view(1), said)))
+        square = _added(self._zero(), [bucket.own_square(exact=exact) for bucket in self.order])
+        return world.gather_small(torch.cat((square.view(1), status)))
 
-    def _by_norms(self, said: Tensor, *, exact: bool) -> Tensor:
+    def _by_norms(self, status: Tensor, *, exact: bool) -> Tensor:
         """The table of a `StepStatus`, with a message of this rank's part of the norm.
 
         Sums that every rank has are no part of it. They may arrive while it is sent.
@@ -353,18 +353,18 @@ class Reduction:
         sent, known = self._sent, self._known
         if any(not bucket.is_single_rank for bucket in sent):
             self._drain()
-        found = self._squares(sent, exact=exact)
+        squares = self._squares(sent, exact=exact)
         parts = [  # each element on one rank only
-            one[bucket.group.collectives.rank]
-            for bucket, one in zip(sent, found, strict=True)
+            square[bucket.group.collectives.rank]
+            for bucket, square in zip(sent, squares, strict=True)
             if bucket.group.is_first_replica
         ]
-        own = _added(self._zero(), parts)
-        table, handle = world.start_gather_small(torch.cat((own.view(1), said)))
+        own_square = _added(self._zero(), parts)
+        table, handle = world.start_gather_small(torch.cat((own_square.view(1), status)))
         self._drain()
-        found = self._squares(known, exact=exact)
+        squares = self._squares(known, exact=exact)
         handle.wait()
-        table[:, 0] = _added(table[:, 0], found)
+        table[:, 0] = _added(table[:, 0], squares)
         return table
 
     def _zero(self) -> Tensor:
@@ -372,11 +372,11 @@ class Reduction:
         return torch.zeros((), dtype=torch.float64, device=self._world.device)
 
     def _squares(self, order: Sequence[GradBucket], *, exact: bool) -> list[Tensor]:
-        found = []
+        squares = []
         for bucket in order:  # the norm of one buffer is computed while the next is in flight
             bucket.finish_gather()
-            found.append(bucket.square_sums(exact=exact))
-        return _on_device(found, self._world.device)
+            squares.append(bucket.square_sums(exact=exact))
+        return _on_device(squares, self._world.device)
 
     def reduce_late(self) -> None:
         """Reduce buffers again that got late gradients on any rank. Sends one byte per buffer to each rank."""
@@ -384,8 +384,8 @@ class Reduction:
         for collectives in self._groups.holders:
             inside = [bucket for bucket in self.order if bucket.group.everyone is collectives]
             flags = [bucket.is_late for bucket in inside]
-            mine = torch.tensor(flags, dtype=torch.uint8, device=collectives.device)
-            late = collectives.gather_small(mine).amax(0).tolist() if inside else []
+            own_flags = torch.tensor(flags, dtype=torch.uint8, device=collectives.device)
+            late = collectives.gather_small(own_flags).amax(0).tolist() if inside else []
             for bucket, flag in zip(inside, late, strict=True):
                 if flag:
                     self._start(bucket)
@@ -433,7 +433,7 @@ class Reduction:
         return any(bucket.is_lossy for bucket in self.order)
 
     def undo(self) -> None:
-        """The step is skipped: what was sent in it is owed again, where it is lossy. Before `reset`."""
+        """The step is skipped: a lossy reducer adds what was sent to its pending error. Before `reset`."""
         self.settle()
         for bucket in self.order:
             bucket.reducer.undo()
@@ -470,14 +470,14 @@ def _added(first: Tensor, others: Sequence[Tensor]) -> Tensor:
     return torch.stack((first, *others)).cumsum(0)[-1] if others else first
 
 
-def _on_device(found: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def _on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The same in the same order; those on the host are copied together, without a wait for the device."""
-    at = [number for number, one in enumerate(found) if one.device != device]
-    if not at:
-        return list(found)
-    together = moved(torch.stack([found[number] for number in at]), device)
-    copies = dict(zip(at, together, strict=True))
-    return [copies.get(number, one) for number, one in enumerate(found)]
+    numbers = [number for number, tensor in enumerate(tensors) if tensor.device != device]
+    if not numbers:
+        return list(tensors)
+    together = moved(torch.stack([tensors[number] for number in numbers]), device)
+    copies = dict(zip(numbers, together, strict=True))
+    return [copies.get(number, tensor) for number, tensor in enumerate(tensors)]
 
 
 __all__ = ["STOP", "StepStatus", "LATE", "REDUCTIONS_IN_FLIGHT", "Reduction", "Scope"]

@@ -7,7 +7,7 @@ from typing import final
 
 from torch import nn
 
-from ...offload.places import Home
+from ...offload.interfaces import MasterStore
 from .grad_bucket import GradBucket
 from .param_bucket import ParamBucket
 
@@ -17,13 +17,13 @@ from .param_bucket import ParamBucket
 class Unit:
     """A set of parameters that is gathered, reduced and updated together, and the state of its calls.
 
-    Other classes change the state of the calls only through the methods below.
+    `Gatherer` and `UnitHooks` set the state of the calls, from `is_running` on.
 
     Attributes:
         params: the flat parameter buffers, one for each `_Kind` of zero/model/building.py. Trained ones come
             first, in the order of `grads`.
         grads: the flat gradient buffers of the trained ones.
-        homes: where the masters of the trainable ones are stored at first.
+        master_stores: where the masters of the trainable ones are stored at first.
         is_root: holds the parameters outside of every block; its modules are called throughout a pass.
         most_numel: elements of its buffers on the tensor rank that has the most. The same on all tensor ranks,
             which share some of the buffers: it decides what is gathered when.
@@ -44,7 +44,7 @@ class Unit:
     is_root: bool
     params: list[ParamBucket] = field(default_factory=list)
     grads: list[GradBucket] = field(default_factory=list)
-    homes: list[Home] = field(default_factory=list)
+    master_stores: list[MasterStore] = field(default_factory=list)
     most_numel: int = 0
     is_kept_until_backward: bool = False
     is_running: bool = False
@@ -107,7 +107,7 @@ class Unit:
             flat.wait()
 
     def reshard(self) -> None:
-        """Free the gathered buffers, unless a running unit, `keep_until_update` or `hold` keeps them."""
+        """Free the gathered buffers, unless a running unit, `is_kept_until_update` or `hold` keeps them."""
         if self.num_running_users or self.is_kept_until_update or self.is_held:
             return
         self.is_running = False
@@ -117,58 +117,9 @@ class Unit:
 
     # -- the state of its calls -------------------------------------------------------------------------
 
-    def begin_call(self) -> None:
-        """A call of one of its modules begins."""
-        self.is_running = True
-
-    def end_call(self) -> None:
-        """The call has returned."""
-        self.is_running = False
-
     def clear_calls(self) -> None:
         """Reset the state of all calls: a forward that raised did not reset its own."""
         self.is_running, self.entry, self.depth, self.num_running_users = False, None, 0, 0
-
-    def set_entry(self, module: nn.Module | None) -> None:
-        """User code calls the inner module `module` directly; None: that call has returned."""
-        self.entry = module
-
-    def begin_nested_call(self) -> None:
-        """`entry` calls itself."""
-        self.depth += 1
-
-    def end_nested_call(self) -> None:
-        """The nested call of `entry` has returned."""
-        self.depth -= 1
-
-    def count_recompute(self) -> None:
-        """A call begins during backward. From two on, `Gatherer.after_grads` keeps the unit."""
-        self.num_recomputes += 1
-
-    def clear_recomputes(self) -> None:
-        """The backward is over."""
-        self.num_recomputes = 0
-
-    def add_used_unit(self, used: Unit) -> None:
-        """The modules of this unit use parameters of `used` as well."""
-        self.used_units.append(used)
-        used.is_used_by_others = True
-
-    def add_running_user(self) -> None:
-        """A unit that uses the parameters of this one runs: `reshard` does nothing until it returns."""
-        self.num_running_users += 1
-
-    def remove_running_user(self) -> None:
-        """A unit that uses the parameters of this one has returned."""
-        self.num_running_users = max(self.num_running_users - 1, 0)
-
-    def keep_until_backward(self) -> None:
-        """From now on the unit stays gathered from its forward to its backward."""
-        self.is_kept_until_backward = True
-
-    def keep_until_update(self) -> None:
-        """`reshard` does nothing until `begin_update`."""
-        self.is_kept_until_update = True
 
     def hold(self) -> None:
         """Start to gather the unit; `reshard` does nothing until `release`."""
@@ -179,7 +130,3 @@ class Unit:
         """End `hold`, and drop the unit."""
         self.is_held = False
         self.reshard()
-
-    def begin_update(self) -> None:
-        """The parameters are about to change: no earlier graph needs them any more."""
-        self.is_kept_until_update = False

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ...offload.places import Done, Ticket
+from ...offload.interfaces import FinishedJob, JobHandle
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import Old, ShardOptimizer, World
 from ..core.master import Master
@@ -56,16 +56,16 @@ class HostUpdate:
 
         values: have the old ones where `takes_edits`, or where some are frozen.
         """
-        kept = self._keep(values)
+        frozen = self._keep(values)
         self._run(grad, values, old)
-        kept.restore()
+        frozen.restore()
 
     def write_across(self, grad: Tensor, values: Tensor, old: Olds = None) -> None:
         """Update the master, and write what the device is to have to `values` [n]. In the thread."""
         tensor, casts = self.master.raw, self.master.casts
-        kept = self._keep(None)
+        frozen = self._keep(None)
         self._run(grad, values if casts else None, old)
-        kept.restore()
+        frozen.restore()
         if not casts:
             values.copy_(tensor)
         for low, high in self.frozen if casts else ():
@@ -83,12 +83,12 @@ class HostUpdate:
 
     def _keep(self, values: Tensor | None) -> FrozenValues:
         """Save what is frozen."""
-        kept = FrozenValues()
-        kept.keep(self.master.raw, self.frozen)
+        frozen = FrozenValues()
+        frozen.keep(self.master.raw, self.frozen)
         if values is not None:
-            kept.keep(values, self.frozen)
-        kept.keep_states(self.optimizer, self.master, self.tensors, self.frozen)
-        return kept
+            frozen.keep(values, self.frozen)
+        frozen.keep_states(self.optimizer, self.master, self.tensors, self.frozen)
+        return frozen
 
 
 def _is_same_group(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -116,86 +116,90 @@ class HostUpdates:
             master, groups, scale, frozen, tensors, takes_edits, optimizer, self._world
         )
 
-    def start(self, updates: Sequence[HostUpdate]) -> list[Ticket]:
+    def start(self, updates: Sequence[HostUpdate]) -> list[JobHandle]:
         """Start them in this order."""
         return [start(update) for update in updates]
 
 
 @final
-class UpdateAndCopy(Ticket):
+class UpdateAndCopy(JobHandle):
     """An update on the host, and then the copy of its values to the device."""
 
     def __init__(self) -> None:
-        self._update: Ticket | None = None
-        self._copy: Ticket | None = None
+        self._update: JobHandle | None = None
+        self._copy: JobHandle | None = None
 
-    def begin(self, update: Ticket) -> None:
+    def begin(self, update: JobHandle) -> None:
         """The update has been submitted."""
         self._update = update
 
-    def sent(self, copy: Ticket) -> None:
+    def sent(self, copy: JobHandle) -> None:
         """Its values are on their way."""
         self._copy = copy
 
     def wait(self) -> None:
         self._wait_sent().wait()
 
-    def order(self) -> None:
-        self._wait_sent().order()
+    def wait_on_device(self) -> None:
+        self._wait_sent().wait_on_device()
 
     @property
     def is_done(self) -> bool:
         assert self._update is not None
         return self._update.is_done and (self._copy is None or self._copy.is_done)
 
-    def _wait_sent(self) -> Ticket:
+    def _wait_sent(self) -> JobHandle:
         assert self._update is not None
         self._update.wait()
         assert self._copy is not None
         return self._copy
 
 
-def start(update: HostUpdate) -> Ticket:
+def start(update: HostUpdate) -> JobHandle:
     """Start `update`; the result completes when forward can read the new values."""
     return _start_across(update) if update.master.crosses_device else _start_in_place(update)
 
 
 @torch.no_grad()
-def _start_in_place(update: HostUpdate) -> Ticket:
+def _start_in_place(update: HostUpdate) -> JobHandle:
     master = update.master
-    (grad, arrives) = master.grads.home.arriving()
+    (grad, arrives) = master.grads.store.pending_total()
     compute = master.compute if master.casts else None
     master.wait()
-    master.residence.begin()
+    master.state_storage.start_load()
     write = partial(update.write_in_place, grad, compute)
 
     def work() -> None:
         arrives.wait()
-        master.residence.run(write)
+        master.state_storage.run_update(write)
 
-    ticket = master.host.lanes.updates.run(work)
-    master.begin_update(ticket)
-    return ticket
+    handle = master.host.queues.updates.run(work)
+    master.begin_update(handle)
+    return handle
 
 
 @torch.no_grad()
 def _start_across(update: HostUpdate) -> UpdateAndCopy:
     master = update.master
-    (grad, arrives), host, dtype = master.grads.home.arriving(), master.host, master.params.dtype
-    mark = host.lanes.to_device.mark()
+    (grad, arrives), host, dtype = (
+        master.grads.store.pending_total(),
+        master.host,
+        master.params.dtype,
+    )
+    mark = host.queues.to_device.mark()
     master.wait()
-    master.residence.begin()
+    master.state_storage.start_load()
     compute, arrival = master.begin_send(), UpdateAndCopy()
 
     def work() -> None:
         arrives.wait()
-        values = host.sender.buffer(grad.numel(), dtype)
-        is_done = master.residence.run(partial(update.write_across, grad, values))
-        arrival.sent(master.send(values, compute, mark) if is_done else Done())
+        values = host.copier.buffer(grad.numel(), dtype)
+        is_done = master.state_storage.run_update(partial(update.write_across, grad, values))
+        arrival.sent(master.send(values, compute, mark) if is_done else FinishedJob())
 
-    ticket = host.lanes.updates.run(work)
-    arrival.begin(ticket)
-    master.begin_update(ticket)
+    handle = host.queues.updates.run(work)
+    arrival.begin(handle)
+    master.begin_update(handle)
     return arrival
 
 

@@ -73,7 +73,7 @@ class ReplicaCheck:
             UsageError: on every rank; a parameter has different values. What is sharded has its old ones again.
         """
         if len(set(counts)) > 1:
-            messages = [self._compare(one) for one in self._groups.holders]
+            messages = [self._compare(group) for group in self._groups.holders]
             text = next((message for message in messages if message), "")
             if (
                 len(self._groups.holders) > 1
@@ -86,31 +86,33 @@ class ReplicaCheck:
 
     def _compare(self, collectives: Collectives) -> str:
         """What differs in the buffers of one group; "" if nothing does."""
-        inside = [one for one in self._watched if one.flat.group.everyone is collectives]
-        own = [value for watched in inside for value in watched.fingerprints()]
-        if not own:
+        inside = [
+            watched for watched in self._watched if watched.flat.group.everyone is collectives
+        ]
+        fingerprints = [value for watched in inside for value in watched.fingerprints()]
+        if not fingerprints:
             return ""
-        table = collectives.gather_small(torch.stack(own)).tolist()
+        table = collectives.gather_small(torch.stack(fingerprints)).tolist()
         columns = list(zip(*table, strict=True))
         places = [(watched, name) for watched in inside for name in watched.names]
-        found = [at for at, column in enumerate(columns) if len(set(column)) > 1]
-        if not found:
+        differing_at = [at for at, column in enumerate(columns) if len(set(column)) > 1]
+        if not differing_at:
             return ""
-        differing = dict.fromkeys(places[at][0].flat for at in found)
+        differing = dict.fromkeys(places[at][0].flat for at in differing_at)
         for flat in differing:
-            if flat.is_sharded:
+            if flat.shards_params:
                 flat.start_publish()
                 flat.wait()
-        is_restored = all(flat.is_sharded for flat in differing)
+        is_restored = all(flat.shards_params for flat in differing)
         if is_restored:
             self._base = self._versions
-        first = columns[found[0]]
+        name, first = places[differing_at[0]][1], columns[differing_at[0]]
         other = next(rank for rank, value in enumerate(first) if value != first[0])
         state = (
             "it has its old values again" if is_restored else "each rank still has its own values"
         )
         return (
-            f"{places[found[0]][1]} was written on some ranks only: rank 0 and rank {other} have different "
+            f"{name} was written on some ranks only: rank 0 and rank {other} have different "
             f"values; {state}, and nothing was updated; write the same values on every rank, or inside "
             "xds.zero.GatheredParameters(params, modifier_rank=0)"
         )

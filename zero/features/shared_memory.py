@@ -80,7 +80,7 @@ class SharedMemory(ParamMemory):
             self._found.writable, buffer=self._buffer, kind="all_gather"
         )
 
-    def leave(self) -> Tensor:
+    def release(self) -> Tensor:
         return self.raw.clone()
 
 
@@ -116,8 +116,8 @@ def shared_memory(
     collectives: Collectives, numel: int, dtype: torch.dtype, *, buffer: int, name: str
 ) -> SharedMemory | None:
     """Memory for flat buffer `buffer`, that of `name`. None: the ranks share none. For all ranks."""
-    found = collectives.share(numel, dtype, _TEXT % name)
-    return None if found is None else SharedMemory(found, collectives, buffer)
+    shared = collectives.share(numel, dtype, _TEXT % name)
+    return None if shared is None else SharedMemory(shared, collectives, buffer)
 
 
 def check_not_written(model: nn.Module) -> None:

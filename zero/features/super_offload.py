@@ -5,8 +5,8 @@ updates               | adam unit 3 | adam unit 1 | adam unit 0 | adam unit 2 |
 to_device                                           copy unit 1 | copy unit 0 | ...
 
 A speculation assumes that the step is neither clipped nor skipped. It writes master, states and parameters to
-spare memory; the tensors stay the same objects. If `step()` finds the same inputs, the new values are used, and
-the old memory becomes spare. Otherwise the tensors return to the old memory, and the update runs again.
+undo buffers; the tensors stay the same objects. If `step()` finds the same inputs, the new values are used, and
+the old memory becomes the undo buffers. Otherwise the old memory is used again, and the update runs again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ...offload.places import Done, Ticket
-from ...offload.spare import Room, Spare
+from ...offload.interfaces import FinishedJob, JobHandle
+from ...offload.undo_pool import UndoBuffers, UndoPool
 from ...ops.optim.shard_optimizer import Old, states_of
 from ..core.grad_bucket import EarlyUpdate
 from ..core.master import Master
@@ -53,26 +53,26 @@ class _States:
         """The bytes of each tensor: the master and the states."""
         return [self._master.raw.nbytes, *(value.nbytes for _, _, value in self._flat)]
 
-    def swap(self, room: Room) -> list[Old]:
-        """Move to the memory of `room`, which takes the old memory. Returns the old values of each item."""
-        master, new = self._master, room.memory
+    def swap(self, buffers: UndoBuffers) -> list[Old]:
+        """Move to the memory of `buffers`, which takes the old memory. Returns the old values of each item."""
+        master, new = self._master, buffers.memory
         self._old = [master.raw.detach(), *(value.detach() for _, _, value in self._flat)]
         states: list[dict[str, Tensor]] = [{} for _ in master.items]
         for (at, key, _), old in zip(self._flat, self._old[1:], strict=True):
             states[at][key] = old
         self._move(new)
-        room.memory = [_bytes_of(old) for old in self._old]
+        buffers.memory = [_bytes_of(old) for old in self._old]
         return [
             Old(self._old[0][item.start : item.start + item.master.numel()], state)
             for item, state in zip(master.items, states, strict=True)
         ]
 
-    def restore(self, room: Room) -> None:
+    def restore(self, buffers: UndoBuffers) -> None:
         """Move back, with the old values; states that were not there are removed."""
         if self._old:
             new = [self._master.raw.detach(), *(value.detach() for _, _, value in self._flat)]
             self._move(self._old)
-            room.memory = [_bytes_of(each) for each in new]
+            buffers.memory = [_bytes_of(each) for each in new]
         for value, count in self._counts:
             value.copy_(count)
         for item, state in zip(self._master.items, self._dicts, strict=True):
@@ -106,33 +106,33 @@ class Speculation:
         self.master = master = update.master
         self._update = update
         self._optimizer = optimizer
-        self._sum, self._sum_arrives = master.grads.home.arriving()
+        self._sum, self._sum_arrives = master.grads.store.pending_total()
         # `compute` waits, so it is not read in the thread
         self._compute = None if master.crosses_device else master.compute
-        self._room: Room | None = None
-        self._last_reader: Ticket = Done()
+        self._buffers: UndoBuffers | None = None
+        self._last_reader: JobHandle = FinishedJob()
         self._states: _States | None = None
         self._is_done = threading.Event()
         self._error: BaseException | None = None
 
     # -- in the thread of updates -----------------------------------------------------------------------
 
-    def reserve(self, spare: Spare) -> bool:
-        """False: there is too little spare memory, so it cannot run."""
+    def reserve(self, undo_pool: UndoPool) -> bool:
+        """False: there is too little memory, so it cannot run."""
         self._states = _States(self.master, self._optimizer)
-        self._room = spare.take(self._states.sizes, _values_bytes(self.master))
-        if self._room is None:
+        self._buffers = undo_pool.take(self._states.sizes, _values_bytes(self.master))
+        if self._buffers is None:
             return False
-        self._last_reader = self._room.reader  # now: `use` may set its own before `run` looks
+        self._last_reader = self._buffers.reader  # now: `use` may set its own before `run` looks
         return True
 
-    def release(self, spare: Spare) -> None:
+    def release(self, undo_pool: UndoPool) -> None:
         """Its result was used, or undone."""
-        if self._room is not None:
-            spare.give(self._room)
+        if self._buffers is not None:
+            undo_pool.give(self._buffers)
 
     def run(self) -> None:
-        """Update, in the memory of the room."""
+        """Update, in the memory of the buffers."""
         try:
             self._run()
         except BaseException as error:  # raised where its result is wanted
@@ -140,10 +140,10 @@ class Speculation:
         self._is_done.set()
 
     def _run(self) -> None:
-        assert self._room is not None and self._states is not None
+        assert self._buffers is not None and self._states is not None
         self._sum_arrives.wait()
         self._last_reader.wait()
-        old = self._states.swap(self._room)
+        old = self._states.swap(self._buffers)
         values = self._values()
         if self._compute is None:
             self._update.write_across(self._sum, values, old)
@@ -151,8 +151,8 @@ class Speculation:
             self._update.write_in_place(self._sum, values, old)
 
     def _values(self) -> Tensor:
-        assert self._room is not None
-        return self._room.values(self.master.params.dtype)
+        assert self._buffers is not None
+        return self._buffers.values(self.master.params.dtype)
 
     # -- the result -------------------------------------------------------------------------------------
 
@@ -170,71 +170,73 @@ class Speculation:
             self._restore()
 
     def _restore(self) -> None:
-        assert self._states is not None and self._room is not None
-        self._states.restore(self._room)
+        assert self._states is not None and self._buffers is not None
+        self._states.restore(self._buffers)
 
     def fits(self, update: HostUpdate) -> bool:
         """`update` is what it has computed."""
         return self._update.is_same_as(update)
 
-    def use(self) -> Ticket:
+    def use(self) -> JobHandle:
         """Start to publish the new values; the result completes when forward can read them."""
         return self._use_across() if self._compute is None else self._use_in_place(self._compute)
 
     def _use_across(self) -> UpdateAndCopy:
-        assert self._room is not None
+        assert self._buffers is not None
         host, compute = self.master.host, self.master.begin_send()
-        mark, arrival = host.lanes.to_device.mark(), UpdateAndCopy()
+        mark, arrival = host.queues.to_device.mark(), UpdateAndCopy()
 
         def work() -> None:
             self.wait()
-            arrival.sent(self.master.send_kept(self._values(), compute, mark))
+            arrival.sent(host.copier.copy(self._values(), compute, mark))
 
-        ticket = host.lanes.updates.run(work)
-        arrival.begin(ticket)
-        self.master.begin_update(ticket)
-        self._room.reader = arrival
+        handle = host.queues.updates.run(work)
+        arrival.begin(handle)
+        self.master.begin_update(handle)
+        self._buffers.reader = arrival
         return arrival
 
-    def _use_in_place(self, compute: Tensor) -> Ticket:
+    def _use_in_place(self, compute: Tensor) -> JobHandle:
         def work() -> None:
             self.wait()
             compute.copy_(self._values())
 
-        assert self._room is not None
-        self._room.reader = ticket = self.master.host.lanes.updates.run(work)
-        self.master.begin_update(ticket)
-        return ticket
+        assert self._buffers is not None
+        self._buffers.reader = handle = self.master.host.queues.updates.run(work)
+        self.master.begin_update(handle)
+        return handle
 
 
 @final
 class SuperOffload:
-    """Starts speculations when sums have left for the host, and gives them to the step.
+    """Starts speculations when sums are sent to the host, and gives their results to the step.
 
-    The last sum that has left is the first one to be used for a speculation: its unit comes first in forward.
+    The sum that was sent last is used first: its unit is the first one in forward.
     """
 
-    def __init__(self, masters: Iterable[Master], updates: HostUpdates, spare: Spare) -> None:
+    def __init__(
+        self, masters: Iterable[Master], updates: HostUpdates, undo_pool: UndoPool
+    ) -> None:
         self.num_used = 0
         self._updates = updates
         self._optimizer = updates.optimizer
-        self._spare = spare
+        self._undo_pool = undo_pool
         self._scale: float | None = None
         self._has_stepped = False
         self._running: dict[int, Speculation] = {}  # by id of the master
         self._waiting: list[Speculation] = []  # those that have not begun
-        self._has_rooms = False
+        self._has_buffers = False
         self._choosing = threading.Lock()  # which ones begin
         # without a copy the parameters themselves are the master: user code would read new values
-        found = [
-            m
-            for m in masters
-            if m.home.is_on_host
-            and m.has_compute_copy
-            and not (m.residence.is_on_disk or m.params.is_on_disk)
+        offloaded = [
+            master
+            for master in masters
+            if master.store.is_on_host
+            and master.has_compute_copy
+            and not (master.state_storage.is_on_disk or master.params.is_on_disk)
         ]
-        self._masters = found
-        for master in found:
+        self._masters = offloaded
+        for master in offloaded:
             master.grads.early_update = _EarlyUpdate(self, master)
 
     def expect(self, scale: float | None) -> None:
@@ -252,33 +254,33 @@ class SuperOffload:
         with self._choosing:
             self._running[id(master)] = speculation
             self._waiting.append(speculation)
-        master.host.lanes.updates.run(self._run_latest)
+        master.host.queues.updates.run(self._run_latest)
 
     def _run_latest(self) -> None:
         with self._choosing:
             if not self._waiting:
                 return
-            if not self._has_rooms:
-                self._make_rooms()
+            if not self._has_buffers:
+                self._make_buffers()
             speculation = self._waiting.pop()
-            if not speculation.reserve(self._spare):
+            if not speculation.reserve(self._undo_pool):
                 del self._running[id(speculation.master)]
                 return
         speculation.run()
 
-    def _make_rooms(self) -> None:
+    def _make_buffers(self) -> None:
         """Allocate for all masters at the first one: how many a step begins depends on timing.
 
         Locking pages later would stall the device in the middle of training.
         """
-        self._has_rooms = True
-        rooms = [
-            self._spare.take(_States(each, self._optimizer).sizes, _values_bytes(each))
+        self._has_buffers = True
+        buffers = [
+            self._undo_pool.take(_States(each, self._optimizer).sizes, _values_bytes(each))
             for each in self._masters
         ]
-        for room in rooms:
-            if room is not None:
-                self._spare.give(room)
+        for each in buffers:
+            if each is not None:
+                self._undo_pool.give(each)
 
     def undo(self, master: Master) -> None:
         """Undo a speculation: somebody reads the states of `master`, or its gradients change."""
@@ -289,13 +291,13 @@ class SuperOffload:
                 return
         if speculation is not None:
             speculation.undo()
-            speculation.release(self._spare)
+            speculation.release(self._undo_pool)
 
-    def start_rest(self, updates: Sequence[HostUpdate]) -> list[Ticket]:
+    def start_rest(self, updates: Sequence[HostUpdate]) -> list[JobHandle]:
         """Use the speculations that fit the `updates` of a step, undo the others, and start the rest.
 
         Returns:
-            for each update a ticket that completes when forward can read the new values.
+            for each update a handle that completes when forward can read the new values.
         """
         self._scale, self._has_stepped = None, True
         with self._choosing:  # what has not begun runs in the order of forward instead
@@ -308,14 +310,14 @@ class SuperOffload:
                 self.undo(update.master)
         return [self._use(update) or start(update) for update in updates]
 
-    def _use(self, update: HostUpdate) -> Ticket | None:
+    def _use(self, update: HostUpdate) -> JobHandle | None:
         speculation = self._running.pop(id(update.master), None)
         if speculation is None:
             return None
         self.num_used += 1
-        ticket = speculation.use()
-        speculation.release(self._spare)
-        return ticket
+        handle = speculation.use()
+        speculation.release(self._undo_pool)
+        return handle
 
 
 @final
@@ -325,10 +327,10 @@ class _EarlyUpdate(EarlyUpdate):
     def __init__(self, owner: SuperOffload, master: Master) -> None:
         self._owner, self._master = owner, master
 
-    def sum_left(self) -> None:
+    def sum_sent(self) -> None:
         self._owner.begin(self._master)
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         self._owner.undo(self._master)
 
 

@@ -18,7 +18,7 @@ from ...utils.schema.checked_types import Size, Text
 
 
 @dataclass(frozen=True)
-class Entry:
+class ParamEntry:
     """One parameter to be placed: its global name, its shape, its hyperparameter group, its box."""
 
     name: str
@@ -78,7 +78,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Segment:
+class GroupSegment:
     """Elements [start, stop) that share one hyperparameter group."""
 
     group: int
@@ -104,7 +104,7 @@ class FlatLayout:
     """The plan of one flat buffer of `numel` elements over `world_size` ranks."""
 
     slots: tuple[Slot, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[GroupSegment, ...]
     numel: int
     world_size: int
 
@@ -132,13 +132,13 @@ class FlatLayout:
             found.append((at, self.numel))
         return found
 
-    def segments_in(self, start: int, stop: int) -> list[Segment]:
+    def segments_in(self, start: int, stop: int) -> list[GroupSegment]:
         """The segments clipped to [start, stop), positions relative to `start`."""
         found = []
         for segment in self.segments:
             low, high = overlap((segment.start, segment.stop), (start, stop))
             if low < high:
-                found.append(Segment(segment.group, low - start, high - start))
+                found.append(GroupSegment(segment.group, low - start, high - start))
         return found
 
     def pieces_in(self, start: int, stop: int) -> list[Piece]:
@@ -151,10 +151,10 @@ class FlatLayout:
         return pieces
 
 
-def plan_flat(entries: Sequence[Entry], world_size: int) -> FlatLayout:
+def plan_flat(entries: Sequence[ParamEntry], world_size: int) -> FlatLayout:
     """Lay `entries` out: group by group (stable within a group), every slot and shard 64-byte aligned."""
     slots: list[Slot] = []
-    segments: list[Segment] = []
+    segments: list[GroupSegment] = []
     at = 0
     for group in sorted({entry.group for entry in entries}):
         start = at
@@ -162,9 +162,9 @@ def plan_flat(entries: Sequence[Entry], world_size: int) -> FlatLayout:
             if entry.group == group:
                 slots.append(Slot(entry.name, entry.shape, group, at, entry.box))
                 at = align_up(slots[-1].stop, ALIGN_NUMEL)
-        segments.append(Segment(group, start, at))
+        segments.append(GroupSegment(group, start, at))
     numel = align_up(at, ALIGN_NUMEL * world_size)
     # the tail belongs to the last segment: updating zeros is cheaper than an uneven split
     if segments:
-        segments[-1] = Segment(segments[-1].group, segments[-1].start, numel)
+        segments[-1] = GroupSegment(segments[-1].group, segments[-1].start, numel)
     return FlatLayout(tuple(slots), tuple(segments), numel, world_size)

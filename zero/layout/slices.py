@@ -22,7 +22,7 @@ from .layout import Box
 
 
 @dataclass(frozen=True)
-class Runs:
+class StridedRuns:
     """`count` runs of `numel` elements: run k begins at element here + k * here_step of one slice, and at
     there + k * there_step of the other.
     """
@@ -43,17 +43,19 @@ class Runs:
         """The end of the last run."""
         return self.there + (self.count - 1) * self.there_step + self.numel
 
-    def turned(self) -> Runs:
+    def turned(self) -> StridedRuns:
         """The same with both sides exchanged."""
-        return Runs(self.there, self.here, self.numel, self.count, self.there_step, self.here_step)
+        return StridedRuns(
+            self.there, self.here, self.numel, self.count, self.there_step, self.here_step
+        )
 
 
-def clipped(runs: Runs, start: int, stop: int) -> list[Runs]:
+def clipped(runs: StridedRuns, start: int, stop: int) -> list[StridedRuns]:
     """The part of `runs` whose elements `here` are in [start, stop), in order: at most three objects.
 
-    >>> clipped(Runs(0, 0, 3, 4, 3, 6), 2, 9)
-    [Runs(here=2, there=2, numel=1, count=1, here_step=0, there_step=0), \
-Runs(here=3, there=6, numel=3, count=2, here_step=3, there_step=6)]
+    >>> clipped(StridedRuns(0, 0, 3, 4, 3, 6), 2, 9)
+    [StridedRuns(here=2, there=2, numel=1, count=1, here_step=0, there_step=0), \
+StridedRuns(here=3, there=6, numel=3, count=2, here_step=3, there_step=6)]
     """
     if runs.count == 1:
         low, high = overlap((runs.here, runs.here + runs.numel), (start, stop))
@@ -73,30 +75,30 @@ Runs(here=3, there=6, numel=3, count=2, here_step=3, there_step=6)]
     return found
 
 
-def _edge(runs: Runs, k: int, start: int, stop: int) -> list[Runs]:
+def _edge(runs: StridedRuns, k: int, start: int, stop: int) -> list[StridedRuns]:
     at = runs.here + k * runs.here_step
     low, high = overlap((at, at + runs.numel), (start, stop))
     return [_part(runs, k, low, high)] if low < high else []
 
 
-def _part(runs: Runs, k: int, low: int, high: int) -> Runs:
+def _part(runs: StridedRuns, k: int, low: int, high: int) -> StridedRuns:
     """Elements [low, high) `here`, which are in run `k`."""
     shift = low - runs.here - k * runs.here_step
-    return Runs(low, runs.there + k * runs.there_step + shift, high - low)
+    return StridedRuns(low, runs.there + k * runs.there_step + shift, high - low)
 
 
-def common_runs(here: Box | None, there: Box | None, shape: Sequence[int]) -> list[Runs]:
+def common_runs(here: Box | None, there: Box | None, shape: Sequence[int]) -> list[StridedRuns]:
     """The elements of a tensor of shape `shape` that two slices have. None: the whole tensor."""
     if here == there:
         numel = numel_of(shape if here is None else here.shape)
-        return [Runs(0, 0, numel)] if numel else []
+        return [StridedRuns(0, 0, numel)] if numel else []
     if here is None or (there is not None and there.dim > here.dim):
         assert there is not None
         return [runs.turned() for runs in _runs(there, here, shape)]
     return list(_runs(here, there, shape))
 
 
-def _runs(here: Box, there: Box | None, shape: Sequence[int]) -> Iterator[Runs]:
+def _runs(here: Box, there: Box | None, shape: Sequence[int]) -> Iterator[StridedRuns]:
     """`there` is whole, or cut in the same dimension or an earlier one."""
     dim, inner = here.dim, numel_of(shape[here.dim + 1 :])
     if there is None or there.dim == dim:
@@ -127,11 +129,11 @@ def _runs(here: Box, there: Box | None, shape: Sequence[int]) -> Iterator[Runs]:
 
 def _several(
     here: int, there: int, numel: int, count: int, here_step: int, there_step: int
-) -> Runs:
+) -> StridedRuns:
     """One run where there is one, or where the runs are adjacent on both sides."""
     if count == 1 or here_step == there_step == numel:
-        return Runs(here, there, numel * count)
-    return Runs(here, there, numel, count, here_step, there_step)
+        return StridedRuns(here, there, numel * count)
+    return StridedRuns(here, there, numel, count, here_step, there_step)
 
 
 def _shared(
@@ -255,4 +257,13 @@ class Slices:
         return whole
 
 
-__all__ = ["Reader", "Runs", "Slices", "clipped", "common_runs", "put", "reader_of_slice", "taken"]
+__all__ = [
+    "Reader",
+    "StridedRuns",
+    "Slices",
+    "clipped",
+    "common_runs",
+    "put",
+    "reader_of_slice",
+    "taken",
+]

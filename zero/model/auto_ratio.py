@@ -45,11 +45,11 @@ class AutoRatio:
             return
         self._fill(self._least(spare_bytes))
 
-    def _least(self, own: int) -> int:
+    def _least(self, number: int) -> int:
         """The smallest number of all ranks. Sends 8 bytes to each rank."""
         collectives = self._model.collectives
-        mine = torch.tensor([own], dtype=torch.float64, device=collectives.device)
-        return int(collectives.gather_small(mine).min())
+        own_number = torch.tensor([number], dtype=torch.float64, device=collectives.device)
+        return int(collectives.gather_small(own_number).min())
 
     def _fill(self, spare_bytes: int) -> None:
         self._model.gather_deferred()

@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from ...offload.homes import Homes
+from ...offload.stores import Stores
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import agree, agreeing
 from ...ops.flat import numel_of
@@ -22,7 +22,7 @@ from ..core.unit import Unit
 from ..features.shared_memory import KEY, check_not_written, shared_memory
 from ..layout.discover import UnitPlan, plan_units
 from ..layout.groups import FlatGroup, FlatGroups, buffer_of
-from ..layout.layout import Entry, FlatLayout, plan_flat
+from ..layout.layout import FlatLayout, ParamEntry, plan_flat
 
 log = logging.getLogger("xds")
 WHOLE_BUFFERS = 1 << 11  # the first number of buffers of what tensor ranks hold whole
@@ -56,7 +56,7 @@ class Builder:
         groups: Mapping[int, int],
         flat_groups: FlatGroups,
         pool: BufferPool,
-        homes: Homes,
+        stores: Stores,
         *,
         shares_params: bool = False,
     ) -> None:
@@ -67,7 +67,7 @@ class Builder:
         self._flat_groups = flat_groups
         self._policy = flat_groups.data.policy
         self._pool = pool
-        self._homes = homes
+        self._stores = stores
         self._counts: Counter[int] = Counter()  # buffers of each group, by its number
 
     def build(
@@ -119,7 +119,7 @@ class Builder:
 
         Raises UsageError: on every rank, if one has too little space.
         """
-        shards = self._homes.shards
+        shards = self._stores.shards
         if not shards.is_on_disk:
             return
         kinds = [found for plan in plans for found in self._kinds(plan) if not found[0].group]
@@ -148,7 +148,7 @@ class Builder:
         box_of = self._flat_groups.box_of
         return plan_flat(
             [
-                Entry(name, tuple(p.shape), self._groups.get(id(p), 0), box_of(p))
+                ParamEntry(name, tuple(p.shape), self._groups.get(id(p), 0), box_of(p))
                 for name, p in entries
             ],
             group.collectives.world_size,
@@ -157,7 +157,9 @@ class Builder:
     def _most_numel(self, entries: _Entries, group: FlatGroup) -> int:
         """The elements of the buffer with `entries` on the tensor rank that has the most."""
         shapes = {name: self._flat_groups.shapes_of(param)[1] for name, param in entries}
-        largest = [Entry(name, shapes[name], self._groups.get(id(p), 0)) for name, p in entries]
+        largest = [
+            ParamEntry(name, shapes[name], self._groups.get(id(p), 0)) for name, p in entries
+        ]
         return plan_flat(largest, group.collectives.world_size).numel
 
     def _number(self, group: FlatGroup) -> int:
@@ -187,8 +189,8 @@ class Builder:
             kind.dtype,
             group,
             index=index,
-            is_sharded=group.policy.shards_params,
-            home=self._homes.shards,
+            shards_params=group.policy.shards_params,
+            store=self._stores.shards,
             memory=self._memory(layout, kind, group, index, name),
         )
         if kind.is_single and group.policy.shards_params:
@@ -197,10 +199,10 @@ class Builder:
         unit.params.append(params)
         unit.most_numel += self._most_numel(entries, group)
         if kind.trains:
-            home = self._homes.next(layout.numel)
-            sums = home.sums(self._policy.sum_dtype(kind.dtype))
+            store = self._stores.next(layout.numel)
+            sums = store.sums(self._policy.sum_dtype(kind.dtype))
             unit.grads.append(GradBucket(layout, ordered, group, self._pool, sums, index))
-            unit.homes.append(home)
+            unit.master_stores.append(store)
 
     def _memory(
         self, layout: FlatLayout, kind: _Kind, group: FlatGroup, index: int, name: str
@@ -230,19 +232,19 @@ def broadcast_whole(collectives: Collectives, tensor: Tensor) -> Tensor:
     if collectives.world_size == 1 or not tensor.numel() or tensor.layout != torch.strided:
         return tensor
     dense = tensor.resolve_conj().resolve_neg().contiguous()
-    own = dense.clone() if dense is not tensor else dense
-    collectives.broadcast(own.view(-1).view(torch.uint8))  # gloo does not support every dtype
-    if own is tensor:
+    received = dense.clone() if dense is not tensor else dense
+    collectives.broadcast(received.view(-1).view(torch.uint8))  # gloo does not support every dtype
+    if received is tensor:
         return tensor
     if any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ):
         return (
             tensor
-            if own.view(-1).view(torch.uint8).equal(dense.view(-1).view(torch.uint8))
-            else own
+            if received.view(-1).view(torch.uint8).equal(dense.view(-1).view(torch.uint8))
+            else received
         )
-    return tensor.copy_(own)
+    return tensor.copy_(received)
 
 
 __all__ = ["Builder"]

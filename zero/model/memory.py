@@ -7,7 +7,7 @@ from typing import final
 
 from torch import Tensor
 
-from ...offload.places import Shard
+from ...offload.interfaces import Shard
 from ...ops.pool import BufferPool
 from ..core.grad_bucket import GradBucket
 from ..core.unit import Unit
@@ -39,7 +39,7 @@ class Memory:
         return sum(place.tensor.nbytes for place in self._on_host() if place.is_on_disk)
 
     def _on_host(self) -> list[Shard]:
-        return [flat.place for flat in self._params if flat.is_on_host]
+        return [flat.stored_shard for flat in self._params if flat.is_on_host]
 
     def release_gradients(self) -> None:
         """Free all gradient buffers; the next backward allocates them again."""
@@ -49,7 +49,7 @@ class Memory:
 
     def param_tensors(self) -> list[Tensor]:
         """The tensors that hold parameters: shards, without those on a disk, and full buffers."""
-        shards = [flat.shard for flat in self._params if not flat.place.is_on_disk]
+        shards = [flat.shard for flat in self._params if not flat.stored_shard.is_on_disk]
         return shards + [flat.raw for flat in self._params]
 
     def hide_whole_params(self, hides: bool) -> None:
@@ -74,25 +74,25 @@ class Memory:
         Args:
             num_states: state tensors of the optimizer, of the size of a parameter.
         """
-        own = whole = 0
+        own_bytes = whole_bytes = 0
         for flat in self._params:
             numel, shard_numel, size = (
                 flat.layout.numel,
                 flat.layout.shard_numel,
                 flat.dtype.itemsize,
             )
-            own += (shard_numel if flat.is_sharded else numel) * size
-            whole += numel * size
+            own_bytes += (shard_numel if flat.shards_params else numel) * size
+            whole_bytes += numel * size
         for grads in self._grads:
             policy, dtype = grads.group.policy, grads.params[0].dtype
             numel, shard_numel = grads.layout.numel, grads.layout.shard_numel
             master = master_dtype(dtype)
             state_bytes = (num_states + (master != dtype)) * master.itemsize
             sum_bytes = policy.sum_dtype(dtype).itemsize
-            own += (shard_numel if policy.shards_optimizer else numel) * state_bytes
-            own += (shard_numel if policy.shards_grads else numel) * sum_bytes
-            whole += numel * (state_bytes + sum_bytes)
-        return own, whole
+            own_bytes += (shard_numel if policy.shards_optimizer else numel) * state_bytes
+            own_bytes += (shard_numel if policy.shards_grads else numel) * sum_bytes
+            whole_bytes += numel * (state_bytes + sum_bytes)
+        return own_bytes, whole_bytes
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes on this rank: parameters, gradients, and the shared temporary buffers (buckets).
@@ -100,7 +100,7 @@ class Memory:
         Memory that several ranks have in common counts in parts.
         """
         params = sum(
-            flat.shard.nbytes if flat.is_sharded else flat.full_bytes // flat.memory.num_holders
+            flat.shard.nbytes if flat.shards_params else flat.full_bytes // flat.memory.num_holders
             for flat in self._params
             if not flat.is_on_host
         )
@@ -115,7 +115,7 @@ class Memory:
         return sum(
             flat.full_bytes
             for flat in self._params
-            if flat.is_sharded and flat.raw.untyped_storage().nbytes()
+            if flat.shards_params and flat.raw.untyped_storage().nbytes()
         )
 
     def _scratch_bytes(self) -> int:

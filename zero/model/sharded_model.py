@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
 from torch import Tensor, nn
 
-from ...offload.homes import Homes
+from ...offload.stores import Stores
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import agree, all_gather_json
 from ...ops.pool import BufferPool
@@ -17,7 +17,6 @@ from ...utils.errors import UsageError, XdsError
 from ..config import ZeroConfig
 from ..core.backward_pass import BackwardPass
 from ..core.gather import Gatherer, num_kept
-from ..core.grad_bucket import GradBucket
 from ..core.hooks import UnitHooks
 from ..core.reduction import REDUCTIONS_IN_FLIGHT, Reduction, StepStatus
 from ..features.dtype_guard import DtypeGuard
@@ -41,7 +40,7 @@ class ShardedModel:
         groups: Mapping[int, int],
         flat_groups: FlatGroups,
         config: ZeroConfig,
-        homes: Homes,
+        stores: Stores,
         runs: Sequence[Sequence[tuple[str, nn.Module]]] | None = None,
     ) -> None:
         """Move the parameters of `model`, which passed `check_model`, into flat buffers and hook them.
@@ -49,16 +48,16 @@ class ShardedModel:
         Args:
             groups: id(parameter) -> index of its hyperparameter group, for every trainable parameter that
                 the optimizer is to update. Parameters that are not in it are treated as frozen.
-            homes: where masters and optimizer states are stored.
+            stores: where masters and optimizer states are stored.
             runs: the blocks, in runs that are not merged with one another; None: found in `model`.
         """
         self.policy = policy = flat_groups.data.policy
         self.flat_groups = flat_groups
         self.collectives = flat_groups.world
         self._pool = BufferPool(self.collectives.empty)
-        self.homes = homes
+        self.stores = stores
         shares_params = config.shared_parameters
-        builder = Builder(groups, flat_groups, self._pool, homes, shares_params=shares_params)
+        builder = Builder(groups, flat_groups, self._pool, stores, shares_params=shares_params)
         found = [found_blocks(model, config.units)] if runs is None else runs
         self.units = builder.build(model, found, config.unit_min_numel)
         self._flats = [flat for unit in self.units for flat in unit.params]
@@ -70,27 +69,27 @@ class ShardedModel:
         # backward reaches the last block first; the root, which holds the embeddings, is complete last
         blocks_last_first = [entry for entry in self.trainable if not entry[0].is_root][::-1]
         roots = [entry for entry in self.trainable if entry[0].is_root]
-        self._reduction = Reduction(
+        self.reduction = Reduction(
             [entry[2] for entry in blocks_last_first + roots],
             flat_groups,
             in_flight=REDUCTIONS_IN_FLIGHT if config.overlap_comm else 0,
         )
-        self.memory = Memory(self.units, self._reduction.order, self._pool, flat_groups)
+        self.memory = Memory(self.units, self.reduction.order, self._pool, flat_groups)
         self._diverges = config.divergent_graphs and policy.shards_params
-        self._defers = homes.defers and not policy.shards_params
-        hooks = policy.shards_params or self._defers
-        self._gatherer = self._build_gatherer(config) if hooks else None
+        self.defers = stores.defers and not policy.shards_params
+        hooks = policy.shards_params or self.defers
+        self.gatherer = self._build_gatherer(config) if hooks else None
         self.backward_pass = BackwardPass(
             [(unit, grads) for unit, _, grads in self.trainable],
-            self._reduction,
-            self._gatherer,
+            self.reduction,
+            self.gatherer,
             shards_grads=policy.shards_grads,
             diverges=self._diverges,
         )
         self._hooks: UnitHooks | None = None
-        if self._gatherer is not None:
+        if self.gatherer is not None:
             self._hooks = UnitHooks(
-                self.units, self._gatherer, self.backward_pass, gathers_all=self._defers
+                self.units, self.gatherer, self.backward_pass, gathers_all=self.defers
             )
         self._shared = [flat for flat in self._flats if flat.memory.is_shared]
         # some ranks may have no buffer that is shared: a pipeline stage that is frozen, a slice without copies
@@ -113,12 +112,12 @@ class ShardedModel:
                     flat.unshard()
         blocks = [unit for unit in self.units if not unit.is_root]
         reuse_distance = config.max_reuse_distance
-        if self.homes.shards.is_on_host and "max_reuse_distance" not in config.model_fields_set:
+        if self.stores.shards.is_on_host and "max_reuse_distance" not in config.model_fields_set:
             reuse_distance = 0  # who stores parameters on the host wants the memory
         numels = [unit.most_numel for unit in blocks]
         kept = num_kept(numels, reuse_distance, config.max_live_parameters)
         for unit in blocks[len(blocks) - kept :]:
-            unit.keep_until_backward()
+            unit.is_kept_until_backward = True
         return Gatherer(
             self.units,
             prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
@@ -151,7 +150,7 @@ class ShardedModel:
         self, *, is_training: bool, is_compiled: bool
     ) -> AbstractContextManager[Any]:
         """Around a call of the module. The first ones look for parameters used outside of their unit."""
-        if self._gatherer is None or self._hooks is None:
+        if self.gatherer is None or self._hooks is None:
             return nullcontext()
         context = ExitStack()
         self._hooks.exclude_from_compile()
@@ -161,7 +160,7 @@ class ShardedModel:
             is_compiled or self._user_compiled
         ):
             self._num_checked[is_training] += 1
-            context.enter_context(ExternalParams(self._gatherer, self._unit_of, self.units[-1]))
+            context.enter_context(ExternalParams(self.gatherer, self._unit_of, self.units[-1]))
         return context
 
     @property
@@ -175,22 +174,22 @@ class ShardedModel:
     def register_use(self, param: nn.Parameter, module: nn.Module) -> bool:
         """Gather `param` for calls of `module` as well. False: `module` is not part of this model."""
         users = [unit for unit in self.units if any(module in m.modules() for m in unit.modules)]
-        if users and self._gatherer is not None:
-            self._gatherer.register_use(self._unit_of[id(param)], users[0])
+        if users and self.gatherer is not None:
+            self.gatherer.register_use(self._unit_of[id(param)], users[0])
         return bool(users)
 
     @contextmanager
     def uneven_forwards(self) -> Iterator[None]:
         """Inside, ranks may run unequal numbers of forwards, without backward. For all ranks."""
-        if self._gatherer is None or self._defers or self._gatherer.is_uneven:
+        if self.gatherer is None or self.defers or self.gatherer.is_uneven:
             self.gather_deferred()
             yield
             return
-        self._gatherer.begin_uneven()
+        self.gatherer.begin_uneven()
         try:
             yield
         finally:
-            self._gatherer.end_uneven()
+            self.gatherer.end_uneven()
 
     # -- step -------------------------------------------------------------------------------------------
 
@@ -212,7 +211,7 @@ class ShardedModel:
         """Every gradient is summed over the ranks on return. See `Reduction.start_finish`."""
         self.backward_pass.end()  # a loss.backward() of user code's own
         num_writes = self._replica_check.count()
-        return self._reduction.start_finish(num_writes=num_writes, must_stop=must_stop, means=means)
+        return self.reduction.start_finish(num_writes=num_writes, must_stop=must_stop, means=means)
 
     def end_finish(self, status: StepStatus) -> float:
         """The squared norm. See `Reduction.end_finish`.
@@ -220,19 +219,7 @@ class ShardedModel:
         Raises UsageError: see `ReplicaCheck.agree`; the gradients are kept.
         """
         self._replica_check.agree(status.num_writes)
-        return self._reduction.end_finish(status)
-
-    def start_held(self, only: Collection[GradBucket]) -> None:
-        """Start to reduce the gradients of `only` that were held back. For all ranks of their groups."""
-        self._reduction.start_held(only)
-
-    def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Add a gradient that is computed after its backward. See `BackwardPass.add_gradient`."""
-        self.backward_pass.add_gradient(param, grad)
-
-    def drop_gradients(self) -> None:
-        """Drop all gradients, at any time outside of a backward."""
-        self.backward_pass.drop()
+        return self.reduction.end_finish(status)
 
     def reduce_rest(self, *, also_held: bool) -> bool:
         """Reduce all gradients into the totals. False: some are held back without reduction.
@@ -241,37 +228,23 @@ class ShardedModel:
         """
         self.backward_pass.end_checked()
         if also_held:
-            self._reduction.reduce_held()
+            self.reduction.reduce_held()
         self.complete_sums()
-        if self._reduction.holds:
+        if self.reduction.holds:
             return False
-        self._reduction.reduce_late()
-        self._reduction.cross_replicas()
+        self.reduction.reduce_late()
+        self.reduction.cross_replicas()
         return True
 
     def complete_sums(self) -> None:
         """What is reduced is summed over all ranks on return, also over replicas. For all ranks."""
-        self._reduction.settle()
-        self._reduction.cross_replicas()
-
-    @property
-    def sums_exactly(self) -> bool:
-        """Every rank gets the exact sums of this step's gradients; not those of one-bit optimizers."""
-        return not self._reduction.is_lossy
+        self.reduction.settle()
+        self.reduction.cross_replicas()
 
     @property
     def reduces_each_backward(self) -> bool:
         """Each backward ends with a reduction that frees its gradients. Lossy ones wait for the last."""
-        return self.policy.shards_grads and not self._reduction.is_lossy
-
-    @property
-    def flat_grads(self) -> Sequence[GradBucket]:
-        """The gradients of all flat buffers that are trained."""
-        return self._reduction.order
-
-    def settle_reductions(self) -> None:
-        """Wait for all reductions in flight."""
-        self._reduction.settle()
+        return self.policy.shards_grads and not self.reduction.is_lossy
 
     def end_script_backward(self) -> None:
         """End a backward that user code started. Raises UsageError: user code has set some `.grad` since."""
@@ -281,8 +254,8 @@ class ShardedModel:
     def before_update(self) -> None:
         """Gathered parameters are about to become stale."""
         self.gather_deferred()
-        if self._gatherer is not None:
-            self._gatherer.begin_update()
+        if self.gatherer is not None:
+            self.gatherer.begin_update()
         if not self._any_shares:
             self._check_writes()
             return
@@ -305,7 +278,7 @@ class ShardedModel:
 
         only: the ranks of this group alone call it, so what other pipeline stages hold as well is left out.
         """
-        if not self._defers:
+        if not self.defers:
             return
         for flat in self._flats:
             if only is None or flat.group is only or not flat.group.is_shared:
@@ -315,11 +288,6 @@ class ShardedModel:
     def needs_others_to_gather(self) -> bool:
         """`gather_deferred` would send something."""
         return any(flat.gathers_deferred for flat in self._flats)
-
-    @property
-    def defers(self) -> bool:
-        """Parameters may read as NaN after a step, until their unit runs."""
-        return self._defers
 
     def _check_overridden(self) -> None:
         names = [name for flat in self._flats for name in flat.overridden]
@@ -349,13 +317,9 @@ class ShardedModel:
             flat.wait()
 
     def skip(self) -> None:
-        """Drop all gradients: the step is skipped. What was sent in it is owed again, where it is lossy."""
-        self._reduction.undo()
-        self._reduction.reset()
-
-    def reset(self) -> None:
-        """Drop all gradients: the step is done."""
-        self._reduction.reset()
+        """Drop all gradients: the step is skipped. A lossy reducer adds what was sent to its pending error."""
+        self.reduction.undo()
+        self.reduction.reset()
 
     def detach(self) -> None:
         """Remove every hook from the user's model; its parameters stay in the flat buffers, gathered.
@@ -370,7 +334,7 @@ class ShardedModel:
             for flat in self._shared:
                 flat.end_sharing()
         finally:
-            self.homes.close()
+            self.stores.close()
 
     def release(self) -> None:
         """After `detach`: free everything but the gathered parameters."""
@@ -379,38 +343,38 @@ class ShardedModel:
                 flat.release()
             for grads in unit.grads:
                 grads.end()
-        self.homes.release()  # it gives buffers back
+        self.stores.release()  # it gives buffers back
         self._pool.clear()
         for collectives in self.flat_groups.opened:
             collectives.free_scratch()
 
     def _gather_all(self) -> None:
         try:
-            agree_on_disks(self.collectives, self.homes)
+            agree_on_disks(self.collectives, self.stores)
             for flat in self._flats:
                 flat.gather_exactly()
         except XdsError as error:
-            if not self.homes.are_on_disk:
+            if not self.stores.are_on_disk:
                 raise
             log.warning("xds: parameters cannot be gathered at the end: %s", error)
 
     @property
-    def has_brought_gradients(self) -> bool:
+    def has_new_gradients(self) -> bool:
         """A backward has begun since the last step, also one that user code started. Looks at no gradient."""
-        return self.backward_pass.has_seen_one or self._reduction.has_sums
+        return self.backward_pass.has_seen_one or self.reduction.has_sums
 
     @property
     def has_gradients(self) -> bool:
         """Some gradients have not been used by a step yet."""
-        self.settle_reductions()
-        return any(g.has_local or g.reduced() is not None for g in self._reduction.order)
+        self.reduction.settle()
+        return any(g.has_local or g.reduced() is not None for g in self.reduction.order)
 
 
-def agree_on_disks(collectives: Collectives, homes: Homes) -> None:
+def agree_on_disks(collectives: Collectives, stores: Stores) -> None:
     """Sends 512 bytes to each rank if values are on a disk, and nothing otherwise. A collective.
 
     Raises:
         XdsError: on every rank; the disk of one has failed.
     """
-    if homes.are_on_disk:
-        agree(collectives, homes.failure(), XdsError, "offload to NVMe")
+    if stores.are_on_disk:
+        agree(collectives, stores.failure(), XdsError, "offload to NVMe")

@@ -86,16 +86,16 @@ class StageUnits:
     def scope(self, stage: int, *, reduces: bool) -> Scope:
         """Of a backward through `stage`; `reduces`: no other one follows in this step."""
         own = self._grads(stage)
-        brings = own | self._shared.union(self._root.grads)
-        return Scope(brings, own if reduces else frozenset())
+        computed = own | self._shared.union(self._root.grads)
+        return Scope(computed, own if reduces else frozenset())
 
     def reduce(self, stage: int) -> None:
         """Start to reduce what the backward passes of `stage` have held back."""
-        self._sharded.start_held(self._grads(stage))
+        self._sharded.reduction.start_held(self._grads(stage))
 
     def reduce_root(self) -> None:
         """Start to reduce the root unit, without what other stages share."""
-        self._sharded.start_held([g for g in self._root.grads if not g.group.is_shared])
+        self._sharded.reduction.start_held([g for g in self._root.grads if not g.group.is_shared])
 
     def _grads(self, stage: int) -> frozenset[GradBucket]:
         units = self._units.get(stage, ())

@@ -57,9 +57,9 @@ class StateMemory:
         """Continue with `master` and its states on the device: between two steps, without gradients."""
         updater = self._updater
         device = updater.world.collectives.device
-        found = updater.states_in(master)
-        master.move(updater.homes.device, device)
-        for at, tensor, state in found:
+        states = updater.states_in(master)
+        master.move(updater.stores.device, device)
+        for at, tensor, state in states:
             tensor.data = master.raw[at : at + tensor.numel()].view(tensor.shape)
             for value in state.values():
                 if isinstance(value, Tensor) and (
@@ -70,31 +70,33 @@ class StateMemory:
     def state_bytes(self) -> dict[str, int]:
         """Bytes of masters that are separate copies, of optimizer state tensors, on the host and on a disk.
 
-        "host" has masters, states, gradients and buffers of flat buffers whose home is there. "disk" has
+        "host" has masters, states, gradients and buffers of flat buffers whose store is there. "disk" has
         masters and states that are in a file between updates.
         """
         self._updater.wait()
-        found = {"master": 0, "optimizer": 0, "host": 0, "disk": 0}
+        num_bytes = {"master": 0, "optimizer": 0, "host": 0, "disk": 0}
         for master in self._updater.masters:
-            stored = master.residence.is_stored
-            own = master.raw.nbytes if master.has_compute_copy and not stored(master.raw) else 0
+            stored = master.state_storage.is_stored
+            master_bytes = (
+                master.raw.nbytes if master.has_compute_copy and not stored(master.raw) else 0
+            )
             states = sum(value.nbytes for value in self._states(master) if not stored(value))
-            found["disk"] += master.residence.disk_bytes
-            if master.home.is_on_host:
-                found["host"] += own + states + master.grads.home.host_bytes
+            num_bytes["disk"] += master.state_storage.disk_bytes
+            if master.store.is_on_host:
+                num_bytes["host"] += master_bytes + states + master.grads.store.host_bytes
             else:
-                found["master"] += own
-                found["optimizer"] += states
-        host = self._updater.homes.host
-        found["host"] += 0 if host is None else host.buffer_bytes
-        return found
+                num_bytes["master"] += master_bytes
+                num_bytes["optimizer"] += states
+        host = self._updater.stores.host
+        num_bytes["host"] += 0 if host is None else host.buffer_bytes
+        return num_bytes
 
 
 def memory_plan(sharded: ShardedModel, updater: Updater) -> dict[str, int]:
     """Bytes of model states on this rank, by kind: see `Memory.state_bytes` and `StateMemory.state_bytes`."""
     memory = sharded.memory
     plan = {**memory.state_bytes(), **StateMemory(updater).state_bytes()}
-    plan["host"] += memory.host_bytes() + sharded.homes.shards.host_bytes
+    plan["host"] += memory.host_bytes() + sharded.stores.shards.host_bytes
     plan["disk"] += memory.disk_bytes()
     return plan
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from ...offload.places import OptimizerStates, Ticket
+from ...offload.interfaces import JobHandle, OptimizerStates
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World, states_of
 from ...utils.errors import UsageError, XdsError
@@ -46,15 +46,17 @@ class Updater:
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
         self.masters = [
-            Master(params, grads, home)
+            Master(params, grads, store)
             for unit in model.units
-            for params, grads, home in zip(unit.params, unit.grads, unit.homes, strict=False)
+            for params, grads, store in zip(
+                unit.params, unit.grads, unit.master_stores, strict=False
+            )
         ]
         self.masters.sort(key=lambda master: master.grads.group.number)
-        place = {id(grads): at for at, grads in enumerate(model.flat_grads)}
+        place = {id(grads): at for at, grads in enumerate(model.reduction.order)}
         self._as_sums_arrive = sorted(self.masters, key=lambda master: place[id(master.grads)])
         self.world = World(model.collectives, tuple(_flat(master) for master in self.masters))
-        self.homes = model.homes
+        self.stores = model.stores
         self._optimizer: torch.optim.Optimizer | None = None
         self._num_tensors = 0  # in the optimizer's groups
         self._host_updates: HostUpdates | None = None
@@ -81,28 +83,28 @@ class Updater:
             self._bind_host(optimizer)
         for master in self.masters:
             states = OptimizerStates(optimizer, self._tensors_in(master))
-            master.residence.bind(states)
-        if self.homes.host is not None:
+            master.state_storage.bind(states)
+        if self.stores.host is not None:
             optimizer.register_state_dict_pre_hook(partial(self._before_state_dict, "state_dict"))
             load_hook = partial(self._before_state_dict, "load_state_dict")
             optimizer.register_load_state_dict_pre_hook(load_hook)
 
     def _bind_host(self, optimizer: ShardOptimizer) -> None:
         """Let masters on the host update in its thread."""
-        host = self.homes.host
+        host = self.stores.host
         if host is None:
             return
         from ..features.host_updates import HostUpdates
 
         self._host_updates = HostUpdates(optimizer, self.world, self.optimizer_tensors)
-        if host.spare is not None and optimizer.is_elementwise:
+        if host.undo_pool is not None and optimizer.is_elementwise:
             from ..features.super_offload import SuperOffload
 
-            self._super_offload = SuperOffload(self.masters, self._host_updates, host.spare)
+            self._super_offload = SuperOffload(self.masters, self._host_updates, host.undo_pool)
 
     def _before_state_dict(self, call: str, *_: Any) -> None:
         """User code calls state_dict or load_state_dict of the optimizer itself."""
-        if self.homes.states.is_on_disk:
+        if self.stores.states.is_on_disk:
             raise UsageError(
                 f'optimizer.{call}() with offload_optimizer.device = "nvme": the states are in a file; use '
                 "engine.save_checkpoint and load_checkpoint, or xds.zero.get_full_optimizer_state and "
@@ -121,7 +123,7 @@ class Updater:
     def allocate_states(self) -> None:
         """Allocate states on the device that the first step would allocate."""
         if isinstance(self._optimizer, ShardOptimizer):
-            on_device = [master for master in self.masters if not master.home.is_on_host]
+            on_device = [master for master in self.masters if not master.store.is_on_host]
             for master in on_device:
                 for item in master.items:
                     self._optimizer.state_of(item)
@@ -130,7 +132,7 @@ class Updater:
     def takes_decisions(self) -> bool:
         """`step` can be called before the host knows whether it is a plain one."""
         optimizer = self._optimizer
-        if not isinstance(optimizer, ShardOptimizer) or self.homes.host is not None:
+        if not isinstance(optimizer, ShardOptimizer) or self.stores.host is not None:
             return False
         device = self.world.collectives.device
         return (
@@ -162,7 +164,7 @@ class Updater:
         assert self._optimizer is not None
         if _num_tensors(self._optimizer) != self._num_tensors:
             raise UsageError(ADDED_GROUP)
-        agree_on_disks(self.world.collectives, self.homes)
+        agree_on_disks(self.world.collectives, self.stores)
         self._model.before_update()
         optimizer = self._optimizer
         if not isinstance(optimizer, ShardOptimizer):
@@ -188,17 +190,17 @@ class Updater:
 
         Raises XdsError: on every rank, if the disk of one has failed.
         """
-        homes = self.homes
+        stores = self.stores
         trained = {id(master.params) for master in self.masters}
         flats = [flat for unit in self._model.units for flat in unit.params]
         frozen = [flat for flat in flats if id(flat) not in trained]
-        with homes.states.hold(), homes.shards.hold():
+        with stores.states.hold(), stores.shards.hold():
             with suppress(XdsError):  # `failure` has it
                 for master in self.masters:
-                    master.bring()
+                    master.load()
                 for flat in frozen:
-                    flat.place.bring()
-            agree_on_disks(self.world.collectives, homes)
+                    flat.stored_shard.load()
+            agree_on_disks(self.world.collectives, stores)
             yield
 
     def take_edits(self) -> None:
@@ -208,7 +210,7 @@ class Updater:
 
     def ask_written(self) -> Tensor | None:
         """Where user code has written, which `step` would read: bool [masters with a delta]; or None."""
-        if self.homes.host is not None:
+        if self.stores.host is not None:
             return None
         written = [master.written() for master in self.masters if master.has_sent_delta]
         return torch.stack(written) != 0 if written else None
@@ -223,8 +225,8 @@ class Updater:
         """
         with_delta = [master for master in self.masters if master.has_sent_delta]
         # what is on the device is read together, because each read waits for it
-        said = written if written else _values_of([master.written() for master in with_delta])
-        for master, is_written in zip(with_delta, said, strict=True):
+        flags = written if written else _values_of([master.written() for master in with_delta])
+        for master, is_written in zip(with_delta, flags, strict=True):
             if is_written:
                 master.take_edits_across()
         for master in self.masters:
@@ -245,52 +247,52 @@ class Updater:
         self._take_edits_into_masters(written, also_in_update=not optimizer.takes_edits)
         arrivals = self._start_on_host(scale)
         groups = copies_of(optimizer.param_groups)
-        here = [master for master in self._as_sums_arrive if not master.home.is_on_host]
-        is_counted = optimizer.count_step([item for m in here for item in m.items], scale)
-        for master in here:
-            kept = self._keep_frozen([master])
+        on_device = [master for master in self._as_sums_arrive if not master.store.is_on_host]
+        is_counted = optimizer.count_step([item for m in on_device for item in m.items], scale)
+        for master in on_device:
+            frozen = self._keep_frozen([master])
             updates_here = self._updates(master, groups, is_counted=is_counted)
             optimizer.update(updates_here, scale, self.world)
-            kept.restore()
+            frozen.restore()
             master.write_copy()
             if decided is not None and master.publishes and not decided.is_plain:
                 return False
             master.publish()
         if decided is not None and not decided.is_plain:
             return False
-        if self.homes.are_on_disk:
+        if self.stores.are_on_disk:
             self._wait_for_disks(arrivals)
         for master, arrival in arrivals:
             if master.params.may_be_resharded:
                 master.params.expect(arrival)  # the unit's next use waits for it
-            elif self.homes.defers and not master.params.is_sharded:
+            elif self.stores.defers and not master.params.shards_params:
                 master.params.defer(arrival, gathers=master.is_sharded)
             else:
-                arrival.order()
+                arrival.wait_on_device()
                 master.publish()
         return True
 
-    def _start_on_host(self, scale: Scale) -> list[tuple[Master, Ticket]]:
-        """Start the updates of the masters on the host; a ticket is done when forward can read the values."""
+    def _start_on_host(self, scale: Scale) -> list[tuple[Master, JobHandle]]:
+        """Start the updates of the masters on the host; a handle is done when forward can read the values."""
         if self._host_updates is None:
             return []
         updates = [
             self._host_updates.prepare(master, scale.value)
             for master in self._in_order_of_use()
-            if master.home.is_on_host
+            if master.store.is_on_host
         ]
         if self._super_offload is not None:
-            tickets = self._super_offload.start_rest(updates)
+            handles = self._super_offload.start_rest(updates)
         else:
-            tickets = self._host_updates.start(updates)
-        return [(u.master, ticket) for u, ticket in zip(updates, tickets, strict=True)]
+            handles = self._host_updates.start(updates)
+        return [(u.master, handle) for u, handle in zip(updates, handles, strict=True)]
 
-    def _wait_for_disks(self, arrivals: Sequence[tuple[Master, Ticket]]) -> None:
+    def _wait_for_disks(self, arrivals: Sequence[tuple[Master, JobHandle]]) -> None:
         """Wait for what is published in this step. Raises XdsError: on every rank, if a disk has failed."""
         for master, arrival in arrivals:
-            if not master.params.may_be_resharded and not self.homes.defers:
-                arrival.order()
-        agree_on_disks(self.world.collectives, self.homes)
+            if not master.params.may_be_resharded and not self.stores.defers:
+                arrival.wait_on_device()
+        agree_on_disks(self.world.collectives, self.stores)
 
     def _in_order_of_use(self) -> list[Master]:
         """First what is published in this step, then the root, then the blocks."""
@@ -305,7 +307,7 @@ class Updater:
         grad = master.grads.for_update()
         out = None
         if master.casts and master.crosses_device:
-            # a place at home: an optimizer may round differently without one
+            # a place at store: an optimizer may round differently without one
             out = torch.empty(grad.numel(), dtype=master.params.dtype, device=master.raw.device)
         elif master.casts and not master.sends_differences:
             out = master.compute
@@ -318,26 +320,26 @@ class Updater:
         self._take_edits_into_masters(written, also_in_update=not optimizer.takes_edits)
         groups = optimizer.param_groups
         updates = [update for master in self.masters for update in self._updates(master, groups)]
-        kept = self._keep_frozen(self.masters)
+        frozen = self._keep_frozen(self.masters)
         optimizer.update(updates, scale, self.world)
-        kept.restore()
+        frozen.restore()
         for master in self.masters:
             master.write_copy()
             master.publish()
 
     def _keep_frozen(self, masters: Sequence[Master]) -> FrozenValues:
         """Save the values and states of the parameters that are frozen now."""
-        kept = FrozenValues()
+        frozen = FrozenValues()
         for master in masters:
             ranges = master.frozen_ranges()
             if not ranges:
                 continue
-            kept.keep(master.tensor, ranges)
+            frozen.keep(master.tensor, ranges)
             if master.casts:
-                kept.keep(master.compute, ranges)
+                frozen.keep(master.compute, ranges)
             assert self._optimizer is not None
-            kept.keep_states(self._optimizer, master, self._tensors_in(master), ranges)
-        return kept
+            frozen.keep_states(self._optimizer, master, self._tensors_in(master), ranges)
+        return frozen
 
     def _step_torch(self, optimizer: torch.optim.Optimizer, scale: Scale) -> None:
         """Step any torch optimizer, with `.grad` set on its tensors in the master's dtype."""
@@ -347,9 +349,9 @@ class Updater:
             if not scale.is_one:
                 wide.mul_(scale.value)
             self._set_grads(master, wide)
-        kept = self._keep_frozen(self.masters)
+        frozen = self._keep_frozen(self.masters)
         optimizer.step()
-        kept.restore()
+        frozen.restore()
         for group in optimizer.param_groups:
             for tensor in group["params"]:
                 tensor.grad = None
@@ -371,7 +373,7 @@ class Updater:
             buffer that the state tensors cover, or None if they have the parameter's own shape.
         """
         assert self._optimizer is not None
-        master.bring()
+        master.load()
         start = master.params.layout.shard_range(master.rank)[0]
         first = slot.offset - (start if master.is_sharded else 0)
         for tensor, at in self._tensors_in(master):

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ....ops.flat import numel_of
-from ....ops.weights.safe_pickle import StandIn, read_pickle
+from ....ops.weights.safe_pickle import UnpickledObject, read_pickle
 from ....ops.weights.tensor_table import shown
 from ....utils.errors import UsageError
 from ....zero.checkpoint.ranges import ConstantRange
@@ -536,7 +536,8 @@ def _loss_scale(raw: Any, config: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(raw, dict) or not raw.get("dynamic_loss_scale"):
         return {}
     scaler = raw.get("loss_scaler")
-    fields = scaler.fields if isinstance(scaler, StandIn) else raw  # stage 0 has them beside
+    # stage 0 has them beside
+    fields = scaler.fields if isinstance(scaler, UnpickledObject) else raw
     if not isinstance(fields, dict) or "cur_scale" not in fields:
         return {}
     fp16: Any = config.get("fp16") or {}

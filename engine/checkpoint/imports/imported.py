@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....ops.flat import numel_of
 from ....ops.mesh import Mesh
-from ....ops.weights.safe_pickle import StandIn
+from ....ops.weights.safe_pickle import UnpickledObject
 from ....ops.weights.tensor_table import check_storable
 from ....utils.errors import UsageError
 from ....utils.quoting import printable
@@ -33,7 +33,7 @@ from ..io.folders import (
     write_latest,
 )
 from ..io.storage import storage_of
-from ..io.tensor_file import Entry, Sums, image_bytes, write_tensors
+from ..io.tensor_file import Sums, TensorEntry, image_bytes, write_tensors
 from ..manifest import FileRecord, Manifest, lacking, new_manifest, some_of
 from ..packing import pack
 
@@ -57,7 +57,7 @@ class Imported:
         self.stage = stage
         self.notes: list[str] = []
         self.flats: list[SavedFlat] = []
-        self._entries: list[Entry] = []
+        self._entries: list[TensorEntry] = []
         self._ranges: list[Range] = []
         self._constants: list[ConstantRange] = []
         empty: dict[str, Any] = {"optimizer": None, "lr_scheduler": None, "client_state": {}}
@@ -97,7 +97,7 @@ class Imported:
         name = f"{key}/{flat}/{start}"
         stop = start + tensor.numel()
         if tensor.numel():
-            self._entries.append(Entry(name, tensor, 0, tensor.numel()))
+            self._entries.append(TensorEntry(name, tensor, 0, tensor.numel()))
             self._ranges.append(Range(flat, key, start, stop, 0, name, name_of(tensor.dtype)))
 
     def add_constant(self, one: ConstantRange) -> None:
@@ -121,7 +121,7 @@ class Imported:
 
         self._state[key] = pack(value, key, store)
         for number, tensor in enumerate(put, first):
-            self._entries.append(Entry(f"engine/{number}", tensor, 0, tensor.numel()))
+            self._entries.append(TensorEntry(f"engine/{number}", tensor, 0, tensor.numel()))
 
     def set_counters(
         self, steps: int = 0, skipped: int = 0, samples: int = 0, accumulation_steps: int = 1
@@ -144,7 +144,7 @@ class Imported:
                 pack(value, str(key), lambda _: "")
                 found[str(key)] = value
             except UsageError as error:
-                is_class = isinstance(value, StandIn)
+                is_class = isinstance(value, UnpickledObject)
                 what = f"is a {value.name}" if is_class else f"cannot be kept: {error}"
                 self.note(f"{where} {key!r} {what}: left out")
         return found

@@ -24,7 +24,7 @@ from torch import Tensor
 from ....ops.weights.tensor_table import Located, read_header, shown
 from ....utils.errors import DamagedError
 from ....zero.checkpoint.ranges import Copy
-from ....zero.layout.slices import Runs, clipped
+from ....zero.layout.slices import StridedRuns, clipped
 from ..manifest import FileRecord, Manifest, check_tensors
 from .storage import OldFile, storage_of
 from .tensor_file import bytes_of
@@ -46,7 +46,7 @@ class _Span:
     stop: int
     dtype: torch.dtype
     target: Tensor | None
-    runs: Runs | None = None
+    runs: StridedRuns | None = None
 
     def memory(self, low: int, high: int) -> Tensor | None:
         """The target's memory for bytes [low, high) of the file; None: they need a copy or a cast."""

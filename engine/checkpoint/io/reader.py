@@ -22,7 +22,7 @@ from ....ops.flat import numel_of
 from ....ops.weights.tensor_table import BY_NAME
 from ....utils.errors import DamagedError, UsageError
 from ....utils.quoting import printable
-from ....zero.checkpoint.ranges import Copy, Piece, SavedFlat, merged
+from ....zero.checkpoint.ranges import Copy, SavedFlat, TargetPiece, merged
 from ..format import catalogue_of
 from ..manifest import lacking
 from ..packing import unpack
@@ -126,7 +126,7 @@ class CheckpointReader:
                 self.left_out.append(slot.name)
                 continue
             shape = slot.whole_shape
-            keys = self._catalogue.keys_of(Piece(flat.kind, slot.name, 0, numel_of(shape), 0))
+            keys = self._catalogue.keys_of(TargetPiece(flat.kind, slot.name, 0, numel_of(shape), 0))
             computes = BY_NAME[flat.dtype]
             dtype = BY_NAME[keys.get("value", flat.dtype)]
             self.values[slot.name] = Saved(
@@ -145,7 +145,7 @@ class CheckpointReader:
         value = self.values.get(name)
         if value is None or value.kind != "param":
             return {}
-        piece = Piece("param", name, 0, value.numel, 0)
+        piece = TargetPiece("param", name, 0, value.numel, 0)
         found: dict[str, Any] = {}
         for one in self._catalogue.constants_of(piece):
             whole = one.value
@@ -198,7 +198,7 @@ class CheckpointReader:
             yield part
 
     def _copies(self, saved: Saved, start: int, stop: int) -> list[Copy]:
-        piece = Piece(saved.kind, saved.name, start, stop, 0)
+        piece = TargetPiece(saved.kind, saved.name, start, stop, 0)
         found = self._catalogue.copies(piece, saved.key)
         if sum(copy.total_numel for copy in found) != stop - start:
             raise DamagedError(

@@ -31,7 +31,7 @@ MAX_SUMS = 4096  # per file, unless its chunks have the maximum size
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class TensorEntry:
     """A tensor of a file: elements [start, stop) of `tensor`, flattened.
 
     blocks: (start, stop) -> these elements, block by block, if the values are elsewhere; `tensor` then gives
@@ -83,7 +83,7 @@ def chunk_bytes_of(size_bytes: int) -> int:
 # -- from tensors -------------------------------------------------------------------------------------------
 
 
-def write_tensors(path: Path, entries: Sequence[Entry]) -> Sums:
+def write_tensors(path: Path, entries: Sequence[TensorEntry]) -> Sums:
     """Write a safetensors file and fsync it.
 
     Memory:  DEPTH blocks, and one tensor if its elements are not contiguous.
@@ -94,13 +94,13 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> Sums:
         return write_blocks(path, size_bytes, packed(_pieces(entries), size_bytes), pool)
 
 
-def image_bytes(entries: Sequence[Entry]) -> int:
+def image_bytes(entries: Sequence[TensorEntry]) -> int:
     """The length that the file of `entries` will have."""
     return len(_header(_in_order(entries))) + sum(entry.size_bytes for entry in entries)
 
 
 @torch.no_grad()
-def copy_image(entries: Sequence[Entry], memory: Tensor) -> None:
+def copy_image(entries: Sequence[TensorEntry], memory: Tensor) -> None:
     """Put the bytes of the file of `entries` into `memory` [image_bytes], uint8, on the CPU.
 
     None of them has `blocks`. Waits once for a device.
@@ -128,16 +128,16 @@ def write_image(path: Path, memory: Tensor, on_written: Callable[[int], None]) -
     return write_blocks(path, len(view), blocks, None, on_written)
 
 
-def _in_order(entries: Sequence[Entry]) -> list[Entry]:
+def _in_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
     """Widest elements first: every tensor then begins at a multiple of its element's size."""
     return sorted(entries, key=lambda entry: -entry.tensor.element_size())
 
 
-def _header(ordered: Sequence[Entry]) -> bytes:
+def _header(ordered: Sequence[TensorEntry]) -> bytes:
     return make_header((entry.name, entry.tensor.dtype, entry.shape) for entry in ordered)
 
 
-def _pieces(entries: Sequence[Entry]) -> Iterator[memoryview]:
+def _pieces(entries: Sequence[TensorEntry]) -> Iterator[memoryview]:
     """The file's bytes, in order. A view is valid until the next one is requested."""
     ordered = _in_order(entries)
     yield memoryview(_header(ordered))

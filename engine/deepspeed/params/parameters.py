@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ....ops.torch_internals import tree_map_only
 from ....utils.errors import UsageError
 from ....zero.core.gather import Gatherer
-from ....zero.core.owners import Owner, find_owner, reader_of
+from ....zero.core.owners import ParamOwner, find_owner, reader_of
 
 
 @final
@@ -46,13 +46,13 @@ def own_slice(whole: Tensor, rank: int, num_ranks: int) -> Tensor:
     return torch.cat([part, part.new_zeros(chunk - part.numel())])
 
 
-def read_slice(param: nn.Parameter, owner: Owner, whole: Tensor) -> Tensor:
+def read_slice(param: nn.Parameter, owner: ParamOwner, whole: Tensor) -> Tensor:
     """This rank's slice of `whole`, a tensor of the parameter's shape."""
     ranks = owner.group_of(param)
     return own_slice(whole, ranks.rank, ranks.world_size)
 
 
-def gather_slices(doing: str, param: nn.Parameter, owner: Owner, value: Tensor) -> Tensor:
+def gather_slices(doing: str, param: nn.Parameter, owner: ParamOwner, value: Tensor) -> Tensor:
     """The whole tensor of the slices that all ranks pass. Each rank sends its slice to every other one.
 
     Shapes:  `value` [chunk], the result that of the parameter.
@@ -83,10 +83,10 @@ class OwnSlice(Tensor):
     """
 
     _param: nn.Parameter
-    _owner: Owner
+    _owner: ParamOwner
 
     @classmethod
-    def of(cls, param: nn.Parameter, owner: Owner) -> OwnSlice:
+    def of(cls, param: nn.Parameter, owner: ParamOwner) -> OwnSlice:
         ranks = owner.group_of(param)
         numel = chunk_of(torch.Size(owner.full_shape(param)).numel(), ranks.world_size)
         made: OwnSlice = Tensor._make_wrapper_subclass(
@@ -224,11 +224,11 @@ class ZeroParamStatus(Enum):
 _BLOCK = 1 << 32  # ids of one engine
 # DeepSpeed's ids tell all parameters of a process apart. The maps are weak: what is dropped leaves them
 _blocks = itertools.count()
-_known: WeakKeyDictionary[Owner, int] = WeakKeyDictionary()  # -> its first id
+_known: WeakKeyDictionary[ParamOwner, int] = WeakKeyDictionary()  # -> its first id
 _built: Any = WeakTensorKeyDictionary()  # parameters of zero.Init on one rank -> their id
 
 
-def answer_for(owners: Iterable[Owner | None]) -> None:
+def answer_for(owners: Iterable[ParamOwner | None]) -> None:
     """From now on the parameters of these owners answer. For all ranks, in the same order."""
     for owner in owners:
         if owner is not None and owner not in _known:
@@ -253,7 +253,7 @@ def is_zero_param(parameter: object) -> bool:
     return isinstance(parameter, nn.Parameter) and _answers(parameter, find_owner(parameter))
 
 
-def _answers(param: nn.Parameter, owner: Owner | None) -> bool:
+def _answers(param: nn.Parameter, owner: ParamOwner | None) -> bool:
     return owner in _known if owner is not None else param in _built
 
 
@@ -261,7 +261,7 @@ def _answers(param: nn.Parameter, owner: Owner | None) -> bool:
 class _Answer:
     """A descriptor: attribute `name` of the parameters that this layer shards."""
 
-    def __init__(self, name: str, read: Callable[[nn.Parameter, Owner | None], Any]) -> None:
+    def __init__(self, name: str, read: Callable[[nn.Parameter, ParamOwner | None], Any]) -> None:
         self._name = name
         self._read = read
         self.__doc__ = read.__doc__
@@ -308,47 +308,47 @@ def _deepcopy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
 # -- the answers ------------------------------------------------------------------------------------------
 
 
-def _id(param: nn.Parameter, owner: Owner | None) -> int:
+def _id(param: nn.Parameter, owner: ParamOwner | None) -> int:
     """A number that no other parameter of the process has, equal on all ranks."""
     return int(_built[param]) if owner is None else _known[owner] + owner.number_of(param)
 
 
-def _shape(param: nn.Parameter, owner: Owner | None) -> torch.Size:
+def _shape(param: nn.Parameter, owner: ParamOwner | None) -> torch.Size:
     """The shape of the whole parameter, which is also `param.shape`."""
     return param.shape if owner is None else torch.Size(owner.full_shape(param))
 
 
-def _numel(param: nn.Parameter, owner: Owner | None) -> int:
+def _numel(param: nn.Parameter, owner: ParamOwner | None) -> int:
     """The elements of the whole parameter."""
     return _shape(param, owner).numel()
 
 
-def _status(param: nn.Parameter, owner: Owner | None) -> ZeroParamStatus:
+def _status(param: nn.Parameter, owner: ParamOwner | None) -> ZeroParamStatus:
     """Whether this rank can read the whole parameter now. Nothing is sent."""
     is_full = owner is None or owner.holds_full(param)
     return ZeroParamStatus.AVAILABLE if is_full else ZeroParamStatus.NOT_AVAILABLE
 
 
-def _persist(param: nn.Parameter, owner: Owner | None) -> bool:
+def _persist(param: nn.Parameter, owner: ParamOwner | None) -> bool:
     """The parameter stays gathered between its uses."""
     return owner is None or owner.stays_full(param)
 
 
-def _tensor(param: nn.Parameter, owner: Owner | None) -> Tensor:
+def _tensor(param: nn.Parameter, owner: ParamOwner | None) -> Tensor:
     """This rank's slice, see `OwnSlice`. Its values are read, by all ranks together, when they are used."""
     return own_slice(param, 0, 1) if owner is None else OwnSlice.of(param, owner)
 
 
-def _tensor_numel(param: nn.Parameter, owner: Owner | None) -> Callable[[], int]:
+def _tensor_numel(param: nn.Parameter, owner: ParamOwner | None) -> Callable[[], int]:
     return _tensor(param, owner).numel
 
 
-def _group(param: nn.Parameter, owner: Owner | None) -> dist.ProcessGroup | None:
+def _group(param: nn.Parameter, owner: ParamOwner | None) -> dist.ProcessGroup | None:
     """The ranks that the parameter is sharded over."""
     return dist.group.WORLD if owner is None else owner.group_of(param).group
 
 
-def _all_gather(param: nn.Parameter, owner: Owner | None) -> Callable[..., None]:
+def _all_gather(param: nn.Parameter, owner: ParamOwner | None) -> Callable[..., None]:
     def all_gather(
         param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
     ) -> None:
@@ -364,7 +364,7 @@ def _all_gather(param: nn.Parameter, owner: Owner | None) -> Callable[..., None]
     return all_gather
 
 
-def _all_gather_coalesced(param: nn.Parameter, owner: Owner | None) -> Callable[..., Gathered]:
+def _all_gather_coalesced(param: nn.Parameter, owner: ParamOwner | None) -> Callable[..., Gathered]:
     def all_gather_coalesced(params: Iterable[nn.Parameter], **options: Any) -> Gathered:
         """`all_gather` of several. Options such as `safe_mode` have no effect."""
         _all_gather(param, owner)(list(params))
@@ -373,7 +373,7 @@ def _all_gather_coalesced(param: nn.Parameter, owner: Owner | None) -> Callable[
     return all_gather_coalesced
 
 
-def _partition(param: nn.Parameter, owner: Owner | None) -> Callable[..., None]:
+def _partition(param: nn.Parameter, owner: ParamOwner | None) -> Callable[..., None]:
     def partition(
         param_list: Iterable[nn.Parameter] | None = None,
         hierarchy: int = 0,
@@ -396,7 +396,7 @@ def _partition(param: nn.Parameter, owner: Owner | None) -> Callable[..., None]:
     return partition
 
 
-_READERS: dict[str, Callable[[nn.Parameter, Owner | None], Any]] = {
+_READERS: dict[str, Callable[[nn.Parameter, ParamOwner | None], Any]] = {
     "ds_id": _id,
     "ds_shape": _shape,
     "ds_numel": _numel,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ....utils.errors import UsageError
 from ....zero.access import full
-from ....zero.core.owners import Owner, find_owner
+from ....zero.core.owners import ParamOwner, find_owner
 from ....zero.model.building import broadcast_whole
 from ..errors import raises_theirs
 from .parameters import gather_slices, is_zero_param, read_slice
@@ -101,7 +101,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 # -- a rank's own slice -------------------------------------------------------------------------------------
 
 
-def _sharded(doing: str, param: nn.Parameter) -> Owner:
+def _sharded(doing: str, param: nn.Parameter) -> ParamOwner:
     owner = find_owner(param)
     if owner is None or not is_zero_param(param):
         raise UsageError(

@@ -18,7 +18,7 @@ from ....utils.errors import UsageError
 from ....utils.schema.section import is_auto
 from ....zero.access.gathered import GatheredParameters as XdsGathered
 from ....zero.access.gathered import LostEdit
-from ....zero.core.owners import Owner, find_owner
+from ....zero.core.owners import ParamOwner, find_owner
 from ...config.config import Config, parse_config
 from ...config.text import read_source
 from ...model.precision import compute_dtype
@@ -27,7 +27,7 @@ from ..errors import methods_raise_theirs
 from ..library.log import logger
 from .parameters import answer_for, answer_for_built
 
-_strict: WeakSet[Owner] = WeakSet()  # owners know nothing of DeepSpeed's keys
+_strict: WeakSet[ParamOwner] = WeakSet()  # owners know nothing of DeepSpeed's keys
 
 
 @final
@@ -35,7 +35,7 @@ class InPlaceModification(UsageError, RuntimeError):
     """The error of `enable_sanity_checks`; DeepSpeed's is a RuntimeError."""
 
 
-def refuse_edits(source: Any, owners: Iterable[Owner | None]) -> None:
+def refuse_edits(source: Any, owners: Iterable[ParamOwner | None]) -> None:
     """From now on such edits of the parameters of `owners` are errors, if the config `source` says so."""
     if source is None or isinstance(source, Config):
         return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ....utils.errors import UsageError
-from ....zero.core.owners import Owner, Stored, find_owner
+from ....zero.core.owners import ParamOwner, ShardView, find_owner
 from ...engine import Engine
 
 
@@ -25,7 +25,7 @@ class ShownGrads:
             and config.zero_optimization.offload_optimizer.device == "none"
         )
         self._is_used = self._is_whole and not (config.fp16.enabled or config.bf16.enabled)
-        self._shown: list[tuple[nn.Parameter, Stored, Tensor, float]] = []
+        self._shown: list[tuple[nn.Parameter, ShardView, Tensor, float]] = []
 
     def show(self) -> None:
         """After a backward. Before the last one of a step nothing is shown: sums are not reduced yet."""
@@ -42,7 +42,7 @@ class ShownGrads:
     def _allow(self) -> None:
         self._engine.allow_grads(grad for _, _, grad, _ in self._shown)
 
-    def _show_one(self, param: nn.Parameter, owner: Owner) -> None:
+    def _show_one(self, param: nn.Parameter, owner: ParamOwner) -> None:
         stored = owner.grad(param)
         if stored is None or not stored.is_full or stored.local.dtype != param.dtype:
             return

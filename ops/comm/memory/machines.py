@@ -30,8 +30,8 @@ from ...pool import BufferPool
 from ..backend import Member, state_of
 from ..handles import Handle, Lost, Messages, Works
 from ..point_to_point import post, transfer
-from ..threads import Job, OrderedThreads
-from .operations import Clock, GroupOperations, InMemory, can_sum
+from ..threads import OrderedThreads, ThreadJob
+from .operations import GroupOperations, InMemory, WaitClock, can_sum
 from .peers import Neighbours
 from .segment import Segment
 from .shared_memory import InMemoryBackend
@@ -327,7 +327,7 @@ class _Both(Handle):
 class _Chained(Handle):
     """A job to wait for, and a function to call after it."""
 
-    def __init__(self, memory: GroupOperations, job: Job, finish: Callable[[], None]) -> None:
+    def __init__(self, memory: GroupOperations, job: ThreadJob, finish: Callable[[], None]) -> None:
         self.job = job
         self._memory = memory
         self._is_waited_for = False
@@ -338,7 +338,7 @@ class _Chained(Handle):
         if self._is_waited_for:
             return
         self._is_waited_for = True
-        clock = Clock()
+        clock = WaitClock()
         while not job.wait(0.2):
             if self._memory.is_out_of_time(clock):
                 raise self._memory.lost("Timed out waiting for other machines", None)

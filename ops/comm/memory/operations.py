@@ -151,7 +151,7 @@ class GroupOperations:
 
     def _retry(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
         """Wait until peers have read some messages, because too many are unread, and start the operation."""
-        operation, clock = None, Clock()
+        operation, clock = None, WaitClock()
         while operation is None:
             time.sleep(0.001)
             self.native.progress()
@@ -175,7 +175,7 @@ class GroupOperations:
         }[status]
         return reason, None if status == NO_MEMORY else rank
 
-    def is_out_of_time(self, clock: Clock) -> bool:
+    def is_out_of_time(self, clock: WaitClock) -> bool:
         """Whether a wait has lasted for the timeout, or the group has failed already."""
         return bool(self._failure) or clock.seconds() > self._timeout_seconds
 
@@ -192,7 +192,7 @@ class GroupOperations:
 
 
 @final
-class Clock:
+class WaitClock:
     """Counts seconds of waiting, without the time in which this process was stopped."""
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ class InMemory(Handle):
         of.check_owner()
         status = of.native.wait(operation, SLICE_NS, of.spin_ns, of.yields)
         if status == PENDING:
-            clock = Clock()
+            clock = WaitClock()
             while status == PENDING and not of.is_out_of_time(clock):
                 status = of.native.wait(operation, SLICE_NS, of.spin_ns, of.yields)
         failure = None if status == DONE else of.explain(status, operation)
@@ -300,4 +300,4 @@ def _table(rows: Sequence[Sequence[int]]) -> Any:
     return (c_int64 * len(flat))(*flat)
 
 
-__all__ = ["KINDS", "Clock", "GroupOperations", "InMemory", "can_sum"]
+__all__ = ["KINDS", "WaitClock", "GroupOperations", "InMemory", "can_sum"]

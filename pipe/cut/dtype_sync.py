@@ -35,7 +35,7 @@ class ZeroParameter:
 
 
 @final
-class Likeness:
+class DtypeSync:
     """What stands for other stages, and the dtypes that it follows."""
 
     def __init__(self, own: Iterable[nn.Parameter]) -> None:
@@ -63,4 +63,4 @@ class Likeness:
         self._dtypes, self.device = dtypes, device
 
 
-__all__ = ["Likeness", "ZeroParameter"]
+__all__ = ["DtypeSync", "ZeroParameter"]

@@ -7,8 +7,8 @@ from typing import final
 
 from torch import Tensor
 
+from .interfaces import FinishedJob, JobHandle
 from .pinned import host_memory
-from .places import Done, Ticket
 
 GROWTH = 1.5  # the least factor from a block to the larger one that replaces it
 
@@ -19,7 +19,7 @@ class HostBlock:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.reader: Ticket = Done()
+        self.reader: JobHandle = FinishedJob()
 
 
 @final
@@ -36,15 +36,15 @@ class HostPool:
         with self._lock:
             fitting = [block for block in self._free if block.memory.numel() >= num_bytes]
             largest = max(self._free, key=_size, default=None)
-            found = min(fitting, key=_size) if fitting else largest
-            if found is not None:
-                self._free.remove(found)
-        if found is None:
+            block = min(fitting, key=_size) if fitting else largest
+            if block is not None:
+                self._free.remove(block)
+        if block is None:
             return HostBlock(host_memory(num_bytes, pin=self._pin))
         if not fitting:  # a larger one replaces the largest
-            roomy = int(GROWTH * found.memory.numel())
+            roomy = int(GROWTH * block.memory.numel())
             return HostBlock(host_memory(max(num_bytes, roomy), pin=self._pin))
-        return found
+        return block
 
     def give(self, block: HostBlock) -> None:
         """Return `block`, of which no further copy is started."""

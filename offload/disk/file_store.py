@@ -10,55 +10,57 @@ from torch import Tensor
 
 from ...utils.errors import XdsError
 from .extents import Extents
-from .kept import Kept
+from .lru_cache import LruCache
 from .options import DiskOptions
-from .residence import OnDisk
+from .storage import DiskStorage
 from .transfers import Transfers
 
 
-class InFile(ABC):
+class FileStore(ABC):
     """Owns the file of a rank in `folder`, and the tensors that are in its extents."""
 
     def __init__(self, folder: Path, options: DiskOptions, rank: int, *, pin: bool = False) -> None:
-        """pin: the ring is pinned, because copies to the device start there."""
+        """pin: the slots are pinned, because copies to the device start there."""
         self._folder = folder
         self._options = options
         self._rank = rank
         self._pin = pin
         self._extents = Extents()
         self._transfers = Transfers()
-        self._kept = Kept()
-        self._residences: list[OnDisk] = []
+        self._cache = LruCache()
+        self._storages: list[DiskStorage] = []
 
     @abstractmethod
     def plan(self, index: int, numel: int, itemsize: int) -> None:
         """Flat buffer `index` will have `numel` elements of `itemsize` bytes: add its extent."""
 
     def open(self) -> None:
-        """Reserve the space for all that is planned. Raises UsageError: see `StateHome.open`."""
+        """Reserve the space for all that is planned. Raises UsageError: see `StateStore.open`."""
         self._transfers.open(self._folder, self._options, self._rank, self._extents, pin=self._pin)
 
-    def _residence(self, index: int, tensor: Tensor, *, holds_master: bool) -> OnDisk:
+    def _state_storage(self, index: int, tensor: Tensor, *, holds_master: bool) -> DiskStorage:
         extent = self._extents[str(index)]
-        found = OnDisk(self._transfers, self._kept, extent, tensor, holds_master=holds_master)
-        self._residences.append(found)
-        return found
+        storage = DiskStorage(
+            self._transfers, self._cache, extent, tensor, holds_master=holds_master
+        )
+        self._storages.append(storage)
+        return storage
 
     def hold(self) -> AbstractContextManager[None]:
-        """Inside, everything that is brought stays in memory."""
-        return self._kept.hold()
+        """Inside, everything that is loaded stays in memory."""
+        return self._cache.hold()
 
     def failure(self) -> str:
         """What has failed so far, for a message; "" if nothing has."""
-        for residence in self._residences:
+        for storage in self._storages:
             with suppress(XdsError):
-                residence.check_written()
+                storage.check_written()
         return self._transfers.failure()
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory through which the tensors travel."""
-        return self._transfers.ring_bytes + self._kept.memory_bytes
+        """Bytes of host memory through which the tensors are copied."""
+        return self._transfers.slots_bytes + self._cache.memory_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -70,4 +72,4 @@ class InFile(ABC):
         self._transfers.close()
 
 
-__all__ = ["InFile"]
+__all__ = ["FileStore"]

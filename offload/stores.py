@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from .places import DeviceHome, Home, ShardHome, ShardsOnDevice, StateHome, StatesInMemory
+from .interfaces import (
+    DeviceShardStore,
+    DeviceStore,
+    MasterStore,
+    ShardStore,
+    StateStore,
+)
 
 if TYPE_CHECKING:
-    from .host import HostHome
+    from .host import HostStore
 
 
 @final
-class Homes:
-    """Chooses the home of each flat buffer, in the order in which forward uses them.
+class Stores:
+    """Chooses the store of each flat buffer, in the order in which forward uses them.
 
     The first ones stay on the device until it has its share. Backward reaches the others first, so their
     updates on the host begin early.
@@ -20,11 +26,11 @@ class Homes:
 
     def __init__(
         self,
-        host: HostHome | None,
+        host: HostStore | None,
         *,
         ratio: float = 0.0,
         total_numel: int = 0,
-        shards: ShardHome | None = None,
+        shards: ShardStore | None = None,
         defers: bool = False,
     ) -> None:
         """
@@ -36,15 +42,15 @@ class Homes:
             defers: a step does not wait for updates on the host.
         """
         self.host = host
-        self.states: StateHome = StatesInMemory() if host is None else host.states
+        self.states: StateStore = StateStore() if host is None else host.states
         self.defers = defers and host is not None
-        self.shards = shards or ShardsOnDevice()
-        self.device: Home = DeviceHome(None if host is None else host.device)
+        self.shards = shards or DeviceShardStore()
+        self.device: MasterStore = DeviceStore(None if host is None else host.device)
         self._all_on_device = host is None or not ratio
         self._device_numel = round((1 - ratio) * total_numel)
 
     def close(self) -> None:
-        """End the threads of the host's home, and the files."""
+        """End the threads of the host's store, and the files."""
         if self.host is not None:
             self.host.close()
         self.shards.close()
@@ -63,8 +69,8 @@ class Homes:
         """What has failed so far on this rank's disk, for a message; "" if nothing has."""
         return self.states.failure() or self.shards.failure()
 
-    def next(self, numel: int) -> Home:
-        """The home of the next buffer, of `numel` elements."""
+    def next(self, numel: int) -> MasterStore:
+        """The store of the next buffer, of `numel` elements."""
         if self.host is None or self._all_on_device:
             return self.device
         if numel <= self._device_numel:
@@ -74,4 +80,4 @@ class Homes:
         return self.host
 
 
-__all__ = ["Homes"]
+__all__ = ["Stores"]

@@ -4,7 +4,7 @@
     server          the server's error, each rank's part (stage 0)
     copy            the values that forward computes with, where they are not the cast masters (stages 1, 2)
 
-At as many ranks each takes its own error. Else each takes an equal part of their sum, so what is owed in all
+At as many ranks each takes its own error. Else each takes an equal part of their sum, so the error in all
 is kept.
 """
 
@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ...compression.scheme import Owed
+from ...compression.scheme import PendingError
 from ..core.master import Master
 from .ranges import COPY, ERROR, SERVER, Catalogue, Copy, SavedFlat, pieces
 from .snapshot import Snapshot
@@ -35,8 +35,8 @@ class _Plan:
 
 
 @final
-class OwedRestore:
-    """Restores what was owed. `unit`, `steps`, `holds_momentum`: those of the checkpoint, see `Owed`."""
+class ErrorRestore:
+    """Restores the pending errors. `unit`, `steps`, `holds_momentum`: see `PendingError`, of the checkpoint."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class OwedRestore:
         """Targets for all errors and copies, in fresh tensors."""
         targets: list[Target] = []
         for master in self._snapshot.masters:
-            if master.grads.reducer.keeps_owed:
+            if master.grads.reducer.has_pending_error:
                 targets += self._plan(master)
         return targets
 
@@ -100,7 +100,7 @@ class OwedRestore:
         ]
 
     def finish_values(self) -> None:
-        """Set the values that forward computes with, where they are near the masters. After the states."""
+        """Set the values that forward computes with, where they are close to the masters. After the states."""
         for one in self._plans:
             one.master.has_sent_delta = one.copy is not None
             if one.copy is not None:
@@ -110,10 +110,12 @@ class OwedRestore:
         """Set the errors. For all ranks: at another number of ranks each sends its part of them."""
         for one in self._plans:
             error = one.error if one.parts is None else _spread(one.master, one.parts)
-            owed = None
+            pending = None
             if error is not None:
-                owed = Owed(error, one.server, self._unit, self._steps, self._holds_momentum)
-            one.master.grads.reducer.restore(owed)
+                pending = PendingError(
+                    error, one.server, self._unit, self._steps, self._holds_momentum
+                )
+            one.master.grads.reducer.restore(pending)
 
 
 def _spread(master: Master, parts: Tensor) -> Tensor:
@@ -125,4 +127,4 @@ def _spread(master: Master, parts: Tensor) -> Tensor:
     return full
 
 
-__all__ = ["OwedRestore"]
+__all__ = ["ErrorRestore"]

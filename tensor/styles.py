@@ -15,7 +15,7 @@ from typing import final
 from torch import nn
 
 
-class Word(Enum):
+class StyleName(Enum):
     """How a module is cut. The value is its text in a plan."""
 
     COLWISE = "colwise"
@@ -39,15 +39,19 @@ class Word(Enum):
     """A head whose logits stay cut: for tensor_parallel.vocab_parallel_lm_head, and not for plans."""
 
 
-CUTS_COLUMNS = frozenset({Word.COLWISE, Word.COLWISE_GATHER, Word.PACKED_COLWISE, Word.VOCABULARY})
-CUTS_ROWS = frozenset({Word.ROWWISE, Word.PACKED_ROWWISE, Word.ROWWISE_SPLIT})
-KEEPS_WHOLE = frozenset({Word.PARTIAL, Word.TOKENS, Word.WHOLE})
-BY_HEADS = frozenset({Word.COLWISE, Word.PACKED_COLWISE, Word.ROWWISE, Word.PACKED_ROWWISE})
+CUTS_COLUMNS = frozenset(
+    {StyleName.COLWISE, StyleName.COLWISE_GATHER, StyleName.PACKED_COLWISE, StyleName.VOCABULARY}
+)
+CUTS_ROWS = frozenset({StyleName.ROWWISE, StyleName.PACKED_ROWWISE, StyleName.ROWWISE_SPLIT})
+KEEPS_WHOLE = frozenset({StyleName.PARTIAL, StyleName.TOKENS, StyleName.WHOLE})
+BY_HEADS = frozenset(
+    {StyleName.COLWISE, StyleName.PACKED_COLWISE, StyleName.ROWWISE, StyleName.PACKED_ROWWISE}
+)
 """Between these, activations are cut: heads have to stay whole."""
 
 ALIASES = {
-    "colwise_rep": Word.COLWISE_GATHER,
-    "rowwise_rep": Word.ROWWISE_SPLIT,
+    "colwise_rep": StyleName.COLWISE_GATHER,
+    "rowwise_rep": StyleName.ROWWISE_SPLIT,
 }
 REFUSED = {
     "moe_": "experts of a mixture are not cut yet",
@@ -62,14 +66,14 @@ REFUSED = {
 
 @final
 @dataclass(frozen=True)
-class Way:
+class ParallelStyle:
     """How one module is cut.
 
     parts: sizes of the packed parts of the dimension that is cut; (): as many as the word says.
     units: so many equal units stay whole, such as heads; 0: heads of the module around it.
     """
 
-    word: Word
+    name: StyleName
     parts: tuple[int, ...] = ()
     units: int = 0
 
@@ -77,25 +81,27 @@ class Way:
         """The sizes of the packed parts of `module`, in the dimension that is cut."""
         if self.parts:
             return self.parts
-        length = length_of(module, self.word)
+        length = length_of(module, self.name)
         count = 1
-        if self.word in (Word.PACKED_COLWISE, Word.PACKED_ROWWISE):
+        if self.name in (StyleName.PACKED_COLWISE, StyleName.PACKED_ROWWISE):
             count = 3 if is_transposed(module) else 2
         return (length // count,) * count
 
 
-def length_of(module: nn.Module, word: Word) -> int:
-    """The elements of the dimension of a layer that `word` cuts."""
+def length_of(module: nn.Module, style_name: StyleName) -> int:
+    """The elements of the dimension of a layer that `style_name` cuts."""
     weight = module._parameters["weight"]
     assert weight is not None
-    return weight.shape[cut_dim(module, word)]
+    return weight.shape[cut_dim(module, style_name)]
 
 
-def cut_dim(module: nn.Module, word: Word) -> int:
-    """The dimension of a weight that `word` cuts."""
-    if word is Word.EMBEDDING:
+def cut_dim(module: nn.Module, style_name: StyleName) -> int:
+    """The dimension of a weight that `style_name` cuts."""
+    if style_name is StyleName.EMBEDDING:
         return 0
-    return int(is_transposed(module)) if word in CUTS_COLUMNS else int(not is_transposed(module))
+    return (
+        int(is_transposed(module)) if style_name in CUTS_COLUMNS else int(not is_transposed(module))
+    )
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -115,8 +121,8 @@ __all__ = [
     "CUTS_ROWS",
     "KEEPS_WHOLE",
     "REFUSED",
-    "Way",
-    "Word",
+    "ParallelStyle",
+    "StyleName",
     "cut_dim",
     "is_linear",
     "is_transposed",

@@ -1,12 +1,12 @@
-"""The places of masters, optimizer states, shards of parameters and sums of gradients, and the defaults.
+"""The stores of masters, optimizer states, shards of parameters and sums of gradients, and the defaults.
 
-    Home          masters and states of one flat buffer      device: DeviceHome       host: host.py
-    Residence     where these are between two updates        memory: InMemory         disk: disk/
-    Shard         this rank's shard of parameters, stage 3   device: ShardOnDevice    host.py, disk/
-    SumHome       the sum of a buffer's gradients            device: OnDevice         host.py
+    MasterStore     masters and states of one flat buffer      device: DeviceStore        host.py
+    StateStorage    where these are between two updates        memory: the default        disk/
+    Shard           this rank's shard of parameters, stage 3   device: the default        host.py, disk/
+    GradStore       the sum of a buffer's gradients            device: DeviceGradStore    host.py
 
 The defaults keep everything where it is and do nothing. An optimizer makes its states beside the master, so the
-master's home is also theirs.
+master's store is also theirs.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from ..ops.optim.shard_optimizer import states_of
 Mark = torch.cuda.Event
 
 
-class Ticket(ABC):
-    """A job of a lane."""
+class JobHandle(ABC):
+    """A job of a queue."""
 
     @abstractmethod
     def wait(self) -> None:
         """Return when the job is done. Raises what the job raised."""
 
     @abstractmethod
-    def order(self) -> None:
+    def wait_on_device(self) -> None:
         """Let work that is started on the device from now on run after the job."""
 
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """`order` would not block the host."""
+        """`wait_on_device` would not block the host."""
 
 
 @final
-class Done(Ticket):
+class FinishedJob(JobHandle):
     """A job that was done at once."""
 
     is_done = True
@@ -51,13 +51,16 @@ class Done(Ticket):
     def wait(self) -> None:
         return
 
-    def order(self) -> None:
+    def wait_on_device(self) -> None:
         return
 
 
 @final
-class Landing(Ticket):
-    """Copies to the host that the current stream has started. `order` waits too: the host reads them."""
+class DeviceToHostCopy(JobHandle):
+    """Copies to the host that the current stream has started.
+
+    `wait_on_device` waits on the host as well, because the host reads them.
+    """
 
     is_done = False
 
@@ -70,7 +73,7 @@ class Landing(Ticket):
         if self._event is not None:
             self._event.synchronize()
 
-    def order(self) -> None:
+    def wait_on_device(self) -> None:
         self.wait()
 
 
@@ -97,230 +100,154 @@ class OptimizerStates:
         return ((start, tensor, states.get(tensor, {})) for tensor, start in self._tensors)
 
 
-class Residence(ABC):
-    """The place of one master and of its states. All tensors stay the same objects."""
+class StateStorage:
+    """Where one master and its states are between two updates: by default in memory that they keep.
 
-    is_on_disk: bool
+    All tensors stay the same objects.
+    """
 
-    @abstractmethod
+    is_on_disk = False
+
     def add_view(self, view: Tensor, start: int) -> None:
         """`view` is a contiguous view of the master that begins at its element `start`."""
+        return
 
-    @abstractmethod
     def bind(self, states: OptimizerStates) -> None:
         """The master has these states, from the first step on."""
+        return
 
-    @abstractmethod
-    def bring(self) -> None:
+    def load(self) -> None:
         """The tensors have their values in memory on return. Not while an update runs.
 
         They may be written to. Later calls for other masters move them away again.
         Raises XdsError: the disk failed.
         """
+        return
 
-    @abstractmethod
     def release(self) -> None:
-        """The tensors keep the memory that `bring` has given them, and never move again."""
+        """The tensors keep the memory that `load` has given them, and never move again."""
+        return
 
-    @abstractmethod
-    def begin(self) -> None:
-        """An update will `run`: start to read. Not while an earlier update runs."""
+    def start_load(self) -> None:
+        """An update will run: start to read. Not while an earlier update runs."""
+        return
 
-    @abstractmethod
-    def run(self, update: Callable[[], None]) -> bool:
-        """Call `update`, in its thread, after `begin`. What it writes is kept, and new states as well.
+    def run_update(self, update: Callable[[], None]) -> bool:
+        """Call `update`, in its thread, after `start_load`. What it writes is kept, and new states as well.
 
         Returns:
-            False: the disk failed, so it was not called; `StateHome.failure` says why.
+            False: the disk failed, so it was not called; `StateStore.failure` says why.
         """
-
-    @abstractmethod
-    def blocks_of(self, tensor: Tensor) -> Blocks | None:
-        """How the values of the master or of a state are read while they are on a disk; None: in memory."""
-
-    @property
-    @abstractmethod
-    def disk_bytes(self) -> int:
-        """Bytes of the master and the states that are stored on a disk."""
-
-    @abstractmethod
-    def is_stored(self, tensor: Tensor) -> bool:
-        """The values of this master or state are in the file between updates."""
-
-
-class InMemory(Residence):
-    """Memory that the master and its states keep."""
-
-    is_on_disk = False
-    disk_bytes = 0
-
-    def add_view(self, view: Tensor, start: int) -> None:
-        return
-
-    def bind(self, states: OptimizerStates) -> None:
-        return
-
-    def bring(self) -> None:
-        return
-
-    def release(self) -> None:
-        return
-
-    def begin(self) -> None:
-        return
-
-    def run(self, update: Callable[[], None]) -> bool:
         update()
         return True
 
     def blocks_of(self, tensor: Tensor) -> Blocks | None:
+        """How the values of the master or of a state are read while they are on a disk; None: in memory."""
         return None
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the master and the states that are stored on a disk."""
+        return 0
+
     def is_stored(self, tensor: Tensor) -> bool:
+        """The values of this master or state are in the file between updates."""
         return False
 
 
-class StateHome(ABC):
-    """Gives each master of a rank its residence."""
+class StateStore:
+    """Gives each master of a rank its `StateStorage`: by default memory."""
 
-    is_on_disk: bool
+    is_on_disk = False
 
-    @abstractmethod
     def plan(self, index: int, numel: int, itemsize: int) -> None:
         """The master of flat buffer `index` will have `numel` elements of `itemsize` bytes."""
+        return
 
-    @abstractmethod
     def open(self) -> None:
         """Reserve the space for all that is planned.
 
         Raises:
             UsageError: there is too little space, or no right to write there.
         """
+        return
 
-    @abstractmethod
-    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
-        """The residence of `master` [n], which has its first values.
+    def state_storage(self, index: int, master: Tensor, *, holds_master: bool) -> StateStorage:
+        """The storage of `master` [n], which has its first values.
 
         holds_master: False: the master has memory of its own, and only its states need a place.
         """
-
-    @abstractmethod
-    def hold(self) -> AbstractContextManager[None]:
-        """Inside, everything that is brought stays in memory; on exit all of it starts to be written."""
-
-    @abstractmethod
-    def failure(self) -> str:
-        """What has failed so far, for a message; "" if nothing has. After a failure no update runs."""
-
-    @property
-    @abstractmethod
-    def host_bytes(self) -> int:
-        """Bytes of host memory through which states travel."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End threads and give up the space."""
-
-
-@final
-class StatesInMemory(StateHome):
-    """Nothing moves."""
-
-    is_on_disk = False
-    host_bytes = 0
-
-    def plan(self, index: int, numel: int, itemsize: int) -> None:
-        return
-
-    def open(self) -> None:
-        return
-
-    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
-        return InMemory()
+        return StateStorage()
 
     def hold(self) -> AbstractContextManager[None]:
+        """Inside, everything that is loaded stays in memory; on exit all of it starts to be written."""
         return nullcontext()
 
     def failure(self) -> str:
+        """What has failed so far, for a message; "" if nothing has. After a failure no update runs."""
         return ""
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory through which states are copied."""
+        return 0
+
     def close(self) -> None:
+        """End threads and give up the space."""
         return
 
 
 # -- shards of parameters --------------------------------------------------------------------------------
 
 
-Near = Callable[[Tensor], Tensor]  # values [n] -> a copy of them on the device
+ToDevice = Callable[[Tensor], Tensor]  # values [n] -> a copy of them on the device
 
 
-class Shard(ABC):
-    """The shard of one flat buffer. `tensor` [n] stays the same object; on a disk it may read as NaN.
+class Shard:
+    """The shard of one flat buffer: by default memory of the device.
 
-    is_on_host: it is not on the device. is_on_disk: its values come and go.
+    `tensor` [n] stays the same object; on a disk it may read as NaN.
+    is_on_host: it is not on the device. is_on_disk: its values are in memory only while they are used.
     """
 
-    tensor: Tensor
-    is_on_host: bool
-    is_on_disk: bool
-
-    @abstractmethod
-    def bring(self) -> None:
-        """`tensor` has its values on return, and may be written to. Raises XdsError: the disk failed."""
-
-    @abstractmethod
-    def fetch(self, target: Tensor, after: Ticket | None) -> Ticket:
-        """Start to copy the values to `target` [n], on the device, when `after` is done."""
-
-    @abstractmethod
-    def begin_receive(self) -> None:
-        """New values are about to come: those in memory count no more."""
-
-    @abstractmethod
-    def receive(self, values: Tensor) -> None:
-        """On a disk: start to write `values` [n], which may change on return. In the thread of updates."""
-
-    @abstractmethod
-    def blocks(self) -> Blocks | None:
-        """How the values are read while they are on a disk; None: in memory."""
-
-
-@final
-class ShardOnDevice(Shard):
-    """Memory of the device."""
-
-    is_on_host = is_on_disk = False
+    is_on_host = False
+    is_on_disk = False
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
-    def bring(self) -> None:
+    def load(self) -> None:
+        """`tensor` has its values on return, and may be written to. Raises XdsError: the disk failed."""
         return
 
-    def fetch(self, target: Tensor, after: Ticket | None) -> Ticket:
+    def fetch(self, target: Tensor, after: JobHandle | None) -> JobHandle:
+        """On the host: start to copy the values to `target` [n], on the device, when `after` is done."""
         raise AssertionError("the shard is on the device")
 
-    def begin_receive(self) -> None:
+    def discard(self) -> None:
+        """New values will be written: drop those in memory."""
         return
 
-    def receive(self, values: Tensor) -> None:
+    def write(self, values: Tensor) -> None:
+        """On a disk: start to write `values` [n], which may change on return. In the thread of updates."""
         raise AssertionError("the shard is in memory")
 
     def blocks(self) -> Blocks | None:
+        """How the values are read while they are on a disk; None: in memory."""
         return None
 
 
-class ShardHome(ABC):
+class ShardStore(ABC):
     """The place of shards."""
 
     is_on_host: bool
     is_on_disk = False
 
     @abstractmethod
-    def store(self, index: int, values: Tensor, near: Near) -> Shard:
-        """A copy of `values` [n], those of flat buffer `index`, at home.
+    def add(self, index: int, values: Tensor, to_device: ToDevice) -> Shard:
+        """A copy of `values` [n], those of flat buffer `index`, at store.
 
-        near: makes the copy, if home is the device.
+        to_device: makes the copy, if store is the device.
         """
 
     def plan(self, index: int, numel: int, itemsize: int) -> None:
@@ -336,7 +263,7 @@ class ShardHome(ABC):
         return
 
     def hold(self) -> AbstractContextManager[None]:
-        """Inside, everything that is brought stays in memory."""
+        """Inside, everything that is loaded stays in memory."""
         return nullcontext()
 
     def failure(self) -> str:
@@ -345,7 +272,7 @@ class ShardHome(ABC):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory through which shards travel."""
+        """Bytes of host memory through which shards are copied."""
         return 0
 
     def close(self) -> None:
@@ -354,32 +281,32 @@ class ShardHome(ABC):
 
 
 @final
-class ShardsOnDevice(ShardHome):
+class DeviceShardStore(ShardStore):
     """The device."""
 
     is_on_host = False
 
-    def store(self, index: int, values: Tensor, near: Near) -> Shard:
-        return ShardOnDevice(near(values))
+    def add(self, index: int, values: Tensor, to_device: ToDevice) -> Shard:
+        return Shard(to_device(values))
 
 
 @final
-class Fetched(Handle):
+class ShardCopy(Handle):
     """A gather of one rank: the copy of its shard."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        self._ticket: Ticket | None = ticket
+    def __init__(self, handle: JobHandle) -> None:
+        self._handle: JobHandle | None = handle
 
     def wait(self) -> None:
-        if self._ticket is not None:
-            ticket, self._ticket = self._ticket, None
-            ticket.order()
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            handle.wait_on_device()
 
 
 # -- sums of gradients -----------------------------------------------------------------------------------
 
 
-class SumHome(ABC):
+class GradStore(ABC):
     """Stores the sum over ranks of one flat buffer's gradients since the last step."""
 
     is_on_host: bool
@@ -394,10 +321,10 @@ class SumHome(ABC):
 
     @abstractmethod
     def replace(self, total: Tensor) -> None:
-        """Start to replace the sum by `total` [n], on the device, which is written after `order` only."""
+        """Start to replace the sum by `total` [n] of the device. Write to it after `wait_on_device`."""
 
     @abstractmethod
-    def order(self) -> None:
+    def wait_on_device(self) -> None:
         """Let work that is started on the device from now on come after the copy of `replace`."""
 
     @abstractmethod
@@ -405,7 +332,7 @@ class SumHome(ABC):
         """The sum [n] in host memory; None if nothing was added since `reset`."""
 
     @abstractmethod
-    def arriving(self) -> tuple[Tensor, Ticket]:
+    def pending_total(self) -> tuple[Tensor, JobHandle]:
         """The sum [n], and when it will have its values. `total` still waits for them as well."""
 
     @abstractmethod
@@ -413,8 +340,8 @@ class SumHome(ABC):
         """The same in the dtype of sums: user code may write to it."""
 
     @abstractmethod
-    def lend(self, ticket: Ticket) -> None:
-        """The sum is read until `ticket` is done: its memory is not written before."""
+    def set_reader(self, handle: JobHandle) -> None:
+        """The sum is read until `handle` is done: its memory is not written before."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -430,7 +357,7 @@ class SumHome(ABC):
         """Bytes of host memory in use."""
 
 
-class OnDevice(SumHome):
+class DeviceGradStore(GradStore):
     """The sum stays in the buffers of the reduction."""
 
     is_on_host = False
@@ -444,19 +371,19 @@ class OnDevice(SumHome):
     def replace(self, total: Tensor) -> None:
         raise AssertionError("the sum stays on the device")
 
-    def order(self) -> None:
+    def wait_on_device(self) -> None:
         return
 
     def total(self) -> Tensor | None:
         return None
 
-    def arriving(self) -> tuple[Tensor, Ticket]:
+    def pending_total(self) -> tuple[Tensor, JobHandle]:
         raise AssertionError("the sum stays on the device")
 
     def widened(self) -> Tensor:
         raise AssertionError("the sum stays on the device")
 
-    def lend(self, ticket: Ticket) -> None:
+    def set_reader(self, handle: JobHandle) -> None:
         raise AssertionError("the sum stays on the device")
 
     def reset(self) -> None:
@@ -470,29 +397,29 @@ class OnDevice(SumHome):
         return 0
 
 
-# -- homes -----------------------------------------------------------------------------------------------
+# -- stores -----------------------------------------------------------------------------------------------
 
 
-class Home(ABC):
+class MasterStore(ABC):
     """The place of a master. `is_on_host`: forward's parameters are a copy on the device."""
 
     is_on_host: bool
 
     @abstractmethod
-    def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of `values` [n] at home, in `dtype`."""
+    def copy_in(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of `values` [n] at store, in `dtype`."""
 
     @abstractmethod
-    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
-        """Where the result of `store` and its states are between updates; see `StateHome.residence`."""
+    def state_storage(self, index: int, master: Tensor, *, holds_master: bool) -> StateStorage:
+        """Where the result of `copy_in` and its states are between updates; see `StateStore.state_storage`."""
 
     @abstractmethod
-    def sums(self, sum_dtype: torch.dtype) -> SumHome:
-        """A home for the sum of gradients."""
+    def sums(self, sum_dtype: torch.dtype) -> GradStore:
+        """A store for the sum of gradients."""
 
 
 @final
-class DeviceHome(Home):
+class DeviceStore(MasterStore):
     """The device."""
 
     is_on_host = False
@@ -501,35 +428,32 @@ class DeviceHome(Home):
         """device: None where all values are on the device already; with `offload_param` they are not."""
         self._device = device
 
-    def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+    def copy_in(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to(self._device or values.device, dtype, copy=True)
 
-    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
-        return InMemory()
+    def state_storage(self, index: int, master: Tensor, *, holds_master: bool) -> StateStorage:
+        return StateStorage()
 
-    def sums(self, sum_dtype: torch.dtype) -> SumHome:
-        return OnDevice()
+    def sums(self, sum_dtype: torch.dtype) -> GradStore:
+        return DeviceGradStore()
 
 
 __all__ = [
     "Blocks",
-    "DeviceHome",
-    "Done",
-    "Fetched",
-    "Home",
-    "InMemory",
-    "Landing",
+    "DeviceStore",
+    "FinishedJob",
+    "ShardCopy",
+    "MasterStore",
+    "DeviceToHostCopy",
     "Mark",
-    "Near",
-    "OnDevice",
+    "ToDevice",
+    "DeviceGradStore",
     "OptimizerStates",
-    "Residence",
+    "StateStorage",
     "Shard",
-    "ShardHome",
-    "ShardOnDevice",
-    "ShardsOnDevice",
-    "StateHome",
-    "StatesInMemory",
-    "SumHome",
-    "Ticket",
+    "ShardStore",
+    "DeviceShardStore",
+    "StateStore",
+    "GradStore",
+    "JobHandle",
 ]

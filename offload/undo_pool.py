@@ -1,4 +1,4 @@
-"""Spare host memory for updates that may have to be undone. Its size has a limit."""
+"""UndoPool host memory for updates that may have to be undone. Its size has a limit."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from ..utils.available_memory import available_bytes
+from .interfaces import FinishedJob, JobHandle
 from .pinned import host_memory
-from .places import Done, Ticket
 
 MAX_SHARE_OF_FREE = 0.5  # of the free memory that this rank has
 
 
 @final
-class Room:
+class UndoBuffers:
     """Memory for one update: uint8, one tensor for each that it changes, and one for forward's new values."""
 
     def __init__(self, memory: Sequence[Tensor], values: Tensor) -> None:
         self.memory = list(memory)
         self._values = values
-        self.reader: Ticket = Done()  # of the values
+        self.reader: JobHandle = FinishedJob()  # of the values
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -37,8 +37,8 @@ class Room:
 
 
 @final
-class Spare:
-    """Gives out rooms, as much as `limit_bytes` in all. Threads may share it.
+class UndoPool:
+    """Gives out buffers, as much as `limit_bytes` in all. Threads may share it.
 
     limit_bytes: None computes it when it is first needed: half of the free memory of this rank.
     """
@@ -47,17 +47,17 @@ class Spare:
         self.allocated_bytes = 0
         self._pin = pin
         self._limit_bytes = limit_bytes
-        self._free: list[Room] = []
+        self._free: list[UndoBuffers] = []
         self._lock = threading.Lock()
 
-    def take(self, sizes: Sequence[int], values_bytes: int) -> Room | None:
-        """A room whose memory has exactly these sizes in bytes; None if the limit is reached."""
+    def take(self, sizes: Sequence[int], values_bytes: int) -> UndoBuffers | None:
+        """A buffers whose memory has exactly these sizes in bytes; None if the limit is reached."""
         wanted = (*sizes, values_bytes)
         with self._lock:
-            for room in self._free:
-                if room.sizes == wanted:
-                    self._free.remove(room)
-                    return room
+            for buffers in self._free:
+                if buffers.sizes == wanted:
+                    self._free.remove(buffers)
+                    return buffers
             if self._limit_bytes is None:
                 self._limit_bytes = _limit_of_rank()
             if self.allocated_bytes + sum(wanted) > self._limit_bytes:
@@ -65,15 +65,15 @@ class Spare:
             self.allocated_bytes += sum(wanted)
         # only the values are copied to the device
         memory = [host_memory(size, pin=False) for size in sizes]
-        return Room(memory, host_memory(values_bytes, pin=self._pin))
+        return UndoBuffers(memory, host_memory(values_bytes, pin=self._pin))
 
-    def give(self, room: Room) -> None:
-        """Return `room`; its values may still be read until `room.reader` is done."""
+    def give(self, buffers: UndoBuffers) -> None:
+        """Return `buffers`; its values may still be read until `buffers.reader` is done."""
         with self._lock:
-            self._free.append(room)
+            self._free.append(buffers)
 
     def release(self) -> None:
-        """Free all rooms that were given back, and give out no more."""
+        """Free all buffers that were given back, and give out no more."""
         with self._lock:
             self._free, self._limit_bytes = [], 0
 
@@ -83,4 +83,4 @@ def _limit_of_rank() -> int:
     return int(available_bytes() * MAX_SHARE_OF_FREE / ranks_here)
 
 
-__all__ = ["Room", "Spare"]
+__all__ = ["UndoBuffers", "UndoPool"]

@@ -1,11 +1,11 @@
-"""A bounded ring of page-aligned slots of host memory, through which states travel to and from a disk.
+"""A fixed number of page-aligned slots of host memory, through which states are copied to and from a disk.
 
 In use:
 
-    slot = ring.take()                       # waits until a slot is free
+    slot = pool.take()                       # waits until a slot is free
     slot[:num_bytes].copy_(states)
-    ticket = disk.write(extent, slot)
-    ring.give(slot, after=ticket.wait)       # free when the write is done
+    pending = disk.write(extent, slot)
+    pool.give(slot, after=pending.wait)      # free when the write is done
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NO_THREAD = 0  # no thread has this identifier
 
 
 @final
-class Ring:
+class SlotPool:
     """`num_slots` uint8 tensors of shape [num_bytes_of_slot], in one block of host memory.
 
-    Threads may share a ring.
+    Threads may share a pool.
     Args:
         num_bytes_of_slot: rounded up to whole pages.
         pin: register the memory with CUDA; see `host_memory`.
@@ -94,7 +94,7 @@ class Ring:
         """Return a slot that `take` gave out, from any thread.
 
         Args:
-            after: returns when the slot is no longer used, such as `ticket.wait` or `event.synchronize`.
+            after: returns when the slot is no longer used, such as `pending.wait` or `event.synchronize`.
                 `take` calls it before it gives out the slot again. None: it is free at once.
         Raises:
             XdsError: `slot` is not a slot that is taken.
@@ -111,7 +111,9 @@ class Ring:
     def _index_of(self, slot: Tensor) -> int:
         index, rest = divmod(slot.data_ptr() - self._memory.data_ptr(), self._slot_bytes)
         if rest or index not in self._takers:
-            raise XdsError("internal error: a tensor was given to a ring that is no taken slot")
+            raise XdsError(
+                "internal error: a tensor was given to a slot pool that did not hand it out"
+            )
         return index
 
     def _hand_out(self, index: int) -> Tensor:
@@ -121,6 +123,6 @@ class Ring:
     def _check_others_hold_slots(self) -> None:
         if not self._num_waited_for and set(self._takers.values()) == {threading.get_ident()}:
             raise XdsError(
-                f"internal error: one thread holds all {len(self._takers)} slots of a ring and takes "
-                "another one; give a slot first, or make the ring larger (buffer_count)"
+                f"internal error: one thread holds all {len(self._takers)} slots of a pool and takes "
+                "another one; give a slot first, or make the pool larger"
             )

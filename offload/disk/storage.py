@@ -13,13 +13,12 @@ from typing import final
 from torch import Tensor
 
 from ...utils.errors import XdsError
+from ..interfaces import Blocks, JobHandle, OptimizerStates, StateStorage
 from ..pinned import host_memory
-from ..places import Blocks, OptimizerStates, Residence
-from ..places import Ticket as LaneTicket
 from .blocks import read_blocks
 from .extents import Extent
-from .file import Ticket
-from .kept import Kept, Movable
+from .file import PendingRequest
+from .lru_cache import Evictable, LruCache
 from .options import aligned
 from .transfers import Transfers, wait_quietly
 
@@ -29,29 +28,29 @@ MAIN = 0  # the region of the master; states are in the regions after it
 
 @final
 class _Fetch:
-    """A read on its way to a slot of the ring."""
+    """A read on its way to a slot of the pool."""
 
     def __init__(
-        self, transfers: Transfers, residence: OnDisk, after: LaneTicket | None = None
+        self, transfers: Transfers, storage: DiskStorage, after: JobHandle | None = None
     ) -> None:
         """after: it reads when this is done."""
         self._transfers = transfers
         self._after = after
-        self._residence = residence
+        self._storage = storage
         self._slot: Tensor | None = None
-        self._read: Ticket | None = None
-        self._started: LaneTicket = transfers.fetches.run(self._start)
+        self._read: PendingRequest | None = None
+        self._started: JobHandle = transfers.fetches.run(self._start)
 
     def _start(self) -> None:
         if self._after is not None:
             self._after.wait()
-        ring = self._transfers.ring
-        slot = ring.take()
-        ring.hand_over(slot)
+        pool = self._transfers.slots
+        slot = pool.take()
+        pool.hand_over(slot)
         try:
-            self._read = self._residence.start_read(slot)
+            self._read = self._storage.start_read(slot)
         except BaseException:
-            ring.give(slot)
+            pool.give(slot)
             raise
         self._slot = slot
 
@@ -63,13 +62,13 @@ class _Fetch:
             if self._read is not None:
                 self._read.wait()
         except BaseException:
-            self._transfers.ring.give(self._slot)
+            self._transfers.slots.give(self._slot)
             raise
         return self._slot
 
 
 @final
-class OnDisk(Residence, Movable):
+class DiskStorage(StateStorage, Evictable):
     """One extent of the file, divided into regions of equal size: the master, and one for each state.
 
     Between uses the tensors read as NaN: they are a single element in memory.
@@ -80,7 +79,7 @@ class OnDisk(Residence, Movable):
     def __init__(
         self,
         transfers: Transfers,
-        kept: Kept,
+        cache: LruCache,
         extent: Extent,
         master: Tensor,
         *,
@@ -88,7 +87,7 @@ class OnDisk(Residence, Movable):
     ) -> None:
         self.extent = extent
         self._transfers = transfers
-        self._kept = kept
+        self._cache = cache
         self._numel, self._dtype = master.numel(), master.dtype
         self._placeholder = transfers.placeholder(master.dtype)
         self._region_bytes = aligned(master.nbytes)
@@ -102,14 +101,14 @@ class OnDisk(Residence, Movable):
         self._stored: list[tuple[Tensor, int, int]] = []  # states, their regions, first elements
         self._memory: Tensor | None = None
         self._has_warned = False
-        self._is_slot = False  # the memory is a slot of the ring
+        self._is_slot = False  # the memory is a slot of the pool
         self._fetch: _Fetch | None = None
-        self._written: Ticket | None = None
+        self._written: PendingRequest | None = None
         if holds_master:
             self._memory = self._new_memory()
-            self._place(MAIN, 0, master).copy_(master)
+            self._view_of(MAIN, 0, master).copy_(master)
             self.add_view(master, 0)
-            kept.note(self)
+            cache.touch(self)
 
     def add_view(self, view: Tensor, start: int) -> None:
         if self._first == MAIN or not view.numel():
@@ -118,87 +117,87 @@ class OnDisk(Residence, Movable):
         if self._memory is None:
             view.data = self._placeholder.expand(view.shape)
         else:
-            view.data = self._place(MAIN, start, view)
+            view.data = self._view_of(MAIN, start, view)
 
     def bind(self, states: OptimizerStates) -> None:
         self._states = states
 
     # -- in the thread of user code --------------------------------------------------------------------
 
-    def bring(self) -> None:
+    def load(self) -> None:
         self._transfers.raise_failure()
         if self._memory is None:
             memory = self._new_memory()
             read = self.start_read(memory)
             if read is not None:
-                self._transfers.checking(read.wait)
-            self._point_to(memory)
-        self._kept.note(self)
+                self._transfers.noting_failure(read.wait)
+            self._use_memory(memory)
+        self._cache.touch(self)
 
     def release(self) -> None:
-        self._kept.forget(self)
+        self._cache.remove(self)
         self._memory, self._views, self._stored = None, [], []
         self._states = None
 
-    def move_away(self) -> Ticket:
-        """End `bring`: start to write what is in memory."""
-        return self._leave()
+    def evict(self) -> PendingRequest:
+        """End `load`: start to write what is in memory."""
+        return self._write_back()
 
     @property
     def is_in_memory(self) -> bool:
         """The tensors have their values."""
         return self._memory is not None
 
-    def fetch(self, after: LaneTicket | None) -> _Fetch:
-        """Start to read into a slot of the ring, when `after` is done. The caller gives the slot back."""
+    def fetch(self, after: JobHandle | None) -> _Fetch:
+        """Start to read into a slot of the pool, when `after` is done. The caller gives the slot back."""
         return _Fetch(self._transfers, self, after)
 
     def discard(self) -> None:
-        """End `bring` without writing: new values come."""
+        """End `load` without writing: new values will be written."""
         if self._memory is not None:
-            self._kept.forget(self)
-            self._drop(None)
+            self._cache.remove(self)
+            self._unload(None)
 
-    def write(self, memory: Tensor) -> Ticket:
+    def write(self, memory: Tensor) -> PendingRequest:
         """Start to write new values, at the start of `memory`, which must not change until it is done."""
         num_bytes = self._num_used * self._region_bytes
         self._written = self._transfers.file.write(self.extent, memory[:num_bytes])
         return self._written
 
-    def begin(self) -> None:
-        self._kept.forget(self)
+    def start_load(self) -> None:
+        self._cache.remove(self)
         if self._memory is None:
             self._fetch = _Fetch(self._transfers, self)
 
     # -- in the thread of the update --------------------------------------------------------------------
 
-    def run(self, update: Callable[[], None]) -> bool:
+    def run_update(self, update: Callable[[], None]) -> bool:
         fetch, self._fetch = self._fetch, None
         if fetch is not None:
             try:
-                slot = self._transfers.checking(fetch.wait)
+                slot = self._transfers.noting_failure(fetch.wait)
             except XdsError:
                 return False
             self._is_slot = True
-            self._point_to(slot)
+            self._use_memory(slot)
         if self._transfers.has_failed:
-            self._drop(None)
+            self._unload(None)
             return False
         try:
             update()
         except BaseException as error:
             self._transfers.fail(error)
-            self._drop(None)
+            self._unload(None)
             raise
-        self._leave()
+        self._write_back()
         return True
 
     # -- both -------------------------------------------------------------------------------------------
 
-    def start_read(self, memory: Tensor) -> Ticket | None:
+    def start_read(self, memory: Tensor) -> PendingRequest | None:
         """Read what the extent holds into `memory`; None: it holds nothing yet."""
         if self._written is not None:
-            self._transfers.checking(self._written.wait)  # the read would wait for it as well
+            self._transfers.noting_failure(self._written.wait)  # the read would wait for it as well
         num_bytes = self._num_used * self._region_bytes
         if not num_bytes:
             return None
@@ -207,23 +206,23 @@ class OnDisk(Residence, Movable):
     def check_written(self) -> None:
         """Raises XdsError: the last write is done and has failed."""
         if self._written is not None and self._written.is_done():
-            self._transfers.checking(self._written.wait)
+            self._transfers.noting_failure(self._written.wait)
 
-    def _leave(self) -> Ticket:
+    def _write_back(self) -> PendingRequest:
         """Keep new states, write everything back, and let the tensors read as NaN."""
         assert self._memory is not None
         try:
-            self._adopt_states()
-            ticket = self.write(self._memory)
+            self._assign_regions()
+            pending = self.write(self._memory)
         except BaseException as error:
             self._transfers.fail(error)
-            self._drop(None)
+            self._unload(None)
             raise
-        self._drop(ticket)
-        return ticket
+        self._unload(pending)
+        return pending
 
-    def _drop(self, ticket: Ticket | None) -> None:
-        """The tensors read as NaN; a slot is free when `ticket` is done."""
+    def _unload(self, pending: PendingRequest | None) -> None:
+        """The tensors read as NaN; a slot is free when `pending` is done."""
         memory, self._memory = self._memory, None
         for tensor, _ in self._views:
             tensor.data = self._placeholder.expand(tensor.shape)
@@ -232,11 +231,11 @@ class OnDisk(Residence, Movable):
         if self._is_slot:
             assert memory is not None
             self._is_slot = False
-            self._transfers.ring.give(
-                memory, None if ticket is None else partial(wait_quietly, ticket)
+            self._transfers.slots.give(
+                memory, None if pending is None else partial(wait_quietly, pending)
             )
 
-    def _adopt_states(self) -> None:
+    def _assign_regions(self) -> None:
         """Give every state of the optimizer a region, as far as there are some, and copy new ones there."""
         assert self._memory is not None
         stored = []
@@ -253,15 +252,15 @@ class OnDisk(Residence, Movable):
                     self._regions[start, key] = min(free)
                     taken.add(min(free))
                 region = self._regions[start, key]
-                place = self._place(region, start, value)
-                if value.data_ptr() != place.data_ptr():
-                    place.copy_(value)
-                    value.data = place
+                view = self._view_of(region, start, value)
+                if value.data_ptr() != view.data_ptr():
+                    view.copy_(value)
+                    value.data = view
                 self._num_used = max(self._num_used, region + 1)
                 stored.append((value, region, start))
-        kept = {id(tensor) for tensor, _, _ in stored}
+        stored_ids = {id(tensor) for tensor, _, _ in stored}
         for tensor, _, _ in self._stored:
-            if id(tensor) not in kept:  # the optimizer has replaced it
+            if id(tensor) not in stored_ids:  # the optimizer has replaced it
                 tensor.data = self._placeholder.expand(tensor.shape)
         self._stored = stored
 
@@ -285,15 +284,15 @@ class OnDisk(Residence, Movable):
             and value.is_contiguous()
         )
 
-    def _point_to(self, memory: Tensor) -> None:
+    def _use_memory(self, memory: Tensor) -> None:
         self._transfers.check_placeholders()
         self._memory = memory
         for tensor, start in self._views:
-            tensor.data = self._place(MAIN, start, tensor)
+            tensor.data = self._view_of(MAIN, start, tensor)
         for tensor, region, start in self._stored:
-            tensor.data = self._place(region, start, tensor)
+            tensor.data = self._view_of(region, start, tensor)
 
-    def _place(self, region: int, start: int, like: Tensor) -> Tensor:
+    def _view_of(self, region: int, start: int, like: Tensor) -> Tensor:
         """The place in memory of elements of a region: a tensor of the shape and dtype of `like`."""
         assert self._memory is not None
         first = region * self._region_bytes
@@ -315,12 +314,12 @@ class OnDisk(Residence, Movable):
         region, first = found
 
         def blocks(start: int, stop: int) -> Iterator[Tensor]:
-            if self._memory is not None:  # it was brought since
+            if self._memory is not None:  # it was loaded since
                 yield tensor.view(-1)[start:stop]
                 return
             self._transfers.raise_failure()
             if self._written is not None:
-                self._transfers.checking(self._written.wait)
+                self._transfers.noting_failure(self._written.wait)
             size = self._dtype.itemsize
             at = region * self._region_bytes + first * size
             extent = self.extent
@@ -347,8 +346,8 @@ class OnDisk(Residence, Movable):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory in use, without slots of the ring."""
+        """Bytes of memory in use, without slots of the pool."""
         return 0 if self._memory is None or self._is_slot else self._memory.numel()
 
 
-__all__ = ["OnDisk"]
+__all__ = ["DiskStorage"]

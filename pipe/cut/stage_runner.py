@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from ...utils.errors import UsageError
 from ...utils.module_buffers import Buffers, Copies
-from .crossing import Crossing, StageEnd
-from .likeness import Likeness
+from .dtype_sync import DtypeSync
 from .part import Flow
+from .stage_run import StageEnd, StageRun
 from .tracing import Trace
 from .zeros import ZeroOutputs
 
 
 @final
 @dataclass(frozen=True)
-class Role:
+class ModuleRole:
     """Where a module runs.
 
     Args:
@@ -48,7 +48,7 @@ class OwnModule:
     """A module that this rank has. `zeros` are its outputs on other stages of this rank, if it has several."""
 
     module: nn.Module
-    role: Role
+    role: ModuleRole
     zeros: ZeroOutputs | None
 
 
@@ -87,16 +87,16 @@ class Outside:
 
 
 @final
-class Conductor:
+class StageRunner:
     """Runs the stages of one rank, one at a time."""
 
-    def __init__(self, num_stages: int, likeness: Likeness) -> None:
+    def __init__(self, num_stages: int, dtype_sync: DtypeSync) -> None:
         self.num_stages = num_stages
-        self.likeness = likeness
+        self.dtype_sync = dtype_sync
         self.own_blocks: list[OwnModule] = []
         self.outside = Outside((), (0,))
-        self._current: Crossing | None = None
-        self._kept: dict[tuple[int, int], Crossing] = {}
+        self._current: StageRun | None = None
+        self._kept: dict[tuple[int, int], StageRun] = {}
         self._senders: dict[tuple[int, Hashable], dict[str, tuple[int, ...]]] = {}
         self._writing: set[int] = set()  # stages whose blocks write to what arrives
         self._traced: set[tuple[int, Hashable]] = set()
@@ -113,10 +113,10 @@ class Conductor:
 
         way: what decides, on every rank, which way `forward` takes. The first run of each is followed.
         """
-        zeros = [zeros.value for zeros in self.likeness.parameters]
+        zeros = [zeros.value for zeros in self.dtype_sync.parameters]
         trace = None if (stage, way) in self._traced else Trace(stage, zeros)
         senders = self._senders.setdefault((stage, way), {})
-        crossing = self._current = Crossing(
+        stage_run = self._current = StageRun(
             stage, arrived, senders, trace, self._is_trained(stage), stage in self._writing
         )
         result: Any = None
@@ -132,21 +132,21 @@ class Conductor:
         finally:
             self._current = None
         self._traced.add((stage, way))
-        self._check_end(crossing, has_ended)
-        if crossing.close():
+        self._check_end(stage_run, has_ended)
+        if stage_run.close():
             self._writing.add(stage)
         if torch.is_grad_enabled():
-            self._kept[stage, micro_batch] = crossing
+            self._kept[stage, micro_batch] = stage_run
         return result
 
     @contextmanager
     def recomputing(self, stage: int, micro_batch: int) -> Iterator[None]:
         """Calls of blocks in this context are recomputations of that stage and micro-batch."""
         before = self._current
-        crossing = self._kept.get((stage, micro_batch))
-        if crossing is not None:
-            crossing.is_recomputing = True
-        self._current = crossing
+        stage_run = self._kept.get((stage, micro_batch))
+        if stage_run is not None:
+            stage_run.is_recomputing = True
+        self._current = stage_run
         try:
             yield
         finally:
@@ -158,16 +158,16 @@ class Conductor:
 
     def call_own(self, own: OwnModule, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a module that this rank has; `call` is the module's own."""
-        crossing, role, zeros = self._current, own.role, own.zeros
-        if crossing is None:
+        stage_run, role, zeros = self._current, own.role, own.zeros
+        if stage_run is None:
             return call(*args, **kwargs)
-        if self._runs_here(role, crossing):
-            return self._really(own, call, crossing, args, kwargs)
+        if self._runs_here(role, stage_run):
+            return self._really(own, call, stage_run, args, kwargs)
         if zeros is not None:
             zeros.train(own.module.training)
-        return self._instead(role, crossing, zeros, args, kwargs)
+        return self._instead(role, stage_run, zeros, args, kwargs)
 
-    def call_stand_in(self, role: Role, zeros: ZeroOutputs, args: Any, kwargs: Any) -> Any:
+    def call_stand_in(self, role: ModuleRole, zeros: ZeroOutputs, args: Any, kwargs: Any) -> Any:
         """A call of a module that another rank has."""
         if self._current is None:
             raise UsageError(
@@ -175,17 +175,17 @@ class Conductor:
             )
         return self._instead(role, self._current, zeros, args, kwargs)
 
-    def tensor_of(self, role: Role, name: str, value: Tensor) -> Tensor:
+    def tensor_of(self, role: ModuleRole, name: str, value: Tensor) -> Tensor:
         """What a model's forward gets when it reads a parameter of a module that another rank has."""
-        crossing = self._current
-        if crossing is None:
+        stage_run = self._current
+        if stage_run is None:
             return value
-        if crossing.has_begun or crossing.stage == 0:
-            raise self._wrong_side(role, crossing, f"reads {role.name}.{name}")
-        one = torch.zeros((), dtype=value.dtype, device=self.likeness.device)
+        if stage_run.has_begun or stage_run.stage == 0:
+            raise self._wrong_side(role, stage_run, f"reads {role.name}.{name}")
+        one = torch.zeros((), dtype=value.dtype, device=self.dtype_sync.device)
         zeros = one.expand(value.shape)
-        if crossing.trace is not None:
-            crossing.trace.mark(zeros)
+        if stage_run.trace is not None:
+            stage_run.trace.mark(zeros)
         return zeros
 
     def _is_trained(self, stage: int) -> bool:
@@ -196,67 +196,72 @@ class Conductor:
             for param in own.module.parameters()
         )
 
-    def _runs_here(self, role: Role, crossing: Crossing) -> bool:
-        if crossing.stage not in role.stages:
+    def _runs_here(self, role: ModuleRole, stage_run: StageRun) -> bool:
+        if stage_run.stage not in role.stages:
             return False
         # a module that runs on both sides: on the last stage, its call before the blocks is the first stage's
-        return role.is_block or crossing.stage == 0 or crossing.has_begun
+        return role.is_block or stage_run.stage == 0 or stage_run.has_begun
 
     def _really(
-        self, own: OwnModule, call: Callable[..., Any], crossing: Crossing, args: Any, kwargs: Any
+        self, own: OwnModule, call: Callable[..., Any], stage_run: StageRun, args: Any, kwargs: Any
     ) -> Any:
         if not own.role.is_block:
             return call(*args, **kwargs)
-        args, kwargs = crossing.enter(own.module, args, kwargs)
-        if crossing.trace is None or crossing.is_recomputing:
+        args, kwargs = stage_run.enter(own.module, args, kwargs)
+        if stage_run.trace is None or stage_run.is_recomputing:
             return call(*args, **kwargs)
-        with crossing.trace.paused():
+        with stage_run.trace.paused():
             outputs = call(*args, **kwargs)
-        crossing.trace.mark(outputs)
+        stage_run.trace.mark(outputs)
         return outputs
 
     def _instead(
-        self, role: Role, crossing: Crossing, zeros: ZeroOutputs | None, args: Any, kwargs: Any
+        self,
+        role: ModuleRole,
+        stage_run: StageRun,
+        zeros: ZeroOutputs | None,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
-        if role.is_block and min(role.stages) > crossing.stage:
-            crossing.leave(args, kwargs)
-        is_early = (role.is_block or 0 in role.stages) and crossing.stage > 0
-        has_begun = crossing.has_begun and not crossing.is_recomputing
+        if role.is_block and min(role.stages) > stage_run.stage:
+            stage_run.leave(args, kwargs)
+        is_early = (role.is_block or 0 in role.stages) and stage_run.stage > 0
+        has_begun = stage_run.has_begun and not stage_run.is_recomputing
         if not is_early or has_begun or zeros is None:
-            raise self._wrong_side(role, crossing, f"calls {role.name}")
-        if crossing.trace is None:
+            raise self._wrong_side(role, stage_run, f"calls {role.name}")
+        if stage_run.trace is None:
             return zeros(args, kwargs)
-        with crossing.trace.paused():
+        with stage_run.trace.paused():
             outputs = zeros(args, kwargs)
-        crossing.trace.mark(outputs)
+        stage_run.trace.mark(outputs)
         return outputs
 
-    def _wrong_side(self, role: Role, crossing: Crossing, what: str) -> UsageError:
+    def _wrong_side(self, role: ModuleRole, stage_run: StageRun, what: str) -> UsageError:
         if role.is_block:
             return UsageError(
-                f"pipeline stage {crossing.stage}: the model's forward {what} again after blocks of a later "
+                f"pipeline stage {stage_run.stage}: the model's forward {what} again after blocks of a later "
                 "stage; blocks must run in their order; set pipeline.stages to 1"
             )
         side, key = (
-            ("after", "last") if crossing.has_begun and crossing.stage else ("before", "first")
+            ("after", "last") if stage_run.has_begun and stage_run.stage else ("before", "first")
         )
         return UsageError(
-            f"pipeline stage {crossing.stage}: the model's forward {what} {side} the blocks, where its "
+            f"pipeline stage {stage_run.stage}: the model's forward {what} {side} the blocks, where its "
             f'parameters are not; add "{role.name}" to pipeline.{key}_stage_modules'
         )
 
-    def _check_end(self, crossing: Crossing, has_ended: bool) -> None:
-        is_last = crossing.stage == self.num_stages - 1
+    def _check_end(self, stage_run: StageRun, has_ended: bool) -> None:
+        is_last = stage_run.stage == self.num_stages - 1
         if not is_last and not has_ended:
             raise UsageError(
-                f"pipeline stage {crossing.stage}: the model's forward called no block of a later stage; it "
+                f"pipeline stage {stage_run.stage}: the model's forward called no block of a later stage; it "
                 "must call every block of its list once, or set pipeline.stages to 1"
             )
-        if is_last and crossing.stage and not crossing.has_begun:
+        if is_last and stage_run.stage and not stage_run.has_begun:
             raise UsageError(
-                f"pipeline stage {crossing.stage}: the model's forward called no block of the last stage; it "
+                f"pipeline stage {stage_run.stage}: the model's forward called no block of the last stage; it "
                 "must call every block of its list once, or set pipeline.stages to 1"
             )
 
 
-__all__ = ["Conductor", "Outside", "OwnModule", "Role"]
+__all__ = ["StageRunner", "Outside", "OwnModule", "ModuleRole"]

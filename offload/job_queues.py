@@ -1,10 +1,10 @@
-"""Lanes: ordered queues of copies between a device and the host, and of work on host memory.
+"""Ordered queues of copies between a device and the host, and of work on host memory.
 
     device memory ──> to_host ──> host memory ──> updates ──> to_device ──> device memory
 
-- The jobs of one lane run one after the other. Jobs of different lanes run at the same time.
-- On a GPU a copy lane is a stream, and its jobs only enqueue copies; `updates` is a thread.
-- On a CPU every lane is a thread: its copies are real, so the order of everything is the same as on a GPU.
+- The jobs of one queue run one after the other. Jobs of different queues run at the same time.
+- On a GPU a queue of copies is a stream, and its jobs only enqueue copies; `updates` is a thread.
+- On a CPU every queue is a thread: its copies are real, so the order of everything is the same as on a GPU.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, final
 
 import torch
 
-from .places import Mark, Ticket
+from .interfaces import JobHandle, Mark
 
 IN_FLIGHT = (
     2  # device buffers that wait for their copy to the host: one is copied while one is filled
 )
 
 
-class Lane(ABC):
+class JobQueue(ABC):
     """Runs jobs one after the other."""
 
     @abstractmethod
-    def run(self, job: Callable[[], Any], after: Mark | None = None) -> Ticket:
+    def run(self, job: Callable[[], Any], after: Mark | None = None) -> JobHandle:
         """Run `job` after all earlier jobs, and after the device's work that was started before `after`.
 
         after: default: now.
@@ -40,18 +40,18 @@ class Lane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for all jobs, and end the lane. Jobs that raise are ignored."""
+        """Wait for all jobs, and end the queue. Jobs that raise are ignored."""
 
 
 @final
-class _ThreadTicket(Ticket):
+class _ThreadHandle(JobHandle):
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
 
     def wait(self) -> None:
         self._future.result()
 
-    def order(self) -> None:
+    def wait_on_device(self) -> None:
         self._future.result()
 
     @property
@@ -60,15 +60,15 @@ class _ThreadTicket(Ticket):
 
 
 @final
-class ThreadLane(Lane):
+class ThreadQueue(JobQueue):
     """A thread that runs the jobs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._pool = _one_thread(name)
 
-    def run(self, job: Callable[[], Any], after: Mark | None = None) -> Ticket:
-        return _ThreadTicket(self._pool.submit(_without_grad, job))
+    def run(self, job: Callable[[], Any], after: Mark | None = None) -> JobHandle:
+        return _ThreadHandle(self._pool.submit(_without_grad, job))
 
     def mark(self) -> Mark | None:
         return None
@@ -97,7 +97,7 @@ def _without_grad(job: Callable[[], Any]) -> None:
 
 
 @final
-class _StreamTicket(Ticket):
+class _StreamHandle(JobHandle):
     is_done = True
 
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -106,13 +106,13 @@ class _StreamTicket(Ticket):
     def wait(self) -> None:
         self._event.synchronize()
 
-    def order(self) -> None:
+    def wait_on_device(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
 
 
 @final
-class StreamLane(Lane):
-    """A CUDA stream. Jobs enqueue copies; their memory must not be freed before the ticket is waited for."""
+class StreamQueue(JobQueue):
+    """A CUDA stream. Jobs enqueue copies; their memory must not be freed before the handle is waited for."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ class StreamLane(Lane):
         event.record(torch.cuda.current_stream(self._stream.device))
         return event
 
-    def run(self, job: Callable[[], Any], after: Mark | None = None) -> Ticket:
+    def run(self, job: Callable[[], Any], after: Mark | None = None) -> JobHandle:
         mark = self.mark() if after is None else after
         assert mark is not None
         self._stream.wait_event(mark)
@@ -130,22 +130,22 @@ class StreamLane(Lane):
             job()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return _StreamTicket(event)
+        return _StreamHandle(event)
 
     def close(self) -> None:
         self._stream.synchronize()
 
 
 @final
-class _LaunchedTicket(Ticket):
-    def __init__(self, future: Future[Ticket]) -> None:
+class _LaunchedHandle(JobHandle):
+    def __init__(self, future: Future[JobHandle]) -> None:
         self._future = future
 
     def wait(self) -> None:
         self._future.result().wait()
 
-    def order(self) -> None:
-        self._future.result().order()
+    def wait_on_device(self) -> None:
+        self._future.result().wait_on_device()
 
     @property
     def is_done(self) -> bool:
@@ -153,19 +153,19 @@ class _LaunchedTicket(Ticket):
 
 
 @final
-class LaunchedLane(Lane):
+class LaunchedQueue(JobQueue):
     """A stream whose jobs are enqueued by a thread: one may wait for work on the host first."""
 
-    def __init__(self, stream: StreamLane) -> None:
+    def __init__(self, stream: StreamQueue) -> None:
         self._stream = stream
         self._pool = _one_thread("xds-launch")
 
     def mark(self) -> Mark | None:
         return self._stream.mark()
 
-    def run(self, job: Callable[[], Any], after: Mark | None = None) -> Ticket:
+    def run(self, job: Callable[[], Any], after: Mark | None = None) -> JobHandle:
         mark = self.mark() if after is None else after
-        return _LaunchedTicket(self._pool.submit(self._stream.run, job, mark))
+        return _LaunchedHandle(self._pool.submit(self._stream.run, job, mark))
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -173,63 +173,65 @@ class LaunchedLane(Lane):
 
 
 @final
-class Lanes:
-    """The lanes of one engine."""
+class JobQueues:
+    """The queues of one engine."""
 
-    def __init__(self, to_host: Lane, to_device: Lane, updates: Lane) -> None:
+    def __init__(self, to_host: JobQueue, to_device: JobQueue, updates: JobQueue) -> None:
         self.to_host = to_host
         self.to_device = to_device
         self.updates = updates
 
     @classmethod
-    def of(cls, device: torch.device) -> Lanes:
-        """The lanes for `device`."""
+    def of(cls, device: torch.device) -> JobQueues:
+        """The queues for `device`."""
         if device.type == "cuda":
-            launched = LaunchedLane(StreamLane(device))
-            return cls(StreamLane(device), launched, ThreadLane("xds-update"))
+            launched = LaunchedQueue(StreamQueue(device))
+            return cls(StreamQueue(device), launched, ThreadQueue("xds-update"))
         return cls.of_copies(device)
 
     @classmethod
-    def of_copies(cls, device: torch.device) -> Lanes:
-        """The lanes for `device` where no copy waits for work on the host, so no thread has to start them."""
+    def of_copies(cls, device: torch.device) -> JobQueues:
+        """The queues for `device` where no copy waits for work on the host, so no thread has to start them."""
         if device.type == "cuda":
-            return cls(StreamLane(device), StreamLane(device), ThreadLane("xds-update"))
-        return cls(ThreadLane("xds-to-host"), ThreadLane("xds-to-device"), ThreadLane("xds-update"))
+            return cls(StreamQueue(device), StreamQueue(device), ThreadQueue("xds-update"))
+        return cls(
+            ThreadQueue("xds-to-host"), ThreadQueue("xds-to-device"), ThreadQueue("xds-update")
+        )
 
     def close(self) -> None:
-        """End all lanes."""
-        for lane in (self.updates, self.to_host, self.to_device):
-            lane.close()
+        """End all queues."""
+        for queue in (self.updates, self.to_host, self.to_device):
+            queue.close()
 
 
 @final
-class Outbox:
+class PendingCopies:
     """Device buffers that are being copied to the host, each given back after its copy; at most `IN_FLIGHT`."""
 
     def __init__(self) -> None:
-        self._leaving: deque[tuple[Ticket, Callable[[], None]]] = deque()
+        self._copies: deque[tuple[JobHandle, Callable[[], None]]] = deque()
 
-    def add(self, ticket: Ticket, give_back: Callable[[], None]) -> None:
-        """Call `give_back` after `ticket`. Waits for the oldest copy if there are too many."""
-        self._leaving.append((ticket, give_back))
-        while len(self._leaving) > IN_FLIGHT:
+    def add(self, handle: JobHandle, give_back: Callable[[], None]) -> None:
+        """Call `give_back` after `handle`. Waits for the oldest copy if there are too many."""
+        self._copies.append((handle, give_back))
+        while len(self._copies) > IN_FLIGHT:
             self._end_oldest()
 
     def drain(self) -> None:
         """Give back all buffers."""
-        while self._leaving:
+        while self._copies:
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        ticket, give_back = self._leaving.popleft()
-        ticket.order()
+        handle, give_back = self._copies.popleft()
+        handle.wait_on_device()
         give_back()
 
 
 __all__ = [
-    "Lane",
-    "Lanes",
-    "Outbox",
-    "StreamLane",
-    "ThreadLane",
+    "JobQueue",
+    "JobQueues",
+    "PendingCopies",
+    "StreamQueue",
+    "ThreadQueue",
 ]

@@ -23,7 +23,7 @@ class StageEnd(BaseException):
 
 
 @final
-class Crossing:
+class StageRun:
     """The state of one run of a stage. Its recomputation in backward uses it again.
 
     Args:
@@ -167,4 +167,4 @@ def _key(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-__all__ = ["Crossing", "StageEnd"]
+__all__ = ["StageRun", "StageEnd"]

@@ -1,4 +1,4 @@
-"""Homes on the host, or on a disk, of a rank that does not run: on the meta device, without memory or files.
+"""Stores on the host, or on a disk, of a rank that does not run: on the meta device, without memory or files.
 
 The real ones copy values to the host, which values of the meta device do not allow. What these hold is counted
 where the real ones would hold it; buffers for copies, and sums of gradients, are not.
@@ -12,43 +12,40 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .host import HostHome
-from .places import (
-    Blocks,
-    Done,
-    InMemory,
-    Near,
-    OnDevice,
+from .host import HostStore
+from .interfaces import (
+    DeviceGradStore,
+    FinishedJob,
+    GradStore,
+    JobHandle,
     OptimizerStates,
-    Residence,
     Shard,
-    ShardHome,
-    StateHome,
-    StatesInMemory,
-    SumHome,
-    Ticket,
+    ShardStore,
+    StateStorage,
+    StateStore,
+    ToDevice,
 )
 
 
 @final
-class PaperHome(HostHome):
+class FakeHostStore(HostStore):
     """The host; with `on_disk` masters and their states are in a file between updates."""
 
     buffer_bytes = 0
 
     def __init__(self, *, on_disk: bool) -> None:
         self.device = torch.device("meta")
-        self.states: StateHome = StatesInMemory()
-        self.spare = None
+        self.states: StateStore = StateStore()
+        self.undo_pool = None
         self._on_disk = on_disk
 
-    def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+    def copy_in(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to(dtype, copy=True)
 
-    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
-        return _Stored(master.nbytes * holds_master) if self._on_disk else InMemory()
+    def state_storage(self, index: int, master: Tensor, *, holds_master: bool) -> StateStorage:
+        return _Stored(master.nbytes * holds_master) if self._on_disk else StateStorage()
 
-    def sums(self, sum_dtype: torch.dtype) -> SumHome:
+    def sums(self, sum_dtype: torch.dtype) -> GradStore:
         return _Sums()
 
     def close(self) -> None:
@@ -56,7 +53,7 @@ class PaperHome(HostHome):
 
 
 @final
-class PaperShards(ShardHome):
+class FakeShardStore(ShardStore):
     """The host, or a disk."""
 
     is_on_host = True
@@ -64,11 +61,11 @@ class PaperShards(ShardHome):
     def __init__(self, *, on_disk: bool) -> None:
         self._on_disk = on_disk
 
-    def store(self, index: int, values: Tensor, near: Near) -> Shard:
+    def add(self, index: int, values: Tensor, to_device: ToDevice) -> Shard:
         return _Shard(values.clone(), on_disk=self._on_disk)
 
 
-class _Stored(InMemory):
+class _Stored(StateStorage):
     """In a file, as far as bytes are counted."""
 
     is_on_disk = True
@@ -81,7 +78,7 @@ class _Stored(InMemory):
         self._states = states
 
     @property
-    def disk_bytes(self) -> int:  # type: ignore[override]
+    def disk_bytes(self) -> int:
         of_items = (state.values() for _, _, state in self._states or ())
         tensors = (value for values in of_items for value in values if isinstance(value, Tensor))
         return self._master_bytes + sum(tensor.nbytes for tensor in tensors)
@@ -90,8 +87,8 @@ class _Stored(InMemory):
         return True
 
 
-class _Sums(OnDevice):
-    """A sum that leaves takes no memory."""
+class _Sums(DeviceGradStore):
+    """Sums take no memory."""
 
     is_on_host = True
 
@@ -106,23 +103,14 @@ class _Shard(Shard):
     is_on_host = True
 
     def __init__(self, tensor: Tensor, *, on_disk: bool) -> None:
-        self.tensor = tensor
+        super().__init__(tensor)
         self.is_on_disk = on_disk
 
-    def bring(self) -> None:
+    def fetch(self, target: Tensor, after: JobHandle | None) -> JobHandle:
+        return FinishedJob()
+
+    def write(self, values: Tensor) -> None:
         return
 
-    def fetch(self, target: Tensor, after: Ticket | None) -> Ticket:
-        return Done()
 
-    def begin_receive(self) -> None:
-        return
-
-    def receive(self, values: Tensor) -> None:
-        return
-
-    def blocks(self) -> Blocks | None:
-        return None
-
-
-__all__ = ["PaperHome", "PaperShards"]
+__all__ = ["FakeHostStore", "FakeShardStore"]
