@@ -27,6 +27,7 @@ _SUBCOMMANDS = {
     "bench": ".bench",
     "check": ".check",
     "checkpoint": ".checkpoint",
+    "data": ".data",
     "elastic": ".elasticity",
     "env": ".environment",
     "ops": ".native_ops",

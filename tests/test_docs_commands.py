@@ -26,6 +26,7 @@ from forked_launcher import ForkedLauncher
 from helpers import run_new_ranks, run_ranks
 from pages import PAGES, ROOT, Command, blocks, commands_of, name_of
 
+from xds.engine.data.indexed import IndexedWriter
 from xds.launcher import bench
 from xds.launcher.cli import _SUBCOMMANDS as SUBCOMMANDS
 from xds.launcher.command_line.options import check_options, read
@@ -88,7 +89,7 @@ def is_mention(words: Sequence[str]) -> bool:
     if words[0] != "xds" or words[1].startswith("0."):
         return "..." in words or words[0] == "xds"
     if words[1] in SUBCOMMANDS:
-        return words[1] != "env" and len(words) == 2 + (words[1] == "checkpoint")
+        return words[1] != "env" and len(words) == 2 + (words[1] in ("checkpoint", "data"))
     return "--help" not in words and not any(word.endswith(".py") for word in words)
 
 
@@ -128,6 +129,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "llama").mkdir()
     llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}
     (folder / "llama" / "config.json").write_text(json.dumps(llama))
+    with IndexedWriter(folder / "corpus", "uint16") as writer:
+        writer.add_rows(range(60), [10, 20, 30])
     for name in ("examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     saved = ROOT / "tests" / "data" / "deepspeed_checkpoints" / "plain_zero1_fp32"

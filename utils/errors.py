@@ -3,7 +3,7 @@
 XdsError
  +- ConfigError   the JSON config is invalid; lists all problems of the file at once
  +- UsageError    a call that cannot work: wrong order, wrong argument, wrong model
- |   +- DamagedError   a file of a checkpoint is missing, truncated or changed
+ |   +- DamagedError   a file of a checkpoint or dataset is missing, truncated or changed
  |   +- UnscaledLossError   loss.backward() by the script in fp16, without the loss scale
  +- PeerError     another rank failed or does not answer during a collective
  +- BuildError    a native op cannot be compiled or loaded on this machine
@@ -30,7 +30,7 @@ class UsageError(XdsError):
 
 
 class DamagedError(UsageError):
-    """A file of a checkpoint is missing, truncated or changed. The message names it."""
+    """A file of a checkpoint or dataset is missing, truncated or changed. The message names it."""
 
 
 class UnscaledLossError(UsageError, RuntimeError):

@@ -114,6 +114,8 @@ NAMES: dict[str, str] = {
     "runtime.data_pipeline.constants": "constants: CURRICULUM_LEARNING CURRICULUM_LEARNING_ENABLED "
     "DATA_SAMPLING DATA_SAMPLING_NUM_WORKERS DATA_EFFICIENCY DATA_ROUTING",
     "runtime.data_pipeline.curriculum_scheduler": "library.curriculum: CurriculumScheduler",
+    "runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": ".xds.engine.data.length_batches: "
+    "batch_by_seqlens scale_lr",
     "runtime.dataloader": _LOADERS,
     "runtime.engine": "training.engine: DeepSpeedEngine; training.optimizer: DeepSpeedOptimizer; "
     "library.small: DeepSpeedDataLoader",
@@ -205,7 +207,6 @@ runtime.{superoffload,torch_autocast,weight_quantizer,zenflow,rollout,chunked_cr
 runtime.data_pipeline.config
 runtime.data_pipeline.data_routing.{basic_layer,helper,scheduler,utils}
 runtime.data_pipeline.data_sampling.{data_analyzer,data_sampler,indexed_dataset,utils}
-runtime.data_pipeline.data_sampling.variable_batch_size_and_lr
 runtime.domino.{async_linear,transformer}
 runtime.fp16.onebit.{adam,lamb,zoadam} runtime.fp16.{onebit_adam,onebit_lamb}
 runtime.pipe.p2p

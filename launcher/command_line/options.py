@@ -27,6 +27,7 @@ usage: xds [options] script.py [arguments of the script]
        xds plan config.json --model MODEL --world-size N   draw who has and sends what, and the schedule
        xds report FOLDER                        make a page of a run that has written a record
        xds checkpoint info|verify|export|import|diff   inspect, verify, convert and compare checkpoints
+       xds data info|analyze                    describe indexed files of tokens, and sort their rows by metrics
        xds ops build|list|clean                 compile the native ops ahead of time, list and remove them
        xds env                                  print versions, devices, and settings that cost speed
        xds bench comm                           time the collectives, and compare with the link's speed

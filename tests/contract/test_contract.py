@@ -93,6 +93,7 @@ def test_each_command_runs(
         ["plan", config, "--model", "small:build", "--world-size", "2"],
         ["checkpoint", "verify", str(tmp_path / "out")],
         ["checkpoint", "info", str(tmp_path / "out")],
+        ["data", "info", "--help"],
         ["ops", "list"],
         ["env"],
         ["bench", "comm", "--help"],
