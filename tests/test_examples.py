@@ -245,6 +245,7 @@ def check_close(one: list[dict[str, str]], two: list[dict[str, str]]) -> None:
         )
 
 
+@pytest.mark.slow
 def test_digits_have_the_same_curve_at_any_number_of_ranks_and_after_a_resume(
     tmp_path: Path,
 ) -> None:

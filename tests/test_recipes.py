@@ -91,7 +91,9 @@ def tiny_model(recipe: str, folder: Path) -> Path:
     return model
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(one, marks=[pytest.mark.slow] * ("13b" in one)) for one in RECIPES]
+)
 def test_it_trains_saves_and_resumes(recipe: str, tmp_path: Path) -> None:
     model, text = tiny_model(recipe, tmp_path), tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 400)

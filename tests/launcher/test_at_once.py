@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from launcher_stubs import calls, make_stub, with_stub
 
 from xds.launcher.remote.messages import _unpacked
@@ -24,6 +25,7 @@ print(sys.argv[1:], is_here, os.environ["MARK"], os.environ["TORCHELASTIC_RESTAR
 WORDS = ("a b", "$(touch evil)", "%n", "ü\n")
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_starts_again_and_the_ranks_have_one_key_that_no_command_shows(
     tmp_path: Path,
 ) -> None:

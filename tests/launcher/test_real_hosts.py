@@ -124,6 +124,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_ranks_of_two_hosts_form_one_group_with_literal_words_and_rank_0_is_heard_live(
     hosts, start, tmp_path
 ):

@@ -187,6 +187,7 @@ engine.destroy()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="of the launcher")
 def test_the_launcher_adds_why_ranks_failed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS_ONCE)
