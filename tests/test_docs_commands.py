@@ -37,6 +37,8 @@ NOT_RUN = {
     r"--max-restarts 3 train\.py$": "needs Slurm: tests/launcher has its commands",
     r"vision/train\.py imagenet": "needs ImageNet; tests/test_examples.py trains on digits",
     r"train\.py \d+b_": "needs models of that size; tests/test_recipes.py trains tiny ones",
+    r"--model train:lora_7b": "reads examples/gpt beside its folder; tests/test_recipes.py runs it",
+    r"docs/pictures/draw\.py": "writes the pictures that tests/test_pictures.py compares",
     r"--include localhost:0,2": "needs three GPUs",
     r"^pip|^python3 -m venv|^source|^pytest|^ruff|^mypy|^mkdocs build": ".ci/run runs it",
     r"^mkdocs serve": "serves until it is stopped",
