@@ -245,9 +245,9 @@ class ShardStore(ABC):
 
     @abstractmethod
     def add(self, index: int, values: Tensor, to_device: ToDevice) -> Shard:
-        """A copy of `values` [n], those of flat buffer `index`, at store.
+        """A copy of `values` [n], those of flat buffer `index`, in the store.
 
-        to_device: makes the copy, if store is the device.
+        to_device: makes the copy, if the store is on the device.
         """
 
     def plan(self, index: int, numel: int, itemsize: int) -> None:
@@ -407,7 +407,7 @@ class MasterStore(ABC):
 
     @abstractmethod
     def copy_in(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of `values` [n] at store, in `dtype`."""
+        """A copy of `values` [n] in the store, in `dtype`."""
 
     @abstractmethod
     def state_storage(self, index: int, master: Tensor, *, holds_master: bool) -> StateStorage:

@@ -152,6 +152,8 @@ def _set_counters(
         # older checkpoints do not say it: they were saved with one number of steps throughout
         counters.accumulation.resume(saved.get("accumulated", saved["micro_steps"] % here))
         counters.means.resume(means)
+        if means is None:  # of an older version
+            counters.means.begin_unseen()
         return
     counters.accumulation.resume(0)
     counters.means.end()

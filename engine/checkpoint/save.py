@@ -299,8 +299,9 @@ def _add_own(
         for flat, (local, filled) in snapshot.grad_locals().items()
     }
     own = {"random": read_random_state(parts.device), "buffers": buffers, "grads": grads}
-    if counters.accumulation.done:
-        own["means"] = counters.means.state()
+    means = counters.means.state()
+    if means is not None:
+        own["means"] = means
     if keeps_position(parts.loader):
         own["data"] = parts.loader.state_dict()
     content.own = pack(own, "own", partial(content.put, "own"))

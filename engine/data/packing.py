@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from ...utils.arguments import shown
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
 from ..config.sections import DataPacking
@@ -53,6 +54,13 @@ def best_fit(lengths: Sequence[int], tokens: int) -> list[list[int]]:
         if space > length:
             insort(spaces, (space - length, row))
     return sorted(sorted(row) for row in rows)
+
+
+def _is_flat(value: Any) -> bool:
+    """A sequence with one dimension."""
+    if isinstance(value, np.ndarray | Tensor):
+        return value.ndim == 1
+    return isinstance(value, list | tuple) and not (value and hasattr(value[0], "__len__"))
 
 
 @final
@@ -102,7 +110,10 @@ class PackedRows(IterableDataset[Any], Resumable):
 
     def resume(self, position: Mapping[str, int], min_items: int) -> None:
         """The epoch is packed again up to the position, for which the lengths of its samples are read."""
-        self.epoch, self._skip = position["epoch"], position["rows"]
+        epoch, skip = position["epoch"], position["rows"]
+        if skip and not self._is_stream and next(self._whole_steps(epoch, skip), None) is None:
+            epoch, skip = epoch + 1, 0
+        self.epoch, self._skip = epoch, skip
 
     # -- rows -------------------------------------------------------------------------------------------
 
@@ -178,6 +189,12 @@ class PackedRows(IterableDataset[Any], Resumable):
                 f"data_packing.columns: a sample has no {quoted(lacking[0])}; it has "
                 f"{', '.join(map(quoted, sample))}: name the columns that every sample has"
             )
+        for name, value in found.items():
+            if not _is_flat(value):
+                raise UsageError(
+                    f"data_packing.columns: {quoted(name)} of a sample is {shown(value)}: must be a sequence "
+                    "with one value for each token"
+                )
         lengths = {name: len(value) for name, value in found.items()}
         if len(set(lengths.values())) > 1:
             raise UsageError(

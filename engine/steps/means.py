@@ -43,8 +43,13 @@ class StepMeans:
         self._has_all = True
         self._total: float | None = None
 
-    def state(self) -> dict[str, float | None]:
-        """The sums of a step that is not over. weight: None without weights. loss: None if it is not known."""
+    def state(self) -> dict[str, float | None] | None:
+        """The sums of a step that is not over; None: none has begun.
+
+        weight: None without weights. loss: None if it is not known.
+        """
+        if self._is_weighted is None:
+            return None
         loss = float(sum(self._losses)) if self._has_all else math.nan
         return {
             "weight": float(sum(self._weights)) if self._is_weighted else None,
@@ -52,10 +57,9 @@ class StepMeans:
         }
 
     def resume(self, state: Mapping[str, float | None] | None) -> None:
-        """Go on with a step that has this `state`; None: that of an older version, or no step."""
+        """Go on with a step that has this `state`."""
         self._forget()
         if state is None:
-            self._has_all = False
             return
         weight, loss = state["weight"], state["loss"]
         self._is_weighted, self._has_all = weight is not None, loss is not None

@@ -270,6 +270,7 @@ class TrainingStep(BackwardRules):
                     self._update(None if by_optimizer else scheduler)
             finally:
                 self.is_updating = False
+                self.means.end()  # also where the step raises: its gradients are dropped
             if is_weighted:
                 self._report.add_loss(torch.tensor(self.means.loss))
             self._sharded.collectives.end_step()
@@ -446,7 +447,6 @@ class TrainingStep(BackwardRules):
             yield
         except UsageError:
             self._sharded.skip()
-            self.means.end()
             raise
 
     @torch.no_grad()
@@ -473,7 +473,6 @@ class TrainingStep(BackwardRules):
             if self._parts.auto_ratio is not None:
                 self._parts.auto_ratio.after_update()
             self.was_applied = True
-        self.means.end()
         self._scale.after_step(overflow=overflow)
         if self.was_applied and scheduler is not None:
             self._step_schedule(scheduler)

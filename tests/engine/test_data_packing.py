@@ -139,6 +139,26 @@ def test_steps_are_the_same_at_any_number_of_ranks_and_resumed(kind: Any) -> Non
     assert steps(1, kind, num_workers=2)[0] == whole
 
 
+def test_a_run_that_stopped_at_the_end_of_an_epoch_begins_the_next_one() -> None:
+    first = loader(Samples())
+    for _ in first:
+        position = first.position()
+    again = loader(Samples())
+    assert again.resume(position) and again.position() == {"epoch": 1, "rows": 0}
+    assert len(list(again)) > 1
+
+
+def test_strided_and_expanded_samples_are_packed_as_their_values() -> None:
+    samples = [
+        torch.arange(1, 9)[::2],
+        torch.ones((), dtype=torch.int64).expand(3),
+        np.arange(1, 4),
+    ]
+    (batch, *_) = loader(samples)
+    found = batch["input_ids"][batch["input_ids"] > 0].tolist()
+    assert sorted(found)[:10] == sorted([1, 3, 5, 7, 1, 1, 1, 1, 2, 3] * 4)[:10]
+
+
 def test_a_rank_reads_the_samples_of_its_own_rows_where_lengths_are_known() -> None:
     data = Samples()
     for _ in loader(data, 1, 4):
@@ -158,6 +178,10 @@ def test_what_cannot_be_packed_is_one_sentence() -> None:
         (Samples(), {"tokens": 20}, "a sample has 24 tokens; raise tokens"),
         (Samples(has_lengths=False), {"tokens": 20}, "a sample has 2. tokens; raise tokens"),
         (Uneven(has_lengths=False), {}, "different lengths"),
+        *(
+            ([{"input_ids": value}], {}, "one value for each token")
+            for value in (None, 3, "abc", [[1], [2]], torch.ones(2, 3), torch.ones(()))
+        ),
         (Samples(has_lengths=False), {"columns": {"ids": 0}}, "no 'ids'"),
         (Wrong(has_lengths=False), {}, "whole number for each of the 300"),
     ):

@@ -14,8 +14,9 @@ from helpers import run_ranks
 from torch import Tensor, nn
 
 import xds
+from xds.engine.steps.means import StepMeans
 from xds.pipe import PipelineModule
-from xds.utils.errors import UsageError
+from xds.utils.errors import UsageError, XdsError
 
 STEPS, WIDTH = 4, 8
 
@@ -217,6 +218,40 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
         assert value.equal(again.full_state_dict(full_precision=True)[name])
     engine.destroy()
     again.destroy()
+
+
+def goes_on(stage: int, bad: bool) -> dict[str, Tensor]:
+    """Four steps; with `bad` one more between them, whose loss is NaN and raises."""
+    engine = xds.initialize(build(), config_of(stage))
+    for step in range(4):
+        if bad and step == 2:
+            loss = loss_of(engine(torch.ones(2, WIDTH)), torch.ones(2, 3)) * math.nan
+            engine.backward(loss, weight=1000)
+            with pytest.raises(XdsError, match="the gradient norm over all ranks is nan"):
+                engine.step()
+        x, y, n = batch(step, 0, engine.dp_rank)
+        engine.backward(loss_of(engine(x), y), weight=n + 1 if n else 0)
+        engine.step()
+    found = engine.full_state_dict(rank0_only=False)
+    engine.destroy()
+    return found
+
+
+def test_the_weights_of_a_step_that_raises_do_not_count_in_the_next() -> None:
+    for stage in (0, 2, 3):
+        wanted, found = (run_ranks(goes_on, 2, stage, bad) for bad in (False, True))
+        for name, value in wanted[0].items():
+            assert value.equal(found[0][name]), (stage, name)
+
+
+def test_what_a_refused_load_restores_is_the_same_state() -> None:
+    means = StepMeans(torch.device("cpu"), 1.0)
+    means.resume(means.state())  # no step has begun: the next one may have weights
+    means.begin(is_weighted=True)
+    means.add(torch.tensor(2.0), 3.0)
+    again = StepMeans(torch.device("cpu"), 1.0)
+    again.resume(means.state())
+    assert again.message().equal(means.message()) and again.state() == means.state()
 
 
 # -- pipelines ------------------------------------------------------------------------------------------------

@@ -308,7 +308,7 @@ class Updater:
         grad = master.grads.for_update()
         out = None
         if master.casts and master.crosses_device:
-            # a place at store: an optimizer may round differently without one
+            # a tensor beside the master: an optimizer may round differently without one
             out = torch.empty(grad.numel(), dtype=master.params.dtype, device=master.raw.device)
         elif master.casts and not master.sends_differences:
             out = master.compute
