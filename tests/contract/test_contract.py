@@ -60,7 +60,8 @@ def test_losses_are_as_stored() -> None:
     wanted = json.loads(STORED.read_text())
     assert found.keys() == wanted.keys()
     for name, ranks in wanted.items():
-        limit = 1e-2 if "16" in name else 1e-6
+        # bf16 and fp16 have other last bits on another processor
+        limit = 1e-6 if cases()[name][1].get("precision", "fp32") == "fp32" else 1e-2
         for mine, stored in zip(found[name], ranks, strict=True):
             assert mine == pytest.approx(stored, rel=limit), name
 

@@ -150,7 +150,7 @@ def test_after_a_kill_in_the_middle_the_next_process_builds(
     assert answer(build.build(tiny.library(sources))) == 42
     assert rubbish(cache) == []
     slow.unlink()
-    killed.communicate(timeout=30)  # the orphans hold its pipes until they end
+    killed.communicate(timeout=120)  # the orphans hold its pipes until they end
     assert rubbish(cache) == []
     assert answer(build.build(tiny.library(sources))) == 42
 
@@ -164,7 +164,7 @@ def test_an_interrupted_build_ends_its_compilers_and_leaves_nothing(
     building = tiny.start_build(sources, **{tiny.SLOW: str(slow)})
     wait_for(lambda: tiny.num_compiled(compiler) == 1)
     building.send_signal(signal.SIGINT)
-    _, complaint = building.communicate(timeout=30)
+    _, complaint = building.communicate(timeout=120)
     assert "KeyboardInterrupt" in complaint and slow.exists()
     assert rubbish(cache) == []
 
