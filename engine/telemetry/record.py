@@ -11,6 +11,7 @@ saved            a checkpoint is saved                its path
 failure          the launcher has found one           its report; see launcher/ranks/run_folder.py
 end              engine.destroy()
 
+Each line has the number of its engine, `run`, so that `xds report` can tell two that write at the same time.
 The host waits for the device only at a timeline: the mean of the losses comes with the norm of the gradients.
 """
 
@@ -97,6 +98,7 @@ class RunRecord:
         self._num_steps = 0
         self._used_at = 0.0
         self._file = -1
+        self._run = os.urandom(4).hex()
         self._started_at = time.time()
         self._loss = math.nan
         self._saved = ""
@@ -234,7 +236,8 @@ class RunRecord:
         if self._file < 0:
             return
         try:
-            os.write(self._file, json.dumps(line).encode() + b"\n")
+            text = json.dumps(line | {"run": self._run}, ensure_ascii=False)
+            os.write(self._file, text.encode(errors="replace") + b"\n")  # no halves of characters
         except OSError as error:
             os.close(self._file)
             self._file = -1

@@ -183,7 +183,7 @@ def timeline(found: Timeline) -> str:
     parts, left_over = [], MOST_RECTANGLES
     for number, each in enumerate(ranks):
         y = number * row
-        parts.append(f'<text x="0" y="{y + 15}">{_place_text(number, ranks)}</text>')
+        parts.append(f'<text x="0" y="{y + 15}">{place_text(number, ranks)}</text>')
         for span in sorted(each.spans, key=lambda span: span.start)[:left_over]:
             start, end = (min(max(at, 0.0), total) for at in (span.start, span.end))
             name = "gradients of weights" if "W" in span.label else span.name
@@ -204,7 +204,7 @@ def timeline(found: Timeline) -> str:
     return f'<svg viewBox="0 0 {width} {height + 22}" role="img" aria-label="timeline">{"".join(parts)}</svg>'
 
 
-def _place_text(rank: int, ranks: Sequence[RankTimeline]) -> str:
+def place_text(rank: int, ranks: Sequence[RankTimeline]) -> str:
     """ "rank 3: stage 1, data 0", with the axes on which ranks differ."""
     columns = zip(*(each.place for each in ranks), strict=False)
     names = zip(("stage", "data", "sequence", "tensor"), columns, strict=False)
@@ -212,4 +212,4 @@ def _place_text(rank: int, ranks: Sequence[RankTimeline]) -> str:
     return shown(": ".join(filter(None, (f"rank {rank}", ", ".join(axes)))), 60)
 
 
-__all__ = ["KINDS", "Curve", "chart", "curve", "number_text", "shown", "timeline"]
+__all__ = ["KINDS", "Curve", "chart", "curve", "number_text", "place_text", "shown", "timeline"]

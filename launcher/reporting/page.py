@@ -82,6 +82,11 @@ def _state_text(run: Run, now: float) -> str:
     text += f" Last line: {_clock(run.last_time)}, {_duration(max(now - run.last_time, 0.0))} before this page."
     if run.damaged:
         text += f' <span class="bad">{run.damaged} damaged lines of the record were skipped.</span>'
+    if run.foreign:
+        text += (
+            f' <span class="bad">{run.foreign} lines of another engine, which wrote here at the same time, '
+            "were left out.</span>"
+        )
     return text
 
 
@@ -98,7 +103,7 @@ def _tiles(run: Run) -> str:
         ("time of all steps", _duration(_trained_seconds(run)) if len(run.times) > 1 else ""),
         ("peak memory", _bytes(max(run.memory[2])) if run.memory[2] else ""),
         ("ranks", shown(run.start.ranks, 20)),
-        ("restarts", str(max(run.num_starts - 1, 0))),
+        ("starts", str(run.num_starts)),
     ]
     filled = [f"<div><span>{name}</span><b>{text}</b></div>" for name, text in tiles if text]
     return f"<div class=tiles>{''.join(filled)}</div>"

@@ -1,7 +1,8 @@
 """Reads the record of a run: the lines of engine/telemetry/record.py, also while they are being written.
 
 The file may be damaged or hostile: a line that is no record is skipped and counted. Steps that a later process
-has repeated are those of the later process: a killed run that resumes gives one curve.
+has repeated are those of the later process: a killed run that resumes gives one curve. Of two engines that write
+at the same time the one that began last counts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ NAN = float("nan")
 
 
 class _Line(BaseModel):
+    """run: the number of the engine that wrote the line; "" where none did."""
+
     model_config = ConfigDict(strict=True)
+    run: str = ""
 
 
 class Start(_Line):
@@ -134,7 +138,7 @@ class Run:
     values: what the script wrote: samples and values, by name.
     memory: of rank 0: after which steps, bytes in use, and the most so far.
     breaks: indices of the first steps of later processes. start, use: the last ones.
-    damaged: lines that were skipped.
+    damaged: lines that were skipped. foreign: lines of another engine, which still wrote after the last start.
     """
 
     steps: array[int] = field(default_factory=lambda: array("q"))
@@ -155,6 +159,7 @@ class Run:
     events: list[Start | Event] = field(default_factory=list)
     last_time: float = 0.0
     damaged: int = 0
+    foreign: int = 0
 
     @property
     def state(self) -> str:
@@ -206,6 +211,8 @@ class _Reader:
             *(run.loss, run.rates, run.norms),
         )
         self._is_new = False  # the process has started and has not ended a step
+        self._former: set[str] = set()  # engines before the last one that started
+        self._named: set[str] = set()  # values that the last one has written
 
     def read(self, file: BinaryIO) -> Run:
         run = self._run
@@ -218,13 +225,12 @@ class _Reader:
 
     def _add(self, found: _Kinds) -> None:
         run = self._run
-        if isinstance(found, _Step):
+        if found.run in self._former:
+            run.foreign += not isinstance(found, Event)
+        elif isinstance(found, _Step):
             self._step(found)
         elif isinstance(found, _Value):
-            if found.name in run.values or len(run.values) < MOST_SERIES:
-                where, values = run.values.setdefault(found.name, (_numbers(), _numbers()))
-                where.append(found.samples)
-                values.append(found.value)
+            self._value(found)
         elif isinstance(found, Use):
             run.use = found
             if run.steps:
@@ -235,6 +241,9 @@ class _Reader:
             run.timelines = [*run.timelines[1 - MOST_TIMELINES :], found]
         else:
             if isinstance(found, Start):
+                if run.start.run:
+                    self._former.add(run.start.run)
+                self._named.clear()
                 run.start, self._is_new = found, True
                 run.num_starts += 1
             run.events = [*run.events[1 - MOST_EVENTS :], found]
@@ -253,6 +262,19 @@ class _Reader:
         if found.time > run.last_time:
             run.last_time = found.time
 
+    def _value(self, found: _Value) -> None:
+        series = self._run.values
+        if found.name not in series and len(series) == MOST_SERIES:
+            return
+        where, values = series.setdefault(found.name, (_numbers(), _numbers()))
+        is_first = found.name not in self._named
+        self._named.add(found.name)
+        while where and (where[-1] > found.samples or (is_first and where[-1] == found.samples)):
+            where.pop()  # of a process that was killed
+            values.pop()
+        where.append(found.samples)
+        values.append(found.value)
+
     def _forget_from(self, step: int, samples: float) -> None:
         """A later process repeats the steps from `step` on."""
         run = self._run
@@ -262,6 +284,8 @@ class _Reader:
         while run.breaks and run.breaks[-1] >= at:
             run.breaks.pop()
         run.timelines = [each for each in run.timelines if each.step < step]
+        if not at:  # another run: nothing of the former one is left
+            run.values = {name: run.values[name] for name in run.values if name in self._named}
         for series, end in [*((each, samples) for each in run.values.values()), (run.memory, step)]:
             while series[0] and series[0][-1] >= end:
                 for column in series:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -131,6 +132,60 @@ def test_values_that_are_strange_but_numbers_make_a_page_and_a_trace(tmp_path: P
         assert main(["report", write(tmp_path, found[:count]), "--trace"]) == 0
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["traceEvents"]
+
+
+def trace(folder: Path, records: list[Any]) -> list[dict[str, Any]]:
+    assert main(["report", write(folder, records), "--trace"]) == 0
+    found: list[dict[str, Any]] = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return found
+
+
+def test_a_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
+    """Each event has a row and a time, no duration is negative, and slices of a row are nested to the nanosecond."""
+    clock = 1.7e9  # seconds since 1970; it is set back in step 4
+    times = {1: 0.1, 2: 0.2001, 3: 0.3003, 4: 0.25, 5: 0.5}
+    spans = [["forward", "", 1.0, 40.0001], ["reduce", "", 30.0, 40.0002], ["step", "", 41, 39.9]]
+    timed = [TIMED | {"place": [n, 0, 0, 0], "spans": spans, "milliseconds": 90.0} for n in (0, 1)]
+    records = [START, *(step(n, 1.0, clock + at) for n, at in times.items())]
+    early = TIMELINE | {"step": 1, "time": clock + 0.1, "ranks": timed}  # begins before the first step's end
+    records += [early, TIMELINE | {"time": clock + 0.31, "ranks": timed[:1]}]
+    events = trace(tmp_path, records)
+    rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for each in events:
+        assert each.keys() >= {"ph", "name", "ts", "pid", "tid"} and each["ts"] >= 0, each
+        if each["ph"] == "X":
+            start, length = (round(1e3 * each[key]) for key in ("ts", "dur"))
+            assert length >= 0
+            rows.setdefault((each["pid"], each["tid"]), []).append((start, start + length))
+    assert [len(rows[row]) for row in ((0, 0), (1, 0), (1, 1))] == [5, 6, 3]
+    for row in rows.values():
+        for one, two in itertools.combinations(row, 2):
+            (_, end), (start, other_end) = sorted([one, two], key=lambda ends: (ends[0], -ends[1]))
+            assert end <= start or other_end <= end
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert named == {(0, 0): "steps", (1, 0): "rank 0: stage 0", (1, 1): "rank 1: stage 1"}
+    counters = {each["name"] for each in events if each["ph"] == "C"}
+    assert counters == {"loss", "norm", "lr"}
+
+
+def test_of_two_engines_in_a_folder_the_last_that_began_counts(tmp_path: Path) -> None:
+    """One after the other, and at the same time: no value of the former one is left."""
+    first = [START, *(step(n, 1.0, 100.0 + n) for n in range(1, 6)), value("quality", 1.0, 24)]
+    first += [value("tokens_per_sample", 16, 0), value("only here", 1.0, 8)]
+    second = [START, value("quality", 2.0, 0), *(step(n, 2.0, 200.0 + n) for n in (1, 2))]
+    second += [value("quality", 3.0, 8)]
+    one = [each | {"run": "one"} for each in first]
+    two = [each | {"run": "two"} for each in second]
+    late = [step(6, 1.0, 201.5, run="one"), {"kind": "end", "time": 300.0, "run": "one"}]
+    mixed = [*one[:4], *two[:2], *one[4:], *two[2:3], *late, *two[3:]]
+    for records, foreign in (([*first, *second], 0), ([*one, *two], 0), (mixed, 6)):
+        run = read_run(write(tmp_path, records))
+        assert list(run.loss) == [2.0, 2.0] and run.foreign == foreign
+        assert [[*part] for part in run.values["quality"]] == [[0.0, 8.0], [2.0, 3.0]]
+        assert list(run.values) == ["quality"] and run.num_starts == 2
+        page = page_of(run, "a run", 301.0)
+        assert ("6 lines of another engine" in page) == bool(foreign)
+        assert ("The run goes on" in page) and not run.damaged
 
 
 def test_many_steps_spans_and_long_texts_stay_below_a_megabyte(tmp_path: Path) -> None:
