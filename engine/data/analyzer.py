@@ -39,6 +39,7 @@ from .indexed import IndexedDataset, IndexedWriter, smallest_dtype
 RUN_NUMEL = 1 << 20  # values that are sorted together
 MERGE_NUMEL = 1 << 20  # values of all runs that are merged together
 PERCENTILES = 100
+MOST_TOKENS = 1 << 24  # of a vocabulary: each has a count
 
 Ints = NDArray[np.int64]
 
@@ -419,7 +420,10 @@ def _write_percentiles(samples: IndexedDataset, path: str) -> None:
 
 
 def token_counts(dataset: IndexedDataset, pad_id: int | None = None) -> Ints:
-    """How often each token is in the dataset [largest token + 1]; 0 for padding."""
+    """How often each token is in the dataset [largest token + 1]; 0 for padding.
+
+    Raises UsageError where a value is no token of any vocabulary.
+    """
     counts = np.zeros(0, np.int64)
     # rows by their numbers of values, so that long rows do not fill the memory
     start = 0
@@ -429,6 +433,11 @@ def token_counts(dataset: IndexedDataset, pad_id: int | None = None) -> Ints:
         flat = dataset.flat(start, stop)
         if flat.dtype.kind not in "iu" or (len(flat) and flat.min() < 0):
             raise UsageError(f"{printable(dataset.path)}: tokens must be whole numbers from 0 on")
+        if len(flat) and flat.max() >= MOST_TOKENS:
+            raise UsageError(
+                f"{printable(dataset.path)}: {flat.max()} is no token, which must be below {MOST_TOKENS}; if "
+                f"the file has no {flat.dtype.name}, name the table of its dtype codes"
+            )
         more = np.bincount(flat.astype(np.int64, copy=False), minlength=len(counts))
         more[: len(counts)] += counts
         counts, start = more, stop
@@ -463,7 +472,8 @@ class VocabularyRarity:
         """counts: of each token in the dataset, as `token_counts` returns."""
         self._costs = np.zeros(len(counts))
         seen = counts > 0
-        self._costs[seen] = np.log(counts.sum()) - np.log(counts[seen])
+        if seen.any():
+            self._costs[seen] = np.log(counts.sum()) - np.log(counts[seen])
 
     def __call__(self, samples: Sequence[Any]) -> Ints:
         lengths = np.fromiter(map(len, samples), np.int64, len(samples))

@@ -354,6 +354,10 @@ def _cast(values: Values, dtype: np.dtype[Any]) -> Values:
 def _prefix(path: str | Path) -> Path:
     """The path without .bin and .idx."""
     found = Path(path)
+    if not found.name:
+        raise UsageError(
+            f"{quoted(path)} is no name of files; give the path of a .bin and an .idx file, without the ending"
+        )
     return found.with_suffix("") if found.suffix in (".bin", ".idx") else found
 
 

@@ -180,3 +180,32 @@ def test_the_commands_analyze_and_describe_indexed_files(tmp_path, capsys):
     assert cli.main(["data", "info", str(tmp_path / "tokens")]) == 1
     assert "damaged" in capsys.readouterr().err
     assert cli.main(["data", "info", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(
+    "rows, dtype, said",
+    [
+        ([[1 << 62], [1]], np.int64, "4611686018427387904 is no token"),
+        ([[2**64 - 1]], np.uint64, "is no token"),
+        ([[2**32 - 1], [0]], np.uint32, "name the table of its dtype codes"),
+        ([[-5, 3]], np.int32, "from 0 on"),
+        ([[], []], np.int32, ""),
+    ],
+)
+def test_values_that_are_no_tokens_are_one_sentence(tmp_path, capsys, recwarn, rows, dtype, said):
+    """Counts of them would fill the memory. Rows without a token have no rarity, and no warning."""
+    with IndexedWriter(tmp_path / "tokens", dtype) as writer:
+        for row in rows:
+            writer.add(np.array(row, dtype))
+    words = ["data", "analyze", str(tmp_path / "tokens"), "--out", str(tmp_path / "out")]
+    assert cli.main([*words, "--metrics", "vocab_rarity"]) == (2 if said else 0)
+    found = capsys.readouterr().err
+    assert said in found and found.count("\n") == bool(said) and not recwarn.list
+
+
+@pytest.mark.parametrize("path", ["", ".", "/", "no\x1b[2Jne"])
+def test_a_path_that_names_no_files_is_one_sentence(path, tmp_path, capsys):
+    assert cli.main(["data", "info", path]) == 2
+    assert cli.main(["data", "analyze", path, "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 2 and said.count("give the path") == 2 and "\x1b" not in said
