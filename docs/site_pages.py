@@ -47,12 +47,14 @@ def on_config(config: Any) -> None:
                 entry[title] = first + [path for path in found if root / path != own]
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(found: Files, config: Any) -> Files:
     """Replace what mkdocs has found in docs/."""
     root = Path(config.config_file_path).resolve().parent
     own = Path(config.docs_dir).resolve()
-    kept = [file for file in files if not file.src_dir or Path(file.src_dir).resolve() != own]
+    kept = [file for file in found if not file.src_dir or Path(file.src_dir).resolve() != own]
     pages = sorted({path for pattern in PAGES for path in root.glob(pattern)})
-    names = [str(path.relative_to(root)) for path in [*pages, *sorted(linked(pages, root))]]
+    styles = [root / each for each in config.extra_css if (root / each).is_file()]
+    files = [*pages, *sorted(linked(pages, root)), *styles]
+    names = [str(path.relative_to(root)) for path in files]
     added = [File(name, str(root), config.site_dir, config.use_directory_urls) for name in names]
     return Files([*kept, *added])

@@ -101,11 +101,33 @@ def test_the_example_of_a_test_of_ranks_passes():
 @pytest.mark.slow
 def test_the_arguments_of_the_stock_trainer_are_made(tmp_path):
     pytest.importorskip("transformers")
-    (source,) = blocks(ROOT / "examples" / "huggingface" / "README.md", "python")
+    _, source = blocks(ROOT / "examples" / "huggingface" / "README.md", "python")
     environ = {**os.environ, "XDS_AS_DEEPSPEED": "1", "ACCELERATE_USE_CPU": "1"}
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     command = [sys.executable, "-c", source]
     subprocess.run(command, check=True, cwd=tmp_path, env=environ, timeout=300)
+
+
+def _adapt(source: str, folder: str) -> None:
+    os.chdir(folder)
+    _run([source])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft calls what transformers renames
+def test_the_adapters_of_the_example_are_saved_whole(tmp_path):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    source, _ = blocks(ROOT / "examples" / "huggingface" / "README.md", "python")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    run_new_ranks(_adapt, 2, source, str(tmp_path))
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+    config |= {"hidden_size": 64, "intermediate_size": 128}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "saved")
+    adapters = [p for name, p in model.named_parameters() if "lora_B" in name]
+    assert len(adapters) == 14 and all(p.any() for p in adapters)  # they begin at zero
+    assert (tmp_path / "runs" / "huggingface" / "run.jsonl").is_file()
 
 
 def _start(sources: list[str], folder: str) -> dict[str, float]:

@@ -40,7 +40,7 @@ NOT_RUN = {
     r"--model train:lora_7b": "reads examples/gpt beside its folder; tests/test_recipes.py runs it",
     r"docs/pictures/draw\.py": "writes the pictures that tests/test_pictures.py compares",
     r"--include localhost:0,2": "needs three GPUs",
-    r"^pip|^python3 -m venv|^source|^pytest|^ruff|^mypy|^mkdocs build": ".ci/run runs it",
+    r"^pip|^uv|^python3 -m venv|^source|^pytest|^ruff|^mypy|^mkdocs build": ".ci/run runs it",
     r"^mkdocs serve": "serves until it is stopped",
     r"^deepspeed|^accelerate launch|torchrun": "another launcher: tests/migration/ compares with it",
     r"^python benchmarks/": "takes minutes",
@@ -119,7 +119,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "pipeline.json").write_text(blocks(ROOT / "docs" / "pipelines.md", "json")[0])
     (folder / "elastic.json").write_text(blocks(ROOT / "docs" / "launching.md", "json")[-1])
     (folder / "hosts").write_text("node-1 slots=8\nnode-2 slots=8\n")
-    for name in ("first", "gpt", "pipeline"):
+    for name in ("first", "gpt", "pipeline", "huggingface", "3d"):
         (folder / "runs" / name).mkdir(parents=True)
         line = {"kind": "step", "step": 1, "samples": 1, "time": 1.0}
         (folder / "runs" / name / "run.jsonl").write_text(json.dumps(line))

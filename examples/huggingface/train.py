@@ -93,7 +93,8 @@ def train(engine: xds.Engine, args: argparse.Namespace) -> None:
     is_first = engine.global_rank == 0
     batches = forever(engine.training_dataloader)
     steps = range(1, args.steps + 1)
-    bar = tqdm(steps, disable=not is_first, unit="step", mininterval=0.5, dynamic_ncols=True)
+    is_hidden = None if is_first else True  # None: shown on a terminal alone
+    bar = tqdm(steps, disable=is_hidden, unit="step", mininterval=0.5, dynamic_ncols=True)
     engine.train()
     for step in bar:
         for _ in range(engine.gradient_accumulation_steps()):

@@ -16,7 +16,7 @@ POINTS = 300  # of a curve
 MOST_RECTANGLES = 1500  # of a timeline
 MOST_CHARS = 12_000  # of a text
 WIDTH, HEIGHT = 480, 170
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 8, 8, 22
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 18, 8, 22
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 KINDS = {  # the classes of colours in a timeline
     "forward": "a",

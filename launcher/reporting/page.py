@@ -27,18 +27,21 @@ p{margin:4px 0;color:var(--dim)}
 .charts{grid-template-columns:repeat(auto-fit,minmax(min(440px,100%),1fr))}.tiles{margin:20px 0}
 .tiles div,figure{background:var(--card);border:1px solid var(--edge);border-radius:8px;margin:0;
 padding:10px 14px}
-.tiles b{display:block;font-size:20px}.tiles span,figcaption{color:var(--dim);font-size:13px}
+.tiles b{display:block;font-size:18px;white-space:nowrap}.tiles span,figcaption{color:var(--dim);font-size:13px}
 figcaption span{margin-left:10px}figcaption b{color:var(--fg)}svg{width:100%;display:block}
 svg text{fill:var(--dim);font-size:10.5px;font-family:system-ui,sans-serif}.grid{stroke:var(--edge)}
 .a{--k:var(--a)}.b{--k:var(--b)}.c{--k:var(--c)}.d{--k:var(--d)}.e{--k:var(--e)}.f{--k:var(--f)}
 .line{fill:none;stroke:var(--k);stroke-width:1.6}.fill{fill:var(--k)}.band{fill:var(--a);opacity:.18}
 .key:before{content:"";display:inline-block;width:9px;height:9px;border-radius:2px;background:var(--k);margin-right:5px}
 table{border-collapse:collapse;width:100%;font-size:14px}th,td{text-align:left;padding:4px 12px 4px 0;
-border-bottom:1px solid var(--edge);vertical-align:top;font-weight:400}th{color:var(--dim);white-space:nowrap}
+border-bottom:1px solid var(--edge);vertical-align:top;font-weight:400}
+td:last-child{overflow-wrap:anywhere}th{color:var(--dim);white-space:nowrap}
 td.wide{width:55%}td.wide~td{white-space:nowrap}meter{width:100%}.bad{color:var(--bad)}
 pre{max-height:340px;
 background:var(--card);border:1px solid var(--edge);border-radius:8px;padding:12px;overflow:auto;margin:0;
 white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px}td pre{border:0;padding:0;background:none}
+@media(max-width:600px){body{padding:14px}td:has(meter){display:none}td.wide{width:auto}
+th,td.wide~td{white-space:normal}}
 """
 
 
