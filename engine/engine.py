@@ -128,8 +128,10 @@ class Engine:
             scale_wrt_gas: False leaves out the division by the accumulation steps.
             weight: how many items, such as tokens, `loss` is the mean of: a number or a scalar tensor, at least
                 0. Where all weights of a step are 0 its gradient is 0.
+
         Returns:
             the loss, divided by the accumulation steps where it has no weight, detached.
+
         Raises:
             UsageError: `loss` is not a scalar, or has no graph; or only some backwards of a step have a weight.
         """
@@ -206,6 +208,7 @@ class Engine:
 
         The module must return the loss, or a tuple or mapping that begins with it or has `loss`.
         Without `data_iter` batches come from `training_dataloader`, over and over.
+
         Returns:
             the loss, averaged over micro-batches and ranks, [] fp32.
         """
@@ -416,9 +419,11 @@ class Engine:
                 the last stage pass anything, such as the None that eval_batch returns for the outputs.
             num_samples: the samples of the dataset, minus those that earlier calls have gathered. Later rows
                 are dropped: the sampler has repeated samples to fill up. None keeps all rows.
+
         Returns:
             the same on every rank: tensors [at most num_samples, ...] on `device`, detached, in dicts and
                 tuples.
+
         Raises:
             UsageError, on every rank: a value has no rows; numbers of rows differ on a rank; dtypes or other
                 dimensions differ by rank; there are more rows than a sampler's repeats explain; or tensor or
@@ -558,6 +563,7 @@ class Engine:
             pin_memory: page-locked host memory. `non_blocking` is accepted; the copies are waited for.
         On a CPU the states are in host memory already: nothing moves, but the engine refuses to run until
         `reload_states` all the same.
+
         Raises:
             UsageError: gradients wait for a step, states are away already, or an unknown name or device.
         """

@@ -122,7 +122,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
 
     Args:
         model: on any device, or on meta, or built in `xds.zero.Init`; it is moved to this rank's device.
-        config: a path, JSON text, a dict (never changed), or a `Config`; None takes args.deepspeed_config.
+        config: a path, JSON text, a dict (never changed), or a `Config`.
         optimizer: an optimizer without state, its class, or a callable that gets parameter groups; None
             takes the config's.
         model_parameters: the parameters to train, or groups of them; None is every trainable one.
@@ -130,9 +130,12 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             config's.
         training_data: a dataset; `engine.training_dataloader` then serves this rank's micro-batches. Or this
             rank's loader itself, if it has state_dict and load_state_dict.
+        collate_fn: makes a micro-batch of a list of samples; None is torch's.
         group: the data-parallel ranks; None is all of them.
         weights: a state dict, a safetensors file or index, or a folder with one, to start from; each rank
             reads its own part. A model on the meta device gets its memory only then.
+        args: an object with `deepspeed_config`, in place of `config`.
+
     Raises:
         ConfigError: every complaint about the config at once, before anything is allocated.
         UsageError: the model or the optimizer cannot be trained as asked, or ranks have different configs.

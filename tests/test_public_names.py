@@ -1,6 +1,7 @@
 """Tests of the public names of `xds`, and that reading a config does not import torch."""
 
 import ast
+import inspect
 import pydoc
 import re
 import subprocess
@@ -74,6 +75,22 @@ def test_the_reference_has_every_public_name_and_the_site_every_page():
     found = {str(path.relative_to(ROOT)) for glob in SITE_PAGES for path in ROOT.glob(glob)}
     apart = [name for name in found if not name.startswith(folders)]
     assert sorted(listed) == sorted(apart), "nav of mkdocs.yml has every page"
+
+
+def test_the_reference_shows_the_parts_of_each_docstring():
+    """Its parser takes "Raises:" for a part after an empty line only."""
+    pages = (path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    joined = []
+    for name in re.findall(r"^::: ([\w.]+)$", "\n".join(pages), re.MULTILINE):
+        thing = pydoc.locate(name)
+        members = vars(thing).items() if isinstance(thing, type) else ()
+        found = [("", thing), *((key, each) for key, each in members if not key.startswith("_"))]
+        for key, each in [*found, ("__init__", getattr(thing, "__init__", None))]:
+            if re.search(r"\S\n *(Args|Returns|Raises|Yields|Attributes):\n", each.__doc__ or ""):
+                joined.append(f"{name} {key}")
+    assert joined == []
+    documented = set(re.findall(r"^ {8}(\w+): ", xds.initialize.__doc__, re.MULTILINE))
+    assert inspect.signature(xds.initialize).parameters.keys() <= documented
 
 
 def test_the_guide_names_what_the_reference_shows_of_the_engine():

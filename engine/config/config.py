@@ -202,6 +202,7 @@ class Config(Section):
         Args:
             auto: values for keys whose value is "auto", by full path.
             world_size: all ranks; if given, the result is resolved.
+
         Raises:
             ConfigError: every complaint at once. UsageError: `auto` is no dict of values by path.
 
@@ -275,6 +276,7 @@ class Config(Section):
 
         Args:
             in_eval: it cuts them after `eval()` as well.
+
         Raises:
             ConfigError: the file has settings that do not allow it.
         """

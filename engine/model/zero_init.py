@@ -55,6 +55,7 @@ class Init:
                 initialization) then uses rounded values. None keeps the dtype of construction, which is exact.
             enabled: False makes the context do nothing.
             group: the data-parallel ranks; None means all ranks.
+
         Raises:
             ConfigError: every complaint about the config at once. UsageError: `module` is none.
         """

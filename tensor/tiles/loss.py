@@ -46,8 +46,10 @@ def tiled_loss(
         ignore_index: tokens with this label count neither in the loss nor in the mean.
         reduction: "mean" over the tokens that count, or "sum".
         columns: the classes of this tensor rank, where the head is cut; `weight` and `bias` are its slices.
+
     Returns:
         The loss, a scalar in fp32. As in torch, the mean over no token is NaN, and its gradients are zero.
+
     Raises:
         UsageError: unknown `reduction`, shapes that do not fit, or a second backward over the same loss.
     """

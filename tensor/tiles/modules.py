@@ -20,6 +20,7 @@ def tiled_mlp(module: nn.Module, x: Tensor, tiles: int) -> Any:
         module: an MLP, or any other module that treats each token alone.
         x: [..., tokens, width].
         tiles: how many tiles.
+
     Returns:
         The module's output, [..., tokens, any width].
     """
@@ -67,8 +68,10 @@ def tile_forward(module: Module, tile_length: int | None) -> Module:
             [..., tokens, width]. Further tensors with the same tokens, such as a residual, are cut as well.
         tile_length: tokens of a tile, in dimension -2. Memory does not grow with the sequence. None: as many
             as the input is wide, so that a tile's input is a square matrix (Bekman et al., section 3.1).
+
     Returns:
         The same module.
+
     Raises:
         UsageError: the module runs in tiles already, or `tile_length` is below 1.
     """

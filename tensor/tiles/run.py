@@ -51,8 +51,10 @@ def run_in_tiles(
         output_dim: the dimension in which outputs are joined; `dim` by default.
         weights: the leaf tensors that the function uses and that need a gradient. By default parameters of the
             function's module. For other functions they are found by one more run of the first tile.
+
     Returns:
         What the function returns for the whole sequence.
+
     Raises:
         UsageError: sequences of different lengths, no sequence, or `tiles` below 1. In backward: the function
             used a tensor that is not among `weights`.

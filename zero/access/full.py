@@ -23,6 +23,7 @@ def get_full_param(param: nn.Parameter) -> Tensor:
 
     Shapes:  the parameter's.
     Sends:   each rank sends its part to every other one, plus 24 bytes.
+
     Raises:
         UsageError: no live engine has this parameter, or the ranks pass different ones.
     """
@@ -38,6 +39,7 @@ def set_full_param(param: nn.Parameter, value: Tensor) -> None:
 
     Shapes:  `value` the parameter's, any floating dtype.
     Sends:   24 bytes to each rank.
+
     Raises:
         UsageError: wrong shape, no live engine, or ranks that differ; nothing is changed.
     """
@@ -52,6 +54,7 @@ def get_full_grad(param: nn.Parameter) -> Tensor:
 
     Valid after the backward that ends the accumulation (at stages 2 and 3 after any) and before step().
     Shapes:  the parameter's, fp32 for 16-bit parameters. Sends as `get_full_param`.
+
     Raises:
         UsageError: there is no gradient now, it is not reduced yet, or the parameter is frozen.
     """
@@ -83,6 +86,7 @@ def get_full_optimizer_state(param: nn.Parameter, key: str) -> Tensor:
     """The optimizer's full state `key` ("exp_avg", "step", ...) of one parameter.
 
     Shapes:  the parameter's, or [] for a scalar such as the step count. Sends as `get_full_param`.
+
     Raises:
         UsageError: no step has run yet, there is no such state, or the parameter is frozen.
     """

@@ -66,6 +66,7 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
     Args:
         path: a folder of checkpoints; without `tag` also the folder of one checkpoint.
         tag: None means the tag in `latest`.
+
     Raises:
         UsageError: there is no such folder, or neither `tag` nor `latest` names a checkpoint.
         DamagedError: `latest` is damaged.
@@ -95,6 +96,7 @@ class CheckpointReader:
     values: parameters and buffers, by name.
     left_out: frozen parameters that were excluded from the save.
     tied: other name of a parameter or buffer -> its name in `values` (or in `left_out`).
+
     Raises:
         DamagedError: a file is missing or changed; raised when the file is first used, and names it.
     """
@@ -245,10 +247,12 @@ def get_fp32_state_dict(
 
     Every floating-point tensor is fp32: the master weights, if there are any. Tied names share one tensor.
     Memory:  the result, and one chunk of a file.
+
     Args:
         dir: the save_dir of `save_checkpoint`, or the folder of one checkpoint.
         tag: default: the tag in `latest`.
         exclude_frozen_parameters: leave out frozen parameters.
+
     Raises:
         UsageError: there is no such checkpoint. DamagedError: a file of it is damaged; the message names it.
     """
