@@ -111,15 +111,18 @@ def _blocks(names: Sequence[str]) -> str:
 def _states(plan: Plan) -> tuple[list[str], list[Row]]:
     kinds = [kind for kind in STATE_KINDS if any(each.states.get(kind) for each in plan.ranks)]
     is_known = any(each.activations is not None for each in plan.ranks)
+    away = [kind for kind in kinds if kind in ("host", "disk")]
 
     def cells(each: RankPlan) -> list[str]:
         row = [size_text(each.states.get(kind, 0)) for kind in kinds]
         row.append(size_text(sum(each.states.values())))
         if is_known:
             row += [size_text(each.activations or 0), size_text(each.total_bytes)]
+        if away:
+            row.append(size_text(each.total_bytes - sum(each.states.get(kind, 0) for kind in away)))
         return row
 
-    more = ["activations", "both"] if is_known else []
+    more = ["activations", "both"] * is_known + ["on the device"] * bool(away)
     return [*kinds, "states", *more], _merged(plan, cells)
 
 

@@ -1,8 +1,8 @@
 """Reads the record of a run: the lines of engine/telemetry/record.py, also while they are being written.
 
 The file may be damaged or hostile: a line that is no record is skipped and counted. Steps that a later process
-has repeated are those of the later process: a killed run that resumes gives one curve. Of two engines that write
-at the same time the one that began last counts.
+has repeated are those of the later process: a killed run that resumes gives one curve. Of two engines that
+write at the same time the one that began last counts.
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ _STEPS, _RANKS = 0, 1  # process ids
 def trace_of(run: Run) -> str:
     """JSON. Times are in microseconds since the first event."""
     times = (*run.times[-MOST_STEPS:][:1], *(each.time for each in run.timelines))
-    base = next(filter(math.isfinite, times), 0.0)  # the differences of clocks are exact to the nanosecond
+    base = next(
+        filter(math.isfinite, times), 0.0
+    )  # the differences of clocks are exact to the nanosecond
     slices, counters = [*_slices(run, base)], [*_counters(run, base)]
     starts = (each["ts"] for each in (*slices, *counters))
     zero = min(filter(math.isfinite, starts), default=0.0)
@@ -86,7 +88,9 @@ def _nested(slices: list[dict[str, Any]], zero: float) -> Iterator[dict[str, Any
     ]
     ends: list[int] = []  # of those that are open, in nanoseconds
     row = None
-    for each in sorted(rounded, key=lambda each: (each["pid"], each["tid"], each["ts"], -each["dur"])):
+    for each in sorted(
+        rounded, key=lambda each: (each["pid"], each["tid"], each["ts"], -each["dur"])
+    ):
         start, end = each["ts"], each["ts"] + each["dur"]
         if row != (each["pid"], each["tid"]):
             row, ends = (each["pid"], each["tid"]), []

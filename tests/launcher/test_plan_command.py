@@ -21,6 +21,7 @@ from xds.engine.planning.plan import Plan, RankPlan, make_plan
 from xds.launcher.plan import main
 from xds.ops.comm.fake import FakeGroups, backend_of
 from xds.ops.mesh import Mesh
+from xds.utils.sizes import size_text
 from xds.zero.core.gather import num_kept
 
 HERE = Path(__file__).resolve().parent
@@ -207,6 +208,18 @@ def test_the_text_names_layers_bytes_the_schedule_and_what_stays_whole(
         text = "\n".join(show(capsys, config_of(3, zero=zero), "planned_models:plain", 2))
         told = "gathered: units of at most 100,000 elements stay whole"
         assert (told in text) is (threshold > 0)
+
+
+def test_what_stays_on_the_device_beside_states_on_the_host(here: None, capsys: Any) -> None:
+    for offloaded in (True, False):
+        zero = {"offload_optimizer": {"device": "cpu"}} if offloaded else {}
+        config = config_of(2, zero=zero)
+        lines = show(capsys, config, "planned_models:plain", 2)
+        at = next(n for n, line in enumerate(lines) if line.startswith("param "))
+        assert lines[at].endswith("on the device") is offloaded
+        if offloaded:
+            (rank,) = plan_of("plain", config, 2).ranks
+            assert lines[at + 1].endswith(size_text(rank.total_bytes - rank.states["host"]))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forked_launcher import ForkedLauncher
+from helpers import run_ranks
 
+import xds
 from xds.launcher.cli import main
 from xds.launcher.reporting.page import page_of
 from xds.launcher.reporting.records import FILE, read_run
@@ -141,13 +144,17 @@ def trace(folder: Path, records: list[Any]) -> list[dict[str, Any]]:
 
 
 def test_a_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
-    """Each event has a row and a time, no duration is negative, and slices of a row are nested to the nanosecond."""
+    """Each event has a row and a time; slices of a row are nested to the nanosecond, and none ends too early."""
     clock = 1.7e9  # seconds since 1970; it is set back in step 4
     times = {1: 0.1, 2: 0.2001, 3: 0.3003, 4: 0.25, 5: 0.5}
     spans = [["forward", "", 1.0, 40.0001], ["reduce", "", 30.0, 40.0002], ["step", "", 41, 39.9]]
     timed = [TIMED | {"place": [n, 0, 0, 0], "spans": spans, "milliseconds": 90.0} for n in (0, 1)]
     records = [START, *(step(n, 1.0, clock + at) for n, at in times.items())]
-    early = TIMELINE | {"step": 1, "time": clock + 0.1, "ranks": timed}  # begins before the first step's end
+    early = TIMELINE | {
+        "step": 1,
+        "time": clock + 0.1,
+        "ranks": timed,
+    }  # begins before the first step's end
     records += [early, TIMELINE | {"time": clock + 0.31, "ranks": timed[:1]}]
     events = trace(tmp_path, records)
     rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -224,6 +231,32 @@ def test_what_cannot_be_read_or_written_is_one_sentence(
     assert main(words) == 2
     said = capsys.readouterr().err
     assert said.startswith("xds report: ") and said.count("\n") == 1 and said[:-1].isprintable()
+
+
+def train_two(folder: str) -> list[float]:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}}
+    config["report_folder"] = folder
+    engines = [xds.initialize(torch.nn.Linear(4, 1), config) for _ in range(2)]
+    for _ in range(3):
+        for number, engine in enumerate(engines):
+            engine.monitor.write_events([(f"of engine {number}", 1.0, engine.global_samples)])
+            engine.backward(engine(torch.ones(2, 4)).square().mean())
+            engine.step()
+    for engine in engines:
+        engine.destroy()
+    return [engines[1].mean_loss()]
+
+
+def test_two_engines_write_one_record_and_any_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command is bytes: half of a surrogate pair stands for one that is no text."""
+    monkeypatch.setenv("XDS_COMMAND", "xds train.py --name \udcff\u2028")
+    ((loss,),) = run_ranks(train_two, 1, str(tmp_path))
+    run = read_run(str(tmp_path))
+    assert run.damaged == 0 and run.start.command == "xds train.py --name ?\u2028"
+    assert list(run.steps) == [1, 2, 3] and run.loss[-1] == pytest.approx(loss)
+    assert list(run.values) == ["of engine 1"] and run.foreign and run.state == "end"
 
 
 FAILS_ONCE = """
