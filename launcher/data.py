@@ -30,8 +30,9 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except (UsageError, OSError) as error:
-        is_file = isinstance(error, OSError) and error.filename is not None
-        text = f"{printable(error.filename)}: {error.strerror}" if is_file else error
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{printable(error.filename)}: {error.strerror}"
         print(f"xds data {args.command}: {text}", file=sys.stderr)
         return DAMAGED if isinstance(error, DamagedError) else USAGE
 

@@ -119,7 +119,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "pipeline.json").write_text(blocks(ROOT / "docs" / "pipelines.md", "json")[0])
     (folder / "elastic.json").write_text(blocks(ROOT / "docs" / "launching.md", "json")[-1])
     (folder / "hosts").write_text("node-1 slots=8\nnode-2 slots=8\n")
-    for name in ("first", "gpt", "pipeline", "huggingface", "3d"):
+    for name in ("first", "gpt", "pipeline", "huggingface", "3d", "vision"):
         (folder / "runs" / name).mkdir(parents=True)
         line = {"kind": "step", "step": 1, "samples": 1, "time": 1.0}
         (folder / "runs" / name / "run.jsonl").write_text(json.dumps(line))

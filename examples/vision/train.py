@@ -115,6 +115,8 @@ def settings(args: argparse.Namespace, num_images: int) -> dict[str, Any]:
     """The config file, with what the command line says of the data and the length of the run."""
     config = json.loads(args.config.read_text())
     config |= {"dataloader_num_workers": args.workers, "dataloader_drop_last": True}
+    if not args.evaluate:
+        config["report_folder"] = str(args.out)  # `xds report` makes a page of the record there
     if args.epochs is not None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         batch_size = xds.Config.load(config, world_size=world_size).train_batch_size
@@ -210,9 +212,9 @@ class Run:
             totals = self.sums.over_ranks()
             self.sums = Sums(engine)
             row = {"epoch": epoch, "step": end, **means(totals)}
-            row |= {
-                f"validation_{name}": value for name, value in self.validate(validation).items()
-            }
+            found = {f"validation_{key}": each for key, each in self.validate(validation).items()}
+            engine.monitor.write_events([(*one, engine.global_samples) for one in found.items()])
+            row |= found
             row |= {"learning_rate": engine.get_lr()[0], "images_per_second": rate}
             if table is not None:
                 table.add(row)

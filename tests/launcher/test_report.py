@@ -144,7 +144,7 @@ def trace(folder: Path, records: list[Any]) -> list[dict[str, Any]]:
 
 
 def test_a_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
-    """Each event has a row and a time; slices of a row are nested to the nanosecond, and none ends too early."""
+    """Each event has a row and a time. Slices of a row are nested to the nanosecond."""
     clock = 1.7e9  # seconds since 1970; it is set back in step 4
     times = {1: 0.1, 2: 0.2001, 3: 0.3003, 4: 0.25, 5: 0.5}
     spans = [["forward", "", 1.0, 40.0001], ["reduce", "", 30.0, 40.0002], ["step", "", 41, 39.9]]
