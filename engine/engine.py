@@ -58,7 +58,6 @@ class Engine:
         self.config = parts.config
         self.module = parts.module
         self.optimizer: Any = parts.optimizer  # None: a frozen model, which only infers
-        self.lr_scheduler = parts.scheduler
         self.training_dataloader = parts.loader
         self.device = parts.device
         self.monitor = parts.monitor
@@ -340,6 +339,15 @@ class Engine:
     def is_compiled(self) -> bool:
         """The model was compiled by the config or by compile()."""
         return self._parts.compiler.is_compiled
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule that `step` steps and checkpoints save. A script may set another one."""
+        return self._parts.scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self._parts.scheduler = scheduler
 
     # -- readings -----------------------------------------------------------------------------------------
 

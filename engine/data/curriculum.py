@@ -330,7 +330,8 @@ class Selection:
         found = starts[clusters] + shuffled(places, sizes[clusters], keys)
         if self._common.samples is not None:
             found = self._common.samples[found].astype(np.int64)
-        return np.random.default_rng([self._seed, self._number]).permutation(found)
+        order: Ints = np.random.default_rng([self._seed, self._number]).permutation(found)
+        return order
 
 
 def _counted(counts: Ints) -> Ints:

@@ -19,6 +19,7 @@ from xds.engine.data.analyzer import Metric, SequenceLength, analyze
 from xds.engine.data.dynamic_batches import dynamic_loader, padded
 from xds.engine.data.length_batches import batch_by_seqlens
 from xds.engine.optim.variable_batch import VariableBatchSizeLR
+from xds.pipe.module import PipelineModule
 from xds.utils.errors import ConfigError, UsageError
 
 NUMBER, MOST = 100, 24
@@ -307,7 +308,7 @@ def mean_of(found: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def pipeline(stages: int, micro: int, steps: int) -> list[float]:
     torch.manual_seed(0)
-    model = xds.PipelineModule([Head(), Tail()], num_stages=stages, loss_fn=mean_of)
+    model = PipelineModule([Head(), Tail()], num_stages=stages, loss_fn=mean_of)
     config = runs.config(
         1,
         samples=micro,
