@@ -89,10 +89,8 @@ def _check_data(config: Any, data: Mapping[str, Any], report: Report) -> None:
     for key in BATCHING.split("."):
         given = given.get(key) or {}
     if given.get("lr_scaling_method", "") is None:
-        report.complain(
-            f"{BATCHING}.lr_scaling_method",
-            None,
-            'null means the default here, and "none" in DeepSpeed: write "none", or remove the key',
+        report.notes.append(
+            f'{BATCHING}.lr_scaling_method = null: means the default, "linear"; DeepSpeed takes it for "none"'
         )
     sampling = config.data_efficiency.data_sampling
     for name, is_on in (

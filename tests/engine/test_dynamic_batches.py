@@ -138,7 +138,6 @@ def test_lengths_come_from_the_analyzer_or_the_data_set(tmp_path: Path) -> None:
         ({"max_tokens": 0}, "name the tokens of a batch"),
         ({"min_batch_size": 3, "max_batch_size": 2}, "must be at most max_batch_size = 2"),
         ({"lr_scaling_method": "cubic"}, '"linear", "sqrt" or "none"'),
-        ({"lr_scaling_method": None}, 'write "none"'),
     ):
         with pytest.raises(ConfigError, match=says):
             xds.Config.load(runs.config(data_efficiency=section(**changes)))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ....utils.errors import UsageError
@@ -21,6 +20,7 @@ from ...data.indexed import IndexedDataset, IndexedWriter
 from ...data.loaders import InOrder, build_loader
 from ...optim.variable_batch import VariableBatchSizeLR
 from ..errors import methods_raise_theirs, raises_theirs
+from .comm import wait_for_all
 from .log import logger
 
 # -- indexed_dataset, utils -------------------------------------------------------------------------------
@@ -220,8 +220,7 @@ class DataAnalyzer:
         """On all workers; worker 0 writes, the others wait. A collective, if torch.distributed runs."""
         if self.worker_id == 0:
             self.run_reduce()
-        if dist.is_available() and dist.is_initialized():
-            dist.barrier(comm_group)
+        wait_for_all(comm_group)
 
 
 @final
