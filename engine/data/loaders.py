@@ -180,6 +180,8 @@ class InOrder(Dataset[Any]):
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
+        if hasattr(inner, "lengths"):
+            self.lengths = inner.lengths  # of its samples, in tokens
 
     def __len__(self) -> int:
         return len(self.inner)

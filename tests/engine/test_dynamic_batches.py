@@ -18,6 +18,7 @@ import xds
 from xds.engine.data.analyzer import Metric, SequenceLength, analyze
 from xds.engine.data.dynamic_batches import dynamic_loader, padded
 from xds.engine.data.length_batches import batch_by_seqlens
+from xds.engine.data.loaders import InOrder
 from xds.engine.optim.variable_batch import VariableBatchSizeLR
 from xds.pipe.module import PipelineModule
 from xds.utils.errors import ConfigError, UsageError
@@ -130,6 +131,7 @@ def test_lengths_come_from_the_analyzer_or_the_data_set(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=says):
             loader(data=data, **changes)
+    assert loader(data=InOrder(Samples())).dataset.inner.sizes == own
     long_ = Samples()
     long_.lengths = long_.lengths + 40
     with pytest.raises(UsageError, match="max_tokens = 24: the shortest sample has 41 tokens"):
