@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 import xds
 from xds.engine.data.analyzer import Metric, analyze
 from xds.engine.data.curriculum import CurriculumSampler, Selection, curriculum_loader, shuffled
+from xds.pipe.module import PipelineModule
 from xds.utils.errors import ConfigError, UsageError
 
 SAMPLES = 120
@@ -452,3 +453,33 @@ def refusals(metrics: dict[str, Any]) -> None:
 
 def test_refusals_come_on_all_ranks(files: Path) -> None:
     run_ranks(refusals, 2, {"easy": metric(files, "easy")})
+
+
+def twice(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = torch.stack(samples)[..., None] / SAMPLES
+    return batch, batch
+
+
+def pipeline(metrics: dict[str, Any], stages: int, micro: int) -> list[float]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)]
+    model = PipelineModule(layers, num_stages=stages, loss_fn=nn.functional.mse_loss)
+    config = runs.config(
+        1, samples=micro, accumulation=12 // micro, data_efficiency=section(metrics)
+    )
+    engine = xds.initialize(model, config, training_data=Rows(), collate_fn=twice)
+
+    def cut(batch: Any, state: Any) -> Any:
+        return tuple(part[:, : state["current_difficulties"]["length"]] for part in batch)
+
+    engine.set_data_post_process_func(cut)
+    found = [engine.train_batch().item() for _ in range(6)]
+    engine.destroy()
+    return found
+
+
+def test_stages_take_the_same_samples_and_the_function_changes_their_shapes(files: Path) -> None:
+    metrics = KINDS["two"](files)
+    (wanted,) = run_ranks(pipeline, 1, metrics, 1, 12)
+    for found in run_ranks(pipeline, 2, metrics, 2, 3):
+        assert found == pytest.approx(wanted, rel=1e-5)
