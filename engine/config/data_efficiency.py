@@ -32,7 +32,7 @@ class DataEfficiency(Section):
         )
     }
 
-    enabled: Flag = Field(False, description="false, if it is given, switches off what is in here")
+    enabled: Flag = Field(False, description="without effect: the sections in it have switches")
     seed: Natural = Field(1234, description="of the samples' order")
     data_sampling: DataSampling = nested(DataSampling)
 

@@ -187,13 +187,13 @@ class DynamicBatching(Section):
 
 @final
 class DataSampling(Section):
-    """Which samples of training_data a step takes; `enabled` here and above may be left out."""
+    """Which samples of training_data a step takes."""
 
     others: ClassVar[Mapping[str, Entry]] = {
         "pin_memory": NoEffect(Flag, "batches are pinned where there is a GPU")
     }
 
-    enabled: Flag = Field(False, description="false, if it is given, switches off what is in here")
+    enabled: Flag = Field(False, description="without effect: the sections in it have switches")
     num_epochs: Count = Field(
         1000,
         description="an iteration over the loader of a curriculum gives so many times the number of samples",
@@ -206,7 +206,6 @@ class DataSampling(Section):
 
     @property
     def has_curriculum(self) -> bool:
-        """`check` refuses that a section around it is switched off."""
         return self.curriculum_learning.enabled
 
     @property
@@ -223,10 +222,8 @@ class DataSampling(Section):
         )
         for name in [name for name, is_on in inner.items() if is_on]:
             for path in [path for path, is_false in outer.items() if is_false]:
-                report.complain(
-                    path,
-                    False,
-                    f"{name}.enabled is true in it, and DeepSpeed asks that alone: set both to the same",
+                report.notes.append(
+                    f"{path} = false: {name}.enabled is true in it, which counts (as in DeepSpeed)"
                 )
         if all(inner.values()):
             report.complain(

@@ -317,7 +317,8 @@ class Selection:
         sizes = np.asarray(self._sizes, np.float64)
         if len(sizes):
             self._counts = self._draw.multinomial(self.batch_size, sizes / sizes.sum())
-        return self._positions.copy()
+        before: Ints = self._positions.copy()
+        return before
 
     def _samples_at(self, positions: Ints) -> Ints:
         """The samples [batch_size] at these positions of the clusters from which they are drawn, shuffled."""
