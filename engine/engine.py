@@ -58,7 +58,6 @@ class Engine:
         self.config = parts.config
         self.module = parts.module
         self.optimizer: Any = parts.optimizer  # None: a frozen model, which only infers
-        self.lr_scheduler = parts.scheduler
         self.training_dataloader = parts.loader
         self.device = parts.device
         self.monitor = parts.monitor
@@ -248,6 +247,33 @@ class Engine:
         """Let train_batch and eval_batch use `fn(batch)` for each micro-batch they read; None: as read."""
         self._batches.set_batch_fn(fn)
 
+    def set_data_post_process_func(
+        self, post_process_func: Callable[[Any, dict[str, Any]], Any] | None
+    ) -> None:
+        """Let the loader of a curriculum give `post_process_func(batch, state)` for each micro-batch.
+
+        `state` has DeepSpeed's keys: `current_difficulties` by metric, `curriculum_step` (from 1),
+        `consumed_samples`, and `batch`, the numbers of the step's samples that are left. None: as read.
+
+        Raises UsageError: the engine's loader has no curriculum.
+        """
+        from .data.curriculum import sampler_of
+
+        if post_process_func is not None and not callable(post_process_func):
+            raise wrong("set_data_post_process_func", post_process_func, "a function, or None")
+        sampler_of(self.training_dataloader).post_process = post_process_func
+
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: Mapping[str, Callable[[int], Any]]
+    ) -> None:
+        """Give metrics with schedule_type = "custom" functions of the step (from 1), before the first step.
+
+        Raises UsageError: there is no such metric, or too few samples are selected for the first step.
+        """
+        from .data.curriculum import sampler_of
+
+        sampler_of(self.training_dataloader).selection.set_custom(schedule_func_dict)
+
     # -- accumulation and batch sizes -------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -316,6 +342,15 @@ class Engine:
     def is_compiled(self) -> bool:
         """The model was compiled by the config or by compile()."""
         return self._parts.compiler.is_compiled
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule that `step` steps and checkpoints save. A script may set another one."""
+        return self._parts.scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self._parts.scheduler = scheduler
 
     # -- readings -----------------------------------------------------------------------------------------
 

@@ -23,7 +23,9 @@ watch                                  ops/watch/watcher.py, on several ranks
 argument of `initialize`               what it adds
 -------------------------------------  ---------------------------------------------------------------
 weights, or a model on meta            zero/construction/
-training_data                          data/loaders.py
+training_data                          data/loaders.py; with data_packing data/packing.py; with data_efficiency.
+                                       data_sampling data/curriculum.py, or data/dynamic_batches.py and
+                                       optim/variable_batch.py
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ from ..zero.model.sharded_model import ShardedModel
 from ..zero.model.update import Updater
 from .config.batch import mesh_of
 from .config.config import Config
+from .config.data_sampling import BATCHING, CURRICULUM
 from .config.scheduler import warmup_steps
 from .engine import Engine
 from .model.arguments import (
@@ -228,6 +231,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         messages.bind(optimizer, updater, GradientFactor(config, mesh.mesh, loss_scale))
     record = _record(config, device, mesh, collectives)
     monitor = _monitor(config, record)
+    loader = _loader(given.training_data, given.collate_fn, config, mesh, collectives)
     return Parts(
         config=config,
         module=model,
@@ -235,7 +239,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         updater=updater,
         auto_ratio=_auto_ratio(config, sharded, updater),
         optimizer=optimizer,
-        scheduler=_scheduler(config, given.lr_scheduler, optimizer) if optimizer else None,
+        scheduler=_scheduler(config, given.lr_scheduler, optimizer, loader) if optimizer else None,
         loss_scale=loss_scale,
         autocast=_autocast(config, device),
         cast_inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
@@ -243,7 +247,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         local_rank=local_rank(),
         monitor=monitor,
         report=StepReport(config, device, monitor, mesh.opened, sharded, record),
-        loader=_loader(given.training_data, given.collate_fn, config, mesh),
+        loader=loader,
         undo=undo,
         compiler=compiler,
         saver=_saver(config, collectives),
@@ -378,17 +382,27 @@ def _saver(config: Config, collectives: Collectives) -> Saver | None:
     return build_saver(config, collectives)
 
 
-def _scheduler(config: Config, given: Any, optimizer: torch.optim.Optimizer) -> Scheduler | None:
+def _scheduler(
+    config: Config, given: Any, optimizer: torch.optim.Optimizer, loader: Any
+) -> Scheduler | None:
+    found: Scheduler | None = None
     if given is not None:
         is_factory = callable(given) and not isinstance(given, torch.optim.lr_scheduler.LRScheduler)
-        scheduler: Scheduler = given(optimizer) if is_factory else given
-        return scheduler
-    if config.scheduler is None:
-        return None
-    from .optim.schedules import build_scheduler
+        found = given(optimizer) if is_factory else given
+    elif config.scheduler is not None:
+        from .optim.schedules import build_scheduler
 
-    built: Scheduler = build_scheduler(config.scheduler, optimizer)
-    return built
+        found = build_scheduler(config.scheduler, optimizer)
+    batching = config.data_efficiency.data_sampling.dynamic_batching
+    if loader is None or not batching.enabled:
+        return found
+    from .data.dynamic_batches import sizes_of
+    from .optim.variable_batch import VariableBatchSizeLR
+
+    sizes = sizes_of(loader)
+    return VariableBatchSizeLR(
+        found, optimizer, sizes, config.train_batch_size, batching.lr_scaling_method
+    )
 
 
 def _record(
@@ -434,42 +448,66 @@ def _loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     config: Config,
     mesh: MeshGroups,
+    collectives: Collectives,
 ) -> Any:
     if data is None:
         return None
     from .data.loaders import build_loader, keeps_position
 
-    packing = config.data_packing
+    packing, sampling = config.data_packing, config.data_efficiency.data_sampling
     if keeps_position(data):
-        if packing.tokens:
-            raise UsageError(
-                "data_packing packs the samples of a dataset, and training_data is a loader: pass its dataset, "
-                "or remove data_packing"
-            )
+        for key, is_on in {
+            "data_packing": bool(packing.tokens),
+            CURRICULUM: sampling.has_curriculum,
+            BATCHING: sampling.has_dynamic_batches,
+        }.items():
+            if is_on:
+                raise UsageError(
+                    f"{key} takes the samples of a dataset, and training_data is a loader: pass its dataset, "
+                    "or remove the section"
+                )
         return data
+    common: dict[str, Any] = {
+        "micro_batch_size": config.train_micro_batch_size_per_gpu,
+        "rank": mesh.coordinate("data"),
+        "world_size": mesh.mesh.data,
+        "num_workers": config.dataloader_num_workers,
+        "drop_last": config.dataloader_drop_last,
+        "collate_fn": collate_fn,
+    }
     if packing.tokens:
         from .data.packing import packed_loader
 
-        return packed_loader(
-            data,
-            packing,
-            micro_batch_size=config.train_micro_batch_size_per_gpu,
-            rank=mesh.coordinate("data"),
-            world_size=mesh.mesh.data,
-            step_rows=config.train_batch_size,
-            num_workers=config.dataloader_num_workers,
-            drop_last=config.dataloader_drop_last,
-            collate_fn=collate_fn,
-        )
+        return packed_loader(data, packing, step_rows=config.train_batch_size, **common)
+    if sampling.num_workers is not None:
+        common["num_workers"] = sampling.num_workers
+    if sampling.has_curriculum:
+        from .data.curriculum import curriculum_loader
+
+        with agreeing(collectives, "xds.initialize"):
+            return curriculum_loader(
+                data,
+                sampling.curriculum_learning.metrics(),
+                step_samples=config.train_batch_size,
+                num_epochs=sampling.num_epochs,
+                seed=config.data_efficiency.seed,
+                **common,
+            )
+    if sampling.has_dynamic_batches:
+        from .data.dynamic_batches import dynamic_loader
+
+        with agreeing(collectives, "xds.initialize"):
+            return dynamic_loader(
+                data,
+                sampling.dynamic_batching,
+                step_batches=config.train_batch_size,
+                seed=config.data_efficiency.seed,
+                **common,
+            )
     return build_loader(
         data,
-        micro_batch_size=config.train_micro_batch_size_per_gpu,
-        rank=mesh.coordinate("data"),
-        world_size=mesh.mesh.data,
-        collate_fn=collate_fn,
-        drop_last=config.dataloader_drop_last,
-        num_workers=config.dataloader_num_workers,
         step_samples=config.train_batch_size if config.elasticity.enabled else 0,
+        **common,
     )
 
 

@@ -57,9 +57,9 @@ SETUPS = {
         class Model(torch.nn.Module):
             def __init__(self):
                 super().__init__()
-                self.tokens, self.head = torch.nn.Embedding(16, 4), torch.nn.Linear(4, 16)
+                self.tokens, self.head = torch.nn.Embedding(5000, 4), torch.nn.Linear(4, 5000)
 
-            def forward(self, input_ids, labels, position_ids):
+            def forward(self, input_ids, labels, position_ids=None, attention_mask=None):
                 logits = self.head(self.tokens(input_ids))[:, :-1].flatten(0, 1)
                 loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
                 return SimpleNamespace(loss=loss)
@@ -71,7 +71,13 @@ SETUPS = {
         model = Model()
         dataset = [torch.randint(16, (length,)) for length in range(100, 1500, 70)]
         """,
-        edits={'"config.json"': "config"},
+        edits={
+            'model, "config.json"': "model, config",
+            'engine = xds.initialize(model, "curriculum.json"': "engine.destroy()\n"
+            'engine = xds.initialize(model, "1.json"',
+            'engine = xds.initialize(model, "batches.json"': "engine.destroy()\n"
+            'engine = xds.initialize(model, "2.json"',
+        },
     ),
     "docs/native-ops.md": Setup(world_size=1, is_process=True),
     "docs/pipelines.md": Setup(

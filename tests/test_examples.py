@@ -356,3 +356,31 @@ def test_the_trainer_trains_evaluates_saves_resumes_and_generates(tmp_path: Path
         )
         assert one == two
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_the_gpt_packs_paragraphs(tmp_path: Path) -> None:
+    """The losses of packed rows are those of one paragraph a row, and the script trains on them."""
+    from xds.engine.config.sections import DataPacking
+    from xds.engine.data.packing import packed_loader
+
+    model, data = (runpy.run_path(str(EXAMPLE / name)) for name in ("model.py", "data.py"))
+    text = text_in(tmp_path)
+    paragraphs = data["Paragraphs"](text.read_bytes(), 16)
+    columns = {"tokens": 0, "targets": -100}
+    ranks = {"micro_batch_size": 2, "rank": 0, "world_size": 1, "step_rows": 2}
+    batch = next(iter(packed_loader(paragraphs, DataPacking(tokens=16, columns=columns), **ranks)))
+    torch.manual_seed(0)
+    gpt = model["GPT"](model["Shape"](layers=2, width=16, heads=2, context=16))
+    tokens, targets, positions = (batch[name] for name in ("tokens", "targets", "position_ids"))
+    found = gpt(tokens, targets, positions, model["within_samples"](positions))
+    total, number = 0.0, 0
+    for row, wanted, places in zip(tokens, targets, positions, strict=True):
+        starts = [*(places == 0).nonzero().view(-1).tolist(), len(row)]
+        for start, stop in zip(starts, starts[1:], strict=False):
+            if wanted[start] != -100:  # not padding
+                loss = gpt(row[None, start:stop], wanted[None, start:stop])
+                total, number = total + loss.item() * (stop - start), number + stop - start
+    assert number > 20 and found.item() == pytest.approx(total / number, rel=1e-6)
+    options = ["--config", str(EXAMPLE / "packed.json"), "--data", str(text), *TINY.split()]
+    finish([*ONE_PROCESS, str(EXAMPLE / "train.py"), *options], tmp_path)
+    assert len(curve_of(tmp_path)) == 5

@@ -37,6 +37,7 @@ from ...zero.config import ZeroConfig
 from .auto import fill_auto, note_auto
 from .batch import COMPUTED, batch_of
 from .compile import Compile
+from .data_efficiency import DataEfficiency
 from .elasticity import Elasticity
 from .optimizer import OptimizerConfig
 from .refused import TOP_LEVEL_KEYS
@@ -160,6 +161,7 @@ class Config(Section):
     torch_autocast: TorchAutocast = nested(TorchAutocast)
     data_types: DataTypes = nested(DataTypes)
     data_packing: DataPacking = nested(DataPacking)
+    data_efficiency: DataEfficiency = nested(DataEfficiency)
     zero_optimization: ZeroConfig = nested(ZeroConfig)
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing)
     pipeline: Pipeline = nested(Pipeline)

@@ -92,24 +92,6 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
         details(Natural, "min_difficulty max_difficulty"),
         details(Object, "schedule_config"),
     ),
-    "data_efficiency": Group(
-        "fewer samples and tokens for the same loss",
-        _switch("the data efficiency library"),
-        details(Natural, "seed"),
-        {
-            "data_sampling": Group(
-                "which samples are taken",
-                details(Flag, "enabled pin_memory"),
-                details(Natural, "num_epochs num_workers"),
-                details(Object, "curriculum_learning dynamic_batching"),
-            ),
-            "data_routing": Group(
-                "which tokens are computed",
-                details(Flag, "enabled"),
-                details(Object, "random_ltd"),
-            ),
-        },
-    ),
     "sparse_attention": Group(
         "attention over blocks",
         {"mode": Refused(Text, _SPARSE, harmless=("dense",), missing="fixed")},

@@ -11,6 +11,7 @@ from typing import Any
 from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...utils.schema.section import Report
 from ...zero.config import ZeroConfig
+from .data_sampling import BATCHING
 from .optimizer import WHOLE_TENSOR
 from .scheduler import warmup_steps
 
@@ -27,6 +28,7 @@ def check_together(config: Any, data: Mapping[str, Any], report: Report) -> Any:
     zero = _without_idle_offload(zero, report)
     config = config.model_copy(update={_ZERO: zero})
     _check_precision(config, report)
+    _check_data(config, data, report)
     _check_norm(config, report)
     _check_offload(config, report)
     _check_mics(zero, report)
@@ -77,7 +79,30 @@ def _check_precision(config: Any, report: Report) -> None:
             f"{autocast.dtype}, and operations such as softmax and losses in fp32"
         )
     config.fp16.check(report)
+
+
+def _check_data(config: Any, data: Mapping[str, Any], report: Report) -> None:
+    """What takes samples from training_data: only one of them."""
     config.data_packing.check(report)
+    config.data_efficiency.check(report)
+    given: Any = data
+    for key in BATCHING.split("."):
+        given = given.get(key) or {}
+    if given.get("lr_scaling_method", "") is None:
+        report.notes.append(
+            f'{BATCHING}.lr_scaling_method = null: means the default, "linear"; DeepSpeed takes it for "none"'
+        )
+    sampling = config.data_efficiency.data_sampling
+    for name, is_on in (
+        ("curriculum_learning", sampling.has_curriculum),
+        ("dynamic_batching", sampling.has_dynamic_batches),
+    ):
+        if is_on and config.data_packing.tokens:
+            report.complain(
+                "data_packing.tokens",
+                config.data_packing.tokens,
+                f"data_efficiency.data_sampling.{name} chooses the samples as well; remove one of the two",
+            )
 
 
 def _check_norm(config: Any, report: Report) -> None:

@@ -37,6 +37,10 @@ class Resumable(ABC):
     def resume(self, position: Mapping[str, int], min_items: int) -> None:
         """Begin the next iteration at `position`; skip it if it would give fewer than `min_items`."""
 
+    def given(self, batch: Any, start: Mapping[str, int], end: Mapping[str, int]) -> Any:
+        """What the script gets for a batch of the samples between two positions."""
+        return batch
+
 
 @final
 class EpochSampler(Sampler[int], Resumable):
@@ -176,6 +180,8 @@ class InOrder(Dataset[Any]):
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
+        if hasattr(inner, "lengths"):
+            self.lengths = inner.lengths  # of its samples, in tokens
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -208,9 +214,15 @@ class RankLoader(DataLoader[Any]):
     def _counted(self, batches: Iterator[Any], start: Mapping[str, int]) -> Iterator[Any]:
         assert self.batch_size is not None
         for number, batch in enumerate(batches, start=1):
+            before = self._source.after(start, (number - 1) * self.batch_size)
             self._position = self._source.after(start, number * self.batch_size)
-            yield self._ready(batch)
+            yield self._source.given(self._ready(batch), before, self._position)
         self._position = self._source.start()
+
+    @property
+    def source(self) -> Resumable:
+        """Where the samples come from."""
+        return self._source
 
     def position(self) -> dict[str, int]:
         """The position of the next sample."""

@@ -50,9 +50,10 @@ _COMPRESSED = (
     "compress the saved weights"
 )
 _DATA = (
-    "the data efficiency library is not supported yet; leave out the config's section data_efficiency, and "
-    "pass a dataset or a loader of your own"
+    "random layer-token dropping is not supported yet; leave out the config's section "
+    "data_efficiency.data_routing"
 )
+_SAMPLING = "the engine samples by itself: set data_efficiency.data_sampling in the config, see docs/data.md"
 _SPARSE_ATTENTION = (
     "xds has no sparse attention; torch.nn.attention.flex_attention computes one with a block mask"
 )
@@ -120,8 +121,6 @@ MISSING_METHODS: dict[str, str] = {
         "the engine runs tables, see docs/design/pipeline.md; pipeline.schedule takes a file of one",
     ),
     "register_compile_pass": _DEEP_COMPILE,
-    "set_custom_curriculum_learning_schedule": "curriculum learning is not supported yet",
-    "set_data_post_process_func": "curriculum learning is not supported yet; change the dataset",
     "random_ltd_initialize": "random layer-token dropping is not supported",
     "flops_profiler": "set flops_profiler.enabled in the config, and read engine.flops_profile()",
     **dict.fromkeys(("client_optimizer", "client_lr_scheduler", "training_data"), _GIVEN),
@@ -181,6 +180,7 @@ AREAS: dict[str, str] = {
     **dict.fromkeys(("compression", "runtime.quantize", "runtime.weight_quantizer"), _COMPRESSED),
     "runtime.eigenvalue": _COMPRESSED,
     "runtime.data_pipeline": _DATA,
+    "runtime.data_pipeline.data_sampling": _SAMPLING,
     "runtime.progressive_layer_drop": (
         "progressive layer drop is not supported yet; leave out the config's section of that name, and drop "
         "layers in the model's forward"

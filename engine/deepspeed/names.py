@@ -114,8 +114,14 @@ NAMES: dict[str, str] = {
     "runtime.data_pipeline.constants": "constants: CURRICULUM_LEARNING CURRICULUM_LEARNING_ENABLED "
     "DATA_SAMPLING DATA_SAMPLING_NUM_WORKERS DATA_EFFICIENCY DATA_ROUTING",
     "runtime.data_pipeline.curriculum_scheduler": "library.curriculum: CurriculumScheduler",
+    "runtime.data_pipeline.data_sampling.data_analyzer": "library.data: DataAnalyzer DistributedDataAnalyzer",
+    "runtime.data_pipeline.data_sampling.indexed_dataset": "library.data: MMapIndexedDataset "
+    "MMapIndexedDatasetBuilder",
+    "runtime.data_pipeline.data_sampling.utils": "library.data: create_mmap_dataset_builder "
+    "close_mmap_dataset_builder find_fit_int_dtype",
     "runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": ".xds.engine.data.length_batches: "
-    "batch_by_seqlens scale_lr",
+    "batch_by_seqlens scale_lr; library.data: lr_scheduler_for_variable_batch_size "
+    "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
     "runtime.dataloader": _LOADERS,
     "runtime.engine": "training.engine: DeepSpeedEngine; training.optimizer: DeepSpeedOptimizer; "
     "library.small: DeepSpeedDataLoader",
@@ -206,7 +212,7 @@ runtime.{model_checkpointing,precision_config,progressive_layer_drop,quantize,sp
 runtime.{superoffload,torch_autocast,weight_quantizer,zenflow,rollout,chunked_cross_entropy,python_gc}
 runtime.data_pipeline.config
 runtime.data_pipeline.data_routing.{basic_layer,helper,scheduler,utils}
-runtime.data_pipeline.data_sampling.{data_analyzer,data_sampler,indexed_dataset,utils}
+runtime.data_pipeline.data_sampling.data_sampler
 runtime.domino.{async_linear,transformer}
 runtime.fp16.onebit.{adam,lamb,zoadam} runtime.fp16.{onebit_adam,onebit_lamb}
 runtime.pipe.p2p

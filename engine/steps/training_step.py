@@ -476,6 +476,9 @@ class TrainingStep(BackwardRules):
         self._scale.after_step(overflow=overflow)
         if self.was_applied and scheduler is not None:
             self._step_schedule(scheduler)
+        skip_step = None if self.was_applied else getattr(scheduler, "skip_step", None)
+        if skip_step is not None:  # a schedule that follows the loader's batches
+            skip_step()
 
     def _skip(self, norm: float) -> None:
         self._sharded.skip()

@@ -1,4 +1,8 @@
-"""Training text that exists on every machine: the sources of Python's standard library, as bytes."""
+"""Training text that exists on every machine: the sources of Python's standard library, as bytes.
+
+windows      the text is cut every so many bytes: all have one length
+paragraphs   the text is cut at empty lines: the engine packs them into rows (section `data_packing`)
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,29 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
 
+class Paragraphs(Dataset[dict[str, Tensor]]):
+    """A text cut at empty lines, and after `context` bytes.
+
+    Item i has `tokens`, its bytes, and `targets`, the byte after each of them: after the last a line feed.
+    """
+
+    def __init__(self, text: bytes, context: int) -> None:
+        found = [part.strip(b"\n") for part in text.split(b"\n\n")]
+        self.pieces = [
+            part[at : at + context] for part in found for at in range(0, len(part), context)
+        ]
+        self.lengths = [
+            len(piece) for piece in self.pieces
+        ]  # each rank then reads its own rows only
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.tensor(list(self.pieces[index] + b"\n"))
+        return {"tokens": tokens[:-1], "targets": tokens[1:]}
+
+
 def standard_library() -> bytes:
     """All .py files of the standard library in the order of their paths, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -38,8 +65,10 @@ def standard_library() -> bytes:
     return b"\n".join(path.read_bytes() for path in paths)
 
 
-def load_text(path: Path | None, context: int) -> tuple[ByteWindows, ByteWindows]:
-    """Windows for training (the first 95% of the text) and for validation (the rest)."""
+def load_text(
+    path: Path | None, context: int, packs: bool = False
+) -> tuple[ByteWindows | Paragraphs, ByteWindows]:
+    """The first 95% of the text for training, as windows or as paragraphs, and windows of the rest."""
     source = path.read_bytes() if path else standard_library()
     if len(source) < 40 * (context + 1):
         raise SystemExit(
@@ -48,4 +77,7 @@ def load_text(path: Path | None, context: int) -> tuple[ByteWindows, ByteWindows
         )
     text = torch.frombuffer(bytearray(source), dtype=torch.uint8)
     cut = len(text) * 95 // 100
-    return ByteWindows(text[:cut], context), ByteWindows(text[cut:], context)
+    validation = ByteWindows(text[cut:], context)
+    if packs:
+        return Paragraphs(source[:cut], context), validation
+    return ByteWindows(text[:cut], context), validation

@@ -36,12 +36,15 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # [B, T, C] -> [B, T, C]
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, T, C / H]
             for part in self.qkv(x).chunk(3, dim=-1)
         )
-        y = self.attend(q, k, v)
+        if mask is None:
+            y = self.attend(q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -56,9 +59,21 @@ class Block(nn.Module):
         self.up = nn.Linear(shape.width, 4 * shape.width, bias=False)
         self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # [B, T, C] -> [B, T, C]
+        if mask is None:
+            x = x + self.attention(self.attention_norm(x))
+        else:
+            x = x + self.attention(self.attention_norm(x), mask)
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+def within_samples(positions: Tensor) -> Tensor:
+    """Which tokens a token of packed rows attends to: those before it in its sample, and itself.
+
+    positions: [B, T], 0 where a sample begins. Returns [B, 1, T, T], bool.
+    """
+    samples = (positions == 0).cumsum(1)
+    return (samples[:, None, :, None] == samples[:, None, None, :]).tril()
 
 
 class GPT(nn.Module):
@@ -86,11 +101,16 @@ class GPT(nn.Module):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * self.shape.layers) ** 0.5)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V] of the next token for each of `tokens` [B, T]; with `targets`, the loss.
 
         positions: [1 or B, T] of the tokens; None: 0 to T - 1.
+        mask: of packed samples, see `within_samples`; None: a token attends to all before it.
         """
         x = self.tokens(tokens)
         if positions is None:
@@ -98,7 +118,7 @@ class GPT(nn.Module):
         else:
             x = x + self.positions(positions)
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if mask is None else block(x, mask)
         logits = self.head(self.norm(x))
         if targets is None:
             return logits

@@ -2,6 +2,7 @@
 
 xds examples/gpt/train.py --config examples/gpt/zero3.json     # one process for each device
 xds examples/gpt/train.py --checkpoints runs/gpt/checkpoints   # run it again after a crash to resume
+xds examples/gpt/train.py --config examples/gpt/packed.json    # paragraphs, packed into rows
 python examples/gpt/train.py                                   # one process
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from data import ByteWindows, load_text
-from model import GPT, Shape, generate
+from model import GPT, Shape, generate, within_samples
 from tqdm import tqdm
 
 import xds
@@ -62,11 +63,16 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     torch.manual_seed(args.seed)
-    training, validation = load_text(args.data, args.context)
+    config = json.loads(args.config.read_text())
+    packing = config.get("data_packing")
+    training, validation = load_text(args.data, args.context, packs=packing is not None)
     shape = Shape(args.layers, args.width, args.heads, args.context, tied_head=args.tied_head)
 
-    # `xds report` makes a page of the record in that folder
-    config = json.loads(args.config.read_text()) | {"report_folder": str(args.out)}
+    config["report_folder"] = str(
+        args.out
+    )  # `xds report` makes a page of the record in that folder
+    if packing is not None:
+        packing["tokens"] = args.context
     engine = xds.initialize(GPT(shape), config, training_data=training)
 
     if args.steps is None:
@@ -110,9 +116,9 @@ def train(engine: xds.Engine, validation: ByteWindows, args: argparse.Namespace)
     for step in bar:
         start_seconds = time.perf_counter()
         for _ in range(engine.gradient_accumulation_steps()):
-            tokens, targets = (part.to(engine.device) for part in next(batches))
-            loss = engine(tokens, targets)
-            engine.backward(loss)
+            inputs, num_targets = inputs_of(next(batches), engine.device)
+            loss = engine(*inputs)
+            engine.backward(loss, weight=num_targets)
             engine.step()
         loss = engine.mean_loss()
         speed = tokens_per_step / (time.perf_counter() - start_seconds)
@@ -129,6 +135,16 @@ def train(engine: xds.Engine, validation: ByteWindows, args: argparse.Namespace)
                 bar.write(f"{line}, {speed:,.0f} tokens/s")
         if args.checkpoints and (step % args.save_every == 0 or step == args.steps):
             engine.save_checkpoint(args.checkpoints)
+
+
+def inputs_of(batch, device: torch.device):
+    """The model's arguments for a batch, and how many bytes it predicts; None: as many in each batch."""
+    if isinstance(batch, dict):  # packed rows
+        tokens, targets, positions = (
+            batch[name].to(device) for name in ("tokens", "targets", "position_ids")
+        )
+        return (tokens, targets, positions, within_samples(positions)), (targets != -100).sum()
+    return tuple(part.to(device) for part in batch), None
 
 
 def forever(loader):

@@ -27,11 +27,25 @@ from xds.utils.schema.section import Group, NoEffect, Refused, Section, known_na
 PACKAGE = Path(xds.__file__).resolve().parent
 DOCS = Path(__file__).parents[2] / "docs" / "config.md"
 SMALL = {"train_batch_size": 8, "gradient_clipping": 0}
+LENGTH = {
+    "clustering_type": "single_cluster",
+    "min_difficulty": 8,
+    "max_difficulty": 64,
+    "schedule_type": "custom",
+}
 # keys without which a value other than the default is refused, or is not what a config has in the end
 BESIDE: dict[str, dict[str, Any]] = {
     "elasticity.enabled": {
         "train_batch_size": "auto",
         "elasticity": {"max_train_batch_size": 64, "micro_batch_sizes": [2]},
+    },
+    "data_efficiency.data_sampling.curriculum_learning": {
+        "data_efficiency": {
+            "data_sampling": {"curriculum_learning": {"curriculum_metrics": {"length": LENGTH}}}
+        }
+    },
+    "data_efficiency.data_sampling.dynamic_batching": {
+        "data_efficiency": {"data_sampling": {"dynamic_batching": {"max_tokens": 8}}}
     },
     "zero_optimization.cpu_offload_param": {"zero_optimization": {"stage": 3}},
     "zero_optimization.offload_optimizer": {
@@ -50,6 +64,14 @@ BESIDE: dict[str, dict[str, Any]] = {
 SPECIAL: dict[str, tuple[list[Any], list[Any]]] = {
     "elasticity.micro_batch_sizes": ([[2, 4]], [[], [0], ["2"], 2]),
     "aio.block_size": ([4096, 1 << 20], [4097, 0, "1M"]),
+    "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": (
+        [{"length": LENGTH}],
+        [3, [LENGTH], "length"],
+    ),
+    "data_efficiency.data_sampling.dynamic_batching.lr_scaling_method": (
+        ["linear", "SQRT", "none"],
+        ["cubic", 3, True],
+    ),
     "data_types.param_dtype": (["fp32"], ["bf16", "int8", True]),
     "elasticity.version": ([0.1, 0.2], [0.3, "0.2", True]),
     "fp16.loss_scale": ([0, 1e-30, 1e30, 128], [1e-300, 1e300, True, -1, "1"]),

@@ -207,7 +207,7 @@ def test_what_cannot_be_packed_is_one_sentence() -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             return
 
-    with pytest.raises(UsageError, match="data_packing packs the samples of a dataset"):
+    with pytest.raises(UsageError, match="data_packing takes the samples of a dataset"):
         xds.initialize(nn.Linear(2, 2), config, training_data=Kept())
 
 

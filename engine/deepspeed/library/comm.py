@@ -156,3 +156,9 @@ def configure(deepspeed_config: Any = None, enabled: bool | None = None, **optio
             "deepspeed.comm.configure(enabled=True): set comms_logger.enabled to true in the config, with "
             "the options prof_all, prof_ops, verbose and debug"
         )
+
+
+def wait_for_all(group: dist.ProcessGroup | None = None) -> None:
+    """Return when all ranks have called it; at once without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier(group)

@@ -21,6 +21,9 @@ from ..library.log import set_log_level_from_string
 # name of the method -> path of the key in the checked config; None where the section is absent
 _CHECKED: dict[str, str] = {
     "bfloat16_enabled": "bf16.enabled",
+    "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
     "dataloader_drop_last": "dataloader_drop_last",
     "dump_state": "dump_state",
     "flops_profiler_enabled": "flops_profiler.enabled",
@@ -71,8 +74,6 @@ _ANSWERS: dict[str, Any] = {
     "amp_enabled": False,
     "autotuning_enabled": False,
     "curriculum_enabled_legacy": False,
-    "curriculum_learning_enabled": False,
-    "data_efficiency_enabled": False,
     "eigenvalue_enabled": False,
     "is_deepcompile_enabled": False,
     "pld_enabled": False,
