@@ -54,7 +54,7 @@ _DATA = (
     "pass a dataset or a loader of your own"
 )
 _SPARSE_ATTENTION = (
-    "xds has no sparse attention; torch.nn.attention.flex_attention computes one with a block mask"
+    "the engine's attention has no such part; use xds.ops.sparse_attention.sparse_attention"
 )
 _AUTOTUNING = "autotuning is not supported yet (the config's section autotuning); see xds plan"
 _SCHEDULE = (
