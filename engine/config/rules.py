@@ -218,14 +218,13 @@ def check_slices(config: Any, report: Report) -> None:
             "them; choose an optimizer such as AdamW, or set tensor_parallel.tp_size to 1",
         )
     sparse = config.sparse_attention
-    if size > 1 and sparse is not None and sparse.mode != "dense":
-        if sparse.different_layout_per_head:
-            report.complain(
-                "sparse_attention.different_layout_per_head",
-                True,
-                f"each of tensor_parallel.tp_size = {size} ranks has some of the heads, and layouts are not cut: "
-                "set it to false",
-            )
+    if size > 1 and sparse is not None and sparse.different_layout_per_head:
+        report.complain(
+            "sparse_attention.different_layout_per_head",
+            True,
+            f"each of tensor_parallel.tp_size = {size} ranks has some of the heads, and layouts are not cut; "
+            "set it to false",
+        )
 
 
 def check_sequences(config: Any, report: Report) -> None:

@@ -102,7 +102,11 @@ NAMES: dict[str, str] = {
     "ops.lion": "library.ops: FusedLion DeepSpeedCPULion",
     "ops.lion.cpu_lion": "library.ops: DeepSpeedCPULion",
     "ops.lion.fused_lion": "library.ops: FusedLion",
-    "ops.sparse_attention": f"{_LAYOUTS}; {_SPARSE}SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils",
+    "ops.sparse_attention": _LAYOUTS
+    + "; "
+    + _SPARSE
+    + "SparseSelfAttention BertSparseSelfAttention "
+    "SparseAttentionUtils",
     "ops.sparse_attention.bert_sparse_self_attention": f"{_SPARSE}BertSparseSelfAttention",
     "ops.sparse_attention.sparse_attention_utils": f"{_SPARSE}SparseAttentionUtils",
     "ops.sparse_attention.sparse_self_attention": f"{_SPARSE}SparseSelfAttention",

@@ -33,7 +33,7 @@ def sparse_attention(  # noqa: PLR0913 (what attention has)
     dropout: float = 0.0,
     way: Way = "auto",
 ) -> Tensor:
-    """Softmax attention in which block i of the queries sees block j of the keys where layout[h, i, j] is not 0.
+    """Softmax attention: block i of the queries sees block j of the keys where layout[h, i, j] is not 0.
 
     Args:
         q: [B, H, L, D]. k, v: [B, Hkv, L, D], where H is a multiple of Hkv.
@@ -155,8 +155,8 @@ def _attend_backward(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     of = _problem(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
-    given = [on_cpu.as_blocks(x, of.shape[3], block, of.q.dtype) for x in (grad, out)]
-    found = on_cpu.backward(of, *given, sums)
+    grad, out = (on_cpu.as_blocks(x, of.shape[3], block, of.q.dtype) for x in (grad, out))
+    found = on_cpu.backward(of, grad, out, sums)
     found[0].mul_(scale)
     dq, dk, dv = (
         own.view(*x.shape[:2], -1, x.shape[3])[:, :, : x.shape[2]].to(x.dtype).contiguous()

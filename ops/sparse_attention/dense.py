@@ -1,4 +1,4 @@
-"""Attention of a layout as masked dense attention: the reference, and the way for dropout and biases on a GPU."""
+"""Masked dense attention of a layout: the reference, and the way for biases, and for dropout on a GPU."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from .rules import layout_of
 
 PREFIX = "xds_sparse"
 NOT_HERE = "softcap", "s_aux", "sinks", "position_bias"  # arguments that change scores or their sum
-_layout: Any = torch.compiler.assume_constant_result(layout_of)  # a constant of a graph on a GPU
+_constant: Any = torch.compiler.assume_constant_result
+_layout = _constant(layout_of)  # in a graph
 
 
 def switch(model: nn.Module, section: SparseAttention) -> Callable[[], None]:
@@ -71,7 +72,8 @@ def _check(module: nn.Module, config: Any) -> None:
         config, "add_cross_attention", False
     ):
         raise UsageError(
-            f"sparse_attention: {name} has cross-attention, and a layout is of one sequence; remove the section"
+            f"sparse_attention: {name} has cross-attention, and a layout is of one sequence; remove the "
+            "section"
         )
 
 
@@ -176,7 +178,7 @@ class SparseAttend:
         for name in NOT_HERE:
             if kwargs.get(name) is not None:
                 raise UsageError(
-                    f"sparse_attention: {type(module).__name__} passes {name}, which changes its scores; remove "
+                    f"sparse_attention: {type(module).__name__} passes {name}, which changes scores; remove "
                     "the section for this model"
                 )
         own = getattr(module, "is_causal", False) if is_causal is None else is_causal

@@ -1,15 +1,16 @@
 """Which blocks of keys each block of queries sees: layouts of block-sparse attention, by rule.
 
-The rules and their arguments are those of DeepSpeed 0.14 to 0.19 (its `ops/sparse_attention/sparsity_config.py`), so that
-a model which was trained with one of them sees the same tokens here. Random blocks are the same for the same state of
-Python's `random`. A layout is an int64 tensor [heads, n, n] for n blocks; 1 at [h, row, col]: in head h the queries
-of block `row` see the keys of block `col`.
+The rules and their arguments are those of DeepSpeed up to 0.19.6 (`ops/sparse_attention/sparsity_config.py`): a
+model that was trained with one of them sees the same tokens here. Random blocks are the same for the same state
+of Python's `random`. A layout is an int64 tensor [heads, n, n] for n blocks: 1 at [h, row, col] where, in head
+h, the queries of block `row` see the keys of block `col`.
 
-    Fixed            windows, and of each window its last blocks for all rows    Child et al. 2019, arXiv 1904.10509
-    Variable         windows of given lengths, given global blocks, random ones
-    BigBird          a band, the first blocks as rows and columns, random ones   Zaheer et al. 2020, arXiv 2007.14062
-    BSLongformer     a band, given blocks as rows and columns                    Beltagy et al. 2020, arXiv 2004.05150
-    LocalSlidingWindow, Dense
+    Fixed               windows; of each window its last blocks for all rows     Child 2019, arXiv 1904.10509
+    Variable            windows of given lengths, given global blocks, random ones
+    BigBird             a band, the first blocks as rows and columns, random     Zaheer 2020, arXiv 2007.14062
+    BSLongformer        a band, given blocks as rows and columns                 Beltagy 2020, arXiv 2004.05150
+    LocalSlidingWindow  a band
+    Dense               all blocks
 """
 
 from __future__ import annotations
@@ -230,8 +231,8 @@ class Fixed(Rule):
 class Variable(Rule):
     """Windows of given lengths, of which the last is repeated; given global blocks; random blocks.
 
-    As in DeepSpeed, random blocks of a unidirectional layout may be in the future. The attention of xds is causal
-    there, and does not see them.
+    As in DeepSpeed, random blocks of a unidirectional layout may be in the future. The attention of xds is
+    causal there, and does not see them.
     """
 
     def __init__(  # noqa: PLR0913 (DeepSpeed's arguments)

@@ -1,8 +1,8 @@
 """DeepSpeed's modules of sparse attention: for models that are built with them, and for Bert and RoBERTa.
 
-Other than DeepSpeed's they take any dtype and device, key heads that are fewer than query heads, and sequences that
-are no multiple of the block. A unidirectional layout is causal by elements; `block_causality=True` keeps DeepSpeed's
-layouts, where a token sees those after it in its own block.
+Other than DeepSpeed's they take any dtype and device, fewer key heads than query heads, and sequences that are
+no multiple of the block. A unidirectional layout is causal by elements; `block_causality=True` keeps what
+DeepSpeed computes, where a token sees those after it in its own block.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MODES = "add", "mul"
 class SparseSelfAttention(nn.Module):
     """Self-attention over the blocks of a layout, without weights of its own.
 
-    The layout is made here, for `max_seq_length` tokens, and is the buffer `master_layout`: it is saved, and the
-    engine gives all ranks that of rank 0. Shorter sequences see its upper left corner.
+    The layout is made here, for `max_seq_length` tokens. It is the buffer `master_layout`: it is saved, and the
+    engine gives all ranks that of rank 0. Shorter sequences have its upper left corner.
     """
 
     master_layout: Tensor
@@ -269,10 +269,8 @@ class SparseAttentionUtils:
             (token_type_ids, 0),
             (position_ids, pad_token_id),
         )
-        ids, mask, types, positions = (
-            x if x is None else F.pad(x, pad, value=fill) for x, fill in fills
-        )
-        return rest, ids, mask, types, positions, inputs_embeds
+        padded = [x if x is None else F.pad(x, pad, value=fill) for x, fill in fills]
+        return rest, padded[0], padded[1], padded[2], padded[3], inputs_embeds
 
     @staticmethod
     def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """Block-sparse attention on a CPU, forward and backward, by batched products of gathered blocks.
 
-The products are torch's, and no score of a block outside of the layout is computed. Scores exist for a few tiles at a
-time, so that they stay in a processor's cache; backward computes them again, as FlashAttention does (Dao 2022,
-algorithm 4). Where a tile has many keys, forward merges pieces of them by their running maximum.
+The products are torch's. No score of a block outside of the layout is computed, and scores exist for a few
+tiles at a time, so that they stay in a processor's cache. Backward computes them again, as FlashAttention does
+(Dao 2022, algorithm 4). Where a tile has many keys, forward merges pieces of them by their running maximum.
 
-Scores are stored as [tiles, keys, query rows]: with rows last the products are faster. They are in units of log(2),
-because exp2 is faster than exp. All memory of the loops is taken once for a call, and used for each chunk again.
+Scores are stored as [tiles, keys, query rows]: with rows last the products are faster. They are in units of
+log(2), because exp2 is faster than exp. The memory of the loops is taken once for a call.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Chunk:
 
     def pieces(self) -> list[tuple[Tensor, bool]]:
         """The key blocks in pieces, each with whether its last block is cut causally."""
-        parts = self.keys.split(max(1, MOST_KEYS // self.block), 1)
+        parts = torch.split(self.keys, max(1, MOST_KEYS // self.block), 1)
         return [(part, self.has_diagonal and part is parts[-1]) for part in parts]
 
 

@@ -1,7 +1,7 @@
 """Which query blocks are multiplied with which key blocks: a layout as a few classes of equal tiles.
 
-A tile is a set of query blocks that see the same key blocks, of one key head. Tiles with as many query blocks and key
-blocks are one class, so that one batched product computes many of them.
+A tile is a set of query blocks that see the same key blocks, of one key head. Tiles with as many query blocks
+and key blocks are one class, so that one batched product computes many of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REMEMBERED = 64  # layouts
 @final
 @dataclass(frozen=True)
 class TileClass:
-    """Tiles of one size. `has_diagonal`: the last key block of a tile is that of its query blocks, cut causally."""
+    """Tiles of one size. `has_diagonal`: the last key block is that of the query blocks, cut causally."""
 
     queries: Tensor  # [tiles, query blocks], indices into the query blocks of a span
     keys: Tensor  # [tiles, key blocks]

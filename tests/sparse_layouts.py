@@ -11,7 +11,9 @@ CLASSES = ("Dense", "Fixed", "Variable", "BigBird", "BSLongformer", "LocalSlidin
 COUNT, GROUP = 10_000, 200
 
 
-def configs(seed: int = 0, count: int = COUNT) -> Iterator[tuple[str, dict[str, Any], int, int]]:
+def configs(  # noqa: C901 (a choice for each argument)
+    seed: int = 0, count: int = COUNT
+) -> Iterator[tuple[str, dict[str, Any], int, int]]:
     """The name of a class, its arguments, the tokens of a sequence, and the state of `random`."""
     rng = random.Random(seed)
     for number in range(count):
