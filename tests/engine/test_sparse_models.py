@@ -81,14 +81,18 @@ def losses(name: str, section: dict[str, Any] | None, more: dict[str, Any]) -> l
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_config_alone_gives_what_a_mask_of_elements_gives(name: str) -> None:
-    engine = engine_of(name, FIXED)
+    sgd = {
+        "type": "SGD",
+        "params": {"lr": 0.1},
+    }  # Adam makes large steps of gradients that are noise
+    engine = engine_of(name, FIXED, optimizer=sgd)
     rule = engine.config.sparse_attention.rule
     seen = layout_of(rule, 4, 7, 0).bool().repeat_interleave(8, 1).repeat_interleave(8, 2)
     seen = seen[:, :LENGTH, :LENGTH]
     if name != "bert":
         seen = seen.tril()
     plain = build(name)
-    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(3):
         inputs = batch(step)
         loss = engine(**inputs).loss
@@ -97,9 +101,9 @@ def test_the_config_alone_gives_what_a_mask_of_elements_gives(name: str) -> None
         inputs["attention_mask"] = seen & inputs["attention_mask"].bool()[:, None, None]
         wanted = plain(**inputs).loss
         wanted.backward()
-        adam.step()
-        adam.zero_grad()
-        assert loss.item() == pytest.approx(wanted.item(), abs=2e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss.item() == pytest.approx(wanted.item(), abs=1e-5)
     engine.destroy()
 
 

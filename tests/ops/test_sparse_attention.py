@@ -167,9 +167,9 @@ def test_flex_attention_has_the_same_values() -> None:
     rng = random.Random(4)
     torch.manual_seed(4)
     with torch.no_grad():
-        for block in (16, 32, 128, 192):
+        for block in (32, 192):
             for has_padding in (False, True):
-                heads, n = 2 * rng.randint(1, 2), rng.randint(1, 12)
+                heads, n = 2 * rng.randint(1, 2), rng.randint(1, 6)
                 length = n * block - rng.randint(0, block - 1)
                 tensors = [torch.randn(2, count, length, 16) for count in (heads, 2, 2)]
                 layout = (torch.rand(rng.choice((1, heads)), n, n) < 0.4).long()
