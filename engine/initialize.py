@@ -5,6 +5,7 @@ key of the config                      what it adds, imported only then
 pipeline, tensor_parallel              model/pipelining.py, model/slicing.py: `divide` chooses them
 sequence_parallel_size                 model/sequences.py
 sequence.tiled_mlp, tiled_loss         model/tiling.py
+sparse_attention                       ops/sparse_attention/huggingface.py
 offload_optimizer, offload_param       model/offloading.py: the host's and the disk's stores
 offload_optimizer.ratio = "auto"       zero/model/auto_ratio.py
 zero_quantized_*, zero_hpz_*           model/compressing.py: ZeRO++
@@ -192,6 +193,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     if not is_part(model):
         check_same_model(model, collectives)
     _check_sequences(model, config)
+    undo_sparse = _sparse_attention(model, config)
     host = _host(config, device, given.optimizer)
     groups = None if is_part(model) else _groups(model, config, given)
     keeps_a_part = is_cut(model, config) or config.tensor_parallel.size > 1
@@ -215,7 +217,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     # other forwards of modules
     if recomputing is not None:
         recomputing.begin()
-    undo = [local.undo, undo_tiles, undo_storing]
+    undo = [local.undo, undo_tiles, undo_storing, undo_sparse]
     if recomputing is not None:
         undo.append(recomputing.end)
     cutter = _cut_sequences(model, config, mesh, local)
@@ -295,6 +297,16 @@ def _loop(
 
         of_stages = sequences.of_stages(cutter)
     return build_pipeline(local.found, mesh, config, sharded, of_stages)
+
+
+def _sparse_attention(model: nn.Module, config: Config) -> Callable[[], None]:
+    """Lets models of transformers compute their attention over a layout; returns what undoes it."""
+    section = config.sparse_attention
+    if section is None or section.mode == "dense":
+        return _nothing
+    from ..ops.sparse_attention.huggingface import switch
+
+    return switch(model, section)
 
 
 def _tiles(local: LocalModel, config: Config) -> Callable[[], None]:

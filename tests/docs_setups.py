@@ -170,6 +170,7 @@ validation = [{"x": torch.randn(4, 8)} for _ in range(12)]
         """,
         is_process=True,
     ),
+    "docs/sparse-attention.md": Setup(),
     "docs/tiles.md": Setup(
         BLOCKS
         + """

@@ -458,6 +458,51 @@ def step_time() -> Picture:
     return picture
 
 
+# -- sparse layouts -------------------------------------------------------------------------------------------
+
+LAYOUTS = (  # class, arguments, what it is
+    ("Fixed", {}, "windows; their last block for all"),
+    ("Fixed", {"attention": "unidirectional"}, "the same, unidirectional"),
+    (
+        "Variable",
+        {"local_window_blocks": [1, 3, 4], "num_random_blocks": 1},
+        "given windows, random blocks",
+    ),
+    ("BigBird", {}, "a band, block 0, random blocks"),
+    ("BSLongformer", {"global_block_indices": [0, 8]}, "a band, given blocks"),
+    ("LocalSlidingWindow", {"num_sliding_window_blocks": 5}, "a band, unidirectional"),
+)
+
+
+def sparse_layouts() -> Picture:
+    """A grid for each rule: its rows are blocks of queries, its columns blocks of keys."""
+    import random
+
+    from xds.ops import sparse_attention
+
+    blocks, cell, column, row_height = 16, 11.0, 246.0, 256.0
+    picture = Picture(WIDTH, 568, "The blocks that each block of queries sees, by layout")
+    picture.text(20, 32, "Which blocks of keys each block of queries sees", size=18, bold=True)
+    picture.legend(
+        20, 58, [("blue", "seen"), ("orange", "seen, cut inside the block"), ("empty", "not seen")]
+    )
+    for number, (name, more, what) in enumerate(LAYOUTS):
+        made = getattr(sparse_attention, name)(1, 1, **more)
+        layout = made.make_layout(blocks, rng=random.Random(4))[0].tolist()
+        x0, y0 = 20 + number % 3 * column, 92 + number // 3 * row_height
+        picture.text(x0, y0, name, size=15, bold=True, code=True)
+        picture.text(x0, y0 + 18, what, size=13, ink="muted")
+        is_causal = made.attention == "unidirectional"
+        for row in range(blocks):
+            for col in range(blocks):
+                seen = layout[row][col] and not (is_causal and col > row)
+                fill = "empty" if not seen else "orange" if is_causal and row == col else "blue"
+                picture.box(
+                    x0 + col * cell, y0 + 28 + row * cell, cell - 1, cell - 1, fill, radius=1
+                )
+    return picture
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     draw.__name__: draw
     for draw in (
@@ -468,6 +513,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
         ranks_3d,
         offload_overlap,
         step_time,
+        sparse_layouts,
     )
 }
 

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field
 from ...offload.config import Aio
 from ...ops.comm.config import Communication
 from ...ops.config import Ops
+from ...ops.sparse_attention.config import SparseAttention
 from ...ops.watch.config import WatchConfig
 from ...pipe.config import ONE_STAGE, Pipeline
 from ...tensor.config import LongSequences, TensorParallel
@@ -167,6 +168,9 @@ class Config(Section):
     pipeline: Pipeline = nested(Pipeline)
     tensor_parallel: TensorParallel = nested(TensorParallel)
     sequence: LongSequences = nested(LongSequences)
+    sparse_attention: SparseAttention | None = Field(
+        None, description="attention over the blocks of a layout; null: the model's own attention"
+    )
     aio: Aio = nested(Aio)
     elasticity: Elasticity = nested(Elasticity)
     checkpoint: Checkpoint = nested(Checkpoint)

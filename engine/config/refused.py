@@ -11,7 +11,6 @@ from ...utils.schema.section import Entry, Group, NoEffect, Refused, details
 from ...utils.schema.values import (
     Count,
     Flag,
-    Items,
     Natural,
     Number,
     Object,
@@ -22,7 +21,6 @@ from ...utils.schema.values import (
 from .optimizer import FUSED
 
 _APEX = "Apex is not supported; use torch_autocast or bf16 instead"
-_SPARSE = "block-sparse attention is not supported yet; remove the section"
 _GRADIENTS = (
     "sparse gradients are not supported yet; set it to false, use sparse=False in embeddings"
 )
@@ -91,18 +89,6 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
         details(Text, "curriculum_type schedule_type"),
         details(Natural, "min_difficulty max_difficulty"),
         details(Object, "schedule_config"),
-    ),
-    "sparse_attention": Group(
-        "attention over blocks",
-        {"mode": Refused(Text, _SPARSE, harmless=("dense",), missing="fixed")},
-        details(
-            Natural,
-            "block num_local_blocks num_global_blocks num_random_blocks "
-            "num_different_global_patterns num_sliding_window_blocks",
-        ),
-        details(Flag, "different_layout_per_head horizontal_global_attention"),
-        details(Text, "attention"),
-        details(Items, "local_window_blocks global_block_indices global_block_end_indices"),
     ),
     **offload.TOP_LEVEL_KEYS,
     **compression.TOP_LEVEL_KEYS,

@@ -36,6 +36,8 @@ def check_together(config: Any, data: Mapping[str, Any], report: Report) -> Any:
     _check_one_bit(config, report)
     _check_zeropp(config, report)
     config.elasticity.check(data, report)
+    if config.sparse_attention is not None:
+        config.sparse_attention.check(report)
     check_stages(config, report)
     check_slices(config, report)
     check_sequences(config, report)
@@ -240,6 +242,14 @@ def check_slices(config: Any, report: Report) -> None:
             f"it uses norms or products of whole tensors, and tensor_parallel.tp_size = {size} cuts "
             "them; choose an optimizer such as AdamW, or set tensor_parallel.tp_size to 1",
         )
+    sparse = config.sparse_attention
+    if size > 1 and sparse is not None and sparse.different_layout_per_head:
+        report.complain(
+            "sparse_attention.different_layout_per_head",
+            True,
+            f"each of tensor_parallel.tp_size = {size} ranks has some of the heads, and layouts are not cut; "
+            "set it to false",
+        )
 
 
 def check_sequences(config: Any, report: Report) -> None:
@@ -250,6 +260,14 @@ def check_sequences(config: Any, report: Report) -> None:
             "sequence.cut_by",
             "script",
             f'all of pipeline.stages = {stages} read the whole batch; set it to "engine", or the stages to 1',
+        )
+    sparse = config.sparse_attention
+    if config.sequence_parallel_size > 1 and sparse is not None and sparse.mode != "dense":
+        report.complain(
+            "sparse_attention.mode",
+            sparse.mode,
+            f"sequence_parallel_size = {config.sequence_parallel_size} exchanges heads around the model's own "
+            "attention; remove the section, or set sequence_parallel_size to 1",
         )
 
 

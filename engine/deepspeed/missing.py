@@ -55,7 +55,7 @@ _DATA = (
 )
 _SAMPLING = "the engine samples by itself: set data_efficiency.data_sampling in the config, see docs/data.md"
 _SPARSE_ATTENTION = (
-    "xds has no sparse attention; torch.nn.attention.flex_attention computes one with a block mask"
+    "the engine's attention has no such part; use xds.ops.sparse_attention.sparse_attention"
 )
 _AUTOTUNING = "autotuning is not supported yet (the config's section autotuning); see xds plan"
 _SCHEDULE = (

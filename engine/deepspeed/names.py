@@ -60,6 +60,13 @@ _COMM = (
     "all_to_all"
 )
 
+_LAYOUTS = (
+    ".xds.ops.sparse_attention.layouts: SparsityConfig DenseSparsityConfig=Dense FixedSparsityConfig=Fixed "
+    "VariableSparsityConfig=Variable BigBirdSparsityConfig=BigBird BSLongformerSparsityConfig=BSLongformer "
+    "LocalSlidingWindowSparsityConfig=LocalSlidingWindow"
+)
+_SPARSE = ".xds.ops.sparse_attention.modules: "
+
 NAMES: dict[str, str] = {
     "": "start: initialize tp_model_init add_config_arguments; stand_in: __version__ __version_major__ "
     "__version_minor__ __version_patch__ __git_hash__ __git_branch__; training.engine: DeepSpeedEngine; "
@@ -95,6 +102,15 @@ NAMES: dict[str, str] = {
     "ops.lion": "library.ops: FusedLion DeepSpeedCPULion",
     "ops.lion.cpu_lion": "library.ops: DeepSpeedCPULion",
     "ops.lion.fused_lion": "library.ops: FusedLion",
+    "ops.sparse_attention": _LAYOUTS
+    + "; "
+    + _SPARSE
+    + "SparseSelfAttention BertSparseSelfAttention "
+    "SparseAttentionUtils",
+    "ops.sparse_attention.bert_sparse_self_attention": f"{_SPARSE}BertSparseSelfAttention",
+    "ops.sparse_attention.sparse_attention_utils": f"{_SPARSE}SparseAttentionUtils",
+    "ops.sparse_attention.sparse_self_attention": f"{_SPARSE}SparseSelfAttention",
+    "ops.sparse_attention.sparsity_config": _LAYOUTS,
     "ops.op_builder": "library.ops: OpBuilder CUDAOpBuilder CPUAdamBuilder CPUAdagradBuilder CPULionBuilder "
     "FusedAdamBuilder FusedLambBuilder FusedLionBuilder UtilsBuilder AsyncIOBuilder",
     "ops.op_builder.all_ops": "library.ops: ALL_OPS",
@@ -200,8 +216,7 @@ nebula.{config,constants}
 nvme
 ops.adagrad ops.adam.multi_tensor_apply ops.aio ops.compile ops.deepspeed4science ops.fp_quantizer ops.gds
 ops.lamb ops.lion ops.quantizer ops.random_ltd
-ops.sparse_attention.{matmul,softmax,sparse_attention_utils,sparse_self_attention,sparsity_config}
-ops.sparse_attention.{bert_sparse_self_attention,trsrc} ops.transformer.{transformer,inference} ops.triton
+ops.sparse_attention.{matmul,softmax,trsrc} ops.transformer.{transformer,inference} ops.triton
 profiling.{config,constants} profiling.flops_profiler.profiler
 runtime.activation_checkpointing.{config,offload_activations}
 runtime.checkpoint_engine.{checkpoint_engine,decoupled_checkpoint_engine,fast_checkpoint_engine,utils}

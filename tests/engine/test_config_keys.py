@@ -232,8 +232,7 @@ def test_null_is_the_same_as_no_key_and_auto_too_unless_only_an_integration_know
             asked.append(key.path)
     assert {"zero_optimization.stage", "fp16.enabled", "bf16.enabled"} <= {*asked}
     for key in ENTRIES:
-        if not key.path.startswith("sparse_attention."):  # refused by being there
-            assert parse_config(key.config(None)).without_effect == (), key.path
+        assert parse_config(key.config(None)).without_effect == (), key.path
 
 
 def test_other_spellings_mean_the_same_and_two_at_once_are_refused() -> None:

@@ -319,7 +319,43 @@ CPU = {"device": "cpu"}
         ({"gradient_clipping": 1, **zero(2, compute_grad_norm=False)}, "clipping needs the norm"),
         ({"ops": {"native": False, "require": True}}, "ops.native = false"),
         ({"amp": {"enabled": True}}, "torch_autocast"),
-        ({"sparse_attention": {"block": 16}}, "not supported yet"),
+        ({"sparse_attention": {"num_local_blocks": 3, "num_global_blocks": 2}}, "a multiple of"),
+        (
+            {"sparse_attention": {"num_different_global_patterns": 2}},
+            "set different_layout_per_head to true",
+        ),
+        (
+            {"sparse_attention": {"num_different_global_patterns": 5}},
+            "at most num_local_blocks / num_global_blocks",
+        ),
+        (
+            {
+                "sparse_attention": {
+                    "attention": "unidirectional",
+                    "horizontal_global_attention": True,
+                }
+            },
+            "rows that see all blocks",
+        ),
+        (
+            {"sparse_attention": {"mode": "variable", "global_block_end_indices": [1, 2]}},
+            "as many entries",
+        ),
+        (
+            {"sparse_attention": {"mode": "bslongformer", "global_block_end_indices": [0]}},
+            "above its start",
+        ),
+        (
+            {"sparse_attention": {}, "sequence_parallel_size": 2},
+            "exchanges heads around the model's own",
+        ),
+        (
+            {
+                "sparse_attention": {"different_layout_per_head": True},
+                "tensor_parallel": {"tp_size": 2},
+            },
+            "layouts are not cut",
+        ),
         ({"datastates_ckpt": {"host_cache_size": 1}}, "only one writer"),
         ({"weight_quantization": {"post_init_quant": {}}}, "not part of xds"),
         # offload

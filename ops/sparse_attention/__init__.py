@@ -1,0 +1,41 @@
+"""Block-sparse attention: layouts, three ways to compute it, and the modules of DeepSpeed over it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention import sparse_attention as sparse_attention
+    from .layouts import BigBird as BigBird
+    from .layouts import BSLongformer as BSLongformer
+    from .layouts import Dense as Dense
+    from .layouts import Fixed as Fixed
+    from .layouts import LocalSlidingWindow as LocalSlidingWindow
+    from .layouts import SparsityConfig as SparsityConfig
+    from .layouts import Variable as Variable
+    from .modules import BertSparseSelfAttention as BertSparseSelfAttention
+    from .modules import SparseAttentionUtils as SparseAttentionUtils
+    from .modules import SparseSelfAttention as SparseSelfAttention
+
+# loaded on first use: reading a config imports .config and must not import torch
+_LOCATIONS = {
+    "sparse_attention": ".attention",
+    **dict.fromkeys(("BigBird", "BSLongformer", "Dense", "Fixed"), ".layouts"),
+    **dict.fromkeys(("LocalSlidingWindow", "SparsityConfig", "Variable"), ".layouts"),
+    **dict.fromkeys(
+        ("BertSparseSelfAttention", "SparseAttentionUtils", "SparseSelfAttention"), ".modules"
+    ),
+}
+
+__all__ = sorted(_LOCATIONS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LOCATIONS:
+        raise AttributeError(f"module 'xds.ops.sparse_attention' has no attribute {name!r}")
+    return getattr(import_module(_LOCATIONS[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LOCATIONS])

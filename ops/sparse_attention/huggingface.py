@@ -1,0 +1,235 @@
+"""Sparse attention in models of transformers: an entry of its tables of attentions and of masks.
+
+mask of the model ──> build: [B, L] of padding where the model's own mask is causal or whole; else all elements
+attention         ──> attend: over the blocks of the layout; with a mask of elements all scores are computed
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ...utils.errors import UsageError
+from .attention import blocks_attention, chosen, sparse_attention
+from .config import SparseAttention
+from .dense import element_mask, masked_attention
+from .modules import SparseSelfAttention
+from .rules import layout_of
+
+PREFIX = "xds_sparse"
+NOT_HERE = "softcap", "s_aux", "sinks", "position_bias"  # arguments that change scores or their sum
+_constant: Any = torch.compiler.assume_constant_result
+_layout = _constant(layout_of)  # in a graph
+
+
+def switch(model: nn.Module, section: SparseAttention) -> Callable[[], None]:
+    """Let the models of transformers in `model` compute their attention as `section` says; returns the undo.
+
+    A model that is built with `SparseSelfAttention` stays as it is.
+
+    Raises:
+        UsageError: the attention of this model cannot be switched.
+    """
+    if any(isinstance(module, SparseSelfAttention) for module in model.modules()):
+        return lambda: None
+    name = f"{PREFIX}_{_digest(section)}"
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if isinstance(getattr(config, "_attn_implementation", None), str):
+            found.setdefault(id(config), config)
+            _check(module, config)
+    if not found:
+        raise UsageError(
+            f"sparse_attention: {type(model).__name__} is no model of transformers, so its attention cannot be "
+            "switched; build it with xds.ops.sparse_attention.SparseSelfAttention, or remove the section"
+        )
+    _register(name, section)
+    former = [(config, config._attn_implementation) for config in found.values()]
+    for config, _ in former:
+        config._attn_implementation = name
+
+    def undo() -> None:
+        for config, own in former:
+            config._attn_implementation = own
+
+    return undo
+
+
+def _check(module: nn.Module, config: Any) -> None:
+    can: Any = getattr(module, "_can_set_attn_implementation", None)
+    name = type(module).__name__
+    if can is not None and not can():
+        raise UsageError(
+            f"sparse_attention: {name} computes attention in its own code, which transformers cannot replace; "
+            "remove the section, or take another model"
+        )
+    if getattr(config, "is_encoder_decoder", False) or getattr(
+        config, "add_cross_attention", False
+    ):
+        raise UsageError(
+            f"sparse_attention: {name} has cross-attention, and a layout is of one sequence; remove the "
+            "section"
+        )
+
+
+def _digest(section: SparseAttention) -> str:
+    text = f"{section.rule} {section.is_causal}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _register(name: str, section: SparseAttention) -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(name, SparseAttend(section).function())
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, build)
+
+
+def build(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    **more: Any,
+) -> Tensor | None:
+    """The mask for `attend`: [B, L] or None; or of elements, [B, 1, Lq, Lk].
+
+    Raises:
+        UsageError: a static cache, whose last keys are not there yet.
+    """
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        sdpa_mask,
+    )
+
+    is_plain = mask_function in (None, causal_mask_function, bidirectional_mask_function)
+    if is_plain and q_length == kv_length and not kv_offset and _covers(attention_mask, kv_length):
+        if attention_mask is None:
+            return None
+        is_traced = torch.compiler.is_compiling()
+        return None if not is_traced and bool(attention_mask.all()) else attention_mask
+    if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
+        raise UsageError(
+            "sparse_attention: a static cache has keys after the queries; generate with a dynamic cache "
+            "(cache_implementation=None)"
+        )
+    more |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    given = () if mask_function is None else (mask_function,)
+    mask: Tensor | None = sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        *given,
+        attention_mask=attention_mask,
+        **more,
+    )
+    return mask
+
+
+def _covers(mask: Tensor | None, length: int) -> bool:
+    return mask is None or (mask.dim() == 2 and mask.shape[1] == length)
+
+
+@final
+class SparseAttend:
+    """The attention of one section of a config."""
+
+    def __init__(self, section: SparseAttention) -> None:
+        self._rule = section.rule
+        self._block = section.block
+        self._is_causal = section.is_causal
+
+    def function(self) -> Callable[..., tuple[Tensor, None]]:
+        """`attend` as a function, which transformers' tables hold."""
+
+        def attend(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+            return self.attend(module, *args, **kwargs)
+
+        return attend
+
+    def attend(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """[B, H, Lq, D], [B, Hkv, Lk, D] -> [B, Lq, H, D].
+
+        Raises:
+            UsageError: the attention has an argument that changes scores, or is cross-attention.
+        """
+        for name in NOT_HERE:
+            if kwargs.get(name) is not None:
+                raise UsageError(
+                    f"sparse_attention: {type(module).__name__} passes {name}, which changes scores; remove "
+                    "the section for this model"
+                )
+        own = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        causal = bool(own) or self._is_causal
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        layer = getattr(module, "layer_idx", None) or 0
+        heads, length = query.shape[1], key.shape[2]
+        blocks = (length + self._block - 1) // self._block
+        if query.shape[2] != length or (attention_mask is not None and attention_mask.dim() == 4):
+            out = self._of_elements(
+                (query, key, value), attention_mask, layer, causal, scale, dropout
+            )
+        elif chosen("auto", query, dropout) == "blocks":
+            out = blocks_attention(
+                *(query, key, value, attention_mask, None, self._rule, layer, self._block),
+                *(causal, scale, dropout),
+            )
+        else:
+            layout = _layout(self._rule, heads, blocks, layer)
+            more: Any = {"padding": attention_mask, "is_causal": causal, "scale": scale}
+            out = sparse_attention(
+                query, key, value, layout, block=self._block, dropout=dropout, **more
+            )
+        return out.transpose(1, 2).contiguous(), None
+
+    def _of_elements(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        mask: Tensor | None,
+        layer: int,
+        is_causal: bool,
+        scale: float,
+        dropout: float,
+    ) -> Tensor:
+        """With a mask [B, 1, Lq, Lk], or for the last queries of a sequence whose keys are in a cache."""
+        query, key, value = tensors
+        length, own = key.shape[2], query.shape[2]
+        if own > length or (own != length and not is_causal):
+            raise UsageError(
+                f"sparse_attention: {own} queries and {length} keys are no causal self-attention; remove the "
+                "section for this model"
+            )
+        layout = _layout(self._rule, query.shape[1], -(-length // self._block), layer)
+        rows = (length - own, length)
+        seen = element_mask(layout.to(query.device), self._block, rows, length, is_causal=is_causal)
+        bias = None
+        if mask is not None and mask.dtype == torch.bool:
+            seen = seen & (mask if mask.dim() == 4 else mask[:, None, None])
+        elif mask is not None:
+            bias = mask if mask.dim() == 4 else mask[:, None, None]
+        return masked_attention(query, key, value, seen, scale=scale, dropout=dropout, bias=bias)
+
+
+__all__ = ["switch"]
