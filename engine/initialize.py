@@ -502,10 +502,11 @@ def _give_values(
     policy: Policy,
     *,
     keeps_whole: bool = False,
+    reads_late: bool = False,
 ) -> None:
     """Values for what is on the meta device, and `weights` for everything.
 
-    keeps_whole: initial values are not sharded.
+    keeps_whole: initial values are not sharded. reads_late: weights are read when their unit is built.
     """
     is_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     if weights is None and not is_meta:
@@ -515,7 +516,7 @@ def _give_values(
     from ..zero.construction.weights import load_weights
 
     collectives = groups.data.everyone
-    store = SliceStore(collectives) if policy.shards_params else None
+    store = SliceStore(collectives, reads_late=reads_late) if policy.shards_params else None
     if weights is not None:
         load_weights(model, weights, store=store, remedy=_LOAD_LATER, groups=groups)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
@@ -554,7 +555,8 @@ def _sharded(
 ) -> ShardedModel:
     """The model on this rank's device, with its values in flat buffers."""
     policy, names = flat_groups.data.policy, flat_groups.names
-    _give_values(model, given.weights, flat_groups, policy)
+    is_on_disk = config.zero_optimization.offload_param.device == "nvme"
+    _give_values(model, given.weights, flat_groups, policy, reads_late=is_on_disk)
     must_train = not names and any(param.requires_grad for param in model.parameters())
     with agreeing(flat_groups.world, "xds.initialize"):
         check_model(model, groups.index, must_train=must_train)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
+from ...ops.comm.opening import open_collectives
 from ...ops.torch_internals import tree_map
 from ...tensor.same_batches import checksum
 from ...utils.arguments import wrong
@@ -31,6 +32,7 @@ from ...zero.construction.weights import WeightSource
 from ...zero.core.owners import find_owner
 from ...zero.model.model_checks import move_model
 from ..config.config import Config
+from ..engine import Engine
 from ..initialize import initialize, place
 from ..model.precision import DTYPES, buffers_that_follow
 from ..process.process import join, pick_device
@@ -163,8 +165,16 @@ def _streamed(
     if setup.tensor_parallel.size > 1:
         _prove(made.module, made.device)
     _check_cache(settings, model, made.device)
-    group = None
-    return InferenceEngine(made.module, settings, group=group, streams=made)
+    return InferenceEngine(made.module, settings, group=_tensor_group(made), streams=made)
+
+
+def _tensor_group(engine: Engine) -> Collectives | None:
+    """The ranks that have slices of the same layers; None: layers are whole."""
+    ranks = next(own for own in engine.rank_mesh.groups("tensor") if engine.global_rank in own)
+    for group in engine.process_groups():
+        if len(ranks) > 1 and dist.get_process_group_ranks(group) == list(ranks):
+            return open_collectives(group, engine.device)
+    return None
 
 
 def _placed(
@@ -240,6 +250,7 @@ def _prove(model: nn.Module, device: torch.device) -> None:
             untouched_buffers(model.modules()),
             torch.enable_grad(),
         ):
+            torch.manual_seed(0)
             model.train()
             model(**inputs)
     except UsageError:
@@ -311,7 +322,9 @@ def _say(settings: InferenceConfig, engine: InferenceEngine, num_slices: int) ->
         *([f"weights of {' and '.join(map(str, bits))} bits"] if bits else []),
         settings.dtype if settings.dtype != "int8" else "the model's dtype",
     ]
-    log.info("xds %s infers: %s, %d ranks", __version__, ", ".join(parts), dist.get_world_size())
+    ranks = dist.get_world_size()
+    say = "%d ranks" if ranks > 1 else "%d rank"
+    log.info(f"xds %s infers: %s, {say}", __version__, ", ".join(parts), ranks)
 
 
 __all__ = ["init_inference"]
