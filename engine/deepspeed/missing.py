@@ -21,7 +21,9 @@ _ONE_BIT_ADAM = (
     'its messages belong to the engine: set optimizer.type to "OneBitAdam" or "OneBitLamb" in '
     "the config, and pass no optimizer"
 )
-_INFERENCE = "use deepspeed.init_inference, see docs/inference.md; to serve weights use an inference library"
+_INFERENCE = (
+    "use deepspeed.init_inference, see docs/inference.md; to serve weights use an inference library"
+)
 _KERNELS = "xds has no such kernel; torch's own are used"
 _TENSOR = (
     "xds slices layers itself: set the section tensor_parallel in the config, see docs/tensor.md"

@@ -192,7 +192,9 @@ def _packing(name: str, layer: nn.Module, groups: BitGroups) -> Packing:
     along = rows if groups.group_dim == 0 else columns
     size = groups.group_size or along // (groups.num_groups or 1)
     if not (groups.group_size or groups.num_groups) and groups.num_bits == 4:
-        size = next(length for length in range(min(SMALL_GROUP, along), 0, -1) if along % length == 0)
+        size = next(
+            length for length in range(min(SMALL_GROUP, along), 0, -1) if along % length == 0
+        )
     if size < 1 or along % size or (groups.num_bits == 4 and columns % 2):
         raise UsageError(
             f"quant.weight: {name} has {rows} outputs and {columns} inputs on this rank; groups of {size} weights "

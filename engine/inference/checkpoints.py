@@ -32,9 +32,7 @@ from .config import InferenceConfig
 log = logging.getLogger("xds")
 DESCRIPTION = "ds_inference_config.json"  # the name of DeepSpeed's JSON in a folder
 MAX_JSON_BYTES = 16 << 20
-_SLICED = (
-    "it has slices of several ranks, which only the program that wrote them can merge; give the whole weights"
-)
+_SLICED = "it has slices of several ranks, which only the program that wrote them can merge; give the whole weights"
 
 
 def open_checkpoint(source: Any, base_dir: str, model: nn.Module) -> WeightSource:
@@ -182,7 +180,9 @@ def save_whole(model: nn.Module, settings: InferenceConfig) -> None:
         torch.save(dict(model.state_dict()), folder / "pytorch_model.bin")
         files = ["pytorch_model.bin"]
     else:
-        files = [str(path.resolve()) for path in _paths(settings.checkpoint_source, settings.folder)]
+        files = [
+            str(path.resolve()) for path in _paths(settings.checkpoint_source, settings.folder)
+        ]
     text = json.dumps({"type": "ds_model", "checkpoints": files, "version": 1.0}, indent=2)
     (folder / DESCRIPTION).write_text(text)
 

@@ -38,9 +38,7 @@ Bits = Annotated[Literal[4, 8], needs("4 or 8")]
 Symmetry = Annotated[Literal["symmetric", "asymmetric"], ANY_CASE]
 
 _KERNELS = "it belongs to DeepSpeed's kernels; the layers of the model run as they are"
-_EXPERTS = (
-    "expert parallelism is not supported yet; experts in a plain nn.ModuleList infer with all of them on each rank"
-)
+_EXPERTS = "expert parallelism is not supported yet; experts in a plain nn.ModuleList infer with all of them on each rank"
 _ACTIVATIONS = "only weights are stored in few bits; activations keep their dtype"
 
 
@@ -87,7 +85,8 @@ class WeightQuant(Section):
     )
     q_groups: Count = Field(1, description="groups of a row of a weight, each with its own scale")
     quantized_initialization: Object = Field(
-        default_factory=dict, description="num_bits, group_size, group_dim, symmetric: of all layers"
+        default_factory=dict,
+        description="num_bits, group_size, group_dim, symmetric: of all layers",
     )
     post_init_quant: Object = Field(
         default_factory=dict, description="part of a layer's name -> the same keys"
@@ -192,7 +191,8 @@ class InferenceConfig(Section):
     }
 
     dtype: InferenceDtype = Field(
-        "fp16", description="of weights and activations; int8: weights of 8 bits, in the model's dtype"
+        "fp16",
+        description="of weights and activations; int8: weights of 8 bits, in the model's dtype",
     )
     tensor_parallel: InferenceSlices = nested(InferenceSlices)
     mp_size: Count | None = Field(None, description="old name of tensor_parallel.tp_size")
@@ -203,7 +203,9 @@ class InferenceConfig(Section):
     replace_with_kernel_inject: Flag = Field(
         False, description="on a GPU, generation is compiled, with a static cache"
     )
-    enable_cuda_graph: Flag = Field(False, description="on a GPU, the compiled code is a CUDA graph")
+    enable_cuda_graph: Flag = Field(
+        False, description="on a GPU, the compiled code is a CUDA graph"
+    )
     max_out_tokens: Count = Field(
         DEFAULT_MAX_TOKENS, description="the most tokens of a sequence, with its prompt"
     )
@@ -258,7 +260,9 @@ class InferenceConfig(Section):
             text = f"tensor_parallel.tp_size is {size}; leave mp_size, its old name, out"
             report.complain("mp_size", self.mp_size, text)
         if self.dtype == "int8" and not (self.quant.enabled and self.quant.weight.enabled):
-            report.complain("dtype", "int8", "quant is not enabled; enable it, or take another dtype")
+            report.complain(
+                "dtype", "int8", "quant is not enabled; enable it, or take another dtype"
+            )
         if self.enable_cuda_graph and self.num_slices > 1:
             text = f"not with layers in {self.num_slices} slices, whose ranks send; set it to false"
             report.complain("enable_cuda_graph", True, text)
@@ -272,7 +276,9 @@ class InferenceConfig(Section):
     @property
     def num_slices(self) -> int:
         """The ranks that share a layer, where no mpu and no tp_group says it."""
-        return (self.tensor_parallel.tp_size or self.mp_size or 1) * self.tensor_parallel.enabled or 1
+        return (
+            self.tensor_parallel.tp_size or self.mp_size or 1
+        ) * self.tensor_parallel.enabled or 1
 
     @property
     def checkpoint_source(self) -> Any:
@@ -296,16 +302,12 @@ class InferenceConfig(Section):
         if not (self.quant.enabled and weight.enabled):
             return {}
         report = Report()
-        found = {
-            key: _read_groups(value, report) for key, value in weight.post_init_quant.items()
-        }
+        found = {key: _read_groups(value, report) for key, value in weight.post_init_quant.items()}
         if weight.quantized_initialization:
             found[""] = _read_groups(weight.quantized_initialization, report)
         elif not found and (self.dtype == "int8" or "num_bits" in weight.model_fields_set):
             groups = weight.q_groups if "q_groups" in weight.model_fields_set else 0
-            found[""] = BitGroups(
-                weight.num_bits, weight.q_type == "symmetric", num_groups=groups
-            )
+            found[""] = BitGroups(weight.num_bits, weight.q_type == "symmetric", num_groups=groups)
         return found
 
 
@@ -332,7 +334,9 @@ def _merged(values: dict[str, Any], given: Mapping[str, Any], report: Report) ->
         if other is None:
             merged[key] = value
         elif value is not None and str(value) != str(values[other]):
-            report.complain(key, value, f"the config has {other} = {values[other]!r}; give one of them")
+            report.complain(
+                key, value, f"the config has {other} = {values[other]!r}; give one of them"
+            )
     return merged
 
 

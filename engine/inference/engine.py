@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...ops.comm.collectives import Collectives
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
+from ...utils.module_buffers import untouched_buffers
 from ..engine import Engine
 from .config import DEFAULT_MAX_TOKENS, InferenceConfig
 
@@ -34,6 +35,7 @@ class InferenceEngine(nn.Module):
         streams: Engine | None = None,
         cache: Mapping[str, Any] | None = None,
         undo: Callable[[], None] | None = None,
+        needs_proof: bool = False,
     ) -> None:
         """
         Args:
@@ -41,6 +43,7 @@ class InferenceEngine(nn.Module):
             streams: the engine that gathers the module's parameters; None: they are there.
             cache: arguments that `generate` gets where the caller does not say otherwise.
             undo: called by `destroy`.
+            needs_proof: the first forward compares the slices with whole layers.
         """
         super().__init__()
         self.module = module
@@ -49,16 +52,21 @@ class InferenceEngine(nn.Module):
         self._streams = streams
         self._cache = dict(cache or {})
         self._undo = undo
+        self._needs_proof = needs_proof
         self._times: list[float] = []
         self._profile_hooks: list[Any] = []
         self._is_compiled = False
         self._is_destroyed = False
+        self.eval()
 
     # -- inference ----------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, without a graph."""
         self._check_usable()
+        if self._needs_proof:
+            self._needs_proof = False
+            prove_slices(self.module, args, kwargs)
         with torch.no_grad():
             if self._streams is not None:
                 return self._streams.forward(*args, **kwargs)
@@ -123,7 +131,9 @@ class InferenceEngine(nn.Module):
 
     # -- compiled code ------------------------------------------------------------------------------------
 
-    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """Compile the module's forward, or each block of it where its parameters are streamed."""
         self._check_usable()
         if self._is_compiled:
@@ -174,7 +184,11 @@ class InferenceEngine(nn.Module):
     def train(self, mode: bool = True) -> InferenceEngine:
         """Evaluation mode only."""
         if mode:
-            raise wrong("InferenceEngine.train: mode", mode, "False: this engine only infers; xds.initialize trains")
+            raise wrong(
+                "InferenceEngine.train: mode",
+                mode,
+                "False: this engine only infers; xds.initialize trains",
+            )
         super().train(mode)
         return self
 
@@ -204,6 +218,28 @@ class InferenceEngine(nn.Module):
             return getattr(self.module, name)
 
 
+def prove_slices(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run the forward once in training mode: that is when slices are compared with whole layers.
+
+    The comparison itself is in evaluation mode, see tensor/proof.py. Buffers and random numbers are as before.
+
+    Raises:
+        UsageError: the slices compute something else.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with (
+            torch.random.fork_rng(devices),
+            untouched_buffers(model.modules()),
+            torch.enable_grad(),
+        ):
+            torch.manual_seed(0)
+            model.train()
+            model(*args, **kwargs)
+    finally:
+        model.eval()
+
+
 def _events() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
@@ -223,4 +259,4 @@ def _milliseconds(start: Any, end: Any) -> float:
     return float(start.elapsed_time(end))
 
 
-__all__ = ["InferenceEngine"]
+__all__ = ["InferenceEngine", "prove_slices"]

@@ -26,7 +26,6 @@ from ...tensor.same_batches import checksum
 from ...utils.arguments import wrong
 from ...utils.available_memory import available_bytes
 from ...utils.errors import UsageError
-from ...utils.module_buffers import untouched_buffers
 from ...utils.version import __version__
 from ...zero.construction.weights import WeightSource
 from ...zero.core.owners import find_owner
@@ -37,7 +36,7 @@ from ..initialize import initialize, place
 from ..model.precision import DTYPES, buffers_that_follow
 from ..process.process import join, pick_device
 from .config import InferenceConfig
-from .engine import InferenceEngine
+from .engine import InferenceEngine, prove_slices
 from .policies import plan_of_policy
 
 log = logging.getLogger("xds")
@@ -162,10 +161,12 @@ def _streamed(
     model.requires_grad_(False)
     weights = _in_bits(model, settings, weights)
     made = initialize(model, setup, weights=weights).eval()
-    if setup.tensor_parallel.size > 1:
-        _prove(made.module, made.device)
+    is_proven = setup.tensor_parallel.size == 1 or _prove(made.module, made.device)
     _check_cache(settings, model, made.device)
-    return InferenceEngine(made.module, settings, group=_tensor_group(made), streams=made)
+    group = _tensor_group(made)
+    return InferenceEngine(
+        made.module, settings, group=group, streams=made, needs_proof=not is_proven
+    )
 
 
 def _tensor_group(engine: Engine) -> Collectives | None:
@@ -189,17 +190,20 @@ def _placed(
     group = mesh.along("tensor") if is_cut else None
     if not settings.keep_module_on_host:
         move_model(local.model, world.device)
+    is_proven = True
     if group is not None:
         assert local.sliced is not None
         _check_same_values(local.model, local.sliced.whole, group)
-        if not settings.keep_module_on_host:
-            _prove(local.model, world.device)
+        is_proven = settings.keep_module_on_host or _prove(local.model, world.device)
     model.requires_grad_(False)
     if is_cut or not is_meta:
         _in_bits(model, settings, None)
     _check_cache(settings, model, world.device)
     cache = _compiled(settings, model, world.device)
-    return InferenceEngine(model, settings, group=group, cache=cache, undo=local.undo)
+    needs_proof = not is_proven and not settings.bit_groups
+    return InferenceEngine(
+        model, settings, group=group, cache=cache, undo=local.undo, needs_proof=needs_proof
+    )
 
 
 def _in_bits(
@@ -230,46 +234,33 @@ def _check_same_values(model: nn.Module, whole: set[int], group: Collectives) ->
         )
 
 
-def _prove(model: nn.Module, device: torch.device) -> None:
-    """Run the model once, so that its slices are compared with whole layers: see tensor/proof.py.
+def _prove(model: nn.Module, device: torch.device) -> bool:
+    """Run the model once, so that its slices are compared with whole layers; False: its inputs are not known.
 
     Raises:
         UsageError: they compute something else.
     """
     inputs = dict(getattr(model, "dummy_inputs", None) or {})
-    if not inputs:
-        ids = torch.arange(16).view(2, 8) % 7 + 1
-        inputs = {next(iter(signature(model.forward).parameters), "input"): ids}
     if "use_cache" in signature(model.forward).parameters:
         inputs["use_cache"] = False
-    inputs = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, inputs)
-    devices = [device] if device.type == "cuda" else []
+    moved = tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
     try:
-        with (
-            torch.random.fork_rng(devices),
-            untouched_buffers(model.modules()),
-            torch.enable_grad(),
-        ):
-            torch.manual_seed(0)
-            model.train()
-            model(**inputs)
+        prove_slices(model, (), moved)
     except UsageError:
         raise
     except Exception as error:  # a model of another kind of input
-        log.warning(
-            "tensor_parallel: %s does not run with token ids (%s), so its slices are not compared with whole "
-            "layers: compare an output yourself",
-            *(type(model).__name__, str(error).partition("\n")[0]),
-        )
-    finally:
-        model.eval()
+        log.debug("%s does not run with %s: %s", type(model).__name__, list(inputs), error)
+        return False
+    return True
 
 
 def _check_cache(settings: InferenceConfig, model: nn.Module, device: torch.device) -> None:
     """The keys and values of `min_out_tokens` tokens of one sequence fit the free memory."""
     config = getattr(model, "config", None)
     layers = getattr(config, "num_hidden_layers", 0)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
+    heads = getattr(config, "num_key_value_heads", None) or getattr(
+        config, "num_attention_heads", 0
+    )
     if not (layers and heads):
         return
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -290,14 +281,14 @@ def _compiled(
 ) -> Mapping[str, Any]:
     """Arguments of `generate` that let transformers compile it with a static cache."""
     asked = [
-        key
-        for key in ("enable_cuda_graph", "replace_with_kernel_inject")
-        if getattr(settings, key)
+        key for key in ("enable_cuda_graph", "replace_with_kernel_inject") if getattr(settings, key)
     ]
     if not asked:
         return {}
     if device.type != "cuda":
-        log.info("%s: there is no GPU; torch's own kernels run, without a graph", " and ".join(asked))
+        log.info(
+            "%s: there is no GPU; torch's own kernels run, without a graph", " and ".join(asked)
+        )
         return {}
     mode = "reduce-overhead" if settings.enable_cuda_graph else "default"
     if not getattr(model, "_can_compile_fullgraph", False) or not hasattr(model, "generate"):
