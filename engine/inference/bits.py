@@ -197,8 +197,8 @@ def _packing(name: str, layer: nn.Module, groups: BitGroups) -> Packing:
         )
     if size < 1 or along % size or (groups.num_bits == 4 and columns % 2):
         raise UsageError(
-            f"quant.weight: {name} has {rows} outputs and {columns} inputs on this rank; groups of {size} weights "
-            f"with {groups.num_bits} bits do not divide them; take another group_size, or leave the layer out"
+            f"quant.weight: {name} has {rows} outputs and {columns} inputs on this rank, and groups of {size} "
+            f"weights of {groups.num_bits} bits do not divide them; take another group_size, or leave it out"
         )
     block = (size, 1) if groups.group_dim == 0 else (1, size)
     return Packing((rows, columns), block, groups.num_bits, groups.symmetric, is_transposed(layer))
