@@ -32,7 +32,7 @@ from .config import InferenceConfig
 log = logging.getLogger("xds")
 DESCRIPTION = "ds_inference_config.json"  # the name of DeepSpeed's JSON in a folder
 MAX_JSON_BYTES = 16 << 20
-_SLICED = "it has slices of several ranks, which only the program that wrote them can merge; give the whole weights"
+_SLICED = "it has slices of several ranks, which only the program that wrote them merges; give whole weights"
 
 
 def open_checkpoint(source: Any, base_dir: str, model: nn.Module) -> WeightSource:

@@ -1,4 +1,4 @@
-"""The keys of `xds.init_inference`: those of DeepSpeed's `init_inference`, read from a config and from keywords."""
+"""The keys of `xds.init_inference`, which are DeepSpeed's, read from a config and from keywords."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ Bits = Annotated[Literal[4, 8], needs("4 or 8")]
 Symmetry = Annotated[Literal["symmetric", "asymmetric"], ANY_CASE]
 
 _KERNELS = "it belongs to DeepSpeed's kernels; the layers of the model run as they are"
-_EXPERTS = "expert parallelism is not supported yet; experts in a plain nn.ModuleList infer with all of them on each rank"
+_EXPERTS = "expert parallelism is not supported yet; experts in a plain nn.ModuleList infer, all of them on each rank"
 _ACTIVATIONS = "only weights are stored in few bits; activations keep their dtype"
 
 
 class BitGroups(NamedTuple):
     """How a weight is stored in few bits: a scale for each group of `group_size` neighbours.
 
-    group_size: 0 is a whole row with 8 bits, and at most 64 with 4 bits. num_groups: of a row, where it is not 0.
+    group_size: 0 is a whole row with 8 bits, and at most 64 with 4 bits. num_groups: of a row; 0: by the size.
     group_dim: the groups lie along the inputs (1) or the outputs (0) of the layer.
     """
 

@@ -15,7 +15,7 @@ from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.module_buffers import untouched_buffers
 from ..engine import Engine
-from .config import DEFAULT_MAX_TOKENS, InferenceConfig
+from .config import InferenceConfig
 
 
 @final
@@ -107,9 +107,8 @@ class InferenceEngine(nn.Module):
         is_decoder = not getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
         if ids.shape[1] > limit or (is_given and is_decoder and total > limit):
             raise UsageError(
-                f"generate: a prompt of {ids.shape[1]} tokens and {total - ids.shape[1]} new ones are more than "
-                f"max_out_tokens = {limit}; set max_out_tokens to {total} or more, or generate fewer"
-                + (" (1024 is the default)" if limit == DEFAULT_MAX_TOKENS else "")
+                f"generate: max_out_tokens = {limit}, and the prompt has {ids.shape[1]} tokens, with the new ones "
+                f"{total}; set max_out_tokens to {total} or more, or generate fewer"
             )
 
     @contextmanager
@@ -184,11 +183,8 @@ class InferenceEngine(nn.Module):
     def train(self, mode: bool = True) -> InferenceEngine:
         """Evaluation mode only."""
         if mode:
-            raise wrong(
-                "InferenceEngine.train: mode",
-                mode,
-                "False: this engine only infers; xds.initialize trains",
-            )
+            need = "False: this engine only infers; xds.initialize trains"
+            raise wrong("InferenceEngine.train: mode", mode, need)
         super().train(mode)
         return self
 
@@ -241,7 +237,7 @@ def prove_slices(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _events() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
@@ -254,7 +250,7 @@ def _waits() -> float:
 
 def _milliseconds(start: Any, end: Any) -> float:
     if isinstance(start, float):
-        return (end - start) * 1e3
+        return float(end - start) * 1e3
     end.synchronize()
     return float(start.elapsed_time(end))
 

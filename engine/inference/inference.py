@@ -45,8 +45,8 @@ log = logging.getLogger("xds")
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
     """An engine that runs `model` in evaluation mode: names and meanings are DeepSpeed's. A collective.
 
-    Parameters are cast to `dtype` (default fp16), frozen, and moved to this rank's device. See docs/inference.md
-    for the keys.
+    Parameters are cast to `dtype` (default fp16), frozen, and moved to this rank's device. docs/inference.md has
+    the keys.
 
     Args:
         model: on any device; or on meta, with the key `checkpoint`.
@@ -85,8 +85,8 @@ def _setup(settings: InferenceConfig, model: nn.Module, num_slices: int) -> Conf
     config = Config.load({"train_micro_batch_size_per_gpu": 1, **sections})
     if config.zero_optimization.stage == 3 and num_slices > 1 and settings.bit_groups:
         raise UsageError(
-            f"quant with tensor_parallel.tp_size = {num_slices} and zero.stage = 3: weights in few bits are either "
-            "sharded or in slices; leave zero or tp_size out"
+            f"quant with tensor_parallel.tp_size = {num_slices} and zero.stage = 3: weights in few bits are "
+            "either sharded or in slices; leave zero or tp_size out"
         )
     return config
 
@@ -112,8 +112,8 @@ def _num_slices(settings: InferenceConfig) -> int:
             )
     if world % size:
         raise UsageError(
-            f"tensor_parallel.tp_size = {size}: {world} ranks do not fall into groups of {size}; start the script "
-            f"with `xds --nproc-per-node {size}`, or take a divisor of {world}"
+            f"tensor_parallel.tp_size = {size}: {world} ranks do not fall into groups of {size}; start the "
+            f"script with `xds --nproc-per-node {size}`, or take a divisor of {world}"
         )
     return size
 
@@ -123,8 +123,8 @@ def _weights(settings: InferenceConfig, model: nn.Module) -> WeightSource | None
     is_meta = any(param.is_meta for param in model.parameters())
     if source is None and is_meta:
         raise UsageError(
-            "init_inference: the model is on the meta device and has no values; give checkpoint, a folder with its "
-            "weights"
+            "init_inference: the model is on the meta device and has no values; give checkpoint, a folder with "
+            "its weights"
         )
     if settings.save_path and dist.get_rank() == 0:
         from .checkpoints import save_whole
@@ -147,8 +147,6 @@ def _cast(model: nn.Module, settings: InferenceConfig) -> None:
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.itemsize > 1:
             tensor.data = tensor.data.to(dtype)
-    if getattr(getattr(model, "config", None), "dtype", None) is not None:
-        model.config.dtype = dtype  # type: ignore[union-attr]  # what transformers makes caches of
 
 
 # -- the two ways -----------------------------------------------------------------------------------------
@@ -229,8 +227,8 @@ def _check_same_values(model: nn.Module, whole: set[int], group: Collectives) ->
     table = group.gather_small(torch.tensor([mine], device=group.device), what="sums of weights")
     if bool((table != table[0]).any()):
         raise UsageError(
-            f"init_inference: the ranks of a group of {group.world_size} have other weights, and each keeps a slice "
-            "of its own: load the same weights on all, or call torch.manual_seed with one number"
+            f"init_inference: the ranks of a group of {group.world_size} have other weights, and each keeps a "
+            "slice of its own: load the same weights on all, or call torch.manual_seed with one number"
         )
 
 
@@ -256,7 +254,7 @@ def _prove(model: nn.Module, device: torch.device) -> bool:
 
 def _check_cache(settings: InferenceConfig, model: nn.Module, device: torch.device) -> None:
     """The keys and values of `min_out_tokens` tokens of one sequence fit the free memory."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     layers = getattr(config, "num_hidden_layers", 0)
     heads = getattr(config, "num_key_value_heads", None) or getattr(
         config, "num_attention_heads", 0
@@ -270,9 +268,9 @@ def _check_cache(settings: InferenceConfig, model: nn.Module, device: torch.devi
     free = torch.cuda.mem_get_info(device)[0] if is_cuda else available_bytes()
     if settings.min_out_tokens * token_bytes > free:
         raise UsageError(
-            f"min_out_tokens = {settings.min_out_tokens}: the cache of one sequence takes {token_bytes:,} bytes a "
-            f"token, and {free:,} bytes are free, enough for {free // token_bytes:,}; set it lower, or shard the "
-            "weights with tp_size or zero"
+            f"min_out_tokens = {settings.min_out_tokens}: the cache of one sequence takes {token_bytes:,} bytes "
+            f"a token, and {free:,} bytes are free, enough for {free // token_bytes:,}; set it lower, or shard "
+            "the weights with tp_size or zero"
         )
 
 

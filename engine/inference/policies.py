@@ -18,8 +18,8 @@ from ...zero.layout.discover import found_blocks
 def plan_of_policy(model: nn.Module, policy: Any) -> dict[str, str] | None:
     """`tensor_parallel.plan` with the meaning of `policy`; None: the plan of the model, or one that is found.
 
-    The named layers are cut by rows, and the other linear layers in the class by columns. Where the plan that is
-    found has the same rows, it is taken, because it also knows what is packed in one layer.
+    The named layers are cut by rows, and the other linear layers in the class by columns. Where the plan that
+    is found has the same rows, it is taken, because it also knows what is packed in one layer.
 
     Raises:
         UsageError: a class or a name is not in the model.
@@ -61,18 +61,22 @@ def _names(names: Any) -> Sequence[str] | None:
 def _add(
     model: nn.Module, kind: Any, ends: Sequence[str], rows: set[str], others: set[str]
 ) -> None:
+    matching = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(kind, type) and issubclass(type(layer), kind)
+    ]
     layers = [
         (f"{name}.{inner}", inner)
-        for name, layer in model.named_modules()
-        if isinstance(kind, type) and isinstance(layer, kind)
+        for name, layer in matching
         for inner, module in layer.named_modules()
         if is_linear(module)
     ]
     for end in ends:
         if not any(inner.endswith(end) for _, inner in layers):
             raise UsageError(
-                f"injection_policy: {type(model).__name__} has no {getattr(kind, '__name__', kind)} with a linear "
-                f"layer {end!r}; correct the class or the name"
+                f"injection_policy: {type(model).__name__} has no {getattr(kind, '__name__', kind)} with a "
+                f"linear layer {end!r}; correct the class or the name"
             )
     for name, inner in layers:
         (rows if any(inner.endswith(end) for end in ends) else others).add(name)

@@ -149,11 +149,12 @@ class Construction(TorchFunctionMode):
 def materialise(
     model: nn.Module, construction: Construction | None, slices: Mapping[int, Slices] | None = None
 ) -> None:
-    """Give a model on the meta device its initial values, module by module. construction: None keeps them whole.
+    """Give a model on the meta device its initial values, module by module.
 
     - `reset_parameters` of each module runs first, then the model's `_init_weights(module)` as in transformers.
     - Children come before their parents. Constructors that end with `reset_parameters`, as torch's own do,
       draw in the same order, so values are bit-equal to plain construction.
+    - `construction`: None keeps the values whole.
     - `slices`: id(parameter) -> its slices. Such a parameter is whole while its module draws its values.
 
     Raises:
