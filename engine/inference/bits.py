@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from ...tensor.styles import is_linear, is_transposed
 from ...utils.errors import UsageError
 from ...zero.construction.weights import WeightSource
-from ..integrations.optional import need
 from .config import BitGroups
 
 BITS, SCALE, ZERO = "weight_bits", "weight_scale", "weight_zero"
@@ -86,6 +85,11 @@ class Packing:
         return found if self.symmetric else {**found, ZERO: (self._groups, torch.int8)}
 
     @property
+    def stored_shape(self) -> tuple[int, int]:
+        """The shape of the weight in files."""
+        return self.shape[::-1] if self.is_transposed else self.shape
+
+    @property
     def _groups(self) -> tuple[int, int]:
         return self.shape[0] // self.block[0], self.shape[1] // self.block[1]
 
@@ -96,7 +100,6 @@ class Packing:
 
 
 def _primitives() -> Any:
-    need("torchao", "weights in few bits (dtype int8, or quant)", "quant")
     from torchao.quantization import quant_primitives
 
     return quant_primitives
@@ -112,9 +115,11 @@ class BitWeights(WeightSource):
     def __init__(self, inner: WeightSource, packings: Mapping[str, Packing]) -> None:
         self.source = inner.source
         self._inner = inner
+        there = set(inner.names())
         self._layers = {
             f"{name}.{part}": (name, packing)
             for name, packing in packings.items()
+            if f"{name}.weight" in there
             for part in packing.shapes()
         }
         self._replaced = {f"{name}.weight" for name in packings}
@@ -127,17 +132,18 @@ class BitWeights(WeightSource):
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._layers:
             return self._inner.shape(name)
-        _, packing = self._layers[name]
-        return packing.shapes()[name.rpartition(".")[2]][0]
+        layer, packing = self._layers[name]
+        found = self._inner.shape(f"{layer}.weight")
+        fits = found == packing.stored_shape
+        return packing.shapes()[name.rpartition(".")[2]][0] if fits else found
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         if name not in self._layers:
             return self._inner.read(name, start, stop)
         layer, packing = self._layers[name]
         if self._last[0] != layer:
-            rows, columns = packing.shape
-            shape = (columns, rows) if packing.is_transposed else (rows, columns)
-            whole = self._inner.read(f"{layer}.weight", 0, rows * columns).view(shape)
+            shape = packing.stored_shape
+            whole = self._inner.read(f"{layer}.weight", 0, shape[0] * shape[1]).view(shape)
             self._last = layer, packing.parts(whole)
         return self._last[1][name.rpartition(".")[2]].reshape(-1)[start:stop]
 
@@ -150,9 +156,8 @@ def store_in_bits(model: nn.Module, by_name: Mapping[str, BitGroups]) -> dict[st
     Returns:
         name of a layer -> how it is stored.
     Raises:
-        UsageError: torchao is missing; or no layer has such a name, or its sizes do not fit.
+        UsageError: no layer has such a name, or its sizes do not fit.
     """
-    _primitives()
     layers = _layers(model)
     found: dict[str, Packing] = {}
     head = getattr(model, "get_output_embeddings", lambda: None)()

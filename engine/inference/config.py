@@ -38,7 +38,9 @@ Bits = Annotated[Literal[4, 8], needs("4 or 8")]
 Symmetry = Annotated[Literal["symmetric", "asymmetric"], ANY_CASE]
 
 _KERNELS = "it belongs to DeepSpeed's kernels; the layers of the model run as they are"
-_EXPERTS = "expert parallelism is not supported yet; experts in a plain nn.ModuleList infer, all of them on each rank"
+_EXPERTS = (
+    "expert parallelism is not supported yet; experts in an nn.ModuleList infer, all on each rank"
+)
 _ACTIVATIONS = "only weights are stored in few bits; activations keep their dtype"
 
 

@@ -107,7 +107,7 @@ class InferenceEngine(nn.Module):
         is_decoder = not getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
         if ids.shape[1] > limit or (is_given and is_decoder and total > limit):
             raise UsageError(
-                f"generate: max_out_tokens = {limit}, and the prompt has {ids.shape[1]} tokens, with the new ones "
+                f"generate: max_out_tokens = {limit}, and the prompt has {ids.shape[1]} tokens, with new ones "
                 f"{total}; set max_out_tokens to {total} or more, or generate fewer"
             )
 

@@ -28,11 +28,13 @@ from ...utils.available_memory import available_bytes
 from ...utils.errors import UsageError
 from ...utils.version import __version__
 from ...zero.construction.weights import WeightSource
-from ...zero.core.owners import find_owner
+from ...zero.core.owners import find_owner, is_trained
 from ...zero.model.model_checks import move_model
 from ..config.config import Config
 from ..engine import Engine
 from ..initialize import initialize, place
+from ..integrations.optional import need
+from ..model.arguments import is_part
 from ..model.precision import DTYPES, buffers_that_follow
 from ..process.process import join, pick_device
 from .config import InferenceConfig
@@ -45,8 +47,8 @@ log = logging.getLogger("xds")
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
     """An engine that runs `model` in evaluation mode: names and meanings are DeepSpeed's. A collective.
 
-    Parameters are cast to `dtype` (default fp16), frozen, and moved to this rank's device. docs/inference.md has
-    the keys.
+    Parameters are cast to `dtype` (default fp16), frozen, and moved to this rank's device. The keys are in
+    docs/inference.md.
 
     Args:
         model: on any device; or on meta, with the key `checkpoint`.
@@ -59,10 +61,13 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     if not isinstance(model, nn.Module):
         raise wrong("init_inference: model", model, "a torch.nn.Module object")
     settings = InferenceConfig.load(config, kwargs)
+    if settings.bit_groups:
+        need("torchao", "weights in few bits (dtype int8, or quant)", "quant")
     device = pick_device()
     join(device)
     num_slices = _num_slices(settings)
     setup = _setup(settings, model, num_slices)
+    _check_model(model, settings, setup)
     weights = _weights(settings, model)
     _cast(model, settings)
     model.eval()
@@ -89,6 +94,34 @@ def _setup(settings: InferenceConfig, model: nn.Module, num_slices: int) -> Conf
             "either sharded or in slices; leave zero or tp_size out"
         )
     return config
+
+
+def _check_model(model: nn.Module, settings: InferenceConfig, setup: Config) -> None:
+    """
+    Raises:
+        UsageError: the model belongs to another engine, or is in a form that this way cannot take.
+    """
+    if is_part(model):
+        raise UsageError(
+            "init_inference: a PipelineModule runs with xds.initialize and eval_batch; give a plain model here"
+        )
+    params = list(model.parameters())
+    if any(is_trained(param) for param in params):
+        raise UsageError(
+            "init_inference: the model belongs to an engine that trains it; call destroy() on that engine first"
+        )
+    if not any(find_owner(param) is not None for param in params):
+        return
+    if setup.zero_optimization.stage != 3:
+        raise UsageError(
+            'init_inference: the model was built in xds.zero.Init, in shards; give zero={"stage": 3}, or build '
+            "it without"
+        )
+    if settings.bit_groups:
+        raise UsageError(
+            "quant: the model was built in xds.zero.Init, in shards of 16 or 32 bits; build it on the meta "
+            "device and give checkpoint"
+        )
 
 
 def _num_slices(settings: InferenceConfig) -> int:
@@ -268,7 +301,7 @@ def _check_cache(settings: InferenceConfig, model: nn.Module, device: torch.devi
     free = torch.cuda.mem_get_info(device)[0] if is_cuda else available_bytes()
     if settings.min_out_tokens * token_bytes > free:
         raise UsageError(
-            f"min_out_tokens = {settings.min_out_tokens}: the cache of one sequence takes {token_bytes:,} bytes "
+            f"min_out_tokens = {settings.min_out_tokens}: the cache of a sequence takes {token_bytes:,} bytes "
             f"a token, and {free:,} bytes are free, enough for {free // token_bytes:,}; set it lower, or shard "
             "the weights with tp_size or zero"
         )

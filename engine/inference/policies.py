@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...zero.layout.discover import found_blocks
 
+log = logging.getLogger("xds")
+BIAS = "relative_attention_bias"
+
 
 def plan_of_policy(model: nn.Module, policy: Any) -> dict[str, str] | None:
     """`tensor_parallel.plan` with the meaning of `policy`; None: the plan of the model, or one that is found.
@@ -24,6 +28,8 @@ def plan_of_policy(model: nn.Module, policy: Any) -> dict[str, str] | None:
     Raises:
         UsageError: a class or a name is not in the model.
     """
+    if any(BIAS in name for name, _ in model.named_parameters()):
+        return _without_attention(model)
     if not policy:
         return None
     if not isinstance(policy, Mapping):
@@ -45,6 +51,14 @@ def plan_of_policy(model: nn.Module, policy: Any) -> dict[str, str] | None:
         is_packed = is_transposed(modules[name]) and "attn" in name
         plan[name] = (StyleName.PACKED_COLWISE if is_packed else StyleName.COLWISE).value
     return plan
+
+
+def _without_attention(model: nn.Module) -> dict[str, str]:
+    """The first block of T5 computes a bias with a number for each head, and hands it to the others whole."""
+    found = own_plan(model) or find_plan(model, found_blocks(model))
+    log.info("%s: %s belongs to whole heads, so attention is not cut", type(model).__name__, BIAS)
+    kept = {name: style for name, style in found.items() if "attention" not in name.lower()}
+    return {name: style.name.value for name, style in kept.items()}
 
 
 def _names(names: Any) -> Sequence[str] | None:

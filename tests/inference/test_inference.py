@@ -52,6 +52,37 @@ def test_slices_answer_as_transformers(name: str, tp_size: int) -> None:
     expect_same(run_ranks(answers_here, tp_size, name, settings), name)
 
 
+def other_kinds() -> list[float]:
+    """The largest differences of an encoder and of an encoder with a decoder, cut as their policies say."""
+    from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+    from transformers.models.bert.modeling_bert import BertLayer
+    from transformers.models.t5.modeling_t5 import T5Block
+
+    sizes = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2}
+    bert = BertConfig(vocab_size=VOCAB, num_attention_heads=4, **sizes)
+    t5 = T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=56, num_layers=2, num_heads=4)
+    t5.decoder_start_token_id = 0
+    rows = ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")
+    ids = prompt()
+    found = []
+    for kind, config, policy, inputs in (
+        (BertForMaskedLM, bert, {BertLayer: "output.dense"}, {"input_ids": ids}),
+        (T5ForConditionalGeneration, t5, {T5Block: rows}, {"input_ids": ids, "labels": ids}),
+    ):
+        torch.manual_seed(0)
+        model = kind(config).eval()
+        with torch.no_grad():
+            wanted = model(**inputs).logits
+        engine = xds.init_inference(model, mp_size=2, injection_policy=policy, **FP32)
+        found.append(float((engine(**inputs).logits - wanted).abs().max()))
+        assert any(param.shape[0] == 28 for param in engine.parameters())
+    return found
+
+
+def test_encoders_are_cut_as_their_policies_say() -> None:
+    assert max(run_ranks(other_kinds, 2)[1]) < 1e-4
+
+
 @pytest.mark.parametrize("offload", [None, "cpu", "nvme"])
 def test_shards_and_streamed_weights_answer_as_transformers(
     offload: str | None, tmp_path: Path
@@ -333,6 +364,35 @@ def test_ranks_with_other_weights_are_told() -> None:
             xds.init_inference(model, mp_size=2)
 
     run_ranks(here, 2)
+
+
+def test_models_in_another_form_are_told() -> None:
+    def here() -> None:
+        model = build("gpt2")
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+        engine = xds.initialize(model, config)
+        with pytest.raises(xds.UsageError, match="belongs to an engine"):
+            xds.init_inference(model)
+        engine.destroy()
+        answers(xds.init_inference(model, **FP32))
+        with pytest.raises(xds.UsageError, match="PipelineModule"):
+            xds.init_inference(xds.pipe.PipelineModule([nn.Linear(2, 2)], num_stages=1))
+
+    run_ranks(here, 1)
+
+
+def init_in_shards(quant: bool) -> str:
+    with xds.zero.Init():
+        model = build("gpt2")
+    settings = {"dtype": "int8", "zero": {"stage": 3}} if quant else {}
+    with pytest.raises(xds.UsageError) as caught:
+        xds.init_inference(model, **settings)
+    return str(caught.value)
+
+
+def test_models_in_shards_need_stage_3() -> None:
+    assert "stage" in run_processes(init_in_shards, 2, False)[0]
+    assert "meta device" in run_processes(init_in_shards, 2, True)[0]
 
 
 # -- injection_policy ---------------------------------------------------------------------------------------
