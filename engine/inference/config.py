@@ -327,6 +327,11 @@ def _as_given(value: Any) -> Any:
     return value
 
 
+def _plain(value: Any) -> str:
+    """Equal for two names of one dtype."""
+    return _NAMES.get(str(value).casefold(), str(value))
+
+
 def _merged(values: dict[str, Any], given: Mapping[str, Any], report: Report) -> dict[str, Any]:
     """`values` and keywords; a keyword of None is not given."""
     names = {InferenceConfig.aliases.get(key, key): key for key in values}
@@ -335,7 +340,7 @@ def _merged(values: dict[str, Any], given: Mapping[str, Any], report: Report) ->
         other = names.get(InferenceConfig.aliases.get(key, key))
         if other is None:
             merged[key] = value
-        elif value is not None and str(value) != str(values[other]):
+        elif value is not None and _plain(value) != _plain(values[other]):
             report.complain(
                 key, value, f"the config has {other} = {values[other]!r}; give one of them"
             )
