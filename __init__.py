@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .engine.checkpoint.io.reader import get_fp32_state_dict as get_fp32_state_dict
     from .engine.config.config import Config as Config
     from .engine.engine import Engine as Engine
+    from .engine.inference.engine import InferenceEngine as InferenceEngine
+    from .engine.inference.inference import init_inference as init_inference
     from .engine.initialize import initialize as initialize
     from .engine.preemption import Preempted as Preempted
     from .utils.errors import ConfigError as ConfigError
@@ -30,6 +32,8 @@ deepspeed: Any  # for type checkers: its modules have no files, see engine/deeps
 
 _LOCATIONS = {
     "initialize": ".engine.initialize",
+    "init_inference": ".engine.inference.inference",
+    "InferenceEngine": ".engine.inference.engine",
     "Engine": ".engine.engine",
     "Config": ".engine.config.config",
     "Preempted": ".engine.preemption",
@@ -47,10 +51,12 @@ __all__ = [
     "Config",
     "ConfigError",
     "Engine",
+    "InferenceEngine",
     "Preempted",
     "UsageError",
     "XdsError",
     "get_fp32_state_dict",
+    "init_inference",
     "initialize",
     "newest_checkpoint",
 ]

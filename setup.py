@@ -81,10 +81,11 @@ setup(
     extras_require={
         "test": [
             *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "safetensors", "hjson"),
-            *("transformers>=5", "accelerate", "peft", "scikit-learn"),
+            *("transformers>=5", "accelerate", "peft", "scikit-learn", "torchao"),
         ],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material", "mkdocstrings[python]"],
         "plot": ["matplotlib"],
+        "quant": ["torchao"],
         "vision": ["scikit-learn"],
         "huggingface": ["transformers>=5", "accelerate", "safetensors"],
         "tensorboard": ["tensorboard"],

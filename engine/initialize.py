@@ -159,6 +159,31 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     return engine
 
 
+def place(
+    model: nn.Module, config: Config, weights: Any = None
+) -> tuple[LocalModel, MeshGroups, Collectives]:
+    """This rank's part of `model` with its values, without an engine: for `xds.init_inference`. A collective.
+
+    Nothing is moved to the device. A model on the meta device gets its memory here, and `weights` are read
+    as `initialize` reads them. The last result is the group of all ranks.
+    """
+    check_arguments(model, lr_scheduler=None, collate_fn=None, group=None)
+    check_whole(model)
+    device = pick_device()
+    world = join(device)
+    show_messages(config.log_level)
+    config = resolve_together(config, None, world, device, needs_section=False)
+    log_notes(config, world.rank())
+    collectives, mesh = _open_groups(config, world, device)
+    check_same_model(model, collectives)
+    policy = partial(policy_of, config)
+    local = divide(model, config, mesh, collectives, policy, ExactScheme)
+    with agreeing(collectives, "xds.init_inference"):
+        _give_values(local.model, weights, local.groups, local.groups.data.policy, keeps_whole=True)
+    local.start_proof(mesh, lambda module: nullcontext())
+    return local, mesh, collectives
+
+
 def _show_start(parts: Parts, given: ClientOptimizer | None) -> None:
     trains = parts.optimizer is not None
     num_states = count_states(parts.config.optimizer, given) if trains else 0
@@ -523,8 +548,19 @@ def _loader(
     )
 
 
-def _give_values(model: nn.Module, weights: Any, groups: FlatGroups, policy: Policy) -> None:
-    """Values for what is on the meta device, and `weights` for everything."""
+def _give_values(
+    model: nn.Module,
+    weights: Any,
+    groups: FlatGroups,
+    policy: Policy,
+    *,
+    keeps_whole: bool = False,
+    reads_late: bool = False,
+) -> None:
+    """Values for what is on the meta device, and `weights` for everything.
+
+    keeps_whole: initial values are not sharded. reads_late: weights are read when their unit is built.
+    """
     is_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     if weights is None and not is_meta:
         return
@@ -533,11 +569,11 @@ def _give_values(model: nn.Module, weights: Any, groups: FlatGroups, policy: Pol
     from ..zero.construction.weights import load_weights
 
     collectives = groups.data.everyone
-    store = SliceStore(collectives) if policy.shards_params else None
+    store = SliceStore(collectives, reads_late=reads_late) if policy.shards_params else None
     if weights is not None:
         load_weights(model, weights, store=store, remedy=_LOAD_LATER, groups=groups)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
-        construction = Construction(store or SliceStore(collectives))
+        construction = None if keeps_whole else Construction(store or SliceStore(collectives))
         materialise(model, construction, groups.slices)
 
 
@@ -572,7 +608,8 @@ def _sharded(
 ) -> ShardedModel:
     """The model on this rank's device, with its values in flat buffers."""
     policy, names = flat_groups.data.policy, flat_groups.names
-    _give_values(model, given.weights, flat_groups, policy)
+    is_on_disk = config.zero_optimization.offload_param.device == "nvme"
+    _give_values(model, given.weights, flat_groups, policy, reads_late=is_on_disk)
     must_train = not names and any(param.requires_grad for param in model.parameters())
     with agreeing(flat_groups.world, "xds.initialize"):
         check_model(model, groups.index, must_train=must_train)

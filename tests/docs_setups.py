@@ -79,6 +79,25 @@ SETUPS = {
             'engine = xds.initialize(model, "2.json"',
         },
     ),
+    "docs/inference.md": Setup(
+        """
+        import torch
+        import xds
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61}
+        config = LlamaConfig(**sizes, **heads)
+
+        def new_model():
+            torch.manual_seed(0)
+            return LlamaForCausalLM(config)
+
+        if torch.distributed.get_rank() == 0:
+            new_model().save_pretrained("out")
+        torch.distributed.barrier()
+        """
+    ),
     "docs/native-ops.md": Setup(world_size=1, is_process=True),
     "docs/pipelines.md": Setup(
         BLOCKS

@@ -15,8 +15,8 @@ import xds
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = [
-    *("Config", "ConfigError", "Engine", "Preempted", "UsageError", "XdsError"),
-    *("get_fp32_state_dict", "initialize", "newest_checkpoint"),
+    *("Config", "ConfigError", "Engine", "InferenceEngine", "Preempted", "UsageError", "XdsError"),
+    *("get_fp32_state_dict", "init_inference", "initialize", "newest_checkpoint"),
 ]
 CONFIGS = sorted(
     path.relative_to(ROOT)

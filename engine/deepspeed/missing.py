@@ -21,7 +21,9 @@ _ONE_BIT_ADAM = (
     'its messages belong to the engine: set optimizer.type to "OneBitAdam" or "OneBitLamb" in '
     "the config, and pass no optimizer"
 )
-_INFERENCE = "xds is for training only; serve the saved weights with an inference library"
+_INFERENCE = (
+    "use deepspeed.init_inference, see docs/inference.md; to serve weights use an inference library"
+)
 _KERNELS = "xds has no such kernel; torch's own are used"
 _TENSOR = (
     "xds slices layers itself: set the section tensor_parallel in the config, see docs/tensor.md"
@@ -81,8 +83,6 @@ MISSING: dict[str, str] = {
     "DeepSpeedConfigModel": "derive from pydantic.BaseModel",
     **dict.fromkeys(("add_tuning_arguments", "get_config_from_args"), _LR),
     **dict.fromkeys(("set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"), _LEAVES),
-    **dict.fromkeys(("init_inference", "InferenceEngine"), _INFERENCE),
-    **dict.fromkeys(("DeepSpeedInferenceConfig", "default_inference_config"), _INFERENCE),
     **dict.fromkeys(("replace_transformer_layer", "DeepSpeedHybridEngine"), _INFERENCE),
     **dict.fromkeys(("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"), _KERNELS),
     **dict.fromkeys(("GDSBuilder", "io"), _OFFLOAD),

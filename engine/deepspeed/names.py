@@ -73,6 +73,7 @@ NAMES: dict[str, str] = {
     "training.optimizer: DeepSpeedOptimizer; training.pipeline: PipelineEngine PipelineModule; "
     "config: DeepSpeedConfig DeepSpeedConfigError; library.small: DeepSpeedDataLoader OnDevice; "
     "library.comm: init_distributed; library.accelerator: get_accelerator; library.log: logger log_dist; "
+    "library.inference: init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config; "
     "dist=:comm",
     "accelerator": _ACCELERATOR,
     "accelerator.real_accelerator": _ACCELERATOR,
@@ -89,6 +90,9 @@ NAMES: dict[str, str] = {
     "constants": "constants: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
     "env_report": "library.small: main=env_report cli_main=env_report",
     "git_version_info": "library.small: version git_hash git_branch installed_ops torch_info accelerator_name",
+    "inference": "library.inference: DeepSpeedInferenceConfig InferenceEngine",
+    "inference.config": "library.inference: DeepSpeedInferenceConfig; config: DtypeEnum",
+    "inference.engine": "library.inference: InferenceEngine",
     "launcher.runner": "launcher: main EXPORT_ENVS DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE",
     "moe.utils": "library.small: is_moe_param split_params_into_different_moe_groups_for_optimizer",
     "ops": "library.ops: __compatible_ops__=COMPATIBLE_OPS",

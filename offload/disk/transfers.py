@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -74,14 +75,18 @@ class Transfers:
         return 0 if self._slots is None else self._slots.allocated_bytes
 
     def placeholder(self, dtype: torch.dtype) -> Tensor:
-        """What tensors read as while they are on the disk: NaN, of shape []."""
-        return self._placeholders.setdefault(dtype, torch.full((), torch.nan, dtype=dtype))
+        """What tensors read as while they are on the disk, of shape []: NaN; the least value of integers."""
+        if dtype not in self._placeholders:
+            self._placeholders[dtype] = torch.full((), _absent(dtype), dtype=dtype)
+        return self._placeholders[dtype]
 
     def check_placeholders(self) -> None:
         """Raises UsageError: user code wrote to a tensor that was on the disk."""
         for placeholder in self._placeholders.values():
-            if not bool(placeholder.isnan()):
-                placeholder.fill_(torch.nan)
+            absent = _absent(placeholder.dtype)
+            is_kept = placeholder.isnan() if math.isnan(absent) else placeholder == absent
+            if not bool(is_kept):
+                placeholder.fill_(absent)
                 raise UsageError(_LOST_WRITE)
 
     def fail(self, error: BaseException) -> None:
@@ -119,6 +124,13 @@ class Transfers:
         self.fetches.close()
         if self._file is not None:
             self._file.close()
+
+
+def _absent(dtype: torch.dtype) -> float:
+    """The value of elements that are on the disk."""
+    if dtype.is_floating_point:
+        return math.nan
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def wait_quietly(pending: PendingRequest) -> None:

@@ -91,7 +91,7 @@ GENERAL = ("xds has no such internal state", "it has no counterpart")
 FEW = 2  # what so few scripts use is only imported
 STAND_INS = [
     *("moe.layer.MoE", "moe.experts.Experts", "linear.optimized_linear.OptimizedLinear"),
-    *("init_inference", "runtime.hybrid_engine.DeepSpeedHybridEngine"),
+    "runtime.hybrid_engine.DeepSpeedHybridEngine",
     *("inference.v2.engine_v2.InferenceEngineV2", "compile.util.get_deepcompile_handle"),
 ]
 

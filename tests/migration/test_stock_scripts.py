@@ -259,3 +259,11 @@ def test_lightnings_fabric_and_trainer_train_as_ddp_does_at_stages_1_to_3(tmp_pa
         for losses in stages:
             assert losses == pytest.approx(ddp, rel=1e-5)
     assert found["threads"] == []  # 20 s after the end of the process group
+
+
+@pytest.mark.slow
+def test_a_script_of_inference_generates_as_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    out = launch(tmp_path, "--as-deepspeed", str(SCRIPTS / "inference_stock.py"))
+    assert out.count("rank 0: equal True") == 4 and "equal False" not in out
+    assert "dtype" in out and "stands in for deepspeed" in out

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, final
@@ -146,13 +147,14 @@ class Construction(TorchFunctionMode):
 
 
 def materialise(
-    model: nn.Module, construction: Construction, slices: Mapping[int, Slices] | None = None
+    model: nn.Module, construction: Construction | None, slices: Mapping[int, Slices] | None = None
 ) -> None:
     """Give a model on the meta device its initial values, module by module.
 
     - `reset_parameters` of each module runs first, then the model's `_init_weights(module)` as in transformers.
     - Children come before their parents. Constructors that end with `reset_parameters`, as torch's own do,
       draw in the same order, so values are bit-equal to plain construction.
+    - `construction`: None keeps the values whole.
     - `slices`: id(parameter) -> its slices. Such a parameter is whole while its module draws its values.
 
     Raises:
@@ -174,7 +176,7 @@ def materialise(
             "device: no reset_parameters() to make initial values with; pass weights= to xds.initialize, or "
             "build the model inside xds.zero.Init(config)"
         )
-    with construction:
+    with construction or nullcontext():
         for _, module, initialisers in on_meta:
             cut: list[tuple[Tensor, Slices]] = []
             for _, tensor in _meta_tensors(module):
@@ -187,7 +189,8 @@ def materialise(
                 initialise()
             for tensor, found in cut:
                 tensor.data = taken(tensor.data, found.box)
-            construction.add_module(module)
+            if construction is not None:
+                construction.add_module(module)
 
 
 def _children_first(

@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -28,19 +30,36 @@ class _Slice:
     shape: tuple[int, ...]
     device: torch.device  # of the full parameter
     dtype: torch.dtype  # of the full parameter
-    local: Tensor  # [own elements] on the collectives' device
+    read: Callable[[], Tensor]  # `local`, when it is needed first
+    kept_dtype: torch.dtype
     number: int
     is_overridden: bool = False
+
+    @cached_property
+    def local(self) -> Tensor:
+        """[own elements] on the collectives' device."""
+        return self.read()
 
 
 @final
 class SliceStore(ParamOwner):
     """Owns slices of parameters. All ranks call every method in the same order."""
 
-    def __init__(self, collectives: Collectives, dtype: torch.dtype | None = None) -> None:
-        """Floating values are kept in `dtype`; None keeps each parameter's own."""
+    def __init__(
+        self,
+        collectives: Collectives,
+        dtype: torch.dtype | None = None,
+        *,
+        reads_late: bool = False,
+    ) -> None:
+        """
+        Args:
+            dtype: of floating values; None keeps each parameter's own.
+            reads_late: `shard_from` reads a slice when it is needed, for models that do not fit the memory.
+        """
         self.collectives = collectives
         self._dtype = dtype
+        self._reads_late = reads_late
         self._slices = WeakTensorKeyDictionary()  # parameter -> _Slice
         self._numbers = 0
 
@@ -56,28 +75,39 @@ class SliceStore(ParamOwner):
         start, stop = bounds[self.collectives.rank]
         local = full.new_empty(stop - start)
         self.collectives.scatter(full, local, bounds)
-        self._keep(param, param.device, param.dtype, local)
+        self._keep(param, param.device, local.dtype, lambda: local)
 
     def shard_from(self, param: nn.Parameter, reader: Reader) -> None:
         """Keep this rank's slice of the values from `reader`; the parameter's own values are not read."""
         start, stop = self._bounds(param.numel())[self.collectives.rank]
         dtype = self._kept_dtype(param.dtype)
-        local = torch.empty(stop - start, dtype=dtype, device=self.collectives.device)
-        if stop > start:
-            local.copy_(reader(start, stop))
-        self._keep(param, self.collectives.device, param.dtype, local)
+
+        def read() -> Tensor:
+            local = torch.empty(stop - start, dtype=dtype, device=self.collectives.device)
+            if stop > start:
+                local.copy_(reader(start, stop))
+            return local
+
+        piece = self._keep(param, self.collectives.device, dtype, read)
+        if not self._reads_late:
+            assert piece.local is not None
 
     def _kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
 
     def _keep(
-        self, param: nn.Parameter, device: torch.device, dtype: torch.dtype, local: Tensor
-    ) -> None:
-        shape = tuple(param.shape)
-        self._slices[param] = _Slice(shape, device, dtype, local, self._numbers)
+        self,
+        param: nn.Parameter,
+        device: torch.device,
+        kept_dtype: torch.dtype,
+        read: Callable[[], Tensor],
+    ) -> _Slice:
+        piece = _Slice(tuple(param.shape), device, param.dtype, read, kept_dtype, self._numbers)
+        self._slices[param] = piece
         self._numbers += 1
-        param.data = placeholder_like(shape, local.dtype, self.collectives.device)
+        param.data = placeholder_like(piece.shape, kept_dtype, self.collectives.device)
         set_owner(param, self, keep=True)
+        return piece
 
     def unshard(self, param: nn.Parameter) -> None:
         """Make `param` a full, ordinary parameter again. Every rank sends its slice."""
@@ -144,5 +174,5 @@ class SliceStore(ParamOwner):
 
     def clear_override(self, param: nn.Parameter) -> None:
         piece = self._slices[param]
-        param.data = placeholder_like(piece.shape, piece.local.dtype, self.collectives.device)
+        param.data = placeholder_like(piece.shape, piece.kept_dtype, self.collectives.device)
         piece.is_overridden = False  # last: until then a `Construction` ignores the parameter

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -37,40 +38,57 @@ _WHOLE: Mapping[int, Slices] = MappingProxyType({})
 _NOT_STRICT = "strict=False ignores missing and extra names"
 
 
-@final
-class Weights:
-    """Named tensors, in memory or mapped from files, that are read in parts."""
+class WeightSource(ABC):
+    """Named tensors that are read in parts. `source` names them in messages."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], source: str = "the state dict") -> None:
-        self.source = source
-        self._tensors = tensors
+    source: str
 
+    @abstractmethod
     def names(self) -> Sequence[str]:
         """Every tensor's name."""
-        return list(self._tensors)
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the tensor `name`."""
-        tensor = self._tensors[name]
-        if not isinstance(tensor, Tensor):  # a state dict of user code's own
-            raise wrong(f"{self.source}: {printable(name)}", tensor, "a tensor, or left out")
-        return tuple(tensor.shape)
 
+    @abstractmethod
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened tensor, 1-D."""
-        return self._tensors[name].detach().reshape(-1)[start:stop]
 
     def reader(self, name: str) -> Reader:
         """A function that reads elements [start, stop) of the tensor `name`."""
         return lambda start, stop: self.read(name, start, stop)
 
 
-def open_weights(source: Any) -> Weights:
-    """The weights in `source`: a state dict, a file, an index, or a folder with one of them.
+@final
+class Weights(WeightSource):
+    """Tensors in memory, or mapped from files."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], source: str = "the state dict") -> None:
+        self.source = source
+        self._tensors = tensors
+
+    def names(self) -> Sequence[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        tensor = self._tensors[name]
+        if not isinstance(tensor, Tensor):  # a state dict of user code's own
+            raise wrong(f"{self.source}: {printable(name)}", tensor, "a tensor, or left out")
+        return tuple(tensor.shape)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self._tensors[name].detach().reshape(-1)[start:stop]
+
+
+def open_weights(source: Any) -> WeightSource:
+    """The weights in `source`: a state dict, a file, an index, or a folder with one of them; or itself.
 
     Raises:
         UsageError: `source` has no readable weights.
     """
+    if isinstance(source, WeightSource):
+        return source
     if isinstance(source, Mapping):
         return Weights({str(name): value for name, value in source.items()})
     if not isinstance(source, str | PathLike):
@@ -122,7 +140,7 @@ class Match:
 
 def match_names(
     model: nn.Module,
-    weights: Weights,
+    weights: WeightSource,
     whole: Sequence[Sequence[str]] | None = None,
     slices: Mapping[int, Slices] = _WHOLE,
 ) -> Match:
@@ -270,6 +288,7 @@ def _overwrite(tensor: Tensor, reader: Reader, store: SliceStore | None) -> None
 
 __all__ = [
     "Match",
+    "WeightSource",
     "Weights",
     "load_weights",
     "match_names",

@@ -1,0 +1,258 @@
+"""The engine that `xds.init_inference` returns: forward, generate, and times of forwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.comm.collectives import Collectives
+from ...utils.arguments import wrong
+from ...utils.errors import UsageError
+from ...utils.module_buffers import untouched_buffers
+from ..engine import Engine
+from .config import InferenceConfig
+
+
+@final
+class InferenceEngine(nn.Module):
+    """Runs `module`, of which this rank may have slices or shards. Made by `xds.init_inference`.
+
+    Attributes that it lacks are those of the module. Ranks of one tensor group, and all ranks at stage 3, call
+    `forward` together.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: InferenceConfig,
+        *,
+        group: Collectives | None = None,
+        streams: Engine | None = None,
+        cache: Mapping[str, Any] | None = None,
+        undo: Callable[[], None] | None = None,
+        needs_proof: bool = False,
+    ) -> None:
+        """
+        Args:
+            group: the ranks that have slices of the same layers; None: layers are whole.
+            streams: the engine that gathers the module's parameters; None: they are there.
+            cache: arguments that `generate` gets where the caller does not say otherwise.
+            undo: called by `destroy`.
+            needs_proof: the first forward compares the slices with whole layers.
+        """
+        super().__init__()
+        self.module = module
+        self._settings = settings
+        self._group = group
+        self._streams = streams
+        self._cache = dict(cache or {})
+        self._undo = undo
+        self._needs_proof = needs_proof
+        self._times: list[float] = []
+        self._profile_hooks: list[Any] = []
+        self._is_compiled = False
+        self._is_destroyed = False
+        self.eval()
+
+    # -- inference ----------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, without a graph."""
+        self._check_usable()
+        if self._needs_proof:
+            self._needs_proof = False
+            prove_slices(self.module, args, kwargs)
+        with torch.no_grad():
+            if self._streams is not None:
+                return self._streams.forward(*args, **kwargs)
+            return self.module(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `generate`. Ranks with slices draw the numbers of the first one of them.
+
+        Raises:
+            UsageError: more tokens than `max_out_tokens`, or the module has no `generate`.
+        """
+        self._check_usable()
+        generate = getattr(self.module, "generate", None)
+        if generate is None:
+            raise UsageError(
+                f"generate: {type(self.module).__name__} has no such method; call forward, or give a model of "
+                "transformers with a head"
+            )
+        self._check_length(args, kwargs)
+        wanted = {key: value for key, value in self._cache.items() if key not in kwargs}
+        if kwargs.get("num_beams", 1) == 1 and kwargs.get("past_key_values") is None:
+            kwargs.update(wanted)
+        with torch.no_grad(), self._same_draws():
+            if self._streams is not None:
+                return self._streams.generate(*args, **kwargs)
+            return generate(*args, **kwargs)
+
+    def _check_length(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        if not (isinstance(ids, Tensor) and ids.dim() == 2):
+            return
+        limit = self._settings.max_out_tokens
+        config = kwargs.get("generation_config")
+        new = kwargs.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 0
+        total = max(ids.shape[1] + new, kwargs.get("max_length") or 0)
+        # without the key only the prompt counts, as in DeepSpeed: nothing is allocated for the rest
+        is_given = "max_out_tokens" in self._settings.model_fields_set
+        is_decoder = not getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
+        if ids.shape[1] > limit or (is_given and is_decoder and total > limit):
+            raise UsageError(
+                f"generate: max_out_tokens = {limit}, and the prompt has {ids.shape[1]} tokens, with new ones "
+                f"{total}; set max_out_tokens to {total} or more, or generate fewer"
+            )
+
+    @contextmanager
+    def _same_draws(self) -> Iterator[None]:
+        """Inside, all ranks with slices draw the random numbers of the first one."""
+        if self._group is None:
+            yield
+            return
+        device = self._group.device
+        is_cuda = device.type == "cuda"
+        state = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
+        shared = state.to(device)
+        self._group.broadcast(shared, what="the state of random numbers")
+        if is_cuda:
+            torch.cuda.set_rng_state(shared.cpu(), device)
+        else:
+            torch.set_rng_state(shared)
+        yield
+
+    # -- compiled code ------------------------------------------------------------------------------------
+
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Compile the module's forward, or each block of it where its parameters are streamed."""
+        self._check_usable()
+        if self._is_compiled:
+            return
+        options = {"backend": backend, **(compile_kwargs or {})}
+        if self._streams is not None:
+            self._streams.compile(**options)
+        else:
+            self.module.compile(**options)
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """`compile` was called."""
+        return self._is_compiled
+
+    # -- times --------------------------------------------------------------------------------------------
+
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """Measure each forward of the module from now on, for `model_times`.
+
+        use_cuda_events: on a GPU, take the device's clock; False waits for the device around each forward.
+        """
+        if not self._profile_hooks:
+            by_events = use_cuda_events and torch.cuda.is_available()
+            clock = _events if by_events else _waits
+            self._profile_hooks = [
+                self.module.register_forward_pre_hook(lambda *_: self._starts.append(clock())),
+                self.module.register_forward_hook(
+                    lambda *_: self._times.append(_milliseconds(self._starts.pop(), clock()))
+                ),
+            ]
+            self._starts: list[Any] = []
+
+    def model_times(self) -> list[float]:
+        """Milliseconds of each forward since the last call.
+
+        Raises:
+            UsageError: `profile_model_time` was not called.
+        """
+        if not self._profile_hooks:
+            raise UsageError("model_times: nothing is measured; call profile_model_time() before")
+        times, self._times = self._times, []
+        return times
+
+    # -- the rest -----------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> InferenceEngine:
+        """Evaluation mode only."""
+        if mode:
+            need = "False: this engine only infers; xds.initialize trains"
+            raise wrong("InferenceEngine.train: mode", mode, need)
+        super().train(mode)
+        return self
+
+    def destroy(self) -> None:
+        """Take the hooks off the module. Its layers stay slices, and weights stay in few bits."""
+        if self._is_destroyed:
+            return
+        self._is_destroyed = True
+        for hook in self._profile_hooks:
+            hook.remove()
+        if self._streams is not None:
+            self._streams.destroy()
+        if self._undo is not None:
+            self._undo()
+
+    def _check_usable(self) -> None:
+        if self._is_destroyed:
+            raise UsageError("this engine was destroyed: call xds.init_inference again")
+
+    def __getattr__(self, name: str) -> Any:
+        """Unknown names are looked up on the module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "module" not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self.module, name)
+
+
+def prove_slices(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run the forward once in training mode: that is when slices are compared with whole layers.
+
+    The comparison itself is in evaluation mode, see tensor/proof.py. Buffers and random numbers are as before.
+
+    Raises:
+        UsageError: the slices compute something else.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with (
+            torch.random.fork_rng(devices),
+            untouched_buffers(model.modules()),
+            torch.enable_grad(),
+        ):
+            torch.manual_seed(0)
+            model.train()
+            model(*args, **kwargs)
+    finally:
+        model.eval()
+
+
+def _events() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _waits() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _milliseconds(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return float(end - start) * 1e3
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+__all__ = ["InferenceEngine", "prove_slices"]
