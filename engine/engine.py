@@ -87,6 +87,7 @@ class Engine:
         if parts.optimizer is not None:
             self._torch_calls.take_optimizer(parts.optimizer)
         self._batches: Loop = parts.loop(parts, self._step, self._counters)
+        parts.schedules.begin(self._counters)
 
     # -- forward, backward, step ------------------------------------------------------------------------
 
@@ -703,10 +704,12 @@ class Engine:
         model.wait_published()
 
     def __getattr__(self, name: str) -> Any:
-        """Unknown names are looked up on the module, as in DeepSpeed."""
+        """Unknown names are methods of a feature of the config, or looked up on the module, as in DeepSpeed."""
         parts = self.__dict__.get("_parts")
         if parts is None:
             raise AttributeError(name)
+        if name in parts.schedules.names:
+            return parts.schedules.names[name]
         try:
             return getattr(parts.module, name)
         except AttributeError:

@@ -34,6 +34,7 @@ from ...utils.schema.values import (
     shown,
 )
 from ...zero.config import ZeroConfig
+from ..dropping.config import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
 from .auto import fill_auto, note_auto
 from .batch import COMPUTED, batch_of
 from .compile import Compile
@@ -160,6 +161,9 @@ class Config(Section):
     torch_autocast: TorchAutocast = nested(TorchAutocast)
     data_types: DataTypes = nested(DataTypes)
     data_packing: DataPacking = nested(DataPacking)
+    data_efficiency: DataEfficiency = nested(DataEfficiency)
+    progressive_layer_drop: ProgressiveLayerDrop = nested(ProgressiveLayerDrop)
+    curriculum_learning: CurriculumLearning = nested(CurriculumLearning)
     zero_optimization: ZeroConfig = nested(ZeroConfig)
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing)
     pipeline: Pipeline = nested(Pipeline)

@@ -13,7 +13,6 @@ from ...utils.schema.values import (
     Flag,
     Items,
     Natural,
-    Number,
     Object,
     Positive,
     SomeElements,
@@ -81,34 +80,6 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
         details(Text, "persistent_storage_path nebula_load_path"),
         details(Natural, "persistent_time_interval num_of_version_in_retention"),
         details(Flag, "enable_nebula_load"),
-    ),
-    "progressive_layer_drop": Group(
-        "skips layers at random", _switch("progressive layer drop"), details(Number, "theta gamma")
-    ),
-    "curriculum_learning": Group(
-        "shorter sequences first",
-        _switch("curriculum learning"),
-        details(Text, "curriculum_type schedule_type"),
-        details(Natural, "min_difficulty max_difficulty"),
-        details(Object, "schedule_config"),
-    ),
-    "data_efficiency": Group(
-        "fewer samples and tokens for the same loss",
-        _switch("the data efficiency library"),
-        details(Natural, "seed"),
-        {
-            "data_sampling": Group(
-                "which samples are taken",
-                details(Flag, "enabled pin_memory"),
-                details(Natural, "num_epochs num_workers"),
-                details(Object, "curriculum_learning dynamic_batching"),
-            ),
-            "data_routing": Group(
-                "which tokens are computed",
-                details(Flag, "enabled"),
-                details(Object, "random_ltd"),
-            ),
-        },
     ),
     "sparse_attention": Group(
         "attention over blocks",

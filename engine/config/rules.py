@@ -78,6 +78,8 @@ def _check_precision(config: Any, report: Report) -> None:
         )
     config.fp16.check(report)
     config.data_packing.check(report)
+    config.curriculum_learning.check(report)
+    config.data_efficiency.check(report)
 
 
 def _check_norm(config: Any, report: Report) -> None:
