@@ -164,7 +164,7 @@ class Kept:
     def _unknown(self, name: str, what: str) -> UsageError:
         return UsageError(
             f"{KEY}: the argument {name or 'without a name'} of {self.layer} is {what}: it is not known which "
-            "part of it belongs to the kept tokens; take the layer out of random_ltd_layer_id, or let its forward get "
+            "part of it belongs to the kept tokens; take the layer out of random_ltd_layer_id, or give it "
             "masks and positions [samples, tokens, ...]"
         )
 

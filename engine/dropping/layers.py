@@ -79,11 +79,14 @@ class LayerDropping:
             keep = self._kept.get(block)
             if keep is None:
                 return self._skipped(call, block, args, kwargs)
-            result = call(block, *args, **kwargs)
             if keep == 1.0 and type(block) in self._forms:
-                return result
+                return call(block, *args, **kwargs)
             hidden = self._hidden(block, args, kwargs)
+            before = hidden._version
+            result = call(block, *args, **kwargs)
             output = self._checked(block, hidden, args, result)
+            if hidden._version != before:
+                raise self._refusal(block, "changes its input in place, so f(x) - x is not known")
             if keep == 1.0:
                 return result
             return _with_first(result, torch.add(hidden, output - hidden, alpha=1.0 / keep))
@@ -93,10 +96,7 @@ class LayerDropping:
     def _hidden(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         found = hidden_of(args, kwargs)
         if found is None:
-            raise UsageError(
-                f"{KEY}: {self._name(block)} gets no tensor, so it is no residual block; name the blocks in "
-                f"{KEY}.blocks"
-            )
+            raise self._refusal(block, "gets no tensor, so it is no residual block")
         return found
 
     def _checked(
@@ -111,21 +111,22 @@ class LayerDropping:
             passes_on = bool(args) and isinstance(args[0], tuple | list)
             more = [] if passes_on else tree_leaves(list(result[1:]))
             if any(isinstance(one, Tensor) for one in more):
-                raise UsageError(
-                    f"{KEY}: {self._name(block)} returns tensors beside its hidden states, such as attention "
-                    "weights or a position bias, which nobody computes where it is dropped; let it return "
-                    f"hidden states alone, or name other blocks in {KEY}.blocks"
+                raise self._refusal(
+                    block,
+                    "returns tensors beside its hidden states, such as attention weights or a position bias, "
+                    "which nobody computes where it is dropped",
                 )
             self._forms[type(block)] = len(result)
         else:
-            raise UsageError(
-                f"{KEY}: {self._name(block)} returns {type(result).__name__}, and a block must return its "
-                f"hidden states or a tuple that begins with them; name other blocks in {KEY}.blocks"
+            raise self._refusal(
+                block,
+                f"returns {type(result).__name__}, and a block must return its hidden states or a tuple that "
+                "begins with them",
             )
         if output.shape != hidden.shape:
-            raise UsageError(
-                f"{KEY}: {self._name(block)} turns {list(hidden.shape)} into {list(output.shape)}, so it is no "
-                f"residual block and cannot be dropped; name the blocks in {KEY}.blocks"
+            raise self._refusal(
+                block,
+                f"turns {list(hidden.shape)} into {list(output.shape)}, so it is no residual block",
             )
         return output
 
@@ -153,8 +154,11 @@ class LayerDropping:
         with torch.no_grad(), torch.random.fork_rng(devices), untouched_buffers(block.modules()):
             self._checked(block, hidden, args, call(block, *given, **named))
 
-    def _name(self, block: nn.Module) -> str:
-        return f"{self._places[block][0]} ({type(block).__name__})"
+    def _refusal(self, block: nn.Module, what: str) -> UsageError:
+        name = f"{self._places[block][0]} ({type(block).__name__})"
+        return UsageError(
+            f"{KEY}: {name} {what}; name residual blocks in {KEY}.blocks, or remove the section"
+        )
 
 
 def _with_first(result: Any, first: Tensor) -> Any:

@@ -82,7 +82,7 @@ class Schedules(ModelSchedules):
         if is_part(model):
             raise UsageError(
                 f"{KEY} with a PipelineModule: its layers are built on their stages and pass on what they "
-                "like, so blocks cannot be found; pass the model itself, which the engine cuts, or remove the section"
+                "like, so blocks cannot be found; pass the model itself, or remove the section"
             )
         found = (
             named_blocks(model, section.blocks, f"{KEY}.blocks")
@@ -133,7 +133,7 @@ class Schedules(ModelSchedules):
         if is_part(model):
             raise UsageError(
                 "random_ltd with a PipelineModule: its layers pass on what they like, so tokens cannot be "
-                "found in it; pass the model itself, which the engine cuts, or remove the section"
+                "found in it; pass the model itself, or remove the section"
             )
         efficiency = self._config.data_efficiency
         section = efficiency.data_routing.random_ltd
@@ -230,8 +230,7 @@ class Schedules(ModelSchedules):
             if block in inside:
                 raise UsageError(
                     f"{key}: {name} is inside of a module that is compiled as a whole, and a graph cannot "
-                    "leave out a part of itself; choose blocks that are compiled alone, or set compile.enabled to "
-                    "false"
+                    "leave out a part of itself; choose blocks that are compiled alone, or do not compile"
                 )
 
     def convert(self, kind: type) -> None:
