@@ -120,9 +120,13 @@ MISSING_METHODS: dict[str, str] = {
         "the engine runs tables, see docs/design/pipeline.md; pipeline.schedule takes a file of one",
     ),
     "register_compile_pass": _DEEP_COMPILE,
-    "set_custom_curriculum_learning_schedule": "curriculum learning is not supported yet",
-    "set_data_post_process_func": "curriculum learning is not supported yet; change the dataset",
-    "random_ltd_initialize": "random layer-token dropping is not supported",
+    "set_custom_curriculum_learning_schedule": 'set curriculum_learning.schedule_type to "custom" in the config',
+    "set_data_post_process_func": "sampling by difficulty is not supported yet; change the dataset",
+    **dict.fromkeys(
+        ("random_ltd_initialize", "random_ltd_scheduler", "random_ltd_config"),
+        "set data_efficiency.data_routing.random_ltd.enabled to true in the config",
+    ),
+    "curriculum_scheduler_legacy": "set curriculum_learning.enabled to true in the config",
     "flops_profiler": "set flops_profiler.enabled in the config, and read engine.flops_profile()",
     **dict.fromkeys(("client_optimizer", "client_lr_scheduler", "training_data"), _GIVEN),
     "loaded_checkpoint_tag": "engine.load_checkpoint returns the folder, whose name is the tag",
@@ -181,10 +185,6 @@ AREAS: dict[str, str] = {
     **dict.fromkeys(("compression", "runtime.quantize", "runtime.weight_quantizer"), _COMPRESSED),
     "runtime.eigenvalue": _COMPRESSED,
     "runtime.data_pipeline": _DATA,
-    "runtime.progressive_layer_drop": (
-        "progressive layer drop is not supported yet; leave out the config's section of that name, and drop "
-        "layers in the model's forward"
-    ),
     "autotuning": _AUTOTUNING,
     **dict.fromkeys(("runtime.fp16.onebit", "runtime.fp16.onebit_adam"), _ONE_BIT_ADAM),
     **dict.fromkeys(("runtime.fp16.onebit_lamb", "runtime.compression"), _ONE_BIT_ADAM),

@@ -267,6 +267,10 @@ class Schedules(ModelSchedules):
         """That of the training forwards after `step` steps: of step + 1, as in DeepSpeed."""
         return self._config.curriculum_learning.schedule(self._function).at(step + 1)
 
+    def get_difficulty(self, step: int | None = None) -> Any:
+        """The difficulty of the next training forward, or of the one after `step` steps."""
+        return self.difficulty(self.step if step is None else step)
+
     @property
     def names(self) -> Mapping[str, Any]:
         """Methods of the engine that the sections add."""
@@ -275,7 +279,7 @@ class Schedules(ModelSchedules):
             found["get_pld_theta"] = lambda: self.theta_at(self.step)
             found["pld_enabled"] = lambda: True
         if self._config.curriculum_learning.enabled:
-            found["get_curriculum_difficulty"] = lambda: self.difficulty(self.step)
+            found["get_curriculum_difficulty"] = self.get_difficulty
             found["set_custom_curriculum_learning_schedule"] = self.set_function
         if self._tokens is not None:
             found["drop_tokens_in"] = self.convert
