@@ -228,6 +228,13 @@ def check_sequences(config: Any, report: Report) -> None:
             "script",
             f'all of pipeline.stages = {stages} read the whole batch; set it to "engine", or the stages to 1',
         )
+    if config.sequence_parallel_size > 1 and config.data_efficiency.drops_tokens:
+        report.complain(
+            "sequence_parallel_size",
+            config.sequence_parallel_size,
+            "a layer that drops tokens must have all tokens of a sample on its rank; set it to 1, or "
+            "data_efficiency.data_routing.random_ltd.enabled to false",
+        )
 
 
 # ---- what is sent --------------------------------------------------------------------------------

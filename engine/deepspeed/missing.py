@@ -120,7 +120,9 @@ MISSING_METHODS: dict[str, str] = {
         "the engine runs tables, see docs/design/pipeline.md; pipeline.schedule takes a file of one",
     ),
     "register_compile_pass": _DEEP_COMPILE,
-    "set_custom_curriculum_learning_schedule": 'set curriculum_learning.schedule_type to "custom" in the config',
+    "set_custom_curriculum_learning_schedule": (
+        'set curriculum_learning.schedule_type to "custom" in the config'
+    ),
     "set_data_post_process_func": "sampling by difficulty is not supported yet; change the dataset",
     **dict.fromkeys(
         ("random_ltd_initialize", "random_ltd_scheduler", "random_ltd_config"),

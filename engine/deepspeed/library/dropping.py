@@ -10,8 +10,8 @@ from typing import Any, TypeVar, final
 
 from ....utils.errors import UsageError
 from ...data.schedules import LayerDrop
-from ...engine import Engine
 from ...dropping.tokens import TokenDropping
+from ...engine import Engine
 from ..errors import methods_raise_theirs, raises_theirs
 
 T = TypeVar("T")
