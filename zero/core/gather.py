@@ -136,6 +136,8 @@ class Gatherer:
 
     def _learned(self) -> list[Unit]:
         """The order of the last forward, with the units that it left out at their earlier places."""
+        if not self._left_out:
+            return self._order
         found = list(self._order)
         for at, unit in enumerate(self._previous):
             if unit in self._left_out and unit not in found:
@@ -277,7 +279,10 @@ class Gatherer:
 
     def start_next_of_forward(self, unit: Unit) -> None:
         """Start to gather the unit that followed `unit` in the previous forward."""
-        self._start_next([one for one in self._previous if one not in self._left_out], unit)
+        order = self._previous
+        if self._left_out:
+            order = [one for one in order if one not in self._left_out]
+        self._start_next(order, unit)
 
     def start_next_of_backward(self, unit: Unit) -> None:
         """Start to gather the unit that came before `unit` in this forward."""

@@ -86,7 +86,7 @@ def convert_to_random_ltd(model: T, convert_type: type) -> T:
 
 def save_without_random_ltd(model: Any) -> dict[str, Any]:
     """The state dict of an engine or a module, under the names of layers without DeepSpeed's wrapper."""
-    return remove_random_ltd_state_dict(model.state_dict())
+    return remove_random_ltd_state_dict(getattr(model, "module", model).state_dict())
 
 
 def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
