@@ -86,6 +86,7 @@ class Engine:
         if parts.optimizer is not None:
             self._torch_calls.take_optimizer(parts.optimizer)
         self._batches: Loop = parts.loop(parts, self._step, self._counters)
+        parts.schedules.begin(self._counters)
 
     # -- forward, backward, step ------------------------------------------------------------------------
 
@@ -264,12 +265,17 @@ class Engine:
         sampler_of(self.training_dataloader).post_process = post_process_func
 
     def set_custom_curriculum_learning_schedule(
-        self, schedule_func_dict: Mapping[str, Callable[[int], Any]]
+        self, schedule_func_dict: Mapping[str, Callable[[int], Any]] | Callable[[int], Any]
     ) -> None:
         """Give metrics with schedule_type = "custom" functions of the step (from 1), before the first step.
 
+        With the section `curriculum_learning` a function, or a dict with one.
+
         Raises UsageError: there is no such metric, or too few samples are selected for the first step.
         """
+        if self._parts.config.curriculum_learning.enabled:
+            self._parts.schedules.set_function(schedule_func_dict)
+            return
         from .data.curriculum import sampler_of
 
         sampler_of(self.training_dataloader).selection.set_custom(schedule_func_dict)
@@ -744,10 +750,12 @@ class Engine:
         model.wait_published()
 
     def __getattr__(self, name: str) -> Any:
-        """Unknown names are looked up on the module, as in DeepSpeed."""
+        """Unknown names are methods of a feature of the config, or looked up on the module, as in DeepSpeed."""
         parts = self.__dict__.get("_parts")
         if parts is None:
             raise AttributeError(name)
+        if name in parts.schedules.names:
+            return parts.schedules.names[name]
         try:
             return getattr(parts.module, name)
         except AttributeError:

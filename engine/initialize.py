@@ -13,6 +13,9 @@ optimizer.type = "OneBit..."           model/compressing.py: one-bit messages
 activation_checkpointing               model/recomputing.py
 compile                                model/compiling.py, also at the first `engine.compile()`
 scheduler                              optim/schedules.py
+progressive_layer_drop,                dropping/plan.py
+curriculum_learning,
+data_efficiency.data_routing
 tensorboard, wandb, csv_monitor, comet telemetry/monitor.py
 report_folder                          telemetry/record.py
 comms_logger, memory_breakdown,        telemetry/traffic.py, telemetry/memory.py, profiling/steps.py:
@@ -84,7 +87,7 @@ from .optim.optimizers import (
     read_groups,
     split_for_muon,
 )
-from .parts import LoopFactory, Parts, Preemption
+from .parts import LoopFactory, ModelSchedules, Parts, Preemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport
@@ -214,11 +217,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     config = resolve_together(config, given.optimizer, group, device, needs_section=needs_optimizer)
     log_notes(config, group.rank())
     collectives, mesh = _open_groups(config, group, device)
+    config, changes = _change(model, config, mesh, collectives)
     # the part of the model that this rank has
-    if not is_part(model):
-        check_same_model(model, collectives)
-    _check_sequences(model, config)
-    undo_sparse = _sparse_attention(model, config)
     host = _host(config, device, given.optimizer)
     groups = None if is_part(model) else _groups(model, config, given)
     keeps_a_part = is_cut(model, config) or config.tensor_parallel.size > 1
@@ -242,12 +242,13 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     # other forwards of modules
     if recomputing is not None:
         recomputing.begin()
-    undo = [local.undo, undo_tiles, undo_storing, undo_sparse]
+    undo = [local.undo, undo_tiles, undo_storing, changes.undo]
     if recomputing is not None:
         undo.append(recomputing.end)
     cutter = _cut_sequences(model, config, mesh, local)
     if cutter is not None:
         undo.append(cutter.undo)
+    undo.append(changes.schedules.attach(model, sharded, compiler))
     if config.compile.enabled:
         compiler.compile()
     # the loop around it
@@ -279,12 +280,47 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         compiler=compiler,
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
+        schedules=changes.schedules,
         opened=mesh.opened,
         loop=_loop(local, mesh, config, sharded, cutter),
     )
 
 
 # -- features: what a key of the config adds ----------------------------------------------------------
+
+
+@dataclass
+class _Changes:
+    """What the config changes in the whole model, before it is divided."""
+
+    schedules: ModelSchedules
+    undo: Callable[[], None]
+
+
+def _change(
+    model: nn.Module, config: Config, mesh: MeshGroups, collectives: Collectives
+) -> tuple[Config, _Changes]:
+    """Change the model as the config says. Returns the config with the units that this needs."""
+    if not is_part(model):
+        check_same_model(model, collectives)
+    _check_sequences(model, config)
+    config, schedules = _schedules(model, config, mesh, collectives)
+    return config, _Changes(schedules, _sparse_attention(model, config))
+
+
+def _schedules(
+    model: nn.Module, config: Config, mesh: MeshGroups, collectives: Collectives
+) -> tuple[Config, ModelSchedules]:
+    """What acts on the model by the step, and the config with the units that it needs."""
+    sections = (config.progressive_layer_drop, config.curriculum_learning)
+    drops_tokens = config.data_efficiency.drops_tokens
+    if not (drops_tokens or any(section.enabled for section in sections)):
+        return config, ModelSchedules()
+    from .dropping.plan import Schedules
+
+    with agreeing(collectives, "xds.initialize"):
+        found = Schedules(model, config, mesh.coordinate("data"), mesh.mesh.data)
+    return found.with_units(config), found
 
 
 def _check_sequences(model: nn.Module, config: Config) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -61,6 +61,33 @@ class Preemption:
         return
 
 
+class ModelSchedules:
+    """What acts on the model by the number of the step: by default nothing does."""
+
+    @property
+    def names(self) -> Mapping[str, Any]:
+        """Methods and attributes that the engine has as well."""
+        return {}
+
+    def attach(
+        self, model: nn.Module, sharded: ShardedModel, compiler: BlockCompiler
+    ) -> Callable[[], None]:
+        """Put it on `model`, the part of this rank, after all other hooks; what it returns takes it off."""
+        return _nothing
+
+    def begin(self, counters: Counters) -> None:
+        """The engine is ready, and counts its steps in `counters`."""
+        return
+
+    def set_function(self, function: Any) -> None:
+        """The difficulty of the section curriculum_learning by the step."""
+        return
+
+    def enter(self, micro_batch: int) -> None:
+        """A pipeline runs a stage for this micro-batch of the current step, forward or backward."""
+        return
+
+
 class LoopFactory(Protocol):
     """Makes the loop of train_batch and eval_batch."""
 
@@ -90,5 +117,10 @@ class Parts:
     compiler: BlockCompiler
     saver: Saver | None  # None: no checkpoint was saved yet
     preemption: Preemption
+    schedules: ModelSchedules
     opened: list[Collectives]  # of all groups that this engine uses
     loop: LoopFactory
+
+
+def _nothing() -> None:
+    return

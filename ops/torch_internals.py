@@ -34,6 +34,10 @@ NO_BACKWARD = -1
 in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
+# the attribute of a module that `module(...)` calls; one of the instance comes before the class's
+CALL = "_call_impl"
+
+
 def in_backward() -> bool:
     """A backward runs in this thread, such as that of a recomputation."""
     return graph_task_id() != NO_BACKWARD
@@ -53,6 +57,7 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 __all__ = [
+    "CALL",
     "NO_BACKWARD",
     "HigherOrderOperator",
     "NoTorchFunction",

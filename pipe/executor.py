@@ -30,11 +30,13 @@ class StageStates(ABC):
     """What the executor asks of the model states."""
 
     @abstractmethod
-    def forward(self) -> AbstractContextManager[Any]:
+    def forward(self, micro_batch: int) -> AbstractContextManager[Any]:
         """Around a forward of a stage."""
 
     @abstractmethod
-    def backward(self, stage: int, *, reduces: bool) -> AbstractContextManager[Any]:
+    def backward(
+        self, stage: int, micro_batch: int, *, reduces: bool
+    ) -> AbstractContextManager[Any]:
         """Around a backward of a stage; `reduces`: it is the last of the stage before its reduction."""
 
     @abstractmethod
@@ -196,7 +198,7 @@ class Executor:
         batch = self._batches[micro_batch]
         is_last = stage == self._placement.num_stages - 1
         result: Any = None
-        with self._states.forward():
+        with self._states.forward(micro_batch):
             output = self._part.run(stage, batch, arrived, micro_batch)
             if is_last and self._computes_loss:
                 result = self._part.result(output, batch)
@@ -245,7 +247,7 @@ class Executor:
         starts, grads = self._starts(pending, stage, micro_batch)
         key = (stage, micro_batch)
         with (
-            self._states.backward(stage, reduces=reduces),
+            self._states.backward(stage, micro_batch, reduces=reduces),
             self._part.recomputing(stage, micro_batch),
             self._weight_grads.deferring(key if splits else None),
         ):

@@ -46,6 +46,38 @@ SETUPS = {
             'engine.save_checkpoint("out")': 'engine.save_checkpoint("new")',
         },
     ),
+    "docs/dropping.md": Setup(
+        """
+        import torch
+        import xds
+
+        class Block(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+
+            def forward(self, x):
+                return x + self.inner(x)
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.tokens = torch.nn.Embedding(32, 8)
+                self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+
+            def forward(self, tokens):
+                x = self.tokens(tokens)
+                for block in self.blocks:
+                    x = block(x)
+                return x.square().mean()
+
+        model, batches = Model(), [torch.randint(0, 32, (2, 16)) for _ in range(3)]
+        """,
+        edits={
+            'xds.initialize(model, "1.json")': 'xds.initialize(Model(), "1.json")',
+            "Short(model)": "Short(Model())",
+        },
+    ),
     "docs/data.md": Setup(
         """
         import json

@@ -35,6 +35,7 @@ from ...utils.schema.values import (
     shown,
 )
 from ...zero.config import ZeroConfig
+from ..dropping.config import CurriculumLearning, ProgressiveLayerDrop
 from .auto import fill_auto, note_auto
 from .batch import COMPUTED, batch_of
 from .compile import Compile
@@ -163,6 +164,8 @@ class Config(Section):
     data_types: DataTypes = nested(DataTypes)
     data_packing: DataPacking = nested(DataPacking)
     data_efficiency: DataEfficiency = nested(DataEfficiency)
+    progressive_layer_drop: ProgressiveLayerDrop = nested(ProgressiveLayerDrop)
+    curriculum_learning: CurriculumLearning = nested(CurriculumLearning)
     zero_optimization: ZeroConfig = nested(ZeroConfig)
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing)
     pipeline: Pipeline = nested(Pipeline)

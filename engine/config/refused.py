@@ -12,7 +12,6 @@ from ...utils.schema.values import (
     Count,
     Flag,
     Natural,
-    Number,
     Object,
     Positive,
     SomeElements,
@@ -79,16 +78,6 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
         details(Text, "persistent_storage_path nebula_load_path"),
         details(Natural, "persistent_time_interval num_of_version_in_retention"),
         details(Flag, "enable_nebula_load"),
-    ),
-    "progressive_layer_drop": Group(
-        "skips layers at random", _switch("progressive layer drop"), details(Number, "theta gamma")
-    ),
-    "curriculum_learning": Group(
-        "shorter sequences first",
-        _switch("curriculum learning"),
-        details(Text, "curriculum_type schedule_type"),
-        details(Natural, "min_difficulty max_difficulty"),
-        details(Object, "schedule_config"),
     ),
     **offload.TOP_LEVEL_KEYS,
     **compression.TOP_LEVEL_KEYS,

@@ -86,6 +86,7 @@ def _check_precision(config: Any, report: Report) -> None:
 def _check_data(config: Any, data: Mapping[str, Any], report: Report) -> None:
     """What takes samples from training_data: only one of them."""
     config.data_packing.check(report)
+    config.curriculum_learning.check(report)
     config.data_efficiency.check(report)
     given: Any = data
     for key in BATCHING.split("."):
@@ -268,6 +269,13 @@ def check_sequences(config: Any, report: Report) -> None:
             sparse.mode,
             f"sequence_parallel_size = {config.sequence_parallel_size} exchanges heads around the model's own "
             "attention; remove the section, or set sequence_parallel_size to 1",
+        )
+    if config.sequence_parallel_size > 1 and config.data_efficiency.drops_tokens:
+        report.complain(
+            "sequence_parallel_size",
+            config.sequence_parallel_size,
+            "a layer that drops tokens must have all tokens of a sample on its rank; set it to 1, or "
+            "data_efficiency.data_routing.random_ltd.enabled to false",
         )
 
 

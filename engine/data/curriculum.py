@@ -222,12 +222,19 @@ class Selection:
         if None not in self._schedules.values():
             self._check_first()
 
-    def set_custom(self, functions: Mapping[str, Callable[[int], Any]]) -> None:
+    def set_custom(
+        self, functions: Mapping[str, Callable[[int], Any]] | Callable[[int], Any]
+    ) -> None:
         """The functions of the step of metrics with the schedule "custom"; other metrics keep theirs.
 
         Raises:
             UsageError: a metric is unknown, or too few samples are selected in the first step.
         """
+        if not isinstance(functions, Mapping):
+            raise UsageError(
+                "set_custom_curriculum_learning_schedule: needs a dict of the metric's name and a function of "
+                "the step"
+            )
         for name, function in functions.items():
             if name not in self._metrics:
                 names = ", ".join(map(quoted, self._metrics))

@@ -51,10 +51,7 @@ _COMPRESSED = (
     "compressed training is not supported yet; leave out the config's section compression_training, and "
     "compress the saved weights"
 )
-_DATA = (
-    "random layer-token dropping is not supported yet; leave out the config's section "
-    "data_efficiency.data_routing"
-)
+_DATA = "set the config's section data_efficiency: the engine does it, see docs/data.md and docs/dropping.md"
 _SAMPLING = "the engine samples by itself: set data_efficiency.data_sampling in the config, see docs/data.md"
 _SPARSE_ATTENTION = (
     "the engine's attention has no such part; use xds.ops.sparse_attention.sparse_attention"
@@ -121,7 +118,11 @@ MISSING_METHODS: dict[str, str] = {
         "the engine runs tables, see docs/design/pipeline.md; pipeline.schedule takes a file of one",
     ),
     "register_compile_pass": _DEEP_COMPILE,
-    "random_ltd_initialize": "random layer-token dropping is not supported",
+    **dict.fromkeys(
+        ("random_ltd_initialize", "random_ltd_scheduler", "random_ltd_config"),
+        "set data_efficiency.data_routing.random_ltd.enabled to true in the config",
+    ),
+    "curriculum_scheduler_legacy": "set curriculum_learning.enabled to true in the config",
     "flops_profiler": "set flops_profiler.enabled in the config, and read engine.flops_profile()",
     **dict.fromkeys(("client_optimizer", "client_lr_scheduler", "training_data"), _GIVEN),
     "loaded_checkpoint_tag": "engine.load_checkpoint returns the folder, whose name is the tag",
@@ -181,10 +182,6 @@ AREAS: dict[str, str] = {
     "runtime.eigenvalue": _COMPRESSED,
     "runtime.data_pipeline": _DATA,
     "runtime.data_pipeline.data_sampling": _SAMPLING,
-    "runtime.progressive_layer_drop": (
-        "progressive layer drop is not supported yet; leave out the config's section of that name, and drop "
-        "layers in the model's forward"
-    ),
     "autotuning": _AUTOTUNING,
     **dict.fromkeys(("runtime.fp16.onebit", "runtime.fp16.onebit_adam"), _ONE_BIT_ADAM),
     **dict.fromkeys(("runtime.fp16.onebit_lamb", "runtime.compression"), _ONE_BIT_ADAM),

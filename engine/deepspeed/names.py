@@ -133,6 +133,9 @@ NAMES: dict[str, str] = {
     "runtime.constants": "constants: ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT PLD_THETA PLD_GAMMA",
     "runtime.data_pipeline.constants": "constants: CURRICULUM_LEARNING CURRICULUM_LEARNING_ENABLED "
     "DATA_SAMPLING DATA_SAMPLING_NUM_WORKERS DATA_EFFICIENCY DATA_ROUTING",
+    "runtime.data_pipeline.data_routing.helper": "library.dropping: convert_to_random_ltd "
+    "save_without_random_ltd remove_random_ltd_state_dict",
+    "runtime.data_pipeline.data_routing.scheduler": "library.dropping: RandomLTDScheduler",
     "runtime.data_pipeline.curriculum_scheduler": "library.curriculum: CurriculumScheduler",
     "runtime.data_pipeline.data_sampling.data_analyzer": "library.data: DataAnalyzer DistributedDataAnalyzer",
     "runtime.data_pipeline.data_sampling.indexed_dataset": "library.data: MMapIndexedDataset "
@@ -160,6 +163,7 @@ NAMES: dict[str, str] = {
     "ReduceTiedGrads CommitP2P LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation SendGrad "
     "RecvGrad",
     "runtime.pipe.topology": _TOPOLOGY,
+    "runtime.progressive_layer_drop": "library.dropping: ProgressiveLayerDrop",
     "runtime.sequence_parallel.ulysses_sp": "library.tiles: TiledFusedLogitsLoss TiledMLP; "
     "library.sequences: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "runtime.utils": "library.small: see_memory_usage PartitionedTensor set_random_seed move_to_device "
@@ -227,10 +231,10 @@ runtime.checkpoint_engine.{checkpoint_engine,decoupled_checkpoint_engine,fast_ch
 runtime.checkpoint_engine.nebula_checkpoint_engine
 runtime.comm.{coalesced_collectives,compressed,mpi,nccl} runtime.compression.cupy
 runtime.{compiler,config_utils,csr_tensor,eigenvalue,hybrid_engine,hybrid_engine_graph,keep_in_fp32,memory}
-runtime.{model_checkpointing,precision_config,progressive_layer_drop,quantize,sparse_tensor,state_dict_factory}
+runtime.{model_checkpointing,precision_config,quantize,sparse_tensor,state_dict_factory}
 runtime.{superoffload,torch_autocast,weight_quantizer,zenflow,rollout,chunked_cross_entropy,python_gc}
 runtime.data_pipeline.config
-runtime.data_pipeline.data_routing.{basic_layer,helper,scheduler,utils}
+runtime.data_pipeline.data_routing.{basic_layer,utils}
 runtime.data_pipeline.data_sampling.data_sampler
 runtime.domino.{async_linear,transformer}
 runtime.fp16.onebit.{adam,lamb,zoadam} runtime.fp16.{onebit_adam,onebit_lamb}

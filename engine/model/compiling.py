@@ -119,6 +119,11 @@ class BlockCompiler:
             if self._config.sequence_parallel_size > 1
         ]
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What is compiled, each of them alone."""
+        return self._blocks or [self._model]
+
     def undo(self) -> None:
         """Restore the forwards of before `compile`."""
         if self._undo is not None:

@@ -1,7 +1,8 @@
-"""Replaces the forward of modules in place, and restores it.
+"""Replaces the forward, or the whole call, of modules in place, and restores it.
 
 An instance's `forward` runs inside of its hooks: what a unit's hooks do (gather, drop) stays outside of what
-is recomputed or compiled. The new forward is a bound method, so a deep copy of the module calls the copy.
+is recomputed or compiled. The whole call is outside of them: what it leaves out runs no hook, so nothing is
+gathered. The new one is a bound method, so a deep copy of the module calls the copy.
 Names, classes and the state_dict do not change.
 """
 
@@ -13,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from ...ops.torch_internals import CALL
+
 Forward = Callable[..., Any]  # (module, *args, **kwargs)
 
 
@@ -23,30 +26,43 @@ def replace_forwards(
 
     `change` is called once for all modules that share a forward.
     """
+    return _replace(modules, "forward", change)
+
+
+def replace_calls(
+    modules: Iterable[nn.Module], change: Callable[[Forward], Forward]
+) -> Callable[[], None]:
+    """The same for what `module(...)` runs: the hooks of the module, and its forward."""
+    return _replace(modules, CALL, change)
+
+
+def _replace(
+    modules: Iterable[nn.Module], name: str, change: Callable[[Forward], Forward]
+) -> Callable[[], None]:
     changed: dict[Forward, Forward] = {}
     before: list[tuple[nn.Module, Any]] = []
     for module in modules:
-        own = module.__dict__.get("forward")
-        forward = _unbound(module, own)
+        own = module.__dict__.get(name)
+        forward = _unbound(module, name, own)
         if forward not in changed:
             changed[forward] = change(forward)
         before.append((module, own))
-        module.forward = MethodType(changed[forward], module)
+        setattr(module, name, MethodType(changed[forward], module))
 
     def undo() -> None:
         for module, own in before:
             if own is None:
-                module.__dict__.pop("forward", None)
+                module.__dict__.pop(name, None)
             else:
-                module.forward = own
+                setattr(module, name, own)
 
     return undo
 
 
-def _unbound(module: nn.Module, own: Any) -> Forward:
-    """The forward as a function of the module: the instance's own if it has one, else the class's."""
+def _unbound(module: nn.Module, name: str, own: Any) -> Forward:
+    """What `name` calls as a function of the module: the instance's own if it has one, else the class's."""
     if own is None:
-        of_class: Forward = type(module).forward
+        of_class: Forward = getattr(type(module), name)
         return of_class
     if isinstance(own, MethodType) and own.__self__ is module:
         return own.__func__

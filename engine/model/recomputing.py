@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...ops.torch_internals import tree_leaves
 from ...utils.module_buffers import Buffers
+from .caches import is_cache, without_caches
 from .forwards import Forward, replace_forwards
 
 # around a checkpoint: where the tensors among its arguments are stored until backward
@@ -84,14 +85,10 @@ class _OfBlocks:
 def _checkpointed(storing: Storing, buffers: _OfBlocks, forward: Forward) -> Forward:
     @functools.wraps(forward)
     def checkpointed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         if not torch.is_grad_enabled() or any(cache.get_seq_length() for cache in caches):
             return forward(module, *args, **kwargs)
-        if caches:
-            args = tuple(None if _is_cache(value) else value for value in args)
-            kwargs = {key: None if _is_cache(kwargs[key]) else kwargs[key] for key in kwargs}
-            if kwargs.get("use_cache"):
-                kwargs["use_cache"] = False
+        args, kwargs = without_caches(args, kwargs)
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         with storing(tensors):
             run = _Run(buffers, forward)
@@ -114,11 +111,6 @@ class _Run:
         if self._once is None:
             self._once = self._buffers.once(self._forward, module)
         return self._once(module, *args, **kwargs)
-
-
-def _is_cache(value: Any) -> bool:
-    """Whether this is a key-value cache, recognised by the method names of `transformers`."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 __all__ = ["Recomputing"]

@@ -64,6 +64,7 @@ class TransformersCuts(TokenCuts):
         self._group = group
         self._dtype = dtype
         self._current: SequenceAttention | None = None
+        self._was_used = False  # all blocks of a later forward may be dropped
         self._without_padding = skips_padding(model)
         self._config: Any = model.config
         self._chosen = choose(model)
@@ -103,7 +104,9 @@ class TransformersCuts(TokenCuts):
 
     def part(self, loss: Tensor) -> Tensor:
         current, self._current = self._current, None
-        if current is not None and not current.whole.is_used:
+        if current is not None:
+            self._was_used = self._was_used or current.whole.is_used
+        if current is not None and not self._was_used:
             raise UsageError(
                 f"sequence_parallel_size = {self._group.world_size}: {self._name} does not hand its "
                 "arguments down to attention, so heads cannot be exchanged; set it to 1"

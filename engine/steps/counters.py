@@ -37,6 +37,11 @@ class Accumulation:
         """Micro-batches of the current step, or of the next one if none has begun."""
         return self.steps if self._fixed is None else self._fixed
 
+    @property
+    def micro_batch(self) -> int:
+        """The number of the micro-batch of the current step whose forward comes next, from 0."""
+        return self.done + self._backwards
+
     def forward(self) -> None:
         """Count a forward with a graph that begins."""
         self._forwards += 1

@@ -32,7 +32,7 @@ from ...zero.model.stage_units import StageUnits
 from ..data.batches import loss_of, move
 from ..data.loaders import RepeatingLoader
 from ..data.sharing import share_batches
-from ..parts import Parts
+from ..parts import ModelSchedules, Parts
 from .batch_loop import Loop, PipelinePosition, Trained
 from .counters import Counters
 from .means import UNIT, Weight, weighted
@@ -89,14 +89,19 @@ class Pipeline:
 class PipelineStates(StageStates):
     """The model states of this rank's stages, as the executor asks for them."""
 
-    def __init__(self, step: TrainingStep, units: StageUnits) -> None:
+    def __init__(self, step: TrainingStep, units: StageUnits, schedules: ModelSchedules) -> None:
         self._step = step
         self._units = units
+        self._schedules = schedules
 
-    def forward(self) -> AbstractContextManager[Any]:
+    def forward(self, micro_batch: int) -> AbstractContextManager[Any]:
+        self._schedules.enter(micro_batch)
         return self._step.stage_forward()
 
-    def backward(self, stage: int, *, reduces: bool) -> AbstractContextManager[Any]:
+    def backward(
+        self, stage: int, micro_batch: int, *, reduces: bool
+    ) -> AbstractContextManager[Any]:
+        self._schedules.enter(micro_batch)  # a recomputation drops what the forward did
         return self._step.stage_backward(self._units.scope(stage, reduces=reduces))
 
     def weights(self) -> AbstractContextManager[Any]:
@@ -131,7 +136,7 @@ class PipelineLoop(Loop):
             {block.module: block.stage for block in pipeline.part.blocks},
             parts.config.zero_optimization.max_live_parameters,
         )
-        self._states = PipelineStates(step, self._units)
+        self._states = PipelineStates(step, self._units, parts.schedules)
         self._executor = Executor(
             pipeline.part, pipeline.channel, self._states, self._loss_of, pipeline.weight_grads
         )

@@ -36,9 +36,7 @@ NOT_BUILT = {
     "autotuning.enabled": 4,
     "compile.deepcompile": 1,
     "compression_training": 6,
-    "data_efficiency.enabled": 2,
     "eigenvalue.enabled": 1,
-    "progressive_layer_drop.enabled": 1,
     "quantize_training": 1,
 }
 

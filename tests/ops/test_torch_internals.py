@@ -81,3 +81,12 @@ def test_trees_transforms_and_graphs():
 
     compiled = torch.compile(lambda x: x + compiling(), backend="eager")
     assert compiled(torch.zeros(1)).item() == 0
+
+
+def test_an_instance_can_replace_what_a_call_of_a_module_runs():
+    layer = nn.Linear(2, 2)
+    assert hasattr(nn.Module, internals.CALL)
+    setattr(layer, internals.CALL, lambda x: x + 1)
+    layer.register_forward_hook(lambda *_: 1 / 0)  # it does not run
+    assert layer(torch.zeros(2)).tolist() == [1, 1]
+    assert not list(nn.Linear(2, 2)._forward_hooks)

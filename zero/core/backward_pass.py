@@ -153,6 +153,8 @@ class BackwardPass:
         self._had_seen_one = False  # before the backward that is running
         self._in_other = False  # a backward runs that leaves no gradients in parameters
         self.manual_grads = ManualGradGuard(reduction.order)
+        # get no gradients in the backwards that follow, the same on all ranks
+        self.left_out: frozenset[GradBucket] = frozenset()
         self._hooks: list[tuple[Node, RemovableHandle]] = []
 
     # -- begin and end ----------------------------------------------------------------------------------
@@ -177,7 +179,11 @@ class BackwardPass:
                 "gradients together; leave the context first"
             )
         self.end_script_backward()
-        self._reduction.begin_backward(reduces=reduces, ends_step=ends_step, scope=scope)
+        # a lossy reducer counts its messages, so it sends each one
+        without = frozenset() if self._reduction.is_lossy else self.left_out
+        self._reduction.begin_backward(
+            reduces=reduces, ends_step=ends_step, scope=scope, without=without
+        )
         if has_factor:
             self._reduction.open()
         self._is_running = True

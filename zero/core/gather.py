@@ -114,7 +114,9 @@ class Gatherer:
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
         self._order: list[Unit] = []  # units in the order of first use, this pass
-        self._previous: list[Unit] = []  # the same of the previous pass
+        self._previous: list[Unit] = []  # the same of the previous pass, with what that left out
+        self._left_out: frozenset[Unit] = frozenset()  # of the last forward that began
+        self._leaves_out: frozenset[Unit] = frozenset()  # of the next one
         # not started here, while other ranks may have started them
         self._put_off: set[Unit] = set()
         self._keeps_all = False  # nothing is dropped: a graph of create_graph needs full parameters
@@ -124,8 +126,24 @@ class Gatherer:
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins."""
-        self._previous, self._order = self._order, []
+        self._previous, self._order = self._learned(), []
+        self._left_out = self._leaves_out
         self.clear_calls()
+
+    def leave_out(self, units: frozenset[Unit]) -> None:
+        """Forwards that begin from now on do not use `units`, so none of them is gathered ahead."""
+        self._leaves_out = units
+
+    def _learned(self) -> list[Unit]:
+        """The order of the last forward, with the units that it left out at their earlier places."""
+        if not self._left_out:
+            return self._order
+        found = list(self._order)
+        for at, unit in enumerate(self._previous):
+            if unit in self._left_out and unit not in found:
+                before = next((one for one in self._previous[at - 1 :: -1] if one in found), None)
+                found.insert(0 if before is None or at == 0 else found.index(before) + 1, unit)
+        return found
 
     def begin_backward(self, *, is_own: bool) -> None:
         """A backward pass runs through the model from now on.
@@ -261,7 +279,10 @@ class Gatherer:
 
     def start_next_of_forward(self, unit: Unit) -> None:
         """Start to gather the unit that followed `unit` in the previous forward."""
-        self._start_next(self._previous, unit)
+        order = self._previous
+        if self._left_out:
+            order = [one for one in order if one not in self._left_out]
+        self._start_next(order, unit)
 
     def start_next_of_backward(self, unit: Unit) -> None:
         """Start to gather the unit that came before `unit` in this forward."""

@@ -529,6 +529,37 @@ class GradBucket:
         self._handle = self.reducer.reduce(payload, self._reduced, add=adds)
         self._mark_empty()
 
+    def fill_with_zeros(self) -> None:
+        """No backward of the step has run this buffer, on any rank: its sums are zeros, without a message.
+
+        A gradient that has arrived all the same stays late.
+        """
+        if self._has_reduced:  # by a checkpoint in the middle of the step
+            return
+        if self.is_single_rank:
+            self.start_reduce()
+            return
+        has_late = self._has_arrived
+        if self._gathers_sums:
+            if not has_late:
+                local = self._settled()
+                fits = local.dtype == self._sum_dtype
+                zeros = self._collectives.shard_of(local) if fits else self._new_reduced().zero_()
+                self._reduced, self._has_reduced = zeros, True
+                self._mark_empty()
+                self._is_writable = False
+                if self.store.is_on_host:
+                    self.store.replace(local)
+                return
+            self._reduced, self._has_reduced = self._new_reduced().zero_(), True
+            return
+        reduced = self._new_reduced().zero_()
+        self._has_reduced = True
+        if self.store.is_on_host:
+            self._send_to_host(reduced, reduced)
+        else:
+            self._reduced = reduced
+
     def _new_reduced(self) -> Tensor:
         numel = self.layout.shard_numel
         if self.store.is_on_host and not self._gathers_sums:

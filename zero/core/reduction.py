@@ -175,6 +175,9 @@ class Reduction:
         self._reduces = True
         # buckets with gradients of whole backward passes that are not reduced yet
         self._held: set[GradBucket] = set()
+        # since the last step: took part in some backward, and were left out of some; the same on all ranks
+        self._used: set[GradBucket] = set()
+        self._left_out: set[GradBucket] = set()
         self.has_sums = False  # a backward has computed gradients since the last step
 
     def _count_numel(self) -> int:
@@ -186,7 +189,12 @@ class Reduction:
         return int(self._world.gather_small(own_numel).max())
 
     def begin_backward(
-        self, *, reduces: bool, ends_step: bool = False, scope: Scope | None = None
+        self,
+        *,
+        reduces: bool,
+        ends_step: bool = False,
+        scope: Scope | None = None,
+        without: Set[GradBucket] = frozenset(),
     ) -> None:
         """Gradients are about to arrive. With `reduces`, `end_backward` returns after their reduction began.
 
@@ -194,14 +202,20 @@ class Reduction:
             ends_step: the backward is likely to be the last of its step, the same on all ranks: sums cross to
                 replicas during it. If it is wrong they cross later or more often, and are the same.
             scope: what the backward computes and reduces; None: everything.
+            without: buffers that get no gradients, the same on all ranks: nothing is sent for them. A gradient
+                that arrives all the same is late.
         """
         if scope is None:
             self.settle()  # buffers may be written again only when they are not being sent
-            self._running = self.order
+            self._running = [bucket for bucket in self.order if bucket not in without]
+            self._left_out.update(without)
+            for bucket in without:
+                bucket.scale_by(1.0)
         else:
             self._running = [bucket for bucket in self.order if bucket in scope.computes]
             for bucket in self._running:
                 self.settle(bucket)
+        self._used.update(self._running)
         self._reduces = reduces
         self._scope = scope
         self._crosses_now = scope is None and ends_step
@@ -276,6 +290,7 @@ class Reduction:
         Sends 32 bytes to each rank beside the gradients, 24 at stage 0 on devices. `end_finish` must follow.
         """
         self.reduce_held()
+        self.fill_left_out()
         self.cross_replicas()
         return self._agree(means, exact=False, flags=num_writes + STOP * must_stop)
 
@@ -304,6 +319,13 @@ class Reduction:
         if self._held:
             self.start_held(self._held)
             self.settle()
+
+    def fill_left_out(self) -> None:
+        """After the last backward of a step: zeros, without a message, for what every backward left out."""
+        for bucket in self.order:
+            if bucket in self._left_out and bucket not in self._used:
+                bucket.fill_with_zeros()
+        self._left_out = set()
 
     def start_held(self, only: Collection[GradBucket]) -> None:
         """Start to reduce what was held back of `only`, the same on all ranks of each group."""
@@ -442,7 +464,7 @@ class Reduction:
         """Drop all gradients: the step is done, or skipped."""
         for bucket in self.order:
             bucket.reset()
-        self._held = set()
+        self._held, self._used, self._left_out = set(), set(), set()
         self.has_sums = False
 
     def _start(self, bucket: GradBucket) -> None:

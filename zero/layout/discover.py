@@ -91,7 +91,7 @@ def plan_units(
 
 def found_blocks(model: nn.Module, named: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
     """The blocks before merging; activation checkpointing wraps each of them."""
-    return _named_blocks(model, named) if named else list(_repeated_blocks(model, ""))
+    return named_blocks(model, named) if named else list(_repeated_blocks(model, ""))
 
 
 def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -107,8 +107,14 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
         yield from _repeated_blocks(child, f"{prefix}{name}.")
 
 
-def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """The outermost modules that match: a unit inside a unit would be gathered twice."""
+def named_blocks(
+    model: nn.Module, patterns: Sequence[str], key: str = "zero_optimization.units"
+) -> list[tuple[str, nn.Module]]:
+    """The outermost modules that match: a unit inside a unit would be gathered twice.
+
+    Raises:
+        UsageError: a pattern of the config's `key` matches no module.
+    """
     unused = set(patterns)
     blocks: list[tuple[str, nn.Module]] = []
 
@@ -126,7 +132,7 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, 
     if unused:
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise UsageError(
-            f"zero_optimization.units = {sorted(unused)}: no module of the model has this class name or "
+            f"{key} = {sorted(unused)}: no module of the model has this class name or "
             f"matches this dotted-name pattern; the model's classes are {', '.join(kinds)}"
         )
     return blocks

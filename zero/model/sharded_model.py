@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
@@ -197,6 +197,24 @@ class ShardedModel:
         finally:
             self.gatherer.end_uneven()
 
+    def leave_out(self, modules: Collection[nn.Module], *, in_backward: bool) -> None:
+        """Forwards that begin from now on do not call `modules`, the same on all ranks.
+
+        Units of which all modules are left out are not gathered ahead.
+
+        in_backward: nor are their gradients reduced, until the next call of this with `in_backward`.
+        """
+        gone = set(modules)
+        units = frozenset(
+            unit
+            for unit in self.units
+            if not unit.is_root and not unit.is_used_by_others and gone.issuperset(unit.modules)
+        )
+        if self.gatherer is not None:
+            self.gatherer.leave_out(units)
+        if in_backward:
+            self.backward_pass.left_out = frozenset(g for unit in units for g in unit.grads)
+
     # -- step -------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -235,6 +253,7 @@ class ShardedModel:
         self.backward_pass.end_checked()
         if also_held:
             self.reduction.reduce_held()
+            self.reduction.fill_left_out()
         self.complete_sums()
         if self.reduction.holds:
             return False

@@ -21,6 +21,7 @@ from ..library.log import set_log_level_from_string
 # name of the method -> path of the key in the checked config; None where the section is absent
 _CHECKED: dict[str, str] = {
     "bfloat16_enabled": "bf16.enabled",
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
     "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
     "data_efficiency_enabled": "data_efficiency.enabled",
     "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
@@ -35,6 +36,10 @@ _CHECKED: dict[str, str] = {
     "managed_gradient_accumulation": "managed_gradient_accumulation",
     "memory_breakdown": "memory_breakdown",
     "optimizer_params": "optimizer.params",
+    "pld_enabled": "progressive_layer_drop.enabled",
+    "pld_gamma": "progressive_layer_drop.gamma",
+    "pld_theta": "progressive_layer_drop.theta",
+    "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
     "scheduler_name": "scheduler.type",
     "scheduler_params": "scheduler.params",
     "steps_per_print": "steps_per_print",
@@ -73,11 +78,8 @@ _GIVEN: dict[str, str] = {
 _ANSWERS: dict[str, Any] = {
     "amp_enabled": False,
     "autotuning_enabled": False,
-    "curriculum_enabled_legacy": False,
     "eigenvalue_enabled": False,
     "is_deepcompile_enabled": False,
-    "pld_enabled": False,
-    "random_ltd_enabled": False,
     "sparse_gradients_enabled": False,
     "zero_contiguous_gradients": True,
     "zero_load_from_fp32_weights": True,
@@ -160,6 +162,61 @@ class Values:
         given = self._engine.optimizer
         return type(given).__name__ if name is None and given is not None else name
 
+    def get_pld_theta(self) -> float | None:
+        """theta of the next training forward; None without progressive layer drop."""
+        if not self._engine.config.progressive_layer_drop.enabled:
+            return None
+        theta: float = self._engine.get_pld_theta()
+        return theta
+
+    @property
+    def progressive_layer_drop(self) -> Any:
+        """An object with DeepSpeed's methods, at the present step; None without progressive layer drop."""
+        section = self._engine.config.progressive_layer_drop
+        if not section.enabled:
+            return None
+        from ..library.dropping import ProgressiveLayerDrop
+
+        found = ProgressiveLayerDrop(section.theta, section.gamma)
+        if self._engine.global_steps:
+            found.update_state(self._engine.global_steps)
+        return found
+
+    @property
+    def curriculum_scheduler_legacy(self) -> Any:
+        if not self._engine.config.curriculum_learning.enabled:
+            raise AttributeError  # the message is that of `refuse_method`
+        from ..library.dropping import LegacyCurriculum
+
+        return LegacyCurriculum(self._engine)
+
+    @property
+    def random_ltd_scheduler(self) -> Any:
+        self._needs_random_ltd()
+        from ..library.dropping import RandomLTDScheduler
+
+        return RandomLTDScheduler(self._engine.token_dropping, self._engine.train_batch_size())
+
+    @property
+    def random_ltd_initialize(self) -> Any:
+        """A method without effect: `convert_to_random_ltd` has done it, or the first forward does."""
+        self._needs_random_ltd()
+        return partial(_nothing)
+
+    def _needs_random_ltd(self) -> None:
+        if not self._engine.config.data_efficiency.drops_tokens:
+            raise AttributeError  # the message is that of `refuse_method`
+
+    def pld_params(self) -> dict[str, float] | bool:
+        """theta and gamma of the config; False without the section."""
+        section = self._engine.config.progressive_layer_drop
+        return {"theta": section.theta, "gamma": section.gamma} if section.enabled else False
+
+    def curriculum_params_legacy(self) -> dict[str, Any] | bool:
+        """The section curriculum_learning without `enabled`; False where it is off."""
+        values: dict[str, Any] = self._engine.config.curriculum_learning.as_dict()
+        return values if values.pop("enabled") else False
+
     def zero_cpu_offload(self) -> bool:
         return self.zero_offload_optimizer() is not None
 
@@ -204,6 +261,10 @@ class Values:
     def param_names(self) -> dict[Tensor, str]:
         """Parameter -> its name in the model."""
         return {param: name for name, param in self.module.named_parameters()}
+
+
+def _nothing() -> None:
+    return
 
 
 def _at(config: Any, path: str) -> Any:
