@@ -108,6 +108,9 @@ def blocks_attention(  # noqa: PLR0913 (arguments of an op)
 ) -> Tensor:
     """The CPU's way. One node of a compiled graph: it finds the layout of a `rule` itself."""
     seed = torch.randint(0, 1 << 62, ()) if dropout else None
+    block = max(
+        1, min(block, q.shape[2])
+    )  # a block that is longer than the sequence needs no padding
     out: Tensor
     out, _ = _attend(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
     return out

@@ -79,6 +79,11 @@ SPECIAL: dict[str, tuple[list[Any], list[Any]]] = {
     "flops_profiler.profile_step": ([0, [1, 2]], [[3, 1], [1], -1, "1"]),
     "pipeline.partition": (["uniform", "type:(A|B)$", [0, 3, 7]], ["even", "type:(", 3]),
     "pipeline.schedule": (["gpipe", "zbv", "auto", "orders/My.CSV"], ["2f2b", 3]),
+    "sparse_attention.local_window_blocks": ([[4], [1, 2]], [[], [0], ["2"], 2]),
+    "sparse_attention.global_block_indices": ([[0], [5, 1]], [[-1], ["a"], 2]),
+    "sparse_attention.global_block_end_indices": ([[1], [3, 4]], [[-1], ["a"], 2]),
+    "sparse_attention.num_global_blocks": ([1, 2.0, 4], [0, "2", True, 2.5]),
+    "sparse_attention.num_different_global_patterns": ([1, 1.0], [0, "2", True, 2.5]),
     "zero_optimization.mics_shard_size": ([-1, 2], [-2, True, "2"]),
 }
 

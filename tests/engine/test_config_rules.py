@@ -325,7 +325,12 @@ CPU = {"device": "cpu"}
             "set different_layout_per_head to true",
         ),
         (
-            {"sparse_attention": {"num_different_global_patterns": 5}},
+            {
+                "sparse_attention": {
+                    "num_different_global_patterns": 5,
+                    "different_layout_per_head": True,
+                }
+            },
             "at most num_local_blocks / num_global_blocks",
         ),
         (

@@ -274,13 +274,16 @@ def anonymous_bytes() -> int:
 
 def peak_of_a_run(folder: str, disk: str) -> tuple[int, Tensor]:
     """Bytes that loading and generating took at most beyond those before, and the tokens."""
-    model = on_meta("llama", **LARGE)
     zero = {
         "stage": 3,
         "offload_param": {"device": "nvme", "nvme_path": disk, "max_in_cpu": 0},
         "stage3_param_persistence_threshold": 0,
         "stage3_prefetch_bucket_size": 0,
     }
+    greedy(
+        xds.init_inference(build("llama"), zero=zero, **FP32), prompt(), 2
+    )  # what is imported late
+    model = on_meta("llama", **LARGE)
     before, peak, is_done = anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -306,7 +309,8 @@ def test_a_model_larger_than_the_memory_it_gets_generates(tmp_path: Path) -> Non
     wanted = greedy(model, prompt(), 3)
     ((peak, tokens),) = run_new_ranks(peak_of_a_run, 1, str(tmp_path / "weights"), str(tmp_path))
     assert torch.equal(tokens, wanted)
-    assert peak < whole / 2, (peak / unit, whole / unit)
+    print(f"at most {peak / unit:.1f} units of {whole / unit:.1f}")
+    assert peak < whole / 2
 
 
 # -- what is refused ----------------------------------------------------------------------------------------

@@ -129,6 +129,15 @@ def test_long_rows_are_merged_from_pieces() -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
+def test_a_block_may_be_longer_than_the_sequence() -> None:
+    torch.manual_seed(5)
+    tensors = [torch.randn(1, 2, 7, 8) for _ in range(3)]
+    layout = torch.ones(1, 1, 1, dtype=torch.int64)
+    found = computed("blocks", tensors, layout, block=1 << 40, is_causal=True)
+    wanted = computed("dense", tensors, layout, block=8, is_causal=True)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     rng = random.Random(3)
