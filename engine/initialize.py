@@ -9,6 +9,8 @@ offload_optimizer, offload_param       model/offloading.py: the host's and the d
 offload_optimizer.ratio = "auto"       zero/model/auto_ratio.py
 zero_quantized_*, zero_hpz_*           model/compressing.py: ZeRO++
 optimizer.type = "OneBit..."           model/compressing.py: one-bit messages
+compression_training,                  model/compressed_training.py
+quantize_training
 activation_checkpointing               model/recomputing.py
 compile                                model/compiling.py, also at the first `engine.compile()`
 scheduler                              optim/schedules.py
@@ -80,7 +82,7 @@ from .optim.optimizers import (
     read_groups,
     split_for_muon,
 )
-from .parts import LoopFactory, Parts, Preemption
+from .parts import Compressing, LoopFactory, Parts, Preemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport
@@ -148,6 +150,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     engine = Engine(parts)
     parts.report.follow(engine)
     parts.preemption.begin(engine)
+    parts.compressing.begin()
     _show_start(parts, optimizer)
     return engine
 
@@ -182,6 +185,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     config = resolve_together(config, given.optimizer, group, device, needs_section=needs_optimizer)
     log_notes(config, group.rank())
     collectives, mesh = _open_groups(config, group, device)
+    with agreeing(collectives, "xds.initialize"):
+        compresses = _compresses(model, config, given)
     # the part of the model that this rank has
     if not is_part(model):
         check_same_model(model, collectives)
@@ -245,12 +250,30 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         compiler=compiler,
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
+        compressing=_compressing(model) if compresses else Compressing(),
         opened=mesh.opened,
         loop=_loop(local, mesh, config, sharded, cutter),
     )
 
 
 # -- features: what a key of the config adds ----------------------------------------------------------
+
+
+def _compresses(model: nn.Module, config: Config, given: _Given) -> bool:
+    """Layers compute with quantized or pruned weights: those that the script or this call has prepared."""
+    section, old = config.compression_training, config.quantize_training
+    if not section.enabled and not old.is_on:
+        return False
+    from .model.compressed_training import prepare
+
+    prepare(model, config, given.optimizer, given.model_parameters)
+    return True
+
+
+def _compressing(model: nn.Module) -> Compressing:
+    from .model.compressed_training import Compression
+
+    return Compression(model)
 
 
 def _check_sequences(model: nn.Module, config: Config) -> None:

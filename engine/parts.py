@@ -61,6 +61,22 @@ class Preemption:
         return
 
 
+class Compressing:
+    """What becomes of weights as training proceeds: by default nothing."""
+
+    def begin(self) -> None:
+        """The engine is ready. A collective."""
+        return
+
+    def advance(self, step: int) -> None:
+        """So many steps have updated the parameters. A collective."""
+        return
+
+    def resume(self, step: int) -> None:
+        """The same after a load, which has brought masks."""
+        return
+
+
 class LoopFactory(Protocol):
     """Makes the loop of train_batch and eval_batch."""
 
@@ -90,5 +106,6 @@ class Parts:
     compiler: BlockCompiler
     saver: Saver | None  # None: no checkpoint was saved yet
     preemption: Preemption
+    compressing: Compressing
     opened: list[Collectives]  # of all groups that this engine uses
     loop: LoopFactory

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import BeforeValidator, Field
 
+from ...compression.training.config import CompressionTraining, QuantizeTraining
 from ...offload.config import Aio
 from ...ops.comm.config import Communication
 from ...ops.config import Ops
@@ -165,6 +166,8 @@ class Config(Section):
     pipeline: Pipeline = nested(Pipeline)
     tensor_parallel: TensorParallel = nested(TensorParallel)
     sequence: LongSequences = nested(LongSequences)
+    compression_training: CompressionTraining = nested(CompressionTraining)
+    quantize_training: QuantizeTraining = nested(QuantizeTraining)
     aio: Aio = nested(Aio)
     elasticity: Elasticity = nested(Elasticity)
     checkpoint: Checkpoint = nested(Checkpoint)
