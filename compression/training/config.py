@@ -17,6 +17,7 @@ from ...utils.schema.section import Entry, NoEffect, Report, Section, nested, re
 from ...utils.schema.values import (
     ANY_CASE,
     TUPLE,
+    WHOLE,
     Count,
     Flag,
     Names,
@@ -49,7 +50,7 @@ Related = Annotated[
     _LISTS,
     needs("a list with a list of regular expressions for each entry of modules"),
 ]
-Bits = Annotated[Count, Field(le=MOST_BITS)]
+Bits = Annotated[int, Field(ge=1, le=MOST_BITS), WHOLE]
 Kind = Annotated[Literal["symmetric", "asymmetric"], ANY_CASE]
 Rounding = Annotated[Literal["nearest", "stochastic"], ANY_CASE]
 
@@ -170,7 +171,8 @@ def _is_pattern(text: str) -> bool:
 
 # -- techniques -------------------------------------------------------------------------------------------
 
-_GROUPS = "groups of modules, named freely: {name: {params, modules, related_modules}}"
+_GROUPS = "groups of modules, named freely: {name: {modules: [...], params: {%s}}}"
+_CUT = "groups, named freely: {name: {modules: [...], related_modules: [[...]], params: {dense_ratio}}}"
 
 
 @final
@@ -230,7 +232,7 @@ _METHOD = "l1: the largest weights are kept; topk: those with the largest scores
 
 
 class PruningShared(Section):
-    """Settings of all groups of row_pruning and channel_pruning."""
+    """Settings of all groups of sparse_pruning, row_pruning or channel_pruning."""
 
     others: ClassVar[Mapping[str, Entry]] = _EXTRAS
 
@@ -264,7 +266,9 @@ class WeightQuantization(Section):
 
     of_group: ClassVar[type[Section]] = WeightBits
     shared_parameters: WeightShared = nested(WeightShared)
-    different_groups: Object = Field({}, description=_GROUPS)
+    different_groups: Object = Field(
+        {}, description=_GROUPS % "start_bits, target_bits, quantization_period (1)"
+    )
 
 
 @final
@@ -273,7 +277,7 @@ class ActivationQuantization(Section):
 
     of_group: ClassVar[type[Section]] = ActivationBits
     shared_parameters: ActivationShared = nested(ActivationShared)
-    different_groups: Object = Field({}, description=_GROUPS)
+    different_groups: Object = Field({}, description=_GROUPS % "bits (4 or 8)")
 
 
 @final
@@ -282,7 +286,7 @@ class Pruning(Section):
 
     of_group: ClassVar[type[Section]] = Density
     shared_parameters: PruningShared = nested(PruningShared)
-    different_groups: Object = Field({}, description=_GROUPS)
+    different_groups: Object = Field({}, description=_CUT)
 
 
 @final
@@ -291,7 +295,7 @@ class HeadPruning(Section):
 
     of_group: ClassVar[type[Section]] = Density
     shared_parameters: HeadShared = nested(HeadShared)
-    different_groups: Object = Field({}, description=_GROUPS)
+    different_groups: Object = Field({}, description=_CUT)
 
 
 Numbers = Annotated[

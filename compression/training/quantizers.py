@@ -8,7 +8,7 @@ Formulas of DeepSpeed, in the dtype of the input, for each row of x [groups, num
     1 bit        mean |x| with the sign of x
 
 Deviation: a group whose scale is 0 (all values equal, or too small for the dtype) is left as it is. DeepSpeed
-returns NaN. Sources: Li et al., Ternary Weight Networks, 2016, https://arxiv.org/abs/1605.04711; Rastegari et
+returns NaN; and fails for 16 bits, asymmetric, in fp16. Sources: Li et al., Ternary Weight Networks, 2016, https://arxiv.org/abs/1605.04711; Rastegari et
 al., XNOR-Net, 2016, https://arxiv.org/abs/1603.05279.
 """
 
@@ -79,7 +79,8 @@ def _asymmetric(
     zero = (low / scale).round() * scale
     steps = (rows - zero) / scale
     steps = (steps if noise is None else steps + noise).round()
-    result = steps.clamp(0, levels - 1) * scale + zero
+    most = min(levels - 1, torch.finfo(rows.dtype).max)  # 2^16 - 1 is beyond fp16
+    result = steps.clamp(0, most) * scale + zero
     return torch.where(scale > 0, result, rows)
 
 

@@ -33,7 +33,7 @@ class Falling:
         if not self.change:
             return bits, 0.0
         share = 1.0
-        for _ in range(min(steps - since, math.ceil(1 / self.change))):
+        for _ in range(min(steps - since, math.ceil(1 / self.change) + 1)):
             share -= self.change
         return bits, max(share, 0.0)
 

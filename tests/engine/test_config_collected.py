@@ -35,11 +35,8 @@ FILLED = {  # by transformers' Trainer, from TrainingArguments and the model's w
 NOT_BUILT = {
     "autotuning.enabled": 4,
     "compile.deepcompile": 1,
-    "compression_training": 6,
     "data_efficiency.enabled": 2,
-    "eigenvalue.enabled": 1,
     "progressive_layer_drop.enabled": 1,
-    "quantize_training": 1,
 }
 
 pytestmark = [pytest.mark.contract, pytest.mark.skipif(not FILES, reason=f"no configs in {FOLDER}")]
