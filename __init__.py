@@ -48,6 +48,7 @@ for _name in (
     "CompressionScheduler",
 ):
     compression.provide(_name, f"{__name__}.engine.model.compressed_training")
+compression.provide("save_quantized", f"{__name__}.engine.checkpoint.exports.quantized")
 
 __all__ = [
     "Config",

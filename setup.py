@@ -86,6 +86,7 @@ setup(
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material", "mkdocstrings[python]"],
         "plot": ["matplotlib"],
         "vision": ["scikit-learn"],
+        "torchao": ["torchao>=0.18", "safetensors"],
         "huggingface": ["transformers>=5", "accelerate", "safetensors"],
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],

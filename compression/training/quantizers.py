@@ -8,8 +8,8 @@ Formulas of DeepSpeed, in the dtype of the input, for each row of x [groups, num
     1 bit        mean |x| with the sign of x
 
 Deviation: a group whose scale is 0 (all values equal, or too small for the dtype) is left as it is. DeepSpeed
-returns NaN; and fails for 16 bits, asymmetric, in fp16. Sources: Li et al., Ternary Weight Networks, 2016, https://arxiv.org/abs/1605.04711; Rastegari et
-al., XNOR-Net, 2016, https://arxiv.org/abs/1603.05279.
+returns NaN; and fails for 16 bits, asymmetric, in fp16. Sources: Li et al., Ternary Weight Networks, 2016,
+https://arxiv.org/abs/1605.04711; Rastegari et al., XNOR-Net, 2016, https://arxiv.org/abs/1603.05279.
 """
 
 from __future__ import annotations

@@ -640,3 +640,70 @@ ASKING = [
     for path in sorted(FOLDER.glob("*.json"))
     if any(word in path.read_text() for word in ("compression_training", "quantize_training"))
 ]
+
+
+class Bert(nn.Module):
+    """Names of BERT and of GPT-2, which the configs' patterns find."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.ModuleDict(
+            {
+                "attention": nn.ModuleDict(
+                    {
+                        "self": nn.ModuleDict(
+                            {name: nn.Linear(64, 64) for name in ("query", "key", "value")}
+                        ),
+                        "output": nn.ModuleDict({"dense": nn.Linear(64, 64)}),
+                    }
+                ),
+                "intermediate": nn.ModuleDict({"dense": nn.Linear(64, 64)}),
+                "output": nn.ModuleDict({"dense": nn.Linear(64, 64)}),
+                "attn": nn.ModuleDict({name: nn.Linear(64, 64) for name in ("c_attn", "c_proj")}),
+                "mlp": nn.ModuleDict({name: nn.Linear(64, 64) for name in ("c_fc", "c_proj")}),
+            }
+        )
+        self.word_embeddings = nn.Embedding(64, 64)
+        self.layer = nn.ModuleList([layer])
+        self.layer1 = nn.ModuleList(
+            [nn.ModuleDict({"conv1": nn.Conv2d(1, 4, 4), "bn1": nn.BatchNorm2d(4)})]
+        )
+        self.layer1[0]["conv2"] = nn.Conv2d(4, 64, 3)
+
+    def forward(self, tokens):
+        x = self.word_embeddings(tokens)
+        for layer in self.layer.modules():
+            if isinstance(layer, nn.Linear):
+                x = x + layer(x).tanh()
+        image = x.new_zeros(2, 1, 8, 8) + x.mean()
+        for name in ("conv1", "bn1", "conv2"):
+            image = self.layer1[0][name](image)
+        return x.square().mean() + image.float().square().mean()
+
+
+def of_others(path):
+    config = json.loads(path.read_text())
+    config |= {"train_micro_batch_size_per_gpu": 2, "steps_per_print": None}
+    for key in ("train_batch_size", "tensorboard"):
+        config.pop(key, None)
+    config.setdefault("optimizer", {"type": "Adam", "params": {"lr": 1e-3}})
+    if config.get("fp16", {}).get("enabled"):
+        config["fp16"]["initial_scale_power"] = 4
+    torch.manual_seed(0)
+    engine = xds.initialize(Bert(), config)
+    found = []
+    for _ in range(3):
+        loss = engine(torch.arange(10).view(2, 5))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found, engine.skipped_steps, len(compressed_layers(engine.module))
+
+
+@pytest.mark.contract
+@pytest.mark.skipif(not ASKING, reason=f"no configs in {FOLDER}")
+def test_configs_that_ask_for_compression_train():
+    for path in ASKING:
+        found, skipped, count = run_ranks(of_others, 2, path)[0]
+        assert found[-1] < found[0] and skipped == 0 and count > 0, path
+    assert len(ASKING) == 8
