@@ -46,6 +46,9 @@ SETUPS = {
             'engine.save_checkpoint("out")': 'engine.save_checkpoint("new")',
         },
     ),
+    "docs/compressed-training.md": Setup(
+        edits={"range(300)": "range(210)", "print(model[0].up)": "assert model[0].up.out_features == 64"}
+    ),
     "docs/data.md": Setup(
         """
         import json
