@@ -63,8 +63,10 @@ from .model.arguments import (
     check_arguments,
     check_same_model,
     check_whole,
+    has_compressed_layers,
     is_cut,
     is_part,
+    optional_states,
     resolve_together,
     with_model,
 )
@@ -263,7 +265,7 @@ def _compresses(model: nn.Module, config: Config, given: _Given) -> bool:
     """Layers compute with quantized or pruned weights: those that the script or this call has prepared."""
     section, old = config.compression_training, config.quantize_training
     if not section.enabled and not old.is_on:
-        return False
+        return has_compressed_layers(model)
     from .model.compressed_training import prepare
 
     prepare(model, config, given.optimizer, given.model_parameters)
@@ -505,7 +507,14 @@ def _give_values(model: nn.Module, weights: Any, groups: FlatGroups, policy: Pol
     collectives = groups.data.everyone
     store = SliceStore(collectives) if policy.shards_params else None
     if weights is not None:
-        load_weights(model, weights, store=store, remedy=_LOAD_LATER, groups=groups)
+        load_weights(
+            model,
+            weights,
+            store=store,
+            remedy=_LOAD_LATER,
+            groups=groups,
+            optional=optional_states(),
+        )
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         construction = Construction(store or SliceStore(collectives))
         materialise(model, construction, groups.slices)

@@ -47,7 +47,10 @@ SETUPS = {
         },
     ),
     "docs/compressed-training.md": Setup(
-        edits={"range(300)": "range(210)", "print(model[0].up)": "assert model[0].up.out_features == 64"}
+        edits={
+            "range(300)": "range(210)",
+            "print(model[0].up)": "assert model[0].up.out_features == 64",
+        }
     ),
     "docs/data.md": Setup(
         """

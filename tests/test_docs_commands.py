@@ -64,7 +64,13 @@ TINY = {
     "examples/migration/accelerated.py": "--epochs 1",
     "train.py": "",
 }
-HAS_NO_DATA_OPTION = ("train.py", "examples/first/", "examples/migration/", "examples/vision/", "examples/compression/")
+HAS_NO_DATA_OPTION = (
+    "train.py",
+    "examples/first/",
+    "examples/migration/",
+    "examples/vision/",
+    "examples/compression/",
+)
 PLACEHOLDERS = {"FILE": "config.json", "N": "8", "DIR": "llama"}
 ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
 SCRIPT = """

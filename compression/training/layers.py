@@ -50,7 +50,7 @@ class CompressedLayer(nn.Module):
         """Add what the techniques need: masks, scores, ranges. No technique is on."""
         self.settings = dict(settings)
         self.active, self.weight_bits, self.whole_share = (), 0, 0.0
-        device = self.weight.device
+        device = torch.device("cpu") if self.weight.is_meta else self.weight.device
         for name, (shared, _) in settings.items():
             if name == "activation_quantization" and shared.range_calibration == "static":
                 self.register_buffer(RANGE, torch.zeros(2, device=device))

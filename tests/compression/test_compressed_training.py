@@ -483,6 +483,33 @@ def test_encoder_layers_of_torch_do_not_skip_their_compressed_layers():
     assert torch.allclose(quick, model.train()(x), atol=1e-6)
 
 
+FIXED = {name: ALL[name] for name in ("weight_quantization", "sparse_pruning")}  # draws nothing
+
+
+def from_dense_weights(on_meta):
+    weights = build("plain").state_dict()
+    with torch.device("meta" if on_meta else "cpu"):
+        model = build("plain")
+    config = config_of(FIXED, 3, 2)
+    return train(xds.initialize(model, config, weights=weights), 0, 3, 2)
+
+
+def test_dense_weights_start_a_compressed_model_also_on_meta():
+    for on_meta in (False, True):
+        found = run_ranks(from_dense_weights, 2, on_meta)
+        assert found[0] == found[1] == run_ranks(losses, 2, FIXED, 3, 2, {}, 3)[0][0]
+
+
+def without_a_section():
+    model = xds.compression.init_compression(build("plain"), config_of(ALL))
+    config = config_of({})
+    return train(xds.initialize(model, config), 0, 3, 4)
+
+
+def test_a_script_may_prepare_the_model_alone():
+    assert run_ranks(without_a_section, 1)[0] == run_ranks(losses, 1, ALL, 0, 4, {}, 3)[0][0]
+
+
 # -- students -----------------------------------------------------------------------------------------------
 
 
@@ -634,7 +661,7 @@ def test_quantize_training_is_the_same_as_moq():
         xds.Config.load(both)
 
 
-FOLDER = Path("/work/shared/configs")
+FOLDER = Path(__file__).parents[3] / "shared" / "configs"
 ASKING = [
     path
     for path in sorted(FOLDER.glob("*.json"))
