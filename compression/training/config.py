@@ -253,10 +253,16 @@ class HeadShared(Section):
     others: ClassVar[Mapping[str, Entry]] = _EXTRAS
 
     enabled: Flag = Field(False, description="heads without a share of dense_ratio are set to zero")
-    method: Annotated[Literal["topk"], ANY_CASE] = Field(
-        "topk", description="heads with the largest scores are kept; scores are learned"
+    method: Annotated[Literal["l1", "topk"], ANY_CASE] = Field(
+        "topk",
+        description="l1: heads with the largest columns in the output projection are kept (only xds has "
+        "it); topk: those with the largest scores, which are learned",
     )
     schedule_offset: Natural = Field(1000, description="steps before the technique begins")
+    mask_at_init: Flag = Field(
+        False,
+        description="masks of l1 are computed from the first weights, and not at schedule_offset",
+    )
     num_heads: Count | None = Field(None, description="heads of an attention; required")
 
 

@@ -130,6 +130,9 @@ class CompressedLayer(nn.Module):
         ratio = self.settings[technique][1].dense_ratio
         if technique == "sparse_pruning":
             sizes = values.abs()
+        elif technique == "head_pruning":
+            heads = self.mask_shape(technique)[1]
+            sizes = values.abs().sum(dim=0).view(heads, -1).sum(dim=1)
         else:
             sizes = values.reshape(values.shape[0], -1).abs().sum(dim=1)
         mask: Tensor = getattr(self, STATES[technique][0])

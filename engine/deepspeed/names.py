@@ -84,7 +84,7 @@ NAMES: dict[str, str] = {
     "compression_scheduler=CompressionScheduler; .xds.compression.training.reduction: convert_conv1d_to_linear",
     "compression.compress": _COMPRESS,
     "compression.helper": ".xds.compression.training.reduction: convert_conv1d_to_linear; "
-    "library.small: recursive_getattr",
+    "library.small: recursive_getattr recursive_setattr",
     "compression.scheduler": ".xds.engine.model.compressed_training: "
     "compression_scheduler=CompressionScheduler",
     "constants": "constants: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",

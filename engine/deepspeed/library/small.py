@@ -283,6 +283,12 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
     return model
 
 
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Let the dotted name `module_name` of the model be `module`."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
 def _refuse_experts(params: Iterable[Tensor]) -> None:
     if any(is_moe_param(param) for param in params):
         raise UsageError(
