@@ -432,7 +432,7 @@ def test_gpt2_is_compressed_as_it_is_and_as_linear_layers():
         ),
         "row_pruning": technique(["c_fc"], [["mlp.c_proj"]], dense_ratio=0.5),
         "head_pruning": technique(
-            ["attn.c_proj"], [["attn.c_attn"]], {"num_heads": 4}, dense_ratio=0.5
+            ["attn.c_proj"], [["attn.c_attn"]], {"num_heads": 4, "method": "l1"}, dense_ratio=0.5
         ),
     }
     tokens = torch.arange(10).view(1, 10)
