@@ -33,6 +33,7 @@ from xds.launcher.command_line.options import check_options, read
 from xds.launcher.command_line.where import Hosts, where_to_run
 
 NOT_RUN = {
+    r"--int[48] --config": "needs torchao: tests/compression/test_quantized_export.py runs it",
     r"--hostfile|^srun|^mpirun|--nnodes|^diff": "needs other machines: tests/launcher has hosts",
     r"--max-restarts 3 train\.py$": "needs Slurm: tests/launcher has its commands",
     r"vision/train\.py imagenet": "needs ImageNet; tests/test_examples.py trains on digits",

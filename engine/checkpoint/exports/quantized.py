@@ -62,7 +62,7 @@ def save_quantized(
 ) -> str:
     """The same for a state dict, such as that of a model after `redundancy_clean`.
 
-    Weights are matrices whose names end in "weight", in fp32 or 16 bits. Tied names are written once.
+    Weights are matrices whose names end in ".weight", in fp32 or 16 bits. Tied names are written once.
     """
     out = Path(out)
     if bits not in (4, 8):
@@ -88,7 +88,7 @@ def save_quantized(
         seen.add(id(value))
         values[name] = value.detach().cpu().contiguous()
         before += values[name].nbytes
-        if value.dim() != 2 or not name.endswith("weight"):
+        if value.dim() != 2 or not name.endswith(".weight"):
             continue
         if kept.search(name) or (bits == 4 and value.shape[1] % GROUP):
             whole.append(name.rpartition(".")[0])
