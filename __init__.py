@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
+from . import compression as compression
 from . import pipe as pipe
 from . import tensor as tensor
 from . import zero as zero
@@ -46,6 +47,12 @@ _LOCATIONS = {
 
 # it reads the whole config, so it is part of the engine; zero must not import the engine
 zero.provide("Init", f"{__name__}.engine.model.zero_init")
+for _name in (
+    *("init_compression", "redundancy_clean", "student_initialization"),
+    "CompressionScheduler",
+):
+    compression.provide(_name, f"{__name__}.engine.model.compressed_training")
+compression.provide("save_quantized", f"{__name__}.engine.checkpoint.exports.quantized")
 
 __all__ = [
     "Config",

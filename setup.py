@@ -87,6 +87,7 @@ setup(
         "plot": ["matplotlib"],
         "quant": ["torchao"],
         "vision": ["scikit-learn"],
+        "torchao": ["torchao>=0.18", "safetensors"],
         "huggingface": ["transformers>=5", "accelerate", "safetensors"],
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],

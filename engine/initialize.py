@@ -10,6 +10,8 @@ offload_optimizer, offload_param       model/offloading.py: the host's and the d
 offload_optimizer.ratio = "auto"       zero/model/auto_ratio.py
 zero_quantized_*, zero_hpz_*           model/compressing.py: ZeRO++
 optimizer.type = "OneBit..."           model/compressing.py: one-bit messages
+compression_training,                  model/compressed_training.py
+quantize_training
 activation_checkpointing               model/recomputing.py
 compile                                model/compiling.py, also at the first `engine.compile()`
 scheduler                              optim/schedules.py
@@ -68,8 +70,10 @@ from .model.arguments import (
     check_arguments,
     check_same_model,
     check_whole,
+    has_compressed_layers,
     is_cut,
     is_part,
+    optional_states,
     resolve_together,
     with_model,
 )
@@ -87,7 +91,7 @@ from .optim.optimizers import (
     read_groups,
     split_for_muon,
 )
-from .parts import LoopFactory, ModelSchedules, Parts, Preemption
+from .parts import Compressing, LoopFactory, ModelSchedules, Parts, Preemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport
@@ -158,6 +162,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     engine = Engine(parts)
     parts.report.follow(engine)
     parts.preemption.begin(engine)
+    parts.compressing.begin()
     _show_start(parts, optimizer)
     return engine
 
@@ -217,7 +222,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     config = resolve_together(config, given.optimizer, group, device, needs_section=needs_optimizer)
     log_notes(config, group.rank())
     collectives, mesh = _open_groups(config, group, device)
-    config, changes = _change(model, config, mesh, collectives)
+    config, changes = _change(model, config, given, mesh, collectives)
     # the part of the model that this rank has
     host = _host(config, device, given.optimizer)
     groups = None if is_part(model) else _groups(model, config, given)
@@ -281,6 +286,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
         schedules=changes.schedules,
+        compressing=_compressing(model) if changes.compresses else Compressing(),
         opened=mesh.opened,
         loop=_loop(local, mesh, config, sharded, cutter),
     )
@@ -293,19 +299,22 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
 class _Changes:
     """What the config changes in the whole model, before it is divided."""
 
+    compresses: bool  # layers compute with quantized or pruned weights
     schedules: ModelSchedules
     undo: Callable[[], None]
 
 
 def _change(
-    model: nn.Module, config: Config, mesh: MeshGroups, collectives: Collectives
+    model: nn.Module, config: Config, given: _Given, mesh: MeshGroups, collectives: Collectives
 ) -> tuple[Config, _Changes]:
     """Change the model as the config says. Returns the config with the units that this needs."""
+    with agreeing(collectives, "xds.initialize"):
+        compresses = _compresses(model, config, given)
     if not is_part(model):
         check_same_model(model, collectives)
     _check_sequences(model, config)
     config, schedules = _schedules(model, config, mesh, collectives)
-    return config, _Changes(schedules, _sparse_attention(model, config))
+    return config, _Changes(compresses, schedules, _sparse_attention(model, config))
 
 
 def _schedules(
@@ -321,6 +330,23 @@ def _schedules(
     with agreeing(collectives, "xds.initialize"):
         found = Schedules(model, config, mesh.coordinate("data"), mesh.mesh.data)
     return found.with_units(config), found
+
+
+def _compresses(model: nn.Module, config: Config, given: _Given) -> bool:
+    """Layers compute with quantized or pruned weights: those that the script or this call has prepared."""
+    section, old = config.compression_training, config.quantize_training
+    if not section.enabled and not old.is_on:
+        return has_compressed_layers(model)
+    from .model.compressed_training import prepare
+
+    prepare(model, config, given.optimizer, given.model_parameters)
+    return True
+
+
+def _compressing(model: nn.Module) -> Compressing:
+    from .model.compressed_training import Compression
+
+    return Compression(model)
 
 
 def _check_sequences(model: nn.Module, config: Config) -> None:
@@ -607,7 +633,14 @@ def _give_values(
     collectives = groups.data.everyone
     store = SliceStore(collectives, reads_late=reads_late) if policy.shards_params else None
     if weights is not None:
-        load_weights(model, weights, store=store, remedy=_LOAD_LATER, groups=groups)
+        load_weights(
+            model,
+            weights,
+            store=store,
+            remedy=_LOAD_LATER,
+            groups=groups,
+            optional=optional_states(),
+        )
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         construction = None if keeps_whole else Construction(store or SliceStore(collectives))
         materialise(model, construction, groups.slices)

@@ -88,6 +88,22 @@ class ModelSchedules:
         return
 
 
+class Compressing:
+    """What becomes of weights as training proceeds: by default nothing."""
+
+    def begin(self) -> None:
+        """The engine is ready. A collective."""
+        return
+
+    def advance(self, step: int) -> None:
+        """So many steps have updated the parameters. A collective."""
+        return
+
+    def resume(self, step: int) -> None:
+        """The same after a load, which has brought masks."""
+        return
+
+
 class LoopFactory(Protocol):
     """Makes the loop of train_batch and eval_batch."""
 
@@ -118,6 +134,7 @@ class Parts:
     saver: Saver | None  # None: no checkpoint was saved yet
     preemption: Preemption
     schedules: ModelSchedules
+    compressing: Compressing
     opened: list[Collectives]  # of all groups that this engine uses
     loop: LoopFactory
 

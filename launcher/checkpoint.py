@@ -253,6 +253,27 @@ def _add_export(commands: Any) -> None:
         action="store_true",
         help='torch, dcp: {"model": ..., "optimizer": ...} with states by parameter',
     )
+    bits = parser.add_mutually_exclusive_group()
+    bits.add_argument(
+        "--int8",
+        dest="bits",
+        action="store_const",
+        const=8,
+        help="safetensors: matrices in 8 bits, with a scale for each row, through torchao",
+    )
+    bits.add_argument(
+        "--int4",
+        dest="bits",
+        action="store_const",
+        const=4,
+        help="safetensors: matrices in 4 bits, with a range for each 32 inputs; they run on GPUs",
+    )
+    add("--config", help="--int8, --int4: the model's config.json, written for from_pretrained")
+    add(
+        "--keep",
+        metavar="REGEX",
+        help="--int8, --int4: names of weights that stay whole (default: embed|wte|wpe|lm_head|norm)",
+    )
     add("--overwrite", action="store_true", help="replace OUT; other files in the folder are kept")
 
 
@@ -275,6 +296,10 @@ def _export(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--max-shard-size: --to {args.to} does not split files; use --to safetensors"
         )
+    if args.bits is not None:
+        return _export_quantized(args)
+    if args.config is not None or args.keep is not None:
+        raise UsageError("--config, --keep: they belong to --int8 and --int4; remove them")
     options = ExportOptions(
         dtype=dtypes[args.dtype],
         exclude_frozen=args.exclude_frozen,
@@ -298,6 +323,29 @@ def _export(args: argparse.Namespace) -> int:
         print(
             "to use from_pretrained, put the model's config.json and the tokenizer's files into the same folder"
         )
+    return SOUND
+
+
+def _export_quantized(args: argparse.Namespace) -> int:
+    from ..engine.checkpoint.exports.quantized import KEPT, export_quantized
+
+    others = ("dtype", "max_shard_size", "exclude_frozen", "with_optimizer")
+    given = [name for name in others if getattr(args, name)]
+    if args.to != "safetensors" or given or Path(args.out).suffix:
+        raise UsageError(
+            f"--int{args.bits}: it writes a folder; use --to safetensors and the name of a folder, without "
+            "--dtype, --max-shard-size, --exclude-frozen and --with-optimizer"
+        )
+    with _open(args) as reader:
+        text = export_quantized(
+            reader,
+            Path(args.out),
+            args.bits,
+            config=None if args.config is None else Path(args.config),
+            keep=KEPT if args.keep is None else args.keep,
+            overwrite=args.overwrite,
+        )
+    print(f"{printable(reader.folder)} -> {printable(args.out)}: {text}")
     return SOUND
 
 

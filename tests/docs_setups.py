@@ -78,6 +78,12 @@ SETUPS = {
             "Short(model)": "Short(Model())",
         },
     ),
+    "docs/compressed-training.md": Setup(
+        edits={
+            "range(300)": "range(210)",
+            "print(model[0].up)": "assert model[0].up.out_features == 64",
+        }
+    ),
     "docs/data.md": Setup(
         """
         import json

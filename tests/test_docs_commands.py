@@ -33,6 +33,7 @@ from xds.launcher.command_line.options import check_options, read
 from xds.launcher.command_line.where import Hosts, where_to_run
 
 NOT_RUN = {
+    r"--int[48] --config": "needs torchao: tests/compression/test_quantized_export.py runs it",
     r"--hostfile|^srun|^mpirun|--nnodes|^diff": "needs other machines: tests/launcher has hosts",
     r"--max-restarts 3 train\.py$": "needs Slurm: tests/launcher has its commands",
     r"vision/train\.py imagenet": "needs ImageNet; tests/test_examples.py trains on digits",
@@ -58,12 +59,19 @@ TINY = {
     "examples/huggingface/train.py": "--context 16 --steps 2 --sample 4",
     "examples/huggingface/trainer.py": "--context 16 --max_steps 2 --eval_steps 2 --save_steps 2",
     "examples/vision/train.py": "--epochs 1",
+    "examples/compression/train.py": "--epochs 1 --ways rows",
     "examples/migration/loop.py": "--steps 2",
     "examples/migration/trainer.py": "--steps 2",
     "examples/migration/accelerated.py": "--epochs 1",
     "train.py": "",
 }
-HAS_NO_DATA_OPTION = ("train.py", "examples/first/", "examples/migration/", "examples/vision/")
+HAS_NO_DATA_OPTION = (
+    "train.py",
+    "examples/first/",
+    "examples/migration/",
+    "examples/vision/",
+    "examples/compression/",
+)
 PLACEHOLDERS = {"FILE": "config.json", "N": "8", "DIR": "llama"}
 ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
 SCRIPT = """

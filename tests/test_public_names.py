@@ -49,6 +49,14 @@ TENSOR = (
 
 
 PUBLIC = {"xds": NAMES, "xds.pipe": PIPE, "xds.tensor": TENSOR}
+COMPRESSED = "xds.engine.model.compressed_training"  # `xds.compression` provides these
+COMPRESSION = (
+    *(f"{COMPRESSED}.{name}" for name in ("init_compression", "redundancy_clean")),
+    *(f"{COMPRESSED}.{name}" for name in ("student_initialization", "CompressionScheduler")),
+    "xds.compression.training.distillation.distillation_loss",
+    "xds.compression.training.reduction.convert_conv1d_to_linear",
+    "xds.engine.checkpoint.exports.quantized.save_quantized",
+)
 SITE_PAGES = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md", "tests/README.md")
 
 
@@ -57,6 +65,9 @@ def test_every_public_name_imports():
         for name in names:
             assert getattr(module, name).__name__ == name
             assert name in dir(module) and name in module.__all__
+    for path in COMPRESSION:
+        name = path.rpartition(".")[2]
+        assert getattr(xds.compression, name).__name__ == name and name in dir(xds.compression)
     with pytest.raises(AttributeError, match="no attribute 'initialise'"):
         _ = xds.initialise
 
@@ -67,6 +78,7 @@ def test_the_reference_has_every_public_name_and_the_site_every_page():
     zero = [name for name in xds.zero.__all__ if name != "Init"]  # the engine's, shown from there
     wanted = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
     wanted += [f"xds.zero.{name}" for name in zero] + ["xds.engine.model.zero_init.Init"]
+    wanted += COMPRESSION
     assert sorted(shown) == sorted(wanted)
     assert "heading: xds.zero.Init" in pages["zero.md"]
     text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
@@ -158,6 +170,7 @@ BARRED = (
     ),
 )
 PLAIN = ("pipe.config", "tensor.config", "compression.config", "offload.config")
+PLAIN += ("compression.training", "compression.training.config")
 PLAIN += ("compression.scheme", "offload.stores", "offload.interfaces")
 MOST_MODULES = 160
 

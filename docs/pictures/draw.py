@@ -503,6 +503,42 @@ def sparse_layouts() -> Picture:
     return picture
 
 
+# -- compressed models --------------------------------------------------------------------------------------
+
+
+def compressed_models() -> list[tuple[str, float, int]]:
+    """(name, mean accuracy in percent, bytes of the file), of the table in docs/compressed-training.md."""
+    found = []
+    for line in (HERE.parent / "compressed-training.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and re.fullmatch(r"[\d,]+", cells[3]):
+            values = [float(one) for one in cells[2].split(",")]
+            found.append((cells[0], sum(values) / len(values), int(cells[3].replace(",", ""))))
+    return found
+
+
+def compressed_sizes() -> Picture:
+    """A bar for each model: the bytes of its file, with the accuracy beside it."""
+    models, x0, whole, top = compressed_models(), 230.0, 330.0, 62.0
+    height = top + len(models) * 34 + 34
+    picture = Picture(
+        WIDTH, height, "File size and accuracy of a classifier, compressed in four ways"
+    )
+    picture.text(20, 32, "A classifier of digits, compressed in four ways", size=18, bold=True)
+    picture.text(WIDTH - 20, 32, "accuracy, mean of the seeds", ink="muted", anchor="end")
+    most = max(size for _, _, size in models)
+    for number, (name, accuracy, size) in enumerate(models):
+        y, width = top + number * 34, whole * size / most
+        picture.text(20, y + 17, name, size=15)
+        picture.box(x0, y, whole, 24, "empty", radius=2)
+        picture.box(x0, y, width, 24, "blue", radius=2)
+        picture.text(x0 + 8, y + 17, f"{size / 1e3:.0f} kB", size=13, ink="white")
+        picture.text(WIDTH - 20, y + 17, f"{accuracy:.2f} %", size=15, bold=True, anchor="end")
+    note = "digits of scikit-learn, 719 test images; bars are bytes of model.safetensors"
+    picture.text(20, height - 14, note, size=13, ink="muted")
+    return picture
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     draw.__name__: draw
     for draw in (
@@ -514,6 +550,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
         offload_overlap,
         step_time,
         sparse_layouts,
+        compressed_sizes,
     )
 }
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import BeforeValidator, Field
 
+from ...compression.training.config import CompressionTraining, QuantizeTraining
 from ...offload.config import Aio
 from ...ops.comm.config import Communication
 from ...ops.config import Ops
@@ -174,6 +175,8 @@ class Config(Section):
     sparse_attention: SparseAttention | None = Field(
         None, description="attention over the blocks of a layout; null: the model's own attention"
     )
+    compression_training: CompressionTraining = nested(CompressionTraining)
+    quantize_training: QuantizeTraining = nested(QuantizeTraining)
     aio: Aio = nested(Aio)
     elasticity: Elasticity = nested(Elasticity)
     checkpoint: Checkpoint = nested(Checkpoint)

@@ -40,6 +40,7 @@ def check_together(config: Any, data: Mapping[str, Any], report: Report) -> Any:
         config.sparse_attention.check(report)
     check_stages(config, report)
     check_slices(config, report)
+    _check_compressed(config, report)
     check_sequences(config, report)
     config.compile.check(zero.stage, report)
     config.ops.check(report)
@@ -106,6 +107,24 @@ def _check_data(config: Any, data: Mapping[str, Any], report: Report) -> None:
                 config.data_packing.tokens,
                 f"data_efficiency.data_sampling.{name} chooses the samples as well; remove one of the two",
             )
+
+
+def _check_compressed(config: Any, report: Report) -> None:
+    section, old = config.compression_training, config.quantize_training
+    section.check(report)
+    old.check(section, report)
+    if section.layer_reduction.enabled:
+        report.notes.append(
+            "compression_training.layer_reduction: xds.compression.init_compression(model, config, teacher) "
+            "copies the layers; xds.initialize does not"
+        )
+    if config.tensor_parallel.size > 1 and (section.enabled or old.is_on):
+        names = ", ".join(section.enabled or ("quantize_training",))
+        report.complain(
+            "tensor_parallel.tp_size",
+            config.tensor_parallel.size,
+            f"must be 1 with {names}: slices have no masks of whole weights; use stage 3 or pipelines",
+        )
 
 
 def _check_norm(config: Any, report: Report) -> None:

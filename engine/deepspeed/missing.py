@@ -48,8 +48,8 @@ _REDUCES = (
 _GIVEN = "use the object that the script passed to initialize"
 _ABSENT = "it has no counterpart in xds"
 _COMPRESSED = (
-    "compressed training is not supported yet; leave out the config's section compression_training, and "
-    "compress the saved weights"
+    "the config's section compression_training compresses; prepare the model with init_compression of "
+    "deepspeed.compression.compress, see docs/compressed-training.md"
 )
 _DATA = "set the config's section data_efficiency: the engine does it, see docs/data.md and docs/dropping.md"
 _SAMPLING = "the engine samples by itself: set data_efficiency.data_sampling in the config, see docs/data.md"

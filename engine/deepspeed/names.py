@@ -67,6 +67,7 @@ _LAYOUTS = (
 )
 _SPARSE = ".xds.ops.sparse_attention.modules: "
 
+_COMPRESS = ".xds.engine.model.compressed_training: init_compression redundancy_clean student_initialization"
 NAMES: dict[str, str] = {
     "": "start: initialize tp_model_init add_config_arguments; stand_in: __version__ __version_major__ "
     "__version_minor__ __version_patch__ __git_hash__ __git_branch__; training.engine: DeepSpeedEngine; "
@@ -87,6 +88,13 @@ NAMES: dict[str, str] = {
     "checkpointing": _CHECKPOINTING,
     "comm": _COMM,
     "comm.comm": _COMM,
+    "compression": f"{_COMPRESS}; .xds.engine.model.compressed_training: "
+    "compression_scheduler=CompressionScheduler; .xds.compression.training.reduction: convert_conv1d_to_linear",
+    "compression.compress": _COMPRESS,
+    "compression.helper": ".xds.compression.training.reduction: convert_conv1d_to_linear; "
+    "library.small: recursive_getattr recursive_setattr",
+    "compression.scheduler": ".xds.engine.model.compressed_training: "
+    "compression_scheduler=CompressionScheduler",
     "constants": "constants: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
     "env_report": "library.small: main=env_report cli_main=env_report",
     "git_version_info": "library.small: version git_hash git_branch installed_ops torch_info accelerator_name",
@@ -214,7 +222,7 @@ MODULES = """
 accelerator.{hpu,mlu,mps,npu,xpu}_accelerator
 checkpoint.{reshape_3d_utils,reshape_meg_2d,reshape_utils,universal_checkpoint,zero_checkpoint}
 comm.{backend,ccl,config,constants,reduce_op,torch,utils}
-compression.{basic_layer,compress,config,constants,helper,scheduler,utils}
+compression.{basic_layer,config,constants,utils}
 elasticity.{config,constants,elastic_agent,elasticity,utils}
 accelerator.abstract_accelerator launcher.{constants,launch,launcher_helper,multinode_runner}
 linear.{config,context_manager,optimized_linear,quantization}

@@ -51,6 +51,18 @@ def _if_loaded(module: str, name: str) -> Any:
     return getattr(sys.modules.get(f"{root}.{module}"), name, None)
 
 
+def has_compressed_layers(model: nn.Module) -> bool:
+    """The script has called `xds.compression.init_compression`."""
+    layer = _if_loaded("compression.training.layers", "CompressedLayer")
+    return layer is not None and any(isinstance(module, layer) for module in model.modules())
+
+
+def optional_states() -> tuple[str, ...]:
+    """Names that weights of a model without compressed layers lack."""
+    states = _if_loaded("compression.training.layers", "STATES")
+    return () if states is None else tuple(name for pair in states.values() for name in pair)
+
+
 def check_arguments(model: object, *, lr_scheduler: Any, collate_fn: Any, group: Any) -> None:
     """Check the arguments that are objects.
 
@@ -323,7 +335,9 @@ __all__ = [
     "check_arguments",
     "check_whole",
     "existing_modules",
+    "has_compressed_layers",
     "is_cut",
     "is_part",
+    "optional_states",
     "with_model",
 ]

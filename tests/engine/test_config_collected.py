@@ -35,9 +35,7 @@ FILLED = {  # by transformers' Trainer, from TrainingArguments and the model's w
 NOT_BUILT = {
     "autotuning.enabled": 4,
     "compile.deepcompile": 1,
-    "compression_training": 6,
     "eigenvalue.enabled": 1,
-    "quantize_training": 1,
 }
 
 pytestmark = [pytest.mark.contract, pytest.mark.skipif(not FILES, reason=f"no configs in {FOLDER}")]

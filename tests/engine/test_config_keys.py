@@ -60,8 +60,26 @@ BESIDE: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}
     },
 }
+for _name, _params in (
+    ("weight_quantization", {"start_bits": 8, "target_bits": 8}),
+    ("activation_quantization", {"bits": 8}),
+    *((f"{_kind}_pruning", {"dense_ratio": 0.5}) for _kind in ("sparse", "row", "head", "channel")),
+):
+    _section: dict[str, Any] = {"different_groups": {"all": {"params": _params}}}
+    if _name == "head_pruning":
+        _section["shared_parameters"] = {"num_heads": 2}
+    BESIDE[f"compression_training.{_name}.shared"] = {"compression_training": {_name: _section}}
+BESIDE["compression_training.layer_reduction.enabled"] = {
+    "compression_training": {
+        "layer_reduction": {"module_name_prefix": "layer", "teacher_layer": [0]}
+    }
+}
+BESIDE["quantize_training.quantize_bits.start_bits"] = {
+    "quantize_training": {"quantize_bits": {"target_bits": 1}}
+}
 # values of keys whose type is more than its JSON schema: right ones, wrong ones
 SPECIAL: dict[str, tuple[list[Any], list[Any]]] = {
+    "compression_training.layer_reduction.teacher_layer": ([[0, 2], []], [[-1], ["2"], 2]),
     "elasticity.micro_batch_sizes": ([[2, 4]], [[], [0], ["2"], 2]),
     "aio.block_size": ([4096, 1 << 20], [4097, 0, "1M"]),
     "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from os.path import isdir
@@ -197,6 +197,7 @@ def load_weights(
     store: SliceStore | None = None,
     remedy: str = _NOT_STRICT,
     groups: FlatGroups | None = None,
+    optional: Collection[str] = (),
 ) -> None:
     """Overwrite parameters and buffers of `model`, full or sharded, by those of `source`. For all ranks.
 
@@ -210,6 +211,7 @@ def load_weights(
         store: keeps parameters on the meta device in slices; None makes them full.
         remedy: how the caller ignores missing and extra names, for the message.
         groups: of the engine of `model`, if that is known; `source` has the weights of all its stages.
+        optional: last parts of names that keep their values where `source` does not have them.
 
     Raises:
         UsageError: names or shapes do not fit, or there is nothing to read; nothing is changed.
@@ -235,6 +237,7 @@ def load_weights(
             failure = error
         if stages is not None:
             _agree(stages, match, failure)
+        match.missing = [n for n in match.missing if n.rpartition(".")[2] not in optional]
         match.check(weights.source, strict=strict, remedy=remedy)
         for name, stored in match.found.items():
             tensor, reader = tensors[name], weights.reader(stored)

@@ -276,6 +276,19 @@ def split_params_into_different_moe_groups_for_optimizer(
     return groups
 
 
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The module of this dotted name."""
+    for name in module_name.split("."):
+        model = getattr(model, name)
+    return model
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Let the dotted name `module_name` of the model be `module`."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
 def _refuse_experts(params: Iterable[Tensor]) -> None:
     if any(is_moe_param(param) for param in params):
         raise UsageError(

@@ -1,0 +1,1 @@
+"""Training of models whose weights become quantized or pruned."""
