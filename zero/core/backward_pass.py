@@ -26,6 +26,11 @@ from .grad_bucket import Added, GradBucket
 from .reduction import Reduction, Scope
 from .unit import Unit
 
+IN_ROLLOUT = (
+    "{} inside engine.generating(): its forwards have no gradients, and its parameters are those of before; "
+    "leave the context first"
+)
+
 
 @final
 class ManualGradGuard:
@@ -176,6 +181,8 @@ class BackwardPass:
                 "backward inside uneven_forwards(): ranks that run unequal numbers of forwards cannot reduce "
                 "gradients together; leave the context first"
             )
+        if self._gatherer is not None and self._gatherer.holds_all:
+            raise UsageError(IN_ROLLOUT.format("backward"))
         self.end_script_backward()
         self._reduction.begin_backward(reduces=reduces, ends_step=ends_step, scope=scope)
         if has_factor:

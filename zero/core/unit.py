@@ -76,6 +76,11 @@ class Unit:
         return any(flat.may_be_resharded for flat in self.params)
 
     @property
+    def full_bytes(self) -> int:
+        """Bytes of its gathered buffers on this rank, without those that stay gathered all the time."""
+        return sum(flat.full_bytes for flat in self.params if flat.may_be_resharded)
+
+    @property
     def has_frozen(self) -> bool:
         """Some parameters get no gradient, so gradients cannot show when backward has left the unit."""
         return len(self.params) > len(self.grads) or any(

@@ -15,7 +15,7 @@ from ...ops.comm.exchange import agree, all_gather_json
 from ...ops.pool import BufferPool
 from ...utils.errors import UsageError, XdsError
 from ..config import ZeroConfig
-from ..core.backward_pass import BackwardPass
+from ..core.backward_pass import IN_ROLLOUT, BackwardPass
 from ..core.gather import Gatherer, num_kept
 from ..core.hooks import UnitHooks
 from ..core.reduction import REDUCTIONS_IN_FLIGHT, Reduction, StepStatus
@@ -156,7 +156,7 @@ class ShardedModel:
         self, *, is_training: bool, is_compiled: bool
     ) -> AbstractContextManager[Any]:
         """Around a call of the module. The first ones look for parameters used outside of their unit."""
-        if self.gatherer is None or self._hooks is None:
+        if self.gatherer is None or self._hooks is None or self.gatherer.holds_all:
             return nullcontext()
         context = ExitStack()
         self._hooks.exclude_from_compile()
@@ -196,6 +196,37 @@ class ShardedModel:
             yield
         finally:
             self.gatherer.end_uneven()
+
+    def bytes_to_gather(self) -> int:
+        """Bytes that this rank would allocate to have all units gathered."""
+        if self.gatherer is None or self.defers:
+            return 0
+        return sum(unit.full_bytes for unit in self.units if not unit.is_unsharded)
+
+    @contextmanager
+    def rollout(self, *, gathers: bool) -> Iterator[None]:
+        """Around forwards without backward, of which ranks may run unequal numbers. For all ranks.
+
+        gathers: all units are gathered at the begin, once, and no forward sends anything. Else each forward
+            gathers them one after the other.
+        """
+        if self.gatherer is None or self._hooks is None or self.defers:
+            self.gather_deferred()
+            yield
+            return
+        self._hooks.exclude_from_compile()
+        alone = self._gathering.world_size == 1  # and its parameters are on the host
+        with self.gatherer.keeping_order():
+            if gathers:
+                with self.gatherer.holding_all():
+                    yield
+            else:
+                self.gatherer.end_keeping()
+                try:
+                    with nullcontext() if alone else self.uneven_forwards():
+                        yield
+                finally:
+                    self.gatherer.drop_all()
 
     # -- step -------------------------------------------------------------------------------------------
 
@@ -258,7 +289,12 @@ class ShardedModel:
             self.backward_pass.end_checked()
 
     def before_update(self) -> None:
-        """Gathered parameters are about to become stale."""
+        """Gathered parameters are about to become stale.
+
+        Raises UsageError: this is inside of a rollout.
+        """
+        if self.gatherer is not None and self.gatherer.holds_all:
+            raise UsageError(IN_ROLLOUT.format("an update"))
         self.gather_deferred()
         if self.gatherer is not None:
             self.gatherer.begin_update()
