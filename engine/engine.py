@@ -35,6 +35,7 @@ from .torch_calls import Driver, TorchCalls
 if TYPE_CHECKING:
     from .checkpoint.saver import Progress
     from .generation.rollout import Rollouts
+    from .generation.weights import Weights
     from .profiling.profile import Profile
     from .telemetry.comms import CommsSummary
 
@@ -504,6 +505,39 @@ class Engine:
         """
         self._states.check_usable()
         return self._states.full_state_dict(rank0_only=rank0_only, full_precision=full_precision)
+
+    def weights(
+        self,
+        *,
+        bucket_bytes: int = 1 << 28,
+        names: str = "transformers",
+        dtype: torch.dtype | None = None,
+        merge_adapters: bool = False,
+    ) -> Weights:
+        """The whole tensors of the model, (name, tensor) by (name, tensor), for another program. A collective.
+
+        Every rank runs a loop over the result to its end. At stage 3 tensors are gathered in flat buckets, the
+        next one while this one is used, and each rank sends its part once to every other rank. Tensors are read
+        only, and those of stages 0 to 2 are the parameters themselves: use them before the next step. A tied
+        tensor comes once. The order is that of the buckets, the same on every rank.
+
+        Args:
+            bucket_bytes: of a bucket; two of them are in memory. A larger tensor is a bucket of its own.
+            names: "transformers": without the wrappers of PEFT and torch.compile. "module": those of
+                `engine.module.state_dict()`.
+            dtype: of floating tensors; None is the one that forwards compute with. A narrower one is sent.
+            merge_adapters: add PEFT's active LoRA adapters to their weights, and leave them out. Parameters
+                are not changed.
+        Raises:
+            UsageError: wrong arguments, other ones on another rank, pipeline stages, or an adapter that is no
+                sum of weights.
+        """
+        from .generation.weights import WeightOptions, Weights
+
+        self._states.check_usable()
+        self._batches.refuse("weights", "full_state_dict() has the weights of all stages")
+        options = WeightOptions(bucket_bytes, names, dtype, merge_adapters)
+        return Weights(self._sharded, self.module, options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Overwrite parameters, masters and buffers by whole values, the same on every rank. A collective.

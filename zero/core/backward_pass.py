@@ -181,7 +181,7 @@ class BackwardPass:
                 "backward inside uneven_forwards(): ranks that run unequal numbers of forwards cannot reduce "
                 "gradients together; leave the context first"
             )
-        if self._gatherer is not None and self._gatherer.holds_all:
+        if self._gatherer is not None and self._gatherer.refuses_backward:
             raise UsageError(IN_ROLLOUT.format("backward"))
         self.end_script_backward()
         self._reduction.begin_backward(reduces=reduces, ends_step=ends_step, scope=scope)

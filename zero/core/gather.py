@@ -121,6 +121,7 @@ class Gatherer:
         self._keeps_all = False  # nothing is dropped: a graph of create_graph needs full parameters
         self._leaf_handles: list[RemovableHandle] = []  # on tensors that outlive their step
         self.holds_all = False  # inside `holding_all`
+        self.refuses_backward = False  # inside a rollout
         self._most_kept_bytes: int | None = None  # of `keep_used`; None: nothing is kept
         self._kept: set[Unit] = set()
 
@@ -261,7 +262,7 @@ class Gatherer:
             self.holds_all = True
             yield
         finally:
-            self.holds_all = False
+            self.holds_all = self.refuses_backward = False
             for unit in dropped:
                 if unit.is_held:
                     unit.release()

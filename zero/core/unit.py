@@ -129,9 +129,13 @@ class Unit:
     def hold(self) -> None:
         """Start to gather the unit; `reshard` does nothing until `release`."""
         self.is_held = True
+        for flat in self.params:
+            flat.is_held = flat.may_be_resharded
         self.start_unshard()
 
     def release(self) -> None:
         """End `hold`, and drop the unit."""
         self.is_held = False
+        for flat in self.params:
+            flat.is_held = False
         self.reshard()

@@ -219,6 +219,7 @@ class ShardedModel:
         with self.gatherer.keeping_order():
             if gathers:
                 with self.gatherer.holding_all():
+                    self.gatherer.refuses_backward = True
                     yield
             else:
                 self.gatherer.end_keeping()
@@ -291,9 +292,9 @@ class ShardedModel:
     def before_update(self) -> None:
         """Gathered parameters are about to become stale.
 
-        Raises UsageError: this is inside of a rollout.
+        Raises UsageError: this is inside of a rollout, or of GatheredParameters.
         """
-        if self.gatherer is not None and self.gatherer.holds_all:
+        if self.gatherer is not None and self.gatherer.refuses_backward:
             raise UsageError(IN_ROLLOUT.format("an update"))
         self.gather_deferred()
         if self.gatherer is not None:
@@ -333,6 +334,7 @@ class ShardedModel:
 
     def _check_overridden(self) -> None:
         names = [name for flat in self._flats for name in flat.overridden]
+        names += [flat.layout.slots[0].name for flat in self._flats if flat.is_held]
         if names:
             raise UsageError(
                 f"new values inside xds.zero.GatheredParameters, by engine.step() or a load: its end would "
