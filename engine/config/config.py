@@ -34,6 +34,7 @@ from ...utils.schema.values import (
     shown,
 )
 from ...zero.config import ZeroConfig
+from ..generation.config import HybridEngine
 from .auto import fill_auto, note_auto
 from .batch import COMPUTED, batch_of
 from .compile import Compile
@@ -160,6 +161,7 @@ class Config(Section):
     torch_autocast: TorchAutocast = nested(TorchAutocast)
     data_types: DataTypes = nested(DataTypes)
     data_packing: DataPacking = nested(DataPacking)
+    hybrid_engine: HybridEngine = nested(HybridEngine)
     zero_optimization: ZeroConfig = nested(ZeroConfig)
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing)
     pipeline: Pipeline = nested(Pipeline)

@@ -25,6 +25,7 @@ from ...ops.comm.exchange import host_key
 from ...utils.arguments import whole, wrong
 from ...utils.errors import UsageError
 from ...utils.sizes import size_text
+from ...zero.model.sharded_model import ShardedModel
 from ..parts import Parts
 
 log = logging.getLogger("xds")
@@ -53,6 +54,9 @@ class Rollouts:
             yield self._parts.module
             return
         limit = None if memory_limit is None else whole("generating: memory_limit", memory_limit, 0)
+        section = self._parts.config.hybrid_engine
+        if limit is None and section.enabled and not section.pin_parameters:
+            limit = 0
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise wrong("generating: seed", seed, "a whole number, or None")
         with self._sharded.collectives.publishing_errors("generation"):
@@ -81,7 +85,26 @@ class Rollouts:
             )
         if _takes(self._parts.module, "synced_gpus"):
             kwargs = {"synced_gpus": False, **kwargs}
+        self._check_length(args, kwargs)
         return generate(*args, **kwargs)
+
+    def _check_length(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """
+        Raises:
+            UsageError: the prompt with the tokens that are asked for is longer than hybrid_engine says.
+        """
+        section = self._parts.config.hybrid_engine
+        if not section.enabled:
+            return
+        prompts = [*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")]
+        lengths = [one.shape[-1] for one in prompts if isinstance(one, Tensor) and one.dim()]
+        asked = max(lengths, default=0)
+        asked = max(asked + (kwargs.get("max_new_tokens") or 0), kwargs.get("max_length") or 0)
+        if asked > section.max_out_tokens:
+            raise UsageError(
+                f"engine.generate(): a sequence of {asked} tokens, prompt included, is longer than "
+                f"hybrid_engine.max_out_tokens = {section.max_out_tokens}; generate fewer, or raise the key"
+            )
 
     # -- the way ----------------------------------------------------------------------------------------
 
@@ -91,7 +114,7 @@ class Rollouts:
         if sharded.gatherer is None or sharded.defers:
             self._say("every rank has the whole model; nothing is gathered")
             return True
-        needed, spare = most_needed(sharded.collectives, sharded.bytes_to_gather(), limit)
+        needed, spare = _least_room(sharded.collectives, sharded.bytes_to_gather(), limit)
         has_room = needed <= spare
         num_units = sum(unit.may_be_resharded for unit in sharded.units)
         if has_room:
@@ -140,8 +163,13 @@ class Rollouts:
         _set_states(states, device)
 
 
-def most_needed(collectives: Collectives, needed: int, limit: int | None) -> tuple[int, int]:
-    """What the rank with the least room needs, and may use, in bytes. A collective, of 32 bytes.
+def _least_room(collectives: Collectives, needed: int, limit: int | None) -> tuple[int, int]:
+    """What the rank with the least room needs, and may use, in bytes. A collective."""
+    return max(_rooms(collectives, needed, limit), key=lambda pair: pair[0] - pair[1])
+
+
+def _rooms(collectives: Collectives, needed: int, limit: int | None) -> list[tuple[int, int]]:
+    """What each rank needs, and may use, in bytes. A collective, of 32 bytes.
 
     On CPUs the ranks of a machine share what is free. limit: what this rank may use; None: a share of that.
     """
@@ -156,7 +184,13 @@ def most_needed(collectives: Collectives, needed: int, limit: int | None) -> tup
         wanted = sum(other[1] for other in neighbours)
         room = int(SHARE_OF_FREE * here * own / wanted) if wanted else 0
         found.append((own, room if given < 0 else given))
-    return max(found, key=lambda pair: pair[0] - pair[1])
+    return found
+
+
+def spare_bytes(sharded: ShardedModel) -> int:
+    """Bytes that gathered units may take on each rank during an evaluation. A collective."""
+    needed = sharded.bytes_to_gather()
+    return min(room for _, room in _rooms(sharded.collectives, needed, None))
 
 
 @contextmanager
@@ -194,4 +228,4 @@ def _set_states(states: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-__all__ = ["Rollouts", "most_needed"]
+__all__ = ["Rollouts", "spare_bytes"]

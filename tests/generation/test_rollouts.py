@@ -18,6 +18,7 @@ from runs import config
 from torch import Tensor, nn
 
 import xds
+from xds.engine.generation import rollout
 from xds.utils.errors import PeerError
 
 transformers = pytest.importorskip("transformers")
@@ -261,6 +262,104 @@ def test_the_way_is_chosen_by_the_rank_with_the_least_memory(
     assert len(lines) == 2
     assert "4 units are gathered once a rollout" in lines[0]
     assert "4 units are streamed, each one gathered for each token" in lines[1]
+
+
+# -- evaluation ---------------------------------------------------------------------------------------------
+
+
+def evaluated(share: float) -> list[float]:
+    engine = start(3, zero={"stage3_max_reuse_distance": 0})
+    train(engine, range(2))
+    gathers = count_gathers(engine)
+    units = engine._sharded.units
+    free = sum(unit.full_bytes for unit in units) * 2 * share / rollout.SHARE_OF_FREE
+    rollout.free_bytes = lambda device: int(free)
+    engine.eval()
+    losses = []
+    for step in range(5):
+        with torch.no_grad():
+            losses.append(engine(input_ids=batch(step), labels=batch(step)).loss.item())
+    if share >= 1:
+        assert set(gathers.values()) == {1} and all(unit.is_unsharded for unit in units)
+    else:
+        kept = [unit for unit in units if unit.is_unsharded]
+        assert 0 < len(kept) < 4 and all(gathers[unit.name] == 1 for unit in kept)
+        assert all(gathers[unit.name] == 5 for unit in units if unit not in kept)
+    with engine.uneven_forwards(), torch.no_grad():  # what is kept may differ by rank then
+        for step in range(1 + dist.get_rank()):
+            engine(input_ids=batch(step))
+    with torch.no_grad():
+        engine(input_ids=batch(0))
+    losses += train(engine, range(2, 4))  # also in eval mode
+    assert not any(unit.is_unsharded for unit in units)
+    engine.train()
+    return losses + train(engine, range(4, 6))
+
+
+def not_evaluated() -> list[float]:
+    engine = start(0)
+    train(engine, range(2))
+    engine.module.eval()
+    losses = []
+    for step in range(5):
+        with torch.no_grad():
+            losses.append(engine(input_ids=batch(step), labels=batch(step)).loss.item())
+    losses += train(engine, range(2, 4))
+    engine.module.train()
+    return losses + train(engine, range(4, 6))
+
+
+@pytest.mark.parametrize("share", [1.1, 0.5])
+def test_evaluation_keeps_units_gathered_while_memory_allows(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "free_bytes", rollout.free_bytes)  # to be restored
+    assert run_ranks(evaluated, 2, share) == run_ranks(not_evaluated, 2)
+
+
+# -- the section hybrid_engine ------------------------------------------------------------------------------
+
+
+def hybrid(pins: bool) -> Counter[str]:
+    section = {"enabled": True, "max_out_tokens": 12, "pin_parameters": pins}
+    engine = start(3, hybrid_engine=section)
+    gathers = count_gathers(engine)
+    assert len(sample(engine, 8)) == 12
+    for how in ({"max_new_tokens": 9}, {"max_length": 13}):
+        with pytest.raises(xds.UsageError, match="tokens, prompt included, is longer than hybrid"):
+            engine.generate(PROMPT, **how)
+    return gathers
+
+
+def test_the_keys_of_deepspeeds_hybrid_engine_have_their_meaning() -> None:
+    assert set(run_ranks(hybrid, 2, True)[0].values()) == {1 + 2}
+    assert not run_ranks(hybrid, 2, False)[0]  # by requests, for each forward
+    with pytest.raises(xds.ConfigError, match="inference_tp_size = 2: .*tensor_parallel.autotp"):
+        xds.Config.load(config(3, hybrid_engine={"enabled": True, "inference_tp_size": 2}))
+
+
+# -- tensor ranks -------------------------------------------------------------------------------------------
+
+
+def sliced(stage: int) -> list[list[int]]:
+    torch.manual_seed(dist.get_rank())
+    engine = start(stage, gpt2(0.0), tensor_parallel={"autotp_size": 2})
+    plain = gpt2(0.0).eval()
+    prompt = PROMPT + dist.get_rank() // 2  # tensor ranks have the same
+    found = []
+    for memory_limit in (None, 0):
+        with engine.generating(memory_limit=memory_limit) as module:
+            how = {"max_new_tokens": 5 + dist.get_rank() // 2, "synced_gpus": False}
+            greedy = module.generate(prompt, do_sample=False, **how)
+            assert torch.equal(greedy, plain.generate(prompt, do_sample=False, **how))
+            found.append(module.generate(prompt, do_sample=True, **how)[0].tolist())
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_tensor_ranks_generate_the_same_tokens(stage: int) -> None:
+    found = run_ranks(sliced, 4, stage)
+    assert found[0] == found[1] and found[2] == found[3]
 
 
 # -- inside a rollout ---------------------------------------------------------------------------------------

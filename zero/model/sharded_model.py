@@ -203,6 +203,27 @@ class ShardedModel:
             return 0
         return sum(unit.full_bytes for unit in self.units if not unit.is_unsharded)
 
+    @property
+    def may_keep(self) -> bool:
+        """`keep_used` has an effect: units are dropped after their use, and all ranks use the same ones."""
+        return self.gatherer is not None and not (self.defers or self._diverges)
+
+    @property
+    def keeps(self) -> bool:
+        """`keep_used` was called; or all units are held, so there is nothing to keep."""
+        gatherer = self.gatherer
+        return gatherer is None or gatherer.keeps_used or gatherer.holds_all or gatherer.is_uneven
+
+    def keep_used(self, most_bytes: int) -> None:
+        """See `Gatherer.keep_used`."""
+        if self.gatherer is not None:
+            self.gatherer.keep_used(most_bytes)
+
+    def end_keeping(self) -> None:
+        """See `Gatherer.end_keeping`."""
+        if self.gatherer is not None:
+            self.gatherer.end_keeping()
+
     @contextmanager
     def rollout(self, *, gathers: bool) -> Iterator[None]:
         """Around forwards without backward, of which ranks may run unequal numbers. For all ranks.

@@ -79,6 +79,7 @@ def main() -> None:
         trainer_of = {"grpo": GRPOTrainer, "rloo": RLOOTrainer}[kind]
         config_of = {"grpo": GRPOConfig, "rloo": RLOOConfig}[kind]
         more = {"max_completion_length": 6, "per_device_train_batch_size": 4, "num_generations": 4}
+        more["beta"] = 0.0  # no second model
     common = {"learning_rate": 1e-2, "max_steps": STEPS, "report_to": [], "use_cpu": True}
     silent = {"logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "seed": 3}
     with tempfile.TemporaryDirectory() as folder:
