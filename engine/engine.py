@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -22,6 +22,7 @@ from ..utils.arguments import wrong
 from ..utils.errors import UsageError
 from ..zero.access.access import Access
 from ..zero.access.guards import Guards
+from ..zero.core.backward_pass import IN_ROLLOUT
 from ..zero.core.gather import Gatherer
 from .parts import Parts
 from .states import States
@@ -33,6 +34,8 @@ from .torch_calls import Driver, TorchCalls
 
 if TYPE_CHECKING:
     from .checkpoint.saver import Progress
+    from .generation.rollout import Rollouts
+    from .generation.weights import Weights
     from .profiling.profile import Profile
     from .telemetry.comms import CommsSummary
 
@@ -82,6 +85,7 @@ class Engine:
         self._step = TrainingStep(parts, self._counters, self._states)
         self._access = Access(parts.sharded, parts.updater, self._step)
         self._guards = Guards(parts.module, self._access, defers=parts.sharded.defers)
+        self._rollouts: Rollouts | None = None  # until the first one
         self._torch_calls = TorchCalls(self, self._step, parts.sharded, parts.module)
         if parts.optimizer is not None:
             self._torch_calls.take_optimizer(parts.optimizer)
@@ -322,18 +326,56 @@ class Engine:
         self._states.check_usable()
         return self._sharded.uneven_forwards()
 
+    @contextmanager
+    def generating(
+        self, *, memory_limit: int | None = None, seed: int | None = None
+    ) -> Iterator[nn.Module]:
+        """Inside, the module generates: its own `generate`, or its forward. The begin is for all ranks.
+
+        At stage 3 all units are gathered once, if that fits into memory. Nothing is sent afterwards, so ranks
+        may generate unequal lengths. Else forwards gather the units one after the other; ranks that are done
+        serve the others, and the end is for all ranks too. A log line says which.
+
+        The module is in eval mode, without gradients. Afterwards modes and random numbers are as before, so the
+        training has the bits of one without rollouts.
+
+        Args:
+            memory_limit: bytes that gathered units may take on this rank. None: 70 % of what is free, which the
+                ranks of a machine share on CPUs. 0 streams.
+            seed: of the random numbers inside. None: the first rollout draws those that the script would draw,
+                and each later one goes on where the one before has ended.
+        Raises:
+            UsageError: the model is cut into pipeline stages; or backward, a step or a load is called inside.
+        """
+        self._states.check_usable()
+        self._batches.refuse("generate", "export the weights to generate without a pipeline")
+        with self._found_rollouts().running(memory_limit, seed) as module:
+            yield module
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's `generate`; ranks may stop at different lengths."""
-        with self.uneven_forwards(), self._parts.autocast():
-            return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+        """The module's `generate` inside of `generating()`; all arguments are the module's."""
+        with self.generating():
+            return self._found_rollouts().generate(args, kwargs)
+
+    def _found_rollouts(self) -> Rollouts:
+        if self._rollouts is None:
+            from .generation.rollout import Rollouts
+
+            self._rollouts = Rollouts(self._parts)
+        return self._rollouts
 
     def train(self, mode: bool = True) -> Engine:
         """Put the module in training mode."""
         self.module.train(mode)
+        self._step.keep_used(is_asked=not mode)
         return self
 
     def eval(self) -> Engine:
-        """Put the module in evaluation mode."""
+        """Put the module in evaluation mode, on every rank.
+
+        At stage 3 the units that forwards without gradients use stay gathered until `train()` or a forward with
+        gradients, while they take at most 70 % of the memory that is free at the first one.
+        """
         return self.train(False)
 
     @property
@@ -516,6 +558,39 @@ class Engine:
         self._states.check_usable()
         return self._states.full_state_dict(rank0_only=rank0_only, full_precision=full_precision)
 
+    def weights(
+        self,
+        *,
+        bucket_bytes: int = 1 << 28,
+        names: str = "transformers",
+        dtype: torch.dtype | None = None,
+        merge_adapters: bool = False,
+    ) -> Weights:
+        """The whole tensors of the model, (name, tensor) by (name, tensor), for another program. A collective.
+
+        Every rank runs a loop over the result to its end. At stage 3 tensors are gathered in flat buckets, the
+        next one while this one is used, and each rank sends its part once to every other rank. Tensors are read
+        only, and those of stages 0 to 2 are the parameters themselves: use them before the next step. A tied
+        tensor comes once. The order is that of the buckets, the same on every rank.
+
+        Args:
+            bucket_bytes: of a bucket; two of them are in memory. A larger tensor is a bucket of its own.
+            names: "transformers": without the wrappers of PEFT and torch.compile. "module": those of
+                `engine.module.state_dict()`.
+            dtype: of floating tensors; None is the one that forwards compute with. A narrower one is sent.
+            merge_adapters: add PEFT's active LoRA adapters to their weights, and leave them out. Parameters
+                are not changed.
+        Raises:
+            UsageError: wrong arguments, other ones on another rank, pipeline stages, or an adapter that is no
+                sum of weights.
+        """
+        from .generation.weights import WeightOptions, Weights
+
+        self._states.check_usable()
+        self._batches.refuse("weights", "full_state_dict() has the weights of all stages")
+        options = WeightOptions(bucket_bytes, names, dtype, merge_adapters)
+        return Weights(self._sharded, self.module, options)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Overwrite parameters, masters and buffers by whole values, the same on every rank. A collective.
 
@@ -583,6 +658,7 @@ class Engine:
         from .checkpoint.load_plan import LoadOptions
 
         self._states.check_usable()
+        self._check_outside("load_checkpoint()")
         what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states)
         options = LoadOptions(*what, load_module_only, fallback)
         found = self._states.load(load_dir, tag, options)
@@ -612,6 +688,7 @@ class Engine:
             UsageError: gradients wait for a step, states are away already, or an unknown name or device.
         """
         self._states.check_usable()
+        self._check_outside("offload_states()")
         self._states.offload(include, device, pin_memory=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -662,6 +739,11 @@ class Engine:
                 "this engine only infers: every parameter of its model was frozen at xds.initialize; call "
                 "forward alone, or initialize again with parameters that require gradients"
             )
+        self._check_outside("backward, step() or train_batch()")
+
+    def _check_outside(self, doing: str) -> None:
+        if self._rollouts is not None and self._rollouts.is_running:
+            raise UsageError(IN_ROLLOUT.format(doing))
 
     # -- for a layer over the engine, as engine/deepspeed is ----------------------------------------------
 

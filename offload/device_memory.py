@@ -1,10 +1,12 @@
-"""How much memory of a device may still be allocated, measured over training steps: for a ratio of "auto"."""
+"""How much memory of a device may still be allocated: now, and over training steps for a ratio of "auto"."""
 
 from __future__ import annotations
 
 from typing import final
 
 import torch
+
+from ..utils.host_memory import free_host_bytes
 
 KEPT_FREE = 0.1  # share of the device: other steps may need more than those that were measured
 
@@ -54,9 +56,20 @@ def free_at_peak(total: int, free: int, *, reserved: int, peak: int) -> int:
     return max(0, int((1 - KEPT_FREE) * total) - of_others - peak)
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes of `device` that this process may still take now; None where nobody says it.
+
+    On a CPU the ranks of a machine share them.
+    """
+    if device.type != "cuda":
+        return free_host_bytes()
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
+
+
 def memory_of(device: torch.device) -> DeviceMemory:
     """The measure for `device`."""
     return CudaMemory(device) if device.type == "cuda" else DeviceMemory()
 
 
-__all__ = ["CudaMemory", "DeviceMemory", "memory_of", "free_at_peak"]
+__all__ = ["CudaMemory", "DeviceMemory", "free_at_peak", "free_bytes", "memory_of"]

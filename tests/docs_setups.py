@@ -191,6 +191,33 @@ validation = [{"x": torch.randn(4, 8)} for _ in range(12)]
         """,
         world_size=1,
     ),
+    "docs/generation.md": Setup(
+        """
+        import torch
+        import xds
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.tokens, self.head = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16)
+
+            def forward(self, tokens):
+                return self.head(self.tokens(tokens))
+
+            def generate(self, tokens, max_new_tokens, do_sample=False):
+                for _ in range(max_new_tokens):
+                    next_one = self(tokens)[:, -1:].softmax(-1)
+                    chosen = torch.multinomial(next_one[:, 0], 1) if do_sample else next_one.argmax(-1)
+                    tokens = torch.cat([tokens, chosen], 1)
+                return tokens
+
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
+        config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        engine = xds.initialize(Model(), config)
+        prompt, received, sizes = torch.ones(2, 3, dtype=torch.int64), {}, []
+        """,
+        edits={'save("weights")': 'save("out/weights")'},
+    ),
     "docs/stage-3.md": Setup(
         """
         import json

@@ -7,8 +7,11 @@ for an 11M-parameter model on 2 ranks. glibc cannot keep blocks of more than 32 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
+from pathlib import Path
 
 M_TRIM_THRESHOLD = -1  # malloc.h: keep free memory at the end of the heap up to this size
 M_MMAP_THRESHOLD = -3  # malloc.h: allocate blocks of at least this size directly from the kernel
@@ -39,6 +42,29 @@ def return_freed_blocks() -> bool:
     Returns: the same as `keep_freed_blocks`.
     """
     return _set(M_MMAP_THRESHOLD, RETURNED_BLOCK_BYTES)
+
+
+def free_host_bytes() -> int | None:
+    """Bytes of host memory that this process may still take; None where the system does not say it.
+
+    The least of what the machine has free, what the process's control group may still take, and what RLIMIT_AS
+    leaves. Other processes may take the same bytes.
+    """
+    found = []
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        found.append(1024 * kib["MemAvailable"])
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        folder = Path("/sys/fs/cgroup")
+        limit = int((folder / "memory.max").read_text())
+        found.append(max(0, limit - int((folder / "memory.current").read_text())))
+    with contextlib.suppress(OSError, ValueError):
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            found.append(max(0, limit - pages * resource.getpagesize()))
+    return min(found, default=None)
 
 
 def _set(parameter: int, value_bytes: int) -> bool:

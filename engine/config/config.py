@@ -37,6 +37,7 @@ from ...utils.schema.values import (
 )
 from ...zero.config import ZeroConfig
 from ..dropping.config import CurriculumLearning, ProgressiveLayerDrop
+from ..generation.config import HybridEngine
 from .auto import fill_auto, note_auto
 from .batch import COMPUTED, batch_of
 from .compile import Compile
@@ -167,6 +168,7 @@ class Config(Section):
     data_efficiency: DataEfficiency = nested(DataEfficiency)
     progressive_layer_drop: ProgressiveLayerDrop = nested(ProgressiveLayerDrop)
     curriculum_learning: CurriculumLearning = nested(CurriculumLearning)
+    hybrid_engine: HybridEngine = nested(HybridEngine)
     zero_optimization: ZeroConfig = nested(ZeroConfig)
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing)
     pipeline: Pipeline = nested(Pipeline)

@@ -66,12 +66,6 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
         ),
         details(Object, "arg_mappings model_info"),
     ),
-    "hybrid_engine": Group(
-        "inference kernels inside training",
-        _switch("the hybrid engine"),
-        details(Count, "max_out_tokens inference_tp_size tp_gather_partition_size"),
-        details(Flag, "release_inference_cache pin_parameters enable_cuda_graph"),
-    ),
     "nebula": Group(
         "checkpoints in a cloud service",
         _switch("saving to Nebula"),

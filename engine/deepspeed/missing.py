@@ -24,6 +24,7 @@ _ONE_BIT_ADAM = (
 _INFERENCE = (
     "use deepspeed.init_inference, see docs/inference.md; to serve weights use an inference library"
 )
+_HYBRID = "every engine generates: call engine.generate(...), see docs/generation.md"
 _KERNELS = "xds has no such kernel; torch's own are used"
 _TENSOR = (
     "xds slices layers itself: set the section tensor_parallel in the config, see docs/tensor.md"
@@ -80,7 +81,8 @@ MISSING: dict[str, str] = {
     "DeepSpeedConfigModel": "derive from pydantic.BaseModel",
     **dict.fromkeys(("add_tuning_arguments", "get_config_from_args"), _LR),
     **dict.fromkeys(("set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"), _LEAVES),
-    **dict.fromkeys(("replace_transformer_layer", "DeepSpeedHybridEngine"), _INFERENCE),
+    "replace_transformer_layer": _INFERENCE,
+    "DeepSpeedHybridEngine": _HYBRID,
     **dict.fromkeys(("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"), _KERNELS),
     **dict.fromkeys(("GDSBuilder", "io"), _OFFLOAD),
     **dict.fromkeys(("set_autotp_mode", "set_optimizer_flags"), _TENSOR),
@@ -186,14 +188,14 @@ AREAS: dict[str, str] = {
     **dict.fromkeys(("runtime.fp16.onebit", "runtime.fp16.onebit_adam"), _ONE_BIT_ADAM),
     **dict.fromkeys(("runtime.fp16.onebit_lamb", "runtime.compression"), _ONE_BIT_ADAM),
     **dict.fromkeys(("runtime.comm.nccl", "runtime.comm.mpi"), _ONE_BIT_ADAM),
-    **dict.fromkeys(("runtime.hybrid_engine", "runtime.hybrid_engine_graph"), _INFERENCE),
+    **dict.fromkeys(("runtime.hybrid_engine", "runtime.hybrid_engine_graph"), _HYBRID),
     "runtime.superoffload": "set zero_optimization.offload_optimizer.super_offload in the config",
     **dict.fromkeys(("runtime.zenflow", "runtime.domino", "nebula", "datastates"), _ABSENT),
     "checkpoint": _CHECKPOINT_TOOLS,
     "runtime.state_dict_factory": (
         "it reads Megatron's checkpoints for inference; load the weights into the model before initialize"
     ),
-    "runtime.rollout": "call engine.generate() in a loop of your own",
+    "runtime.rollout": "call engine.generate(...) in a loop of your own, see docs/generation.md",
     "runtime.zero.tiling": "cut wide layers by slices, section tensor_parallel of the config",
     "runtime.compiler": "use torch.compiler, and the config's section compile",
     "runtime.sparse_tensor": "gradients are dense; use sparse=False in embeddings",

@@ -70,6 +70,7 @@ class TrainingStep(BackwardRules):
         self.was_applied = False  # the last step changed the parameters
         self.grad_norm: float | None = None
         self.is_updating = False  # the engine itself calls the optimizer
+        self._keeps_used = False  # engine.eval() was called
         self._parts = parts
         self._sharded = parts.sharded
         self._scale = parts.loss_scale
@@ -94,6 +95,21 @@ class TrainingStep(BackwardRules):
         self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale, self.means)
         parts.sharded.backward_pass.rules = self
 
+    def keep_used(self, *, is_asked: bool) -> None:
+        """Let forwards without gradients keep units gathered, while the module is in evaluation mode."""
+        self._keeps_used = is_asked and self._sharded.may_keep
+        if not is_asked:
+            self._sharded.end_keeping()
+
+    def _keep_or_drop(self) -> None:
+        """Before a forward. A collective at the first one that keeps."""
+        if torch.is_grad_enabled() or self._parts.module.training:
+            self._sharded.end_keeping()
+        elif not self._sharded.keeps:
+            from ..generation.rollout import spare_bytes
+
+            self._sharded.keep_used(spare_bytes(self._sharded))
+
     def check_usable(self) -> None:
         """See `States.check_usable`."""
         self._states.check_usable()
@@ -105,6 +121,8 @@ class TrainingStep(BackwardRules):
             self._allocate_states()
         module = self._parts.module
         self._sharded.check_unchanged()
+        if self._keeps_used:
+            self._keep_or_drop()
         watched = self._sharded.forward_context(
             is_training=module.training, is_compiled=self._parts.compiler.is_compiled
         )

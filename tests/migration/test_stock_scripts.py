@@ -249,6 +249,21 @@ def test_stock_transformers_builds_trains_saves_and_resumes(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["grpo", "rloo", "online_dpo"])
+def test_stock_trl_has_the_rewards_of_stage_0_at_stage_3(trainer: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    script = str(SCRIPTS / "trl_stock.py")
+    found = [
+        json.loads(launch(tmp_path, "--as-deepspeed", script, trainer, stage).splitlines()[-1])
+        for stage in ("0", "3")
+    ]
+    assert len(set(found[0]["rewards"][0])) > 3
+    assert found[1]["rewards"] == found[0]["rewards"]
+    assert found[1]["losses"] == pytest.approx(found[0]["losses"], abs=1e-6)
+
+
+@pytest.mark.slow
 def test_lightnings_fabric_and_trainer_train_as_ddp_does_at_stages_1_to_3(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     printed = launch(tmp_path, "--as-deepspeed", str(SCRIPTS / "lightning_stock.py"))

@@ -7,13 +7,15 @@ the rank's range. A read sends only the elements of that parameter.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
 
-from ...ops.comm.collectives import Collectives
+from ...ops.comm.collectives import ACCESS_BUFFER, Collectives
 from ...ops.flat import flattened, is_channels_last, overlap, shaped
 from ...utils.errors import UsageError
 from ...utils.views import write
@@ -76,6 +78,7 @@ class Access(ParamOwner):
         self._model = model
         self._updater = updater
         self._step = step
+        self._held = ExitStack()  # of `hold_all`
         masters = {id(master.params): master for master in updater.masters}
         self._places: dict[int, _Place] = {}
         self._params: list[nn.Parameter] = []
@@ -263,7 +266,38 @@ class Access(ParamOwner):
         place = self._places.get(id(param))
         if place is None:
             return id(param) in self._slices
-        return place.flat.is_overridden(place.position)
+        return place.flat.is_held or place.flat.is_overridden(place.position)
+
+    def hold_all(self, params: Sequence[nn.Parameter]) -> bool:
+        gatherer, groups = self._model.gatherer, self._model.flat_groups
+        if gatherer is None or groups.slices or groups.mesh.pipe > 1:
+            return False
+        if self._model.defers or gatherer.holds_all or gatherer.is_uneven or gatherer.in_backward:
+            return False
+        given = {id(param) for param in params}
+        flats = [flat for unit in self._model.units for flat in unit.params]
+        held = [flat for flat in flats if flat.may_be_resharded]
+        is_exact = not any(flat.sender.rounds or flat.overridden for flat in flats)
+        if not (
+            held and is_exact and given.issuperset(id(p) for flat in held for p in flat.params)
+        ):
+            return False
+        self.agree("GatheredParameters of all parameters", held[0].params[0])
+        self._model.take_edits()
+        gatherer.end_keeping()
+        self._held.enter_context(gatherer.keeping_order())
+        self._held.enter_context(gatherer.holding_all())
+        return True
+
+    def release_all(self, *, checks: bool) -> list[str]:
+        held = [flat for unit in self._model.units for flat in unit.params if flat.is_held]
+        names = [name for flat in held if (name := flat.discard())]
+        self._held.close()
+        if not checks:
+            return []
+        row = torch.tensor([bool(names)], dtype=torch.uint8, device=self._data.device)
+        is_edited = bool(self._data.gather_small(row, ACCESS_BUFFER).any())
+        return names or ["a parameter"] if is_edited else []
 
     def holds_full(self, param: nn.Parameter) -> bool:
         place = self._places.get(id(param))
@@ -291,7 +325,8 @@ class Access(ParamOwner):
     def clear_override(self, param: nn.Parameter) -> None:
         place = self._places.get(id(param))
         if place is not None:
-            place.flat.clear_override(place.position)
+            if place.flat.is_overridden(place.position):  # else it is held
+                place.flat.clear_override(place.position)
         elif id(param) in self._slices:  # else the engine has ended inside of the context
             param.data = self._slices.pop(id(param))
 

@@ -30,7 +30,8 @@ class GatheredParameters:
     - With `modifier_rank`, all ranks get that rank's values on exit, masters included, at every stage.
     - Without it the values are for reading: at stage 3, and with shared_parameters, an edit raises on exit, and
       is lost. There engine.step() inside is refused.
-    - Each parameter is gathered separately, so only the bytes of `params` are sent. Their order is free.
+    - Each parameter is gathered separately, so only the bytes of `params` are sent. Their order is free. All
+      parameters of a model, without `modifier_rank`, are gathered as units; forwards inside send nothing.
     - Forward passes inside use the values that the parameters hold there. Contexts may be nested.
     - Parameters that no engine owns are left unchanged.
     - After an exception inside, nothing is written.
@@ -58,6 +59,7 @@ class GatheredParameters:
         )
         self._held: list[tuple[nn.Parameter, ParamOwner]] = []
         self._overridden: list[tuple[nn.Parameter, ParamOwner]] = []
+        self._holding: list[ParamOwner] = []
 
     def __enter__(self) -> None:
         found = [(param, resolve_owner(param)) for param in self._params]
@@ -65,8 +67,12 @@ class GatheredParameters:
         self._held = sorted(
             ((param, owner) for param, owner in found if owner is not None), key=_place
         )
+        if self._modifier is None:
+            self._hold_units()
         for param, owner in self._held:
             self._check_modifier(owner.together(param).world_size)
+            if owner in self._holding and owner.is_overridden(param):
+                continue
             owner.agree("GatheredParameters", param)
             is_usable = owner.compute(param).is_full and not owner.is_read_only(param)
             if not is_usable and not owner.is_overridden(param):
@@ -74,6 +80,13 @@ class GatheredParameters:
                 assert full is not None
                 owner.override(param, full)
                 self._overridden.append((param, owner))
+
+    def _hold_units(self) -> None:
+        """All parameters of a model: gather its units, without a copy, and in few messages."""
+        by_owner: dict[ParamOwner, list[nn.Parameter]] = {}
+        for param, owner in self._held:
+            by_owner.setdefault(owner, []).append(param)
+        self._holding = [owner for owner, params in by_owner.items() if owner.hold_all(params)]
 
     def _check_modifier(self, world_size: int) -> None:
         if self._modifier is not None and not 0 <= self._modifier < world_size:
@@ -95,6 +108,9 @@ class GatheredParameters:
         overridden, self._overridden, self._held = self._overridden, [], []
         for param, owner in overridden:
             owner.clear_override(param)
+        holding, self._holding = self._holding, []
+        for owner in holding:
+            edited += owner.release_all(checks=kind is None)
         if edited:
             raise LostEdit(
                 f"{', '.join(edited[:5])} changed inside GatheredParameters without modifier_rank: the edit is "

@@ -26,6 +26,11 @@ from .grad_bucket import Added, GradBucket
 from .reduction import Reduction, Scope
 from .unit import Unit
 
+IN_ROLLOUT = (
+    "{} inside engine.generating(): its forwards have no gradients, and its parameters are those of before; "
+    "leave the context first"
+)
+
 
 @final
 class ManualGradGuard:
@@ -178,6 +183,8 @@ class BackwardPass:
                 "backward inside uneven_forwards(): ranks that run unequal numbers of forwards cannot reduce "
                 "gradients together; leave the context first"
             )
+        if self._gatherer is not None and self._gatherer.refuses_backward:
+            raise UsageError(IN_ROLLOUT.format("backward"))
         self.end_script_backward()
         # a lossy reducer counts its messages, so it sends each one
         without = frozenset() if self._reduction.is_lossy else self.left_out

@@ -6,7 +6,8 @@ The hooks (hooks.py) say what is used, and the backward pass when it begins and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -121,6 +122,10 @@ class Gatherer:
         self._put_off: set[Unit] = set()
         self._keeps_all = False  # nothing is dropped: a graph of create_graph needs full parameters
         self._leaf_handles: list[RemovableHandle] = []  # on tensors that outlive their step
+        self.holds_all = False  # inside `holding_all`
+        self.refuses_backward = False  # inside a rollout
+        self._most_kept_bytes: int | None = None  # of `keep_used`; None: nothing is kept
+        self._kept: set[Unit] = set()
 
     # -- passes -----------------------------------------------------------------------------------------
 
@@ -170,6 +175,7 @@ class Gatherer:
     def begin_update(self) -> None:
         """Parameters are about to change: no existing graph needs a unit any more."""
         self._keeps_all = False
+        self.end_keeping()
         for unit in self._units:
             unit.is_kept_until_update = False
         self.end_backward()
@@ -191,7 +197,7 @@ class Gatherer:
 
     def drop(self, unit: Unit) -> None:
         """Free its full parameters, if nothing needs them."""
-        if not self._keeps_all:
+        if not (self._keeps_all or self._stays(unit)):
             unit.reshard()
 
     def note_use(self, unit: Unit) -> None:
@@ -258,8 +264,70 @@ class Gatherer:
         for unit in self._units:
             self.drop(unit)
 
+    @contextmanager
+    def holding_all(self) -> Iterator[None]:
+        """Inside, every unit is gathered, so no forward sends anything. **Collective** at the begin alone.
+
+        Each unit is gathered once, into its own buffer, with the next one on its way.
+        """
+        dropped = [unit for unit in self._units if not unit.is_unsharded]
+        try:
+            for at, unit in enumerate(dropped):
+                for following in dropped[at : at + 2]:
+                    following.hold()
+                unit.unshard()
+                self._put_off.discard(unit)
+            self.holds_all = True
+            yield
+        finally:
+            self.holds_all = self.refuses_backward = False
+            for unit in dropped:
+                if unit.is_held:
+                    unit.release()
+
+    @contextmanager
+    def keeping_order(self) -> Iterator[None]:
+        """Forwards inside do not change what later ones start early."""
+        order, previous = self._order, self._previous
+        try:
+            yield
+        finally:
+            self._order, self._previous = order, previous
+
+    def keep_used(self, most_bytes: int) -> None:
+        """From now on units stay gathered after their use, while these take at most so many bytes.
+
+        most_bytes: the same on all ranks, which run the same forwards until `end_keeping`.
+        """
+        self._most_kept_bytes = most_bytes
+
+    def end_keeping(self) -> None:
+        """Undo `keep_used`, and drop what it has kept. Not collective."""
+        if self._most_kept_bytes is not None:
+            self._most_kept_bytes = None
+            kept, self._kept = self._kept, set()
+            for unit in kept:
+                self.drop(unit)
+
+    @property
+    def keeps_used(self) -> bool:
+        """`keep_used` was called, and `end_keeping` was not."""
+        return self._most_kept_bytes is not None
+
+    def _stays(self, unit: Unit) -> bool:
+        """`unit` is one of those that `keep_used` keeps, or becomes one of them."""
+        if self._most_kept_bytes is None or self._uneven is not None:
+            return False
+        if unit not in self._kept:
+            kept_bytes = sum(one.full_bytes for one in self._kept)
+            if not unit.is_unsharded or kept_bytes + unit.full_bytes > self._most_kept_bytes:
+                return False
+            self._kept.add(unit)
+        return True
+
     def begin_uneven(self) -> None:
         """From now on ranks may run unequal numbers of forwards. **Collective**, as `end_uneven`."""
+        self.end_keeping()
         self.drop_all()
         self._uneven = UnevenGathers(self._units, self._collectives)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -158,9 +158,20 @@ class ParamOwner(ABC):
         """`write`, but a master keeps its full precision where the computed value does not change."""
         self.write(param, reader)
 
+    def hold_all(self, params: Sequence[nn.Parameter]) -> bool:
+        """Gather whole units for reading until `release_all`, if all that are in shards are in `params`.
+
+        False: nothing has happened. Parameters that are held count as overridden.
+        """
+        return False
+
+    def release_all(self, *, checks: bool) -> list[str]:
+        """End `hold_all`. Writes of user code are lost; with `checks` the result has names of some of them."""
+        raise AssertionError("hold_all is False here")
+
     @abstractmethod
     def is_overridden(self, param: nn.Parameter) -> bool:
-        """`param.data` is a tensor given to `override`."""
+        """`param.data` is a tensor given to `override`, or is held."""
 
     def is_read_only(self, param: nn.Parameter) -> bool:
         """Other ranks have the same memory of `param`: user code may not write to it."""

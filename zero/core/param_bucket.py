@@ -162,6 +162,7 @@ class ParamBucket:
         shards_params: ranks keep one shard each between uses (stage 3); else each keeps the full buffer.
         is_written: user code has written to parameters since the owner of the master last cleared it, as far
             as version counters and assignments to `.data` show.
+        is_held: its unit stays gathered for now, whatever is called.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class ParamBucket:
         self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
         self._counted = tuple(param for param in self.params if not param.is_inference())
         self._versions = self._sum_versions()
-        self.is_written = False
+        self.is_written = self.is_held = False
         self.stored_shard: Shard = Shard(memory.own)
         if shards_params:
             self.stored_shard = store.add(index, memory.own, self._to_device)
@@ -389,6 +390,21 @@ class ParamBucket:
             self._point_to(self._placeholders)
             self.raw.untyped_storage().resize_(0)
             self._state = ShardState.SHARDED
+
+    def discard(self) -> str:
+        """`reshard`, without what user code has written. Returns a name if this rank's part was written."""
+        start, stop = self.layout.shard_range(self.collectives.rank)
+        changed = [self.layout.slots[position].name for position in self._assigned(self._views)]
+        own, kept = self.collectives.shard_of(self.raw), self.shard.to(self.collectives.device)
+        if not own.view(torch.uint8).equal(kept.view(torch.uint8)):
+            pieces = self.layout.pieces_in(start, stop)
+            cuts = [(piece.slot.name, slice(piece.start, piece.stop)) for piece in pieces]
+            changed += [name for name, at in cuts if not own[at].equal(kept[at])]
+        self._point_to(self._placeholders)
+        self.raw.untyped_storage().resize_(0)
+        self._state = ShardState.SHARDED
+        self._versions = self._sum_versions()
+        return changed[0] if changed else ""
 
     def start_publish(self, target: Tensor | None = None) -> None:
         """The shard has changed: start to gather it, if the full buffer stays gathered between steps.

@@ -76,6 +76,11 @@ class Unit:
         return any(flat.may_be_resharded for flat in self.params)
 
     @property
+    def full_bytes(self) -> int:
+        """Bytes of its gathered buffers on this rank, without those that stay gathered all the time."""
+        return sum(flat.full_bytes for flat in self.params if flat.may_be_resharded)
+
+    @property
     def has_frozen(self) -> bool:
         """Some parameters get no gradient, so gradients cannot show when backward has left the unit."""
         return len(self.params) > len(self.grads) or any(
@@ -124,9 +129,13 @@ class Unit:
     def hold(self) -> None:
         """Start to gather the unit; `reshard` does nothing until `release`."""
         self.is_held = True
+        for flat in self.params:
+            flat.is_held = flat.may_be_resharded
         self.start_unshard()
 
     def release(self) -> None:
         """End `hold`, and drop the unit."""
         self.is_held = False
+        for flat in self.params:
+            flat.is_held = False
         self.reshard()

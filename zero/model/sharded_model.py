@@ -15,7 +15,7 @@ from ...ops.comm.exchange import agree, all_gather_json
 from ...ops.pool import BufferPool
 from ...utils.errors import UsageError, XdsError
 from ..config import ZeroConfig
-from ..core.backward_pass import BackwardPass
+from ..core.backward_pass import IN_ROLLOUT, BackwardPass
 from ..core.gather import Gatherer, num_kept
 from ..core.hooks import UnitHooks
 from ..core.reduction import REDUCTIONS_IN_FLIGHT, Reduction, StepStatus
@@ -156,7 +156,7 @@ class ShardedModel:
         self, *, is_training: bool, is_compiled: bool
     ) -> AbstractContextManager[Any]:
         """Around a call of the module. The first ones look for parameters used outside of their unit."""
-        if self.gatherer is None or self._hooks is None:
+        if self.gatherer is None or self._hooks is None or self.gatherer.holds_all:
             return nullcontext()
         context = ExitStack()
         self._hooks.exclude_from_compile()
@@ -214,6 +214,59 @@ class ShardedModel:
             self.gatherer.leave_out(units)
         if in_backward:
             self.backward_pass.left_out = frozenset(g for unit in units for g in unit.grads)
+
+    def bytes_to_gather(self) -> int:
+        """Bytes that this rank would allocate to have all units gathered."""
+        if self.gatherer is None or self.defers:
+            return 0
+        return sum(unit.full_bytes for unit in self.units if not unit.is_unsharded)
+
+    @property
+    def may_keep(self) -> bool:
+        """`keep_used` has an effect: units are dropped after their use, and all ranks use the same ones."""
+        return self.gatherer is not None and not (self.defers or self._diverges)
+
+    @property
+    def keeps(self) -> bool:
+        """`keep_used` was called; or all units are held, so there is nothing to keep."""
+        gatherer = self.gatherer
+        return gatherer is None or gatherer.keeps_used or gatherer.holds_all or gatherer.is_uneven
+
+    def keep_used(self, most_bytes: int) -> None:
+        """See `Gatherer.keep_used`."""
+        if self.gatherer is not None:
+            self.gatherer.keep_used(most_bytes)
+
+    def end_keeping(self) -> None:
+        """See `Gatherer.end_keeping`."""
+        if self.gatherer is not None:
+            self.gatherer.end_keeping()
+
+    @contextmanager
+    def rollout(self, *, gathers: bool) -> Iterator[None]:
+        """Around forwards without backward, of which ranks may run unequal numbers. For all ranks.
+
+        gathers: all units are gathered at the begin, once, and no forward sends anything. Else each forward
+            gathers them one after the other.
+        """
+        if self.gatherer is None or self._hooks is None or self.defers:
+            self.gather_deferred()
+            yield
+            return
+        self._hooks.exclude_from_compile()
+        alone = self._gathering.world_size == 1  # and its parameters are on the host
+        with self.gatherer.keeping_order():
+            if gathers:
+                with self.gatherer.holding_all():
+                    self.gatherer.refuses_backward = True
+                    yield
+            else:
+                self.gatherer.end_keeping()
+                try:
+                    with nullcontext() if alone else self.uneven_forwards():
+                        yield
+                finally:
+                    self.gatherer.drop_all()
 
     # -- step -------------------------------------------------------------------------------------------
 
@@ -277,7 +330,12 @@ class ShardedModel:
             self.backward_pass.end_checked()
 
     def before_update(self) -> None:
-        """Gathered parameters are about to become stale."""
+        """Gathered parameters are about to become stale.
+
+        Raises UsageError: this is inside of a rollout, or of GatheredParameters.
+        """
+        if self.gatherer is not None and self.gatherer.refuses_backward:
+            raise UsageError(IN_ROLLOUT.format("an update"))
         self.gather_deferred()
         if self.gatherer is not None:
             self.gatherer.begin_update()
@@ -316,6 +374,7 @@ class ShardedModel:
 
     def _check_overridden(self) -> None:
         names = [name for flat in self._flats for name in flat.overridden]
+        names += [flat.layout.slots[0].name for flat in self._flats if flat.is_held]
         if names:
             raise UsageError(
                 f"new values inside xds.zero.GatheredParameters, by engine.step() or a load: its end would "

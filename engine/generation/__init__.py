@@ -1,0 +1,1 @@
+"""Generation by the model that trains, and its weights for other programs."""

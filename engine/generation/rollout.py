@@ -1,0 +1,231 @@
+"""Rollouts: `engine.generating()`, forwards without backward between two steps of a training.
+
+    begin     all ranks agree   the way, by memory      units gathered once ──┬── or streamed, by each forward
+    inside    each rank alone   transformers' generate, in eval mode, without gradients
+    end       each rank alone   units dropped; modes and random numbers are those of before
+
+Ranks that have all units gathered send nothing until the end. So they may generate unequal lengths, and one
+that fails does not hold up the others before their next step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ...offload.device_memory import free_bytes
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.exchange import host_key
+from ...utils.arguments import whole, wrong
+from ...utils.errors import UsageError
+from ...utils.sizes import size_text
+from ...zero.model.sharded_model import ShardedModel
+from ..parts import Parts
+
+log = logging.getLogger("xds")
+
+SHARE_OF_FREE = (
+    0.7  # of the memory that is free: the rest is for the key-value cache and activations
+)
+UNKNOWN = 1 << 60  # bytes that are free where the system does not say it
+
+
+@final
+class Rollouts:
+    """Runs the rollouts of one engine. Owns the random numbers that only they draw."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.is_running = False
+        self._parts = parts
+        self._sharded = parts.sharded
+        self._numbers: dict[str, Tensor] | None = None  # where the last rollout has ended
+        self._said = ""
+
+    @contextmanager
+    def running(self, memory_limit: int | None, seed: int | None) -> Iterator[nn.Module]:
+        """See `Engine.generating`. A second one inside does nothing."""
+        if self.is_running:
+            yield self._parts.module
+            return
+        limit = None if memory_limit is None else whole("generating: memory_limit", memory_limit, 0)
+        section = self._parts.config.hybrid_engine
+        if limit is None and section.enabled and not section.pin_parameters:
+            limit = 0
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise wrong("generating: seed", seed, "a whole number, or None")
+        with self._sharded.collectives.publishing_errors("generation"):
+            self._sharded.check_unchanged()
+            gathers = self._gathers(limit)
+            with (
+                self._sharded.rollout(gathers=gathers),
+                self._own_numbers(seed),
+                _evaluating(self._parts.module),
+                torch.no_grad(),
+                self._parts.autocast(),
+            ):
+                self.is_running = True
+                try:
+                    yield self._parts.module
+                finally:
+                    self.is_running = False
+
+    def generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's `generate`. transformers' would let ranks at stage 3 wait for one another."""
+        generate = getattr(self._parts.module, "generate", None)
+        if generate is None:
+            raise UsageError(
+                f"engine.generate(): {type(self._parts.module).__name__} has no generate(); write "
+                "`with engine.generating() as module:` and call its forward for each token"
+            )
+        if _takes(self._parts.module, "synced_gpus"):
+            kwargs = {"synced_gpus": False, **kwargs}
+        self._check_length(args, kwargs)
+        return generate(*args, **kwargs)
+
+    def _check_length(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """
+        Raises:
+            UsageError: the prompt with the tokens that are asked for is longer than hybrid_engine says.
+        """
+        section = self._parts.config.hybrid_engine
+        if not section.enabled:
+            return
+        prompts = [*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")]
+        lengths = [one.shape[-1] for one in prompts if isinstance(one, Tensor) and one.dim()]
+        asked = max(lengths, default=0)
+        asked = max(asked + (kwargs.get("max_new_tokens") or 0), kwargs.get("max_length") or 0)
+        if asked > section.max_out_tokens:
+            raise UsageError(
+                f"engine.generate(): a sequence of {asked} tokens, prompt included, is longer than "
+                f"hybrid_engine.max_out_tokens = {section.max_out_tokens}; generate fewer, or raise the key"
+            )
+
+    # -- the way ----------------------------------------------------------------------------------------
+
+    def _gathers(self, limit: int | None) -> bool:
+        """All units fit into the memory of every rank. A collective at stage 3."""
+        sharded = self._sharded
+        if sharded.gatherer is None or sharded.defers:
+            self._say("every rank has the whole model; nothing is gathered")
+            return True
+        needed, spare = _least_room(sharded.collectives, sharded.bytes_to_gather(), limit)
+        has_room = needed <= spare
+        num_units = sum(unit.may_be_resharded for unit in sharded.units)
+        if has_room:
+            self._say(f"{num_units} units are gathered once a rollout, {size_text(needed)} a rank")
+        else:
+            self._say(
+                f"{num_units} units are streamed, each one gathered for each token, because all of them take "
+                f"{size_text(needed)} a rank and {size_text(spare)} may be used; a larger batch costs no more "
+                "messages"
+            )
+        return has_room
+
+    def _say(self, text: str) -> None:
+        if text.partition(",")[0] != self._said and self._sharded.collectives.rank == 0:
+            log.info("generation: %s", text)
+        self._said = text.partition(",")[0]
+
+    # -- random numbers ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _own_numbers(self, seed: int | None) -> Iterator[None]:
+        """Inside, random numbers are those of rollouts. Outside, they are as if no rollout had run."""
+        device = self._parts.device
+        before = _states(device)
+        if seed is not None:
+            torch.manual_seed(seed)
+        elif self._numbers is not None:
+            _set_states(self._numbers, device)
+        self._share_numbers(device)
+        try:
+            yield
+        finally:
+            self._numbers = _states(device)
+            _set_states(before, device)
+
+    def _share_numbers(self, device: torch.device) -> None:
+        """Ranks that have slices of one model sample the same tokens: those of the first of them."""
+        slices = next(iter(self._sharded.flat_groups.slices.values()), None)
+        if slices is None:
+            return
+        states = _states(device)
+        for state in states.values():
+            moved = state.to(device)
+            slices.tensor.broadcast(moved, 0, "the random numbers of a rollout")
+            state.copy_(moved)
+        _set_states(states, device)
+
+
+def _least_room(collectives: Collectives, needed: int, limit: int | None) -> tuple[int, int]:
+    """What the rank with the least room needs, and may use, in bytes. A collective."""
+    return max(_rooms(collectives, needed, limit), key=lambda pair: pair[0] - pair[1])
+
+
+def _rooms(collectives: Collectives, needed: int, limit: int | None) -> list[tuple[int, int]]:
+    """What each rank needs, and may use, in bytes. A collective, of 32 bytes.
+
+    On CPUs the ranks of a machine share what is free. limit: what this rank may use; None: a share of that.
+    """
+    is_shared = collectives.device.type == "cpu"
+    free = free_bytes(collectives.device)
+    row = [host_key(), needed, UNKNOWN if free is None else free, -1 if limit is None else limit]
+    sent = torch.tensor(row, dtype=torch.int64, device=collectives.device)
+    table = collectives.gather_small(sent, what="the memory for a rollout").tolist()
+    found = []
+    for host, own, here, given in table:
+        neighbours = [other for other in table if other[0] == host] if is_shared else [[host, own]]
+        wanted = sum(other[1] for other in neighbours)
+        room = int(SHARE_OF_FREE * here * own / wanted) if wanted else 0
+        found.append((own, room if given < 0 else given))
+    return found
+
+
+def spare_bytes(sharded: ShardedModel) -> int:
+    """Bytes that gathered units may take on each rank during an evaluation. A collective."""
+    needed = sharded.bytes_to_gather()
+    return min(room for _, room in _rooms(sharded.collectives, needed, None))
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """`module` in eval mode; afterwards each module has its own mode again."""
+    modes = [(one, one.training) for one in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for one, mode in modes:
+            one.training = mode
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    """`module.generate` has a parameter `name`, or gives it on to that of its base model (PEFT)."""
+    found = inspect.signature(module.generate).parameters  # type: ignore[arg-type]
+    if name in found:
+        return True
+    inner = getattr(module, "get_base_model", None)
+    is_open = any(one.kind is one.VAR_KEYWORD for one in found.values())
+    return is_open and callable(inner) and _takes(inner(), name)
+
+
+def _states(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_states(states: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+__all__ = ["Rollouts", "spare_bytes"]
