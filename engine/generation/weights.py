@@ -152,7 +152,7 @@ class Weights:
     def _finish(self, target: Path, files: dict[str, list[str]]) -> None:
         config = getattr(self._module, "config", None)
         if hasattr(config, "save_pretrained"):
-            config.save_pretrained(target)  # type: ignore[union-attr, operator]
+            config.save_pretrained(target)  # type: ignore[union-attr]
         size_bytes = sum(numel_of(one.shape) * one.dtype.itemsize for one in self.metadata)
         table = {name: file for file, names in files.items() for name in names}
         text = json.dumps({"metadata": {"total_size": size_bytes}, "weight_map": table}, indent=1)

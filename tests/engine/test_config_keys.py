@@ -35,6 +35,30 @@ LENGTH = {
 }
 # keys without which a value other than the default is refused, or is not what a config has in the end
 BESIDE: dict[str, dict[str, Any]] = {
+    "curriculum_learning.enabled": {
+        "curriculum_learning": {
+            "min_difficulty": 8,
+            "max_difficulty": 64,
+            "schedule_type": "custom",
+        }
+    },
+    "data_efficiency.data_routing.random_ltd.enabled": {
+        "data_efficiency": {
+            "data_routing": {
+                "random_ltd": {
+                    "total_layer_num": 4,
+                    "random_ltd_layer_num": 1,
+                    "random_ltd_layer_id": [1],
+                    "random_ltd_schedule": {
+                        "min_value": 8,
+                        "max_value": 16,
+                        "schedule_type": "fixed_linear",
+                        "schedule_config": {"require_steps": 1, "seq_per_step": 1},
+                    },
+                }
+            }
+        }
+    },
     "elasticity.enabled": {
         "train_batch_size": "auto",
         "elasticity": {"max_train_batch_size": 64, "micro_batch_sizes": [2]},
@@ -80,6 +104,11 @@ BESIDE["quantize_training.quantize_bits.start_bits"] = {
 # values of keys whose type is more than its JSON schema: right ones, wrong ones
 SPECIAL: dict[str, tuple[list[Any], list[Any]]] = {
     "compression_training.layer_reduction.teacher_layer": ([[0, 2], []], [[-1], ["2"], 2]),
+    "data_efficiency.data_routing.random_ltd.random_ltd_layer_id": (
+        [[1, 2], []],
+        [[-1], ["1"], 1],
+    ),
+    "progressive_layer_drop.theta": ([1, 0.5], [0, 1.5, True, "1"]),
     "elasticity.micro_batch_sizes": ([[2, 4]], [[], [0], ["2"], 2]),
     "aio.block_size": ([4096, 1 << 20], [4097, 0, "1M"]),
     "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": (

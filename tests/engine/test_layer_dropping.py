@@ -362,7 +362,7 @@ def test_keywords_are_refused_in_pipelines_and_where_ranks_would_wait_for_ever()
         xds.initialize(Reads(), config(stage, progressive_layer_drop=DROPS, **more))
 
     with pytest.raises(AssertionError, match="pipeline stages get no keywords"):
-        run_ranks(partial(start, pipeline={"stages": 2}), 2, 0)
+        run_ranks(partial(start, accumulation=2, pipeline={"stages": 2}), 2, 0)
     with pytest.raises(AssertionError, match="divergent_graphs to true"):
         run_ranks(start, 2, 3)
 

@@ -88,7 +88,7 @@ def test_the_legacy_curriculum_is_read_and_set_as_in_deepspeed():
     def script() -> Any:
         section = {"enabled": True, "curriculum_type": "seqlen", "schedule_type": "custom"}
         section |= {"min_difficulty": 1, "max_difficulty": 9}
-        engine, *_ = deepspeed.initialize(Cuts(), config=config(curriculum_learning=section))
+        engine, *_ = deepspeed.initialize(model=Cuts(), config=config(curriculum_learning=section))
         engine.curriculum_scheduler_legacy.set_custom_get_difficulty(lambda step: 3 * step)
         engine.backward(engine(torch.ones(2, 9, 2)))
         engine.step()

@@ -120,7 +120,8 @@ def in_order(wanted: Sequence[Wanted]) -> list[Wanted]:
     A shard is a run of tensors. In their own order all tensors of a small bucket would come from one rank.
     """
     queues: dict[tuple[int, int], list[Wanted]] = {}
-    others, keys = [], {}
+    others: list[Wanted] = []
+    keys: dict[tuple[int, int], list[int]] = {}
     for one in wanted:
         _, view = one.held()
         if view is None or view.is_whole or view.slices is not None:
