@@ -525,7 +525,7 @@ def compressed_sizes() -> Picture:
         WIDTH, height, "File size and accuracy of a classifier, compressed in four ways"
     )
     picture.text(20, 32, "A classifier of digits, compressed in four ways", size=18, bold=True)
-    picture.text(WIDTH - 20, 32, "accuracy, mean of the seeds", ink="muted", anchor="end")
+    picture.text(WIDTH - 20, 32, "accuracy, mean of 3 seeds", ink="muted", anchor="end")
     most = max(size for _, _, size in models)
     for number, (name, accuracy, size) in enumerate(models):
         y, width = top + number * 34, whole * size / most
