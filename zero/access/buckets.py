@@ -121,7 +121,7 @@ def in_order(wanted: Sequence[Wanted]) -> list[Wanted]:
     """
     queues: dict[tuple[int, int], list[Wanted]] = {}
     others: list[Wanted] = []
-    keys: dict[tuple[int, int], list[int]] = {}
+    keys: dict[int, int] = {}
     for one in wanted:
         _, view = one.held()
         if view is None or view.is_whole or view.slices is not None:
