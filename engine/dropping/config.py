@@ -130,7 +130,6 @@ class RandomLtd(Section):
         "model_type": NoEffect(
             Annotated[Literal["encoder", "decoder"], ANY_CASE],
             "rows and columns of masks are gathered for both",
-            same=("encoder", "decoder"),
         ),
     }
 
