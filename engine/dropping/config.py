@@ -127,6 +127,7 @@ class RandomLtd(Section):
     others: ClassVar[Mapping[str, Entry]] = {
         "global_batch_size": NoEffect(Count, "the engine knows it"),
         "micro_batch_size": NoEffect(Count, "the engine knows it"),
+        "model_type": NoEffect(str, "rows and columns of masks are gathered for both types"),
     }
 
     enabled: Flag = Field(False, description="chosen layers drop tokens in training")
@@ -139,9 +140,6 @@ class RandomLtd(Section):
     model_mask_name: str | None = Field(
         None,
         description="the layer's argument with the attention mask; masks are found by name as well",
-    )
-    model_type: Annotated[Literal["encoder", "decoder"], ANY_CASE] = Field(
-        "decoder", description="no effect: rows and columns of masks are gathered for both"
     )
     hidden_state_order: Annotated[Literal["batch_seq_dim", "seq_batch_dim"], ANY_CASE] = Field(
         "batch_seq_dim", description="the first two dimensions of a layer's input"

@@ -200,7 +200,6 @@ def test_numbers_without_a_layer_are_refused_before_the_first_step():
         ({"random_ltd_layer_id": [1, 1]}, "twice"),
         ({"random_ltd_schedule": {"min_value": 8}}, "needs the key"),
         ({"layer_token_lr_schedule": {"enabled": True}}, "never implemented"),
-        ({"model_type": "both"}, "encoder"),
     ],
 )
 def test_a_section_that_does_not_fit_is_refused(more, said):
