@@ -344,6 +344,7 @@ class Engine:
                 ranks of a machine share on CPUs. 0 streams.
             seed: of the random numbers inside. None: the first rollout draws those that the script would draw,
                 and each later one goes on where the one before has ended.
+
         Raises:
             UsageError: the model is cut into pipeline stages; or backward, a step or a load is called inside.
         """
@@ -580,6 +581,7 @@ class Engine:
             dtype: of floating tensors; None is the one that forwards compute with. A narrower one is sent.
             merge_adapters: add PEFT's active LoRA adapters to their weights, and leave them out. Parameters
                 are not changed.
+
         Raises:
             UsageError: wrong arguments, other ones on another rank, pipeline stages, or an adapter that is no
                 sum of weights.

@@ -48,7 +48,13 @@ TENSOR = (
 )
 
 
-PUBLIC = {"xds": NAMES, "xds.pipe": PIPE, "xds.tensor": TENSOR}
+SPARSE = xds.ops.sparse_attention.__all__
+PUBLIC = {
+    "xds": NAMES,
+    "xds.pipe": PIPE,
+    "xds.tensor": TENSOR,
+    "xds.ops.sparse_attention": SPARSE,
+}
 COMPRESSED = "xds.engine.model.compressed_training"  # `xds.compression` provides these
 COMPRESSION = (
     *(f"{COMPRESSED}.{name}" for name in ("init_compression", "redundancy_clean")),

@@ -54,6 +54,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
         model: on any device; or on meta, with the key `checkpoint`.
         config: a dict, a path or JSON text; None is {}.
         kwargs: more keys. A key that is in both needs the same value.
+
     Raises:
         ConfigError: every complaint about the keys at once, before anything is moved.
         UsageError: the model cannot be cut, loaded or stored as asked, or a package is missing.
@@ -98,6 +99,7 @@ def _setup(settings: InferenceConfig, model: nn.Module, num_slices: int) -> Conf
 
 def _check_model(model: nn.Module, settings: InferenceConfig, setup: Config) -> None:
     """
+
     Raises:
         UsageError: the model belongs to another engine, or is in a form that this way cannot take.
     """

@@ -108,6 +108,7 @@ def init_compression(
     Args:
         config: as `xds.initialize` takes it; its section compression_training counts.
         mpu: None; tensor slices are not compressed.
+
     Raises:
         ConfigError: the config is wrong, or its patterns do not fit the model.
         UsageError: there is no teacher, or a layer cannot be compressed.
@@ -131,6 +132,7 @@ def redundancy_clean(model: nn.Module, config: Any, mpu: Any = None) -> nn.Modul
     config rows, heads and channels are cut out of weights, and of those that follow. Inputs stay whole.
 
     The model must be whole: call `engine.destroy()` first, or load an exported state dict.
+
     Raises:
         UsageError: an engine has the parameters, or related modules do not fit.
     """

@@ -44,8 +44,10 @@ def sparse_attention(  # noqa: PLR0913 (what attention has)
         scale: of the scores; None: D to the power of -1/2.
         dropout: of the probabilities.
         way: "blocks" (CPU), "flex" or "dense"; "auto" chooses by device.
+
     Returns:
         [B, H, L, D] in q's dtype; 0 for a query that sees no key. fp16 and bf16 are computed in fp32 on a CPU.
+
     Raises:
         UsageError: shapes do not fit.
 
