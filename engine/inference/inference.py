@@ -196,6 +196,8 @@ def _streamed(
     made = initialize(model, setup, weights=weights).eval()
     is_proven = setup.tensor_parallel.size == 1 or _prove(made.module, made.device)
     _check_cache(settings, model, made.device)
+    if asked := _asked_to_compile(settings):
+        log.info("%s: weights are streamed; torch's own kernels run, without a graph", asked)
     group = _tensor_group(made)
     return InferenceEngine(
         made.module, settings, group=group, streams=made, needs_proof=not is_proven
@@ -309,28 +311,30 @@ def _check_cache(settings: InferenceConfig, model: nn.Module, device: torch.devi
         )
 
 
+def _asked_to_compile(settings: InferenceConfig) -> str:
+    """The keys that ask for compiled code; empty: none does."""
+    keys = ("enable_cuda_graph", "replace_with_kernel_inject")
+    return " and ".join(key for key in keys if getattr(settings, key))
+
+
 def _compiled(
     settings: InferenceConfig, model: nn.Module, device: torch.device
 ) -> Mapping[str, Any]:
     """Arguments of `generate` that let transformers compile it with a static cache."""
-    asked = [
-        key for key in ("enable_cuda_graph", "replace_with_kernel_inject") if getattr(settings, key)
-    ]
+    asked = _asked_to_compile(settings)
     if not asked:
         return {}
     if device.type != "cuda":
-        log.info(
-            "%s: there is no GPU; torch's own kernels run, without a graph", " and ".join(asked)
-        )
+        log.info("%s: there is no GPU; torch's own kernels run, without a graph", asked)
         return {}
     mode = "reduce-overhead" if settings.enable_cuda_graph else "default"
     if not getattr(model, "_can_compile_fullgraph", False) or not hasattr(model, "generate"):
         model.compile(mode=mode)
-        log.info("%s: the forward is compiled, mode %s", " and ".join(asked), mode)
+        log.info("%s: the forward is compiled, mode %s", asked, mode)
         return {}
     from transformers import CompileConfig
 
-    log.info("%s: generate is compiled, mode %s, with a static cache", " and ".join(asked), mode)
+    log.info("%s: generate is compiled, mode %s, with a static cache", asked, mode)
     return {"cache_implementation": "static", "compile_config": CompileConfig(mode=mode)}
 
 
