@@ -384,3 +384,18 @@ def test_the_gpt_packs_paragraphs(tmp_path: Path) -> None:
     options = ["--config", str(EXAMPLE / "packed.json"), "--data", str(text), *TINY.split()]
     finish([*ONE_PROCESS, str(EXAMPLE / "train.py"), *options], tmp_path)
     assert len(curve_of(tmp_path)) == 5
+
+
+@pytest.mark.slow
+def test_a_policy_learns_what_is_rewarded_with_the_same_rewards_at_each_stage(
+    tmp_path: Path,
+) -> None:
+    script = str(EXAMPLES / "generation" / "train.py")
+    sharded, whole = (
+        finish([*TWO_RANKS, script, "--stage", stage, "--steps", "20", "--save", stage], tmp_path)
+        for stage in ("3", "0")
+    )
+    rewards = re.findall(r"step \d+: reward ([\d.]+)", sharded)
+    assert rewards == re.findall(r"step \d+: reward ([\d.]+)", whole)
+    assert float(rewards[-1]) > float(rewards[0]) + 0.2
+    assert (tmp_path / "3" / "config.json").is_file()
