@@ -328,7 +328,11 @@ class Engine:
 
     @contextmanager
     def generating(
-        self, *, memory_limit: int | None = None, seed: int | None = None
+        self,
+        *,
+        memory_limit: int | None = None,
+        seed: int | None = None,
+        own_numbers: bool = True,
     ) -> Iterator[nn.Module]:
         """Inside, the module generates: its own `generate`, or its forward. The begin is for all ranks.
 
@@ -344,13 +348,14 @@ class Engine:
                 ranks of a machine share on CPUs. 0 streams.
             seed: of the random numbers inside. None: the first rollout draws those that the script would draw,
                 and each later one goes on where the one before has ended.
+            own_numbers: False: the script's random numbers go on inside. `seed` has no effect then.
 
         Raises:
             UsageError: the model is cut into pipeline stages; or backward, a step or a load is called inside.
         """
         self._states.check_usable()
         self._batches.refuse("generate", "export the weights to generate without a pipeline")
-        with self._found_rollouts().running(memory_limit, seed) as module:
+        with self._found_rollouts().running(memory_limit, seed, own_numbers) as module:
             yield module
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -336,7 +336,7 @@ def _compresses(model: nn.Module, config: Config, given: _Given) -> bool:
     """Layers compute with quantized or pruned weights: those that the script or this call has prepared."""
     section, old = config.compression_training, config.quantize_training
     if not section.enabled and not old.is_on:
-        return has_compressed_layers(model)
+        return not is_part(model) and has_compressed_layers(model)
     from .model.compressed_training import prepare
 
     prepare(model, config, given.optimizer, given.model_parameters)

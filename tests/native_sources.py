@@ -28,7 +28,9 @@ done
 exec "{compiler}" "$@"
 """
 BUILD = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 from xds.utils.errors import BuildError
 from native_sources import library
 from xds.ops.build.build import build

@@ -358,6 +358,7 @@ def test_the_trainer_trains_evaluates_saves_resumes_and_generates(tmp_path: Path
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_gpt_packs_paragraphs(tmp_path: Path) -> None:
     """The losses of packed rows are those of one paragraph a row, and the script trains on them."""
     from xds.engine.config.sections import DataPacking

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -48,7 +48,9 @@ class Rollouts:
         self._said = ""
 
     @contextmanager
-    def running(self, memory_limit: int | None, seed: int | None) -> Iterator[nn.Module]:
+    def running(
+        self, memory_limit: int | None, seed: int | None, own_numbers: bool
+    ) -> Iterator[nn.Module]:
         """See `Engine.generating`. A second one inside does nothing."""
         if self.is_running:
             yield self._parts.module
@@ -64,7 +66,7 @@ class Rollouts:
             gathers = self._gathers(limit)
             with (
                 self._sharded.rollout(gathers=gathers),
-                self._own_numbers(seed),
+                self._own_numbers(seed) if own_numbers else nullcontext(),
                 _evaluating(self._parts.module),
                 torch.no_grad(),
                 self._parts.autocast(),

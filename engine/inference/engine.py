@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +15,14 @@ from ...ops.comm.collectives import Collectives
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.module_buffers import untouched_buffers
+from ..config.config import Config
 from ..engine import Engine
 from .config import InferenceConfig
+
+
+def is_offloaded(config: Config) -> bool:
+    """Parameters are in host memory or on a disk. Then units stream, and none is kept on the device."""
+    return bool(config.zero_optimization.offload_param.device != "none")
 
 
 @final
@@ -50,6 +57,7 @@ class InferenceEngine(nn.Module):
         self._settings = settings
         self._group = group
         self._streams = streams
+        self._memory_limit = 0 if streams is not None and is_offloaded(streams.config) else None
         self._cache = dict(cache or {})
         self._undo = undo
         self._needs_proof = needs_proof
@@ -90,9 +98,12 @@ class InferenceEngine(nn.Module):
         if kwargs.get("num_beams", 1) == 1 and kwargs.get("past_key_values") is None:
             kwargs.update(wanted)
         with torch.no_grad(), self._same_draws():
-            if self._streams is not None:
-                return self._streams.generate(*args, **kwargs)
-            return generate(*args, **kwargs)
+            if self._streams is None:
+                return generate(*args, **kwargs)
+            if "synced_gpus" in inspect.signature(generate).parameters:
+                kwargs.setdefault("synced_gpus", False)  # the streaming itself keeps ranks in step
+            with self._streams.generating(memory_limit=self._memory_limit, own_numbers=False):
+                return generate(*args, **kwargs)
 
     def _check_length(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))

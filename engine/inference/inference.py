@@ -38,7 +38,7 @@ from ..model.arguments import is_part
 from ..model.precision import DTYPES, buffers_that_follow
 from ..process.process import join, pick_device
 from .config import InferenceConfig
-from .engine import InferenceEngine, prove_slices
+from .engine import InferenceEngine, is_offloaded, prove_slices
 from .policies import plan_of_policy
 
 log = logging.getLogger("xds")
@@ -193,7 +193,9 @@ def _streamed(
     """Parameters in shards, gathered or streamed unit by unit."""
     model.requires_grad_(False)
     weights = _in_bits(model, settings, weights)
-    made = initialize(model, setup, weights=weights).eval()
+    made = initialize(model, setup, weights=weights)
+    if not is_offloaded(setup):
+        made.eval()  # units stay gathered while memory allows
     is_proven = setup.tensor_parallel.size == 1 or _prove(made.module, made.device)
     _check_cache(settings, model, made.device)
     if asked := _asked_to_compile(settings):

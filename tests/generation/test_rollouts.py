@@ -452,7 +452,7 @@ def failing(how: str, folder: str) -> None:
         Path(folder, str(rank)).write_text(str(error))
 
 
-@pytest.mark.parametrize("how", ["raises", "killed"])
+@pytest.mark.parametrize("how", ["raises", pytest.param("killed", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_is_named_and_holds_up_nobody(how: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="reward" if how == "raises" else "rank 1 died"):
         run_new_ranks(failing, 4, how, str(tmp_path), timeout_seconds=60)

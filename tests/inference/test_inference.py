@@ -301,6 +301,7 @@ def peak_of_a_run(folder: str, disk: str) -> tuple[int, Tensor]:
     return peak[0], tokens
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_the_memory_it_gets_generates(tmp_path: Path) -> None:
     model = build("llama", **LARGE)
     whole = sum(param.nbytes for param in model.parameters())

@@ -150,6 +150,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
         torch.testing.assert_close(one.float(), other, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_gradients_follow_finite_differences_also_with_dropout() -> None:
     tensors = [torch.randn(2, 2, 11, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     layout = (torch.rand(2, 3, 3) < 0.6).long() | torch.eye(3, dtype=torch.int64)

@@ -290,7 +290,7 @@ def evaluated() -> None:
     with torch.no_grad():
         want = float(plain(batch))
         assert float(engine.eval()(batch)) == want
-    assert forgotten(engine)
+    assert not forgotten(engine)  # the next forward needs no message
     with torch.inference_mode():
         assert float(engine(batch)) == want
     with torch.no_grad():
@@ -300,12 +300,12 @@ def evaluated() -> None:
     del loss
     with torch.no_grad():
         assert float(engine(batch)) == want
-        assert forgotten(engine)
+        assert forgotten(engine)  # in training mode
         layer, other = model.blocks[1].up, plain.blocks[1].up  # a layer inside of a unit
         torch.testing.assert_close(layer(torch.ones(2, 24)), other(torch.ones(2, 24)))
 
 
-def test_evaluation_needs_no_backward_and_leaves_nothing_gathered() -> None:
+def test_evaluation_needs_no_backward_and_drops_in_training_mode_what_it_gathered() -> None:
     run_ranks(evaluated, 2)
 
 
