@@ -60,6 +60,7 @@ TINY = {
     "examples/huggingface/trainer.py": "--context 16 --max_steps 2 --eval_steps 2 --save_steps 2",
     "examples/vision/train.py": "--epochs 1",
     "examples/compression/train.py": "--epochs 1 --ways rows",
+    "examples/generation/train.py": "--steps 1",
     "examples/migration/loop.py": "--steps 2",
     "examples/migration/trainer.py": "--steps 2",
     "examples/migration/accelerated.py": "--epochs 1",
@@ -71,6 +72,7 @@ HAS_NO_DATA_OPTION = (
     "examples/migration/",
     "examples/vision/",
     "examples/compression/",
+    "examples/generation/",
 )
 PLACEHOLDERS = {"FILE": "config.json", "N": "8", "DIR": "llama"}
 ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
