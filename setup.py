@@ -85,7 +85,6 @@ setup(
         ],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material", "mkdocstrings[python]"],
         "plot": ["matplotlib"],
-        "quant": ["torchao"],
         "vision": ["scikit-learn"],
         "torchao": ["torchao>=0.18", "safetensors"],
         "huggingface": ["transformers>=5", "accelerate", "safetensors"],

@@ -63,7 +63,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
         raise wrong("init_inference: model", model, "a torch.nn.Module object")
     settings = InferenceConfig.load(config, kwargs)
     if settings.bit_groups:
-        need("torchao", "weights in few bits (dtype int8, or quant)", "quant")
+        need("torchao", "weights in few bits (dtype int8, or quant)", "torchao")
     device = pick_device()
     join(device)
     num_slices = _num_slices(settings)
