@@ -164,6 +164,8 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", SIZES)
 def test_compiled_blocks_have_no_graph_break(name: str) -> None:
     compiled = {"compile": {"enabled": True, "fullgraph": True}}
