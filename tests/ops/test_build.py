@@ -103,6 +103,7 @@ def test_who_waited_for_a_build_that_fails_does_not_compile_again(
     slow.touch()
     racing = [tiny.start_build(sources, **{tiny.SLOW: str(slow)}) for _ in range(2)]
     wait_for(lambda: num_waiting(tmp_path / "cache") == 2)
+    time.sleep(1)  # from the open to the lock
     slow.unlink()
     complaints = {process.communicate(timeout=60)[1] for process in racing}
     (complaint,) = complaints
