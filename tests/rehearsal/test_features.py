@@ -437,7 +437,8 @@ def test_models_train_as_on_the_cpu_with_one_wait_a_step(
     for found, expected in zip(ranks(2, kernels=True).run(trained, *call), plain, strict=True):
         for one, other in zip(found[:2], expected[:2], strict=True):
             assert one == pytest.approx(other, rel=rel, abs=rel / 10)
-        assert found[2] == {"micro_batch": 0, "step": 3, "eval": 0}
+        # at stage 3 the ranks agree at the begin of each evaluation how many units stay gathered
+        assert found[2] == {"micro_batch": 0, "step": 3, "eval": 6 if stage == 3 else 0}
 
 
 def on_own_stream(*call: Any) -> Any:
