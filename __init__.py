@@ -14,6 +14,7 @@ from . import compression as compression
 from . import pipe as pipe
 from . import tensor as tensor
 from . import zero as zero
+from .utils import exports as _exports
 from .utils.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -45,14 +46,16 @@ _LOCATIONS = {
     "UsageError": ".utils.errors",
 }
 
-# it reads the whole config, so it is part of the engine; zero must not import the engine
-zero.provide("Init", f"{__name__}.engine.model.zero_init")
+# of the engine, which reads the whole config; lower packages must not import it
+zero.LOCATIONS["Init"] = f"{__name__}.engine.model.zero_init"
 for _name in (
-    *("init_compression", "redundancy_clean", "student_initialization"),
     "CompressionScheduler",
+    "init_compression",
+    "redundancy_clean",
+    "student_initialization",
 ):
-    compression.provide(_name, f"{__name__}.engine.model.compressed_training")
-compression.provide("save_quantized", f"{__name__}.engine.checkpoint.exports.quantized")
+    compression.LOCATIONS[_name] = f"{__name__}.engine.model.compressed_training"
+compression.LOCATIONS["save_quantized"] = f"{__name__}.engine.checkpoint.exports.quantized"
 
 __all__ = [
     "Config",
@@ -91,10 +94,8 @@ if not TYPE_CHECKING:  # type checkers then refuse unknown names
     def __getattr__(name: str) -> Any:
         if name == "deepspeed":
             return import_module(".deepspeed", __name__)
-        if name not in _LOCATIONS:
-            raise AttributeError(f"module 'xds' has no attribute {name!r}")
-        return getattr(import_module(_LOCATIONS[name], __name__), name)
+        return _exports.load(__name__, _LOCATIONS, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LOCATIONS])
+    return _exports.names(__name__, _LOCATIONS)

@@ -8,7 +8,7 @@ Two ranks, GPT-2 with 124 million parameters in fp32, batch 4, prompts of 16 tok
   for each token
 - gathers of a unit in a rollout of 128 tokens
 - ten losses after a rollout, against a run without
-- weights out: bytes and time over those of one message with the same bytes, and buckets in memory
+- weights out: bytes, and time over that of one message with the same bytes into new memory
 """
 
 from __future__ import annotations
@@ -138,11 +138,10 @@ def weights(rank: int, world: int, sizes: dict[str, int], rounds: int) -> dict[s
         tensor.numel() * tensor.element_size() for tensor in dict(engine.weights()).values()
     )
     own = torch.ones(size_bytes // world, dtype=torch.uint8)
-    outs = [torch.ones_like(own) for _ in range(world)]
     found: dict[str, list[float]] = {"weights": [], "link": [], "bytes": []}
 
-    def message() -> None:
-        outs[rank] = own
+    def message() -> None:  # into new memory: who takes weights out needs it
+        outs = [own if one == rank else torch.empty_like(own) for one in range(world)]
         collectives.all_to_all(outs, [own] * world, what="the link", kind="link").wait()
 
     def out() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from ..utils import exports as _exports
 
 if TYPE_CHECKING:
     from .layer_specs import LayerSpec as LayerSpec
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from .module import PipelineModule as PipelineModule
 
 # loaded on first use: reading a config imports xds.pipe.config and must not import torch
-_LOCATIONS = {
+LOCATIONS = {
     "DualPipeVModule": ".module",
     "LayerSpec": ".layer_specs",
     "PipelineModule": ".module",
@@ -23,10 +24,8 @@ __all__ = ["DualPipeVModule", "LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LOCATIONS:
-        raise AttributeError(f"module 'xds.pipe' has no attribute {name!r}")
-    return getattr(import_module(_LOCATIONS[name], __name__), name)
+    return _exports.load(__name__, LOCATIONS, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LOCATIONS])
+    return _exports.names(__name__, LOCATIONS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from ..utils import exports as _exports
 
 if TYPE_CHECKING:
     from .sequence.distributed import DistributedAttention as DistributedAttention
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from .vocabulary import cross_entropy as cross_entropy
 
 # loaded on first use: reading a config imports xds.tensor.config and must not import torch
-_LOCATIONS = {
+LOCATIONS = {
     "DistributedAttention": ".sequence.distributed",
     "cross_entropy": ".vocabulary",
     "run_in_tiles": ".tiles.run",
@@ -34,10 +35,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LOCATIONS:
-        raise AttributeError(f"module 'xds.tensor' has no attribute {name!r}")
-    return getattr(import_module(_LOCATIONS[name], __name__), name)
+    return _exports.load(__name__, LOCATIONS, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LOCATIONS])
+    return _exports.names(__name__, LOCATIONS)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 try:
     import xds  # noqa: F401
@@ -14,6 +15,10 @@ except ImportError as error:  # pragma: no cover
     raise SystemExit(
         "xds is not installed here: run `pip install -c constraints.txt -e .[test]` first"
     ) from error
+
+# no test is judged by its time: a machine may be busy
+settings.register_profile("any time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any time")
 
 
 @pytest.fixture(autouse=True)

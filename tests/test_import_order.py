@@ -235,9 +235,9 @@ def test_folder_inits_hold_a_docstring_or_a_lazy_table():
 
 LAZY = (
     "from __future__ import annotations",
-    "from importlib import import_module",
     "from typing import TYPE_CHECKING, Any",
-    "from typing import Any",
+    "from ..utils import exports as _exports",
+    "from ...utils import exports as _exports",
 )
 
 

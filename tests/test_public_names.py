@@ -12,6 +12,7 @@ import pytest
 from helpers import run_new_ranks
 
 import xds
+import xds.ops.sparse_attention
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = [

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from ..utils import exports as _exports
 
 if TYPE_CHECKING:
     from .access.full import get_full_grad as get_full_grad
@@ -29,28 +30,20 @@ _FULL = tuple(
     for what in ("grad", "optimizer_state", "fp32_param" if prefix else "param")
 )
 # loaded on first use: reading a config imports xds.zero.config and must not import torch
-_LOCATIONS = {
+# the package's root adds names of higher packages
+LOCATIONS = {
     **dict.fromkeys(_FULL, ".access.full"),
     "GatheredParameters": ".access.gathered",
     "load_weights": ".construction.weights",
     "register_external_parameter": ".features.external_params",
 }
-_provided: dict[str, str] = {}  # by `provide`, once, while the package is imported
 
-__all__ = sorted(_LOCATIONS)
-
-
-def provide(name: str, module: str) -> None:
-    """Export `name` of `module` here: a higher package's, which only the package's root may add."""
-    _provided[name] = module
+__all__ = sorted(LOCATIONS)
 
 
 def __getattr__(name: str) -> Any:
-    locations = _LOCATIONS | _provided
-    if name not in locations:
-        raise AttributeError(f"module 'xds.zero' has no attribute {name!r}")
-    return getattr(import_module(locations[name], __name__), name)
+    return _exports.load(__name__, LOCATIONS, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LOCATIONS, *_provided])
+    return _exports.names(__name__, LOCATIONS)

@@ -32,7 +32,7 @@ from torch import Tensor
 from ...offload.pinned import host_memory
 from ...ops.comm.collectives import Collectives
 from ...ops.mesh import Mesh
-from ...ops.watch import Store
+from ...ops.watch.store import Store
 from ...utils.errors import UsageError, XdsError
 from ...utils.quoting import plain_lines, printable
 from ...utils.sizes import size_text

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...utils import exports as _exports
+
 if TYPE_CHECKING:
     from .world_sizes import compute_elastic_config as compute_elastic_config
 
 
 def __getattr__(
     name: str,
-) -> Any:  # lazy: the config imports `rules`, and `world_sizes` imports the config
-    if name != "compute_elastic_config":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .world_sizes import compute_elastic_config
-
-    return compute_elastic_config
+) -> Any:  # the config imports `rules`, and `world_sizes` imports the config
+    return _exports.load(__name__, {"compute_elastic_config": ".world_sizes"}, name)

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..watch import Record, Watch
 from ..watch.config import WatchConfig
+from ..watch.ring import Record
+from ..watch.watch import Watch
 from .backend import (
     ACCESS_BUFFER,
     ACTIVATION_BUFFER,
@@ -35,7 +36,7 @@ from .handles import DONE, Handle, Lost
 from .message_log import MessageLog, Timed, Traffic, clock_of
 
 if TYPE_CHECKING:
-    from ..watch import Store
+    from ..watch.store import Store
 
 Result = TypeVar("Result")
 
@@ -557,7 +558,7 @@ def counting_as(kind: str, opened: Sequence[Collectives]) -> Iterator[None]:
 
 def _store_of(group: dist.ProcessGroup | None) -> Store | None:
     """The store of `group`. It still answers after a collective of the group has failed."""
-    from ..watch import Store
+    from ..watch.store import Store
 
     try:
         if group is not None:

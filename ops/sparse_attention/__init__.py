@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from ...utils import exports as _exports
 
 if TYPE_CHECKING:
     from .attention import sparse_attention as sparse_attention
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .modules import SparseSelfAttention as SparseSelfAttention
 
 # loaded on first use: reading a config imports .config and must not import torch
-_LOCATIONS = {
+LOCATIONS = {
     "sparse_attention": ".attention",
     **dict.fromkeys(("BigBird", "BSLongformer", "Dense", "Fixed"), ".layouts"),
     **dict.fromkeys(("LocalSlidingWindow", "SparsityConfig", "Variable"), ".layouts"),
@@ -28,14 +29,12 @@ _LOCATIONS = {
     ),
 }
 
-__all__ = sorted(_LOCATIONS)
+__all__ = sorted(LOCATIONS)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LOCATIONS:
-        raise AttributeError(f"module 'xds.ops.sparse_attention' has no attribute {name!r}")
-    return getattr(import_module(_LOCATIONS[name], __name__), name)
+    return _exports.load(__name__, LOCATIONS, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LOCATIONS])
+    return _exports.names(__name__, LOCATIONS)

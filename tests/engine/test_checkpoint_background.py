@@ -23,7 +23,7 @@ from xds.engine.checkpoint import saver as saver_module
 from xds.engine.checkpoint.io.folders import make_folder
 from xds.engine.checkpoint.io.storage import Claim
 from xds.engine.checkpoint.io.tensor_file import write_image
-from xds.ops.watch import Store
+from xds.ops.watch.store import Store
 
 BACKGROUND = {"checkpoint": {"async_save": True}}
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -199,7 +199,7 @@ def test_stage_0_gives_weights_and_values_and_says_so(tmp_path: Path) -> None:
         assert answer["losses"][0] == pytest.approx(RUNS[key]["losses"][0], rel=1e-6)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(st.data())
 def test_shards_of_any_shapes_are_put_together(data: st.DataObject) -> None:
     """A checkpoint as each stage writes it, of any parameters, groups, paddings and ranks."""

@@ -262,7 +262,7 @@ def packed(kind: str, stage: int, more: dict[str, Any]) -> None:
     everything = engine.gather_for_metrics(rows.transpose(0, 1).contiguous(), None)
     ids, positions = everything.transpose(0, 1)
     wanted = one_by_one(model_of(kind), [{"input_ids": ids, "position_ids": positions}])
-    assert found == pytest.approx(wanted, rel=2e-6)
+    assert found == pytest.approx(wanted, rel=1e-6)
     engine.destroy()
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xds.launcher.remote.messages import PART_BYTES, Decoder, frame
@@ -34,7 +34,6 @@ pieces = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(pieces, st.lists(st.integers(0, 3000), max_size=6))
 def test_any_mixture_cut_anywhere_comes_apart_again(parts, cuts):
     stream = b"".join(p if isinstance(p, bytes) else frame(TOKEN, p) for p in parts)

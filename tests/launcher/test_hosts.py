@@ -1,7 +1,7 @@
 """Hostfiles and filters in DeepSpeed's syntax, names treated as data; which hosts a start takes."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xds.launcher.command_line.hosts import filter_hosts, first_hosts, read_hostfile
@@ -169,7 +169,6 @@ NAMES = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,6}[a-z0-9])?", fullmatch=True)
 FILES = st.dictionaries(NAMES, st.integers(1, 9), min_size=1, max_size=6)
 
 
-@settings(deadline=None)
 @given(slots=FILES, data=st.data())
 def test_include_and_exclude_of_the_same_text_share_the_slots(tmp_path_factory, slots, data):
     path = tmp_path_factory.mktemp("h") / "hosts"
@@ -189,7 +188,6 @@ def test_include_and_exclude_of_the_same_text_share_the_slots(tmp_path_factory, 
         assert excluded == {name: sorted(left) for name, left in rest.items() if left}
 
 
-@settings(deadline=None)
 @given(text=st.text(st.sampled_from("ab0,-:@[] \n\x00é"), max_size=12))
 def test_any_filter_is_met_or_refused(text):
     hosts = [host("a", 2), host("b@a", 1), host("::0", 1)]
@@ -200,7 +198,6 @@ def test_any_filter_is_met_or_refused(text):
     assert found and {each.name for each in found} <= {"a", "b@a", "::0"}
 
 
-@settings(deadline=None)
 @given(data=st.binary(max_size=40))
 def test_any_file_is_read_or_refused(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("h") / "hosts"
@@ -235,7 +232,6 @@ def test_choices_of_hosts():
         assert [ranks for _, ranks in chosen] == expected
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 8), min_size=1, max_size=6),
     st.integers(0, 6),

@@ -112,7 +112,6 @@ def test_words_are_taken_apart():
             read(words)
 
 
-@settings(deadline=None)
 @given(
     words=st.lists(st.sampled_from([*map(lambda o: o.name, OPTIONS), "1", "x", "--", "-H", "-x3"]))
 )
@@ -134,7 +133,8 @@ ENVIRONMENTS = [
 
 
 @settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=150,
 )
 @given(
     asked=st.lists(st.tuples(st.sampled_from(OPTIONS), st.sampled_from(VALUES)), max_size=5),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import build, micro_batch
 from runs import config, differing, of_rank, train
@@ -146,7 +146,6 @@ def test_sharded_equals_whole(name: str) -> None:
     run_ranks(every, 2, name)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.lists(st.integers(1, 5 * VECTOR_NUMEL), min_size=1, max_size=6))
 def test_a_run_goes_on_only_after_whole_vectors(lengths: list[int]) -> None:
     """Parameters of any length, each on a boundary of 64 bytes."""

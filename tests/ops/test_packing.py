@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,8 +25,7 @@ LEVELS = {8: 127, 4: 7}
 BAD = (math.inf, -math.inf, math.nan)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 seeds = st.integers(0, 2**31)
-BUSY = [HealthCheck.too_slow]  # as a busy machine makes it
-ANY_INPUT = settings(max_examples=60, deadline=None, suppress_health_check=BUSY)
+ANY_INPUT = settings(max_examples=60)
 
 
 def sample(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -11,8 +11,10 @@ import pytest
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from xds.ops.watch import RankReport, Store, explain, store
+from xds.ops.watch import store
+from xds.ops.watch.diagnosis import RankReport, explain
 from xds.ops.watch.reports import Beat, ReportExchange
+from xds.ops.watch.store import Store
 from xds.ops.watch.stragglers import SpeedChange
 from xds.utils.sealing import RUN_KEY, new_key, seal, unseal
 

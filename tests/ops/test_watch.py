@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from xds.ops.watch import RankReport, Store, Watch, explain
 from xds.ops.watch.config import WatchConfig
-from xds.ops.watch.diagnosis import GONE, OUTSIDE, first_difference
+from xds.ops.watch.diagnosis import GONE, OUTSIDE, RankReport, explain, first_difference
+from xds.ops.watch.store import Store
 from xds.ops.watch.stragglers import SpeedChange, StragglerDetector
-from xds.ops.watch.watch import Probe, Steps
+from xds.ops.watch.watch import Probe, Steps, Watch
 from xds.ops.watch.watcher import start_watching, stop_watching
 
 A, B, C = (f"all_gather of unit '{name}'" for name in "abc")

@@ -5,27 +5,23 @@ import random
 
 import pytest
 
-from xds.pipe.schedules import (
-    SCHEDULES,
+from xds.pipe.schedules.actions import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
     Action,
-    Costs,
     DeadlockError,
     Op,
     Placement,
     ScheduleError,
-    build_forward_table,
-    build_table,
-    choose,
-    load_table,
-    read_table,
-    simulate,
-    with_messages,
-    with_states,
+    computed,
 )
-from xds.pipe.schedules.actions import COMPUTE, RECEIVES, SENDS, computed
+from xds.pipe.schedules.build import SCHEDULES, build_forward_table, build_table, choose
 from xds.pipe.schedules.checks import check_complete
-from xds.pipe.schedules.lowering import received
+from xds.pipe.schedules.csv_table import load_table, read_table
+from xds.pipe.schedules.lowering import received, with_messages, with_states
 from xds.pipe.schedules.plan import SchedulePlan
+from xds.pipe.schedules.simulation import Costs, simulate
 
 EQUAL = Costs(1, 1, 1)
 

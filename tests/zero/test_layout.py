@@ -80,7 +80,7 @@ shapes = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 entry_lists = st.lists(st.tuples(shapes, st.integers(0, 3)), min_size=1, max_size=12)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(entry_lists, st.integers(1, 9))
 def test_every_element_has_one_place_and_shards_rebuild_every_slot(
     raw: list[tuple[tuple[int, ...], int]], world_size: int

@@ -64,7 +64,7 @@ def test_differences_are_named() -> None:
     assert found.shapes == ("a is [9] in the checkpoint and [8] in the model",)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 9), st.integers(1, 1 << 20), st.integers(0, 20), st.sampled_from("ps"))
 def test_shares_cover_everything_once(world_size: int, numel: int, turn: int, kind: str) -> None:
     flat = SavedFlat("param" if kind == "p" else "buffer", False, "float32", numel, ())
@@ -78,7 +78,7 @@ def test_shares_cover_everything_once(world_size: int, numel: int, turn: int, ki
 SHAPES = st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SHAPES, st.data())
 def test_every_layout_finds_its_elements_in_every_other(
     shapes: list[tuple[int, ...]], data: st.DataObject
@@ -183,7 +183,7 @@ ENDS = st.tuples(st.floats(0, 1), st.floats(0, 1))
 APART = (2, 3, 4), Box((2, 3, 4), 0, ((1, 2),)), Box((2, 3, 4), 2, ((1, 3),))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(pairs(), ENDS)
 @example(APART, (0.0, 1.0))
 def test_runs_are_the_common_elements(
