@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..utils.available_memory import available_bytes
+from ..utils.host_memory import free_host_bytes
 from .interfaces import FinishedJob, JobHandle
 from .pinned import host_memory
 
@@ -80,7 +80,7 @@ class UndoPool:
 
 def _limit_of_rank() -> int:
     ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return int(available_bytes() * MAX_SHARE_OF_FREE / ranks_here)
+    return int((free_host_bytes() or 0) * MAX_SHARE_OF_FREE / ranks_here)
 
 
 __all__ = ["UndoBuffers", "UndoPool"]

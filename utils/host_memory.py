@@ -1,4 +1,4 @@
-"""Controls whether freed host memory stays in the process or is returned to the kernel.
+"""How much host memory is free, and whether freed memory stays in the process or is returned to the kernel.
 
 At stage 3 on a CPU every unit's buffer is freed and allocated twice per step. By default glibc returns large
 blocks to the kernel. Allocating such a block again costs a page fault for every 4 KiB: 10,000 faults per step
@@ -17,7 +17,10 @@ M_TRIM_THRESHOLD = -1  # malloc.h: keep free memory at the end of the heap up to
 M_MMAP_THRESHOLD = -3  # malloc.h: allocate blocks of at least this size directly from the kernel
 LARGEST_HEAP_BLOCK_BYTES = 32 << 20  # the largest value that glibc accepts
 KEPT_BYTES = 1 << 30
-
+CONTROL_GROUP = (  # limit and use, of both versions
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 RETURNED_BLOCK_BYTES = 1 << 19  # while a model is built, larger blocks are returned to the kernel
 
@@ -55,10 +58,10 @@ def free_host_bytes() -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
         kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
         found.append(1024 * kib["MemAvailable"])
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
-        folder = Path("/sys/fs/cgroup")
-        limit = int((folder / "memory.max").read_text())
-        found.append(max(0, limit - int((folder / "memory.current").read_text())))
+    for limit_file, used_file in CONTROL_GROUP:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            limit, used = (int(Path(file).read_text()) for file in (limit_file, used_file))
+            found.append(max(0, limit - used))
     with contextlib.suppress(OSError, ValueError):
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         if limit != resource.RLIM_INFINITY:

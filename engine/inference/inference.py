@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...offload.device_memory import free_bytes
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.opening import open_collectives
 from ...ops.torch_internals import tree_map
 from ...tensor.same_batches import checksum
 from ...utils.arguments import wrong
-from ...utils.available_memory import available_bytes
 from ...utils.errors import UsageError
 from ...utils.version import __version__
 from ...zero.construction.weights import WeightSource
@@ -303,9 +303,8 @@ def _check_cache(settings: InferenceConfig, model: nn.Module, device: torch.devi
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = 2 if settings.dtype in ("fp16", "bf16") else 4
     token_bytes = 2 * layers * heads * width * size
-    is_cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if is_cuda else available_bytes()
-    if settings.min_out_tokens * token_bytes > free:
+    free = free_bytes(device)
+    if free is not None and settings.min_out_tokens * token_bytes > free:
         raise UsageError(
             f"min_out_tokens = {settings.min_out_tokens}: the cache of a sequence takes {token_bytes:,} bytes "
             f"a token, and {free:,} bytes are free, enough for {free // token_bytes:,}; set it lower, or shard "

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import final
 
 from .actions import Action, Op, Order, Placement, ScheduleError, Table
-from .dualpipev import dualpipev
-from .gpipe import gpipe
-from .interleaved import interleaved_1f1b
 from .lowering import with_messages
-from .one_forward_one_backward import one_forward_one_backward
+from .orders import (
+    dualpipev,
+    gpipe,
+    interleaved_1f1b,
+    one_forward_one_backward,
+    zbv,
+    zero_bubble,
+)
 from .simulation import Costs, simulate
-from .zbv import zbv
-from .zero_bubble import zero_bubble
 
 
 @final

@@ -11,13 +11,24 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from ...utils.quoting import printable, quoted
 from ...utils.small_files import read_small_text
-from .actions import COMPUTE, Action, DeadlockError, Op, Order, Placement, ScheduleError, Table
-from .checks import check_complete
+from .actions import (
+    COMPUTE,
+    FLOW_BACK,
+    MAKES_GRADIENTS,
+    Action,
+    DeadlockError,
+    Op,
+    Order,
+    Placement,
+    ScheduleError,
+    Table,
+)
 from .lowering import with_messages
 from .simulation import Costs, simulate
 
@@ -27,6 +38,11 @@ _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _COMPUTE = {op.value: op for op in Op if op in COMPUTE}
 _MESSAGES = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
 _WHOLE_STEP = frozenset({"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"})
+_PARTS = (
+    ("forward", frozenset({Op.FORWARD})),
+    ("gradient of the inputs", FLOW_BACK),
+    ("gradient of the weights", MAKES_GRADIENTS),
+)
 
 
 def load_table(path: str | Path, num_ranks: int, num_micro_batches: int) -> Table:
@@ -154,3 +170,33 @@ def _placements(num_ranks: int, num_chunks: int) -> list[Placement]:
 def _listed(held: Sequence[Sequence[int]]) -> str:
     text = ", ".join("+".join(map(str, row[:8])) for row in held[:16])
     return text if len(text) <= 200 else text[:200] + " ..."
+
+
+def check_complete(
+    orders: Sequence[Sequence[Action]], placement: Placement, num_micro_batches: int
+) -> None:
+    """Raises ScheduleError at the first action that is missing, repeated or on the wrong rank.
+
+    BACKWARD counts as the gradient of the inputs and as that of the weights. Actions that compute nothing are
+    ignored. `simulate` finds actions that wait forever.
+    """
+    for rank, order in enumerate(orders):
+        counts = {name: Counter[tuple[int, int]]() for name, _ in _PARTS}
+        for action in order:
+            for name, ops in _PARTS:
+                if action.op in ops:
+                    counts[name][action.stage, action.micro_batch] += 1
+        wanted = {(s, m) for s in placement.stages_of(rank) for m in range(num_micro_batches)}
+        for name, count in counts.items():
+            for stage, micro_batch in sorted(wanted | count.keys()):
+                times = count[stage, micro_batch]
+                expected = int((stage, micro_batch) in wanted)
+                if times != expected:
+                    raise ScheduleError(
+                        f"rank {rank} computes the {name} of micro-batch {micro_batch} on stage {stage} "
+                        f"{_times(times)}; it must do so {_times(expected)}"
+                    )
+
+
+def _times(number: int) -> str:
+    return {0: "never", 1: "once"}.get(number, f"{number} times")

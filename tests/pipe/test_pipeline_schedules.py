@@ -17,8 +17,7 @@ from xds.pipe.schedules.actions import (
     computed,
 )
 from xds.pipe.schedules.build import SCHEDULES, build_forward_table, build_table, choose
-from xds.pipe.schedules.checks import check_complete
-from xds.pipe.schedules.csv_table import load_table, read_table
+from xds.pipe.schedules.csv_table import check_complete, load_table, read_table
 from xds.pipe.schedules.lowering import received, with_messages, with_states
 from xds.pipe.schedules.plan import SchedulePlan
 from xds.pipe.schedules.simulation import Costs, simulate
