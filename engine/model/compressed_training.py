@@ -15,7 +15,12 @@ from torch import nn
 from ...compression.training.clean import clean
 from ...compression.training.config import CompressionTraining
 from ...compression.training.layers import STATES
-from ...compression.training.prepare import Schedule, compress, compressed_layers
+from ...compression.training.prepare import (
+    Schedule,
+    compress,
+    compressed_layers,
+    is_compressed_by,
+)
 from ...compression.training.reduction import copy_layers
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
@@ -77,9 +82,15 @@ def prepare(model: nn.Module, config: Config, optimizer: Any, params: Any) -> No
             "compression_training with a PipelineModule: its layers are built by each rank; pass the whole "
             "model, and set pipeline.stages"
         )
+    section = section_of(config)
     if compressed_layers(model):
+        if section.enabled and not is_compressed_by(model, section):
+            raise UsageError(
+                "compression_training: init_compression has prepared this model for another section; give both "
+                "calls the same one, or leave it out here"
+            )
         return
-    compress(model, section_of(config))
+    compress(model, section)
     has_scores = any(
         STATES[name][1] in layer._parameters
         for _, layer in compressed_layers(model)

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 import xds
 from xds.compression.training.layers import CompressedLayer
 from xds.compression.training.prepare import compressed_layers
+from xds.engine.config.config import parse_config
+from xds.engine.model.compressed_training import prepare
 
 
 def technique(modules=("*",), related=None, shared=None, **params):
@@ -453,6 +455,38 @@ def test_gpt2_is_compressed_as_it_is_and_as_linear_layers():
     assert torch.allclose(*found, atol=1e-6)
 
 
+class Gated(nn.Module):
+    """An MLP as Llama has it, after an attention with 4 heads of queries and 2 of keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.out = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 16)
+        self.gate, self.up, self.down = nn.Linear(16, 40), nn.Linear(16, 40), nn.Linear(40, 16)
+
+    def forward(self, x):
+        x = x + self.out(self.query(x) * self.key(x).repeat_interleave(2, -1))
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_a_gate_is_cut_with_its_factor_and_shared_keys_are_refused():
+    model, x = Gated(), torch.randn(3, 16)
+    section = {"row_pruning": technique(["gate"], [["up", "down"]], dense_ratio=0.25)}
+    xds.compression.init_compression(model, config_of(section))
+    xds.compression.CompressionScheduler(model)
+    masked = model(x)
+    xds.compression.redundancy_clean(model, config_of(section))
+    assert torch.allclose(model(x), masked, atol=1e-6)
+    assert model.up.weight.shape == (10, 16) and model.down.weight.shape == (16, 10)
+    both = {"row_pruning": technique(["gate", "up"], [["down"], ["down"]], dense_ratio=0.5)}
+    with pytest.raises(xds.UsageError, match="down would be cut for gate and for up, whose masks"):
+        xds.compression.init_compression(Gated(), config_of(both))
+    heads = {
+        "head_pruning": technique(["out"], [["query", "key"]], {"num_heads": 4}, dense_ratio=1)
+    }
+    with pytest.raises(xds.UsageError, match="key has 8 outputs, and out has 16 inputs"):
+        xds.compression.init_compression(Gated(), config_of(heads))
+
+
 def test_a_tied_weight_is_untied_where_only_one_layer_is_quantized(caplog):
     model = build("tied")
     section = {
@@ -591,6 +625,33 @@ def test_a_student_gets_layers_of_its_teacher_by_name():
             "must have an entry for each of the 1 entries",
         ),
         ({"row_pruning": technique(["embed"], dense_ratio=0.5)}, "no layer of the kinds Linear"),
+        ({"sparse_pruning": technique([], dense_ratio=0.5)}, "modules = []: must name layers"),
+        ({"row_pruning": technique(["up"], [["("]], dense_ratio=0.5)}, 'related_modules = [["("]]'),
+        (
+            {"sparse_pruning": technique(["up"], [["down"]], dense_ratio=0.5)},
+            "nothing is cut by it, but by row_pruning",
+        ),
+        (
+            {"row_pruning": technique(["up"], [["head"]], dense_ratio=0.5)},
+            'matches 3 layers and its related "head" 1',
+        ),
+        (
+            {"row_pruning": technique(["head"], [["blocks.0.up"]], dense_ratio=0.5)},
+            "blocks.0.up has 24 inputs, and head has 61 outputs",
+        ),
+        (
+            {"head_pruning": technique(["down"], [["down"]], {"num_heads": 6}, dense_ratio=0.5)},
+            "Leave related_modules out where heads share keys",
+        ),
+        (
+            {
+                "head_pruning": technique(
+                    ["down"], [["up"]], {"num_heads": 6, "method": "l1"}, dense_ratio=0.5
+                ),
+                "row_pruning": technique(["up"], [["down"]], dense_ratio=0.5),
+            },
+            "blocks.0.down would be cut for",
+        ),
     ],
 )
 def test_wrong_sections_are_refused_before_anything_changes(section, says):
@@ -603,12 +664,15 @@ def test_wrong_sections_are_refused_before_anything_changes(section, says):
 
 
 def test_calls_in_a_wrong_order_are_refused():
-    section = {"row_pruning": technique(["up"], [["head"]], {"method": "topk"}, dense_ratio=0.5)}
+    section = {"row_pruning": technique(["up"], [["down"]], {"method": "topk"}, dense_ratio=0.5)}
     model = xds.compression.init_compression(build("plain"), config_of(section))
     with pytest.raises(xds.UsageError, match="compressed already; call it once"):
         xds.compression.init_compression(model, config_of(section))
-    with pytest.raises(xds.UsageError, match='matches 3 layers and its related "head" 1'):
-        xds.compression.redundancy_clean(model, config_of(section))
+    other = {"head_pruning": technique(["down"], [["up"]], {"num_heads": 6}, dense_ratio=0.5)}
+    with pytest.raises(xds.UsageError, match="blocks.0.down is not pruned as this config says"):
+        xds.compression.redundancy_clean(model, config_of(other))
+    with pytest.raises(xds.UsageError, match="has prepared this model for another section"):
+        prepare(model, parse_config(config_of(other)), None, None)
     with pytest.raises(xds.UsageError, match="no layer of this model is compressed"):
         xds.compression.redundancy_clean(build("plain"), config_of(section))
     with pytest.raises(xds.UsageError, match="mpu is given"):
