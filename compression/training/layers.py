@@ -127,6 +127,8 @@ class CompressedLayer(nn.Module):
         Shapes: that of the parameter. Equal parts: the first is kept.
         """
         values = self.matrix(weight)
+        if values.dtype.itemsize < 4:
+            values = values.float()  # sums of fp16 may be infinite
         ratio = self.settings[technique][1].dense_ratio
         if technique == "sparse_pruning":
             sizes = values.abs()
@@ -194,12 +196,14 @@ class CompressedLayer(nn.Module):
             return quantized(x, params.bits, groups=groups, is_symmetric=is_symmetric)
         if self.training:
             self._observe(x.detach())
-        low, high = getattr(self, RANGE).to(x.dtype).unbind()
+        low, high = getattr(self, RANGE).unbind()
         return quantized(x, params.bits, is_symmetric=is_symmetric, bounds=(low, high))
 
     @torch.no_grad()
     def _observe(self, x: Tensor) -> None:
         """Move the running range towards that of `x`; the first one is taken as it is."""
+        if not x.numel():
+            return
         seen: Tensor = getattr(self, RANGE)
         now = torch.stack([x.amin(), x.amax()]).to(seen.dtype)
         before = torch.where(seen[0] == seen[1], now, seen)
@@ -215,7 +219,7 @@ def _is_stochastic(shared: WeightShared) -> bool:
 
 
 def _tokens(x: Tensor) -> int:
-    return x.numel() // x.shape[-1] if x.shape[-1] else 1
+    return x.shape[:-1].numel()
 
 
 @final

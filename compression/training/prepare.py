@@ -103,6 +103,16 @@ def _check(name: str, layer: nn.Module, settings: dict[str, tuple[Any, Any]]) ->
             "calling forward; only plain nn.Linear, nn.Conv2d, nn.Embedding and Conv1D are compressed. Exclude "
             "it by the pattern"
         )
+    if "weight" not in layer._parameters:
+        raise UsageError(
+            f"compression_training: the weight of {name} is computed by a hook, as torch.nn.utils.weight_norm "
+            "does, and is no parameter; remove the hook, or exclude the layer by the pattern"
+        )
+    if getattr(layer, "max_norm", None) is not None:
+        raise UsageError(
+            f"compression_training: {name} has max_norm, which changes its weight in forward; remove it, or "
+            "exclude the layer by the pattern"
+        )
     weight: Tensor = layer.weight  # type: ignore[assignment]
     for technique, (shared, _) in settings.items():
         if technique == "weight_quantization":

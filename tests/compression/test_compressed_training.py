@@ -13,6 +13,7 @@ from helpers import run_ranks
 from models import build, micro_batch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import xds
 from xds.compression.training.layers import CompressedLayer
@@ -681,6 +682,33 @@ def test_calls_in_a_wrong_order_are_refused():
     quantizes = {"weight_quantization": ALL["weight_quantization"]}
     with pytest.raises(xds.UsageError, match="out_proj is a NonDynamicallyQuantizableLinear"):
         xds.compression.init_compression(attention, config_of(quantizes))
+
+
+def test_layers_whose_weight_is_changed_elsewhere_are_refused():
+    quantizes = {"weight_quantization": ALL["weight_quantization"]}
+    hooked = prune.identity(nn.Linear(4, 4), "weight")
+    for layer, says in (
+        (hooked, "the weight of 0 is computed by a hook"),
+        (nn.Embedding(4, 4, max_norm=1.0), "0 has max_norm"),
+    ):
+        with pytest.raises(xds.UsageError, match=says):
+            xds.compression.init_compression(nn.Sequential(layer), config_of(quantizes))
+
+
+@pytest.mark.parametrize("calibration", ["static", "dynamic"])
+def test_a_batch_without_samples_passes_and_moves_no_range(calibration):
+    section = {
+        "activation_quantization": technique(shared={"range_calibration": calibration}, bits=8)
+    }
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3))
+    xds.compression.init_compression(model, config_of(section))
+    xds.compression.CompressionScheduler(model)
+    model(torch.randn(3, 1, 2, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = model(torch.empty(0, 1, 2, 2))
+    found.sum().backward()
+    assert found.shape == (0, 3)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def with_own_optimizer():
