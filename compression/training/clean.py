@@ -40,8 +40,7 @@ def clean(model: nn.Module, section: CompressionTraining) -> None:
         raise UsageError(
             f"redundancy_clean: {other[0]} is not pruned as this config says; pass the config of the training"
         )
-    for layer in layers.values():
-        layer.advance(END)
+    _end_schedules(layers)
     kept = [cut.keep(layers[cut.source].mask_of(cut.technique)) for cut in cuts]
     heads = _head_owners(model, section, cuts)
     _bake(model, layers)
@@ -49,6 +48,24 @@ def clean(model: nn.Module, section: CompressionTraining) -> None:
         _apply(cut, keep)
     for owner, (before, after) in heads.items():
         _set_heads(owner, before, after)
+
+
+def _end_schedules(layers: dict[str, CompressedLayer]) -> None:
+    """Advance to the state of the whole schedule. Logs a warning if training ended before."""
+    early: dict[int, list[str]] = {}
+    for name, layer in layers.items():
+        step, before = layer.step, (layer.active, layer.weight_bits, layer.whole_share)
+        layer.advance(END)
+        if step >= 0 and before != (layer.active, layer.weight_bits, layer.whole_share):
+            early.setdefault(step, []).append(name)
+    for step, names in early.items():
+        log.warning(
+            "redundancy_clean: %s and %d more layers change: training ended after step %d, before their "
+            "schedule did. What is pruned later stays whole, and weights get their target_bits",
+            names[0],
+            len(names) - 1,
+            step,
+        )
 
 
 def _settings(name: str, layers: dict[str, CompressedLayer]) -> Any:
@@ -80,7 +97,7 @@ def _bake(model: nn.Module, layers: dict[str, CompressedLayer]) -> None:
             layer._buffers.pop(state, None)
             layer._parameters.pop(state, None)
             layer._non_persistent_buffers_set.discard(state)
-        for each in ("settings", "active", "weight_bits", "whole_share"):
+        for each in ("settings", "active", "step", "weight_bits", "whole_share"):
             layer.__dict__.pop(each, None)
         layer.__class__ = plain_class(layer)
 

@@ -43,13 +43,14 @@ class CompressedLayer(nn.Module):
         str, tuple[Any, Any]
     ]  # technique -> (shared_parameters, parameters of its group)
     active: tuple[str, ...]
+    step: int  # of the last `advance`; -1 before the first
     weight_bits: int
     whole_share: float  # of the weight in the mean with the quantized one
 
     def begin(self, settings: Mapping[str, tuple[Any, Any]]) -> None:
         """Add what the techniques need: masks, scores, ranges. No technique is on."""
         self.settings = dict(settings)
-        self.active, self.weight_bits, self.whole_share = (), 0, 0.0
+        self.active, self.step, self.weight_bits, self.whole_share = (), -1, 0, 0.0
         device = torch.device("cpu") if self.weight.is_meta else self.weight.device
         for name, (shared, _) in settings.items():
             if name == "activation_quantization" and shared.range_calibration == "static":
@@ -91,6 +92,7 @@ class CompressedLayer(nn.Module):
 
     def advance(self, step: int) -> None:
         """Be in the state after `step` optimizer steps. It needs no earlier state but that of masks."""
+        self.step = step
         self.active = tuple(
             name for name, (shared, _) in self.settings.items() if step >= shared.schedule_offset
         )

@@ -136,22 +136,31 @@ def init_compression(
     return model
 
 
-def redundancy_clean(model: nn.Module, config: Any, mpu: Any = None) -> nn.Module:
-    """Turn compressed layers into plain ones, in place, with the same results; returns `model`.
+def redundancy_clean(model: Any, config: Any, mpu: Any = None) -> nn.Module:
+    """Turn compressed layers into plain ones, in place, with the same results; returns the model.
 
     Quantized values are written to the weights, and pruned ones become zero. With `related_modules` in the
     config rows, heads and channels are cut out of weights, and of those that follow. Inputs stay whole.
 
-    The model must be whole: call `engine.destroy()` first, or load an exported state dict.
+    The model must be whole: call `engine.destroy()` first, or load an exported state dict. Where training ended
+    before the schedule, a warning says so: weights get their target_bits.
+
+    Args:
+        model: or its engine, which is destroyed: then all ranks call it.
 
     Raises:
         UsageError: an engine has the parameters, or related modules do not fit.
     """
-    section = _section("redundancy_clean", model, config, mpu)
+    inner = getattr(model, "module", None)
+    is_engine = isinstance(inner, nn.Module) and callable(getattr(model, "destroy", None))
+    section = _section("redundancy_clean", inner if is_engine else model, config, mpu)
+    if is_engine:
+        model.destroy()
+        model = inner
     if any(find_owner(param) is not None for param in model.parameters()):
         raise UsageError(
             "redundancy_clean: an engine has the parameters of this model; call engine.destroy() first, which "
-            "leaves the whole model"
+            "leaves the whole model, or pass the engine"
         )
     clean(_inner(model), section)
     return model

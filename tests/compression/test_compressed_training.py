@@ -321,6 +321,8 @@ def test_the_distillation_loss_is_the_formula():
     for wrong in ((student, teacher[:2]), (student, None)):
         with pytest.raises(xds.UsageError, match="must be equal"):
             loss(*wrong)
+    with pytest.raises(xds.UsageError, match="mask has the shape .*without classes"):
+        loss(student, teacher, mask=torch.ones(student.shape))
     with pytest.raises(xds.UsageError, match="1 hidden states of the student and 0"):
         loss(student, teacher, student_hidden=[student])
 
@@ -395,6 +397,15 @@ def trained_and_cleaned(stage):
         xds.compression.redundancy_clean(model, config_of(CUT))
     engine.destroy()
     xds.compression.redundancy_clean(model, config_of(CUT))
+    late = {
+        **CUT,
+        "sparse_pruning": technique(["head"], shared={"schedule_offset": 9}, dense_ratio=1),
+    }
+    other = Mixed()
+    plain = xds.compression.redundancy_clean(
+        xds.initialize(other, config_of(late, stage)), config_of(late)
+    )
+    assert plain is other and plain.up.out_features == 25
     again = xds.compression.init_compression(Mixed(), config_of(CUT))
     again.load_state_dict(state)
     again = xds.compression.redundancy_clean(again, config_of(CUT)).eval()
@@ -486,6 +497,22 @@ def test_a_gate_is_cut_with_its_factor_and_shared_keys_are_refused():
     }
     with pytest.raises(xds.UsageError, match="key has 8 outputs, and out has 16 inputs"):
         xds.compression.init_compression(Gated(), config_of(heads))
+
+
+def test_a_schedule_that_has_not_ended_is_told(caplog):
+    for steps in (3, 4):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        section = {
+            "weight_quantization": technique(start_bits=5, target_bits=4, quantization_period=5)
+        }
+        xds.compression.init_compression(model, config_of(section))
+        scheduler = xds.compression.CompressionScheduler(model)
+        for _ in range(steps):
+            scheduler.step()
+        xds.compression.redundancy_clean(model, config_of(section))
+        told = "0 and 1 more layers change: training ended after step 3" in caplog.text
+        assert told == (steps == 3) and (told or not caplog.text)
+        caplog.clear()
 
 
 def test_a_tied_weight_is_untied_where_only_one_layer_is_quantized(caplog):
