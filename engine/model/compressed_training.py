@@ -154,16 +154,16 @@ def redundancy_clean(model: Any, config: Any, mpu: Any = None) -> nn.Module:
     inner = getattr(model, "module", None)
     is_engine = isinstance(inner, nn.Module) and callable(getattr(model, "destroy", None))
     section = _section("redundancy_clean", inner if is_engine else model, config, mpu)
+    whole: nn.Module = inner if is_engine else model
     if is_engine:
         model.destroy()
-        model = inner
-    if any(find_owner(param) is not None for param in model.parameters()):
+    if any(find_owner(param) is not None for param in whole.parameters()):
         raise UsageError(
             "redundancy_clean: an engine has the parameters of this model; call engine.destroy() first, which "
             "leaves the whole model, or pass the engine"
         )
-    clean(_inner(model), section)
-    return model
+    clean(_inner(whole), section)
+    return whole
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, config: Any) -> None:
