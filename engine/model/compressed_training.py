@@ -6,7 +6,7 @@ init_compression ──> xds.initialize ──> steps: the engine runs the sched
 from __future__ import annotations
 
 import logging
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -153,8 +153,8 @@ def redundancy_clean(model: Any, config: Any, mpu: Any = None) -> nn.Module:
     """
     inner = getattr(model, "module", None)
     is_engine = isinstance(inner, nn.Module) and callable(getattr(model, "destroy", None))
-    section = _section("redundancy_clean", inner if is_engine else model, config, mpu)
-    whole: nn.Module = inner if is_engine else model
+    whole: Any = inner if is_engine else model
+    section = _section("redundancy_clean", whole, config, mpu)
     if is_engine:
         model.destroy()
     if any(find_owner(param) is not None for param in whole.parameters()):
@@ -163,7 +163,7 @@ def redundancy_clean(model: Any, config: Any, mpu: Any = None) -> nn.Module:
             "leaves the whole model, or pass the engine"
         )
     clean(_inner(whole), section)
-    return whole
+    return cast(nn.Module, whole)
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, config: Any) -> None:
