@@ -1,45 +1,26 @@
-"""Turns compressed layers into plain ones with the same results, and cuts what was pruned out of the weights.
-
-    rows      W1[keep, :], b1[keep]       of the pruned layer;   W2[:, keep]             of a related one
-    heads     O[:, columns of keep]       of the pruned layer;   Q, K, V[rows of keep]   of related ones
-    channels  K1[keep], b1[keep]          of the pruned layer;   K2[:, keep], or features of a BatchNorm2d
-
-Weights are as nn.Linear and nn.Conv2d have them, outputs first.
-"""
+"""Turns compressed layers into plain ones with the same results, and cuts out what was pruned."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...utils.errors import UsageError
 from .config import CompressionTraining
-from .layers import RANGE, SEED, STATES, CompressedLayer, is_conv1d, plain_class
-from .prepare import KINDS, compressed_layers, matching
+from .cuts import Cut, cuts_of
+from .layers import RANGE, SEED, STATES, CompressedLayer, plain_class
+from .patterns import is_transposed
+from .prepare import compressed_layers
 
 log = logging.getLogger("xds")
 
 END = 1 << 40  # a number of steps after which every schedule has ended
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead")
 HEAD_SIZES = ("all_head_size", "split_size")
-RELATED = {"channel_pruning": (nn.Conv2d, nn.BatchNorm2d)}  # of other techniques: linear layers
-
-
-@final
-@dataclass(frozen=True)
-class _Cut:
-    """Elements `keep` of one dimension of a layer's weight: 0 outputs, with the bias, 1 inputs."""
-
-    name: str
-    layer: Any
-    dim: int
-    keep: Tensor
 
 
 @torch.no_grad()
@@ -54,15 +35,41 @@ def clean(model: nn.Module, section: CompressionTraining) -> None:
             "redundancy_clean: no layer of this model is compressed; call it with the trained model, or with "
             "one that init_compression has prepared and that has loaded the trained state dict"
         )
-    for layer in layers.values():
-        layer.advance(END)
-    cuts = [cut for name in section.enabled for cut in _cuts(model, name, section)]
+    cuts = cuts_of(model, section)
+    if other := [cut.source for cut in cuts if cut.technique not in _settings(cut.source, layers)]:
+        raise UsageError(
+            f"redundancy_clean: {other[0]} is not pruned as this config says; pass the config of the training"
+        )
+    _end_schedules(layers)
+    kept = [cut.keep(layers[cut.source].mask_of(cut.technique)) for cut in cuts]
     heads = _head_owners(model, section, cuts)
     _bake(model, layers)
-    for cut in cuts:
-        _apply(cut)
+    for cut, keep in zip(cuts, kept, strict=True):
+        _apply(cut, keep)
     for owner, (before, after) in heads.items():
         _set_heads(owner, before, after)
+
+
+def _end_schedules(layers: dict[str, CompressedLayer]) -> None:
+    """Advance to the state of the whole schedule. Logs a warning if training ended before."""
+    early: dict[int, list[str]] = {}
+    for name, layer in layers.items():
+        step, before = layer.step, (layer.active, layer.weight_bits, layer.whole_share)
+        layer.advance(END)
+        if step >= 0 and before != (layer.active, layer.weight_bits, layer.whole_share):
+            early.setdefault(step, []).append(name)
+    for step, names in early.items():
+        log.warning(
+            "redundancy_clean: %s and %d more layers change: training ended after step %d, before their "
+            "schedule did. What is pruned later stays whole, and weights get their target_bits",
+            names[0],
+            len(names) - 1,
+            step,
+        )
+
+
+def _settings(name: str, layers: dict[str, CompressedLayer]) -> Any:
+    return layers[name].settings if name in layers else ()
 
 
 def _bake(model: nn.Module, layers: dict[str, CompressedLayer]) -> None:
@@ -90,75 +97,19 @@ def _bake(model: nn.Module, layers: dict[str, CompressedLayer]) -> None:
             layer._buffers.pop(state, None)
             layer._parameters.pop(state, None)
             layer._non_persistent_buffers_set.discard(state)
-        for each in ("settings", "active", "weight_bits", "whole_share"):
+        for each in ("settings", "active", "step", "weight_bits", "whole_share"):
             layer.__dict__.pop(each, None)
         layer.__class__ = plain_class(layer)
 
 
-def _cuts(model: nn.Module, technique: str, section: CompressionTraining) -> Iterator[_Cut]:
-    """What a pruning technique with related modules cuts."""
-    modules = dict(model.named_modules())
-    for group in section.groups(technique):
-        for pattern, related in zip(group.modules, group.related, strict=False):
-            names = matching(model, pattern, KINDS[technique])
-            if not related:
-                continue
-            others = {
-                each: matching(model, each, RELATED.get(technique, (nn.Linear,)))
-                for each in related
-            }
-            for each, found in others.items():
-                if len(found) != len(names):
-                    raise UsageError(
-                        f'compression_training.{technique}: "{pattern}" matches {len(names)} layers and its '
-                        f'related "{each}" {len(found)}: each layer needs one related module'
-                    )
-            for number, name in enumerate(names):
-                layer: Any = modules[name]
-                keep = layer.mask_of(technique).detach().flatten().bool()
-                outputs = technique != "head_pruning"
-                yield _checked(name, layer, 0 if outputs else 1, keep)
-                for found in others.values():
-                    other = found[number]
-                    yield _checked(other, modules[other], 1 if outputs else 0, keep)
-
-
-def _checked(name: str, layer: Any, dim: int, keep: Tensor) -> _Cut:
-    """The cut, with an element of `keep` for each of the layer's outputs or inputs.
-
-    Where there are more of these, an element stands for a whole head; fused projections follow one another.
-    """
-    if isinstance(layer, nn.BatchNorm2d):
-        size = layer.num_features
-    elif isinstance(layer, CompressedLayer):
-        size = layer.matrix_shape[dim]
-    else:
-        shape = layer.weight.shape
-        size = shape[1 - dim] if is_conv1d(type(layer)) else shape[dim]
-    num = keep.numel()
-    grouped = getattr(layer, "groups", 1) != 1
-    if size == num and not grouped:
-        return _Cut(name, layer, dim, keep)
-    parts = 1
-    if dim == 0 and not isinstance(layer, nn.BatchNorm2d):
-        inputs = layer.weight.numel() // size if size else 1
-        parts = size // inputs if inputs and size % inputs == 0 and size > inputs else 1
-    if size % (num * parts) or grouped or isinstance(layer, (nn.Conv2d, nn.BatchNorm2d)):
-        raise UsageError(
-            f"redundancy_clean: {name} has {size} {'inputs' if dim else 'outputs'}, which do not belong to the "
-            f"{num} rows, heads or channels of the pruned layer; correct related_modules"
-        )
-    return _Cut(name, layer, dim, keep.repeat_interleave(size // num // parts).repeat(parts))
-
-
-def _apply(cut: _Cut) -> None:
-    layer, keep = cut.layer, cut.keep
+def _apply(cut: Cut, keep: Tensor) -> None:
+    layer = cut.layer
     if isinstance(layer, nn.BatchNorm2d):
         for name in ("weight", "bias", "running_mean", "running_var"):
             _replace(layer, name, 0, keep)
         layer.num_features = int(keep.sum())
         return
-    transposed = is_conv1d(type(layer))
+    transposed = is_transposed(layer)
     _replace(layer, "weight", 1 - cut.dim if transposed else cut.dim, keep)
     if cut.dim == 0:
         _replace(layer, "bias", 0, keep)
@@ -182,21 +133,16 @@ def _replace(layer: nn.Module, name: str, dim: int, keep: Tensor) -> None:
 
 
 def _head_owners(
-    model: nn.Module, section: CompressionTraining, cuts: list[_Cut]
+    model: nn.Module, section: CompressionTraining, cuts: list[Cut]
 ) -> dict[nn.Module, tuple[int, int]]:
     """Modules around the projections of cut heads -> (heads before, heads after)."""
-    shared = section.head_pruning.shared_parameters
-    if not shared.enabled or shared.num_heads is None:
-        return {}
-    pruned = {n: layer for n, layer in compressed_layers(model) if "head_pruning" in layer.settings}
     modules, found = dict(model.named_modules()), {}
-    after = 0
-    for cut in cuts:  # a pruned layer, then its related ones
-        if cut.name in pruned and cut.dim == 1:
-            after = int(pruned[cut.name].mask_of("head_pruning").sum())
-        elif not after or cut.dim == 1:
-            continue
-        found[modules[cut.name.rpartition(".")[0]]] = (shared.num_heads, after)
+    before = section.head_pruning.shared_parameters.num_heads or 0
+    for cut in cuts:
+        if cut.technique == "head_pruning":
+            pruned: Any = modules[cut.source]
+            after = int(pruned.mask_of("head_pruning").sum())
+            found[modules[cut.name.rpartition(".")[0]]] = (before, after)
     return found
 
 

@@ -65,6 +65,9 @@ _EXTRAS: dict[str, Entry] = {
 }
 
 
+CUTTING = ("row_pruning", "head_pruning", "channel_pruning")  # techniques with related modules
+
+
 @final
 @dataclass(frozen=True)
 class Group:
@@ -146,19 +149,29 @@ def read_groups(technique: Any, path: str, report: Report) -> list[Group]:
             continue
         for key, wrong, need in params.missing():
             report.complain(f"{here}.params.{key}", wrong, need)
-        related = text.related_modules or ()
-        if related and len(related) != len(text.modules):
-            report.complain(
-                f"{here}.related_modules",
-                list(map(list, related)),
-                f"must have an entry for each of the {len(text.modules)} entries of modules",
-            )
-        for pattern in (*text.modules, *(each for one in related for each in one)):
+        _check_modules(text, technique.shared_parameters.enabled, here, report)
+        found.append(Group(name, params, text.modules, text.related_modules or ()))
+    return found
+
+
+def _check_modules(text: _GroupText, enabled: bool, here: str, report: Report) -> None:
+    """Complain about the patterns of a group."""
+    modules, related = list(text.modules), list(map(list, text.related_modules or ()))
+    if enabled and not modules:
+        need = 'must name layers, e.g. ["attention", "mlp"]; or remove the group'
+        report.complain(f"{here}.modules", modules, need)
+    if any(related) and here.split(".")[-3] not in CUTTING:
+        need = f"nothing is cut by it, but by {', '.join(CUTTING)}; remove it"
+        report.complain(f"{here}.related_modules", related, need)
+    if related and len(related) != len(modules):
+        need = f"must have an entry for each of the {len(modules)} entries of modules"
+        report.complain(f"{here}.related_modules", related, need)
+    flat = [each for patterns in related for each in patterns]
+    for key, value, patterns in (("modules", modules, modules), ("related_modules", related, flat)):
+        for pattern in patterns:
             if pattern != EVERY and not _is_pattern(pattern):
                 need = f'"{pattern}" is no regular expression; write e.g. ["attention", "mlp"]'
-                report.complain(f"{here}.modules", list(text.modules), need)
-        found.append(Group(name, params, text.modules, related))
-    return found
+                report.complain(f"{here}.{key}", value, need)
 
 
 def _is_pattern(text: str) -> bool:

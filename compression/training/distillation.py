@@ -39,6 +39,11 @@ def distillation_loss(
             f"distillation_loss: {len(student_hidden)} hidden states of the student and {len(teacher_hidden)} "
             "of the teacher; pass those of the layers that correspond"
         )
+    if mask is not None and mask.shape != student_logits.shape[:-1]:
+        raise UsageError(
+            f"distillation_loss: mask has the shape {list(mask.shape)}: it must be that of the logits without "
+            f"classes, {list(student_logits.shape[:-1])}"
+        )
     if not temperature > 0:
         raise UsageError(f"distillation_loss: temperature = {temperature}: must be above 0")
     ours = F.log_softmax(student_logits.float() / temperature, dim=-1)

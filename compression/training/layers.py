@@ -43,13 +43,14 @@ class CompressedLayer(nn.Module):
         str, tuple[Any, Any]
     ]  # technique -> (shared_parameters, parameters of its group)
     active: tuple[str, ...]
+    step: int  # of the last `advance`; -1 before the first
     weight_bits: int
     whole_share: float  # of the weight in the mean with the quantized one
 
     def begin(self, settings: Mapping[str, tuple[Any, Any]]) -> None:
         """Add what the techniques need: masks, scores, ranges. No technique is on."""
         self.settings = dict(settings)
-        self.active, self.weight_bits, self.whole_share = (), 0, 0.0
+        self.active, self.step, self.weight_bits, self.whole_share = (), -1, 0, 0.0
         device = torch.device("cpu") if self.weight.is_meta else self.weight.device
         for name, (shared, _) in settings.items():
             if name == "activation_quantization" and shared.range_calibration == "static":
@@ -91,6 +92,7 @@ class CompressedLayer(nn.Module):
 
     def advance(self, step: int) -> None:
         """Be in the state after `step` optimizer steps. It needs no earlier state but that of masks."""
+        self.step = step
         self.active = tuple(
             name for name, (shared, _) in self.settings.items() if step >= shared.schedule_offset
         )
@@ -127,6 +129,8 @@ class CompressedLayer(nn.Module):
         Shapes: that of the parameter. Equal parts: the first is kept.
         """
         values = self.matrix(weight)
+        if values.dtype.itemsize < 4:
+            values = values.float()  # sums of fp16 may be infinite
         ratio = self.settings[technique][1].dense_ratio
         if technique == "sparse_pruning":
             sizes = values.abs()
@@ -194,12 +198,14 @@ class CompressedLayer(nn.Module):
             return quantized(x, params.bits, groups=groups, is_symmetric=is_symmetric)
         if self.training:
             self._observe(x.detach())
-        low, high = getattr(self, RANGE).to(x.dtype).unbind()
+        low, high = getattr(self, RANGE).unbind()
         return quantized(x, params.bits, is_symmetric=is_symmetric, bounds=(low, high))
 
     @torch.no_grad()
     def _observe(self, x: Tensor) -> None:
         """Move the running range towards that of `x`; the first one is taken as it is."""
+        if not x.numel():
+            return
         seen: Tensor = getattr(self, RANGE)
         now = torch.stack([x.amin(), x.amax()]).to(seen.dtype)
         before = torch.where(seen[0] == seen[1], now, seen)
@@ -215,7 +221,7 @@ def _is_stochastic(shared: WeightShared) -> bool:
 
 
 def _tokens(x: Tensor) -> int:
-    return x.numel() // x.shape[-1] if x.shape[-1] else 1
+    return x.shape[:-1].numel()
 
 
 @final

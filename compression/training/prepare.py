@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...utils.errors import ConfigError, UsageError
-from .config import EVERY, CompressionTraining, Group
+from .config import CompressionTraining, Group
+from .cuts import cuts_of
 from .layers import CompressedLayer, compressed_class, is_conv1d
+from .patterns import KINDS, matching
 
-# what a technique can compress; Conv1D of transformers counts as a linear layer
-KINDS: dict[str, tuple[type[nn.Module], ...]] = {
-    "weight_quantization": (nn.Linear, nn.Conv2d, nn.Embedding),
-    "activation_quantization": (nn.Linear, nn.Conv2d),
-    "sparse_pruning": (nn.Linear, nn.Conv2d),
-    "row_pruning": (nn.Linear,),
-    "head_pruning": (nn.Linear,),
-    "channel_pruning": (nn.Conv2d,),
-}
 SHOWN_NAMES = 8
 
 
@@ -44,6 +36,7 @@ def compress(model: nn.Module, section: CompressionTraining) -> list[str]:
     layers = dict(model.named_modules())
     for name, settings in found.items():
         _check(name, layers[name], settings)
+    cuts_of(model, section)
     for name, settings in found.items():
         layer: Any = layers[name]
         layer.__class__ = compressed_class(type(layer))
@@ -54,23 +47,18 @@ def compress(model: nn.Module, section: CompressionTraining) -> list[str]:
     return list(found)
 
 
+def is_compressed_by(model: nn.Module, section: CompressionTraining) -> bool:
+    """The layers of a compressed model have settings of `section`, whatever their names are now."""
+    found = [each for _, layer in compressed_layers(model) for each in layer.settings.items()]
+    return {technique for technique, _ in found} == set(section.enabled) and all(
+        shared == getattr(section, technique).shared_parameters
+        and any(params == group.params for group in section.groups(technique))
+        for technique, (shared, params) in found
+    )
+
+
 def _slow_path(module: nn.Module, args: Any) -> None:
     """A hook turns off the path of torch's encoder layers that reads weights and calls no layer."""
-
-
-def matching(model: nn.Module, pattern: str, kinds: Sequence[type[nn.Module]]) -> list[str]:
-    """Names of the layers of these kinds that a pattern finds, in the order of the model."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if (isinstance(module, tuple(kinds)) or (nn.Linear in kinds and is_linear(module)))
-        and (pattern == EVERY or re.search(pattern, name))
-    ]
-
-
-def is_linear(module: nn.Module) -> bool:
-    """A linear layer, or Conv1D of transformers, compressed or not."""
-    return isinstance(module, nn.Linear) or any(is_conv1d(kind) for kind in type(module).__mro__)
 
 
 def compressed_layers(model: nn.Module) -> Iterable[tuple[str, CompressedLayer]]:
@@ -114,6 +102,16 @@ def _check(name: str, layer: nn.Module, settings: dict[str, tuple[Any, Any]]) ->
             f"compression_training: {name} is a {type(layer).__name__}, which may read its weight without "
             "calling forward; only plain nn.Linear, nn.Conv2d, nn.Embedding and Conv1D are compressed. Exclude "
             "it by the pattern"
+        )
+    if "weight" not in layer._parameters:
+        raise UsageError(
+            f"compression_training: the weight of {name} is computed by a hook, as torch.nn.utils.weight_norm "
+            "does, and is no parameter; remove the hook, or exclude the layer by the pattern"
+        )
+    if getattr(layer, "max_norm", None) is not None:
+        raise UsageError(
+            f"compression_training: {name} has max_norm, which changes its weight in forward; remove it, or "
+            "exclude the layer by the pattern"
         )
     weight: Tensor = layer.weight  # type: ignore[assignment]
     for technique, (shared, _) in settings.items():
@@ -162,4 +160,4 @@ class Schedule:
             layer.advance(step)
 
 
-__all__ = ["KINDS", "Schedule", "compress", "compressed_layers", "is_linear", "matching"]
+__all__ = ["Schedule", "compress", "compressed_layers", "is_compressed_by"]

@@ -1,14 +1,15 @@
 """Fake quantization: values that few bits can hold, in the dtype of the input; gradients pass unchanged.
 
-Formulas of DeepSpeed, in the dtype of the input, for each row of x [groups, numel / groups]:
+Formulas of DeepSpeed, in the dtype of the input, fp16 in fp32, for each row of x [groups, numel / groups]:
 
     symmetric    s = 2 max|x| / 2^b;    clamp(round(x / s), -2^(b-1), 2^(b-1) - 1) s
     asymmetric   s = (max - min) / 2^b; z = round(min / s) s;  clamp(round((x - z) / s), 0, 2^b - 1) s + z
     2 bits       mean |x| over |x| > t, with the sign of x; 0 elsewhere;  t = 0.7 mean |x|
     1 bit        mean |x| with the sign of x
 
-Deviation: a group whose scale is 0 (all values equal, or too small for the dtype) is left as it is. DeepSpeed
-returns NaN; and fails for 16 bits, asymmetric, in fp16. Sources: Li et al., Ternary Weight Networks, 2016,
+Deviations: a group whose scale is 0 (all values equal, or too small for the dtype) is left as it is. DeepSpeed
+returns NaN. It computes fp16 in fp16, where scales of many bits are too small, and sums over 65504 infinite.
+Sources: Li et al., Ternary Weight Networks, 2016,
 https://arxiv.org/abs/1605.04711; Rastegari et al., XNOR-Net, 2016, https://arxiv.org/abs/1603.05279.
 """
 
@@ -42,24 +43,31 @@ def quantized(
         noise: of the shape of x, in [-0.5, 0.5): stochastic rounding.
         bounds: (min, max) of one group, scalars, in place of those of `x`.
     """
-    if bits == 1:
-        return _Straight.apply(x, _binary(x, groups))  # type: ignore[no-any-return, no-untyped-call]
-    if bits == 2 and bounds is None:
-        return _Straight.apply(x, _ternary(x, groups))  # type: ignore[no-any-return, no-untyped-call]
+    if not x.numel():
+        return x
     rows = x.detach().reshape(groups, -1)
-    more = None if noise is None else noise.reshape(groups, -1)
-    rounded = (_symmetric if is_symmetric else _asymmetric)(rows, bits, more, bounds)
-    return _Straight.apply(x, rounded.reshape(x.shape).contiguous())  # type: ignore[no-any-return, no-untyped-call]
+    if x.dtype == torch.float16:
+        rows = rows.float()
+    if bits == 1:
+        found = _binary(rows)
+    elif bits == 2 and bounds is None:
+        found = _ternary(rows)
+    else:
+        more = None if noise is None else noise.reshape(groups, -1)
+        limits = None if bounds is None else tuple(one.to(rows.dtype).view(1, 1) for one in bounds)
+        found = (_symmetric if is_symmetric else _asymmetric)(rows, bits, more, limits)
+    found = found.to(x.dtype).reshape(x.shape).contiguous()
+    return _Straight.apply(x, found)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _symmetric(
-    rows: Tensor, bits: int, noise: Tensor | None, bounds: tuple[Tensor, Tensor] | None
+    rows: Tensor, bits: int, noise: Tensor | None, bounds: tuple[Tensor, ...] | None
 ) -> Tensor:
     levels = 2**bits
     if bounds is None:
         largest = rows.abs().amax(dim=-1, keepdim=True)
     else:
-        largest = torch.maximum(bounds[0].abs(), bounds[1]).view(1, 1)
+        largest = torch.maximum(bounds[0].abs(), bounds[1])
     scale = 2 * largest / levels
     steps = rows / scale
     steps = (steps if noise is None else steps + noise).round()
@@ -68,35 +76,31 @@ def _symmetric(
 
 
 def _asymmetric(
-    rows: Tensor, bits: int, noise: Tensor | None, bounds: tuple[Tensor, Tensor] | None
+    rows: Tensor, bits: int, noise: Tensor | None, bounds: tuple[Tensor, ...] | None
 ) -> Tensor:
     levels = 2**bits
     if bounds is None:
         low, high = rows.amin(dim=-1, keepdim=True), rows.amax(dim=-1, keepdim=True)
     else:
-        low, high = bounds[0].view(1, 1), bounds[1].view(1, 1)
+        low, high = bounds
     scale = (high - low) / levels
     zero = (low / scale).round() * scale
     steps = (rows - zero) / scale
     steps = (steps if noise is None else steps + noise).round()
-    most = min(levels - 1, torch.finfo(rows.dtype).max)  # 2^16 - 1 is beyond fp16
-    result = steps.clamp(0, most) * scale + zero
+    result = steps.clamp(0, levels - 1) * scale + zero
     return torch.where(scale > 0, result, rows)
 
 
-def _ternary(x: Tensor, groups: int) -> Tensor:
-    rows = x.detach().reshape(groups, -1)
-    threshold = (0.7 * rows.norm(p=1, dim=1).div(rows.shape[1])).view(-1, 1)
+def _ternary(rows: Tensor) -> Tensor:
+    threshold = 0.7 * rows.norm(p=1, dim=1, keepdim=True).div(rows.shape[1])
     is_large = (rows.abs() > threshold).to(rows.dtype)
-    mean = ((is_large * rows).abs().sum(dim=1) / is_large.sum(dim=1)).view(-1, 1)
+    mean = (is_large * rows).abs().sum(dim=1, keepdim=True) / is_large.sum(dim=1, keepdim=True)
     result = mean * (rows > threshold).to(rows.dtype) - mean * (rows < -threshold).to(rows.dtype)
-    return torch.where(threshold > 0, result, rows).reshape(x.shape).contiguous()
+    return torch.where(threshold > 0, result, rows)
 
 
-def _binary(x: Tensor, groups: int) -> Tensor:
-    rows = x.detach().reshape(groups, -1)
-    mean = rows.norm(p=1, dim=1, keepdim=True).div(rows.shape[1])
-    return rows.sign().mul(mean).reshape(x.shape).contiguous()
+def _binary(rows: Tensor) -> Tensor:
+    return rows.sign().mul(rows.norm(p=1, dim=1, keepdim=True).div(rows.shape[1]))
 
 
 @final

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from .config import LayerReduction
 
@@ -58,7 +59,11 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type) -> nn.Module:
 
     Its weight [inputs, outputs] is stored as [outputs, inputs]. Compressed training takes Conv1D as it is, so
     this is for scripts of DeepSpeed and for exports.
+
+    Raises UsageError: `convert_type` is no class.
     """
+    if not isinstance(convert_type, type):
+        raise wrong("convert_conv1d_to_linear: convert_type", convert_type, "a class")
     inner: Any = getattr(model, "module", model)
     for name, module in list(inner.named_modules()):
         if not isinstance(module, convert_type):

@@ -6,7 +6,7 @@ init_compression ──> xds.initialize ──> steps: the engine runs the sched
 from __future__ import annotations
 
 import logging
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,12 @@ from torch import nn
 from ...compression.training.clean import clean
 from ...compression.training.config import CompressionTraining
 from ...compression.training.layers import STATES
-from ...compression.training.prepare import Schedule, compress, compressed_layers
+from ...compression.training.prepare import (
+    Schedule,
+    compress,
+    compressed_layers,
+    is_compressed_by,
+)
 from ...compression.training.reduction import copy_layers
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
@@ -77,9 +82,15 @@ def prepare(model: nn.Module, config: Config, optimizer: Any, params: Any) -> No
             "compression_training with a PipelineModule: its layers are built by each rank; pass the whole "
             "model, and set pipeline.stages"
         )
+    section = section_of(config)
     if compressed_layers(model):
+        if section.enabled and not is_compressed_by(model, section):
+            raise UsageError(
+                "compression_training: init_compression has prepared this model for another section; give both "
+                "calls the same one, or leave it out here"
+            )
         return
-    compress(model, section_of(config))
+    compress(model, section)
     has_scores = any(
         STATES[name][1] in layer._parameters
         for _, layer in compressed_layers(model)
@@ -125,25 +136,34 @@ def init_compression(
     return model
 
 
-def redundancy_clean(model: nn.Module, config: Any, mpu: Any = None) -> nn.Module:
-    """Turn compressed layers into plain ones, in place, with the same results; returns `model`.
+def redundancy_clean(model: Any, config: Any, mpu: Any = None) -> nn.Module:
+    """Turn compressed layers into plain ones, in place, with the same results; returns the model.
 
     Quantized values are written to the weights, and pruned ones become zero. With `related_modules` in the
     config rows, heads and channels are cut out of weights, and of those that follow. Inputs stay whole.
 
-    The model must be whole: call `engine.destroy()` first, or load an exported state dict.
+    The model must be whole: call `engine.destroy()` first, or load an exported state dict. Where training ended
+    before the schedule, a warning says so: weights get their target_bits.
+
+    Args:
+        model: or its engine, which is destroyed: then all ranks call it.
 
     Raises:
         UsageError: an engine has the parameters, or related modules do not fit.
     """
-    section = _section("redundancy_clean", model, config, mpu)
-    if any(find_owner(param) is not None for param in model.parameters()):
+    inner = getattr(model, "module", None)
+    is_engine = isinstance(inner, nn.Module) and callable(getattr(model, "destroy", None))
+    whole: Any = inner if is_engine else model
+    section = _section("redundancy_clean", whole, config, mpu)
+    if is_engine:
+        model.destroy()
+    if any(find_owner(param) is not None for param in whole.parameters()):
         raise UsageError(
             "redundancy_clean: an engine has the parameters of this model; call engine.destroy() first, which "
-            "leaves the whole model"
+            "leaves the whole model, or pass the engine"
         )
-    clean(_inner(model), section)
-    return model
+    clean(_inner(whole), section)
+    return cast(nn.Module, whole)
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, config: Any) -> None:

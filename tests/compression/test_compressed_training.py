@@ -13,10 +13,13 @@ from helpers import run_ranks
 from models import build, micro_batch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import xds
 from xds.compression.training.layers import CompressedLayer
 from xds.compression.training.prepare import compressed_layers
+from xds.engine.config.config import parse_config
+from xds.engine.model.compressed_training import prepare
 
 
 def technique(modules=("*",), related=None, shared=None, **params):
@@ -318,6 +321,8 @@ def test_the_distillation_loss_is_the_formula():
     for wrong in ((student, teacher[:2]), (student, None)):
         with pytest.raises(xds.UsageError, match="must be equal"):
             loss(*wrong)
+    with pytest.raises(xds.UsageError, match="mask has the shape .*without classes"):
+        loss(student, teacher, mask=torch.ones(student.shape))
     with pytest.raises(xds.UsageError, match="1 hidden states of the student and 0"):
         loss(student, teacher, student_hidden=[student])
 
@@ -392,6 +397,15 @@ def trained_and_cleaned(stage):
         xds.compression.redundancy_clean(model, config_of(CUT))
     engine.destroy()
     xds.compression.redundancy_clean(model, config_of(CUT))
+    late = {
+        **CUT,
+        "sparse_pruning": technique(["head"], shared={"schedule_offset": 9}, dense_ratio=1),
+    }
+    other = Mixed()
+    plain = xds.compression.redundancy_clean(
+        xds.initialize(other, config_of(late, stage)), config_of(late)
+    )
+    assert plain is other and plain.up.out_features == 25
     again = xds.compression.init_compression(Mixed(), config_of(CUT))
     again.load_state_dict(state)
     again = xds.compression.redundancy_clean(again, config_of(CUT)).eval()
@@ -451,6 +465,54 @@ def test_gpt2_is_compressed_as_it_is_and_as_linear_layers():
         assert model.transformer.h[0].mlp.c_fc.weight.numel() == 24 * 48
         assert model.transformer.h[1].attn.num_heads == 2
     assert torch.allclose(*found, atol=1e-6)
+
+
+class Gated(nn.Module):
+    """An MLP as Llama has it, after an attention with 4 heads of queries and 2 of keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.out = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 16)
+        self.gate, self.up, self.down = nn.Linear(16, 40), nn.Linear(16, 40), nn.Linear(40, 16)
+
+    def forward(self, x):
+        x = x + self.out(self.query(x) * self.key(x).repeat_interleave(2, -1))
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_a_gate_is_cut_with_its_factor_and_shared_keys_are_refused():
+    model, x = Gated(), torch.randn(3, 16)
+    section = {"row_pruning": technique(["gate"], [["up", "down"]], dense_ratio=0.25)}
+    xds.compression.init_compression(model, config_of(section))
+    xds.compression.CompressionScheduler(model)
+    masked = model(x)
+    xds.compression.redundancy_clean(model, config_of(section))
+    assert torch.allclose(model(x), masked, atol=1e-6)
+    assert model.up.weight.shape == (10, 16) and model.down.weight.shape == (16, 10)
+    both = {"row_pruning": technique(["gate", "up"], [["down"], ["down"]], dense_ratio=0.5)}
+    with pytest.raises(xds.UsageError, match="down would be cut for gate and for up, whose masks"):
+        xds.compression.init_compression(Gated(), config_of(both))
+    heads = {
+        "head_pruning": technique(["out"], [["query", "key"]], {"num_heads": 4}, dense_ratio=1)
+    }
+    with pytest.raises(xds.UsageError, match="key has 8 outputs, and out has 16 inputs"):
+        xds.compression.init_compression(Gated(), config_of(heads))
+
+
+def test_a_schedule_that_has_not_ended_is_told(caplog):
+    for steps in (3, 4):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        section = {
+            "weight_quantization": technique(start_bits=5, target_bits=4, quantization_period=5)
+        }
+        xds.compression.init_compression(model, config_of(section))
+        scheduler = xds.compression.CompressionScheduler(model)
+        for _ in range(steps):
+            scheduler.step()
+        xds.compression.redundancy_clean(model, config_of(section))
+        told = "0 and 1 more layers change: training ended after step 3" in caplog.text
+        assert told == (steps == 3) and (told or not caplog.text)
+        caplog.clear()
 
 
 def test_a_tied_weight_is_untied_where_only_one_layer_is_quantized(caplog):
@@ -591,6 +653,33 @@ def test_a_student_gets_layers_of_its_teacher_by_name():
             "must have an entry for each of the 1 entries",
         ),
         ({"row_pruning": technique(["embed"], dense_ratio=0.5)}, "no layer of the kinds Linear"),
+        ({"sparse_pruning": technique([], dense_ratio=0.5)}, "modules = []: must name layers"),
+        ({"row_pruning": technique(["up"], [["("]], dense_ratio=0.5)}, 'related_modules = [["("]]'),
+        (
+            {"sparse_pruning": technique(["up"], [["down"]], dense_ratio=0.5)},
+            "nothing is cut by it, but by row_pruning",
+        ),
+        (
+            {"row_pruning": technique(["up"], [["head"]], dense_ratio=0.5)},
+            'matches 3 layers and its related "head" 1',
+        ),
+        (
+            {"row_pruning": technique(["head"], [["blocks.0.up"]], dense_ratio=0.5)},
+            "blocks.0.up has 24 inputs, and head has 61 outputs",
+        ),
+        (
+            {"head_pruning": technique(["down"], [["down"]], {"num_heads": 6}, dense_ratio=0.5)},
+            "Leave related_modules out where heads share keys",
+        ),
+        (
+            {
+                "head_pruning": technique(
+                    ["down"], [["up"]], {"num_heads": 6, "method": "l1"}, dense_ratio=0.5
+                ),
+                "row_pruning": technique(["up"], [["down"]], dense_ratio=0.5),
+            },
+            "blocks.0.down would be cut for",
+        ),
     ],
 )
 def test_wrong_sections_are_refused_before_anything_changes(section, says):
@@ -603,12 +692,15 @@ def test_wrong_sections_are_refused_before_anything_changes(section, says):
 
 
 def test_calls_in_a_wrong_order_are_refused():
-    section = {"row_pruning": technique(["up"], [["head"]], {"method": "topk"}, dense_ratio=0.5)}
+    section = {"row_pruning": technique(["up"], [["down"]], {"method": "topk"}, dense_ratio=0.5)}
     model = xds.compression.init_compression(build("plain"), config_of(section))
     with pytest.raises(xds.UsageError, match="compressed already; call it once"):
         xds.compression.init_compression(model, config_of(section))
-    with pytest.raises(xds.UsageError, match='matches 3 layers and its related "head" 1'):
-        xds.compression.redundancy_clean(model, config_of(section))
+    other = {"head_pruning": technique(["down"], [["up"]], {"num_heads": 6}, dense_ratio=0.5)}
+    with pytest.raises(xds.UsageError, match="blocks.0.down is not pruned as this config says"):
+        xds.compression.redundancy_clean(model, config_of(other))
+    with pytest.raises(xds.UsageError, match="has prepared this model for another section"):
+        prepare(model, parse_config(config_of(other)), None, None)
     with pytest.raises(xds.UsageError, match="no layer of this model is compressed"):
         xds.compression.redundancy_clean(build("plain"), config_of(section))
     with pytest.raises(xds.UsageError, match="mpu is given"):
@@ -617,6 +709,33 @@ def test_calls_in_a_wrong_order_are_refused():
     quantizes = {"weight_quantization": ALL["weight_quantization"]}
     with pytest.raises(xds.UsageError, match="out_proj is a NonDynamicallyQuantizableLinear"):
         xds.compression.init_compression(attention, config_of(quantizes))
+
+
+def test_layers_whose_weight_is_changed_elsewhere_are_refused():
+    quantizes = {"weight_quantization": ALL["weight_quantization"]}
+    hooked = prune.identity(nn.Linear(4, 4), "weight")
+    for layer, says in (
+        (hooked, "the weight of 0 is computed by a hook"),
+        (nn.Embedding(4, 4, max_norm=1.0), "0 has max_norm"),
+    ):
+        with pytest.raises(xds.UsageError, match=says):
+            xds.compression.init_compression(nn.Sequential(layer), config_of(quantizes))
+
+
+@pytest.mark.parametrize("calibration", ["static", "dynamic"])
+def test_a_batch_without_samples_passes_and_moves_no_range(calibration):
+    section = {
+        "activation_quantization": technique(shared={"range_calibration": calibration}, bits=8)
+    }
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3))
+    xds.compression.init_compression(model, config_of(section))
+    xds.compression.CompressionScheduler(model)
+    model(torch.randn(3, 1, 2, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = model(torch.empty(0, 1, 2, 2))
+    found.sum().backward()
+    assert found.shape == (0, 3)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def with_own_optimizer():

@@ -14,7 +14,7 @@ from xds.launcher.checkpoint import main
 HIDDEN = 64
 
 
-def small():
+def small(**more):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=HIDDEN,
@@ -22,6 +22,7 @@ def small():
         num_hidden_layers=2,
         num_attention_heads=4,
         vocab_size=100,
+        **more,
     )
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config).eval()
@@ -86,3 +87,37 @@ def test_wrong_options_and_a_missing_package_are_one_sentence(tmp_path, capsys, 
         assert "it writes a folder" in capsys.readouterr().err
     assert main(["export", str(tmp_path), "x", "--to", "torch", "--keep", "a"]) == 2
     assert "they belong to --int8 and --int4" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_state_dicts_with_tied_and_odd_values_are_written_or_refused(tmp_path):
+    pytest.importorskip("torchao")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 40, "n_positions": 16}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    save = xds.compression.save_quantized
+    with pytest.raises(xds.UsageError, match="c_attn.weight is .inputs, outputs., as Conv1D"):
+        save(model.state_dict(), tmp_path / "x", 8)
+    tied = small(tie_word_embeddings=True)
+    tied.config.save_pretrained(tmp_path)
+    text = save(tied.state_dict(), tmp_path / "tied", 8, config=tmp_path / "config.json")
+    assert "14 matrices in int8, 2 whole" in text
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tied")
+    tokens = torch.arange(10).view(1, 10)
+    assert (loaded(tokens).logits - tied(tokens).logits).abs().max() < 0.02
+    odd = {
+        "double.weight": torch.ones(32, 32, dtype=torch.float64),
+        "empty.weight": torch.ones(0, 32),
+        "mask": torch.tensor([-torch.inf]),
+        "view.weight": torch.randn(64, 64)[:32, :32],
+    }
+    assert "1 matrices in int8, 1 whole" in save(odd, tmp_path / "odd", 8)
+    for state, says in (
+        ({"a.weight": torch.full((4, 4), torch.nan)}, "a.weight has NaN or infinite values"),
+        ({"a.weight": torch.ones(4, 4).to_sparse()}, "must be a dense tensor"),
+        ({"step": 3}, "must be a dense tensor"),
+        (model, "must be a state dict"),
+    ):
+        with pytest.raises(xds.UsageError, match=says):
+            save(state, tmp_path / "x", 8)
+    assert not (tmp_path / "x").exists()

@@ -21,6 +21,8 @@ def values(dtype: torch.dtype) -> torch.Tensor:
 
 def by_formula(x, bits, symmetric, noise=0.0):
     """The formulas as the documentation has them, group by group, without guards."""
+    if x.dtype == torch.float16:
+        return by_formula(x.float(), bits, symmetric, noise).half()
     found = torch.empty_like(x).view(GROUPS, -1)
     noise = noise.view(GROUPS, -1) if torch.is_tensor(noise) else [noise] * GROUPS
     for number, row in enumerate(x.view(GROUPS, -1)):
@@ -67,6 +69,22 @@ def test_groups_without_a_scale_and_16_bits_are_no_nan(dtype):
                 assert found.isfinite().all(), (row, bits, symmetric)
     zero = torch.zeros(4, 4, dtype=dtype)
     assert torch.equal(quantized(zero, 8, groups=4), zero)
+
+
+def test_fp16_has_no_small_scales_and_no_large_sums():
+    x = torch.randn(1000, 1000, generator=torch.Generator().manual_seed(1))
+    for size in (1e-3, 1.0, 1e4):
+        values = (x * size).half()
+        for bits, error in ((1, 0.7), (2, 0.5), (8, 0.02), (16, 1e-3)):
+            for symmetric in (True, False)[: 1 + (bits > 2)]:
+                off = quantized(values, bits, is_symmetric=symmetric).float() - values.float()
+                assert off.norm() < error * values.float().norm(), (size, bits, symmetric)
+    bounds = (torch.tensor(-6e4), torch.tensor(6e4))
+    for symmetric in (True, False):
+        found = quantized(values, 8, is_symmetric=symmetric, bounds=bounds)
+        assert (found - values).abs().max() <= 300, symmetric
+    empty = torch.empty(0, 8, requires_grad=True)
+    assert quantized(empty, 8, groups=0).shape == (0, 8)
 
 
 def test_gradients_pass_unchanged_also_outside_of_the_range():

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from ....compression.training.layers import STATES
+from ....utils.arguments import wrong
 from ....utils.errors import UsageError
 from ....utils.sizes import size_text
 from ...integrations.optional import need
 from ..io.reader import CheckpointReader
 from .publish import published
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of torchao's quantizers
 GROUP = 32  # inputs that share a range of int4
 KEPT = r"embed|wte|wpe|lm_head|norm"  # names of weights that stay whole
 WHO = "xds checkpoint export --int8 or --int4"
@@ -63,10 +65,14 @@ def save_quantized(
     """The same for a state dict, such as that of a model after `redundancy_clean`.
 
     Weights are matrices whose names end in ".weight", in fp32 or 16 bits. Tied names are written once.
+
+    Raises UsageError: an argument is wrong, or a matrix has values that are not finite.
     """
     out = Path(out)
-    if bits not in (4, 8):
-        raise UsageError(f"save_quantized: bits = {bits}: must be 4 or 8")
+    if type(bits) is not int or bits not in (4, 8):
+        raise UsageError(f"save_quantized: bits = {bits!r}: must be 4 or 8")
+    if not isinstance(state, Mapping):
+        raise wrong("save_quantized: state", state, "a state dict")
     states = [name for pair in STATES.values() for name in pair]
     if masks := [name for name in state if name.rpartition(".")[2] in states]:
         raise UsageError(
@@ -79,22 +85,23 @@ def save_quantized(
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
     values: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    first: dict[Any, str] = {}  # the name of each tensor that is written
     before, quantized = 0, 0
     whole: list[str] = []
     for name, value in state.items():
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        values[name] = value.detach().cpu().contiguous()
-        before += values[name].nbytes
-        if value.dim() != 2 or not name.endswith(".weight"):
-            continue
-        if kept.search(name) or (bits == 4 and value.shape[1] % GROUP):
+        _check_dense(name, value)
+        is_matrix = value.dim() == 2 and name.endswith(".weight") and value.dtype in DTYPES
+        stays = kept.search(name) or not value.numel() or (bits == 4 and value.shape[-1] % GROUP)
+        if is_matrix and stays:
             whole.append(name.rpartition(".")[0])
+        if first.setdefault(_place(value), name) != name:
             continue
-        values[name] = _int8(values[name]) if bits == 8 else _int4(values[name])
-        quantized += 1
+        values[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        before += values[name].nbytes
+        if is_matrix and not stays:
+            _check_matrix(name, value, state.get(f"{name[: -len('weight')]}bias"))
+            values[name] = _int8(values[name]) if bits == 8 else _int4(values[name])
+            quantized += 1
     tensors, metadata = flatten_tensor_state_dict(values)
     told = _config_text(config, bits, whole)
     with published(out, is_folder=True, overwrite=overwrite) as part:
@@ -106,6 +113,32 @@ def save_quantized(
         f"{size_text(before)} -> {size_text(after)} of tensors: "
         f"{quantized} matrices in int{bits}, {len(whole)} whole"
     )
+
+
+def _check_dense(name: str, value: Any) -> None:
+    """Raises UsageError: `value` cannot be written."""
+    if not torch.is_tensor(value) or value.layout != torch.strided or value.is_meta:
+        raise wrong(f"save_quantized: {name}", value, "a dense tensor with values")
+
+
+def _check_matrix(name: str, weight: Tensor, bias: Tensor | None) -> None:
+    """Raises UsageError: torchao could not compute with the matrix."""
+    if not weight.isfinite().all():
+        raise UsageError(
+            f"save_quantized: {name} has NaN or infinite values, which no scale fits; train from an earlier "
+            "checkpoint"
+        )
+    if bias is not None and len(bias) == weight.shape[1] != weight.shape[0]:
+        raise UsageError(
+            f"save_quantized: {name} is [inputs, outputs], as Conv1D of transformers has it, and torchao has "
+            "no such product; call xds.compression.convert_conv1d_to_linear(model, Conv1D) before, and on the "
+            "model that loads the file"
+        )
+
+
+def _place(value: Tensor) -> tuple[Any, ...]:
+    """What is equal for tied names: `state_dict` makes a tensor of its own for each name."""
+    return value.device, value.data_ptr() or id(value), value.dtype, value.shape, value.stride()
 
 
 def _pattern(keep: str) -> re.Pattern[str]:
