@@ -36,6 +36,7 @@ training_data                          data/loaders.py; with data_packing data/p
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -111,6 +112,8 @@ _LOAD_LATER = (
     "to ignore missing and extra names, leave out weights= and call xds.zero.load_weights(engine.module, "
     "weights, strict=False) afterwards"
 )
+
+log = logging.getLogger("xds")
 
 
 def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
@@ -549,22 +552,25 @@ def _loader(
     mesh: MeshGroups,
     collectives: Collectives,
 ) -> Any:
+    packing, sampling = config.data_packing, config.data_efficiency.data_sampling
+    sections = {
+        "data_packing": bool(packing.tokens),
+        CURRICULUM: sampling.has_curriculum,
+        BATCHING: sampling.has_dynamic_batches,
+    }
+    chosen = [key for key, is_on in sections.items() if is_on]
     if data is None:
+        if chosen and collectives.rank == 0:
+            log.info("%s has no effect: there is no training_data to read", chosen[0])
         return None
     from .data.loaders import build_loader, keeps_position
 
-    packing, sampling = config.data_packing, config.data_efficiency.data_sampling
     if keeps_position(data):
-        for key, is_on in {
-            "data_packing": bool(packing.tokens),
-            CURRICULUM: sampling.has_curriculum,
-            BATCHING: sampling.has_dynamic_batches,
-        }.items():
-            if is_on:
-                raise UsageError(
-                    f"{key} takes the samples of a dataset, and training_data is a loader: pass its dataset, "
-                    "or remove the section"
-                )
+        if chosen:
+            raise UsageError(
+                f"{chosen[0]} takes the samples of a dataset, and training_data is a loader: pass its dataset, "
+                "or remove the section"
+            )
         return data
     common: dict[str, Any] = {
         "micro_batch_size": config.train_micro_batch_size_per_gpu,

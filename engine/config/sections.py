@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 from ...utils.schema.section import Entry, Group, NoEffect, Refused, Report, Section, nested
 from ...utils.schema.values import (
     ANY_CASE,
+    LIMIT,
     TUPLE,
     WHOLE,
     Count,
@@ -239,9 +240,12 @@ class DataPacking(Section):
         if self.tokens and not self.columns:
             report.complain("data_packing.columns", {}, 'name a column, such as {"input_ids": 0}')
         for name, pad in self.columns.items():
-            if isinstance(pad, bool) or not isinstance(pad, int | float):
+            is_number = isinstance(pad, int | float) and not isinstance(pad, bool)
+            if not (is_number and abs(pad) < LIMIT):
                 report.complain(
-                    f"data_packing.columns.{name}", pad, "the value of its padding, such as 0"
+                    f"data_packing.columns.{name}",
+                    pad,
+                    "must be the value of its padding, a finite number such as 0",
                 )
 
 

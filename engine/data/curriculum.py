@@ -111,6 +111,11 @@ class SortedSamples:
                     "NAME_index_to_sample of the analyzer"
                 )
         if self._is_percentile:
+            if num_samples < self._num_parts and metric.min_difficulty < self._num_parts:
+                raise UsageError(
+                    f"{key}.max_difficulty = {self._num_parts}: training_data has {num_samples} samples, too "
+                    f"few for so many equal parts; lower it to at most {num_samples}"
+                )
             return
         metrics = IndexedDataset(metric.index_to_metric_path)
         self._values = metrics.flat(0, len(metrics))

@@ -150,23 +150,29 @@ def lengths_of(dataset: Any, metrics_path: str) -> NDArray[Any]:
         )
     file = Path(metrics_path) / SEQLEN
     own = getattr(dataset, "lengths", None)
-    if metrics_path and file.with_name(f"{file.name}.idx").exists():
+    if metrics_path:
+        if not file.with_name(f"{file.name}.idx").exists():
+            raise UsageError(
+                f"{BATCHING}.metrics_path: there is no {printable(file)}: run `xds data analyze` with "
+                "--metrics seqlen, or remove the key, and `lengths` of training_data counts"
+            )
         rows = IndexedDataset(file)
         found = rows.flat(0, len(rows))
         where = f"{BATCHING}.metrics_path: {printable(file)}"
     elif own is not None:
         found, where = np.asarray(own), "`lengths` of training_data"
     else:
-        missing = f"there is no {printable(file)}, and" if metrics_path else "it is not given, and"
         raise UsageError(
-            f"{BATCHING}.metrics_path: {missing} training_data has no attribute `lengths`: run `xds data "
-            "analyze` with --metrics seqlen, and name its folder"
+            f"{BATCHING}.metrics_path: it is not given, and training_data has no attribute `lengths`: run "
+            "`xds data analyze` with --metrics seqlen, and name its folder"
         )
     if found.shape != (len(dataset),) or found.dtype.kind not in "iu":
         raise UsageError(
             f"{where} has {found.size} values of {found.dtype}, and training_data {len(dataset)} samples: "
             "analyze this data set"
         )
+    if found.min(initial=0) < 0:
+        raise UsageError(f"{where} has {found.min()}: a length must be at least 0")
     return found
 
 

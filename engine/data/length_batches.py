@@ -78,8 +78,9 @@ def batch_by_seqlens(  # noqa: PLR0913 (the arguments of DeepSpeed)
     num_steps = len(micros) // effective_batch_size
     if not num_steps:
         raise UsageError(
-            f"effective_batch_size = {effective_batch_size}: {len(chosen)} samples of at most max_tokens = "
-            f"{max_tokens} tokens make only {len(micros)} micro-batches of at least {min_batch_size}"
+            f"effective_batch_size = {effective_batch_size} (train_batch_size of the config): {len(chosen)} "
+            f"samples of at most max_tokens = {max_tokens} tokens make only {len(micros)} micro-batches of at "
+            f"least {min_batch_size}; lower it, max_tokens or min_batch_size"
         )
     steps = [
         micros[at * effective_batch_size : (at + 1) * effective_batch_size]

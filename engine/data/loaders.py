@@ -353,9 +353,8 @@ def resume_loader(loader: Any, position: Mapping[str, int]) -> bool:
     return isinstance(loader, RankLoader) and loader.resume(position)
 
 
-def _check_map_style(
-    dataset: object, micro_batch_size: int, world_size: int, drop_last: bool, step_samples: int
-) -> None:
+def check_indexed(dataset: object) -> int:
+    """The number of its samples. Raises UsageError: it has none, or they cannot be taken by their numbers."""
     if isinstance(dataset, DataLoader):
         raise UsageError(
             "training_data is a DataLoader without state_dict() and load_state_dict(), so a checkpoint could "
@@ -376,6 +375,13 @@ def _check_map_style(
         )
     if num_items == 0:
         raise UsageError("training_data is empty; it needs at least one item.")
+    return num_items
+
+
+def _check_map_style(
+    dataset: object, micro_batch_size: int, world_size: int, drop_last: bool, step_samples: int
+) -> None:
+    num_items = check_indexed(dataset)
     if drop_last and num_items < step_samples:
         raise UsageError(
             f"training_data has {num_items} items, fewer than train_batch_size ({step_samples}), and "

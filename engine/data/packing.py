@@ -26,7 +26,7 @@ from ...utils.arguments import shown
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
 from ..config.sections import DataPacking
-from .loaders import RankLoader, Resumable
+from .loaders import RankLoader, Resumable, check_indexed
 
 WINDOW = 4096  # samples that are packed together: bounds the memory
 IGNORED = -100  # the label that a loss leaves out
@@ -91,6 +91,8 @@ class PackedRows(IterableDataset[Any], Resumable):
         self._micro_batch_size, self._step_rows = micro_batch_size, step_rows
         self._drop_last = drop_last
         self._is_stream = isinstance(dataset, IterableDataset)
+        if not self._is_stream:
+            check_indexed(dataset)
         self._lengths = None if self._is_stream else self._known_lengths()
         self.epoch = self._skip = 0
         self._current = {"epoch": 0, "rows": 0}
@@ -163,9 +165,7 @@ class PackedRows(IterableDataset[Any], Resumable):
 
     def _made(self, row: Sequence[Sample]) -> dict[str, Tensor]:
         """Tensors [tokens of the samples] by column, and `position_ids`."""
-        samples = [
-            self._columns_of(self._dataset[one]) if isinstance(one, int) else one for one in row
-        ]
+        samples = [self._read(one) if isinstance(one, int) else one for one in row]
         made = {
             name: torch.cat([torch.as_tensor(sample[name]).reshape(-1) for sample in samples])
             for name in self._packing.columns
@@ -175,6 +175,16 @@ class PackedRows(IterableDataset[Any], Resumable):
         if LABELS in made:
             made[LABELS] = made[LABELS].masked_fill(made[POSITIONS] == 0, IGNORED)
         return made
+
+    def _read(self, index: int) -> Mapping[str, Any]:
+        length, sample = self._measured(self._dataset[index])
+        assert self._lengths is not None and not isinstance(sample, int)
+        if length != self._lengths[index]:
+            raise UsageError(
+                f"data_packing: sample {index} has {length} tokens, and `lengths` of the dataset says "
+                f"{self._lengths[index]}; correct it, or remove it, and the samples are measured"
+            )
+        return sample
 
     def _columns_of(self, sample: Any) -> dict[str, Any]:
         names = list(self._packing.columns)

@@ -20,8 +20,10 @@ from typing import Any, final
 
 import numpy as np
 
+from ...utils.arguments import items, whole, wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
+from ...utils.schema.values import read_whole
 
 
 @final
@@ -107,6 +109,7 @@ class Custom:
 
 Curriculum = FixedRoot | FixedDiscrete | Custom
 KINDS = ("fixed_linear", "fixed_root", "fixed_discrete", "custom")
+_KEYS = ("total_curriculum_step", "difficulty_step", "root_degree", "difficulty", "max_step")
 
 
 def curriculum(
@@ -124,19 +127,31 @@ def curriculum(
     kind, section = config["schedule_type"], config.get("schedule_config", {})
     if kind == "custom":
         if function is None:
-            raise UsageError('schedule_type = "custom": give its function of the step')
+            raise UsageError(
+                'schedule_type = "custom": its function of the step is not given; pass it to '
+                "engine.set_custom_curriculum_learning_schedule before the first step"
+            )
         return Custom(function)
+    _refuse_others(section, _KEYS)
     if kind == "fixed_discrete":
         _need(section, "difficulty", "max_step")
-        return FixedDiscrete(section["difficulty"], section["max_step"])
+        values = items("difficulty", section["difficulty"], "a list of numbers")
+        ends = items("max_step", section["max_step"], "a list of steps")
+        return FixedDiscrete(
+            [_number("difficulty", value) for value in values],
+            [whole("max_step", read_whole(end), 0) for end in ends],
+        )
     if kind not in KINDS:
         raise UsageError(f"schedule_type = {quoted(kind)}: must be one of {', '.join(KINDS)}")
     _need(config, "min_difficulty", "max_difficulty")
     more = ("root_degree",) if kind == "fixed_root" else ()
-    names = ("total_curriculum_step", "difficulty_step", *more)
-    _need(section, *names)
+    _need(section, "total_curriculum_step", "difficulty_step", *more)
     return FixedRoot(
-        config["min_difficulty"], config["max_difficulty"], *(section[name] for name in names)
+        _number("min_difficulty", config["min_difficulty"]),
+        _number("max_difficulty", config["max_difficulty"]),
+        section["total_curriculum_step"],
+        whole("difficulty_step", read_whole(section["difficulty_step"]), 1),
+        *(section[name] for name in more),
     )
 
 
@@ -154,7 +169,11 @@ class TokensKept:
         for name in ("require_steps", "seq_per_step"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} = {getattr(self, name)}: must be above 0")
-        if min(self.min_value, self.max_value) < self.seq_per_step:
+        if self.min_value > self.max_value:
+            raise UsageError(
+                f"min_value = {self.min_value}: must be at most max_value = {self.max_value}"
+            )
+        if self.min_value < self.seq_per_step:
             raise UsageError(
                 f"min_value = {self.min_value}, max_value = {self.max_value}: with seq_per_step = "
                 f"{self.seq_per_step} no token would be left; raise min_value to at least seq_per_step"
@@ -183,8 +202,13 @@ def tokens_kept(config: Mapping[str, Any]) -> TokensKept:
         raise UsageError(f"schedule_type = {quoted(config['schedule_type'])}: must be fixed_linear")
     section = config["schedule_config"]
     _need(section, "require_steps", "seq_per_step")
+    _refuse_others(config, ("min_value", "max_value", "schedule_type", "schedule_config"))
+    _refuse_others(section, ("require_steps", "seq_per_step"))
     return TokensKept(
-        config["min_value"], config["max_value"], section["require_steps"], section["seq_per_step"]
+        whole("min_value", read_whole(config["min_value"]), 1),
+        whole("max_value", read_whole(config["max_value"]), 1),
+        section["require_steps"],
+        whole("seq_per_step", read_whole(section["seq_per_step"]), 1),
     )
 
 
@@ -200,6 +224,22 @@ def _need(section: Mapping[str, Any], *keys: str) -> None:
         raise UsageError(
             f"the schedule needs the key{'s' if absent[1:] else ''} {', '.join(absent)}"
         )
+
+
+def _refuse_others(section: Mapping[str, Any], known: Sequence[str]) -> None:
+    others = [key for key in section if key not in known and not key.startswith("_")]
+    if others:
+        raise UsageError(
+            f"{quoted(others[0])} is an unknown key; the keys here are {', '.join(known)}"
+        )
+
+
+def _number(name: str, value: Any) -> Any:
+    """`value`, a finite number; a whole one as an int."""
+    read = read_whole(value)
+    if isinstance(read, bool) or not isinstance(read, int | float) or not math.isfinite(read):
+        raise wrong(name, value, "a finite number")
+    return read
 
 
 __all__ = [

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import Field
 
+from ...utils.arguments import whole
 from ...utils.errors import UsageError
 from ...utils.schema.section import Entry, NoEffect, Refused, Report, Section, nested
 from ...utils.schema.values import (
@@ -69,9 +70,13 @@ class CurriculumLearning(Section):
         Raises:
             UsageError: a key is absent, a value is impossible, or "custom" has no function.
         """
-        from ..data.schedules import curriculum  # it imports numpy
+        from ..data.schedules import FixedDiscrete, curriculum  # it imports numpy
 
-        return curriculum(self.as_dict(), function)
+        found = curriculum(self.as_dict(), function)
+        if self.curriculum_type == SEQLEN and isinstance(found, FixedDiscrete):
+            for length in found.difficulty:
+                whole("difficulty", length, 0)
+        return found
 
     def check(self, report: Report) -> None:
         """The keys that the schedule needs are there, and fit together."""

@@ -22,6 +22,7 @@ from ...utils.errors import UsageError
 # Losses are multiplied by weight / UNIT: numbers of tokens are near 1 then, which fp16 needs. It is a power of
 # 2, so it changes no digit of a gradient.
 UNIT = 1024.0
+LEAST = 1e-30  # fp32, in which losses are multiplied, holds it and its inverse
 
 Weight = float | Tensor  # a scalar
 
@@ -173,8 +174,8 @@ def weighted(loss: Tensor, weight: Weight | None) -> Tensor:
 
 
 def checked_weight(weight: Any) -> Weight:
-    """Raises UsageError unless `weight` is a finite number of at least 0, or a tensor of one element."""
-    need = "a finite number of items, at least 0, or a tensor with one"
+    """Raises UsageError unless `weight` is 0 or a number that fp32 holds, or a tensor of one element."""
+    need = f"a finite number of items, 0 or {LEAST} to {1 / LEAST:g}, or a tensor with one"
     if isinstance(weight, Tensor):
         if weight.numel() != 1 or weight.is_complex():
             raise UsageError(
@@ -185,7 +186,7 @@ def checked_weight(weight: Any) -> Weight:
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise wrong("backward: weight", weight, need)
-    if not (math.isfinite(weight) and weight >= 0):
+    if weight != 0 and not LEAST <= weight <= 1 / LEAST:
         raise wrong("backward: weight", weight, need)
     return float(weight)
 

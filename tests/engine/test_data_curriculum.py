@@ -293,6 +293,13 @@ def test_what_cannot_be_sampled_is_one_sentence(files: Path, tmp_path: Path) -> 
         ),
         (bad(files, index_to_sample_path=str(tmp_path / "no")), {}, "no"),
         (
+            bad(
+                files, difficulty_type="percentile", index_to_sample_path=merged, max_difficulty=121
+            ),
+            {},
+            "max_difficulty = 121: training_data has 120 samples, too few for so many equal parts",
+        ),
+        (
             bad(files, min_difficulty=0),
             {"step_samples": 36},
             "select only 15 samples, fewer than tr",

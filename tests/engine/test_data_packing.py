@@ -14,7 +14,7 @@ from helpers import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import xds
 from xds.engine.config.sections import DataPacking
@@ -174,6 +174,12 @@ def test_what_cannot_be_packed_is_one_sentence() -> None:
     class Wrong(Samples):
         lengths = [1, 2]  # type: ignore[assignment]
 
+    class Shifted(Samples):
+        lengths = np.full(300, 3)  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            super().__init__(has_lengths=False)
+
     for data, changes, says in (
         (Samples(), {"tokens": 20}, "a sample has 24 tokens; raise tokens"),
         (Samples(has_lengths=False), {"tokens": 20}, "a sample has 2. tokens; raise tokens"),
@@ -184,6 +190,10 @@ def test_what_cannot_be_packed_is_one_sentence() -> None:
         ),
         (Samples(has_lengths=False), {"columns": {"ids": 0}}, "no 'ids'"),
         (Wrong(has_lengths=False), {}, "whole number for each of the 300"),
+        (Shifted(), {}, "sample [0-9]+ has [0-9]+ tokens, and `lengths` of the dataset says"),
+        (iter(()), {}, "training_data is a tuple_iterator without a length"),
+        (DataLoader(Samples(), batch_size=None), {}, "training_data is a DataLoader without state"),
+        ([], {}, "training_data is empty"),
     ):
         with pytest.raises((UsageError, ConfigError), match=says):
             for _ in loader(data, **changes):
@@ -192,6 +202,7 @@ def test_what_cannot_be_packed_is_one_sentence() -> None:
     for section, says in (
         ({"tokens": 8, "columns": {}}, "name a column"),
         ({"tokens": 8, "columns": {"input_ids": "x"}}, "the value of its padding"),
+        ({"tokens": 8, "columns": {"input_ids": float("nan")}}, "a finite number such as 0"),
     ):
         with pytest.raises(ConfigError, match=says):
             xds.Config.load(runs.config(data_packing=section))

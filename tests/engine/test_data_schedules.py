@@ -66,6 +66,32 @@ def test_theta_and_token_counts_equal_the_formulas():
     assert TokensKept(16, 64, 10, 16).layer_tokens(5, 2, 12, 10) == 2 * (32 * 10 + 64 * 2)
 
 
+def rising(**more):
+    section = {"total_curriculum_step": 10.0, "difficulty_step": 8.0, **more}
+    limits = {"min_difficulty": 8.0, "max_difficulty": 64}
+    return curriculum({**limits, "schedule_type": "fixed_linear", "schedule_config": section})
+
+
+def listed(*values):
+    section = {"difficulty": list(values), "max_step": [2.0]}
+    return curriculum({"schedule_type": "fixed_discrete", "schedule_config": section})
+
+
+def kept(**more):
+    section = {"require_steps": 10.0, "seq_per_step": 8.0}
+    limits = {"min_value": 8.0, "max_value": 64, "schedule_type": "fixed_linear", **more}
+    return tokens_kept({**limits, "schedule_config": section})
+
+
+def test_whole_floats_give_whole_numbers():
+    """As a script computes them, such as 0.5 * tokens: lengths must be ints."""
+    found = [
+        schedule.at(step) for schedule in (rising(), kept(), listed(4.0, 8)) for step in (1, 9)
+    ]
+    assert found == [8, 56, 8, 56, 4, 8] and {type(one) for one in found} == {int}
+    assert listed(0.5, 1).at(1) == 0.5
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -81,6 +107,15 @@ def test_theta_and_token_counts_equal_the_formulas():
             ),
             "ascending",
         ),
+        (lambda: rising(difficulty_step=2.5), "difficulty_step = 2.5: must be a whole number"),
+        (lambda: rising(steps=3), "'steps' is an unknown key"),
+        (lambda: listed("a", 4), "difficulty = 'a': must be a finite number"),
+        (lambda: listed(math.nan, 4), "difficulty = nan: must be a finite number"),
+        (lambda: listed(None, 4), "difficulty = None: must be a finite number"),
+        (lambda: kept(min_value=math.nan), "min_value = nan: must be a whole number"),
+        (lambda: kept(max_value=math.inf), "max_value = inf: must be a whole number"),
+        (lambda: kept(min_value=80), "min_value = 80: must be at most max_value = 64"),
+        (lambda: kept(steps=3), "'steps' is an unknown key"),
         (lambda: TokensKept(8, 64, 10, 16), "no token would be left"),
         (lambda: tokens_kept({"min_value": 1}), "max_value, schedule_type, schedule_config"),
         (lambda: LayerDrop(0.0), "theta = 0.0"),

@@ -113,6 +113,13 @@ def test_lengths_come_from_the_analyzer_or_the_data_set(tmp_path: Path) -> None:
     analyze(Samples(), [Metric("seqlen", SequenceLength())], tmp_path / "metrics")
     folder = str(tmp_path / "metrics")
     own = loader().dataset.inner.sizes
+
+    class Negative(Samples):
+        lengths = np.arange(NUMBER) - 1
+
+        def __init__(self) -> None:
+            super().__init__(has_lengths=False)
+
     assert loader(data=Samples(has_lengths=False), metrics_path=folder).dataset.inner.sizes == own
     for data, changes, says in (
         (Samples(has_lengths=False), {}, "no attribute `lengths`: run `xds data analyze`"),
@@ -121,13 +128,19 @@ def test_lengths_come_from_the_analyzer_or_the_data_set(tmp_path: Path) -> None:
             {"metrics_path": "/no"},
             "there is no /no/seqlen/seqlen_sample",
         ),
+        (Samples(), {"metrics_path": "/no"}, "there is no /no/seqlen/seqlen_sample"),
+        (Negative(), {}, "`lengths` of training_data has -1: a length must be at least 0"),
         (
             list(range(7)),
             {"metrics_path": folder},
             "has 100 values of .*, and training_data 7 samples",
         ),
         (iter(()), {"metrics_path": folder}, "pass a data set with __len__"),
-        (Samples(), {"max_tokens": 3, "min_batch_size": 4}, "make only 0 micro-batches"),
+        (
+            Samples(),
+            {"max_tokens": 3, "min_batch_size": 4},
+            "0 micro-batches of .* lower it, max_tok",
+        ),
     ):
         with pytest.raises(UsageError, match=says):
             loader(data=data, **changes)

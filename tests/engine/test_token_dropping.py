@@ -269,7 +269,7 @@ def test_the_forward_gets_the_difficulty_of_the_step_that_it_begins():
     assert run_ranks(lengths, 2, RISES)[0] == [4, 6, 8, 8, 16]
     custom = {**RISES, "schedule_type": "custom"}
     assert run_ranks(lengths, 1, custom, {"seqlen": lambda step: step})[0] == [1, 2, 3, 4, 16]
-    with pytest.raises(AssertionError, match="give its function"):
+    with pytest.raises(AssertionError, match="its function of the step is not given"):
         run_ranks(lengths, 1, custom)
 
 

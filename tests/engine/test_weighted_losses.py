@@ -140,7 +140,7 @@ def misuse(stage: int) -> None:
         engine.backward(loss_of(engine(x), y), **how)
         engine.step()
 
-    for wrong in (-1, math.nan, math.inf, True, "3", torch.ones(2)):
+    for wrong in (-1, math.nan, math.inf, 10**400, 1e-320, True, "3", torch.ones(2)):
         with pytest.raises(UsageError, match="weight"):
             engine.backward(loss_of(engine(x), y), weight=wrong)
     engine.zero_grad()
