@@ -19,7 +19,17 @@ from ...utils.schema.section import (
     nested,
     read_section,
 )
-from ...utils.schema.values import ANY_CASE, DTYPE_NAMES, Count, Flag, Items, Object, Text, needs
+from ...utils.schema.values import (
+    ANY_CASE,
+    DTYPE_NAMES,
+    Count,
+    Flag,
+    Items,
+    Object,
+    Text,
+    needs,
+    shown,
+)
 from ..config.text import read_source
 
 DEFAULT_MAX_TOKENS = 1024
@@ -131,6 +141,9 @@ class InferenceSlices(Section):
 
     enabled: Flag = Field(True, description="false: layers are not cut")
     tp_size: Count | None = Field(None, description="ranks that share the layers of a model")
+    plan: Object | None = Field(
+        None, description="pattern of layer names -> how they are cut, as in a config for training"
+    )
     mpu: Any = Field(None, description="an object whose model-parallel ranks share the layers")
     tp_group: Any = Field(None, description="neighbouring ranks, which share the layers")
 
@@ -245,6 +258,8 @@ class InferenceConfig(Section):
             if complaints:
                 raise ConfigError(complaints, name)
         report = Report()
+        if not isinstance(values, dict):
+            raise ConfigError([f"{shown(values)}: must be an object {{...}}"], name)
         merged = _merged(values, given or {}, report)
         if isinstance(merged.get("moe"), bool):
             merged["moe"] = {"enabled": merged["moe"]}
@@ -268,12 +283,33 @@ class InferenceConfig(Section):
         if self.enable_cuda_graph and self.num_slices > 1:
             text = f"not with layers in {self.num_slices} slices, whose ranks send; set it to false"
             report.complain("enable_cuda_graph", True, text)
+        is_given = "max_out_tokens" in self.model_fields_set
+        if is_given and self.min_out_tokens > self.max_out_tokens:
+            text = f"max_out_tokens is {self.max_out_tokens}; set it to that or less"
+            report.complain("min_out_tokens", self.min_out_tokens, text)
+        self._check_slices(report)
         weight = self.quant.weight
         for path, value in (
             ("quantized_initialization", weight.quantized_initialization),
             *((f"post_init_quant.{key}", one) for key, one in weight.post_init_quant.items()),
         ):
             read_section(GroupQuant, value, f"quant.weight.{path}", report)
+
+    def _check_slices(self, report: Report) -> None:
+        section, policy = self.tensor_parallel, self.injection_policy
+        mpu = section.mpu or self.mpu
+        if mpu is not None and not hasattr(mpu, "get_model_parallel_group"):
+            need = "must be an object with get_model_parallel_group(), or null"
+            report.complain("mpu", mpu, need)
+        if section.tp_group is not None and not hasattr(section.tp_group, "size"):
+            need = "must be a group of torch.distributed, or null"
+            report.complain("tensor_parallel.tp_group", section.tp_group, need)
+        if policy is not None and not isinstance(policy, Mapping):
+            need = 'must be a dict {LayerClass: ("attention.output", ...)}'
+            report.complain("injection_policy", policy, need)
+        elif policy and section.plan is not None:
+            need = "tensor_parallel.plan says how layers are cut; leave one of them out"
+            report.complain("injection_policy", policy, need)
 
     @property
     def num_slices(self) -> int:

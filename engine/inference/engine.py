@@ -19,6 +19,8 @@ from ..config.config import Config
 from ..engine import Engine
 from .config import InferenceConfig
 
+NEW_TOKENS = 20  # of transformers, where the caller says none
+
 
 def is_offloaded(config: Config) -> bool:
     """Parameters are in host memory or on a disk. Then units stream, and none is kept on the device."""
@@ -106,20 +108,28 @@ class InferenceEngine(nn.Module):
                 return generate(*args, **kwargs)
 
     def _check_length(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-        if not (isinstance(ids, Tensor) and ids.dim() == 2):
-            return
+        is_decoder = not getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
+        given = [kwargs.get(key) for key in ("input_ids", "inputs", "inputs_embeds")]
+        prompt = next((one for one in [*given, *args] if isinstance(one, Tensor)), None)
+        if not is_decoder and (prompt is None or prompt.dim() != 2):
+            return  # features of another kind
+        length = 1 if prompt is None or prompt.dim() < 2 else prompt.shape[1]
         limit = self._settings.max_out_tokens
-        config = kwargs.get("generation_config")
-        new = kwargs.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 0
-        total = max(ids.shape[1] + new, kwargs.get("max_length") or 0)
+        config = kwargs.get("generation_config") or getattr(self.module, "generation_config", None)
+        new, most = (
+            kwargs.get(key, getattr(config, key, None)) for key in ("max_new_tokens", "max_length")
+        )
+        total = length + NEW_TOKENS
+        if isinstance(new, int):
+            total = length + new
+        elif isinstance(most, int):
+            total = max(length, most)
         # without the key only the prompt counts, as in DeepSpeed: nothing is allocated for the rest
         is_given = "max_out_tokens" in self._settings.model_fields_set
-        is_decoder = not getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
-        if ids.shape[1] > limit or (is_given and is_decoder and total > limit):
+        if length > limit or (is_given and is_decoder and total > limit):
             raise UsageError(
-                f"generate: max_out_tokens = {limit}, and the prompt has {ids.shape[1]} tokens, with new ones "
-                f"{total}; set max_out_tokens to {total} or more, or generate fewer"
+                f"generate: max_out_tokens = {limit}, and the prompt has {length} tokens, with new ones "
+                f"{total}; set max_out_tokens to {total} or more, or max_new_tokens lower"
             )
 
     @contextmanager
@@ -220,7 +230,7 @@ class InferenceEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("_") or "module" not in self.__dict__.get("_modules", {}):
+            if name.startswith("__") or "module" not in self.__dict__.get("_modules", {}):
                 raise
             return getattr(self.module, name)
 
