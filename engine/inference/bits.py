@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ...tensor.styles import is_linear, is_transposed
 from ...utils.errors import UsageError
 from ...zero.construction.weights import WeightSource
-from .config import BitGroups
+from .config import GroupQuant
 
 BITS, SCALE, ZERO = "weight_bits", "weight_scale", "weight_zero"
 SMALL_GROUP = 64  # of 4 bits, where the config names no size
@@ -149,7 +149,7 @@ class BitWeights(WeightSource):
         return self._last[1][name.rpartition(".")[2]].reshape(-1)[start:stop]
 
 
-def store_in_bits(model: nn.Module, by_name: Mapping[str, BitGroups]) -> dict[str, Packing]:
+def store_in_bits(model: nn.Module, by_name: Mapping[str, GroupQuant]) -> dict[str, Packing]:
     """Store the weights of linear layers in few bits. Layers on the meta device get no values.
 
     Args:
@@ -197,7 +197,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _packing(name: str, layer: nn.Module, groups: BitGroups) -> Packing:
+def _packing(name: str, layer: nn.Module, groups: GroupQuant) -> Packing:
     weight = layer._parameters["weight"]
     assert weight is not None
     rows, columns = weight.shape[::-1] if is_transposed(layer) else weight.shape
