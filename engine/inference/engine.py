@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
@@ -65,7 +64,7 @@ class InferenceEngine(nn.Module):
         self._needs_proof = needs_proof
         self._times: list[float] = []
         self._profile_hooks: list[Any] = []
-        self._is_compiled = False
+        self.is_compiled = False  # `compile` was called
         self._is_destroyed = False
         self.eval()
 
@@ -99,7 +98,8 @@ class InferenceEngine(nn.Module):
         wanted = {key: value for key, value in self._cache.items() if key not in kwargs}
         if kwargs.get("num_beams", 1) == 1 and kwargs.get("past_key_values") is None:
             kwargs.update(wanted)
-        with torch.no_grad(), self._same_draws():
+        self._share_draws()
+        with torch.no_grad():
             if self._streams is None:
                 return generate(*args, **kwargs)
             if "synced_gpus" in inspect.signature(generate).parameters:
@@ -132,11 +132,9 @@ class InferenceEngine(nn.Module):
                 f"{total}; set max_out_tokens to {total} or more, or max_new_tokens lower"
             )
 
-    @contextmanager
-    def _same_draws(self) -> Iterator[None]:
-        """Inside, all ranks with slices draw the random numbers of the first one."""
+    def _share_draws(self) -> None:
+        """From now on all ranks with slices draw the random numbers of the first one."""
         if self._group is None:
-            yield
             return
         device = self._group.device
         is_cuda = device.type == "cuda"
@@ -147,7 +145,6 @@ class InferenceEngine(nn.Module):
             torch.cuda.set_rng_state(shared.cpu(), device)
         else:
             torch.set_rng_state(shared)
-        yield
 
     # -- compiled code ------------------------------------------------------------------------------------
 
@@ -156,37 +153,30 @@ class InferenceEngine(nn.Module):
     ) -> None:
         """Compile the module's forward, or each block of it where its parameters are streamed."""
         self._check_usable()
-        if self._is_compiled:
+        if self.is_compiled:
             return
         options = {"backend": backend, **(compile_kwargs or {})}
         if self._streams is not None:
             self._streams.compile(**options)
         else:
             self.module.compile(**options)
-        self._is_compiled = True
-
-    @property
-    def is_compiled(self) -> bool:
-        """`compile` was called."""
-        return self._is_compiled
+        self.is_compiled = True
 
     # -- times --------------------------------------------------------------------------------------------
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Measure each forward of the module from now on, for `model_times`.
 
-        use_cuda_events: on a GPU, take the device's clock; False waits for the device around each forward.
+        use_cuda_events: without effect; the device is waited for around each forward.
         """
         if not self._profile_hooks:
-            by_events = use_cuda_events and torch.cuda.is_available()
-            clock = _events if by_events else _waits
+            starts: list[float] = []
             self._profile_hooks = [
-                self.module.register_forward_pre_hook(lambda *_: self._starts.append(clock())),
+                self.module.register_forward_pre_hook(lambda *_: starts.append(_milliseconds())),
                 self.module.register_forward_hook(
-                    lambda *_: self._times.append(_milliseconds(self._starts.pop(), clock()))
+                    lambda *_: self._times.append(_milliseconds() - starts.pop())
                 ),
             ]
-            self._starts: list[Any] = []
 
     def model_times(self) -> list[float]:
         """Milliseconds of each forward since the last call.
@@ -257,23 +247,10 @@ def prove_slices(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         model.eval()
 
 
-def _events() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _waits() -> float:
+def _milliseconds() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _milliseconds(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return float(end - start) * 1e3
-    end.synchronize()
-    return float(start.elapsed_time(end))
+    return time.perf_counter() * 1e3
 
 
 __all__ = ["InferenceEngine", "prove_slices"]
