@@ -336,10 +336,8 @@ class InferenceConfig(Section):
             return {}
         if not named and (self.dtype == "int8" or "num_bits" in weight.model_fields_set):
             groups = weight.q_groups if "q_groups" in weight.model_fields_set else 0
-            is_symmetric = weight.q_type == "symmetric"
-            found[""] = GroupQuant(
-                num_bits=weight.num_bits, symmetric=is_symmetric, num_groups=groups
-            )
+            values = {"num_bits": weight.num_bits, "symmetric": weight.q_type == "symmetric"}
+            found[""] = GroupQuant.model_validate({**values, "num_groups": groups})
         return found
 
 
