@@ -38,6 +38,6 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
     "weight_quantization": Group(
         "quantised weights for inference",
         details(Any, "enabled quantized_initialization post_init_quant"),
-        present="quantised inference is not part of xds; remove the section",
+        present="only xds.init_inference stores weights so: let its key quant.weight be this section",
     ),
 }

@@ -139,10 +139,11 @@ def _run(block: nn.Module, inputs: Inputs) -> _Run | None:
     with _watched(block, run):
         try:
             result = block.forward(*args, **kwargs)
-        except Exception:  # the block needs other inputs
+            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            run.ends.extend(leaf for leaf in leaves if leaf.requires_grad)
+            _sources([*run.ends, *run.inputs.values()], run.outputs)
+        except Exception:  # the block needs other inputs, or writes to what its backward needs
             return None
-    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    run.ends.extend(leaf for leaf in leaves if leaf.requires_grad)
     return run
 
 
@@ -195,7 +196,7 @@ def _pairs(block: nn.Module, run: _Run) -> ParallelPlan:
 def _sources(tensors: Sequence[Tensor], outputs: Mapping[str, Tensor]) -> set[str]:
     """The linear layers on whose outputs `tensors` depend."""
     used = [tensor for tensor in tensors if tensor.requires_grad]
-    if not used:
+    if not (used and outputs):
         return set()
     total = torch.stack([tensor.float().sum() for tensor in used]).sum()
     grads = torch.autograd.grad(total, list(outputs.values()), retain_graph=True, allow_unused=True)

@@ -131,9 +131,19 @@ def slice_model(
     ) in styles.items():  # last: the width of a head with the same weight is that of its tensor
         if style.name is StyleName.EMBEDDING:
             _slice_embedding(sliced, name, modules[name], group)
+    _leave_fast_path(model)
     sliced.whole = {id(param) for param in model.parameters()}.difference(sliced.slices)
     sliced.check = SameBatches(model, group)
     return sliced
+
+
+def _leave_fast_path(model: nn.Module) -> None:
+    """In evaluation mode torch's encoder reads the weights of its linear layers, and does not call them."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+        elif isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
 
 
 def _place(name: str) -> str:

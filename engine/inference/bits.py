@@ -8,7 +8,7 @@ The arithmetic is torchao's. Two weights of 4 bits share a byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ...tensor.styles import is_linear, is_transposed
 from ...utils.errors import UsageError
 from ...zero.construction.weights import WeightSource
-from .config import BitGroups
+from .config import GroupQuant
 
 BITS, SCALE, ZERO = "weight_bits", "weight_scale", "weight_zero"
 SMALL_GROUP = 64  # of 4 bits, where the config names no size
@@ -35,6 +35,7 @@ class Packing:
     num_bits: int
     symmetric: bool
     is_transposed: bool
+    dtype: torch.dtype
 
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
         """The stored tensors of `weight`, in the layout of the layer."""
@@ -113,7 +114,7 @@ class BitWeights(WeightSource):
     """
 
     def __init__(self, inner: WeightSource, packings: Mapping[str, Packing]) -> None:
-        self.source = inner.source
+        self.source, self.remedy = inner.source, inner.remedy
         self._inner = inner
         there = set(inner.names())
         self._layers = {
@@ -148,7 +149,7 @@ class BitWeights(WeightSource):
         return self._last[1][name.rpartition(".")[2]].reshape(-1)[start:stop]
 
 
-def store_in_bits(model: nn.Module, by_name: Mapping[str, BitGroups]) -> dict[str, Packing]:
+def store_in_bits(model: nn.Module, by_name: Mapping[str, GroupQuant]) -> dict[str, Packing]:
     """Store the weights of linear layers in few bits. Layers on the meta device get no values.
 
     Args:
@@ -166,10 +167,15 @@ def store_in_bits(model: nn.Module, by_name: Mapping[str, BitGroups]) -> dict[st
         if part or ("" in by_name and layer is not head):
             found[name] = _packing(name, layer, by_name[part])
     unused = [part for part in by_name if part and not any(part in name for name in found)]
-    if unused or not found:
+    what = f"{type(model).__name__} has no linear layer with a weight of its own"
+    if unused:
         raise UsageError(
-            f"quant.weight: {type(model).__name__} has no linear layer with a weight of its own whose name has "
-            f"{unused[0] if unused else 'any text'!r} in it; correct post_init_quant, or remove it"
+            f"quant.weight: {what} whose name has {unused[0]!r} in it; correct post_init_quant, or remove it"
+        )
+    if not found:
+        raise UsageError(
+            f"quant: {what} besides its head, or its weights are in few bits already; take a dtype of 16 or 32 "
+            "bits, and leave quant out"
         )
     for name, packing in found.items():
         _replace(layers[name], packing)
@@ -177,7 +183,7 @@ def store_in_bits(model: nn.Module, by_name: Mapping[str, BitGroups]) -> dict[st
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers whose weight no other module has."""
+    """The linear layers whose weight no other module has. A row or a column alone stays as it is."""
     holders: dict[int, int] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
@@ -185,12 +191,13 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
-        if is_linear(module) and weight is not None and holders[id(weight)] == 1:
+        is_own = weight is not None and holders[id(weight)] == 1 and min(weight.shape) > 1
+        if is_linear(module) and is_own:
             found[name] = module
     return found
 
 
-def _packing(name: str, layer: nn.Module, groups: BitGroups) -> Packing:
+def _packing(name: str, layer: nn.Module, groups: GroupQuant) -> Packing:
     weight = layer._parameters["weight"]
     assert weight is not None
     rows, columns = weight.shape[::-1] if is_transposed(layer) else weight.shape
@@ -200,13 +207,26 @@ def _packing(name: str, layer: nn.Module, groups: BitGroups) -> Packing:
         size = next(
             length for length in range(min(SMALL_GROUP, along), 0, -1) if along % length == 0
         )
-    if size < 1 or along % size or (groups.num_bits == 4 and columns % 2):
+    sizes = f"quant.weight: {name} has {rows} outputs and {columns} inputs on this rank, and"
+    if groups.num_bits == 4 and columns % 2:
         raise UsageError(
-            f"quant.weight: {name} has {rows} outputs and {columns} inputs on this rank, and groups of {size} "
-            f"weights of {groups.num_bits} bits do not divide them; take another group_size, or leave it out"
+            f"{sizes} two weights of 4 bits share a byte; take num_bits 8, or name other layers in "
+            "post_init_quant"
+        )
+    if size < 2 or along % size:
+        raise UsageError(
+            f"{sizes} groups of {size} weights do not divide them; take another group_size of at least 2, or "
+            "leave it out"
         )
     block = (size, 1) if groups.group_dim == 0 else (1, size)
-    return Packing((rows, columns), block, groups.num_bits, groups.symmetric, is_transposed(layer))
+    return Packing(
+        (rows, columns),
+        block,
+        groups.num_bits,
+        groups.symmetric,
+        is_transposed(layer),
+        weight.dtype,
+    )
 
 
 def _replace(layer: nn.Module, packing: Packing) -> None:
@@ -228,16 +248,22 @@ def _replace(layer: nn.Module, packing: Packing) -> None:
     layer.__class__ = type(base.__name__, (base,), {**names, **_methods(base, packing)})
 
 
-def _methods(base: type[nn.Module], packing: Packing) -> dict[str, Callable[..., Tensor]]:
+def _methods(base: type[nn.Module], packing: Packing) -> dict[str, Any]:
     def slice_product(self: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, packing.widened(self, x.dtype), bias)
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return slice_product(self, x, self._parameters.get("bias"))
 
+    def weight(self: nn.Module) -> Tensor:
+        with torch.inference_mode():  # so that a write to it fails, rather than be lost
+            widened = packing.widened(self, packing.dtype)
+        return widened.t() if packing.is_transposed else widened
+
     # a layer in slices sends around its product; see tensor/layers.py
     is_sliced = hasattr(base, "slice_product")
-    return {"slice_product": slice_product} if is_sliced else {"forward": forward}
+    own = {"slice_product": slice_product} if is_sliced else {"forward": forward}
+    return {**own, "weight": property(weight)}
 
 
 __all__ = ["BitWeights", "Packing", "store_in_bits"]

@@ -71,7 +71,7 @@ def _open(source: Any, base_dir: str) -> WeightSource:
         first = find_weights(path)
         if first is None:
             raise UsageError(
-                f"checkpoint: {printable(path)} does not exist; give a folder, a file or a list of files, and "
+                f"checkpoint: {printable(path)} does not exist; give a folder, a file or a dict of files, and "
                 "base_dir where they are relative"
             )
         read = read_weights(first)
@@ -107,7 +107,7 @@ def _listed(content: Any, base_dir: str, where: str) -> list[Path]:
     files = [files] if isinstance(files, str) else files
     if not isinstance(files, Sequence) or not files:
         raise UsageError(
-            f'{where}: it must be an object {{"type": ..., "checkpoints": [files], "version": ...}}'
+            f'{where}: it must be an object {{"type": ..., "checkpoints": [files], "version": ...}} with a file'
         )
     if str(content.get("type", "")).casefold() == "megatron" and len(files) > 1:
         raise UsageError(f"{where}: {_SLICED}")
@@ -128,6 +128,8 @@ def _of_deepspeed_training(path: Path) -> Path | None:
 @final
 class _Renamed(WeightSource):
     """Some tensors of `inner`, under other names. table: name here -> name there."""
+
+    remedy = "let checkpoint name all weights of this model"
 
     def __init__(self, inner: WeightSource, table: Mapping[str, str]) -> None:
         self.source = inner.source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import BeforeValidator, Field
 
@@ -19,7 +19,17 @@ from ...utils.schema.section import (
     nested,
     read_section,
 )
-from ...utils.schema.values import ANY_CASE, DTYPE_NAMES, Count, Flag, Items, Object, Text, needs
+from ...utils.schema.values import (
+    ANY_CASE,
+    DTYPE_NAMES,
+    Count,
+    Flag,
+    Items,
+    Object,
+    Text,
+    needs,
+    shown,
+)
 from ..config.text import read_source
 
 DEFAULT_MAX_TOKENS = 1024
@@ -44,23 +54,14 @@ _EXPERTS = (
 _ACTIVATIONS = "only weights are stored in few bits; activations keep their dtype"
 
 
-class BitGroups(NamedTuple):
-    """How a weight is stored in few bits: a scale for each group of `group_size` neighbours.
-
-    group_size: 0 is a whole row with 8 bits, and at most 64 with 4 bits. num_groups: of a row; 0: by the size.
-    group_dim: the groups lie along the inputs (1) or the outputs (0) of the layer.
-    """
-
-    num_bits: int
-    symmetric: bool
-    group_size: int = 0
-    num_groups: int = 0
-    group_dim: int = 1
-
-
 @final
 class GroupQuant(Section):
-    """What DeepSpeed's `post_init_quant` and `quantized_initialization` say of a weight."""
+    """How a weight is stored in few bits: a scale for each group of `group_size` neighbours.
+
+    group_size: None is a whole row with 8 bits, and at most 64 with 4 bits. num_groups: of a row; 0: by size.
+    """
+
+    results: ClassVar[frozenset[str]] = frozenset({"num_groups"})
 
     num_bits: Bits = Field(8, description="bits of a weight")
     group_size: Count | None = Field(None, description="neighbouring weights that share a scale")
@@ -68,12 +69,7 @@ class GroupQuant(Section):
         1, description="the groups lie along the inputs (1) or the outputs (0) of a layer"
     )
     symmetric: Flag = Field(False, description="false: a zero point for each group as well")
-
-    @property
-    def groups(self) -> BitGroups:
-        return BitGroups(
-            self.num_bits, self.symmetric, self.group_size or 0, group_dim=self.group_dim
-        )
+    num_groups: int = 0
 
 
 @final
@@ -131,6 +127,9 @@ class InferenceSlices(Section):
 
     enabled: Flag = Field(True, description="false: layers are not cut")
     tp_size: Count | None = Field(None, description="ranks that share the layers of a model")
+    plan: Object | None = Field(
+        None, description="pattern of layer names -> how they are cut, as in a config for training"
+    )
     mpu: Any = Field(None, description="an object whose model-parallel ranks share the layers")
     tp_group: Any = Field(None, description="neighbouring ranks, which share the layers")
 
@@ -160,7 +159,7 @@ class InferenceConfig(Section):
         "expert_group": "ep_group",
         "num_experts": "moe_experts",
     }
-    results: ClassVar[frozenset[str]] = frozenset({"without_effect"})
+    results: ClassVar[frozenset[str]] = frozenset({"without_effect", "bit_groups"})
     others: ClassVar[Mapping[str, Entry]] = {
         **dict.fromkeys(
             ("triangular_masking", "return_tuple"), NoEffect(Flag, _KERNELS, same=(True,))
@@ -228,6 +227,10 @@ class InferenceConfig(Section):
     without_effect: tuple[tuple[str, str], ...] = Field(
         (), description="keys that are accepted without effect, each with the reason"
     )
+    bit_groups: Mapping[str, GroupQuant] = Field(
+        default_factory=dict,
+        description='part of a layer\'s name -> how it is stored in few bits; "" is every layer',
+    )
 
     @classmethod
     def load(cls, source: Any = None, given: Mapping[str, Any] | None = None) -> InferenceConfig:
@@ -245,15 +248,20 @@ class InferenceConfig(Section):
             if complaints:
                 raise ConfigError(complaints, name)
         report = Report()
+        if not isinstance(values, dict):
+            raise ConfigError([f"{shown(values)}: must be an object {{...}}"], name)
         merged = _merged(values, given or {}, report)
         if isinstance(merged.get("moe"), bool):
             merged["moe"] = {"enabled": merged["moe"]}
         read = read_section(cls, merged, "", report)
+        groups: dict[str, GroupQuant] = {}
         if read is not None:
             read.check(report)
+            groups = read._read_groups(report)
         if report.complaints or read is None:
             raise ConfigError(report.complaints, name)
-        return read.model_copy(update={"without_effect": tuple(report.without_effect)})
+        results = {"without_effect": tuple(report.without_effect), "bit_groups": groups}
+        return read.model_copy(update=results)
 
     def check(self, report: Report) -> None:
         """Rules of several keys."""
@@ -268,12 +276,27 @@ class InferenceConfig(Section):
         if self.enable_cuda_graph and self.num_slices > 1:
             text = f"not with layers in {self.num_slices} slices, whose ranks send; set it to false"
             report.complain("enable_cuda_graph", True, text)
-        weight = self.quant.weight
-        for path, value in (
-            ("quantized_initialization", weight.quantized_initialization),
-            *((f"post_init_quant.{key}", one) for key, one in weight.post_init_quant.items()),
-        ):
-            read_section(GroupQuant, value, f"quant.weight.{path}", report)
+        is_given = "max_out_tokens" in self.model_fields_set
+        if is_given and self.min_out_tokens > self.max_out_tokens:
+            text = f"max_out_tokens is {self.max_out_tokens}; set it to that or less"
+            report.complain("min_out_tokens", self.min_out_tokens, text)
+        self._check_slices(report)
+
+    def _check_slices(self, report: Report) -> None:
+        section, policy = self.tensor_parallel, self.injection_policy
+        mpu = section.mpu or self.mpu
+        if mpu is not None and not hasattr(mpu, "get_model_parallel_group"):
+            need = "must be an object with get_model_parallel_group(), or null"
+            report.complain("mpu", mpu, need)
+        if section.tp_group is not None and not hasattr(section.tp_group, "size"):
+            need = "must be a group of torch.distributed, or null"
+            report.complain("tensor_parallel.tp_group", section.tp_group, need)
+        if policy is not None and not isinstance(policy, Mapping):
+            need = 'must be a dict {LayerClass: ("attention.output", ...)}'
+            report.complain("injection_policy", policy, need)
+        elif policy and section.plan is not None:
+            need = "tensor_parallel.plan says how layers are cut; leave one of them out"
+            report.complain("injection_policy", policy, need)
 
     @property
     def num_slices(self) -> int:
@@ -297,26 +320,25 @@ class InferenceConfig(Section):
         """Where whole weights are described for a later start."""
         return self.save_mp_checkpoint_path or self.checkpoint_config.save_mp_checkpoint_path
 
-    @property
-    def bit_groups(self) -> dict[str, BitGroups]:
-        """Part of a layer's name -> how it is stored in few bits. "" is every layer."""
+    def _read_groups(self, report: Report) -> dict[str, GroupQuant]:
         weight = self.quant.weight
+        named = {
+            key: (f"post_init_quant.{key}", one) for key, one in weight.post_init_quant.items()
+        }
+        if weight.quantized_initialization:
+            named[""] = "quantized_initialization", weight.quantized_initialization
+        found = {}
+        for key, (path, value) in named.items():
+            read = read_section(GroupQuant, value, f"quant.weight.{path}", report)
+            if read is not None:
+                found[key] = read
         if not (self.quant.enabled and weight.enabled):
             return {}
-        report = Report()
-        found = {key: _read_groups(value, report) for key, value in weight.post_init_quant.items()}
-        if weight.quantized_initialization:
-            found[""] = _read_groups(weight.quantized_initialization, report)
-        elif not found and (self.dtype == "int8" or "num_bits" in weight.model_fields_set):
+        if not named and (self.dtype == "int8" or "num_bits" in weight.model_fields_set):
             groups = weight.q_groups if "q_groups" in weight.model_fields_set else 0
-            found[""] = BitGroups(weight.num_bits, weight.q_type == "symmetric", num_groups=groups)
+            values = {"num_bits": weight.num_bits, "symmetric": weight.q_type == "symmetric"}
+            found[""] = GroupQuant.model_validate({**values, "num_groups": groups})
         return found
-
-
-def _read_groups(value: Mapping[str, Any], report: Report) -> BitGroups:
-    found = read_section(GroupQuant, dict(value), "", report)
-    assert found is not None  # `check` came first
-    return found.groups
 
 
 def _as_given(value: Any) -> Any:
@@ -347,4 +369,4 @@ def _merged(values: dict[str, Any], given: Mapping[str, Any], report: Report) ->
     return merged
 
 
-__all__ = ["BitGroups", "InferenceConfig"]
+__all__ = ["GroupQuant", "InferenceConfig"]

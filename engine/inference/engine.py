@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
@@ -18,6 +17,8 @@ from ...utils.module_buffers import untouched_buffers
 from ..config.config import Config
 from ..engine import Engine
 from .config import InferenceConfig
+
+NEW_TOKENS = 20  # of transformers, where the caller says none
 
 
 def is_offloaded(config: Config) -> bool:
@@ -63,7 +64,7 @@ class InferenceEngine(nn.Module):
         self._needs_proof = needs_proof
         self._times: list[float] = []
         self._profile_hooks: list[Any] = []
-        self._is_compiled = False
+        self.is_compiled = False  # `compile` was called
         self._is_destroyed = False
         self.eval()
 
@@ -97,7 +98,8 @@ class InferenceEngine(nn.Module):
         wanted = {key: value for key, value in self._cache.items() if key not in kwargs}
         if kwargs.get("num_beams", 1) == 1 and kwargs.get("past_key_values") is None:
             kwargs.update(wanted)
-        with torch.no_grad(), self._same_draws():
+        self._share_draws()
+        with torch.no_grad():
             if self._streams is None:
                 return generate(*args, **kwargs)
             if "synced_gpus" in inspect.signature(generate).parameters:
@@ -106,27 +108,33 @@ class InferenceEngine(nn.Module):
                 return generate(*args, **kwargs)
 
     def _check_length(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-        if not (isinstance(ids, Tensor) and ids.dim() == 2):
-            return
+        is_decoder = not getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
+        given = [kwargs.get(key) for key in ("input_ids", "inputs", "inputs_embeds")]
+        prompt = next((one for one in [*given, *args] if isinstance(one, Tensor)), None)
+        if not is_decoder and (prompt is None or prompt.dim() != 2):
+            return  # features of another kind
+        length = 1 if prompt is None or prompt.dim() < 2 else prompt.shape[1]
         limit = self._settings.max_out_tokens
-        config = kwargs.get("generation_config")
-        new = kwargs.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 0
-        total = max(ids.shape[1] + new, kwargs.get("max_length") or 0)
+        config = kwargs.get("generation_config") or getattr(self.module, "generation_config", None)
+        new, most = (
+            kwargs.get(key, getattr(config, key, None)) for key in ("max_new_tokens", "max_length")
+        )
+        total = length + NEW_TOKENS
+        if isinstance(new, int):
+            total = length + new
+        elif isinstance(most, int):
+            total = max(length, most)
         # without the key only the prompt counts, as in DeepSpeed: nothing is allocated for the rest
         is_given = "max_out_tokens" in self._settings.model_fields_set
-        is_decoder = not getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
-        if ids.shape[1] > limit or (is_given and is_decoder and total > limit):
+        if length > limit or (is_given and is_decoder and total > limit):
             raise UsageError(
-                f"generate: max_out_tokens = {limit}, and the prompt has {ids.shape[1]} tokens, with new ones "
-                f"{total}; set max_out_tokens to {total} or more, or generate fewer"
+                f"generate: max_out_tokens = {limit}, and the prompt has {length} tokens, with new ones "
+                f"{total}; set max_out_tokens to {total} or more, or max_new_tokens lower"
             )
 
-    @contextmanager
-    def _same_draws(self) -> Iterator[None]:
-        """Inside, all ranks with slices draw the random numbers of the first one."""
+    def _share_draws(self) -> None:
+        """From now on all ranks with slices draw the random numbers of the first one."""
         if self._group is None:
-            yield
             return
         device = self._group.device
         is_cuda = device.type == "cuda"
@@ -137,7 +145,6 @@ class InferenceEngine(nn.Module):
             torch.cuda.set_rng_state(shared.cpu(), device)
         else:
             torch.set_rng_state(shared)
-        yield
 
     # -- compiled code ------------------------------------------------------------------------------------
 
@@ -146,37 +153,30 @@ class InferenceEngine(nn.Module):
     ) -> None:
         """Compile the module's forward, or each block of it where its parameters are streamed."""
         self._check_usable()
-        if self._is_compiled:
+        if self.is_compiled:
             return
         options = {"backend": backend, **(compile_kwargs or {})}
         if self._streams is not None:
             self._streams.compile(**options)
         else:
             self.module.compile(**options)
-        self._is_compiled = True
-
-    @property
-    def is_compiled(self) -> bool:
-        """`compile` was called."""
-        return self._is_compiled
+        self.is_compiled = True
 
     # -- times --------------------------------------------------------------------------------------------
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Measure each forward of the module from now on, for `model_times`.
 
-        use_cuda_events: on a GPU, take the device's clock; False waits for the device around each forward.
+        use_cuda_events: without effect; the device is waited for around each forward.
         """
         if not self._profile_hooks:
-            by_events = use_cuda_events and torch.cuda.is_available()
-            clock = _events if by_events else _waits
+            starts: list[float] = []
             self._profile_hooks = [
-                self.module.register_forward_pre_hook(lambda *_: self._starts.append(clock())),
+                self.module.register_forward_pre_hook(lambda *_: starts.append(_milliseconds())),
                 self.module.register_forward_hook(
-                    lambda *_: self._times.append(_milliseconds(self._starts.pop(), clock()))
+                    lambda *_: self._times.append(_milliseconds() - starts.pop())
                 ),
             ]
-            self._starts: list[Any] = []
 
     def model_times(self) -> list[float]:
         """Milliseconds of each forward since the last call.
@@ -220,7 +220,7 @@ class InferenceEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("_") or "module" not in self.__dict__.get("_modules", {}):
+            if name.startswith("__") or "module" not in self.__dict__.get("_modules", {}):
                 raise
             return getattr(self.module, name)
 
@@ -247,23 +247,10 @@ def prove_slices(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         model.eval()
 
 
-def _events() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _waits() -> float:
+def _milliseconds() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _milliseconds(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return float(end - start) * 1e3
-    end.synchronize()
-    return float(start.elapsed_time(end))
+    return time.perf_counter() * 1e3
 
 
 __all__ = ["InferenceEngine", "prove_slices"]

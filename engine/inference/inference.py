@@ -25,7 +25,7 @@ from ...ops.comm.opening import open_collectives
 from ...ops.torch_internals import tree_map
 from ...tensor.same_batches import checksum
 from ...utils.arguments import wrong
-from ...utils.errors import UsageError
+from ...utils.errors import ConfigError, UsageError
 from ...utils.version import __version__
 from ...zero.construction.weights import WeightSource
 from ...zero.core.owners import find_owner, is_trained
@@ -84,11 +84,16 @@ def _setup(settings: InferenceConfig, model: nn.Module, num_slices: int) -> Conf
     """The config of an engine that has these settings."""
     slices: dict[str, Any] = {"tp_size": num_slices}
     if num_slices > 1:
-        slices["plan"] = plan_of_policy(model, settings.injection_policy)
+        own = settings.tensor_parallel.plan
+        slices["plan"] = plan_of_policy(model, settings.injection_policy) if own is None else own
     sections: dict[str, Any] = {"tensor_parallel": slices, "zero_optimization": settings.zero}
     if settings.dtype in ("fp16", "bf16"):
         sections[settings.dtype] = {"enabled": True}
-    config = Config.load({"train_micro_batch_size_per_gpu": 1, **sections})
+    try:
+        config = Config.load({"train_micro_batch_size_per_gpu": 1, **sections})
+    except ConfigError as error:  # its key has another name here
+        complaints = [text.replace("zero_optimization", "zero") for text in error.complaints]
+        raise ConfigError(complaints, "init_inference") from None
     if config.zero_optimization.stage == 3 and num_slices > 1 and settings.bit_groups:
         raise UsageError(
             f"quant with tensor_parallel.tp_size = {num_slices} and zero.stage = 3: weights in few bits are "

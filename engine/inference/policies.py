@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -32,8 +32,6 @@ def plan_of_policy(model: nn.Module, policy: Any) -> dict[str, str] | None:
         return _without_attention(model)
     if not policy:
         return None
-    if not isinstance(policy, Mapping):
-        raise wrong("injection_policy", policy, 'a dict {LayerClass: ("attention.output", ...)}')
     rows: set[str] = set()
     others: set[str] = set()
     for kind, names in policy.items():
@@ -64,9 +62,11 @@ def _without_attention(model: nn.Module) -> dict[str, str]:
 def _names(names: Any) -> Sequence[str] | None:
     """The ends of names; None: a class of DeepSpeed's, which stands for its own kernels."""
     if isinstance(names, str):
-        return [names]
+        names = [names]
     if isinstance(names, Sequence) and all(isinstance(name, str) for name in names):
-        return names
+        return [
+            name.removeprefix(".") for name in names
+        ]  # DeepSpeed's names of direct children begin so
     if isinstance(names, type):
         return None
     raise wrong("injection_policy", names, "a name or a tuple of names of linear layers")
@@ -81,7 +81,7 @@ def _add(
         if isinstance(kind, type) and issubclass(type(layer), kind)
     ]
     layers = [
-        (f"{name}.{inner}", inner)
+        (f"{name}.{inner}" if name else inner, inner)
         for name, layer in matching
         for inner, module in layer.named_modules()
         if is_linear(module)

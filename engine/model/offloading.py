@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ def build_stores(config: Config, host: HostStore | None, total_numel: int) -> St
         host,
         ratio=host_ratio(config),
         total_numel=total_numel,
-        shards=_shard_store(config, host),
+        shards=_shard_store(config, host, trains=total_numel > 0),
         defers=config.zero_optimization.offload_optimizer.overlap_step,
     )
 
@@ -85,7 +86,7 @@ def _state_store(config: Config, optimizer: ClientOptimizer | None) -> StateStor
     return DiskStateStore(Path(section.nvme_path), options, dist.get_rank(), num_states=num_states)
 
 
-def _shard_store(config: Config, host: HostStore | None) -> ShardStore | None:
+def _shard_store(config: Config, host: HostStore | None, *, trains: bool) -> ShardStore | None:
     """Where shards of parameters are stored; None: on the device."""
     section = config.zero_optimization.offload_param
     if host is None or section.device == "none":
@@ -98,7 +99,7 @@ def _shard_store(config: Config, host: HostStore | None) -> ShardStore | None:
     return DiskShardStore(
         host.queues,
         Path(section.nvme_path),
-        _disk_options(config),
+        replace(_disk_options(config), num_slots=3 if trains else 2),  # nothing is written
         dist.get_rank(),
         max_in_memory=section.max_in_cpu,
         pin=host.pin,

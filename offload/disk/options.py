@@ -26,6 +26,7 @@ class DiskOptions:
 
     block_bytes: int = 1 << 20  # aio.block_size: bytes of one system call
     queue_depth: int = 8  # aio.queue_depth: blocks in flight, one thread for each
+    num_slots: int = 3  # of an extent each: one is updated, one is read, one is written
     slow_seconds: float = 30.0  # a block that takes longer is reported, once for each file
 
     def __post_init__(self) -> None:

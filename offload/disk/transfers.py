@@ -18,7 +18,6 @@ from .extents import Extents
 from .file import DiskFile, PendingRequest
 from .options import DiskOptions
 
-NUM_SLOTS = 3  # one is updated, one is read, one is written
 Value = TypeVar("Value")
 
 _LOST_WRITE = (
@@ -55,7 +54,7 @@ class Transfers:
         self._file = DiskFile(folder, extents.total_bytes, options, rank)
         largest = max((extent.padded_bytes for extent in extents), default=0)
         if largest:
-            self._slots = SlotPool(largest, min(NUM_SLOTS, len(extents)), pin=pin)
+            self._slots = SlotPool(largest, min(options.num_slots, len(extents)), pin=pin)
 
     @property
     def file(self) -> DiskFile:

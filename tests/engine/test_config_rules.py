@@ -362,7 +362,7 @@ CPU = {"device": "cpu"}
             "layouts are not cut",
         ),
         ({"datastates_ckpt": {"host_cache_size": 1}}, "only one writer"),
-        ({"weight_quantization": {"post_init_quant": {}}}, "not part of xds"),
+        ({"weight_quantization": {"post_init_quant": {}}}, "only xds.init_inference"),
         # offload
         (zero(cpu_offload=True, offload_optimizer={"device": "nvme"}), "remove cpu_offload"),
         (zero(offload_optimizer={"device": "nvme"}), "needs a folder on a local disk"),

@@ -192,6 +192,37 @@ def test_4_bits_and_groups(weight: dict[str, Any]) -> None:
     assert num_layers == (2 * 3 if "post_init_quant" in weight else 2 * 6)
 
 
+class Reading(nn.Module):
+    """Modules that read the weights of their linear layers, and do not call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.one, self.plain = nn.Linear(16, 1), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.encoder(x)
+        return torch.addmm(self.one(y)[0], y[0], self.plain.weight.t())
+
+
+@pytest.mark.parametrize("more", [{}, {"zero": {"stage": 3}}, {"mp_size": 2}], ids=str)
+def test_weights_in_few_bits_can_be_read(more: dict[str, Any]) -> None:
+    def here() -> tuple[float, float]:
+        torch.manual_seed(0)
+        model, x = Reading().eval(), torch.randn(1, 5, 16)
+        with torch.no_grad():
+            wanted = model(x)
+        engine = xds.init_inference(model, dtype="int8", **more)
+        if not more:
+            with pytest.raises(RuntimeError, match="inference tensor"):
+                engine.plain.weight.mul_(2)
+        return float((engine(x) - wanted).norm() / wanted.norm()), float(wanted.std())
+
+    for error, size in run_ranks(here, 2):
+        assert 0 < error < 0.05 and size > 0.1
+
+
 # -- where weights come from --------------------------------------------------------------------------------
 
 
@@ -332,6 +363,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"quant": {"weight": {"quantized_initialization": {"group_size": 7}}}},
         "groups of 7",
     ),
+    "an odd number of inputs": (
+        {"mp_size": 1, "quant": {"weight": {"num_bits": 4}}},
+        "share a byte",
+    ),
+    "a list": ({"config": "[1]"}, "must be an object"),
+    "a stage": ({"zero": {"stage": 4}}, "init_inference: zero.stage = 4"),
+    "limits the wrong way round": ({"max_tokens": 4, "min_tokens": 8}, "min_out_tokens = 8"),
+    "a policy that is a list": ({"injection_policy": [1]}, "injection_policy = [1]"),
+    "a plan and a policy": (
+        {"tp": {"plan": {"a": "colwise"}}, "injection_policy": {nn.Linear: "a"}},
+        "leave one of them out",
+    ),
+    "an mpu that is none": ({"mpu": 3}, "get_model_parallel_group"),
+    "a group that is none": ({"tp": {"tp_group": "x"}}, "tensor_parallel.tp_group"),
     "graphs of slices": ({"enable_cuda_graph": True, "mp_size": 2}, "enable_cuda_graph"),
     "a missing folder": ({"checkpoint": "/nowhere"}, "/nowhere"),
     "slices of Megatron": (
@@ -347,17 +392,37 @@ def test_refused(case: str) -> None:
 
     def here() -> None:
         with pytest.raises(xds.XdsError) as caught:
-            engine = xds.init_inference(build("gpt2"), **settings)
+            changes = {"n_inner": 35} if "odd" in case else {}
+            engine = xds.init_inference(build("gpt2", **changes), **settings)
             greedy(engine, prompt())
         assert words in str(caught.value)
 
     run_ranks(here, 1)
 
 
-def test_a_model_on_meta_needs_a_checkpoint() -> None:
+def test_lengths_that_are_not_given_count() -> None:
+    def here() -> None:
+        engine = xds.init_inference(build("llama"), max_out_tokens=24, **FP32)
+        embeds = engine.get_input_embeddings()(prompt())
+        for inputs in ({"inputs": prompt()}, {"inputs_embeds": embeds, "max_new_tokens": 20}):
+            with pytest.raises(xds.UsageError, match="has 5 tokens, with new ones 25"):
+                engine.generate(**inputs)
+        draft = xds.init_inference(build("llama", seed=2), **FP32)  # names with "_" are looked up
+        wanted = greedy(build("llama"), prompt(1))
+        assert torch.equal(greedy(engine, prompt(1), assistant_model=draft), wanted)
+
+    run_ranks(here, 1)
+
+
+def test_a_model_on_meta_needs_a_checkpoint(tmp_path: Path) -> None:
+    other = tmp_path / "other.pt"
+    torch.save({"transformer.wte.weight": torch.ones(VOCAB, 32)}, other)
+
     def here() -> None:
         with pytest.raises(xds.UsageError, match="checkpoint"):
             xds.init_inference(on_meta("gpt2"))
+        with pytest.raises(xds.UsageError, match="missing.*; let checkpoint name all weights"):
+            xds.init_inference(on_meta("gpt2"), checkpoint=other)
 
     run_ranks(here, 1)
 
@@ -436,6 +501,14 @@ def test_injection_policies_name_the_rows() -> None:
             blocks(), mp_size=2, injection_policy={Block: ("down",)}, **FP32
         )
         torch.testing.assert_close(engine(x), blocks()(x))
+        for kind, names in ((Block, (".down",)), (nn.Sequential, ("0.down", "1.down"))):
+            policy = {kind: names}
+            engine = xds.init_inference(blocks(), mp_size=2, injection_policy=policy, **FP32)
+            torch.testing.assert_close(engine(x), blocks()(x))
+        plan = {"tp_size": 2, "plan": {"1.up": "colwise", "1.down": "rowwise"}}
+        engine = xds.init_inference(blocks(), tp=plan, **FP32)
+        torch.testing.assert_close(engine(x), blocks()(x))
+        assert engine.module[1].up.weight.shape == (8, 8) != engine.module[0].up.weight.shape
         engine = xds.init_inference(blocks(), mp_size=2, injection_policy={Block: "side"}, **FP32)
         with pytest.raises(xds.UsageError, match="slices"):
             engine(x)

@@ -156,6 +156,66 @@ def refused() -> None:
         xds.initialize(model, config_of(2, 0))
 
 
+class Writing(nn.Module):
+    """It writes to what its backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x).exp()
+        z = y * 2
+        y.mul_(3)
+        return x + self.down(z + y)
+
+
+class Listed(nn.Module):
+    """Blocks without a forward, next to a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.shift = nn.Embedding(13, 8), nn.Parameter(torch.zeros(8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x) + self.shift
+        return x
+
+
+def encoder_in_slices() -> float:
+    """In evaluation mode torch's encoder reads the weights of its layers, unless it is told otherwise."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    plain = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    plain.load_state_dict(model.state_dict())
+    x, mask = torch.randn(3, 5, 16), torch.arange(5) > torch.tensor([[4], [3], [2]])
+    with torch.no_grad():
+        wanted = plain(x), plain(x, src_key_padding_mask=mask)
+    engine = xds.initialize(model, config_of(2, 0))
+    engine.eval()
+    with torch.no_grad():
+        found = engine(x), engine(x, src_key_padding_mask=mask)
+    assert model.layers[0].linear1.weight.shape == (16, 16)
+    return max(
+        float((found[0] - wanted[0]).abs().max()),
+        float((found[1] - wanted[1])[~mask].abs().max()),
+    )
+
+
+def test_an_encoder_of_torch_evaluates_with_slices() -> None:
+    assert max(run_ranks(encoder_in_slices, 2)) < 1e-5
+
+
+@pytest.mark.parametrize("model", [lambda: nn.Sequential(Writing(), Writing()), Listed])
+def test_blocks_that_cannot_be_looked_at_have_no_plan(model: Any) -> None:
+    found = model()
+    assert find_plan(found, found_blocks(found)) == {}
+
+
 def test_nothing_found_and_experts_of_a_mixture_are_one_sentence_on_every_rank() -> None:
     run_ranks(refused, 2)
 

@@ -39,9 +39,13 @@ _NOT_STRICT = "strict=False ignores missing and extra names"
 
 
 class WeightSource(ABC):
-    """Named tensors that are read in parts. `source` names them in messages."""
+    """Named tensors that are read in parts. `source` names them in messages.
+
+    remedy: what to do where they do not fit the model; "": what the caller of `load_weights` says.
+    """
 
     source: str
+    remedy = ""
 
     @abstractmethod
     def names(self) -> Sequence[str]:
@@ -238,7 +242,7 @@ def load_weights(
         if stages is not None:
             _agree(stages, match, failure)
         match.missing = [n for n in match.missing if n.rpartition(".")[2] not in optional]
-        match.check(weights.source, strict=strict, remedy=remedy)
+        match.check(weights.source, strict=strict, remedy=weights.remedy or remedy)
         for name, stored in match.found.items():
             tensor, reader = tensors[name], weights.reader(stored)
             if id(tensor) in slices and find_owner(tensor) is None:
