@@ -7,7 +7,7 @@ GPU with dropout         dense.py: masked dense attention, which the others are 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from .dense import element_mask, masked_attention
 from .rules import layout_of
 
 Way = Literal["auto", "blocks", "flex", "dense"]
+WAYS = get_args(Way)
 
 
 def sparse_attention(  # noqa: PLR0913 (what attention has)
@@ -54,22 +55,8 @@ def sparse_attention(  # noqa: PLR0913 (what attention has)
     The layout has no gradient, and backward on a CPU computes the scores again. Second derivatives need
     way="dense".
     """
+    needed = _check(q, k, v, layout, block, padding)
     length = q.shape[2]
-    needed = -(-length // block)
-    if k.shape[2] != length or v.shape[2] != length:
-        raise UsageError(
-            f"sparse attention: {length} queries and {k.shape[2]} keys: a layout is of one sequence; use "
-            "torch's scaled_dot_product_attention for cross-attention"
-        )
-    if layout.dim() != 3 or layout.shape[0] not in (1, q.shape[1]) or layout.shape[1] < needed:
-        raise UsageError(
-            f"sparse attention: layout {list(layout.shape)} for {q.shape[1]} heads and {length} tokens: needs "
-            f"[1 or {q.shape[1]}, n, n] with at least {needed} blocks of {block}"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise UsageError(
-            f"sparse attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key heads"
-        )
     layout = layout[:, :needed, :needed]
     seen = None if padding is None else padding != 0
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -86,8 +73,67 @@ def sparse_attention(  # noqa: PLR0913 (what attention has)
     return blocks_attention(q, k, v, seen, layout, "", 0, block, is_causal, scale, dropout)
 
 
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, layout: Tensor, block: int, padding: Tensor | None
+) -> int:
+    """Refuse what does not fit. Returns the blocks of a sequence."""
+    shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+    if not isinstance(block, int) or isinstance(block, bool) or block < 1:
+        raise UsageError(f"sparse attention: block = {block!r}: must be a whole number, at least 1")
+    if {q.dim(), k.dim(), v.dim()} != {4} or not (q.shape[1] and k.shape[1] and q.shape[3]):
+        raise UsageError(
+            f"sparse attention: q, k and v of {shapes}: need [B, H, L, D] each, with at least one head"
+        )
+    length = q.shape[2]
+    if k.shape[2] != length or v.shape[2] != length:
+        raise UsageError(
+            f"sparse attention: {length} queries and {k.shape[2]} keys: a layout is of one sequence; use "
+            "torch's scaled_dot_product_attention for cross-attention"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise UsageError(
+            f"sparse attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key heads"
+        )
+    if k.shape[:2] != v.shape[:2] or len(q) != len(k) or q.shape[3] != k.shape[3]:
+        raise UsageError(
+            f"sparse attention: q, k and v of {shapes}: need one batch size, k and v as many heads, and q "
+            "and k one width"
+        )
+    if not all(x.is_floating_point() for x in (q, k, v)):
+        raise UsageError(
+            f"sparse attention: q, k and v of {q.dtype}, {k.dtype}, {v.dtype}: need real floating dtypes"
+        )
+    needed = -(-length // block)
+    heads = q.shape[1]
+    if (
+        not isinstance(layout, Tensor)
+        or layout.dim() != 3
+        or layout.shape[0] not in (1, heads)
+        or layout.shape[1] != layout.shape[2]
+        or layout.shape[1] < needed
+    ):
+        shown = list(layout.shape) if isinstance(layout, Tensor) else type(layout).__name__
+        raise UsageError(
+            f"sparse attention: layout {shown} for {heads} heads and {length} tokens: needs a tensor "
+            f"[1 or {heads}, n, n] with at least {needed} blocks of {block}"
+        )
+    if padding is not None and padding.shape != (len(q), length):
+        raise UsageError(
+            f"sparse attention: padding {list(padding.shape)}: needs [{len(q)}, {length}]"
+        )
+    return needed
+
+
 def chosen(way: Way, q: Tensor, dropout: float) -> Way:
-    """The way for this device."""
+    """The way for this device.
+
+    Raises:
+        UsageError: no such way, or no such share of dropout.
+    """
+    if way not in WAYS:
+        raise UsageError(f"sparse attention: way = {way!r}: must be one of {WAYS}")
+    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise UsageError(f"sparse attention: dropout = {dropout!r}: must be at least 0 and below 1")
     if way != "auto":
         return way
     if q.is_cuda:
@@ -136,7 +182,7 @@ def _attend(  # noqa: PLR0913
     """The output [B, H, L, D], and the logarithms that backward needs, [B x H x n, block]."""
     of = _problem(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
     out, sums = on_cpu.forward(of)
-    whole = out.view(*q.shape[:2], -1, v.shape[3])[:, :, : q.shape[2]]
+    whole = out.view(*q.shape[:2], of.shape[3] * block, v.shape[3])[:, :, : q.shape[2]]
     return whole.to(q.dtype).contiguous(), sums
 
 
@@ -164,7 +210,9 @@ def _attend_backward(  # noqa: PLR0913
     found = on_cpu.backward(of, grad, out, sums)
     found[0].mul_(scale)
     dq, dk, dv = (
-        own.view(*x.shape[:2], -1, x.shape[3])[:, :, : x.shape[2]].to(x.dtype).contiguous()
+        own.view(*x.shape[:2], of.shape[3] * block, x.shape[3])[:, :, : x.shape[2]]
+        .to(x.dtype)
+        .contiguous()
         for own, x in zip(found, (q, k, v), strict=True)
     )
     return dq, dk, dv

@@ -7,6 +7,7 @@ attention         ──> attend: over the blocks of the layout; with a mask of 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from typing import Any, final
 
@@ -48,6 +49,11 @@ def switch(model: nn.Module, section: SparseAttention) -> Callable[[], None]:
             f"sparse_attention: {type(model).__name__} is no model of transformers, so its attention cannot be "
             "switched; build it with xds.ops.sparse_attention.SparseSelfAttention, or remove the section"
         )
+    if not any(_looks_up(type(module)) for module in model.modules()):
+        raise UsageError(
+            f"sparse_attention: {type(model).__name__} has no attention that transformers can replace; remove "
+            "the section, or take another model"
+        )
     _register(name, section)
     former = [(config, config._attn_implementation) for config in found.values()]
     for config, _ in former:
@@ -58,6 +64,12 @@ def switch(model: nn.Module, section: SparseAttention) -> Callable[[], None]:
             config._attn_implementation = own
 
     return undo
+
+
+def _looks_up(kind: type) -> bool:
+    """The class, or one that it derives from, is in a file that takes transformers' table of attentions."""
+    names = {each.__module__ for each in kind.__mro__} - {"transformers.modeling_utils"}
+    return any(hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS") for name in names)
 
 
 def _check(module: nn.Module, config: Any) -> None:
@@ -103,7 +115,7 @@ def build(
     """The mask for `attend`: [B, L] or None; or of elements, [B, 1, Lq, Lk].
 
     Raises:
-        UsageError: a static cache, whose last keys are not there yet.
+        UsageError: a static cache, whose last keys are not there yet, or one that has dropped its first keys.
     """
     from transformers.masking_utils import (
         bidirectional_mask_function,
@@ -121,6 +133,11 @@ def build(
         raise UsageError(
             "sparse_attention: a static cache has keys after the queries; generate with a dynamic cache "
             "(cache_implementation=None)"
+        )
+    if kv_offset:
+        raise UsageError(
+            "sparse_attention: a cache of a sliding window has dropped its first keys, and layouts count from "
+            "there; generate with use_cache=False"
         )
     more |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     given = () if mask_function is None else (mask_function,)

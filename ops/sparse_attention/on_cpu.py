@@ -139,7 +139,8 @@ def as_blocks(x: Tensor, n: int, block: int, dtype: torch.dtype) -> Tensor:
     """[B, H, L, D] -> [B x H x n, block x D], with zeros after L."""
     rest = n * block - x.shape[2]
     x = x.to(dtype)
-    return (F.pad(x, (0, 0, 0, rest)) if rest else x).reshape(-1, block * x.shape[3])
+    blocks = x.shape[0] * x.shape[1] * n
+    return (F.pad(x, (0, 0, 0, rest)) if rest else x).reshape(blocks, block * x.shape[3])
 
 
 def forward(of: Problem) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,8 @@ def tiles_of(layout: Tensor, block: int, group: int, *, is_causal: bool) -> Tile
         is_causal: key blocks after the query block are left out, and its own one is cut by elements.
     """
     small = (layout != 0).to(torch.uint8).contiguous()
+    if not small.numel():  # a sequence without tokens
+        return Tiles((), *((group, 1) if len(layout) == 1 else (len(layout), len(layout) // group)))
     return _tiles(small.numpy().tobytes(), tuple(small.shape), block, group, is_causal)
 
 
