@@ -2,7 +2,7 @@
 
 CPU                      on_cpu.py: batched products of gathered blocks; an op, also for dropout
 GPU                      flex.py: FlexAttention with a block mask
-GPU with dropout         dense.py: masked dense attention, which the others are compared with
+GPU with dropout         masked dense attention, which the others are compared with, and which biases take
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...utils.errors import UsageError
-from . import on_cpu
-from .dense import element_mask, masked_attention
-from .rules import layout_of
+from .on_cpu import blocks_attention
 
 Way = Literal["auto", "blocks", "flex", "dense"]
 WAYS = get_args(Way)
@@ -141,131 +140,50 @@ def chosen(way: Way, q: Tensor, dropout: float) -> Way:
     return "blocks"
 
 
-def blocks_attention(  # noqa: PLR0913 (arguments of an op)
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    layout: Tensor | None,
-    rule: str,
-    layer: int,
-    block: int,
-    is_causal: bool,
-    scale: float,
-    dropout: float,
+def element_mask(
+    layout: Tensor, block: int, rows: tuple[int, int], keys: int, *, is_causal: bool
 ) -> Tensor:
-    """The CPU's way. One node of a compiled graph: it finds the layout of a `rule` itself."""
-    seed = torch.randint(0, 1 << 62, ()) if dropout else None
-    block = max(
-        1, min(block, q.shape[2])
-    )  # a block that is longer than the sequence needs no padding
-    out: Tensor
-    out, _ = _attend(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
-    return out
+    """[1 or heads, query rows, keys] of bool: which keys the queries at the positions `rows` see.
+
+    Args:
+        layout: [1 or heads, n, n], of at least `keys` tokens.
+        rows: the first position of the queries, and the one after the last.
+    """
+    at = torch.arange(*rows, device=layout.device)
+    to = torch.arange(keys, device=layout.device)
+    seen = layout[:, at // block][:, :, to // block] != 0
+    return seen & (at.view(-1, 1) >= to) if is_causal else seen
 
 
-@torch.library.custom_op("xds::block_sparse_attention", mutates_args=())
-def _attend(  # noqa: PLR0913
+def masked_attention(  # noqa: PLR0913 (what attention has)
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    padding: Tensor | None,
-    layout: Tensor | None,
-    seed: Tensor | None,
-    rule: str,
-    layer: int,
-    block: int,
-    is_causal: bool,
+    mask: Tensor,
+    *,
     scale: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
-    """The output [B, H, L, D], and the logarithms that backward needs, [B x H x n, block]."""
-    of = _problem(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
-    out, sums = on_cpu.forward(of)
-    whole = out.view(*q.shape[:2], of.shape[3] * block, v.shape[3])[:, :, : q.shape[2]]
-    return whole.to(q.dtype).contiguous(), sums
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of all scores, with those outside of `mask` left out; 0 for a query that sees no key.
 
-
-@torch.library.custom_op("xds::block_sparse_attention_backward", mutates_args=())
-def _attend_backward(  # noqa: PLR0913
-    grad: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    layout: Tensor | None,
-    seed: Tensor | None,
-    rule: str,
-    layer: int,
-    block: int,
-    is_causal: bool,
-    scale: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
-    of = _problem(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
-    grad, out = (on_cpu.as_blocks(x, of.shape[3], block, of.q.dtype) for x in (grad, out))
-    found = on_cpu.backward(of, grad, out, sums)
-    found[0].mul_(scale)
-    dq, dk, dv = (
-        own.view(*x.shape[:2], of.shape[3] * block, x.shape[3])[:, :, : x.shape[2]]
-        .to(x.dtype)
-        .contiguous()
-        for own, x in zip(found, (q, k, v), strict=True)
+    Args:
+        q: [B, H, Lq, D]; k and v: [B, Hkv, Lk, D].
+        mask: bool that broadcasts to [B, H, Lq, Lk].
+        bias: added to the scores; broadcasts to their shape.
+    """
+    if bias is not None:
+        added = bias.to(q.dtype).masked_fill(~mask, float("-inf"))
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask if bias is None else added,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
-    return dq, dk, dv
+    return out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
 
 
-def _problem(  # noqa: PLR0913
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    layout: Tensor | None,
-    seed: Tensor | None,
-    rule: str,
-    layer: int,
-    block: int,
-    is_causal: bool,
-    scale: float,
-    dropout: float,
-) -> on_cpu.Problem:
-    if layout is None:
-        layout = layout_of(rule, q.shape[1], -(-q.shape[2] // block), layer)
-    drawn = 0 if seed is None else int(seed)
-    more: Any = {"is_causal": is_causal, "dropout": dropout, "seed": drawn}
-    return on_cpu.make_problem((q, k, v), padding, layout, block, scale, **more)
-
-
-@_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    block = rest[5]
-    blocks = q.shape[0] * q.shape[1] * ((q.shape[2] + block - 1) // block)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    return out, q.new_empty(blocks, block, dtype=dtype)
-
-
-@_attend_backward.register_fake
-def _(grad: Tensor, out: Tensor, sums: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in rest[:3])
-    return dq, dk, dv
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:6])
-    ctx.rest = inputs[6:]
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
-    if grad is None:
-        return (None,) * 12
-    return (*_attend_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 9)
-
-
-_attend.register_autograd(_backward, setup_context=_keep)
-
-__all__ = ["Way", "blocks_attention", "chosen", "sparse_attention"]
+__all__ = ["WAYS", "Way", "chosen", "element_mask", "masked_attention", "sparse_attention"]

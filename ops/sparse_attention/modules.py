@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...utils.errors import UsageError
-from .attention import sparse_attention
-from .dense import element_mask, masked_attention
+from .attention import element_mask, masked_attention, sparse_attention
 from .layouts import UNIDIRECTIONAL, Fixed, SparsityConfig
 
 MODES = "add", "mul"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import xds
 from xds.engine.config.config import parse_config
-from xds.ops.sparse_attention.rules import layout_of
+from xds.ops.sparse_attention.layouts import layout_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import xds
 from xds.ops import sparse_attention as sparse
-from xds.ops.sparse_attention.tiles import tiles_of
+from xds.ops.sparse_attention.on_cpu import tiles_of
 
 # of 10,000 layouts and the numbers drawn for them, from the sparsity_config.py of DeepSpeed 0.19.6
 DIGESTS = json.loads((Path(__file__).parents[1] / "sparse_layouts.json").read_text())
@@ -72,6 +72,11 @@ def wrong(**more: Any) -> Any:
         (lambda: sparse.Dense(1, 16).make_layout(17), ValueError, "pad it"),
         (lambda: sparse.BigBird(1, 1).make_layout(2), ValueError, "has fewer"),
         (lambda: sparse.Dense(0), ValueError, "at least 1"),
+        (lambda: sparse.Dense(1, 1.5), ValueError, "block = 1.5: must be a whole number"),
+        (lambda: sparse.Dense(1, 16).make_layout(-16), ValueError, "pad it"),
+        (lambda: sparse.BigBird(1, num_global_blocks=-2), ValueError, "and at least 0"),
+        (wrong(num_global_blocks=0), ValueError, "multiple of num_global_blocks = 0"),
+        (lambda: sparse.Variable(1, local_window_blocks=3), ValueError, "must be a list"),
     ],
 )
 def test_rules_that_contradict_themselves_are_refused(call: Any, kind: Any, text: str) -> None:
