@@ -2,22 +2,22 @@
 
 CPU                      on_cpu.py: batched products of gathered blocks; an op, also for dropout
 GPU                      flex.py: FlexAttention with a block mask
-GPU with dropout         dense.py: masked dense attention, which the others are compared with
+GPU with dropout         masked dense attention, which the others are compared with, and which biases take
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...utils.errors import UsageError
-from . import on_cpu
-from .dense import element_mask, masked_attention
-from .rules import layout_of
+from .on_cpu import blocks_attention
 
 Way = Literal["auto", "blocks", "flex", "dense"]
+WAYS = get_args(Way)
 
 
 def sparse_attention(  # noqa: PLR0913 (what attention has)
@@ -54,22 +54,8 @@ def sparse_attention(  # noqa: PLR0913 (what attention has)
     The layout has no gradient, and backward on a CPU computes the scores again. Second derivatives need
     way="dense".
     """
+    needed = _check(q, k, v, layout, block, padding)
     length = q.shape[2]
-    needed = -(-length // block)
-    if k.shape[2] != length or v.shape[2] != length:
-        raise UsageError(
-            f"sparse attention: {length} queries and {k.shape[2]} keys: a layout is of one sequence; use "
-            "torch's scaled_dot_product_attention for cross-attention"
-        )
-    if layout.dim() != 3 or layout.shape[0] not in (1, q.shape[1]) or layout.shape[1] < needed:
-        raise UsageError(
-            f"sparse attention: layout {list(layout.shape)} for {q.shape[1]} heads and {length} tokens: needs "
-            f"[1 or {q.shape[1]}, n, n] with at least {needed} blocks of {block}"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise UsageError(
-            f"sparse attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key heads"
-        )
     layout = layout[:, :needed, :needed]
     seen = None if padding is None else padding != 0
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -86,8 +72,67 @@ def sparse_attention(  # noqa: PLR0913 (what attention has)
     return blocks_attention(q, k, v, seen, layout, "", 0, block, is_causal, scale, dropout)
 
 
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, layout: Tensor, block: int, padding: Tensor | None
+) -> int:
+    """Refuse what does not fit. Returns the blocks of a sequence."""
+    shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+    if not isinstance(block, int) or isinstance(block, bool) or block < 1:
+        raise UsageError(f"sparse attention: block = {block!r}: must be a whole number, at least 1")
+    if {q.dim(), k.dim(), v.dim()} != {4} or not (q.shape[1] and k.shape[1] and q.shape[3]):
+        raise UsageError(
+            f"sparse attention: q, k and v of {shapes}: need [B, H, L, D] each, with at least one head"
+        )
+    length = q.shape[2]
+    if k.shape[2] != length or v.shape[2] != length:
+        raise UsageError(
+            f"sparse attention: {length} queries and {k.shape[2]} keys: a layout is of one sequence; use "
+            "torch's scaled_dot_product_attention for cross-attention"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise UsageError(
+            f"sparse attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key heads"
+        )
+    if k.shape[:2] != v.shape[:2] or len(q) != len(k) or q.shape[3] != k.shape[3]:
+        raise UsageError(
+            f"sparse attention: q, k and v of {shapes}: need one batch size, k and v as many heads, and q "
+            "and k one width"
+        )
+    if not all(x.is_floating_point() for x in (q, k, v)):
+        raise UsageError(
+            f"sparse attention: q, k and v of {q.dtype}, {k.dtype}, {v.dtype}: need real floating dtypes"
+        )
+    needed = -(-length // block)
+    heads = q.shape[1]
+    if (
+        not isinstance(layout, Tensor)
+        or layout.dim() != 3
+        or layout.shape[0] not in (1, heads)
+        or layout.shape[1] != layout.shape[2]
+        or layout.shape[1] < needed
+    ):
+        shown = list(layout.shape) if isinstance(layout, Tensor) else type(layout).__name__
+        raise UsageError(
+            f"sparse attention: layout {shown} for {heads} heads and {length} tokens: needs a tensor "
+            f"[1 or {heads}, n, n] with at least {needed} blocks of {block}"
+        )
+    if padding is not None and padding.shape != (len(q), length):
+        raise UsageError(
+            f"sparse attention: padding {list(padding.shape)}: needs [{len(q)}, {length}]"
+        )
+    return needed
+
+
 def chosen(way: Way, q: Tensor, dropout: float) -> Way:
-    """The way for this device."""
+    """The way for this device.
+
+    Raises:
+        UsageError: no such way, or no such share of dropout.
+    """
+    if way not in WAYS:
+        raise UsageError(f"sparse attention: way = {way!r}: must be one of {WAYS}")
+    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise UsageError(f"sparse attention: dropout = {dropout!r}: must be at least 0 and below 1")
     if way != "auto":
         return way
     if q.is_cuda:
@@ -95,129 +140,50 @@ def chosen(way: Way, q: Tensor, dropout: float) -> Way:
     return "blocks"
 
 
-def blocks_attention(  # noqa: PLR0913 (arguments of an op)
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    layout: Tensor | None,
-    rule: str,
-    layer: int,
-    block: int,
-    is_causal: bool,
-    scale: float,
-    dropout: float,
+def element_mask(
+    layout: Tensor, block: int, rows: tuple[int, int], keys: int, *, is_causal: bool
 ) -> Tensor:
-    """The CPU's way. One node of a compiled graph: it finds the layout of a `rule` itself."""
-    seed = torch.randint(0, 1 << 62, ()) if dropout else None
-    block = max(
-        1, min(block, q.shape[2])
-    )  # a block that is longer than the sequence needs no padding
-    out: Tensor
-    out, _ = _attend(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
-    return out
+    """[1 or heads, query rows, keys] of bool: which keys the queries at the positions `rows` see.
+
+    Args:
+        layout: [1 or heads, n, n], of at least `keys` tokens.
+        rows: the first position of the queries, and the one after the last.
+    """
+    at = torch.arange(*rows, device=layout.device)
+    to = torch.arange(keys, device=layout.device)
+    seen = layout[:, at // block][:, :, to // block] != 0
+    return seen & (at.view(-1, 1) >= to) if is_causal else seen
 
 
-@torch.library.custom_op("xds::block_sparse_attention", mutates_args=())
-def _attend(  # noqa: PLR0913
+def masked_attention(  # noqa: PLR0913 (what attention has)
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    padding: Tensor | None,
-    layout: Tensor | None,
-    seed: Tensor | None,
-    rule: str,
-    layer: int,
-    block: int,
-    is_causal: bool,
+    mask: Tensor,
+    *,
     scale: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
-    """The output [B, H, L, D], and the logarithms that backward needs, [B x H x n, block]."""
-    of = _problem(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
-    out, sums = on_cpu.forward(of)
-    whole = out.view(*q.shape[:2], -1, v.shape[3])[:, :, : q.shape[2]]
-    return whole.to(q.dtype).contiguous(), sums
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of all scores, with those outside of `mask` left out; 0 for a query that sees no key.
 
-
-@torch.library.custom_op("xds::block_sparse_attention_backward", mutates_args=())
-def _attend_backward(  # noqa: PLR0913
-    grad: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    layout: Tensor | None,
-    seed: Tensor | None,
-    rule: str,
-    layer: int,
-    block: int,
-    is_causal: bool,
-    scale: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
-    of = _problem(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
-    grad, out = (on_cpu.as_blocks(x, of.shape[3], block, of.q.dtype) for x in (grad, out))
-    found = on_cpu.backward(of, grad, out, sums)
-    found[0].mul_(scale)
-    dq, dk, dv = (
-        own.view(*x.shape[:2], -1, x.shape[3])[:, :, : x.shape[2]].to(x.dtype).contiguous()
-        for own, x in zip(found, (q, k, v), strict=True)
+    Args:
+        q: [B, H, Lq, D]; k and v: [B, Hkv, Lk, D].
+        mask: bool that broadcasts to [B, H, Lq, Lk].
+        bias: added to the scores; broadcasts to their shape.
+    """
+    if bias is not None:
+        added = bias.to(q.dtype).masked_fill(~mask, float("-inf"))
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask if bias is None else added,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
-    return dq, dk, dv
+    return out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
 
 
-def _problem(  # noqa: PLR0913
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    layout: Tensor | None,
-    seed: Tensor | None,
-    rule: str,
-    layer: int,
-    block: int,
-    is_causal: bool,
-    scale: float,
-    dropout: float,
-) -> on_cpu.Problem:
-    if layout is None:
-        layout = layout_of(rule, q.shape[1], -(-q.shape[2] // block), layer)
-    drawn = 0 if seed is None else int(seed)
-    more: Any = {"is_causal": is_causal, "dropout": dropout, "seed": drawn}
-    return on_cpu.make_problem((q, k, v), padding, layout, block, scale, **more)
-
-
-@_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    block = rest[5]
-    blocks = q.shape[0] * q.shape[1] * ((q.shape[2] + block - 1) // block)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    return out, q.new_empty(blocks, block, dtype=dtype)
-
-
-@_attend_backward.register_fake
-def _(grad: Tensor, out: Tensor, sums: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in rest[:3])
-    return dq, dk, dv
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:6])
-    ctx.rest = inputs[6:]
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
-    if grad is None:
-        return (None,) * 12
-    return (*_attend_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 9)
-
-
-_attend.register_autograd(_backward, setup_context=_keep)
-
-__all__ = ["Way", "blocks_attention", "chosen", "sparse_attention"]
+__all__ = ["WAYS", "Way", "chosen", "element_mask", "masked_attention", "sparse_attention"]

@@ -99,6 +99,8 @@ class SparseAttention(Section):
 
     def check(self, report: Report) -> None:
         """What DeepSpeed's classes check, before a model is there."""
+        for name in sorted(self.model_fields_set - {"mode", "seed", *_OF_MODE[self.mode]}):
+            self._note_idle(name, report)
         size, local = self.num_global_blocks, self.num_local_blocks
         patterns = self.num_different_global_patterns
         if self.mode == "fixed":
@@ -116,6 +118,15 @@ class SparseAttention(Section):
             text = 'rows that see all blocks need attention = "bidirectional"; set it to false'
             report.complain(f"{_PATH}.horizontal_global_attention", True, text)
         self._check_ranges(report)
+
+    def _note_idle(self, name: str, report: Report) -> None:
+        """A key that this mode does not read, unless it has its default."""
+        if self.mode == "dense" or getattr(self, name) == type(self).model_fields[name].default:
+            return
+        if name != "block_causality":
+            report.without_effect.append((f"{_PATH}.{name}", f'mode "{self.mode}" has no such key'))
+        elif self.attention != "unidirectional":
+            report.without_effect.append((f"{_PATH}.{name}", 'attention is not "unidirectional"'))
 
     def _check_ranges(self, report: Report) -> None:
         starts, ends = self.global_block_indices, self.global_block_end_indices

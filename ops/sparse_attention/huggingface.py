@@ -7,18 +7,19 @@ attention         ──> attend: over the blocks of the layout; with a mask of 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...utils.errors import UsageError
-from .attention import blocks_attention, chosen, sparse_attention
+from .attention import chosen, element_mask, masked_attention, sparse_attention
 from .config import SparseAttention
-from .dense import element_mask, masked_attention
+from .layouts import layout_of
 from .modules import SparseSelfAttention
-from .rules import layout_of
+from .on_cpu import blocks_attention
 
 PREFIX = "xds_sparse"
 NOT_HERE = "softcap", "s_aux", "sinks", "position_bias"  # arguments that change scores or their sum
@@ -36,7 +37,6 @@ def switch(model: nn.Module, section: SparseAttention) -> Callable[[], None]:
     """
     if any(isinstance(module, SparseSelfAttention) for module in model.modules()):
         return lambda: None
-    name = f"{PREFIX}_{_digest(section)}"
     found: dict[int, Any] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -48,7 +48,12 @@ def switch(model: nn.Module, section: SparseAttention) -> Callable[[], None]:
             f"sparse_attention: {type(model).__name__} is no model of transformers, so its attention cannot be "
             "switched; build it with xds.ops.sparse_attention.SparseSelfAttention, or remove the section"
         )
-    _register(name, section)
+    if not any(_looks_up(type(module)) for module in model.modules()):
+        raise UsageError(
+            f"sparse_attention: {type(model).__name__} has no attention that transformers can replace; remove "
+            "the section, or take another model"
+        )
+    name = _register(section)
     former = [(config, config._attn_implementation) for config in found.values()]
     for config, _ in former:
         config._attn_implementation = name
@@ -58,6 +63,12 @@ def switch(model: nn.Module, section: SparseAttention) -> Callable[[], None]:
             config._attn_implementation = own
 
     return undo
+
+
+def _looks_up(kind: type) -> bool:
+    """The class, or one that it derives from, is in a file that takes transformers' table of attentions."""
+    names = {each.__module__ for each in kind.__mro__} - {"transformers.modeling_utils"}
+    return any(hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS") for name in names)
 
 
 def _check(module: nn.Module, config: Any) -> None:
@@ -77,17 +88,16 @@ def _check(module: nn.Module, config: Any) -> None:
         )
 
 
-def _digest(section: SparseAttention) -> str:
-    text = f"{section.rule} {section.is_causal}"
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _register(name: str, section: SparseAttention) -> None:
+def _register(section: SparseAttention) -> str:
+    """Enter the attention of a section in transformers' tables. Returns its name, one for equal sections."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(name, SparseAttend(section).function())
+    text = f"{section.rule} {section.is_causal}"
+    name = f"{PREFIX}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    ALL_ATTENTION_FUNCTIONS.register(name, attention_of(section))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, build)
+    return name
 
 
 def build(
@@ -103,7 +113,7 @@ def build(
     """The mask for `attend`: [B, L] or None; or of elements, [B, 1, Lq, Lk].
 
     Raises:
-        UsageError: a static cache, whose last keys are not there yet.
+        UsageError: a static cache, whose last keys are not there yet, or one that has dropped its first keys.
     """
     from transformers.masking_utils import (
         bidirectional_mask_function,
@@ -121,6 +131,11 @@ def build(
         raise UsageError(
             "sparse_attention: a static cache has keys after the queries; generate with a dynamic cache "
             "(cache_implementation=None)"
+        )
+    if kv_offset:
+        raise UsageError(
+            "sparse_attention: a cache of a sliding window has dropped its first keys, and layouts count from "
+            "there; generate with use_cache=False"
         )
     more |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     given = () if mask_function is None else (mask_function,)
@@ -141,25 +156,11 @@ def _covers(mask: Tensor | None, length: int) -> bool:
     return mask is None or (mask.dim() == 2 and mask.shape[1] == length)
 
 
-@final
-class SparseAttend:
-    """The attention of one section of a config."""
-
-    def __init__(self, section: SparseAttention) -> None:
-        self._rule = section.rule
-        self._block = section.block
-        self._is_causal = section.is_causal
-
-    def function(self) -> Callable[..., tuple[Tensor, None]]:
-        """`attend` as a function, which transformers' tables hold."""
-
-        def attend(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-            return self.attend(module, *args, **kwargs)
-
-        return attend
+def attention_of(section: SparseAttention) -> Callable[..., tuple[Tensor, None]]:
+    """The attention of one section of a config, as a function that transformers' tables hold."""
+    rule, block, is_causal = section.rule, section.block, section.is_causal
 
     def attend(
-        self,
         module: Any,
         query: Tensor,
         key: Tensor,
@@ -167,7 +168,6 @@ class SparseAttend:
         attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
-        is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """[B, H, Lq, D], [B, Hkv, Lk, D] -> [B, Lq, H, D].
@@ -181,55 +181,54 @@ class SparseAttend:
                     f"sparse_attention: {type(module).__name__} passes {name}, which changes scores; remove "
                     "the section for this model"
                 )
-        own = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        causal = bool(own) or self._is_causal
+        own = kwargs.get("is_causal")
+        causal = bool(getattr(module, "is_causal", False) if own is None else own) or is_causal
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         layer = getattr(module, "layer_idx", None) or 0
         heads, length = query.shape[1], key.shape[2]
-        blocks = (length + self._block - 1) // self._block
-        if query.shape[2] != length or (attention_mask is not None and attention_mask.dim() == 4):
-            out = self._of_elements(
-                (query, key, value), attention_mask, layer, causal, scale, dropout
-            )
-        elif chosen("auto", query, dropout) == "blocks":
+        is_whole = query.shape[2] == length and (
+            attention_mask is None or attention_mask.dim() != 4
+        )
+        if is_whole and chosen("auto", query, dropout) == "blocks":
             out = blocks_attention(
-                *(query, key, value, attention_mask, None, self._rule, layer, self._block),
+                *(query, key, value, attention_mask, None, rule, layer, block),
                 *(causal, scale, dropout),
             )
+            return out.transpose(1, 2).contiguous(), None
+        layout = _layout(rule, heads, (length + block - 1) // block, layer)
+        more: Any = {"block": block, "is_causal": causal, "scale": scale, "dropout": dropout}
+        if is_whole:
+            out = sparse_attention(query, key, value, layout, padding=attention_mask, **more)
         else:
-            layout = _layout(self._rule, heads, blocks, layer)
-            more: Any = {"padding": attention_mask, "is_causal": causal, "scale": scale}
-            out = sparse_attention(
-                query, key, value, layout, block=self._block, dropout=dropout, **more
-            )
+            out = _of_elements((query, key, value), attention_mask, layout, **more)
         return out.transpose(1, 2).contiguous(), None
 
-    def _of_elements(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        mask: Tensor | None,
-        layer: int,
-        is_causal: bool,
-        scale: float,
-        dropout: float,
-    ) -> Tensor:
-        """With a mask [B, 1, Lq, Lk], or for the last queries of a sequence whose keys are in a cache."""
-        query, key, value = tensors
-        length, own = key.shape[2], query.shape[2]
-        if own > length or (own != length and not is_causal):
-            raise UsageError(
-                f"sparse_attention: {own} queries and {length} keys are no causal self-attention; remove the "
-                "section for this model"
-            )
-        layout = _layout(self._rule, query.shape[1], -(-length // self._block), layer)
-        rows = (length - own, length)
-        seen = element_mask(layout.to(query.device), self._block, rows, length, is_causal=is_causal)
-        bias = None
-        if mask is not None and mask.dtype == torch.bool:
-            seen = seen & (mask if mask.dim() == 4 else mask[:, None, None])
-        elif mask is not None:
-            bias = mask if mask.dim() == 4 else mask[:, None, None]
-        return masked_attention(query, key, value, seen, scale=scale, dropout=dropout, bias=bias)
+    return attend
+
+
+def _of_elements(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    layout: Tensor,
+    *,
+    block: int,
+    is_causal: bool,
+    **more: Any,
+) -> Tensor:
+    """With a mask [B, 1, Lq, Lk], or for the last queries of a sequence whose keys are in a cache."""
+    query, key, value = tensors
+    length, own = key.shape[2], query.shape[2]
+    if own > length or (own != length and not is_causal):
+        raise UsageError(
+            f"sparse_attention: {own} queries and {length} keys are no causal self-attention; remove the "
+            "section for this model"
+        )
+    rows = (length - own, length)
+    seen = element_mask(layout.to(query.device), block, rows, length, is_causal=is_causal)
+    bias = mask if mask is None or mask.dim() == 4 else mask[:, None, None]
+    if bias is not None and bias.dtype == torch.bool:
+        seen, bias = seen & bias, None
+    return masked_attention(query, key, value, seen, bias=bias, **more)
 
 
 __all__ = ["switch"]

@@ -15,9 +15,13 @@ h, the queries of block `row` see the keys of block `col`.
 
 from __future__ import annotations
 
+import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from numbers import Integral
 from typing import Any, final
 
 import torch
@@ -27,19 +31,12 @@ BIDIRECTIONAL, UNIDIRECTIONAL = "bidirectional", "unidirectional"
 Ranges = list[tuple[int, int]]
 
 
-def _check_attention(attention: str) -> None:
-    if attention not in (BIDIRECTIONAL, UNIDIRECTIONAL):
-        raise NotImplementedError(
-            f'attention = {attention!r}: must be "{BIDIRECTIONAL}" or "{UNIDIRECTIONAL}"'
-        )
-
-
-def _check_horizontal(attention: str, is_horizontal: bool) -> None:
-    if is_horizontal and attention != BIDIRECTIONAL:
-        raise ValueError(
-            f"horizontal_global_attention = True: rows that see all blocks need attention = "
-            f'"{BIDIRECTIONAL}", and it is "{attention}"; set it to False'
-        )
+LEAST = {
+    **dict.fromkeys(("num_heads", "block", "num_local_blocks", "num_different_global_patterns"), 1),
+    **dict.fromkeys(("num_global_blocks", "num_random_blocks", "num_sliding_window_blocks"), 0),
+}
+LISTS = "local_window_blocks", "global_block_indices", "global_block_end_indices"
+REMEMBERED = 256  # layers x lengths
 
 
 def _ranges(starts: Sequence[int], ends: Sequence[int] | None) -> Ranges:
@@ -61,24 +58,28 @@ def _ranges(starts: Sequence[int], ends: Sequence[int] | None) -> Ranges:
     return list(zip(starts, ends, strict=True))
 
 
+@dataclass(eq=False)
 class SparsityConfig(ABC):
-    """The rule of a layout. Derive from it for a rule of your own."""
+    """The rule of a layout. Derive from it for a rule of your own.
 
-    def __init__(
-        self, num_heads: int, block: int = 16, different_layout_per_head: bool = False
-    ) -> None:
-        """
-        Args:
-            num_heads: heads of the layer.
-            block: tokens of a block.
-            different_layout_per_head: each head has its own layout; else all have that of the first.
-        """
-        if num_heads < 1 or block < 1:
-            raise ValueError(f"num_heads = {num_heads}, block = {block}: both must be at least 1")
-        self.num_heads = num_heads
-        self.block = block
-        self.different_layout_per_head = different_layout_per_head
-        self.num_layout_heads = num_heads if different_layout_per_head else 1
+    Args:
+        num_heads: heads of the layer.
+        block: tokens of a block.
+        different_layout_per_head: each head has its own layout; else all have that of the first.
+    """
+
+    num_heads: int
+    block: int = 16
+    different_layout_per_head: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            value = getattr(self, name, least)
+            if not isinstance(value, Integral) or value < least:
+                raise ValueError(
+                    f"{name} = {value!r}: must be a whole number, and at least {least}"
+                )
+        self.num_layout_heads = self.num_heads if self.different_layout_per_head else 1
 
     @abstractmethod
     def make_layout(self, seq_len: int) -> Tensor:
@@ -86,7 +87,7 @@ class SparsityConfig(ABC):
 
     def setup_layout(self, seq_len: int) -> Tensor:
         """A layout without blocks. Raises ValueError: `seq_len` is no multiple of `block`."""
-        if seq_len % self.block:
+        if not isinstance(seq_len, int) or seq_len < 0 or seq_len % self.block:
             raise ValueError(
                 f"a sequence of {seq_len} tokens is no multiple of block = {self.block}: pad it"
             )
@@ -102,6 +103,26 @@ class SparsityConfig(ABC):
 
 class Rule(SparsityConfig):
     """A rule of this file: it sets the blocks of one head."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in LISTS:
+            value = getattr(self, name, None)
+            if value is not None and not isinstance(value, Sequence):
+                raise ValueError(
+                    f"{name} = {value!r}: must be a list of whole numbers, such as [4]"
+                )
+        attention = getattr(self, "attention", BIDIRECTIONAL)
+        if attention not in (BIDIRECTIONAL, UNIDIRECTIONAL):
+            raise NotImplementedError(
+                f'attention = {attention!r}: must be "{BIDIRECTIONAL}" or "{UNIDIRECTIONAL}"'
+            )
+        if getattr(self, "horizontal_global_attention", False) and attention != BIDIRECTIONAL:
+            raise ValueError(
+                f"horizontal_global_attention = True: rows that see all blocks need attention = "
+                f'"{BIDIRECTIONAL}", and it is "{attention}"; set it to False'
+            )
+        self.is_causal = attention == UNIDIRECTIONAL
 
     @final
     def make_layout(self, seq_len: int, rng: Any = random) -> Tensor:
@@ -122,12 +143,14 @@ class Rule(SparsityConfig):
         """Set the blocks of one head in `layout` [n, n], which is zero."""
 
 
-def _random(layout: Tensor, count: int, rng: Any, *, sees_future: bool = True) -> None:
+def _random(layout: Tensor, count: int, rng: Any, *, is_causal: bool = False) -> None:
+    """A causal row with fewer than `count` blocks before it takes them all (DeepSpeed raises)."""
     n = len(layout)
     if n < count:
         raise ValueError(f"num_random_blocks = {count}: a sequence of {n} blocks has fewer")
     for row in range(n):
-        layout[row, rng.sample(range(n if sees_future else row + 1), count)] = 1
+        seen = row + 1 if is_causal else n
+        layout[row, rng.sample(range(seen), min(count, seen))] = 1
 
 
 def _windows(layout: Tensor, lengths: Iterable[int], *, is_causal: bool) -> None:
@@ -161,14 +184,14 @@ def _cross(layout: Tensor, ranges: Ranges, *, has_rows: bool, is_causal: bool = 
     for start, end in ranges:
         if start < n:
             last = min(end, n)
-            layout[start if is_causal else 0 :, start:last] = (
-                1  # a negative start counts from the end
-            )
+            rows = slice(start if is_causal else 0, None)  # a negative start counts from the end
+            layout[rows, start:last] = 1
             if has_rows:
                 layout[start:last] = 1
 
 
 @final
+@dataclass(eq=False)
 class Dense(Rule):
     """All blocks."""
 
@@ -177,29 +200,25 @@ class Dense(Rule):
 
 
 @final
+@dataclass(eq=False)
 class Fixed(Rule):
     """Windows of `num_local_blocks`, and `num_global_blocks` of each window for all rows (after it)."""
 
-    def __init__(  # noqa: PLR0913 (DeepSpeed's arguments)
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_local_blocks: int = 4,
-        num_global_blocks: int = 1,
-        attention: str = BIDIRECTIONAL,
-        horizontal_global_attention: bool = False,
-        num_different_global_patterns: int = 1,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        local, size, patterns = num_local_blocks, num_global_blocks, num_different_global_patterns
-        if local % size:
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    attention: str = BIDIRECTIONAL
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        local, size = self.num_local_blocks, self.num_global_blocks
+        patterns = self.num_different_global_patterns
+        if size < 1 or local % size:
             raise ValueError(
                 f"num_local_blocks = {local} must be a multiple of num_global_blocks = {size}"
             )
-        _check_attention(attention)
-        _check_horizontal(attention, horizontal_global_attention)
-        if patterns > 1 and not different_layout_per_head:
+        if patterns > 1 and not self.different_layout_per_head:
             raise ValueError(
                 f"num_different_global_patterns = {patterns} needs different_layout_per_head = True"
             )
@@ -208,15 +227,10 @@ class Fixed(Rule):
                 f"num_different_global_patterns = {patterns}: a window of {local} blocks has only "
                 f"{local // size} places for {size} global blocks"
             )
-        self.num_local_blocks, self.num_global_blocks = local, size
-        self.attention = attention
-        self.horizontal_global_attention = horizontal_global_attention
-        self.num_different_global_patterns = patterns
 
     def fill(self, layout: Tensor, head: int, rng: Any) -> None:
         n, local, size = len(layout), self.num_local_blocks, self.num_global_blocks
-        is_causal = self.attention == UNIDIRECTIONAL
-        _windows(layout, [local], is_causal=is_causal)
+        _windows(layout, [local], is_causal=self.is_causal)
         first = local - (1 + head % self.num_different_global_patterns) * size
         end = n - n % local
         starts = list(range(first, end, local))
@@ -224,10 +238,11 @@ class Fixed(Rule):
             starts.append(min(end + first, n - size))
         has_rows = self.horizontal_global_attention
         ranges = [(start, start + size) for start in starts]
-        _cross(layout, ranges, has_rows=has_rows, is_causal=is_causal)
+        _cross(layout, ranges, has_rows=has_rows, is_causal=self.is_causal)
 
 
 @final
+@dataclass(eq=False)
 class Variable(Rule):
     """Windows of given lengths, of which the last is repeated; given global blocks; random blocks.
 
@@ -235,134 +250,113 @@ class Variable(Rule):
     causal there, and does not see them.
     """
 
-    def __init__(  # noqa: PLR0913 (DeepSpeed's arguments)
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 0,
-        local_window_blocks: Sequence[int] = (4,),
-        global_block_indices: Sequence[int] = (0,),
-        global_block_end_indices: Sequence[int] | None = None,
-        attention: str = BIDIRECTIONAL,
-        horizontal_global_attention: bool = False,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        if not local_window_blocks or min(local_window_blocks) < 1:
+    num_random_blocks: int = 0
+    local_window_blocks: Sequence[int] = (4,)
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = BIDIRECTIONAL
+    horizontal_global_attention: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.local_window_blocks or min(self.local_window_blocks) < 1:
             raise ValueError(
-                f"local_window_blocks = {list(local_window_blocks)}: needs lengths, each at least 1"
+                f"local_window_blocks = {list(self.local_window_blocks)}: needs lengths, each at least 1"
             )
-        _check_attention(attention)
-        _check_horizontal(attention, horizontal_global_attention)
-        self.num_random_blocks = num_random_blocks
-        self.local_window_blocks = local_window_blocks
-        self.global_block_indices = global_block_indices
-        self.global_block_end_indices = global_block_end_indices
-        self._ranges = _ranges(global_block_indices, global_block_end_indices)
-        self.attention = attention
-        self.horizontal_global_attention = horizontal_global_attention
+        self._ranges = _ranges(self.global_block_indices, self.global_block_end_indices)
 
     def fill(self, layout: Tensor, head: int, rng: Any) -> None:
-        is_causal = self.attention == UNIDIRECTIONAL
         _random(layout, self.num_random_blocks, rng)
-        _windows(layout, self.local_window_blocks, is_causal=is_causal)
+        _windows(layout, self.local_window_blocks, is_causal=self.is_causal)
         has_rows = self.horizontal_global_attention
-        _cross(layout, self._ranges, has_rows=has_rows, is_causal=is_causal)
+        _cross(layout, self._ranges, has_rows=has_rows, is_causal=self.is_causal)
 
 
 @final
+@dataclass(eq=False)
 class BigBird(Rule):
     """A band of `num_sliding_window_blocks`, the first blocks as rows and columns, random blocks."""
 
-    def __init__(  # noqa: PLR0913 (DeepSpeed's arguments)
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 1,
-        num_sliding_window_blocks: int = 3,
-        num_global_blocks: int = 1,
-        attention: str = BIDIRECTIONAL,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _check_attention(attention)
-        self.num_random_blocks = num_random_blocks
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.num_global_blocks = num_global_blocks
-        self.attention = attention
+    num_random_blocks: int = 1
+    num_sliding_window_blocks: int = 3
+    num_global_blocks: int = 1
+    attention: str = BIDIRECTIONAL
 
     def fill(self, layout: Tensor, head: int, rng: Any) -> None:
-        is_causal = self.attention == UNIDIRECTIONAL
         if len(layout) < self.num_global_blocks:
             raise ValueError(
                 f"num_global_blocks = {self.num_global_blocks}: a sequence of {len(layout)} blocks has fewer"
             )
-        _random_past(layout, self.num_random_blocks, rng, is_causal=is_causal)
+        _random(layout, self.num_random_blocks, rng, is_causal=self.is_causal)
         _band(layout, self.num_sliding_window_blocks)
         _cross(layout, [(0, self.num_global_blocks)], has_rows=True)
-        if is_causal:
+        if self.is_causal:
             layout.tril_()
 
 
-def _random_past(layout: Tensor, count: int, rng: Any, *, is_causal: bool) -> None:
-    """As `_random`; a causal row with fewer than `count` blocks before it takes them all (DeepSpeed raises)."""
-    if not is_causal or count < 2:
-        _random(layout, count, rng, sees_future=not is_causal)
-        return
-    if len(layout) < count:
-        _random(layout, count, rng)
-    for row in range(len(layout)):
-        layout[row, rng.sample(range(row + 1), min(count, row + 1))] = 1
-
-
 @final
+@dataclass(eq=False)
 class BSLongformer(Rule):
     """A band of `num_sliding_window_blocks`, and given blocks as rows and columns."""
 
-    def __init__(  # noqa: PLR0913 (DeepSpeed's arguments)
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_sliding_window_blocks: int = 3,
-        global_block_indices: Sequence[int] = (0,),
-        global_block_end_indices: Sequence[int] | None = None,
-        attention: str = BIDIRECTIONAL,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _check_attention(attention)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.global_block_indices = global_block_indices
-        self.global_block_end_indices = global_block_end_indices
-        self._ranges = _ranges(global_block_indices, global_block_end_indices)
-        self.attention = attention
+    num_sliding_window_blocks: int = 3
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = BIDIRECTIONAL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ranges = _ranges(self.global_block_indices, self.global_block_end_indices)
 
     def fill(self, layout: Tensor, head: int, rng: Any) -> None:
         _band(layout, self.num_sliding_window_blocks)
         _cross(layout, self._ranges, has_rows=True)
-        if self.attention == UNIDIRECTIONAL:
+        if self.is_causal:
             layout.tril_()
 
 
 @final
+@dataclass(eq=False)
 class LocalSlidingWindow(Rule):
     """A band of `num_sliding_window_blocks`; unidirectional, its half before each row."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        num_sliding_window_blocks: int = 3,
-        attention: str = UNIDIRECTIONAL,
-    ) -> None:
-        super().__init__(num_heads, block)
-        _check_attention(attention)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.attention = attention
+    different_layout_per_head: bool = field(default=False, init=False)
+    num_sliding_window_blocks: int = 3
+    attention: str = UNIDIRECTIONAL
 
     def fill(self, layout: Tensor, head: int, rng: Any) -> None:
-        is_causal = self.attention == UNIDIRECTIONAL
-        _band(layout, self.num_sliding_window_blocks, is_causal=is_causal)
+        _band(layout, self.num_sliding_window_blocks, is_causal=self.is_causal)
+
+
+CLASSES: dict[str, type[Rule]] = {
+    "dense": Dense,
+    "fixed": Fixed,
+    "variable": Variable,
+    "bigbird": BigBird,
+    "bslongformer": BSLongformer,
+    "local_sliding_window": LocalSlidingWindow,
+}
+
+
+@lru_cache(maxsize=REMEMBERED)
+def layout_of(rule: str, heads: int, blocks: int, layer: int) -> Tensor:
+    """The layout [1 or heads, n, n] of a sequence of n blocks; not to be changed.
+
+    Args:
+        rule: text, which ops of a compiled graph can take: JSON of a mode of the config, the arguments of its
+            class, and the seed of random blocks.
+        layer: draws its own random blocks, which are the same on every rank and in every run.
+
+    A sequence with fewer blocks than the rule takes sees all of them.
+    """
+    more = json.loads(rule)
+    kind, seed = CLASSES[more.pop("mode")], more.pop("seed")
+    made = kind(num_heads=heads if more.get("different_layout_per_head") else 1, **more)
+    try:
+        layout = made.make_layout(blocks * made.block, random.Random(f"{seed} {layer}"))
+    except ValueError:
+        return torch.ones(1, blocks, blocks, dtype=torch.uint8)
+    return layout.to(torch.uint8)
 
 
 __all__ = [
@@ -374,4 +368,5 @@ __all__ = [
     "Rule",
     "SparsityConfig",
     "Variable",
+    "layout_of",
 ]

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...utils.errors import UsageError
-from .attention import sparse_attention
-from .dense import element_mask, masked_attention
+from .attention import element_mask, masked_attention, sparse_attention
 from .layouts import UNIDIRECTIONAL, Fixed, SparsityConfig
 
 MODES = "add", "mul"
@@ -55,6 +54,10 @@ class SparseSelfAttention(nn.Module):
             if mode not in MODES:
                 raise UsageError(f'{name}_mask_mode = {mode!r}: must be "add" or "mul"')
         self.sparsity_config = Fixed(num_heads=4) if sparsity_config is None else sparsity_config
+        if not isinstance(self.sparsity_config, SparsityConfig):
+            raise UsageError(
+                f"sparsity_config = {sparsity_config!r}: must be a rule, such as Fixed(num_heads=4)"
+            )
         self.register_buffer("master_layout", self.sparsity_config.make_layout(max_seq_length))
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
@@ -95,7 +98,13 @@ class SparseSelfAttention(nn.Module):
             key = key.transpose(2, 3)
         layout = self.get_layout(length)
         if key_padding_mask is not None:
-            key_padding_mask = key_padding_mask.reshape(len(query), length)
+            key_padding_mask = _shaped(key_padding_mask, "key_padding_mask", len(query), length)
+        scores = len(query), query.shape[1], length, length
+        sizes = () if rpe is None else zip(reversed(rpe.shape), reversed(scores), strict=False)
+        if rpe is not None and (rpe.dim() > 4 or any(own not in (1, size) for own, size in sizes)):
+            raise UsageError(
+                f"SparseSelfAttention: rpe {list(rpe.shape)}: must broadcast to the scores, {list(scores)}"
+            )
         padding = self._seen(key_padding_mask)
         whole = key_padding_mask is not None and padding is None
         if rpe is None and attn_mask is None and not whole:
@@ -110,13 +119,12 @@ class SparseSelfAttention(nn.Module):
         elif key_padding_mask is not None:
             bias = bias + key_padding_mask[:, None, None]
         if attn_mask is not None:
-            attn_mask = attn_mask.reshape(length, length)
+            attn_mask = _shaped(attn_mask, "attn_mask", length, length)
             if self.attn_mask_mode == "mul":
                 mask = mask & (attn_mask != 0)
             else:
                 bias = bias + attn_mask
-        scores = mask.shape[-3:]
-        bias = torch.broadcast_to(bias, (len(query), *scores))
+        bias = torch.broadcast_to(bias, scores)
         return masked_attention(query, key, value, mask, scale=query.shape[3] ** -0.5, bias=bias)
 
     def _seen(self, mask: Tensor | None) -> Tensor | None:
@@ -129,6 +137,12 @@ class SparseSelfAttention(nn.Module):
             return mask
         hidden = mask <= HIDDEN
         return ~hidden if bool((hidden | (mask == 0)).all()) else None
+
+
+def _shaped(mask: Tensor, name: str, *shape: int) -> Tensor:
+    if mask.numel() != math.prod(shape):
+        raise UsageError(f"SparseSelfAttention: {name} {list(mask.shape)}: needs {list(shape)}")
+    return mask.reshape(shape)
 
 
 HIDDEN = -9999.0  # a mask that is added hides a key with this or less: Bert's is -10000
@@ -181,7 +195,12 @@ class BertSparseSelfAttention(nn.Module):
             for each in (self.query, self.key, self.value)
         )
         if attention_mask is not None and attention_mask.dim() == 4:
-            attention_mask = attention_mask[:, 0, -1]
+            first, attention_mask = attention_mask[:, 0, 0], attention_mask[:, 0, -1]
+            if not torch.equal(first, attention_mask):
+                raise UsageError(
+                    "BertSparseSelfAttention: the rows of attention_mask differ, as in a decoder; set the "
+                    "section sparse_attention of the config, which takes such masks"
+                )
         out = self.sparse_self_attention(q, k, v, key_padding_mask=attention_mask)
         out = out.transpose(1, 2).reshape(hidden_states.shape)
         return (out, None) if __ else out

@@ -4,6 +4,9 @@ The products are torch's. No score of a block outside of the layout is computed,
 tiles at a time, so that they stay in a processor's cache. Backward computes them again, as FlashAttention does
 (Dao 2022, algorithm 4). Where a tile has many keys, forward merges pieces of them by their running maximum.
 
+A tile is a set of query blocks that see the same key blocks, of one key head. Tiles with as many query blocks
+and key blocks are one class, so that one batched product computes many of them.
+
 Scores are stored as [tiles, keys, query rows]: with rows last the products are faster. They are in units of
 log(2), because exp2 is faster than exp. The memory of the loops is taken once for a call.
 """
@@ -13,18 +16,105 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .tiles import tiles_of
+from .layouts import layout_of
 
 CHUNK = 1 << 19  # scores that are computed at a time
 MOST_KEYS = 1024  # of a piece of a tile
 LOG2_E = 1 / math.log(2)
 LEAST = -1e30  # the maximum of a row that sees no key
+MOST_ROWS = 256  # query rows of a tile: more share what is gathered, and larger products are faster
+REMEMBERED = 64  # layouts
+
+
+@final
+@dataclass(frozen=True)
+class TileClass:
+    """Tiles of one size. `has_diagonal`: the last key block is that of the query blocks, cut causally."""
+
+    queries: Tensor  # [tiles, query blocks], indices into the query blocks of a span
+    keys: Tensor  # [tiles, key blocks]
+    has_diagonal: bool
+
+    def repeated(self, times: int, query_span: int, key_span: int) -> tuple[Tensor, Tensor]:
+        """The tiles of `times` spans that follow one another: [times x tiles, blocks]."""
+        nth = torch.arange(times).view(-1, 1, 1)
+        queries = (self.queries + nth * query_span).view(-1, self.queries.shape[1])
+        return queries, (self.keys + nth * key_span).view(-1, self.keys.shape[1])
+
+
+@final
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of a span: of one key head where all heads have one layout, else of all heads."""
+
+    classes: tuple[TileClass, ...]
+    query_heads: int  # of a span
+    key_heads: int
+
+
+def tiles_of(layout: Tensor, block: int, group: int, *, is_causal: bool) -> Tiles:
+    """The tiles of a layout.
+
+    Args:
+        layout: [1 or query heads, n, n], not zero where a query block sees a key block.
+        group: query heads of a key head.
+        is_causal: key blocks after the query block are left out, and its own one is cut by elements.
+    """
+    small = (layout != 0).to(torch.uint8).contiguous()
+    if not small.numel():  # a sequence without tokens
+        return Tiles((), *((group, 1) if len(layout) == 1 else (len(layout), len(layout) // group)))
+    return _tiles(small.numpy().tobytes(), tuple(small.shape), block, group, is_causal)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _tiles(
+    data: bytes, shape: tuple[int, int, int], block: int, group: int, is_causal: bool
+) -> Tiles:
+    heads, n, _ = shape
+    layout = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape).bool()
+    if is_causal:
+        layout = layout.tril()
+    found: dict[tuple[int, int, bool], list[tuple[list[int], list[int]]]] = {}
+    query_heads = group if heads == 1 else heads
+    for key_head in range(query_heads // group):
+        for cols, blocks, row in _sharing(layout, key_head * group, group, is_causal=is_causal):
+            most = max(1, MOST_ROWS // block)
+            num = -(-len(blocks) // most)
+            keys = [key_head * n + col for col in cols]
+            if row is not None:
+                keys.remove(key_head * n + row)
+                keys.append(key_head * n + row)
+            for part in range(num):
+                own = blocks[part * len(blocks) // num : (part + 1) * len(blocks) // num]
+                size = len(own), len(keys), row is not None
+                found.setdefault(size, []).append((own, keys))
+    classes = tuple(
+        TileClass(torch.tensor([q for q, _ in tiles]), torch.tensor([k for _, k in tiles]), size[2])
+        for size, tiles in sorted(found.items())
+    )
+    return Tiles(classes, query_heads, query_heads // group)
+
+
+def _sharing(
+    layout: Tensor, first_head: int, group: int, *, is_causal: bool
+) -> list[tuple[list[int], list[int], int | None]]:
+    """Key columns, the query blocks that see just these, and the row whose diagonal block is among them."""
+    n = layout.shape[1]
+    shared: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
+    for head in range(first_head, first_head + group):
+        rows = layout[head if layout.shape[0] > 1 else 0]
+        for row in range(n):
+            cols = tuple(rows[row].nonzero().view(-1).tolist())
+            diagonal = row if is_causal and row in cols else None
+            shared.setdefault((cols, diagonal), []).append(head * n + row)
+    return [(list(cols), blocks, row) for (cols, row), blocks in shared.items() if cols]
 
 
 @final
@@ -111,18 +201,26 @@ class Scratch:
         return out.view(tiles, -1, width)
 
 
-def make_problem(
-    tensors: tuple[Tensor, Tensor, Tensor],
+def make_problem(  # noqa: PLR0913 (arguments of an op)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     padding: Tensor | None,
-    layout: Tensor,
+    layout: Tensor | None,
+    seed: Tensor | None,
+    rule: str,
+    layer: int,
     block: int,
+    is_causal: bool,
     scale: float,
-    **more: Any,
+    dropout: float,
 ) -> Problem:
     """The problem of q [B, H, L, D], k and v [B, Hkv, L, D]; padding [B, L] is True where a key is seen."""
-    batch, heads, length, _ = tensors[0].shape
+    batch, heads, length, _ = q.shape
+    if layout is None:
+        layout = layout_of(rule, heads, -(-length // block), layer)
     n = layout.shape[1]
-    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     bias = None
     if padding is not None or n * block != length:
         bias = torch.full((batch, n * block), -math.inf, dtype=dtype)
@@ -130,16 +228,19 @@ def make_problem(
         if padding is not None:
             bias[:, :length].masked_fill_(~padding, -math.inf)
         bias = bias.view(-1, block)
-    q, k, v = (as_blocks(x, n, block, dtype) for x in tensors)
-    shape = batch, heads, tensors[1].shape[1], n, block
-    return Problem(q * (scale * LOG2_E), k, v, bias, layout, shape, **more)
+    shape = batch, heads, k.shape[1], n, block
+    own_q, own_k, own_v = (as_blocks(x, n, block, dtype) for x in (q, k, v))
+    drawn = 0 if seed is None else int(seed)
+    scaled = own_q * (scale * LOG2_E)
+    return Problem(scaled, own_k, own_v, bias, layout, shape, is_causal, dropout, drawn)
 
 
 def as_blocks(x: Tensor, n: int, block: int, dtype: torch.dtype) -> Tensor:
     """[B, H, L, D] -> [B x H x n, block x D], with zeros after L."""
     rest = n * block - x.shape[2]
     x = x.to(dtype)
-    return (F.pad(x, (0, 0, 0, rest)) if rest else x).reshape(-1, block * x.shape[3])
+    blocks = x.shape[0] * x.shape[1] * n
+    return (F.pad(x, (0, 0, 0, rest)) if rest else x).reshape(blocks, block * x.shape[3])
 
 
 def forward(of: Problem) -> tuple[Tensor, Tensor]:
@@ -254,4 +355,111 @@ def _kept(of: Problem, scratch: Scratch, like: Tensor, draw: torch.Generator) ->
     return scratch.take("kept", *like.shape).bernoulli_(1 - of.dropout, generator=draw)
 
 
-__all__ = ["Problem", "as_blocks", "backward", "forward", "make_problem"]
+def blocks_attention(  # noqa: PLR0913 (arguments of an op)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Tensor | None,
+    layout: Tensor | None,
+    rule: str,
+    layer: int,
+    block: int,
+    is_causal: bool,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """The CPU's way. One node of a compiled graph: it finds the layout of a `rule` itself."""
+    seed = torch.randint(0, 1 << 62, ()) if dropout else None
+    block = max(
+        1, min(block, q.shape[2])
+    )  # a block that is longer than the sequence needs no padding
+    out: Tensor
+    out, _ = _attend(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
+    return out
+
+
+@torch.library.custom_op("xds::block_sparse_attention", mutates_args=())
+def _attend(  # noqa: PLR0913
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Tensor | None,
+    layout: Tensor | None,
+    seed: Tensor | None,
+    rule: str,
+    layer: int,
+    block: int,
+    is_causal: bool,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """The output [B, H, L, D], and the logarithms that backward needs, [B x H x n, block]."""
+    of = make_problem(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
+    out, sums = forward(of)
+    whole = out.view(*q.shape[:2], of.shape[3] * block, v.shape[3])[:, :, : q.shape[2]]
+    return whole.to(q.dtype).contiguous(), sums
+
+
+@torch.library.custom_op("xds::block_sparse_attention_backward", mutates_args=())
+def _attend_backward(  # noqa: PLR0913
+    grad: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Tensor | None,
+    layout: Tensor | None,
+    seed: Tensor | None,
+    rule: str,
+    layer: int,
+    block: int,
+    is_causal: bool,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    of = make_problem(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
+    grad, out = (as_blocks(x, of.shape[3], block, of.q.dtype) for x in (grad, out))
+    found = backward(of, grad, out, sums)
+    found[0].mul_(scale)
+    dq, dk, dv = (
+        own.view(*x.shape[:2], of.shape[3] * block, x.shape[3])[:, :, : x.shape[2]]
+        .to(x.dtype)
+        .contiguous()
+        for own, x in zip(found, (q, k, v), strict=True)
+    )
+    return dq, dk, dv
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    block = rest[5]
+    blocks = q.shape[0] * q.shape[1] * ((q.shape[2] + block - 1) // block)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    return out, q.new_empty(blocks, block, dtype=dtype)
+
+
+@_attend_backward.register_fake
+def _(grad: Tensor, out: Tensor, sums: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in rest[:3])
+    return dq, dk, dv
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:6])
+    ctx.rest = inputs[6:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 12
+    return (*_attend_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 9)
+
+
+_attend.register_autograd(_backward, setup_context=_keep)
+
+
+__all__ = ["blocks_attention", "tiles_of"]

@@ -11,7 +11,8 @@ from helpers import run_ranks
 from torch import Tensor
 
 import xds
-from xds.ops.sparse_attention.rules import layout_of
+from xds.engine.config.config import parse_config
+from xds.ops.sparse_attention.layouts import layout_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -205,11 +206,42 @@ def test_generation_with_a_cache_is_that_without(name: str) -> None:
     engine.destroy()
 
 
+def test_a_cache_that_drops_keys_is_refused() -> None:
+    sizes = {**SIZES["llama"], "hidden_size": 32, "intermediate_size": 64, "vocab_size": TOKENS}
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=10))
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
+    engine = xds.initialize(model, {**config, "sparse_attention": FIXED})
+    engine.eval()
+    ids = batch(0)["input_ids"][:1, :21]
+    with torch.no_grad(), pytest.raises(xds.UsageError, match="use_cache=False"):
+        engine.module.generate(ids, max_new_tokens=12, do_sample=False)
+    engine.destroy()
+
+
+def test_keys_of_another_mode_have_no_effect_and_are_named() -> None:
+    def idle(**section: Any) -> list[str]:
+        found = parse_config({"sparse_attention": section}).without_effect
+        return [f"{path.split('.')[1]}: {why}" for path, why in found]
+
+    assert idle(mode="bigbird", num_local_blocks=8, num_global_blocks=2) == [
+        'num_local_blocks: mode "bigbird" has no such key'
+    ]
+    assert idle(block_causality=True) == ['block_causality: attention is not "unidirectional"']
+    assert idle(attention="unidirectional", block_causality=True) == []
+    assert (
+        idle(mode="fixed", num_random_blocks=0, local_window_blocks=[4]) == []
+    )  # as in DeepSpeed's page
+    assert idle(mode="dense", block=64) == []
+
+
 def test_models_that_cannot_be_switched_are_refused() -> None:
     config = {"train_micro_batch_size_per_gpu": 2, "sparse_attention": FIXED}
     config["optimizer"] = {"type": "AdamW"}
     with pytest.raises(xds.UsageError, match=r"no model of transformers.*SparseSelfAttention"):
         xds.initialize(torch.nn.Linear(2, 2), config)
+    with pytest.raises(xds.UsageError, match="has no attention"):
+        small = transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=TOKENS)
+        xds.initialize(transformers.MambaForCausalLM(small), config)
     with pytest.raises(xds.UsageError, match="has cross-attention"):
         xds.initialize(build("gpt2", add_cross_attention=True), config)
     model = build("gpt2")

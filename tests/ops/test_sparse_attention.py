@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import xds
 from xds.ops import sparse_attention as sparse
-from xds.ops.sparse_attention.tiles import tiles_of
+from xds.ops.sparse_attention.on_cpu import tiles_of
 
 # of 10,000 layouts and the numbers drawn for them, from the sparsity_config.py of DeepSpeed 0.19.6
 DIGESTS = json.loads((Path(__file__).parents[1] / "sparse_layouts.json").read_text())
@@ -71,6 +72,11 @@ def wrong(**more: Any) -> Any:
         (lambda: sparse.Dense(1, 16).make_layout(17), ValueError, "pad it"),
         (lambda: sparse.BigBird(1, 1).make_layout(2), ValueError, "has fewer"),
         (lambda: sparse.Dense(0), ValueError, "at least 1"),
+        (lambda: sparse.Dense(1, 1.5), ValueError, "block = 1.5: must be a whole number"),
+        (lambda: sparse.Dense(1, 16).make_layout(-16), ValueError, "pad it"),
+        (lambda: sparse.BigBird(1, num_global_blocks=-2), ValueError, "and at least 0"),
+        (wrong(num_global_blocks=0), ValueError, "multiple of num_global_blocks = 0"),
+        (lambda: sparse.Variable(1, local_window_blocks=3), ValueError, "must be a list"),
     ],
 )
 def test_rules_that_contradict_themselves_are_refused(call: Any, kind: Any, text: str) -> None:
@@ -138,6 +144,15 @@ def test_a_block_may_be_longer_than_the_sequence() -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("way", ["auto", "dense"])
+def test_an_empty_batch_and_a_sequence_without_tokens(way: str) -> None:
+    for heads, shape in ((1, (0, 4, 5, 8)), (4, (2, 4, 0, 8)), (1, (2, 4, 0, 8))):
+        tensors = [torch.randn(shape) for _ in range(3)]
+        layout = torch.ones(heads, 2, 2)
+        out, *grads = computed(way, tensors, layout, block=3, is_causal=True)
+        assert {out.shape, *(grad.shape for grad in grads)} == {shape}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     rng = random.Random(3)
@@ -201,14 +216,29 @@ def test_tiles_are_remembered_by_layout() -> None:
 def test_calls_that_do_not_fit_are_refused() -> None:
     q = torch.randn(1, 4, 32, 8)
     layout = torch.ones(1, 2, 2, dtype=torch.int64)
-    for tensors, given, text in (
-        ((q, q[:, :, :16], q[:, :, :16]), layout, "of one sequence"),
-        ((q, q, q), layout[:, :1, :1], "at least 2 blocks"),
-        ((q, q, q), layout.expand(3, 2, 2), r"\[1 or 4, n, n\]"),
-        ((q, q[:, :3], q[:, :3]), layout, "no multiple of 3 key heads"),
+    whole: dict[str, Any] = {"q": q, "k": q, "v": q, "layout": layout, "block": 16}
+    for change, text in (
+        ({"k": q[:, :, :16], "v": q[:, :, :16]}, "of one sequence"),
+        ({"layout": layout[:, :1, :1]}, "at least 2 blocks"),
+        ({"layout": layout.expand(3, 2, 2)}, r"\[1 or 4, n, n\]"),
+        ({"layout": torch.ones(1, 2, 3)}, r"\[1, 2, 3\].*needs a tensor"),
+        ({"layout": [[[1]]]}, "list.*needs a tensor"),
+        ({"k": q[:, :3], "v": q[:, :3]}, "no multiple of 3 key heads"),
+        ({"k": q[:, :2]}, "k and v as many heads"),
+        ({"k": q[..., :4]}, "one width"),
+        ({"k": q[:0], "v": q[:0]}, "one batch size"),
+        ({"q": q[0]}, "at least one head"),
+        (dict.fromkeys("qkv", q[..., :0]), "at least one head"),
+        ({"k": q.long()}, "floating"),
+        ({"block": 0}, "block = 0: must be a whole number"),
+        ({"block": 16.0}, "must be a whole number"),
+        ({"padding": torch.ones(1, 16)}, r"padding \[1, 16\]: needs \[1, 32\]"),
+        ({"dropout": 1.0}, "dropout = 1.0: must be at least 0 and below 1"),
+        ({"dropout": float("nan")}, "dropout = nan"),
+        ({"way": "cpu"}, "way = 'cpu': must be one of"),
     ):
         with pytest.raises(xds.UsageError, match=text):
-            sparse.sparse_attention(*tensors, given, block=16)
+            sparse.sparse_attention(**{**whole, **change})
 
 
 # -- modules --------------------------------------------------------------------------------------------
@@ -249,6 +279,20 @@ def test_masks_and_relative_positions_are_those_of_deepspeed() -> None:
             if more:
                 scores = (scores + rpe).masked_fill(attn == 0, -torch.inf)
             torch.testing.assert_close(found, scores.softmax(-1) @ v, rtol=0, atol=1e-5)
+
+
+def test_masks_of_other_shapes_are_refused() -> None:
+    q = torch.randn(2, 2, 24, 8)
+    module = sparse.SparseSelfAttention(sparse.Fixed(2, 8), max_seq_length=48)
+    for name, shape in (("key_padding_mask", (2, 12)), ("attn_mask", (12, 12)), ("rpe", (24, 12))):
+        with pytest.raises(xds.UsageError, match=name):
+            module(q, q, q, **{name: torch.zeros(shape)})
+    with pytest.raises(xds.UsageError, match="must be a rule"):
+        sparse.SparseSelfAttention("fixed")  # type: ignore[arg-type]
+    config = SimpleNamespace(hidden_size=16, num_attention_heads=2)
+    bert = sparse.BertSparseSelfAttention(config)
+    with pytest.raises(xds.UsageError, match="as in a decoder"):
+        bert(torch.randn(1, 4, 16), torch.ones(4, 4).tril().bool()[None, None])
 
 
 def test_a_pretrained_bert_gets_sparse_layers_and_more_positions() -> None:
