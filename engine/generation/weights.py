@@ -25,6 +25,7 @@ from ...ops.flat import numel_of
 from ...utils.arguments import truth, whole, wrong
 from ...utils.errors import UsageError
 from ...zero.access.buckets import Wanted, gathered, in_order
+from ...zero.core.owners import find_owner
 from ...zero.model.sharded_model import ShardedModel
 from ..integrations.optional import need
 from .adapters import AdapterNames, Deltas
@@ -81,6 +82,8 @@ class Weights:
                 seen.add(id(tensor))
                 found.append(Wanted(shown, tensor, self._sent_dtype(tensor)))
         self._wanted = in_order(found)
+        # they have the values, and would end with an engine that the caller keeps no longer
+        self._owners = [find_owner(one.tensor) for one in found]
         self._agree()
 
     @property

@@ -211,8 +211,10 @@ def placed_otherwise() -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
 
     def found(model: nn.Module) -> dict[str, Tensor]:
-        engine = start(3, model)
-        return {n: v.clone() for n, v in engine.weights(merge_adapters=True)}
+        weights = start(3, model).weights(
+            merge_adapters=True
+        )  # they keep what they need of the engine
+        return {name: value.clone() for name, value in weights}
 
     off = peft.get_peft_model(plain, settings)
     off.base_model.disable_adapter_layers()
