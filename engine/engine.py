@@ -340,8 +340,8 @@ class Engine:
         may generate unequal lengths. Else forwards gather the units one after the other; ranks that are done
         serve the others, and the end is for all ranks too. A log line says which.
 
-        The module is in eval mode, without gradients. Afterwards modes and random numbers are as before, so the
-        training has the bits of one without rollouts.
+        The module is in eval mode, without gradients. Afterwards modes and torch's random numbers are as
+        before, so the training has the bits of one without rollouts.
 
         Args:
             memory_limit: bytes that gathered units may take on this rank. None: 70 % of what is free, which the
@@ -584,12 +584,12 @@ class Engine:
             names: "transformers": without the wrappers of PEFT and torch.compile. "module": those of
                 `engine.module.state_dict()`.
             dtype: of floating tensors; None is the one that forwards compute with. A narrower one is sent.
-            merge_adapters: add PEFT's active LoRA adapters to their weights, and leave them out. Parameters
-                are not changed.
+            merge_adapters: add PEFT's active adapters (LoRA, LoHa, LoKr, VeRA) to their weights, and leave
+                them out. Parameters are not changed.
 
         Raises:
             UsageError: wrong arguments, other ones on another rank, pipeline stages, or an adapter that is no
-                sum of weights.
+                sum of weights or changes one of two tied weights.
         """
         from .generation.weights import WeightOptions, Weights
 

@@ -34,6 +34,13 @@ def items(setting: str, value: object, need: str) -> list[Any]:
     return list(value)
 
 
+def truth(setting: str, value: object) -> bool:
+    """`value`. Raises UsageError: it is no bool."""
+    if not isinstance(value, bool):
+        raise wrong(setting, value, "True or False")
+    return value
+
+
 def whole(setting: str, value: object, least: int) -> int:
     """`value` as a whole number. Raises UsageError: it is none, or less than `least`."""
     is_number = hasattr(value, "__index__") and not isinstance(value, bool)
@@ -46,4 +53,4 @@ def whole(setting: str, value: object, least: int) -> int:
     return number
 
 
-__all__ = ["items", "shown", "whole", "wrong"]
+__all__ = ["items", "shown", "truth", "whole", "wrong"]

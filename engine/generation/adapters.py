@@ -6,6 +6,7 @@ leaves rounding errors in them. Here PEFT computes what is added, and it is adde
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, final
 
 import torch
@@ -15,37 +16,88 @@ from ...utils.errors import UsageError
 from ...zero.core.owners import ParamOwner, find_owner
 from ...zero.layout.groups import FlatGroups
 
-PREFIX = "base_model.model."
-SAVED = "modules_to_save."
+# tables of PEFT's adapters that are a sum: LoRA, AdaLoRA, LoHa, LoKr, VeRA. `get_delta_weight` is what they add
+SUMS = {"lora_A", "lora_embedding_A", "hada_w1_a", "lokr_w1", "vera_lambda_b"}
+REMEDY = "set merge_adapters to False, and merge where the weights arrive"
 
 
 @final
 class AdapterNames:
-    """The names of transformers for those of a model, which PEFT or torch.compile may have wrapped."""
+    """The names of transformers for those of a model, where PEFT or torch.compile may have wrapped any part."""
 
     def __init__(self, module: nn.Module, *, merges: bool) -> None:
-        self._is_peft = hasattr(module, "peft_config")
         self._merges = merges
-        self._tuner = str(getattr(module, "prefix", None) or "lora_")
-        found: Any = module.active_adapters if self._is_peft else ()
-        self._active = {str(name) for name in found}
+        self._shown: dict[
+            str, str | None
+        ] = {}  # path of a module -> without wrappers; None: left out
+        self._add(module, "", "")
 
     def of(self, name: str) -> str | None:
         """None: the tensor is left out, as another one takes its place."""
-        name = name.replace("_orig_mod.", "")
-        if not self._is_peft:
-            return name
-        if self._tuner in name:
-            return None if self._merges else name
-        if "original_module." in name:
-            return None
-        if SAVED in name:
-            before, _, after = name.partition(SAVED)
-            adapter, _, rest = after.partition(".")
-            if adapter not in self._active:
-                return None
-            name = before + rest
-        return name.removeprefix(PREFIX).replace(".base_layer.", ".")
+        path, _, last = name.rpartition(".")
+        while path not in self._shown:  # a module may name what it keeps as it likes
+            path, _, more = path.rpartition(".")
+            last = f"{more}.{last}"
+        shown = self._shown[path]
+        return None if shown is None else _joined(shown, last)
+
+    def _add(self, module: nn.Module, path: str, shown: str | None) -> None:
+        self._shown[path] = shown
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            below = _joined(path, name)
+            place = _place(module, name)
+            if place == "adapter":
+                self._add(child, below, None if self._merges else below.replace("_orig_mod.", ""))
+            elif place == "saved":
+                self._shown[below] = shown
+                for adapter, one in child._modules.items():
+                    is_used = adapter in _active(module)
+                    assert one is not None
+                    self._add(one, _joined(below, adapter), shown if is_used else None)
+            elif shown is None or place == "hidden":
+                self._add(child, below, None)
+            else:
+                self._add(child, below, shown if place == "same" else _joined(shown, name))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _place(parent: nn.Module, name: str) -> str:
+    """Where transformers has the child `name`: in the "same" place as `parent`, "below" it, or nowhere.
+
+    PEFT's classes are known by what only they have, so that nothing is imported.
+    """
+    if name == "_orig_mod":
+        return "same"
+    if hasattr(type(parent), "adapter_layer_names"):
+        if name in ("base_layer", "token_adapter"):
+            return "same"
+        if name == "modules_to_save":
+            return "saved"
+        if name == "original_module":
+            copies = parent._modules.get("modules_to_save") or nn.ModuleDict()
+            return "hidden" if set(_active(parent)) & set(copies._modules) else "same"
+        return "adapter"
+    if hasattr(type(parent), "inject_adapter"):  # a tuner
+        return "same" if name == "model" else "adapter"
+    if _is_peft_model(parent):
+        return "same" if name == "base_model" else "adapter"
+    return "below"
+
+
+def _is_peft_model(module: nn.Module) -> bool:
+    return "base_model" in module._modules and hasattr(module, "peft_config")
+
+
+def _active(layer: Any) -> list[str]:
+    """The adapters with which `layer` runs its forward."""
+    if getattr(layer, "disable_adapters", False):
+        return []
+    return list(layer.active_adapters)
 
 
 @final
@@ -58,15 +110,22 @@ class Deltas:
         Raises:
             UsageError: the adapters cannot be added to the weights here.
         """
+        _check_no_prompts(module)
         self._layers: dict[int, Any] = {}
         self._full: dict[int, tuple[ParamOwner, Tensor]] = {}
         for layer in module.modules():
-            if hasattr(layer, "get_delta_weight") and hasattr(layer, "base_layer"):
+            if hasattr(type(layer), "adapter_layer_names") and "base_layer" in layer._modules:
                 self._add(layer)
+        homes = Counter(id(p) for one in module.modules() for p in one.parameters(recurse=False))
+        if any(homes[own] > 1 for own in self._layers):
+            raise UsageError(
+                "engine.weights(merge_adapters=True): an adapter changes a weight that is tied to another "
+                f"layer, which does not see the adapter; {REMEDY}"
+            )
         if groups.slices and self._layers:
             raise UsageError(
-                "engine.weights(merge_adapters=True): tensor_parallel has cut the layers of the adapters; set "
-                "merge_adapters to False, and merge where the weights arrive"
+                "engine.weights(merge_adapters=True): tensor_parallel has cut the layers of the adapters; "
+                f"{REMEDY}"
             )
         tuned = {id(p): p for layer in self._layers.values() for p in _tuned(layer)}
         for param in tuned.values():
@@ -77,13 +136,20 @@ class Deltas:
                 self._full[id(param)] = owner, full
 
     def _add(self, layer: Any) -> None:
-        if getattr(layer, "merged", False):
+        tables = _tables(layer)
+        active = [a for a in _active(layer) if any(a in getattr(layer, name) for name in tables)]
+        if not active or getattr(layer, "merged", False):
             return
-        has_dora = any(getattr(layer, "use_dora", {}).values())
-        if has_dora or any(getattr(layer, "lora_bias", {}).values()):
+        variants = ("lora_variant", "use_dora", "lora_bias")
+        if any(getattr(layer, name, {}).get(a) for name in variants for a in active):
+            kind = "with DoRA, a bias, or another variant of LoRA"
+        elif SUMS.isdisjoint(tables):
+            kind = f"in {type(layer).__module__}.{type(layer).__name__}"
+        else:
+            kind = ""
+        if kind:
             raise UsageError(
-                "engine.weights(merge_adapters=True): an adapter has use_dora or lora_bias, which is no sum of "
-                "weights; set merge_adapters to False, and merge where the weights arrive"
+                f"engine.weights(merge_adapters=True): an adapter {kind} is no sum of weights; {REMEDY}"
             )
         name = getattr(layer, "parameter_name", "weight")
         own = layer.get_param() if hasattr(layer, "get_param") else getattr(layer.base_layer, name)
@@ -104,13 +170,26 @@ class Deltas:
             owner, full = self._full[id(param)]
             owner.override(param, full)
         try:
-            for adapter in layer.active_adapters:
+            for adapter in _active(layer):
                 if any(adapter in getattr(layer, name) for name in _tables(layer)):
                     values = values + layer.get_delta_weight(adapter).to(values.dtype)
         finally:
             for param in shown:
                 self._full[id(param)][0].clear_override(param)
         return values
+
+
+def _check_no_prompts(module: nn.Module) -> None:
+    """
+    Raises:
+        UsageError: prompts that PEFT has trained are in no weight.
+    """
+    for one in module.modules():
+        if _is_peft_model(one) and "prompt_encoder" in one._modules:
+            raise UsageError(
+                "engine.weights(merge_adapters=True): PEFT's trained prompts are no part of a weight; set "
+                "merge_adapters to False"
+            )
 
 
 def _tables(layer: Any) -> list[str]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...offload.device_memory import free_bytes
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import host_key
-from ...utils.arguments import whole, wrong
+from ...utils.arguments import truth, whole, wrong
 from ...utils.errors import UsageError
 from ...utils.sizes import size_text
 from ...zero.model.sharded_model import ShardedModel
@@ -55,12 +55,17 @@ class Rollouts:
         if self.is_running:
             yield self._parts.module
             return
-        limit = None if memory_limit is None else whole("generating: memory_limit", memory_limit, 0)
+        limit = memory_limit
+        if limit is not None:  # no rank has more than UNKNOWN
+            limit = min(whole("generating: memory_limit", limit, 0), UNKNOWN)
+        truth("generating: own_numbers", own_numbers)
         section = self._parts.config.hybrid_engine
         if limit is None and section.enabled and not section.pin_parameters:
             limit = 0
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise wrong("generating: seed", seed, "a whole number, or None")
+        if seed is not None:
+            is_whole = isinstance(seed, int) and not isinstance(seed, bool)
+            if not is_whole or not -(1 << 63) <= seed < 1 << 64:
+                raise wrong("generating: seed", seed, "a whole number of 64 bits, or None")
         with self._sharded.collectives.publishing_errors("generation"):
             self._sharded.check_unchanged()
             gathers = self._gathers(limit)
@@ -100,8 +105,18 @@ class Rollouts:
             return
         prompts = [*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")]
         lengths = [one.shape[-1] for one in prompts if isinstance(one, Tensor) and one.dim()]
+        embedded = kwargs.get("inputs_embeds")
+        if isinstance(embedded, Tensor):
+            lengths.append(embedded.shape[1])
         asked = max(lengths, default=0)
-        asked = max(asked + (kwargs.get("max_new_tokens") or 0), kwargs.get("max_length") or 0)
+        settings = kwargs.get("generation_config")
+        if settings is None:
+            settings = getattr(self._parts.module, "generation_config", None)
+        new, longest = (
+            kwargs.get(name) or getattr(settings, name, None) or 0
+            for name in ("max_new_tokens", "max_length")
+        )
+        asked = asked + new if new else max(asked, longest)
         if asked > section.max_out_tokens:
             raise UsageError(
                 f"engine.generate(): a sequence of {asked} tokens, prompt included, is longer than "

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.flat import numel_of
-from ...utils.arguments import whole, wrong
+from ...utils.arguments import truth, whole, wrong
 from ...utils.errors import UsageError
 from ...zero.access.buckets import Wanted, gathered, in_order
+from ...zero.core.owners import find_owner
 from ...zero.model.sharded_model import ShardedModel
 from ..integrations.optional import need
 from .adapters import AdapterNames, Deltas
@@ -54,10 +55,11 @@ class WeightOptions:
     def check(self) -> None:
         """Raises UsageError: an argument is wrong."""
         whole("weights: bucket_bytes", self.bucket_bytes, 1)
+        truth("weights: merge_adapters", self.merge_adapters)
         if self.names not in NAMES:
             raise wrong("weights: names", self.names, '"transformers" or "module"')
         if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
-            raise wrong("weights: dtype", self.dtype, "a floating dtype of torch, or None")
+            raise wrong("weights: dtype", str(self.dtype), "a floating dtype of torch, or None")
 
 
 @final
@@ -80,6 +82,8 @@ class Weights:
                 seen.add(id(tensor))
                 found.append(Wanted(shown, tensor, self._sent_dtype(tensor)))
         self._wanted = in_order(found)
+        # they have the values, and would end with an engine that the caller keeps no longer
+        self._owners = [find_owner(one.tensor) for one in found]
         self._agree()
 
     @property
@@ -121,6 +125,8 @@ class Weights:
         Files appear whole, one after the other, while later buckets are gathered. The index comes last, so a
         folder with an index is complete. With a config of transformers in it, `from_pretrained` reads it.
         """
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+            raise wrong("weights.save: folder", folder, "the path of a folder")
         target = Path(folder)
         files = self._files()
         writes = self._world.rank == 0
@@ -128,9 +134,10 @@ class Weights:
         with self._world.publishing_errors("weights.save"):
             if writes:
                 target.mkdir(parents=True, exist_ok=True)
-                (target / INDEX).unlink(
-                    missing_ok=True
-                )  # of an earlier save: it is no longer complete
+                (target / INDEX).unlink(missing_ok=True)  # of an earlier save: no longer complete
+                for old in target.glob("model-?????-of-?????.safetensors"):
+                    if old.name not in files:
+                        old.unlink()
             held: dict[str, Tensor] = {}
             left = [list(names) for names in files.values()]
             for name, tensor in self:
@@ -140,7 +147,12 @@ class Weights:
                     if writes:
                         shown = list(files)[len(files) - len(left)]
                         part = target / f"{shown}.part"
+                        part.touch()
+                        mode = (
+                            part.stat().st_mode
+                        )  # by the umask, while safetensors lets only us read
                         save_file(held, part, metadata={"format": "pt"})
+                        part.chmod(mode)
                         os.replace(part, target / shown)
                     held = {}
                     left.pop(0)

@@ -328,11 +328,14 @@ def hybrid(pins: bool) -> Counter[str]:
     for how in ({"max_new_tokens": 9}, {"max_length": 13}):
         with pytest.raises(xds.UsageError, match="tokens, prompt included, is longer than hybrid"):
             engine.generate(PROMPT, **how)
+    asked = transformers.GenerationConfig(max_new_tokens=9)
+    with pytest.raises(xds.UsageError, match="a sequence of 13 tokens"):
+        engine.generate(PROMPT, generation_config=asked)
     return gathers
 
 
 def test_the_keys_of_deepspeeds_hybrid_engine_have_their_meaning() -> None:
-    assert set(run_ranks(hybrid, 2, True)[0].values()) == {1 + 2}
+    assert set(run_ranks(hybrid, 2, True)[0].values()) == {1 + 3}
     assert not run_ranks(hybrid, 2, False)[0]  # by requests, for each forward
     with pytest.raises(xds.ConfigError, match="inference_tp_size = 2: .*tensor_parallel.autotp"):
         xds.Config.load(config(3, hybrid_engine={"enabled": True, "inference_tp_size": 2}))
@@ -419,10 +422,14 @@ def test_edits_inside_count_as_anywhere() -> None:
 
 def wrong_arguments() -> None:
     engine = start(3)
-    for arguments in ({"memory_limit": -1}, {"memory_limit": "8GB"}, {"seed": 1.5}, {"seed": True}):
+    limits = [{"memory_limit": value} for value in (-1, "8GB")]
+    seeds = [{"seed": value} for value in (1.5, True, 1 << 64)]
+    for arguments in (*limits, *seeds, {"own_numbers": "no"}):
         with pytest.raises(xds.UsageError, match=f"generating: {next(iter(arguments))} = "):
             with engine.generating(**arguments):
                 pass
+    with engine.generating(memory_limit=10**30, seed=-1):
+        pass
     plain = xds.initialize(nn.Linear(4, 4), config(3))
     with pytest.raises(xds.UsageError, match=r"Linear has no generate\(\)"):
         plain.generate(PROMPT)

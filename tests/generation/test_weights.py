@@ -165,14 +165,75 @@ def test_adapters_are_added_and_the_parameters_stay(stage: int, more: dict[str, 
     run_ranks(merged, 2, stage, more)
 
 
-def dora() -> None:
-    engine = start(3, with_lora(use_dora=True))
-    with pytest.raises(xds.UsageError, match="use_dora or lora_bias"):
-        engine.weights(merge_adapters=True)
+def tied_embeddings() -> nn.Module:
+    """A Llama whose head is the table of its tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))
+
+
+def no_sums() -> None:
+    """Each of these changes what a forward computes by more than a sum with the weight of one layer."""
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "down_proj"]
+    configs = {
+        "DoRA, a bias": peft.LoraConfig(use_dora=True, target_modules=targets),
+        "DoRA, a bias, or another": peft.LoraConfig(
+            alora_invocation_tokens=[3], target_modules=targets
+        ),
+        "ia3": peft.IA3Config(target_modules=targets, feedforward_modules=["down_proj"]),
+        "oft": peft.OFTConfig(oft_block_size=4, target_modules=targets),
+        "trainable_tokens": peft.LoraConfig(target_modules=targets, trainable_token_indices=[3]),
+        "prompts": peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        "tied": peft.LoraConfig(target_modules=["embed_tokens", "q_proj"]),
+    }
+    for kind, settings in configs.items():
+        plain = tied_embeddings()
+        names = set(untied(plain.state_dict()))
+        engine = start(3, peft.get_peft_model(plain, settings))
+        with pytest.raises(xds.UsageError, match=f"merge_adapters=True.*{kind}"):
+            engine.weights(merge_adapters=True)
+        assert names <= {one.name for one in engine.weights().metadata}, kind
 
 
 def test_an_adapter_that_is_no_sum_is_refused() -> None:
-    run_ranks(dora, 2)
+    run_ranks(no_sums, 2)
+
+
+def placed_otherwise() -> None:
+    """Adapters that are off, or that no PeftModel around the whole model shows."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+    plain = tied_embeddings()
+    original = {name: value.clone() for name, value in untied(plain.state_dict()).items()}
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def found(model: nn.Module) -> dict[str, Tensor]:
+        weights = start(3, model).weights(
+            merge_adapters=True
+        )  # they keep what they need of the engine
+        return {name: value.clone() for name, value in weights}
+
+    off = peft.get_peft_model(plain, settings)
+    off.base_model.disable_adapter_layers()
+    for param in off.parameters():
+        param.requires_grad_(True)
+    same(found(off), original)
+    inside = tied_embeddings()
+    inside.add_adapter(settings)
+    layer = inside.get_submodule(name.removesuffix(".weight"))
+    wanted = original[name] + layer.get_delta_weight("default").detach()
+    injected = found(inside)
+    assert sorted(injected) == sorted(original)
+    assert torch.allclose(injected[name], wanted, atol=1e-6)
+    part = nn.ModuleDict({"text": peft.get_peft_model(tied_embeddings(), settings)})
+    assert sorted(found(part)) == sorted(f"text.{name}" for name in original)
+
+
+def test_adapters_are_found_wherever_they_are() -> None:
+    run_ranks(placed_otherwise, 2)
 
 
 # -- files --------------------------------------------------------------------------------------------------
@@ -187,6 +248,8 @@ def saved(folder: str) -> None:
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 2 and all((target / name).exists() for name in files)
     assert not list(target.glob("*.part"))
+    mode = (target / "config.json").stat().st_mode
+    assert all((target / name).stat().st_mode == mode for name in files)  # that others may read
     state = engine.state_dict()
     loaded = type(engine.module).from_pretrained(target).state_dict()
     same({name: value.clone() for name, value in loaded.items()}, state)
@@ -194,7 +257,11 @@ def saved(folder: str) -> None:
         engine(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss
     )
     engine.step()
-    engine.weights(dtype=torch.bfloat16).save(Path(folder, "step1"))
+    engine.weights(dtype=torch.bfloat16).save(target)
+    assert [file.name for file in target.glob("model-*")] == ["model-00001-of-00001.safetensors"]
+    for wrong in ("", None, 3):
+        with pytest.raises(xds.UsageError, match="must be the path of a folder"):
+            engine.weights().save(wrong)  # type: ignore[arg-type]
 
 
 def test_a_folder_of_files_loads_with_from_pretrained(tmp_path: Path) -> None:
