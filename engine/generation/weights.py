@@ -21,6 +21,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from ...ops.comm.exchange import agreeing
 from ...ops.flat import numel_of
 from ...utils.arguments import truth, whole, wrong
 from ...utils.errors import UsageError
@@ -124,6 +125,7 @@ class Weights:
 
         Files appear whole, one after the other, while later buckets are gathered. The index comes last, so a
         folder with an index is complete. With a config of transformers in it, `from_pretrained` reads it.
+        Where rank 0 cannot write, every rank raises.
         """
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
             raise wrong("weights.save: folder", folder, "the path of a folder")
@@ -131,34 +133,33 @@ class Weights:
         files = self._files()
         writes = self._world.rank == 0
         save_file = need("safetensors.torch", "weights.save", "huggingface").save_file
-        with self._world.publishing_errors("weights.save"):
+        with agreeing(self._world, "weights.save"):
             if writes:
                 target.mkdir(parents=True, exist_ok=True)
                 (target / INDEX).unlink(missing_ok=True)  # of an earlier save: no longer complete
                 for old in target.glob("model-?????-of-?????.safetensors"):
                     if old.name not in files:
                         old.unlink()
-            held: dict[str, Tensor] = {}
-            left = [list(names) for names in files.values()]
-            for name, tensor in self:
-                held[name] = tensor.cpu().contiguous() if writes else tensor[:0]
-                left[0].remove(name)
-                if not left[0]:
+        left = {shown: set(names) for shown, names in files.items()}
+        held: dict[str, Tensor] = {}
+        for name, tensor in self:
+            held[name] = tensor.cpu().contiguous() if writes else tensor[:0]
+            shown = next(iter(left))  # tensors come in the order of the files
+            left[shown].remove(name)
+            if not left[shown]:
+                del left[shown]
+                with agreeing(self._world, "weights.save"):
                     if writes:
-                        shown = list(files)[len(files) - len(left)]
                         part = target / f"{shown}.part"
                         part.touch()
-                        mode = (
-                            part.stat().st_mode
-                        )  # by the umask, while safetensors lets only us read
+                        mode = part.stat().st_mode  # by the umask; safetensors lets only us read
                         save_file(held, part, metadata={"format": "pt"})
                         part.chmod(mode)
                         os.replace(part, target / shown)
-                    held = {}
-                    left.pop(0)
+                held = {}
+        with agreeing(self._world, "weights.save"):
             if writes:
                 self._finish(target, files)
-        self._world.barrier()
         return target
 
     def _finish(self, target: Path, files: dict[str, list[str]]) -> None:

@@ -259,6 +259,11 @@ def saved(folder: str) -> None:
     engine.step()
     engine.weights(dtype=torch.bfloat16).save(target)
     assert [file.name for file in target.glob("model-*")] == ["model-00001-of-00001.safetensors"]
+    (target.parent / "file").touch()
+    says = "File exists" if engine.global_rank == 0 else "weights.save failed on rank 0"
+    for _ in range(2):  # every rank goes on
+        with pytest.raises((xds.UsageError, FileExistsError), match=says):
+            engine.weights().save(target.parent / "file")
     for wrong in ("", None, 3):
         with pytest.raises(xds.UsageError, match="must be the path of a folder"):
             engine.weights().save(wrong)  # type: ignore[arg-type]
