@@ -88,10 +88,7 @@ CHANGES = (
     (r"steps in [\d.]+ s", "steps in N s"),
     (r"(?m)^ +[~^]+$\n", ""),  # of Python 3.11 and later
     (r"(?m)^xds: (compil|waiting for another process).*\n", ""),  # where nothing is in the cache
-    (
-        r"(?m)^(Failed to load \S+/torchao/|W\d{4} .*/torch/utils/_pytree).*\n",
-        "",
-    ),  # transformers imports it
+    (r"(?m)^(Failed to load \S+/torchao/|W\d{4} .*torch/utils/_pytree).*\n", ""),  # of torchao
     (r"[^\n]*\r", ""),  # a progress bar redraws its line
     (r"█+\|", "█|"),  # its length follows the width of the terminal and of the rate
     (r"\d+/\d+ \[.*", "PROGRESS"),
