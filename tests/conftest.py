@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 try:
+    from hypothesis import HealthCheck, settings
+
     import xds  # noqa: F401
 except ImportError as error:  # pragma: no cover
     raise SystemExit(

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ...utils.errors import UsageError
 from .config import CompressionTraining
 from .cuts import Cut, cuts_of
-from .layers import RANGE, SEED, STATES, CompressedLayer, plain_class
-from .patterns import is_transposed
+from .layers import RANGE, SEED, STATES, CompressedLayer, is_transposed, plain_class
 from .prepare import compressed_layers
 
 log = logging.getLogger("xds")

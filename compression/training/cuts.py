@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...utils.errors import UsageError
 from .config import CUTTING, CompressionTraining
-from .patterns import KINDS, is_transposed, matching
+from .layers import KINDS, is_transposed, matching
 
 RELATED = {"channel_pruning": (nn.Conv2d, nn.BatchNorm2d)}  # of other techniques: linear layers
 

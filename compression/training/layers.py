@@ -10,7 +10,8 @@ of forward, where stage 3 has gathered them. Masks of the method l1 are buffers;
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, final
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import WeightShared
+from .config import EVERY, WeightShared
 from .quantizers import learned_mask, noise_like, quantized, top_mask
 from .schedule import Falling
 
@@ -32,6 +33,15 @@ STATES = {
     "row_pruning": ("row_pruning_mask", "row_mask_scores"),
     "head_pruning": ("head_pruning_mask", "head_pruning_scores"),
     "channel_pruning": ("channel_pruning_mask", "channel_mask_scores"),
+}
+# what a technique can compress; Conv1D of transformers counts as a linear layer
+KINDS: dict[str, tuple[type[nn.Module], ...]] = {
+    "weight_quantization": (nn.Linear, nn.Conv2d, nn.Embedding),
+    "activation_quantization": (nn.Linear, nn.Conv2d),
+    "sparse_pruning": (nn.Linear, nn.Conv2d),
+    "row_pruning": (nn.Linear,),
+    "head_pruning": (nn.Linear,),
+    "channel_pruning": (nn.Conv2d,),
 }
 
 
@@ -307,12 +317,33 @@ def is_conv1d(kind: type) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers")
 
 
+def matching(model: nn.Module, pattern: str, kinds: Sequence[type[nn.Module]]) -> list[str]:
+    """Names of the layers of these kinds that a pattern finds, in the order of the model."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if (isinstance(module, tuple(kinds)) or (nn.Linear in kinds and is_linear(module)))
+        and (pattern == EVERY or re.search(pattern, name))
+    ]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A linear layer, or Conv1D of transformers, compressed or not."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Conv1D of transformers, whose weight is [inputs, outputs], compressed or not."""
+    return any(is_conv1d(kind) for kind in type(module).__mro__)
+
+
 def plain_class(layer: CompressedLayer) -> type:
     """The class that the layer had before."""
     return next(k for k in type(layer).__mro__ if compressed_class(k) is type(layer))
 
 
 __all__ = [
+    "KINDS",
     "STATES",
     "CompressedConv2d",
     "CompressedEmbedding",
@@ -320,5 +351,7 @@ __all__ = [
     "CompressedLinear",
     "compressed_class",
     "is_conv1d",
+    "is_transposed",
+    "matching",
     "plain_class",
 ]

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ...utils.errors import ConfigError, UsageError
 from .config import CompressionTraining, Group
 from .cuts import cuts_of
-from .layers import CompressedLayer, compressed_class, is_conv1d
-from .patterns import KINDS, matching
+from .layers import KINDS, CompressedLayer, compressed_class, is_conv1d, matching
 
 SHOWN_NAMES = 8
 

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from .world_sizes import compute_elastic_config as compute_elastic_config
 
 
-def __getattr__(
-    name: str,
-) -> Any:  # the config imports `rules`, and `world_sizes` imports the config
+# loaded on first use: the config imports `rules`, and `world_sizes` imports the config
+def __getattr__(name: str) -> Any:
     return _exports.load(__name__, {"compute_elastic_config": ".world_sizes"}, name)

@@ -27,9 +27,8 @@ class AdapterNames:
 
     def __init__(self, module: nn.Module, *, merges: bool) -> None:
         self._merges = merges
-        self._shown: dict[
-            str, str | None
-        ] = {}  # path of a module -> without wrappers; None: left out
+        # path of a module -> the same without wrappers; None: its tensors are left out
+        self._shown: dict[str, str | None] = {}
         self._add(module, "", "")
 
     def of(self, name: str) -> str | None:

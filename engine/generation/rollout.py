@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -30,9 +30,9 @@ from ..parts import Parts
 
 log = logging.getLogger("xds")
 
-SHARE_OF_FREE = (
-    0.7  # of the memory that is free: the rest is for the key-value cache and activations
-)
+# of the memory that is free: the rest is for the key-value cache and activations
+SHARE_OF_FREE = 0.7
+NEW_TOKENS = 20  # of transformers' generate, where nobody says how many
 UNKNOWN = 1 << 60  # bytes that are free where the system does not say it
 
 
@@ -103,20 +103,7 @@ class Rollouts:
         section = self._parts.config.hybrid_engine
         if not section.enabled:
             return
-        prompts = [*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")]
-        lengths = [one.shape[-1] for one in prompts if isinstance(one, Tensor) and one.dim()]
-        embedded = kwargs.get("inputs_embeds")
-        if isinstance(embedded, Tensor):
-            lengths.append(embedded.shape[1])
-        asked = max(lengths, default=0)
-        settings = kwargs.get("generation_config")
-        if settings is None:
-            settings = getattr(self._parts.module, "generation_config", None)
-        new, longest = (
-            kwargs.get(name) or getattr(settings, name, None) or 0
-            for name in ("max_new_tokens", "max_length")
-        )
-        asked = asked + new if new else max(asked, longest)
+        _, asked = asked_tokens(self._parts.module, args, kwargs)
         if asked > section.max_out_tokens:
             raise UsageError(
                 f"engine.generate(): a sequence of {asked} tokens, prompt included, is longer than "
@@ -210,6 +197,31 @@ def spare_bytes(sharded: ShardedModel) -> int:
     return min(room for _, room in _rooms(sharded.collectives, needed, None))
 
 
+def asked_tokens(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[int, int]:
+    """Tokens of the prompt, and of the longest sequence that `module.generate(*args, **kwargs)` may return.
+
+    Features that are no tokens, such as those of speech, count as a prompt of one token.
+    """
+    prompts = [*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")]
+    lengths = [one.shape[1] for one in prompts if isinstance(one, Tensor) and one.dim() == 2]
+    embedded = kwargs.get("inputs_embeds")
+    if isinstance(embedded, Tensor) and embedded.dim() == 3:
+        lengths.append(embedded.shape[1])
+    prompt = max(lengths, default=1)
+    settings = kwargs.get("generation_config")
+    if settings is None:
+        settings = getattr(module, "generation_config", None)
+    new, longest = (
+        getattr(settings, name, None) if kwargs.get(name) is None else kwargs[name]
+        for name in ("max_new_tokens", "max_length")
+    )
+    if isinstance(new, int):
+        return prompt, prompt + new
+    return prompt, max(prompt, longest) if isinstance(longest, int) else prompt + NEW_TOKENS
+
+
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     """`module` in eval mode; afterwards each module has its own mode again."""
@@ -245,4 +257,4 @@ def _set_states(states: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-__all__ = ["Rollouts", "spare_bytes"]
+__all__ = ["Rollouts", "asked_tokens", "spare_bytes"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...ops.comm.collectives import Collectives
 from ...utils.arguments import wrong
@@ -16,9 +16,8 @@ from ...utils.errors import UsageError
 from ...utils.module_buffers import untouched_buffers
 from ..config.config import Config
 from ..engine import Engine
+from ..generation.rollout import asked_tokens
 from .config import InferenceConfig
-
-NEW_TOKENS = 20  # of transformers, where the caller says none
 
 
 def is_offloaded(config: Config) -> bool:
@@ -109,21 +108,8 @@ class InferenceEngine(nn.Module):
 
     def _check_length(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         is_decoder = not getattr(getattr(self.module, "config", None), "is_encoder_decoder", False)
-        given = [kwargs.get(key) for key in ("input_ids", "inputs", "inputs_embeds")]
-        prompt = next((one for one in [*given, *args] if isinstance(one, Tensor)), None)
-        if not is_decoder and (prompt is None or prompt.dim() != 2):
-            return  # features of another kind
-        length = 1 if prompt is None or prompt.dim() < 2 else prompt.shape[1]
+        length, total = asked_tokens(self.module, args, kwargs)
         limit = self._settings.max_out_tokens
-        config = kwargs.get("generation_config") or getattr(self.module, "generation_config", None)
-        new, most = (
-            kwargs.get(key, getattr(config, key, None)) for key in ("max_new_tokens", "max_length")
-        )
-        total = length + NEW_TOKENS
-        if isinstance(new, int):
-            total = length + new
-        elif isinstance(most, int):
-            total = max(length, most)
         # without the key only the prompt counts, as in DeepSpeed: nothing is allocated for the rest
         is_given = "max_out_tokens" in self._settings.model_fields_set
         if length > limit or (is_given and is_decoder and total > limit):

@@ -64,9 +64,8 @@ def _names(names: Any) -> Sequence[str] | None:
     if isinstance(names, str):
         names = [names]
     if isinstance(names, Sequence) and all(isinstance(name, str) for name in names):
-        return [
-            name.removeprefix(".") for name in names
-        ]  # DeepSpeed's names of direct children begin so
+        # DeepSpeed's names of direct children begin with a dot
+        return [name.removeprefix(".") for name in names]
     if isinstance(names, type):
         return None
     raise wrong("injection_policy", names, "a name or a tuple of names of linear layers")

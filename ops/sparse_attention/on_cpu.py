@@ -129,6 +129,7 @@ class Problem:
     layout: Tensor  # [1 or H, n, n]
     shape: tuple[int, int, int, int, int]  # B, H, Hkv, n, block
     is_causal: bool
+    scale: float
     dropout: float
     seed: int
 
@@ -232,7 +233,7 @@ def make_problem(  # noqa: PLR0913 (arguments of an op)
     own_q, own_k, own_v = (as_blocks(x, n, block, dtype) for x in (q, k, v))
     drawn = 0 if seed is None else int(seed)
     scaled = own_q * (scale * LOG2_E)
-    return Problem(scaled, own_k, own_v, bias, layout, shape, is_causal, dropout, drawn)
+    return Problem(scaled, own_k, own_v, bias, layout, shape, is_causal, scale, dropout, drawn)
 
 
 def as_blocks(x: Tensor, n: int, block: int, dtype: torch.dtype) -> Tensor:
@@ -295,7 +296,7 @@ def forward(of: Problem) -> tuple[Tensor, Tensor]:
 
 
 def backward(of: Problem, grad: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q (without its scale), k and v, as blocks. grad, out: blocks of the output."""
+    """The gradients of q, k and v, as blocks. grad, out: blocks of the output."""
     depth, width = of.widths
     dq, dk, dv = torch.zeros_like(of.q), torch.zeros_like(of.k), torch.zeros_like(of.v)
     deltas = (grad * out).view(len(out), of.shape[4], width).sum(-1)
@@ -332,7 +333,7 @@ def backward(of: Problem, grad: Tensor, out: Tensor, sums: Tensor) -> tuple[Tens
             else:
                 own_dq.baddbmm_(ds.transpose(1, 2), k)
         dq.index_copy_(0, where, own_dq.view(len(where), -1))
-    return dq, dk.mul_(1 / LOG2_E), dv
+    return dq.mul_(of.scale), dk.mul_(1 / LOG2_E), dv
 
 
 def _scores(
@@ -370,59 +371,44 @@ def blocks_attention(  # noqa: PLR0913 (arguments of an op)
 ) -> Tensor:
     """The CPU's way. One node of a compiled graph: it finds the layout of a `rule` itself."""
     seed = torch.randint(0, 1 << 62, ()) if dropout else None
-    block = max(
-        1, min(block, q.shape[2])
-    )  # a block that is longer than the sequence needs no padding
+    # a block that is longer than the sequence needs no padding
+    block = max(1, min(block, q.shape[2]))
     out: Tensor
     out, _ = _attend(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
     return out
 
 
-@torch.library.custom_op("xds::block_sparse_attention", mutates_args=())
-def _attend(  # noqa: PLR0913
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    layout: Tensor | None,
-    seed: Tensor | None,
-    rule: str,
-    layer: int,
-    block: int,
-    is_causal: bool,
-    scale: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
+# the arguments of `make_problem`: `blocks_attention` is one node of a graph, and its backward another
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? padding, Tensor? layout, Tensor? seed, str rule, SymInt layer, "
+    "SymInt block, bool is_causal, float scale, float dropout"
+)
+
+
+@torch.library.custom_op(
+    "xds::block_sparse_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+)
+def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The output [B, H, L, D], and the logarithms that backward needs, [B x H x n, block]."""
-    of = make_problem(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
+    of = make_problem(q, k, v, *rest)
     out, sums = forward(of)
-    whole = out.view(*q.shape[:2], of.shape[3] * block, v.shape[3])[:, :, : q.shape[2]]
+    whole = out.view(*q.shape[:2], of.shape[3] * of.shape[4], v.shape[3])[:, :, : q.shape[2]]
     return whole.to(q.dtype).contiguous(), sums
 
 
-@torch.library.custom_op("xds::block_sparse_attention_backward", mutates_args=())
-def _attend_backward(  # noqa: PLR0913
-    grad: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    layout: Tensor | None,
-    seed: Tensor | None,
-    rule: str,
-    layer: int,
-    block: int,
-    is_causal: bool,
-    scale: float,
-    dropout: float,
+@torch.library.custom_op(
+    "xds::block_sparse_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor out, Tensor sums, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
+def _attend_backward(
+    grad: Tensor, out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    of = make_problem(q, k, v, padding, layout, seed, rule, layer, block, is_causal, scale, dropout)
+    of = make_problem(q, k, v, *rest)
+    block = of.shape[4]
     grad, out = (as_blocks(x, of.shape[3], block, of.q.dtype) for x in (grad, out))
     found = backward(of, grad, out, sums)
-    found[0].mul_(scale)
     dq, dk, dv = (
         own.view(*x.shape[:2], of.shape[3] * block, x.shape[3])[:, :, : x.shape[2]]
         .to(x.dtype)

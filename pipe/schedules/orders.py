@@ -80,10 +80,7 @@ def one_forward_one_backward(placement: Placement, num_micro_batches: int) -> li
     """
     orders = []
     for rank in range(placement.num_ranks):
-        row = RankOrder()
-        num_warm_up = min(placement.num_ranks - 1 - rank, num_micro_batches)
-        for _ in range(num_warm_up):
-            row.forward(rank)
+        row, num_warm_up = _warmed_up(placement.num_ranks, rank, num_micro_batches)
         for _ in range(num_micro_batches - num_warm_up):
             row.forward(rank)
             row.backward(rank)
@@ -91,6 +88,14 @@ def one_forward_one_backward(placement: Placement, num_micro_batches: int) -> li
             row.backward(rank)
         orders.append(row.actions)
     return orders
+
+
+def _warmed_up(num_ranks: int, rank: int, num_micro_batches: int) -> tuple[RankOrder, int]:
+    """The forwards of a rank before its first gradient can arrive, and how many they are."""
+    row, num_forwards = RankOrder(), min(num_ranks - 1 - rank, num_micro_batches)
+    for _ in range(num_forwards):
+        row.forward(rank)
+    return row, num_forwards
 
 
 def interleaved_1f1b(placement: Placement, num_micro_batches: int) -> list[Order]:
@@ -133,10 +138,7 @@ def zero_bubble(placement: Placement, num_micro_batches: int) -> list[Order]:
     """
     orders = []
     for rank in range(placement.num_ranks):
-        row = RankOrder()
-        num_warm_up = min(placement.num_ranks - 1 - rank, num_micro_batches)
-        for _ in range(num_warm_up):
-            row.forward(rank)
+        row, _ = _warmed_up(placement.num_ranks, rank, num_micro_batches)
         for micro_batch in range(num_micro_batches):
             if row.num_forwards(rank) < num_micro_batches:
                 row.forward(rank)

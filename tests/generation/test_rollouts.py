@@ -334,6 +334,22 @@ def hybrid(pins: bool) -> Counter[str]:
     return gathers
 
 
+def test_the_longest_sequence_of_a_call_of_generate() -> None:
+    ids, embedded, features = torch.ones(2, 3), torch.ones(2, 5, 8), torch.ones(2, 80, 3000)
+    own = transformers.GenerationConfig(max_new_tokens=7)
+    for args, kwargs, expected in (
+        ((ids,), {"max_new_tokens": 4}, (3, 7)),
+        ((), {"input_ids": ids, "max_length": 9}, (3, 9)),
+        ((ids,), {"max_length": 2}, (3, 3)),
+        ((), {"inputs": ids, "generation_config": own}, (3, 10)),
+        ((), {"inputs": ids, "generation_config": own, "max_new_tokens": 1}, (3, 4)),
+        ((), {"inputs_embeds": embedded, "max_new_tokens": 1}, (5, 6)),
+        ((features,), {"max_new_tokens": 4}, (1, 5)),
+        ((), {}, (1, 21)),  # transformers adds 20 tokens where nobody says how many
+    ):
+        assert rollout.asked_tokens(torch.nn.Identity(), args, kwargs) == expected, kwargs
+
+
 def test_the_keys_of_deepspeeds_hybrid_engine_have_their_meaning() -> None:
     assert set(run_ranks(hybrid, 2, True)[0].values()) == {1 + 3}
     assert not run_ranks(hybrid, 2, False)[0]  # by requests, for each forward

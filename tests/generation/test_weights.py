@@ -211,9 +211,8 @@ def placed_otherwise() -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
 
     def found(model: nn.Module) -> dict[str, Tensor]:
-        weights = start(3, model).weights(
-            merge_adapters=True
-        )  # they keep what they need of the engine
+        # nothing refers to the engine: the weights keep what they need of it
+        weights = start(3, model).weights(merge_adapters=True)
         return {name: value.clone() for name, value in weights}
 
     off = peft.get_peft_model(plain, settings)
