@@ -84,12 +84,23 @@ class _Cases:
 
 
 def tests() -> None:
-    """`pytest -m gpu` on the kernels and the page-locked memory."""
+    """`pytest -m gpu`."""
     import pytest
 
-    options = ["-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider", "--maxfail=40"]
+    options = [
+        "-o",
+        "addopts=",
+        "-m",
+        "gpu",
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "--maxfail=40",
+    ]
+    places = ("tests/ops", "tests/offload", "tests/rehearsal")
     os.chdir(ROOT)
-    code = pytest.main([*options, "tests/ops", "tests/offload"], plugins=[plugin := _Cases()])
+    code = pytest.main([*options, *places], plugins=[plugin := _Cases()])
     with case("pytest runs") as result:
         is_right = code in (0, 1) and (plugin.num_passed or not IS_CUDA)
         result(is_right, f"code {int(code)}, {plugin.num_passed} passed")

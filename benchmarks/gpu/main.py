@@ -37,8 +37,18 @@ from table import table  # noqa: E402
 # what decides a result; main.py, runner.py and table.py only run the parts
 PLACES = "utils ops offload compression zero pipe tensor engine launcher deepspeed examples/gpt"
 SOURCES = (
-    *("*.py", *PLACES.split(), "tests/ops", "tests/offload", "benchmarks/gpu/gpt.py"),
-    *(f"benchmarks/gpu/{name}.py" for name in ("common", "correct", "ranks", "timing", "more")),
+    *(
+        "*.py",
+        *PLACES.split(),
+        "tests/ops",
+        "tests/offload",
+        "tests/rehearsal",
+        "benchmarks/gpu/gpt.py",
+    ),
+    *(
+        f"benchmarks/gpu/{name}.py"
+        for name in ("common", "correct", "models", "ranks", "timing", "more")
+    ),
 )
 INDUCTOR = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
 FACTS = (
@@ -86,21 +96,24 @@ def plan(options: argparse.Namespace, num_gpus: int) -> list[Phase]:
         phases = alone(150, "checkpoint times", "traces", "6.7B", "largest", file="more.py")
         return [*phases, *([Phase((ranks,), 150)] if num_gpus > 1 else [])]
     groups = ("readme", "memory", "compile", "checkpoints", "optimizers", "features")
+    models = ("generation", "inference", "changed")
     threads = {"OMP_NUM_THREADS": "1" if options.dry_run else "2"}
     correct = [
         *(script(name, "correct.py", name, **threads) for name in ("tests", "stages", "offload")),
         *(script(f"{n} ranks", "ranks.py", str(n), **threads) for n in (2, 4)),
         *(script(name, "correct.py", name, **threads) for name in groups),
+        *(script(name, "models.py", name, **threads) for name in models),
     ]
     has_peer = bool(options.carry and list(options.carry.glob("deepspeed-*.whl")))
     peer = [script("deepspeed build", "timing.py", "deepspeed build")] if has_peer else []
     jobs = (os.cpu_count() or 2) if options.dry_run else 10
     return [
         Phase((script("kernels", "correct.py", "kernels", seconds=150),), slack * 150),
-        Phase((*correct, *peer), options.seconds if small else 95, jobs),
+        Phase((*correct, *peer), options.seconds if small else 120, jobs),
         *alone(90, "eager", "1.3B offload"),
         *alone(60, "compiled, 8,192", "host update", "host time", "compiled, 2,048"),
         *(alone(60, "1.3B deepspeed") if has_peer else []),
+        *alone(60, "generation times", "attention times", "dropping times", file="models.py"),
     ]
 
 
