@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunction as NoTorchFunction
 from torch._C import DisableTorchFunctionSubclass as NoTorchFunctionSubclass
 from torch._compile import _disable_dynamo as outside_of_graphs
@@ -56,6 +57,11 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def num_users(tensor: Tensor) -> int:
+    """Tensors that have the memory of `tensor`, itself among them, also those of numpy arrays and of graphs."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
 __all__ = [
     "CALL",
     "NO_BACKWARD",
@@ -68,6 +74,7 @@ __all__ = [
     "graph_task_id",
     "in_backward",
     "in_functorch",
+    "num_users",
     "outside_of_graphs",
     "tree_flatten",
     "tree_leaves",

@@ -100,7 +100,7 @@ def buckets_in_memory() -> None:
         nonlocal peak
         own(flight, *args)
         storages.append(StorageWeakRef(flight._flat.untyped_storage()))
-        peak = max(peak, sum(not one.expired() for one in storages))
+        peak = max(peak, len({one for one in storages if not one.expired()}))
 
     buckets._Flight.__init__ = counted  # type: ignore[method-assign]
     try:

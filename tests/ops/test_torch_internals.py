@@ -90,3 +90,18 @@ def test_an_instance_can_replace_what_a_call_of_a_module_runs():
     layer.register_forward_hook(lambda *_: 1 / 0)  # it does not run
     assert layer(torch.zeros(2)).tolist() == [1, 1]
     assert not list(nn.Linear(2, 2)._forward_hooks)
+
+
+def test_users_of_a_memory_are_counted():
+    own = torch.zeros(8)
+    assert internals.num_users(own) == 1
+    view, shared = own[2:].view(torch.uint8), own.numpy()
+    assert internals.num_users(own) == 3
+    kept = nn.Parameter(own[:1])
+    del view, shared
+    assert internals.num_users(own) == 2
+    graph = (kept * kept).sum()
+    del kept
+    assert internals.num_users(own) == 2 and graph == 0
+    del graph
+    assert internals.num_users(own) == 1

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...ops.comm.collectives import ACCESS_BUFFER, Collectives
 from ...ops.comm.handles import Handle
 from ...ops.flat import numel_of, shaped
+from ...ops.torch_internals import num_users
 from ..core.owners import ParamOwner, ShardView, find_owner
 
 KIND = "weights"  # of the bytes, in engine.bytes_sent()
@@ -58,10 +59,33 @@ class Wanted:
 
 
 @final
+class _Memory:
+    """Memory of buckets. On a CPU that of an earlier one is used again, for new memory costs more than a copy.
+
+    On a GPU the caching allocator does so.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel], undefined, that nobody else has."""
+        size_bytes = numel * dtype.itemsize
+        for flat in self._kept:
+            if flat.numel() >= size_bytes and num_users(flat) == 1:
+                return flat[:size_bytes].view(dtype)
+        self._kept = [flat for flat in self._kept if num_users(flat) > 1]
+        flat = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            self._kept.append(flat)
+        return flat.view(dtype)
+
+
+@final
 class _Flight:
     """One bucket on its way."""
 
-    def __init__(self, wanted: Sequence[Wanted], group: Collectives) -> None:
+    def __init__(self, wanted: Sequence[Wanted], group: Collectives, memory: _Memory) -> None:
         self._wanted = wanted
         self._views = [view for one in wanted if (view := one.held()[1]) is not None]
         sizes = [[stop - start for start, stop in view.bounds] for view in self._views]
@@ -72,7 +96,7 @@ class _Flight:
         for row in sizes:
             self._places.append([(at[rank], at[rank] + n) for rank, n in enumerate(row) if n])
             at = [place + n for place, n in zip(at, row, strict=True)]
-        self._flat = torch.empty(starts[-1], dtype=wanted[0].dtype, device=group.device)
+        self._flat = memory.take(starts[-1], wanted[0].dtype, group.device)
         parts = [self._flat[starts[rank] : starts[rank + 1]] for rank in range(group.world_size)]
         own = parts[group.rank]
         begin = 0
@@ -157,7 +181,8 @@ def gathered(wanted: Sequence[Wanted], bucket_bytes: int) -> Iterator[tuple[str,
     Sends: each rank its part of every tensor to every other rank that has a part of it, as the wanted dtype.
     """
     buckets = _buckets(wanted, bucket_bytes)
-    flight = _started(buckets[0]) if buckets else None
+    memory = _Memory()
+    flight = _started(buckets[0], memory) if buckets else None
     ahead = None
     try:
         for number, bucket in enumerate(buckets):
@@ -165,7 +190,7 @@ def gathered(wanted: Sequence[Wanted], bucket_bytes: int) -> Iterator[tuple[str,
             flight = None
             yield next(landed)
             # not earlier: until then the caller had a tensor of the bucket before
-            ahead = _started(buckets[number + 1]) if number + 1 < len(buckets) else None
+            ahead = _started(buckets[number + 1], memory) if number + 1 < len(buckets) else None
             yield from landed
             flight, ahead = ahead, None
             del landed
@@ -174,9 +199,9 @@ def gathered(wanted: Sequence[Wanted], bucket_bytes: int) -> Iterator[tuple[str,
             ahead.drop()
 
 
-def _started(bucket: Sequence[Wanted]) -> _Flight | None:
+def _started(bucket: Sequence[Wanted], memory: _Memory) -> _Flight | None:
     group = bucket[0].group()
-    return None if group is None else _Flight(bucket, group)
+    return None if group is None else _Flight(bucket, group, memory)
 
 
 def _whole(bucket: Sequence[Wanted]) -> Iterator[tuple[str, Tensor]]:
