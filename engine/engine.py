@@ -333,6 +333,7 @@ class Engine:
         memory_limit: int | None = None,
         seed: int | None = None,
         own_numbers: bool = True,
+        bits: int | None = None,
     ) -> Iterator[nn.Module]:
         """Inside, the module generates: its own `generate`, or its forward. The begin is for all ranks.
 
@@ -349,13 +350,16 @@ class Engine:
             seed: of the random numbers inside. None: the first rollout draws those that the script would draw,
                 and each later one goes on where the one before has ended.
             own_numbers: False: the script's random numbers go on inside. `seed` has no effect then.
+            bits: 8: with `offload_param`, streamed units come from copies in 8 bits that this makes in host
+                memory. Matrices of blocks are rounded, in groups of 256; training keeps the exact ones.
 
         Raises:
-            UsageError: the model is cut into pipeline stages; or backward, a step or a load is called inside.
+            UsageError: the model is cut into pipeline stages; the parameters are not on the host, with bits; or
+                backward, a step or a load is called inside.
         """
         self._states.check_usable()
         self._batches.refuse("generate", "export the weights to generate without a pipeline")
-        with self._found_rollouts().running(memory_limit, seed, own_numbers) as module:
+        with self._found_rollouts().running(memory_limit, seed, own_numbers, bits) as module:
             yield module
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

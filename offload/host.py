@@ -9,7 +9,7 @@ element. Later ones are added in the dtype of sums. A sum never has more bits th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -286,6 +286,11 @@ class HostShardStore(ShardStore):
     def add(self, index: int, values: Tensor, to_device: ToDevice) -> Shard:
         memory = host_memory(values.numel() * values.element_size(), pin=self._pin)
         return HostShard(memory.view(values.dtype).copy_(values), self._queues)
+
+    def coded(self, values: Tensor, exact: Sequence[tuple[int, int]]) -> Shard:
+        from .coded import CodedShard
+
+        return CodedShard(values, exact, self._queues.to_device, pin=self._pin)
 
 
 class HostStore(MasterStore):

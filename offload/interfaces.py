@@ -12,7 +12,7 @@ master's store is also theirs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -249,6 +249,10 @@ class ShardStore(ABC):
 
         to_device: makes the copy, if the store is on the device.
         """
+
+    def coded(self, values: Tensor, exact: Sequence[tuple[int, int]]) -> Shard:
+        """A copy of `values` [n], those of a shard, in 8 bits in host memory, but for the ranges `exact`."""
+        raise AssertionError("shards are on the device")
 
     def plan(self, index: int, numel: int, itemsize: int) -> None:
         """The shard of flat buffer `index` will have `numel` elements of `itemsize` bytes."""

@@ -32,6 +32,7 @@ log = logging.getLogger("xds")
 
 # of the memory that is free: the rest is for the key-value cache and activations
 SHARE_OF_FREE = 0.7
+BITS = 8  # of `generating(bits=8)`
 NEW_TOKENS = 20  # of transformers' generate, where nobody says how many
 UNKNOWN = 1 << 60  # bytes that are free where the system does not say it
 
@@ -49,7 +50,11 @@ class Rollouts:
 
     @contextmanager
     def running(
-        self, memory_limit: int | None, seed: int | None, own_numbers: bool
+        self,
+        memory_limit: int | None,
+        seed: int | None,
+        own_numbers: bool,
+        bits: int | None = None,
     ) -> Iterator[nn.Module]:
         """See `Engine.generating`. A second one inside does nothing."""
         if self.is_running:
@@ -66,11 +71,12 @@ class Rollouts:
             is_whole = isinstance(seed, int) and not isinstance(seed, bool)
             if not is_whole or not -(1 << 63) <= seed < 1 << 64:
                 raise wrong("generating: seed", seed, "a whole number of 64 bits, or None")
+        self._check_bits(bits)
         with self._sharded.collectives.publishing_errors("generation"):
             self._sharded.check_unchanged()
-            gathers = self._gathers(limit)
+            gathers = self._gathers(limit, "" if bits is None else f" in {bits} bits")
             with (
-                self._sharded.rollout(gathers=gathers),
+                self._sharded.rollout(gathers=gathers, in_bits=bits is not None),
                 self._own_numbers(seed) if own_numbers else nullcontext(),
                 _evaluating(self._parts.module),
                 torch.no_grad(),
@@ -81,6 +87,21 @@ class Rollouts:
                     yield self._parts.module
                 finally:
                     self.is_running = False
+
+    def _check_bits(self, bits: int | None) -> None:
+        """
+        Raises:
+            UsageError: not a number of bits that is supported, or the parameters are on the device.
+        """
+        if bits is None:
+            return
+        if isinstance(bits, bool) or bits != BITS:
+            raise wrong("generating: bits", bits, f"{BITS} or None")
+        if not self._sharded.stores.shards.is_on_host:
+            raise UsageError(
+                f"generating: bits = {bits}: the parameters are on the device, and nothing is copied from the "
+                "host; set zero_optimization.offload_param.device, or leave bits out"
+            )
 
     def generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's `generate`. transformers' would let ranks at stage 3 wait for one another."""
@@ -112,7 +133,7 @@ class Rollouts:
 
     # -- the way ----------------------------------------------------------------------------------------
 
-    def _gathers(self, limit: int | None) -> bool:
+    def _gathers(self, limit: int | None, how: str) -> bool:
         """All units fit into the memory of every rank. A collective at stage 3."""
         sharded = self._sharded
         if sharded.gatherer is None or sharded.defers:
@@ -125,9 +146,9 @@ class Rollouts:
             self._say(f"{num_units} units are gathered once a rollout, {size_text(needed)} a rank")
         else:
             self._say(
-                f"{num_units} units are streamed, each one gathered for each token, because all of them take "
-                f"{size_text(needed)} a rank and {size_text(spare)} may be used; a larger batch costs no more "
-                "messages"
+                f"{num_units} units are streamed{how}, each one gathered for each token, because all of them "
+                f"take {size_text(needed)} a rank and {size_text(spare)} may be used; a larger batch costs no "
+                "more messages"
             )
         return has_room
 

@@ -6,7 +6,7 @@ update ──> slot of the pool ──> file
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -121,6 +121,11 @@ class DiskShardStore(FileStore, ShardStore):
         shard = values.to("cpu", copy=True)
         storage = self._state_storage(index, shard, holds_master=True)
         return DiskShard(self._transfers, self._queues, storage, shard)
+
+    def coded(self, values: Tensor, exact: Sequence[tuple[int, int]]) -> Shard:
+        from ..coded import CodedShard
+
+        return CodedShard(values, exact, self._queues.to_device, pin=self._pin)
 
 
 __all__ = ["DiskShard", "DiskShardStore"]

@@ -83,7 +83,8 @@ def trained_with(stage: int, rollouts: bool, precision: str, zero: dict[str, Any
     losses = train(engine, range(2))
     if rollouts:
         sample(engine, 5 + 7 * dist.get_rank(), do_sample=True)
-        with engine.generating(memory_limit=0) as module:  # streamed
+        bits = 8 if "offload_param" in zero else None
+        with engine.generating(memory_limit=0, bits=bits) as module:  # streamed
             module.generate(PROMPT, max_new_tokens=3 + dist.get_rank(), synced_gpus=False)
         assert engine.training
     losses += train(engine, range(2, 12))
@@ -243,6 +244,68 @@ def streamed(world: int, offload: bool) -> int:
 @pytest.mark.parametrize(("world", "offload"), [(2, False), (2, True), (1, True)])
 def test_a_streamed_rollout_holds_the_root_and_one_unit(world: int, offload: bool) -> None:
     run_ranks(streamed, world, world, offload)
+
+
+def in_8_bits(zero: dict[str, Any], precision: str) -> None:
+    """Inside, matrices of blocks are rounded, nothing else is; user code may not write."""
+    engine = start(3, zero=zero, precision=precision)
+    exact = {name: value.clone() for name, value in engine.state_dict().items()}
+    matrices = [one for name, one in exact.items() if ".h." in name and one.dim() == 2]
+    largest = max(one.abs().max().item() for one in matrices)
+    most = (0.51 / 127 + 2**-8 * (precision == "bf16")) * largest  # groups of 256 cross tensors
+    seen: set[str] = set()
+
+    def look(block: nn.Module, _: object) -> None:
+        number = next(n for n, one in engine.module.transformer.h.named_children() if one is block)
+        for name, param in block.named_parameters():
+            wanted = exact[f"transformer.h.{number}.{name}"]
+            gap = (param.detach() - wanted).abs().max().item()
+            assert 0 < gap <= most if param.dim() == 2 else gap == 0, name
+            seen.add(name)
+
+    for block in engine.module.transformer.h:
+        block.register_forward_pre_hook(look)
+    with engine.generating(memory_limit=0, bits=8) as module:
+        module.generate(PROMPT, max_new_tokens=1 + dist.get_rank(), synced_gpus=False)
+    assert len(seen) == 12
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value, exact[name]), name
+
+
+def written_in_8_bits() -> None:
+    engine = start(3, zero={"offload_param": {"device": "cpu"}})
+
+    def write(layer: nn.Module, *_: object) -> None:
+        with torch.no_grad():
+            layer.weight.mul_(2)
+
+    handle = engine.module.transformer.h[0].mlp.c_fc.register_forward_hook(write)
+    with pytest.raises(xds.UsageError, match=r"written .* inside of generating\(bits=8\)"):
+        with engine.generating(memory_limit=0, bits=8) as module:
+            module(PROMPT)
+    handle.remove()
+    train(engine, range(1))
+    for bits in (4, True, "8"):
+        with pytest.raises(xds.UsageError, match="generating: bits"), engine.generating(bits=bits):
+            pass
+    engine.destroy()
+    engine = start(3)
+    with pytest.raises(xds.UsageError, match="offload_param"), engine.generating(bits=8):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("world", "disk", "precision"), [(1, False, "fp32"), (2, False, "bf16"), (2, True, "fp32")]
+)
+def test_streamed_units_may_come_from_copies_in_8_bits(
+    tmp_path: Path, world: int, disk: bool, precision: str
+) -> None:
+    place = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0} if disk else {}
+    run_ranks(in_8_bits, world, {"offload_param": {"device": "cpu", **place}}, precision)
+
+
+def test_a_rollout_in_8_bits_refuses_what_it_cannot_do() -> None:
+    run_ranks(written_in_8_bits, 1)
 
 
 def chosen_by_memory(caplog_text: list[str]) -> None:

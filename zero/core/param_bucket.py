@@ -341,6 +341,11 @@ class ParamBucket:
         """The shard is in host memory, or on a disk."""
         return self.shards_params and self.stored_shard.is_on_host
 
+    def exchange_shard(self, shard: Shard) -> Shard:
+        """Gathers bring the values of `shard` from now on. Returns the one before."""
+        before, self.stored_shard = self.stored_shard, shard
+        return before
+
     @property
     def is_on_disk(self) -> bool:
         """The shard is on a disk."""
@@ -353,11 +358,19 @@ class ParamBucket:
         if receives:
             self._check_not_written()
             self.raw.untyped_storage().resize_(self.full_bytes)
-        shard = self.shard.to(self.collectives.device)
+        shard = self._fetched_shard() if self.is_on_host else self.shard
         self.collectives.serve(self.raw if receives else None, shard, receivers, buffer=self.index)
         if receives:
             self._state = ShardState.UNSHARDED
             self._point_to(self._views)
+
+    def _fetched_shard(self) -> Tensor:
+        arrival, self._arrival = self._arrival, None
+        shard = torch.empty(
+            self.layout.shard_numel, dtype=self.dtype, device=self.collectives.device
+        )
+        self.stored_shard.fetch(shard, arrival).wait_on_device()
+        return shard
 
     def unshard(self) -> None:
         """Gather the full buffer."""

@@ -9,6 +9,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from ...offload.interfaces import Shard
 from ...offload.stores import Stores
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import agree, all_gather_json
@@ -18,6 +19,7 @@ from ..config import ZeroConfig
 from ..core.backward_pass import IN_ROLLOUT, BackwardPass
 from ..core.gather import Gatherer, num_kept
 from ..core.hooks import UnitHooks
+from ..core.param_bucket import ParamBucket
 from ..core.reduction import REDUCTIONS_IN_FLIGHT, Reduction, StepStatus
 from ..features.dtype_guard import DtypeGuard
 from ..features.external_params import CHECKED_FORWARDS, ExternalParams
@@ -243,11 +245,13 @@ class ShardedModel:
             self.gatherer.end_keeping()
 
     @contextmanager
-    def rollout(self, *, gathers: bool) -> Iterator[None]:
+    def rollout(self, *, gathers: bool, in_bits: bool = False) -> Iterator[None]:
         """Around forwards without backward, of which ranks may run unequal numbers. For all ranks.
 
-        gathers: all units are gathered at the begin, once, and no forward sends anything. Else each forward
-            gathers them one after the other.
+        Args:
+            gathers: all units are gathered at the begin, once, and no forward sends anything. Else each
+                forward gathers them one after the other.
+            in_bits: then matrices of blocks are rounded to 8 bits. Their shards are on the host.
         """
         if self.gatherer is None or self._hooks is None or self.defers:
             self.gather_deferred()
@@ -263,10 +267,33 @@ class ShardedModel:
             else:
                 self.gatherer.end_keeping()
                 try:
-                    with nullcontext() if alone else self.uneven_forwards():
+                    with (
+                        self._rounded() if in_bits else nullcontext(),
+                        nullcontext() if alone else self.uneven_forwards(),
+                    ):
                         yield
                 finally:
                     self.gatherer.drop_all()
+
+    @contextmanager
+    def _rounded(self) -> Iterator[None]:
+        """Inside, shards on the host are copies in 8 bits. Only matrices of blocks are rounded."""
+        assert self.gatherer is not None
+        self.gatherer.drop_all()
+        exact: list[tuple[ParamBucket, Shard]] = []
+        try:
+            for flat in [flat for unit in self.units if not unit.is_root for flat in unit.params]:
+                if flat.is_on_host and flat.may_be_resharded and flat.dtype.is_floating_point:
+                    mine = flat.layout.shard_range(flat.collectives.rank)
+                    pieces = flat.layout.pieces_in(*mine)
+                    kept = [(one.start, one.stop) for one in pieces if len(one.slot.shape) < 2]
+                    coded = self.stores.shards.coded(flat.shard, kept)
+                    exact.append((flat, flat.exchange_shard(coded)))
+            yield
+        finally:
+            self.gatherer.drop_all()
+            for flat, shard in exact:
+                flat.exchange_shard(shard)
 
     # -- step -------------------------------------------------------------------------------------------
 
