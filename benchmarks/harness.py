@@ -119,9 +119,8 @@ def _rank_main(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    warnings.simplefilter(
-        "ignore"
-    )  # otherwise other libraries would print the same warning at every call
+    # otherwise other libraries would print the same warning at every call
+    warnings.simplefilter("ignore")
     try:
         dist.init_process_group(
             "gloo",

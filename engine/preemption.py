@@ -229,9 +229,8 @@ class _Signals:
                     signal.signal(signum, former)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if (
-            signum in self._handling
-        ):  # a handler of the script, which is former to this one, calls it
+        # a handler of the script, which is former to this one, calls it
+        if signum in self._handling:
             return
         self._handling.add(signum)
         try:

@@ -24,9 +24,8 @@ from .command_line.options import Parser
 
 _MIN_TORCH = (2, 11)
 VECTOR_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
-_MIN_SHM_BYTES = (
-    1 << 30
-)  # a container's default of 64 MiB is too small for one batch of a data loader
+# a container's default of 64 MiB is too small for one batch of a data loader
+_MIN_SHM_BYTES = 1 << 30
 _MIN_OPEN_FILES = 4096
 _PREFIXES = (
     "NCCL_",

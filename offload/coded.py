@@ -48,9 +48,8 @@ class CodedShard(Shard):
         self._kept = host_memory(kept_numel * values.itemsize, pin=pin).view(values.dtype)
         if kept:
             torch.cat(kept, out=self._kept)
-            values = (
-                values.clone()
-            )  # they would raise the magnitude of what they share a block with
+            # they would raise the magnitude of what they share a block with
+            values = values.clone()
             for start, stop in exact:
                 values[start:stop] = 0
         scales, codes = self._parts(self.tensor)

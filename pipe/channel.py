@@ -139,9 +139,8 @@ class Channel:
         ] = {}  # (stage, input) -> what flows out of it
         self._known: dict[tuple[int, Hashable], Header] = {}  # (stage, input) -> what flows into it
         self._arriving: dict[tuple[int, int], tuple[Header, list[tuple[Tensor, Handle]]]] = {}
-        self._due: dict[int, deque[tuple[int, int]]] = defaultdict(
-            deque
-        )  # by sender, not started yet
+        # by sender, not started yet
+        self._due: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
         self._headers: dict[int, _HeaderOnItsWay] = {}  # by sender: that before what is due
         self._returning: dict[tuple[int, int], list[tuple[_Leaf, Tensor, Handle]]] = {}
         self._outgoing: list[Handle] = []

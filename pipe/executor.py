@@ -106,9 +106,8 @@ class Executor:
         self._computes_loss = True
         self._pending: dict[tuple[int, int], _Pending] = {}
         self._flows: dict[tuple[int, int], Flow] = {}  # out of a stage, until it is sent
-        self._grads: dict[
-            tuple[int, int], list[Tensor]
-        ] = {}  # of the inputs of a stage, until sent
+        # of the inputs of a stage, until sent
+        self._grads: dict[tuple[int, int], list[Tensor]] = {}
         self._outcome = PipelineOutputs()
         self.max_in_flight = 0  # micro-batches between forward and backward, in the last run
         self._of_stages: dict[Op, Callable[[int], None]] = {

@@ -204,9 +204,8 @@ class PipelineModule(nn.Module):
         if isinstance(layer, nn.Module):
             return layer
         if self.seed_layers:
-            self._seed(
-                self.base_seed + self._names.index(self._names[index])
-            )  # tied: the first one's
+            # tied: the first one's
+            self._seed(self.base_seed + self._names.index(self._names[index]))
         built: nn.Module = layer.build()
         return built
 

@@ -125,10 +125,8 @@ def slice_model(
         exchange = Exchange(group, what, tokens, gathers=gathers)
         region = Region(exchange, own_draws, overlaps=overlaps)
         _slice_parent(sliced, modules, parent, own, region)
-    for (
-        name,
-        style,
-    ) in styles.items():  # last: the width of a head with the same weight is that of its tensor
+    # last: the width of a head with the same weight is that of its tensor
+    for name, style in styles.items():
         if style.name is StyleName.EMBEDDING:
             _slice_embedding(sliced, name, modules[name], group)
     _leave_fast_path(model)

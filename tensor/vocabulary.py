@@ -192,9 +192,8 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, rows, mine, is_valid, log_sum = ctx.saved_tensors
-        found = (
-            logits.to(log_sum.dtype).sub(log_sum[:, None]).exp_()
-        )  # the probabilities of own columns
+        # the probabilities of own columns
+        found = logits.to(log_sum.dtype).sub(log_sum[:, None]).exp_()
         if ctx.smoothing:
             found.sub_(ctx.smoothing / ctx.size)
         share = mine.to(found.dtype).mul_(ctx.smoothing - 1)

@@ -392,9 +392,8 @@ def _kernel_seconds(numel: int, threads: int) -> list[float]:
     from xds.ops.kernels.adam import adam_
 
     libraries.load("cpu", require=IS_NATIVE)
-    master, mean, square = (
-        torch.ones(numel) for _ in range(3)
-    )  # memory that was only zeroed is no memory
+    # memory that was only zeroed is no memory
+    master, mean, square = (torch.ones(numel) for _ in range(3))
     grad, out = (torch.ones(numel, dtype=torch.bfloat16) for _ in range(2))
     tensors = (master, grad, mean, square, out, torch.tensor(1.0), None, None)
     before = torch.get_num_threads()

@@ -75,10 +75,11 @@ class Comparison:
 
 
 DDP = ("ddp", "ddp-view")  # the faster of the two gradient layouts is the peer
+# one group per block, or one group in total: the faster is the peer
 FSDP2_TINY = (
     "fsdp2",
     "fsdp2-root",
-)  # one group per block, or one group in total: the faster is the peer
+)
 
 
 def comparisons() -> Iterator[Comparison]:

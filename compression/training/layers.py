@@ -49,9 +49,8 @@ class CompressedLayer(nn.Module):
     """A layer with techniques, which `advance` switches on."""
 
     weight: Any  # the class beside this one declares it
-    settings: dict[
-        str, tuple[Any, Any]
-    ]  # technique -> (shared_parameters, parameters of its group)
+    # technique -> (shared_parameters, parameters of its group)
+    settings: dict[str, tuple[Any, Any]]
     active: tuple[str, ...]
     step: int  # of the last `advance`; -1 before the first
     weight_bits: int

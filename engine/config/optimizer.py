@@ -45,9 +45,8 @@ BESIDE_PARAMS = "its place is optimizer.params, in DeepSpeed too"
 TORCH_DECAY = 0.01  # the default of torch.optim.AdamW
 FUSED = "there is one implementation, and it is fused"
 _MESSAGES = "messages are sent by the backend of torch.distributed, on any device"
-_ABOVE_0 = Value(
-    Positive
-)  # as eps: an element without gradients would be 0 / 0, and others share its norm
+# as eps: an element without gradients would be 0 / 0, and others share its norm
+_ABOVE_0 = Value(Positive)
 _AMSGRAD = Refused(Flag, "AMSGrad is not supported; set it to false", harmless=(False,))
 _EPS_INSIDE = Refused(Flag, "eps is added outside the root", harmless=(False,))
 

@@ -193,9 +193,8 @@ class Step:
     number: int
     samples: Ints
     difficulties: Mapping[str, Any]
-    positions: tuple[
-        int, ...
-    ]  # of each cluster: how many of its samples were taken, also in other orders
+    # of each cluster: how many of its samples were taken, also in other orders
+    positions: tuple[int, ...]
 
 
 @final
@@ -379,9 +378,8 @@ class CurriculumSampler(Sampler[int], Resumable):
         self._rank, self._world_size, self._micro = rank, world_size, micro_batch_size
         self._current = self._next = {"step": 0, "step_samples": 0}
         self.num_steps, self.batch_size = num_steps, selection.batch_size
-        self._seen: dict[
-            int, Step
-        ] = {}  # those that workers may have been told of, and the loader gives later
+        # those that workers may have been told of, and the loader gives later
+        self._seen: dict[int, Step] = {}
 
     def __iter__(self) -> Iterator[int]:
         first, skip = self._current["step"], self._current["step_samples"]

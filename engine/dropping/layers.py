@@ -43,9 +43,8 @@ class LayerDropping:
         self._places = dict(places)
         self._schedule, self._seed = schedule, seed
         self._kept: dict[nn.Module, float] = {}  # the probability of each block that is kept now
-        self._forms: dict[
-            type, int | None
-        ] = {}  # class -> results of its tuple; None: it returns a tensor
+        # class -> results of its tuple; None: it returns a tensor
+        self._forms: dict[type, int | None] = {}
 
     def begin(self) -> Callable[[], None]:
         """Wrap the calls of the blocks; the returned function restores them."""

@@ -353,9 +353,8 @@ def _layout_for(
     if issubclass(kind, ShardOptimizer):
         return updater.optimizer_tensors.tensors_of
     if updater.world.is_alone:
-        return (
-            updater.optimizer_tensors.whole_params
-        )  # the tensors plain torch would get: bit-identical results
+        # the tensors plain torch would get: bit-identical results
+        return updater.optimizer_tensors.whole_params
     if kind in ELEMENTWISE:
         return updater.optimizer_tensors.tensors_of
     if not updater.world.is_sharded:

@@ -48,12 +48,13 @@ FILE = "run.jsonl"
 USE_SECONDS = 1.0
 MOST_SPANS, MOST_RANKS = 1000, 64  # of a timeline
 LINK = "record"  # the file in the launcher's run folder that names the record
+# whose version counts where they are loaded
 _LIBRARIES = (
     "numpy",
     "transformers",
     "accelerate",
     "peft",
-)  # whose version counts where they are loaded
+)
 
 log = logging.getLogger("xds")
 

@@ -41,9 +41,8 @@ class Paragraphs(Dataset[dict[str, Tensor]]):
         self.pieces = [
             part[at : at + context] for part in found for at in range(0, len(part), context)
         ]
-        self.lengths = [
-            len(piece) for piece in self.pieces
-        ]  # each rank then reads its own rows only
+        # each rank then reads its own rows only
+        self.lengths = [len(piece) for piece in self.pieces]
 
     def __len__(self) -> int:
         return len(self.pieces)

@@ -22,9 +22,8 @@ _STEPS, _RANKS = 0, 1  # process ids
 def trace_of(run: Run) -> str:
     """JSON. Times are in microseconds since the first event."""
     times = (*run.times[-MOST_STEPS:][:1], *(each.time for each in run.timelines))
-    base = next(
-        filter(math.isfinite, times), 0.0
-    )  # the differences of clocks are exact to the nanosecond
+    # the differences of clocks are exact to the nanosecond
+    base = next(filter(math.isfinite, times), 0.0)
     slices, counters = [*_slices(run, base)], [*_counters(run, base)]
     starts = (each["ts"] for each in (*slices, *counters))
     zero = min(filter(math.isfinite, starts), default=0.0)

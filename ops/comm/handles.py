@@ -8,12 +8,10 @@ from typing import Any, final
 
 from torch import Tensor
 
-Messages = Sequence[
-    tuple[int, Tensor]
-]  # the rank of the peer in the group, and a contiguous tensor
-Works = list[
-    tuple[int | None, Any]
-]  # the rank of the peer in the job, if there is one, and torch's work
+# the rank of the peer in the group, and a contiguous tensor
+Messages = Sequence[tuple[int, Tensor]]
+# the rank of the peer in the job, if there is one, and torch's work
+Works = list[tuple[int | None, Any]]
 
 
 @final

@@ -29,10 +29,11 @@ from .threads import light_thread
 TAG_BASE = 0x5D000  # above the small tags that a script's own send and recv are likely to use
 TAGS_PER_BUFFER = 2
 TAGS_PER_ENGINE = 1 << 16
+# of an engine: the first tag of messages, and how many there are
 MESSAGE_TAG, MESSAGE_TAGS = (
     1 << 14,
     1 << 15,
-)  # of an engine: the first tag of messages, and how many there are
+)
 SMALL_TAGS = 1 << 14  # the last tags of an engine, for small operations, by their size
 WHOLE_BYTES = 1 << 18  # up to it, one round of whole buffers is faster than two rounds of halves
 

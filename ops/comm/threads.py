@@ -66,9 +66,8 @@ class LightThread:
         self._begin.release()
         try:
             done.acquire()
-        except (
-            BaseException
-        ):  # a signal: the thread is still in the job, the next job gets another one
+        # a signal: the thread is still in the job, the next job gets another one
+        except BaseException:
             self._restart()
             raise
         return found[0] if found else None
@@ -194,9 +193,8 @@ class _Threads:
         self._name = name
         self._lock = threading.Lock()
         self._num_idle = 0
-        self._later: dict[
-            Hashable, deque[ThreadJob]
-        ] = {}  # the waiting jobs of each key that a thread serves
+        # the waiting jobs of each key that a thread serves
+        self._later: dict[Hashable, deque[ThreadJob]] = {}
         self._now: queue.SimpleQueue[tuple[Hashable, ThreadJob]] = queue.SimpleQueue()
 
     def add(self, key: Hashable, job: ThreadJob) -> None:

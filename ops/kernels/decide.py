@@ -50,9 +50,8 @@ def exact_square_sum(flat: Tensor, param_dtype: torch.dtype | None = None) -> Te
     """
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     for piece in flat.split(EXACT_NUMEL):  # type: ignore[no-untyped-call]
-        total += (
-            piece.double().square().sum()
-        )  # not in place: `double` may return the tensor itself
+        # not in place: `double` may return the tensor itself
+        total += piece.double().square().sum()
     return total
 
 

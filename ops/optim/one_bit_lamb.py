@@ -125,9 +125,8 @@ class OneBitLamb(OneBitOptimizer):
             means, beta = self._states[update.item.master][COEFF], update.group["coeff_beta"]
             for part in update.item.parts:
                 ratio = ratios[part.name]
-                if (
-                    ratio != 1.0
-                ):  # as in DeepSpeed: 1 stands for a parameter or a direction of zeros
+                # as in DeepSpeed: 1 stands for a parameter or a direction of zeros
+                if ratio != 1.0:
                     means[part.name] = beta * means.get(part.name, 0.0) + (1.0 - beta) * ratio
         return [direction for direction, _ in found], ratios
 

@@ -21,8 +21,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional as F
 
+from ...utils.errors import UsageError
 from .layouts import layout_of
 
 CHUNK = 1 << 19  # scores that are computed at a time
@@ -369,7 +371,19 @@ def blocks_attention(  # noqa: PLR0913 (arguments of an op)
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """The CPU's way. One node of a compiled graph: it finds the layout of a `rule` itself."""
+    """The CPU's way. One node of a compiled graph: it finds the layout of a `rule` itself.
+
+    Raises:
+        UsageError: a derivative in forward mode is asked for, which torch would take for zero.
+    """
+    if not torch.compiler.is_compiling() and any(
+        unpack_dual(one).tangent is not None  # type: ignore[no-untyped-call]
+        for one in (q, k, v)
+    ):
+        raise UsageError(
+            "sparse attention on a CPU has no derivative in forward mode (torch.func.jvp, dual numbers): use "
+            "backward, or dense attention"
+        )
     seed = torch.randint(0, 1 << 62, ()) if dropout else None
     # a block that is longer than the sequence needs no padding
     block = max(1, min(block, q.shape[2]))

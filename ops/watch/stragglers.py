@@ -55,9 +55,8 @@ class StragglerDetector:
         self._totals: dict[int, dict[int, Total]] = {}  # step -> rank -> total
         self._begin: dict[int, Total] | None = None  # of the current window
         self._begin_step = 0
-        self._streaks: dict[
-            int, int
-        ] = {}  # windows in a row in which the rank's state differs from `_slow`
+        # windows in a row in which the rank's state differs from `_slow`
+        self._streaks: dict[int, int] = {}
         self._slow: set[int] = set()
 
     def compare(self, published: Mapping[int, Sequence[Sequence[float]]]) -> list[SpeedChange]:

@@ -209,9 +209,8 @@ class Watch:
                 f"rank stopped, or took a different path through its code: {diagnosis}"
             )
         self.waiting = None
-        return PeerError(
-            self._diagnosis
-        )  # a group does not recover: later waits fail for the same reason
+        # a group does not recover: later waits fail for the same reason
+        return PeerError(self._diagnosis)
 
     @contextmanager
     def guard(

@@ -80,9 +80,8 @@ class Outside:
         else:
             is_last = stage == self._stages[-1]
             copies = (self._copies.pop if is_last else self._copies.get)(micro_batch, {})
-            with self._buffers.again(
-                copies or {}
-            ):  # what is written after the blocks alone, counts
+            # what is written after the blocks alone, counts
+            with self._buffers.again(copies or {}):
                 yield
 
 

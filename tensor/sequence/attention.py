@@ -55,9 +55,8 @@ def register(former: str) -> str:
 
     own: Attention = ALL_ATTENTION_FUNCTIONS[former]
     own = getattr(own, OWN, own)  # one exchange is enough
-    disable: Any = (
-        torch.compiler.disable
-    )  # a compiled block has a graph before such a call and one after it
+    # a compiled block has a graph before such a call and one after it
+    disable: Any = torch.compiler.disable
     attend_in_ring = disable(SequenceAttention.attend, reason=RING_REASON)
     functions = Former(former, own, disable(build_mask))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from sparse_layouts import CLASSES, COUNT, GROUP, digests
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import xds
 from xds.ops import sparse_attention as sparse
@@ -239,6 +240,14 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(xds.UsageError, match=text):
             sparse.sparse_attention(**{**whole, **change})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch about itself
+def test_a_derivative_in_forward_mode_is_refused() -> None:
+    q = torch.randn(1, 2, 32, 8)
+    layout = torch.ones(1, 2, 2, dtype=torch.int64)
+    with forward_ad.dual_level(), pytest.raises(xds.UsageError, match="no derivative in forward"):
+        sparse.sparse_attention(forward_ad.make_dual(q, q), q, q, layout, block=16)
 
 
 # -- modules --------------------------------------------------------------------------------------------

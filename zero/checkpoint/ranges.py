@@ -141,9 +141,8 @@ class Differences:
 
 
 Held = TypeVar("Held", Range, ConstantRange)
-_Place = tuple[
-    int, Slot
-]  # the number of a flat, and a slot of it; slices of one tensor have several
+# the number of a flat, and a slot of it; slices of one tensor have several
+_Place = tuple[int, Slot]
 
 
 def kind_of_number(dtype: str) -> str:

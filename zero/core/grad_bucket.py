@@ -791,9 +791,8 @@ class GradBucket:
         if saved.local is not None:
             self._allocate(saved.local.dtype).copy_(saved.local)
             self._filled = list(saved.filled)
-        if (
-            saved.reduced is not None and self._keeps_local
-        ):  # saved with offload, where sums are on the host
+        # saved with offload, where sums are on the host
+        if saved.reduced is not None and self._keeps_local:
             self._continue_sum(saved.reduced.to(self._device))
         elif saved.reduced is not None:
             if self.store.is_on_host and not self._gathers_sums:

@@ -431,9 +431,8 @@ class _Source:
                 f"the optimizer state {key!r} is not per element: left out, it starts from zero"
             )
             return
-        if (
-            key == STEP
-        ):  # a number in some of DeepSpeed's optimizers; a tensor in torch's and in those of xds
+        # a number in some of DeepSpeed's optimizers; a tensor in torch's and in those of xds
+        if key == STEP:
             dtype, state = "float32", float(state)
         # an optimizer of xds keeps its step on the device of the masters, torch's on the CPU
         on_device = isinstance(self.config.get("optimizer"), dict)

@@ -37,9 +37,8 @@ from ..io.tensor_file import Sums, TensorEntry, image_bytes, write_tensors
 from ..manifest import FileRecord, Manifest, lacking, new_manifest, some_of
 from ..packing import pack
 
-MAX_EXPANSION_BYTES = (
-    1 << 30
-)  # that views of the files' tensors may have beyond four times their bytes
+# that views of the files' tensors may have beyond four times their bytes
+MAX_EXPANSION_BYTES = 1 << 30
 MOST_CHARS = 1000  # of a note
 EITHER = "either"  # the kind of a tensor if the source does not show whether it is a parameter
 

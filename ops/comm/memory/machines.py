@@ -36,9 +36,8 @@ from .peers import Neighbours
 from .segment import Segment
 from .shared_memory import InMemoryBackend
 
-_threads = OrderedThreads(
-    "xds-machines"
-)  # of all groups; jobs of different ones never wait for each other
+# of all groups; jobs of different ones never wait for each other
+_threads = OrderedThreads("xds-machines")
 _SHARED = 1 << 40  # of a key: the second messages inside, of an all_gather
 
 
