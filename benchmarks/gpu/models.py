@@ -33,6 +33,7 @@ STREAMED = {
     "offload_param": HOST,
     "stage3_param_persistence_threshold": 0,
     "stage3_prefetch_bucket_size": 0,
+    "unit_min_numel": 0,
 }
 
 
