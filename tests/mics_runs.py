@@ -13,7 +13,7 @@ from torch import Tensor
 
 import xds
 
-RANKS, SAMPLES, STEPS, CLIP, LR = 4, 8, 6, 0.5, 3e-3
+RANKS, SAMPLES, STEPS, CLIP, LR = 4, 8, 3, 0.5, 3e-3
 
 
 def config_of(

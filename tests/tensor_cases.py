@@ -18,7 +18,7 @@ from xds.ops.mesh import Mesh
 from xds.tensor import DistributedAttention
 
 GPT_FILE = Path(__file__).parents[1] / "examples" / "gpt" / "model.py"
-STEPS, COUNT, SAMPLES, LENGTH, VOCAB = 5, 4, 2, 12, 66
+STEPS, COUNT, SAMPLES, LENGTH, VOCAB = 3, 4, 2, 12, 66
 # with a smaller eps, one process turns a relative change of 1e-7 in Qwen3's weights into 5e-5 of its norm
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-2}
 HEADS = 4
@@ -44,6 +44,11 @@ class Case:
         lengths = "x".join(map(str, self.mesh.shape))
         return f"{self.model}-{lengths}-zero{self.stage}"
 
+    @property
+    def layers(self) -> int:
+        """Two for each stage."""
+        return 2 * self.pipe
+
     def config(self) -> dict[str, Any]:
         found: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": SAMPLES,
@@ -58,14 +63,14 @@ class Case:
         return found
 
 
-def build(name: str, sequence: int = 1) -> nn.Module:
-    """A model of four blocks with four heads, drawn from one seed. `sequence`: the number of such ranks."""
+def build(name: str, sequence: int = 1, layers: int = 4) -> nn.Module:
+    """A model of blocks with four heads, drawn from one seed. `sequence`: the number of such ranks."""
     torch.manual_seed(7)
     if name == "gpt":
-        return _gpt(sequence)
+        return _gpt(sequence, layers)
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": HEADS}
+    sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": HEADS}
     more = {"vocab_size": VOCAB, "use_cache": False, "pad_token_id": 0}
     if name != "gpt2":
         more |= {"intermediate_size": 56, "num_key_value_heads": 2}
@@ -87,9 +92,9 @@ def _gpt_module() -> Any:
     return module
 
 
-def _gpt(sequence: int) -> nn.Module:
+def _gpt(sequence: int, layers: int) -> nn.Module:
     GPT, Shape = _gpt_module().GPT, _gpt_module().Shape
-    model = GPT(Shape(layers=4, width=32, heads=HEADS, context=LENGTH, vocabulary=VOCAB))
+    model = GPT(Shape(layers=layers, width=32, heads=HEADS, context=LENGTH, vocabulary=VOCAB))
     for block in model.blocks if sequence > 1 else ():
         attention: Any = block.attention
         attention.attend = DistributedAttention(attention.attend, heads_dim=1, tokens_dim=2)
@@ -111,11 +116,11 @@ Steps = list[tuple[float, float]]
 
 
 @cache
-def one_process(name: str, data: int) -> Steps:
+def one_process(name: str, data: int, layers: int = 4) -> Steps:
     def parts(step: int) -> list[Any]:
         return [batch for rank in range(data) for batch in batches(name, step, rank)]
 
-    return [tuple(step) for step in plain(build(name), STEPS, parts, loss_of, **ADAMW)]
+    return [tuple(step) for step in plain(build(name, layers=layers), STEPS, parts, loss_of, **ADAMW)]
 
 
 def loss_of(output: Any) -> Tensor:

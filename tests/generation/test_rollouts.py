@@ -87,7 +87,7 @@ def trained_with(stage: int, rollouts: bool, precision: str, zero: dict[str, Any
         with engine.generating(memory_limit=0, bits=bits) as module:  # streamed
             module.generate(PROMPT, max_new_tokens=3 + dist.get_rank(), synced_gpus=False)
         assert engine.training
-    losses += train(engine, range(2, 12))
+    losses += train(engine, range(2, 5))
     if rollouts:
         assert sample(engine, 9) == sample(engine, 9)
     return losses
@@ -97,14 +97,14 @@ def trained_with(stage: int, rollouts: bool, precision: str, zero: dict[str, Any
     ("stage", "precision", "zero"),
     [
         (0, "fp32", {}),
-        (1, "fp32", {}),
-        (2, "bf16", {}),
-        (3, "fp32", {}),
-        (3, "bf16", {"stage3_max_reuse_distance": 0}),
+        (3, "bf16", {"stage3_max_reuse_distance": 0, "overlap_comm": True}),
         (3, "fp32", {"offload_param": {"device": "cpu"}}),
-        (3, "fp32", {"overlap_comm": True, "stage3_param_persistence_threshold": 5000}),
         (2, "fp32", {"offload_optimizer": {"device": "cpu", "overlap_step": True}}),
-        (3, "bf16", {"zero_quantized_weights": True}),
+        (
+            3,
+            "bf16",
+            {"zero_quantized_weights": True, "stage3_param_persistence_threshold": 5000},
+        ),
     ],
 )
 def test_losses_after_rollouts_have_the_bits_of_a_run_without(
@@ -116,11 +116,11 @@ def test_losses_after_rollouts_have_the_bits_of_a_run_without(
 
 # -- gathers and lengths ------------------------------------------------------------------------------------
 
-LENGTHS = (1, 7, 64, 500)
+LENGTHS = (1, 7, 30, 120)
 
 
 def unequal_lengths() -> list[int]:
-    engine = start(3, gpt2(positions=512))
+    engine = start(3, gpt2(positions=128))
     train(engine, range(1))
     gathers = count_gathers(engine)
     sent = Counter(engine.bytes_sent())
@@ -130,7 +130,7 @@ def unequal_lengths() -> list[int]:
     shards = sum(flat.layout.shard_numel for unit in engine._sharded.units for flat in unit.params)
     assert extra.pop("control") == 3 * 32 and sum(extra.values()) == 3 * 4 * shards
     assert not any(flat.is_unsharded for unit in engine._sharded.units for flat in unit.params)
-    plain = gpt2(positions=512)
+    plain = gpt2(positions=128)
     train(engine, range(1, 2))
     plain.load_state_dict(engine.state_dict())
     how = {"max_new_tokens": 20, "do_sample": False}
@@ -139,7 +139,7 @@ def unequal_lengths() -> list[int]:
     return found
 
 
-def test_four_ranks_generate_1_7_64_and_500_tokens_with_one_gather_a_unit() -> None:
+def test_four_ranks_generate_1_to_120_tokens_with_one_gather_a_unit() -> None:
     found = run_ranks(unequal_lengths, 4)
     assert [len(tokens) - PROMPT.shape[1] for tokens in found] == list(LENGTHS)
 
@@ -155,12 +155,12 @@ def kinds_of_decoding(stage: int) -> list[Any]:
         {"use_cache": False, "do_sample": False},
     ]
     found = []
-    for memory_limit in (None, 0):
+    for memory_limit in (None, 0) if stage == 3 else (None,):  # gathered, streamed
         with engine.generating(memory_limit=memory_limit, seed=3) as module:
             for how in hows:
-                options = {"max_new_tokens": 6, "synced_gpus": False, **how}
+                options = {"max_new_tokens": 4, "synced_gpus": False, **how}
                 found.append(module.generate(PROMPT + dist.get_rank(), **options).tolist())
-    assert found[:5] == found[5:]
+    assert found[:5] == found[-5:]
     return found[:5]
 
 
@@ -190,8 +190,8 @@ def test_rollouts_draw_their_own_random_numbers() -> None:
 
 def log_probabilities(stage: int) -> None:
     engine = start(stage, gpt2(0.0))
-    train(engine, range(2))
-    how = {"max_new_tokens": 10, "do_sample": True, "use_cache": False, "seed": 1}
+    train(engine, range(1))
+    how = {"max_new_tokens": 5, "do_sample": True, "use_cache": False, "seed": 1}
     with engine.generating(seed=how.pop("seed")) as module:
         options = {"output_logits": True, "return_dict_in_generate": True, "synced_gpus": False}
         found = module.generate(PROMPT, **how, **options)
@@ -372,12 +372,13 @@ def not_evaluated() -> list[float]:
     return losses + train(engine, range(4, 6))
 
 
-@pytest.mark.parametrize("share", [1.1, 0.5])
 def test_evaluation_keeps_units_gathered_while_memory_allows(
-    share: float, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rollout, "free_bytes", rollout.free_bytes)  # to be restored
-    assert run_ranks(evaluated, 2, share) == run_ranks(not_evaluated, 2)
+    wanted = run_ranks(not_evaluated, 2)
+    for share in (1.1, 0.5):
+        assert run_ranks(evaluated, 2, share) == wanted
 
 
 # -- the section hybrid_engine ------------------------------------------------------------------------------
@@ -423,24 +424,23 @@ def test_the_keys_of_deepspeeds_hybrid_engine_have_their_meaning() -> None:
 # -- tensor ranks -------------------------------------------------------------------------------------------
 
 
-def sliced(stage: int) -> list[list[int]]:
+def sliced() -> list[list[int]]:
     torch.manual_seed(dist.get_rank())
-    engine = start(stage, gpt2(0.0), tensor_parallel={"autotp_size": 2})
+    engine = start(3, gpt2(0.0), tensor_parallel={"autotp_size": 2})
     plain = gpt2(0.0).eval()
     prompt = PROMPT + dist.get_rank() // 2  # tensor ranks have the same
     found = []
     for memory_limit in (None, 0):
         with engine.generating(memory_limit=memory_limit) as module:
-            how = {"max_new_tokens": 5 + dist.get_rank() // 2, "synced_gpus": False}
+            how = {"max_new_tokens": 3 + dist.get_rank() // 2, "synced_gpus": False}
             greedy = module.generate(prompt, do_sample=False, **how)
             assert torch.equal(greedy, plain.generate(prompt, do_sample=False, **how))
             found.append(module.generate(prompt, do_sample=True, **how)[0].tolist())
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_tensor_ranks_generate_the_same_tokens(stage: int) -> None:
-    found = run_ranks(sliced, 4, stage)
+def test_tensor_ranks_generate_the_same_tokens() -> None:
+    found = run_ranks(sliced, 4)
     assert found[0] == found[1] and found[2] == found[3]
 
 

@@ -20,7 +20,6 @@ pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 pytest.importorskip("torchao", reason="pip install -e '.[test]'")
 
 FP32 = {"dtype": "fp32"}
-NAMES = ("gpt2", "llama", "opt")
 
 
 def answers(model: Any) -> tuple[Tensor, Tensor]:
@@ -45,8 +44,8 @@ def expect_same(found: list[tuple[Tensor, Tensor]], name: str, atol: float = 1e-
         assert torch.equal(made, tokens)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize("name", NAMES)
+# a fused projection, heads of keys that are copied, a bias after each sum
+@pytest.mark.parametrize(("name", "tp_size"), [("gpt2", 1), ("gpt2", 2), ("llama", 4), ("opt", 2)])
 def test_slices_answer_as_transformers(name: str, tp_size: int) -> None:
     settings = {**FP32, "tensor_parallel": {"tp_size": tp_size}}
     expect_same(run_ranks(answers_here, tp_size, name, settings), name)
@@ -156,8 +155,13 @@ def perplexity_here(state: dict[str, Tensor], name: str, settings: dict[str, Any
     return perplexity(xds.init_inference(model, **settings))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_int8_keeps_the_perplexity(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("gpt2", [(2, {"mp_size": 2})]), ("llama", [(4, {"mp_size": 4}), (2, {"zero": {"stage": 3}})])],
+)
+def test_int8_keeps_the_perplexity(
+    name: str, ranks: list[tuple[int, dict[str, Any]]], tmp_path: Path
+) -> None:
     """Within 1 %; and whole, in slices, sharded and streamed alike."""
     model = trained(name)
     plain, state = perplexity(model), model.state_dict()
@@ -165,7 +169,7 @@ def test_int8_keeps_the_perplexity(name: str, tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
     whole = run_ranks(perplexity_here, 1, state, name, {"dtype": torch.int8})[0]
     assert whole == pytest.approx(plain, rel=0.01) and whole != plain
-    for size, more in ((2, {"mp_size": 2}), (4, {"mp_size": 4}), (2, {"zero": {"stage": 3}})):
+    for size, more in ranks:
         found = run_ranks(perplexity_here, size, state, name, {"dtype": "int8", **more})
         assert found == pytest.approx([plain] * size, rel=0.01)
     streamed = {"dtype": "int8", "zero": {"stage": 3, "offload_param": nvme}}
@@ -248,8 +252,16 @@ def save_as(kind: str, name: str, folder: Path) -> dict[str, Any]:
     return {"checkpoint_config": {"checkpoint_dir": str(folder / "checkpoints.json")}}
 
 
-@pytest.mark.parametrize("kind", ["folder", "dict", "json"])
-@pytest.mark.parametrize("more", [{}, {"mp_size": 2}, {"zero": {"stage": 3}}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("folder", {}),
+        ("folder", {"zero": {"stage": 3}}),
+        ("dict", {"mp_size": 2}),
+        ("json", {"zero": {"stage": 3}}),
+    ],
+    ids=str,
+)
 def test_meta_models_read_their_part_of_files(
     kind: str, more: dict[str, Any], tmp_path: Path
 ) -> None:

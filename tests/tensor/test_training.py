@@ -1,4 +1,4 @@
-"""Five steps on tensor, sequence, pipeline and data ranks, and what joins them, equal those of one process."""
+"""Steps on tensor, sequence, pipeline and data ranks, and what joins them, equal those of one process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def train(
     """Loss and norm of each step, what tensor ranks have alike, tokens of norms, most logits of a module."""
     config = case.config() | more
     config["tensor_parallel"] |= tensor
-    model = build(case.model, case.sequence)
+    model = build(case.model, case.sequence, case.layers)
     engine = xds.initialize(model, config)
     tokens: set[int] = set()
     largest = 0
@@ -121,7 +121,7 @@ SLOW = (1, 4, 9, 10, 11, 13)  # each differs in little from one of the others
 def test_steps_equal_those_of_one_process(number: int) -> None:
     case, tensor, more = CASES[number]
     ranks = run_ranks(train, case.mesh.size, *CASES[number])
-    assert worst(ranks[0][0], one_process(case.model, case.data)) <= SAME
+    assert worst(ranks[0][0], one_process(case.model, case.data, case.layers)) <= SAME
     for group in case.mesh.groups("tensor"):
         first, *others = (ranks[rank] for rank in group)
         for steps, params, _, _ in others:
