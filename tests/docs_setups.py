@@ -95,7 +95,7 @@ SETUPS = {
         class Model(torch.nn.Module):
             def __init__(self):
                 super().__init__()
-                self.tokens, self.head = torch.nn.Embedding(5000, 4), torch.nn.Linear(4, 5000)
+                self.tokens, self.head = torch.nn.Embedding(500, 4), torch.nn.Linear(4, 500)
 
             def forward(self, input_ids, labels, position_ids=None, attention_mask=None):
                 logits = self.head(self.tokens(input_ids))[:, :-1].flatten(0, 1)
@@ -111,6 +111,8 @@ SETUPS = {
         """,
         edits={
             'model, "config.json"': "model, config",
+            "integers(1, 5000": "integers(1, 500",
+            "size=2000": "size=400",
             'engine = xds.initialize(model, "curriculum.json"': "engine.destroy()\n"
             'engine = xds.initialize(model, "1.json"',
             'engine = xds.initialize(model, "batches.json"': "engine.destroy()\n"

@@ -20,9 +20,12 @@ SMALL_NUMEL = 64
 
 _context = mp.get_context("forkserver")
 # the last one is what the first optimizer imports: most of a second for each rank
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "xds.engine.initialize", "torch._dynamo"]
-)
+_PRELOADED = ["torch", "torch.distributed", "xds.engine.initialize", "torch._dynamo"]
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # a run of many files: else each rank of some would import it
+    _PRELOADED += ["transformers.modeling_utils", "transformers.models.llama.modeling_llama"]
+_context.set_forkserver_preload(_PRELOADED)
 
 
 def run_ranks(

@@ -120,7 +120,9 @@ def one_process(name: str, data: int, layers: int = 4) -> Steps:
     def parts(step: int) -> list[Any]:
         return [batch for rank in range(data) for batch in batches(name, step, rank)]
 
-    return [tuple(step) for step in plain(build(name, layers=layers), STEPS, parts, loss_of, **ADAMW)]
+    return [
+        tuple(step) for step in plain(build(name, layers=layers), STEPS, parts, loss_of, **ADAMW)
+    ]
 
 
 def loss_of(output: Any) -> Tensor:

@@ -103,10 +103,10 @@ def folders_below(folder):
     return {below for layer in LAYERS[:level] for below in layer}
 
 
-def distributed_names(tree):
+def distributed_names(nodes):
     """The names of torch.distributed and of its functions in a file."""
     modules, functions = {"torch.distributed"}, {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
         prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
@@ -121,12 +121,13 @@ def distributed_names(tree):
 
 def calls_to_collectives(source):
     """The collectives of torch.distributed that `source` uses, also under other names."""
-    tree = parsed(source)
-    modules, functions = distributed_names(tree)
+    nodes = nodes_of(source)
+    modules, functions = distributed_names(nodes)
     found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules:
-            found.add(node.attr)
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            if node.attr in COLLECTIVES and ast.unparse(node.value) in modules:
+                found.add(node.attr)
         elif isinstance(node, ast.Name) and node.id in functions:
             found.add(functions[node.id])
     return sorted(found & COLLECTIVES)

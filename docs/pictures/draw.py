@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ STATES = (  # kinds of the planner, name, fill, bytes of an element
 )
 
 
+@cache
 def planned_bytes(stage: int) -> dict[str, int]:
     """Bytes by kind of `xds plan` that each of 8 ranks keeps of a 7B model with AdamW in bf16."""
     from torch import nn

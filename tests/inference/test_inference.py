@@ -157,7 +157,10 @@ def perplexity_here(state: dict[str, Tensor], name: str, settings: dict[str, Any
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("gpt2", [(2, {"mp_size": 2})]), ("llama", [(4, {"mp_size": 4}), (2, {"zero": {"stage": 3}})])],
+    [
+        ("gpt2", [(2, {"mp_size": 2})]),
+        ("llama", [(4, {"mp_size": 4}), (2, {"zero": {"stage": 3}})]),
+    ],
 )
 def test_int8_keeps_the_perplexity(
     name: str, ranks: list[tuple[int, dict[str, Any]]], tmp_path: Path

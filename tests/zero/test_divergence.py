@@ -19,7 +19,7 @@ from torch import nn
 import xds
 
 TIMEOUT_SECONDS = 5.0  # of the groups that are meant to fail
-NUM_STEPS = 4
+NUM_STEPS = 3
 
 # -- models that train ----------------------------------------------------------------------------------
 

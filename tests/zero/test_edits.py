@@ -305,10 +305,10 @@ def frozen_for_a_step(stage: int, zero: dict[str, Any]) -> None:
 
 
 def test_states_of_frozen_parameters_stay_in_groups_and_replicas() -> None:
-    for stage in (0, 1, 3):
+    for stage in (0, 3):
         run_ranks(frozen_for_a_step, 2, stage, {})
-        if stage:
-            run_ranks(frozen_for_a_step, 4, stage, {"mics_shard_size": 2})
+    for stage in (1, 3):
+        run_ranks(frozen_for_a_step, 4, stage, {"mics_shard_size": 2})
 
 
 def frozen_at_first(stage: int, kind: str, zero: dict[str, Any]) -> None:
@@ -333,7 +333,7 @@ def frozen_at_first(stage: int, kind: str, zero: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
 def test_a_parameter_frozen_in_the_first_step_is_as_in_torch_later(kind: str) -> None:
-    for stage, zero in ((0, {}), (2, {}), (3, {}), (2, {"offload_optimizer": {"device": "cpu"}})):
+    for stage, zero in ((0, {}), (3, {}), (2, {"offload_optimizer": {"device": "cpu"}})):
         run_ranks(frozen_at_first, 2, stage, kind, zero)
 
 
