@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from _pytest import unraisableexception
 
 try:
     from hypothesis import HealthCheck, settings
@@ -48,12 +47,6 @@ def _each_file_begins_anew() -> Iterator[None]:
         torch.distributed.destroy_process_group()
     if "torch._dynamo" in sys.modules:  # else torch compiles a function of many files no more
         sys.modules["torch._dynamo"].reset()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """The end of a run looks for garbage in all objects once, not five times."""
-    if hasattr(unraisableexception, "gc_collect_iterations_key"):  # since pytest 8.4
-        config.stash[unraisableexception.gc_collect_iterations_key] = 1
 
 
 def pytest_collection_finish() -> None:
