@@ -70,7 +70,7 @@ def run_threads(function: Callable[..., Any], world_size: int, *args: Any) -> li
     return results
 
 
-LR, DECAY, STEPS = 1e-2, 0.1, 6
+LR, DECAY, STEPS = 1e-2, 0.1, 4
 WEIGHTS, GRADS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 SAVED = 4
 SECOND = {"zero_hpz_partition_size": 2}

