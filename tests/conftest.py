@@ -18,7 +18,9 @@ except ImportError as error:  # pragma: no cover
     ) from error
 
 # no test is judged by its time: a machine may be busy
-settings.register_profile("any time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any time", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any time")
 
 

@@ -79,7 +79,7 @@ HEAD = """\
 # Combinations of features
 
 Any two of these features work together, or are refused before training starts. A test trains a small Llama
-for five steps with each pair, on 2 to 8 ranks: losses and gradient norms are those of one process without
+for three steps with each pair, on 2 to 8 ranks: losses and gradient norms are those of one process without
 these features, within 1e-5. Where a feature changes the computation (layer drop, sparse attention, 8-bit
 weights), the process has it as well; with 8-bit weights within 0.1 %. In 16 bits losses are compared, within
 1 % for fp16 and 5 % for bf16. So they are with compressed messages: within 1 % for qwZ, 5 % for qgZ and 1-bit

@@ -143,7 +143,7 @@ def counters(engine: Any) -> list[int]:
     ]
 
 
-def resume(folder: str, stage: int, more: dict[str, Any], middle: int = 3, end: int = 6) -> None:
+def resume(folder: str, stage: int, more: dict[str, Any], middle: int = 3, end: int = 5) -> None:
     """Save after `middle` micro-batches and go on; a fresh engine that loads does the same, bit for bit."""
     first = engine_of(stage, **more)
     train(first, 0, middle)

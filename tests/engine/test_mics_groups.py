@@ -47,7 +47,7 @@ def three_replicas(stage: int) -> Any:
         config = config_of(stage, size, accumulation=2)
         engine = xds.initialize(build("divergent" if stage < 3 else "plain"), config)
         norms = []
-        for step in range(5):
+        for step in range(3):
             for micro in range(2):
                 seed = torch.Generator().manual_seed(100 * step + 10 * micro + engine.global_rank)
                 tokens = torch.randint(0, 61, (2, 9), generator=seed)
@@ -75,7 +75,7 @@ def test_three_replicas() -> None:
         for name, value in mics[1].items():
             assert torch.equal(value, ranks[0][1][1][name]), name
             assert (value - zero[1][name]).norm() <= 1e-5 * value.norm() + 1e-6, name
-        assert mics[2]["all_reduce"] >= 5 * sum(2 * 2 * numel * 4 // 3 for numel in mics[3])
+        assert mics[2]["all_reduce"] >= 3 * sum(2 * 2 * numel * 4 // 3 for numel in mics[3])
 
 
 def started(config: dict[str, Any], hosts: tuple[int, ...]) -> str:

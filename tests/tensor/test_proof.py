@@ -384,7 +384,7 @@ def of_transformers() -> list[str]:
     """Logits that are not gathered, norms that are not summed, a block after one that has filled a cache."""
     said = []
     for name in ("llama", "qwen3", "cached"):
-        model: Any = build("qwen3" if name == "qwen3" else "llama")
+        model: Any = build("qwen3" if name == "qwen3" else "llama", layers=2)
         plan = plan_of_model(model)
         if name == "llama":
             plan |= {"lm_head": "colwise"}
@@ -408,7 +408,7 @@ def test_wrong_plans_of_models_of_transformers_are_found() -> None:
 def not_refused() -> None:
     """Gradients that are zero but for rounding, and fp64 with norms in fp32."""
     for name in ("rounding", "fp64"):
-        model = build("llama" if name == "rounding" else "qwen3")
+        model = build("llama" if name == "rounding" else "qwen3", layers=2)
         ids = torch.full((2, 48), 5)
         if name == "rounding":
             for key, param in model.named_parameters():
@@ -429,7 +429,7 @@ def test_rounding_is_not_refused() -> None:
 
 def step_of(stage: int, how: str, size: int) -> tuple[float, Tensor, Tensor]:
     """The loss, and two weights after a step of SGD: `up`, and the norm before it."""
-    model = build("llama")
+    model = build("llama", layers=2)
     layer: Any = model.get_submodule("model.layers.0")
     up, norm = layer.mlp.up_proj.weight, layer.post_attention_layernorm.weight
     if how == "hook before":
