@@ -277,7 +277,7 @@ def packed(kind: str, stage: int, more: dict[str, Any]) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_packed_rows_have_the_loss_and_gradients_of_one_sample_a_row(kind: str) -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
     run_ranks(packed, 2, kind, 2, {})

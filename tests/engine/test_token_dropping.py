@@ -146,8 +146,7 @@ def reference() -> tuple[list[float], dict[str, Any]]:
     return found, model.state_dict()
 
 
-@pytest.mark.parametrize("by_class", [False, True])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "by_class"), [(0, True), (2, False), (3, True)])
 def test_masks_and_positions_go_with_the_kept_tokens(stage, by_class):
     wanted, values = reference()
     found, own_values = run_ranks(run, 2, stage, section(), by_class)[0]

@@ -87,7 +87,7 @@ def config_of(stage: int, precision: str = "fp32", **changes: Any) -> dict[str, 
     return runs.config(stage, precision, samples=1, optimizer="SGD", params=params, **changes)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_step_is_that_of_one_process_with_the_whole_batch(stage: int) -> None:
     cases: list[tuple[int, dict[str, Any], bool, bool]] = [
         (1, {"accumulation": 3}, False, False),
@@ -100,11 +100,10 @@ def test_the_step_is_that_of_one_process_with_the_whole_batch(stage: int) -> Non
         assert max(found) < 1e-6, (stage, ranks, changes)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bits_and_their_loss_scale(precision: str) -> None:
-    for stage in (0, 3):
-        config = config_of(stage, precision, accumulation=2, clip=0.05)
-        assert max(run_ranks(compare, 2, config)) < 2e-2
+@pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), (0, "fp16")])
+def test_16_bits_and_their_loss_scale(stage: int, precision: str) -> None:
+    config = config_of(stage, precision, accumulation=2, clip=0.05)
+    assert max(run_ranks(compare, 2, config)) < 2e-2
 
 
 def ways(stage: int) -> list[Any]:
