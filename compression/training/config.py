@@ -476,6 +476,10 @@ class QuantizeTraining(Section):
         given = "start_bits" in self.quantize_bits.model_fields_set
         return given if self.enabled is None else self.enabled
 
+    def shown_value(self, name: str) -> Any:
+        """`enabled` as what null means here: a dict of all keys gives quantize_bits, too."""
+        return self.is_on if name == "enabled" else super().shown_value(name)
+
     def check(self, section: CompressionTraining, report: Report) -> None:
         """The newer form must not be given as well."""
         if self.is_on and "weight_quantization" in section.enabled:

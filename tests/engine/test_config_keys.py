@@ -492,6 +492,16 @@ def test_any_dict_is_read_or_refused_and_shown_by_check(source: dict[str, Any]) 
     assert code in (0, 2)
 
 
+def test_a_config_that_is_read_from_all_its_keys_does_not_quantize() -> None:
+    """null of quantize_training.enabled means: where quantize_bits is given."""
+    config = parse_config({"train_batch_size": 8})
+    assert parse_config(config.as_dict()).as_dict()["quantize_training"]["enabled"] is False
+    given = parse_config(
+        {"train_batch_size": 8, "quantize_training": {"quantize_bits": {"start_bits": 8}}}
+    )
+    assert given.as_dict()["quantize_training"]["enabled"] is True
+
+
 FILE = """{
   // a comment
   "train_batch_size": 8, "_comment": "x",
