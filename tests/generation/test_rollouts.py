@@ -190,8 +190,8 @@ def test_rollouts_draw_their_own_random_numbers() -> None:
 
 def log_probabilities(stage: int) -> None:
     engine = start(stage, gpt2(0.0))
-    train(engine, range(1))
-    how = {"max_new_tokens": 5, "do_sample": True, "use_cache": False, "seed": 1}
+    train(engine, range(2))
+    how = {"max_new_tokens": 10, "do_sample": True, "use_cache": False, "seed": 1}
     with engine.generating(seed=how.pop("seed")) as module:
         options = {"output_logits": True, "return_dict_in_generate": True, "synced_gpus": False}
         found = module.generate(PROMPT, **how, **options)
