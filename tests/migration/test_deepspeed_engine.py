@@ -369,11 +369,11 @@ def test_a_model_is_built_in_slices_and_read_whole() -> None:
 def held_and_estimated(stage: int, **kinds: bool) -> tuple[int, int]:
     """Bytes on the device; kinds: of `estimate.Offload`."""
     offload = {f"offload_{kind.removesuffix('s')}": {"device": "cpu"} for kind in kinds}
-    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(12)))
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
     sizes = estimate.measure(model)
     section = {"stage": stage, "stage3_max_reuse_distance": 0, **offload}
     engine = start(model, stage, "bf16", zero_optimization=section)
-    engine.backward(engine(torch.ones(2, 512, dtype=torch.bfloat16)).float().mean())
+    engine.backward(engine(torch.ones(2, 1024, dtype=torch.bfloat16)).float().mean())
     engine.step()
     plan, choice = engine.memory_plan(), estimate.Offload(**kinds)
     if kinds:
