@@ -8,10 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-# With PYTHONDONTWRITEBYTECODE each process would rewrite all test files and compile all of xds, at each run.
-# What is imported until the tests start may be kept beside the files; the tests run as the variable says.
-_writes_no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, False
-
 try:
     from hypothesis import HealthCheck, settings
 
@@ -56,11 +52,7 @@ def _each_file_begins_anew() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Ends what importing has needed.
-
-    A collection of garbage then looks at what the tests make, not at torch and all test modules.
-    """
-    sys.dont_write_bytecode = _writes_no_bytecode
+    """A collection of garbage looks at what the tests make, not at torch and all test modules."""
     gc.collect()
     gc.freeze()
 
