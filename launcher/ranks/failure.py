@@ -197,12 +197,12 @@ def _signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-def last_lines(log: Path) -> tuple[str, ...]:
-    """The last lines of a log; () if it is empty or missing."""
+def last_lines(log: Path, begin: int = 0) -> tuple[str, ...]:
+    """The last lines of a log from byte `begin` on; () if there are none, or no log."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
+            file.seek(max(begin, size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ()

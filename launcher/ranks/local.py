@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, final
 
 from ...utils.errors import UsageError, XdsError
 from ...utils.messages import OutputWriter, write_stderr
-from ...utils.quoting import plain_lines, quoted
+from ...utils.quoting import plain_lines, printable, quoted, ranks_text
 from ...utils.sealing import new_key
 from ..job import Job, Order, Rendezvous, Restarts
 from .failure import first_failure, report, was_preempted
@@ -38,6 +39,7 @@ _DRAIN_SECONDS = 1.0
 _POLL_SECONDS = 1.0
 _DELIVERY_SECONDS = 2.5  # time for the others to read, before the store may end with this process
 _CONNECT_SECONDS = 5.0  # of one attempt: torch waits longer and longer between the tries of one
+_ARRIVAL_SECONDS = 20.0  # the other machines start a little later, and import torch
 _ON_TCP_STORES = ("c10d", "static")
 
 _ONE_MACHINE = Rendezvous()
@@ -64,7 +66,7 @@ def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _N
         key=new_key() if is_alone else "",
     )
     with stop_signals() as stop, run_folder(job.log_dir) as folder:
-        with Peers(rendezvous, stop) as peers:
+        with Arrivals(rendezvous, folder), Peers(rendezvous, stop) as peers:
             shown = OutputWriter(stop.is_requested)
             with RankZero(folder.path, folder.log(0), shown.write, stop.is_requested) as tee:
                 outcome = _generations(order, folder, stop, tee)
@@ -136,6 +138,44 @@ def _ending(outcome: Outcome, stop: Stop, peers: Peers) -> tuple[str, int]:
 
 
 # -- other machines, for runs without a head process ----------------------------------------------------------
+
+
+@final
+class Arrivals(threading.Thread):
+    """A thread that says for whom this machine waits, and without rank 0 where its output is."""
+
+    def __init__(self, rendezvous: Rendezvous, folder: RunFolder) -> None:
+        super().__init__(name="xds-arrivals", daemon=True)
+        self._rendezvous, self._folder = rendezvous, folder
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> None:
+        if self._rendezvous.max_nodes > 1:
+            self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+    def run(self) -> None:
+        late_at = time.monotonic() + _ARRIVAL_SECONDS
+        while not (self._folder.ranks or self._is_over.wait(_POLL_SECONDS)):
+            if time.monotonic() > late_at:
+                late_at = math.inf
+                least, endpoint = self._rendezvous.min_nodes, self._rendezvous.endpoint
+                write_stderr(
+                    f"xds: waiting for other machines: the run needs {least}, and they meet at "
+                    f"{printable(endpoint)}; start xds on each, with the same address, and check that they "
+                    "reach it\n"
+                )
+        ranks = self._folder.ranks
+        if (
+            ranks
+            and 0 not in ranks
+            and os.environ.get("XDS_LOG_LEVEL", "info") in ("debug", "info")
+        ):
+            write_stderr(
+                f"xds: output of {ranks_text(sorted(ranks))}: {printable(self._folder.path)}\n"
+            )
 
 
 @final

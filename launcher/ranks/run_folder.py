@@ -42,6 +42,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.ranks: set[int] = set()  # of this host
+        self.log_begins: dict[int, int] = {}  # where this start's output begins in each log
 
     def log(self, rank: int) -> Path:
         """The rank's output, of all starts."""
@@ -63,13 +64,15 @@ class RunFolder:
 
     def prepare(self, ranks: Sequence[int], *, is_first: bool) -> None:
         """Remove the failure records of an earlier start, and before the first start also old logs."""
-        self.ranks |= set(ranks)
+        self.ranks = self.ranks | set(ranks)  # another thread may read the former set
         if is_first and 0 in ranks:
             (self.path / _RECORD).unlink(missing_ok=True)
         for rank in ranks:
             endings = (*_FAILURE_FILES, *([".log"] if is_first else []))
             for ending in endings:
                 (self.path / f"rank{rank}{ending}").unlink(missing_ok=True)
+            log = self.log(rank)
+            self.log_begins[rank] = log.stat().st_size if log.exists() else 0
 
     def first_error_seconds(self, ranks: Sequence[int]) -> float | None:
         """When the first rank wrote its failure record (wall clock); None if there is none."""

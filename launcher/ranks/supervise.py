@@ -365,7 +365,7 @@ def _with_host_and_log(failure: Failure, folder: RunFolder) -> Failure:
         failure,
         host=socket.gethostname(),
         log=str(log) if has_log else "",
-        tail=() if failure.text else last_lines(log),
+        tail=() if failure.text else last_lines(log, folder.log_begins.get(failure.rank, 0)),
     )
 
 

@@ -17,6 +17,7 @@ from ...utils.quoting import escaped, ranks_text
 OUTSIDE = "it is in the script's own code (a data loader, a collective of its own), or slower than the timeout"
 GONE = "it closed its connection: its process ended, or failed in a collective of the script's own"
 LEFT = "it has already destroyed this engine"
+FOR_ALL_ALARMS = 2**31  # the alarm of the last report of a rank that has left
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class RankReport:
     own: the last of the script's own collectives, each [number, op, sizes]; needs torch's flight recorder.
     members: the ranks that take part in what it waits in; None: all.
     alarm: the number of the alarm that it answers; -1 for a report without an alarm.
+    left: its process ends, or destroys this engine.
     """
 
     rank: int
@@ -51,11 +53,12 @@ class RankReport:
     own: Sequence[tuple[int, str, str]] = ()
     alarm: int = -1
     members: Sequence[int] | None = None
+    left: bool = False
 
     @property
     def is_outside(self) -> bool:
         """Whether the rank answered and is in no collective."""
-        return not (self.waits_in or self.raised or self.call)
+        return not (self.waits_in or self.raised or self.call or self.left)
 
     def has_started(self, collective: str) -> int:
         return (self.counts or {}).get(collective, 0)
@@ -81,10 +84,15 @@ def explain(
     waiting = _waiting(reports)
     parts = [_wait_text(ranks, reports) for ranks in waiting]
     parts += [f"rank {r.rank} raised {r.raised}" for r in reports if r.raised]
+    left = [r.rank for r in reports if r.left]
+    if left:
+        parts.append(
+            f"{ranks_text(left)} {'has' if len(left) == 1 else 'have'} ended, or destroyed this engine"
+        )
     parts += _place_texts(reports)
     silent = sorted(set(range(world_size)) - {r.rank for r in reports})
     parts += _silent_texts(silent, {r.gone for r in reports}, silences or {})
-    strayed = {*silent, *(r.rank for r in reports if r.raised or r.is_outside)}
+    strayed = {*silent, *(r.rank for r in reports if r.raised or r.left or r.is_outside)}
     named = sorted(strayed & (places or {}).keys())
     parts += [f"rank {rank} has {(places or {})[rank]}" for rank in named]
     parts += [text for text in (_difference_text(waiting), _own_difference_text(reports)) if text]
@@ -243,6 +251,12 @@ def _remedy(
         return (
             "Every rank must make the same calls in the same order: calls of forward, backward and step, and "
             "the script's own collectives"
+        )
+    left = [r.rank for r in reports if r.left]
+    if left:
+        return (
+            f"Look for fewer batches, or a branch that leaves a call out, on {ranks_text(left)}: every rank "
+            "must make the same calls of the engine, equally often"
         )
     blocked = [g[0].waits_in for g in waiting if _behind(g, reports)]
     if any(name.startswith("access") for name in blocked):

@@ -111,7 +111,7 @@ class ReportExchange:
         """Wait until the ranks that reported have read all reports: this process may host the store."""
         try:
             self.has_read(alarm)
-            others = [rank for rank in reports if not reports[rank].raised]
+            others = [rank for rank, each in reports.items() if not (each.raised or each.left)]
             while others and time.monotonic() < deadline:
                 number = self.store.read_as(_NUMBER, f"xds/read/{self.engine}/{others[-1]}")
                 if number is not None and number >= alarm:

@@ -23,7 +23,7 @@ from typing import Any, final
 import torch.distributed as dist
 
 from .config import WatchConfig
-from .diagnosis import RankReport, explain
+from .diagnosis import FOR_ALL_ALARMS, RankReport, explain
 from .dump import end_process, recorded, write_ring
 from .reports import PATIENCE_SECONDS, Beat, ReportExchange
 from .ring import Record, ThreadPosition, tensor_of_call
@@ -204,6 +204,9 @@ class Watcher:
     def _drop(self, entry: WatchedEngine) -> None:
         try:
             if entry.exchange is not None:
+                watch = entry.watch()
+                if watch is not None:
+                    entry.exchange.answer(watch.report(left=True, alarm=FOR_ALL_ALARMS))
                 entry.exchange.beat(Beat(time.time(), left=True))
         except RuntimeError:
             pass
@@ -250,7 +253,7 @@ class Watcher:
             return ""
         exchange.has_read(number)
         watch.lost = next((r.gone for r in reports.values() if r.gone is not None), watch.lost)
-        lowest = min(reports)
+        lowest = min(rank for rank, report in reports.items() if not report.left)
         entry.lowest_waiting = lowest if reports[lowest].waits_in else -1  # else that rank logs it
         diagnosis = _explained(exchange, reports, watch.places)
         will_raise = bool(mine.waits_in) and watch.probe is None

@@ -16,6 +16,7 @@ from xds.launcher.ranks.failure import (
     report,
     was_preempted,
 )
+from xds.launcher.ranks.run_folder import RunFolder
 
 CLOSED = (
     "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:63176"
@@ -111,6 +112,17 @@ def test_the_report_of_a_silent_death_shows_the_last_lines(tmp_path):
     told = report([replace(died(1, signal.SIGKILL, 1.0), tail=last_lines(log))], [])
     assert "killed by SIGKILL, exit code 137" in told and "out of memory" in told
     assert "  | line 49\n  | 99%\n" in told and "line 30" not in told
+
+
+def test_after_a_restart_the_last_lines_are_those_of_the_new_start(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.prepare([1], is_first=True)
+    folder.log(1).write_text("of the first start\n")
+    folder.prepare([1], is_first=False)
+    assert last_lines(folder.log(1), folder.log_begins[1]) == ()
+    with folder.log(1).open("a") as log:
+        log.write("of the second\n")
+    assert last_lines(folder.log(1), folder.log_begins[1]) == ("of the second",)
 
 
 def test_the_report_of_an_early_leaver():

@@ -19,9 +19,10 @@ from forked_launcher import ForkedLauncher
 
 from xds.launcher.job import Rendezvous
 from xds.launcher.ranks import worker
-from xds.launcher.ranks.local import Ending, Peers
+from xds.launcher.ranks.local import Arrivals, Ending, Peers
 from xds.launcher.ranks.network import free_port
 from xds.launcher.ranks.rendezvous_store import serve
+from xds.launcher.ranks.run_folder import RunFolder
 from xds.launcher.ranks.stop import Stop
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -367,6 +368,34 @@ def test_what_anybody_writes_as_a_failure_of_another_machine_is_ignored_or_escap
     store.set("xds/run/failed", json.dumps({"text": "\x1b[31mevil\nlines", "exit_code": 256 + 7}))
     peers.join(30)
     assert peers.received == Ending("\\x1b[31mevil\nlines", 7) and stop.is_for_peer
+
+
+def test_a_machine_without_rank_0_says_that_it_waits_and_where_its_output_is(
+    monkeypatch, capfd, tmp_path
+):
+    monkeypatch.setattr("xds.launcher.ranks.local._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("xds.launcher.ranks.local._ARRIVAL_SECONDS", 0.0)
+    folder = RunFolder(tmp_path)
+    arrivals, shown = (
+        Arrivals(Rendezvous("static", "a:29500", min_nodes=2, max_nodes=2), folder),
+        [],
+    )
+
+    def has_said(words):
+        shown.append(capfd.readouterr().err)
+        return words in "".join(shown)
+
+    with arrivals:
+        wait_until(lambda: has_said("the run needs 2, and they meet at a:29500"), "it says so")
+        folder.prepare([2, 3], is_first=True)
+        arrivals.join(30)
+    assert has_said(f"xds: output of ranks 2, 3: {tmp_path}\n")
+    assert "".join(shown).count("waiting for other machines") == 1
+    quiet = RunFolder(tmp_path)
+    quiet.prepare([1], is_first=True)
+    monkeypatch.setenv("XDS_LOG_LEVEL", "warning")
+    Arrivals(Rendezvous("static", "a:29500", min_nodes=2, max_nodes=2), quiet).run()
+    assert not capfd.readouterr().err
 
 
 # -- a rank alone, without the launcher -----------------------------------------------------------------

@@ -91,6 +91,13 @@ SENTENCES: list[tuple[list[RankReport], int, str]] = [
         "each one within the timeout (XDS_TIMEOUT_SECONDS)",
     ),
     (
+        [report(0, [A, A]), report(1, [A], waits_in="", left=True)],
+        2,
+        f"rank 0 waits in {A}, for the 2nd time, which rank 1 started only once; rank 1 has ended, or "
+        "destroyed this engine. Look for fewer batches, or a branch that leaves a call out, on rank 1: every "
+        "rank must make the same calls of the engine, equally often",
+    ),
+    (
         [report(0, [R]), report(1, [R])],
         2,
         f"ranks 0, 1 wait in {R}, for the 1st time. All ranks started the same collectives: one started later "
