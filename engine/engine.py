@@ -441,6 +441,7 @@ class Engine:
         """2-norm of the last step's gradients over all ranks, unscaled, before clipping; None before one.
 
         None as well at stages 1 and 2 with zero_optimization.compute_grad_norm = false.
+        After the freeze of a 1-bit optimizer it is that of the momentum.
         """
         return self._step.grad_norm if self.config.zero_optimization.shows_grad_norm else None
 
@@ -539,7 +540,10 @@ class Engine:
         return self._parts.report.last_profile
 
     def memory_plan(self) -> dict[str, int]:
-        """Bytes that this rank holds now: param, grad, master, optimizer, buckets; and on "host" and "disk"."""
+        """Bytes that this rank holds now: param, grad, master, optimizer, buckets; and on "host" and "disk".
+
+        buckets: gathered parameters, and buffers for gradients and messages.
+        """
         return self._states.memory_plan()
 
     def zero_optimization_stage(self) -> int:

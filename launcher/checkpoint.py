@@ -193,6 +193,8 @@ def _text(name: str, value: Any) -> str:
         return ", ".join(f"{other} = {one}" for other, one in value.items()) or "none"
     if isinstance(value, list):
         return ", ".join(value) or "none"
+    if name == "optimizer" and value == "Adam":  # the states are the same, so the kind is not saved
+        return "Adam or AdamW"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
@@ -409,13 +411,14 @@ def _diff(args: argparse.Namespace) -> int:
     from ..engine.checkpoint.tools.compare import compare_bytes, differences
 
     with CheckpointReader(args.a, args.tag_a) as a, CheckpointReader(args.b, args.tag_b) as b:
-        count = 0
+        count, largest = 0, 0.0
         with progress("diff", compare_bytes(a, b)) as on_read:
             for one in differences(a, b, on_read):
                 print(f"{printable(one.name)}: {printable(one.text)}")
-                count += 1
+                count, largest = count + 1, max(largest, one.largest)
         equal = f"{printable(a.folder)} and {printable(b.folder)} are equal"
-        print(f"{count} differences" if count else equal)
+        most = f"; elements differ by at most {largest:.3g}" if largest else ""
+        print(f"{_count(count, 'difference')}{most}" if count else equal)
         return DIFFERENT if count else EQUAL
 
 

@@ -156,7 +156,10 @@ def test_diff_says_what_differs_and_1(saved: Path, capsys: Capture) -> None:
         line for line in lines if line.startswith("inner.weight: ") and " elements differ" in line
     ]
     assert not [line for line in lines if line.startswith("frozen")]
-    assert lines[-1] == f"{len(lines) - 1} differences"
+    count, most = lines[-1].split("; elements differ by at most ")
+    assert count == f"{len(lines) - 1} differences"
+    found = [line.rpartition(", by at most ")[2] for line in lines if " elements differ, " in line]
+    assert float(most) == max(map(float, found))
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])

@@ -246,7 +246,8 @@ def _before_state_dict(leniency: Leniency, module: nn.Module, prefix: str, keep_
     if hidden:
         raise UsageError(
             f"state_dict() of a module whose parameters are {why}: {prefix}{hidden[0]} is not "
-            "whole on this rank; call engine.state_dict() or engine.full_state_dict(...) on every rank"
+            "whole on this rank; call engine.state_dict() or engine.full_state_dict(...) on every rank; "
+            "save_pretrained takes the latter as state_dict="
         )
 
 

@@ -15,10 +15,11 @@ PIECE_NUMEL = 1 << 19
 
 
 class Difference(NamedTuple):
-    """One difference: the name of the value, and a description."""
+    """One difference: the name of the value, a description, and the largest difference of its elements."""
 
     name: str
     text: str
+    largest: float = 0.0
 
 
 def compare_bytes(a: CheckpointReader, b: CheckpointReader) -> int:
@@ -37,7 +38,7 @@ def differences(
     yield from _only(a.values, b.values)
     for name, one, two in _pairs(a, b):
         if isinstance(one, Saved) and isinstance(two, Saved):
-            yield from (Difference(name, text) for text in _differ(a, b, one, two, on_read))
+            yield from _differ(name, a, b, one, two, on_read)
         else:
             yield from _unlike(name, one, two)
     here, there = _flat(a.state()), _flat(b.state())
@@ -63,14 +64,20 @@ def _pairs(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str, Any,
 
 
 def _differ(
-    a: CheckpointReader, b: CheckpointReader, one: Saved, two: Saved, on_read: Callable[[int], None]
-) -> Iterator[str]:
+    name: str,
+    a: CheckpointReader,
+    b: CheckpointReader,
+    one: Saved,
+    two: Saved,
+    on_read: Callable[[int], None],
+) -> Iterator[Difference]:
     if one.shape != two.shape:
-        yield f"{list(one.shape)} in the first, {list(two.shape)} in the second"
+        text = f"{list(one.shape)} in the first, {list(two.shape)} in the second"
+        yield Difference(name, text)
         return
     if one.dtype != two.dtype:
         names = [str(saved.dtype).removeprefix("torch.") for saved in (one, two)]
-        yield f"{names[0]} in the first, {names[1]} in the second"
+        yield Difference(name, f"{names[0]} in the first, {names[1]} in the second")
     count, largest = 0, 0.0
     for here, there in zip(_pieces(a, one), _pieces(b, two), strict=True):
         on_read(here.numel() * one.dtype.itemsize)
@@ -83,7 +90,8 @@ def _differ(
             gap = (here.to(exact) - there.to(exact)).abs()[differ].nan_to_num(nan=torch.inf)
             largest = max(largest, float(gap.max()))
     if count:
-        yield f"{count} of {one.numel} elements differ, by at most {largest:.3g}"
+        text = f"{count} of {one.numel} elements differ, by at most {largest:.3g}"
+        yield Difference(name, text, largest)
 
 
 def _equal(one: Tensor, two: Tensor) -> Tensor:
