@@ -39,7 +39,7 @@ _DRAIN_SECONDS = 1.0
 _POLL_SECONDS = 1.0
 _DELIVERY_SECONDS = 2.5  # time for the others to read, before the store may end with this process
 _CONNECT_SECONDS = 5.0  # of one attempt: torch waits longer and longer between the tries of one
-_ARRIVAL_SECONDS = 20.0  # the other machines start a little later, and import torch
+_ARRIVAL_SECONDS = 30.0  # the other machines start a little later, and import torch
 _ON_TCP_STORES = ("c10d", "static")
 
 _ONE_MACHINE = Rendezvous()
