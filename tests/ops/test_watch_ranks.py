@@ -127,6 +127,20 @@ def skip_an_access(folder: str) -> dict[str, Any]:
     return outcome_of(steps)
 
 
+def end_early(folder: str) -> dict[str, Any]:
+    """Rank 1 has one batch less."""
+    engine = engine_of(2)  # at stage 3 `destroy` gathers the parameters
+
+    def steps() -> None:
+        one_step(engine, 0)
+        if engine.global_rank == 1:
+            engine.destroy()
+        else:
+            one_step(engine, 1)
+
+    return outcome_of(steps)
+
+
 def skip_own_collective(folder: str) -> dict[str, Any]:
     """The script has a collective of its own, which rank 1 leaves out."""
     engine = engine_of(3)
@@ -189,6 +203,7 @@ RUNS: dict[Callable[[str], dict[str, Any]], int] = {
     sleep_in_the_loader: 3,
     stop_a_rank: 2,
     skip_an_access: 2,
+    end_early: 2,
     skip_own_collective: 2,
     idle_and_be_late: 2,
     swap_blocks: 2,
@@ -258,6 +273,13 @@ def test_an_access_that_a_rank_leaves_out_is_named(runs: Runs) -> None:
         assert "rank 1 waits in all_gather of the root unit, for the 2nd time" in text
         assert f"rank 0 called it at {HERE}" in text
         assert "Access to parameters is collective" in text
+
+
+def test_a_rank_that_has_ended_is_named_with_its_number_of_calls(runs: Runs) -> None:
+    text = said(runs, end_early)
+    assert ", for the 2nd time, which rank 1 started only once" in text
+    assert "rank 1 has ended, or destroyed this engine" in text
+    assert "Look for fewer batches, or a branch that leaves a call out, on rank 1" in text
 
 
 def test_a_collective_of_the_script_that_a_rank_leaves_out_is_named(runs: Runs) -> None:
