@@ -155,6 +155,8 @@ class Arrivals(threading.Thread):
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
+        if self.is_alive():  # Python may not end while it writes
+            self.join()
 
     def run(self) -> None:
         late_at = time.monotonic() + _ARRIVAL_SECONDS
