@@ -29,6 +29,7 @@ from gpt import GPT, Shape  # noqa: E402  (tied embeddings, fused attention)
 DEVICE = os.environ.get("XDS_BENCH_DEVICE", "cuda")
 IS_CUDA = DEVICE == "cuda"
 IS_TINY = os.environ.get("XDS_BENCH_TINY") == "1"
+IS_REHEARSED = IS_TINY and not IS_CUDA  # --dry-run: one case of each kind
 IS_NATIVE = os.environ.get("XDS_BENCH_NATIVE", "1") == "1"  # 0: the kernels did not load
 RECORDS = os.environ.get("XDS_BENCH_RECORDS", "")
 OUT = os.environ.get("XDS_BENCH_OUT", ".")

@@ -17,7 +17,19 @@ from typing import Any
 
 import common
 import torch
-from common import DEVICE, IS_CUDA, IS_TINY, OPTIMIZERS, ROOT, Run, case, compare, config, trained
+from common import (
+    DEVICE,
+    IS_CUDA,
+    IS_REHEARSED,
+    IS_TINY,
+    OPTIMIZERS,
+    ROOT,
+    Run,
+    case,
+    compare,
+    config,
+    trained,
+)
 from torch import nn
 
 import xds
@@ -25,7 +37,9 @@ from xds.launcher.reporting.records import read_run
 
 HOST: dict[str, Any] = {"device": "cpu"}
 # fp16 is emulated on a CPU, value by value
-PRECISIONS = ("bf16", "fp32", "fp16") if IS_CUDA else ("bf16", "fp32")
+PRECISIONS = (
+    ("bf16", "fp32", "fp16") if IS_CUDA else ("fp32",) if IS_REHEARSED else ("bf16", "fp32")
+)
 
 
 def kernels() -> None:
@@ -193,7 +207,7 @@ def optimizers() -> None:
 def checkpoints() -> None:
     """Saved at one stage, loaded at others and with offload; saved in the background."""
     for precision in PRECISIONS:
-        for stage in range(4):
+        for stage in (0, 3) if IS_REHEARSED else range(4):
             folder = tempfile.mkdtemp()
             with case(f"{precision} saved at stage {stage}") as result:
                 with _engine(config(precision, stage)) as engine:

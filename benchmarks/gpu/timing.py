@@ -25,7 +25,7 @@ from typing import Any
 import common
 import torch
 import torch.distributed as dist
-from common import ADAMW, DEVICE, IS_CUDA, IS_NATIVE, IS_TINY, Shape, figure
+from common import ADAMW, DEVICE, IS_CUDA, IS_NATIVE, IS_REHEARSED, IS_TINY, Shape, figure
 from gpt import build
 from torch import Tensor, nn
 
@@ -118,6 +118,7 @@ class Race:
 
     def run(self, base: str, batch: Tensor, rounds: int, steps: int) -> dict[str, dict[str, Any]]:
         """Seconds a step, of all and of the host alone, for each round; the ratios over `base`."""
+        rounds = min(rounds, 2) if IS_TINY else rounds
         seconds: dict[str, list[float]] = {name: [] for name in self.contestants}
         host: dict[str, list[float]] = {name: [] for name in self.contestants}
         for turn in range(-1, rounds):  # the first one takes what the size of the batch needs
@@ -427,7 +428,7 @@ def host_time() -> None:
     """355M at few tokens: time of the host, Python calls, kernels and waits of a step."""
     race, steps = Race(MEDIUM, FEW), 5
     race.add("plain", plain)
-    for stage in (0, 2, 3):
+    for stage in (3,) if IS_REHEARSED else (0, 2, 3):
         race.add(f"xds {stage}", xds, stage=stage)
     for name, each in race.contestants.items():
         host = _turn(each.step, steps)[0]

@@ -206,7 +206,7 @@ def test_only_rank_0_makes_renames_and_removes(tmp_path: Path) -> None:
 
 # -- SIGKILL at random instants; the long form, and its figures: benchmarks/checkpoint/kills.py ------------
 
-KILLS = 4
+KILLS = 2
 SCENARIOS = [
     Scenario(stage=3, victims="all", keep_last=2),
     Scenario(stage=2, victims="one", same_tag=True),

@@ -43,7 +43,7 @@ SCRIPT = """
     is_over = torch.zeros(1)
     while not is_over:
         step()
-        time.sleep(0.01)
+        time.sleep(0.05)
         is_over[0] = os.path.exists("go")
         torch.distributed.all_reduce(is_over)
     engine.save_checkpoint("out")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_launcher import ForkedLauncher
 from script_runs import run_script
 from torch.utils.data import DataLoader, DistributedSampler
 from warm_ranks import warm
@@ -42,16 +41,11 @@ def launch(folder: Path, *words: str, codes: tuple[int, ...] = (0,), **variables
     """What `xds --nproc-per-node 2 *words` prints."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
-    done = subprocess.run(
-        [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", "2", *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode in codes, done.stdout + done.stderr
-    return done.stdout
+    words = ("--nproc-per-node", "2", *words)
+    launcher = ForkedLauncher(words, folder, environment, forks_ranks=True)
+    out, err = launcher.communicate(timeout=300)
+    assert launcher.returncode in codes, out + err
+    return out
 
 
 def load(name: str) -> ModuleType:
