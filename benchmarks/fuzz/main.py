@@ -6,6 +6,7 @@ python benchmarks/fuzz/main.py --only 17                                   one c
 python benchmarks/fuzz/main.py --only 17 --drop Reentrant --set stage=2    a part of it
 python benchmarks/fuzz/main.py --only 17 --shrink                          the smallest case that still fails
 python benchmarks/fuzz/main.py --products --cases 500                      products of features
+python benchmarks/fuzz/main.py --found                                     what found something once
 """
 
 from __future__ import annotations
@@ -42,10 +43,13 @@ def main() -> int:
     parser.add_argument(
         "--products", action="store_true", help="of features, on every axis of ranks"
     )
+    parser.add_argument("--found", action="store_true", help="all cases that found something once")
     options = parser.parse_args()
     if options.products:
         return _products(options)
     with Runner() as runner:
+        if options.found:
+            return _found(runner)
         if options.only is not None:
             return _one(runner, _job(options), shrinks=options.shrink)
         return _many(runner, options)
@@ -94,6 +98,20 @@ def _many(runner: Runner, options: argparse.Namespace) -> int:
             _tell(verdict, 1500)
     _sum_up(summary, time.monotonic() - start)
     return 1 if any(verdict.is_failure for verdict in summary.failures) else 0
+
+
+def _found(runner: Runner) -> int:
+    """All seeds that found something once; 1 if one fails again."""
+    from fuzz.test_fuzz import FOUND
+
+    verdicts = [
+        runner.run(Job(seed, keep=tuple(names.split(","))))
+        for names, seeds in FOUND.items()
+        for seed in seeds
+    ]
+    for verdict in verdicts:
+        _tell(verdict, 1500)
+    return int(any(verdict.is_failure for verdict in verdicts))
 
 
 def _products(options: argparse.Namespace) -> int:

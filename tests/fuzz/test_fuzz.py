@@ -72,7 +72,7 @@ def test_what_found_something_once_is_equal_or_refused(runner: Runner, names: st
 
 @pytest.mark.slow
 def test_the_others_that_found_something_once_are_equal_or_refused(runner: Runner) -> None:
-    """One seed of each; `benchmarks/fuzz --found` runs all seeds."""
+    """One seed of each; `benchmarks/fuzz/main.py --found` runs all."""
     for number, (names, seeds) in enumerate(FOUND.items()):
         check(runner, names, seeds[1 - number % 2 :][:1])
 

@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from forked_launcher import ForkedLauncher
 from helpers import run_processes
 
 from xds.launcher import bench, cli
@@ -100,11 +99,13 @@ def test_its_own_words_are_taken_out_and_the_rest_is_the_launchers(capsys):
 
 
 @pytest.mark.slow
-def test_the_command_starts_ranks_and_prints_a_table():
-    words = [sys.executable, "-m", "xds.launcher.cli", "bench", "comm", "--nproc-per-node", "2"]
-    words += ["--backend", "gloo", "--op", "all_gather", "--max-size", "1KiB", "--trials", "1"]
+def test_the_command_starts_ranks_and_prints_a_table(tmp_path):
+    words = (
+        "bench comm --nproc-per-node 2 --backend gloo --op all_gather --max-size 1KiB --trials 1"
+    )
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    shown = subprocess.run([*words, "--json"], env=env, capture_output=True, text=True, timeout=120)
-    assert shown.returncode == 0, shown.stderr
-    told = json.loads(shown.stdout)
+    launcher = ForkedLauncher([*words.split(), "--json"], tmp_path, env, forks_ranks=True)
+    out, err = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, err
+    told = json.loads(out)
     assert (told["world_size"], told["num_hosts"], len(told["rows"])) == (2, 1, 2)
