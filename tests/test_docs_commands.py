@@ -29,6 +29,7 @@ from pages import PAGES, ROOT, Command, blocks, commands_of, name_of
 from xds.engine.data.indexed import IndexedWriter
 from xds.launcher import bench
 from xds.launcher.cli import _SUBCOMMANDS as SUBCOMMANDS
+from xds.launcher.cli import main
 from xds.launcher.command_line.options import check_options, read
 from xds.launcher.command_line.where import Hosts, where_to_run
 
@@ -328,7 +329,13 @@ def copy_of(files: Path, folder: Path, words: tuple[str, ...]) -> Path:
 
 
 @pytest.mark.parametrize("words", QUICK)
-def test_a_quick_command_runs(words: tuple[str, ...], files: Path, tmp_path: Path) -> None:
+def test_a_quick_command_runs(
+    words: tuple[str, ...],
+    files: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     folder = tmp_path / "run"
     folder = copy_of(files, folder, words)
     if words[1] == "elastic" and words[2] == "config.json":
@@ -337,6 +344,12 @@ def test_a_quick_command_runs(words: tuple[str, ...], files: Path, tmp_path: Pat
         shutil.rmtree(folder / "out")
     if words[1:3] == ("bench", "comm"):
         words = (*words, "--max-size", "1KiB")
+    if words[1] == "plan":  # in this process, which imports transformers once for all of them
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(str(folder))
+        assert main(list(words[1:])) == 0
+        assert capsys.readouterr().out != ""
+        return
     assert finish(words, folder) != ""
 
 
