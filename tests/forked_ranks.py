@@ -160,7 +160,7 @@ def _prepare(env: Mapping[str, str]) -> None:
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(TESTS):
             del sys.modules[name]
-    logger = logging.getLogger("xds")
-    logger.handlers.clear()
-    logger.setLevel(logging.NOTSET)
+    for name, level in (("xds", logging.NOTSET), ("", logging.WARNING)):
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).setLevel(level)
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or 1))

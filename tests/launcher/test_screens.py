@@ -116,8 +116,7 @@ def screen(folder: Path, script: str, *options: str, columns: int, stops_at: str
     kept = {name: value for name, value in os.environ.items() if name not in unwanted}
     environ = kept | {"PYTHONSAFEPATH": "", "XDS_BACKEND": "gloo"}
     words = ["--nproc-per-node", "2", *options, "train.py"]
-    # not where a rank fails: what a program prints at its end is part of the screen
-    process = ForkedLauncher(words, folder, environ, output=place, forks_ranks=script != FAILS)
+    process = ForkedLauncher(words, folder, environ, output=place, forks_ranks=True)
     text = ""
     try:
         while select.select([reader], [], [], 0.1)[0] or process.returncode is None:
