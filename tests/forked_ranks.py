@@ -160,6 +160,7 @@ def _prepare(env: Mapping[str, str]) -> None:
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(TESTS):
             del sys.modules[name]
+    logging.disable(logging.NOTSET)  # the launcher has disabled all, for torch says much
     for name, level in (("xds", logging.NOTSET), ("", logging.WARNING)):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).setLevel(level)
