@@ -9,6 +9,7 @@ import signal
 import struct
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -117,10 +118,11 @@ def screen(folder: Path, script: str, *options: str, columns: int, stops_at: str
     environ = kept | {"PYTHONSAFEPATH": "", "XDS_BACKEND": "gloo"}
     words = ["--nproc-per-node", "2", *options, "train.py"]
     process = ForkedLauncher(words, folder, environ, output=place, forks_ranks=True)
-    text = ""
+    text, deadline = "", time.monotonic() + 300
     try:
         while select.select([reader], [], [], 0.1)[0] or process.returncode is None:
             if not select.select([reader], [], [], 0)[0]:
+                assert time.monotonic() < deadline, text
                 continue
             text += os.read(reader, 65536).decode(errors="replace")
             if stops_at and stops_at in text:
