@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import stand_in
 from device_ranks import skip_without_device
 
 HERE = Path(__file__).resolve().parent
@@ -24,6 +25,7 @@ def test_parts_of_the_first_call(tmp_path: Path) -> None:
     skip_without_device()
     paths = [str(HERE / "site"), os.environ.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "XDS_REHEARSAL": "1"}
+    variables["XDS_REHEARSAL_LIBRARY"] = stand_in.compiled()  # each part has a folder of its own
     done = subprocess.run(
         [
             sys.executable,
