@@ -11,12 +11,15 @@ import atexit
 import faulthandler
 import gc
 import importlib
+import importlib.util
+import logging
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -75,35 +78,30 @@ class ForkedRank:
         sys.stderr.flush()
         self.pid = os.fork()
         if not self.pid:
-            _be_program(list(args), dict(env))
+            _be_program(list(args), dict(env))  # does not return
 
     def poll(self) -> int | None:
         return self._wait(os.WNOHANG)
 
     def wait(self, timeout: float | None = None) -> int:
-        if timeout is None:
-            self._wait(0)
-        deadline = None if timeout is None else _now() + timeout
-        while self.poll() is None:
-            if deadline is not None and _now() > deadline:
+        deadline = time.monotonic() + (timeout or 0)
+        while self._wait(os.WNOHANG if timeout is not None else 0) is None:
+            if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            threading.Event().wait(0.01)
+            time.sleep(0.01)
         assert self.returncode is not None
         return self.returncode
 
     def _wait(self, flags: int) -> int | None:
         if self.returncode is None:
-            with suppress(ChildProcessError):
+            try:
                 pid, status = os.waitpid(self.pid, flags)
-                if pid:
-                    self.returncode = os.waitstatus_to_exitcode(status)
+            except ChildProcessError:  # waited for elsewhere: as subprocess.Popen tells it
+                self.returncode = 0
+                return 0
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
-
-
-def _now() -> float:
-    import time
-
-    return time.monotonic()
 
 
 def _be_program(args: list[str], env: dict[str, str]) -> None:
@@ -151,8 +149,6 @@ def _forget_parent() -> None:
 
 def _prepare(env: Mapping[str, str]) -> None:
     """Paths, threads and modules as at the start of a program."""
-    import logging
-
     import torch
 
     sys.path[:] = [path for path in sys.path if not os.path.realpath(path or ".").startswith(TESTS)]
