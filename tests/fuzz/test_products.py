@@ -1,4 +1,4 @@
-"""Twelve random products of features against one process. `benchmarks/fuzz --products` runs more."""
+"""Six random products of features against one process. `benchmarks/fuzz --products` runs more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from .products import Summary, draw
 
-COUNT = 12
+COUNT = 6
 FOUND: tuple[int, ...] = ()  # seeds that came out wrong, hung or failed once
 
 
