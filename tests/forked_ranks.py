@@ -45,8 +45,12 @@ def fork_ranks(words: Sequence[str], is_as_deepspeed: bool) -> None:
 
 
 def _activate() -> None:
+    """Also transformers, which the fork server has loaded, finds the stand-in when it is imported anew."""
     from xds.engine.deepspeed import stand_in
 
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("transformers", "accelerate", "peft"):
+            del sys.modules[name]
     stand_in.activate()
 
 
