@@ -284,6 +284,19 @@ def written_in_8_bits() -> None:
         with engine.generating(memory_limit=0, bits=8) as module:
             module(PROMPT)
     handle.remove()
+    exact = {name: value.clone() for name, value in engine.state_dict().items()}
+    layer = engine.module.transformer.h[0].mlp.c_fc
+    with pytest.raises(xds.UsageError, match="written"):  # by a forward that does not end
+        with engine.generating(memory_limit=0, bits=8) as module:
+            handle = layer.register_forward_hook(write)
+            blocked = layer.register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                module(PROMPT)
+    handle.remove()
+    blocked.remove()
+    assert not any(flat.is_unsharded for unit in engine._sharded.units for flat in unit.params)
+    same = [torch.equal(value, exact[name]) for name, value in engine.state_dict().items()]
+    assert all(same)
     train(engine, range(1))
     for bits in (4, True, "8"):
         with pytest.raises(xds.UsageError, match="generating: bits"), engine.generating(bits=bits):

@@ -291,9 +291,14 @@ class ShardedModel:
                     exact.append((flat, flat.exchange_shard(coded)))
             yield
         finally:
-            self.gatherer.drop_all()
-            for flat, shard in exact:
-                flat.exchange_shard(shard)
+            try:
+                self.gatherer.drop_all()
+            finally:
+                for flat, shard in exact:
+                    flat.exchange_shard(shard)
+                    flat.wait()
+                    if flat.is_unsharded:  # user code has written to it: not for later forwards
+                        flat.discard()
 
     # -- step -------------------------------------------------------------------------------------------
 
