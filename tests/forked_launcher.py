@@ -31,21 +31,19 @@ class ForkedLauncher:
         *,
         output: str = "",
         seconds: Mapping[str, float] | None = None,
-        forks_ranks: bool = False,
     ) -> None:
         """
         Args:
             folder: the working folder; the output goes to files there.
             output: a terminal or FIFO for both streams instead.
             seconds: other values of constants of xds, by "module:NAME", to wait for less long.
-            forks_ranks: the ranks are forks as well, see forked_ranks.py.
         """
         self.args = list(words)
         own = f"launcher.{uuid.uuid4().hex[:8]}"
         self._files = [Path(output or folder / f"{own}.{name}") for name in ("out", "err")]
         self._is_read = not output
         files = list(map(str, self._files))
-        given = (self.args, str(folder), dict(environ), files, seconds or {}, forks_ranks)
+        given = (self.args, str(folder), dict(environ), files, seconds or {})
         self._process = context.Process(target=_main, args=given)
         self._process.start()
         assert self._process.pid is not None
@@ -77,10 +75,7 @@ def _main(
     environ: dict[str, str],
     files: list[str],
     seconds: dict[str, Any],
-    forks_ranks: bool,
 ) -> None:
-    from forked_ranks import fork_ranks
-
     from xds.launcher.cli import main
 
     os.setsid()
@@ -99,6 +94,4 @@ def _main(
         module, _, name = place.partition(":")
         assert hasattr(import_module(module), name)
         setattr(import_module(module), name, value)
-    if forks_ranks:
-        fork_ranks(words, "--as-deepspeed" in words)
     sys.exit(main(words))

@@ -314,7 +314,7 @@ def finish(words: Sequence[str], folder: Path) -> str:
         words = ["--launcher", "local", "--nproc-per-node", "1", *words[1:]]
     else:
         words = words[1:]
-    launcher = ForkedLauncher(words, folder, {**ENV, "OMP_NUM_THREADS": "1"}, forks_ranks=True)
+    launcher = ForkedLauncher(words, folder, {**ENV, "OMP_NUM_THREADS": "1"})
     out, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, out + err
     return out + err

@@ -45,7 +45,7 @@ def text_in(folder: Path) -> Path:
 def finish(command: list[str], folder: Path, **env: str) -> str:
     """The output of a command that must end without an error."""
     if command[:3] == TWO_RANKS[:3]:
-        launcher = ForkedLauncher(command[3:], folder, ENV | env, forks_ranks=True)
+        launcher = ForkedLauncher(command[3:], folder, ENV | env)
         out, err = launcher.communicate(timeout=300)
         assert launcher.returncode == 0, out + err
         return out + err

@@ -104,7 +104,7 @@ def test_the_command_starts_ranks_and_prints_a_table(tmp_path):
         "bench comm --nproc-per-node 2 --backend gloo --op all_gather --max-size 1KiB --trials 1"
     )
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    launcher = ForkedLauncher([*words.split(), "--json"], tmp_path, env, forks_ranks=True)
+    launcher = ForkedLauncher([*words.split(), "--json"], tmp_path, env)
     out, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, err
     told = json.loads(out)

@@ -281,7 +281,7 @@ def test_the_launcher_adds_why_ranks_failed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS_ONCE)
     words = ["--nproc-per-node", "2", "--max-restarts", "1", "train.py"]
     env = os.environ | {"XDS_BACKEND": "gloo"}
-    launcher = ForkedLauncher(words, tmp_path, env, forks_ranks=True)
+    launcher = ForkedLauncher(words, tmp_path, env)
     out, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, out + err
     assert "xds: a page of this run: xds report out\n" in err

@@ -117,7 +117,7 @@ def screen(folder: Path, script: str, *options: str, columns: int, stops_at: str
     kept = {name: value for name, value in os.environ.items() if name not in unwanted}
     environ = kept | {"PYTHONSAFEPATH": "", "XDS_BACKEND": "gloo"}
     words = ["--nproc-per-node", "2", *options, "train.py"]
-    process = ForkedLauncher(words, folder, environ, output=place, forks_ranks=True)
+    process = ForkedLauncher(words, folder, environ, output=place)
     text, deadline = "", time.monotonic() + 300
     try:
         while select.select([reader], [], [], 0.1)[0] or process.returncode is None:

@@ -42,7 +42,7 @@ def launch(folder: Path, *words: str, codes: tuple[int, ...] = (0,), **variables
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
     words = ("--nproc-per-node", "2", *words)
-    launcher = ForkedLauncher(words, folder, environment, forks_ranks=True)
+    launcher = ForkedLauncher(words, folder, environment)
     out, err = launcher.communicate(timeout=300)
     assert launcher.returncode in codes, out + err
     return out
