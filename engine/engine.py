@@ -351,7 +351,8 @@ class Engine:
                 and each later one goes on where the one before has ended.
             own_numbers: False: the script's random numbers go on inside. `seed` has no effect then.
             bits: 8: with `offload_param`, streamed units come from copies in 8 bits that this makes in host
-                memory. Matrices of blocks are rounded, in groups of 256; training keeps the exact ones.
+                memory. Matrices of blocks are rounded, in groups of 256; those of fp64 are not. Training keeps
+                the exact ones.
 
         Raises:
             UsageError: the model is cut into pipeline stages; the parameters are not on the host, with bits; or

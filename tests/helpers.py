@@ -21,9 +21,8 @@ SMALL_NUMEL = 64
 _context = mp.get_context("forkserver")
 # the last one is what the first optimizer imports: most of a second for each rank
 _PRELOADED = ["torch", "torch.distributed", "xds.engine.initialize", "torch._dynamo"]
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # a run of many files: else each rank of some would import it
+# a run of many files: else each rank of some would import it
+if "PYTEST_XDIST_WORKER" in os.environ:
     _PRELOADED += ["transformers.modeling_utils", "transformers.models.llama.modeling_llama"]
 _context.set_forkserver_preload(_PRELOADED)
 

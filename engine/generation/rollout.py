@@ -32,7 +32,6 @@ log = logging.getLogger("xds")
 
 # of the memory that is free: the rest is for the key-value cache and activations
 SHARE_OF_FREE = 0.7
-BITS = 8  # of `generating(bits=8)`
 NEW_TOKENS = 20  # of transformers' generate, where nobody says how many
 UNKNOWN = 1 << 60  # bytes that are free where the system does not say it
 
@@ -95,6 +94,8 @@ class Rollouts:
         """
         if bits is None:
             return
+        from ...offload.coded import BITS
+
         if isinstance(bits, bool) or bits != BITS:
             raise wrong("generating: bits", bits, f"{BITS} or None")
         if not self._sharded.stores.shards.is_on_host:

@@ -116,11 +116,11 @@ def test_losses_after_rollouts_have_the_bits_of_a_run_without(
 
 # -- gathers and lengths ------------------------------------------------------------------------------------
 
-LENGTHS = (1, 7, 30, 120)
+LENGTHS = (1, 7, 64, 500)
 
 
 def unequal_lengths() -> list[int]:
-    engine = start(3, gpt2(positions=128))
+    engine = start(3, gpt2(positions=512))
     train(engine, range(1))
     gathers = count_gathers(engine)
     sent = Counter(engine.bytes_sent())
@@ -130,7 +130,7 @@ def unequal_lengths() -> list[int]:
     shards = sum(flat.layout.shard_numel for unit in engine._sharded.units for flat in unit.params)
     assert extra.pop("control") == 3 * 32 and sum(extra.values()) == 3 * 4 * shards
     assert not any(flat.is_unsharded for unit in engine._sharded.units for flat in unit.params)
-    plain = gpt2(positions=128)
+    plain = gpt2(positions=512)
     train(engine, range(1, 2))
     plain.load_state_dict(engine.state_dict())
     how = {"max_new_tokens": 20, "do_sample": False}
@@ -139,7 +139,7 @@ def unequal_lengths() -> list[int]:
     return found
 
 
-def test_four_ranks_generate_1_to_120_tokens_with_one_gather_a_unit() -> None:
+def test_four_ranks_generate_1_7_64_and_500_tokens_with_one_gather_a_unit() -> None:
     found = run_ranks(unequal_lengths, 4)
     assert [len(tokens) - PROMPT.shape[1] for tokens in found] == list(LENGTHS)
 
@@ -305,6 +305,13 @@ def written_in_8_bits() -> None:
     engine = start(3)
     with pytest.raises(xds.UsageError, match="offload_param"), engine.generating(bits=8):
         pass
+    engine.destroy()
+    engine = start(3, gpt2(0.0).double(), zero={"offload_param": {"device": "cpu"}})
+    found = []
+    for bits in (None, 8):  # fp64 has no codes
+        with engine.generating(memory_limit=0, bits=bits) as module:
+            found.append(module(PROMPT).logits)
+    assert found[0].dtype == torch.float64 and torch.equal(*found)
 
 
 @pytest.mark.parametrize(

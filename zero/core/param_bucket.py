@@ -365,6 +365,7 @@ class ParamBucket:
             self._point_to(self._views)
 
     def _fetched_shard(self) -> Tensor:
+        """A copy of the shard on the device, of which the copying goes on until the device needs it."""
         arrival, self._arrival = self._arrival, None
         shard = torch.empty(
             self.layout.shard_numel, dtype=self.dtype, device=self.collectives.device

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from ...offload.interfaces import Shard
@@ -30,6 +31,8 @@ from .building import Builder
 from .memory import Memory
 
 log = logging.getLogger("xds")
+
+CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # others are not rounded in a rollout
 
 
 @final
@@ -283,7 +286,7 @@ class ShardedModel:
         exact: list[tuple[ParamBucket, Shard]] = []
         try:
             for flat in [flat for unit in self.units if not unit.is_root for flat in unit.params]:
-                if flat.is_on_host and flat.may_be_resharded and flat.dtype.is_floating_point:
+                if flat.is_on_host and flat.may_be_resharded and flat.dtype in CODED_DTYPES:
                     mine = flat.layout.shard_range(flat.collectives.rank)
                     pieces = flat.layout.pieces_in(*mine)
                     kept = [(one.start, one.stop) for one in pieces if len(one.slot.shape) < 2]
