@@ -7,6 +7,7 @@ A folder in `nav` of mkdocs.yml stands for its pages, so that a new example need
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,27 @@ def pages_in(folder: Path, index: Path) -> list[Path]:
     return sorted(pages, key=lambda page: links.index(page) if page in links else len(links))
 
 
+def package_links(root: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder with a package `xds` made of links to the folders that the reference reads.
+
+    A link to the whole root would contain itself (`.editable/`), and environments inside the root: mkdocstrings
+    would read all of them.
+    """
+    folder = tempfile.TemporaryDirectory()
+    package = Path(folder.name, "xds")
+    package.mkdir()
+    for entry in root.iterdir():
+        if entry.name == "__init__.py" or (entry / "__init__.py").is_file():
+            (package / entry.name).symlink_to(entry)
+    return folder
+
+
 def on_config(config: Any) -> None:
-    """Write out the folders in `nav`."""
+    """Write out the folders in `nav`, and say where the package is."""
     root = Path(config.config_file_path).resolve().parent
+    config.package_links = package_links(root)  # removed with the config
+    handlers = config.plugins["mkdocstrings"].config.handlers
+    handlers["python"]["paths"] = [config.package_links.name]
     for entry in config.nav:
         for title, inside in entry.items() if isinstance(entry, dict) else ():
             if isinstance(inside, str) and inside.endswith("/"):

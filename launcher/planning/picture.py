@@ -48,16 +48,19 @@ def write(plan: Plan, path: str) -> None:
 def _draw_bytes(plot: Any, plan: Plan) -> None:
     """A bar for each share, with its kinds one after the other."""
     labels = [place_text(plan, [each.share.pipe], each.share.tensors) for each in plan.ranks]
+    kinds = (*STATE_KINDS, "activations")
+    largest_bytes = max(sum(_size(each, kind) for kind in kinds) for each in plan.ranks)
+    unit, unit_bytes = ("GB", 1e9) if largest_bytes >= 1e8 else ("MB", 1e6)
     left = [0.0] * len(labels)
-    for kind in (*STATE_KINDS, "activations"):
-        sizes = [_size(each, kind) / 1e9 for each in plan.ranks]
+    for kind in kinds:
+        sizes = [_size(each, kind) / unit_bytes for each in plan.ranks]
         if any(sizes):
             plot.barh(range(len(labels)), sizes, left=left, label=kind)
             left = [start + size for start, size in zip(left, sizes, strict=True)]
     plot.set_yticks(range(len(labels)), labels)
     plot.invert_yaxis()
-    plot.set_xlabel("GB on a rank")
-    plot.legend(loc="best")
+    plot.set_xlabel(f"{unit} on a rank")
+    _legend_beside(plot)
 
 
 def _size(each: RankPlan, kind: str) -> int:
@@ -82,7 +85,12 @@ def _draw_schedule(plot: Any, line: Timeline) -> None:
     )
     plot.invert_yaxis()
     plot.set_xlabel(f"time, in forwards of an average stage; bubble {line.bubble:.1%}")
-    plot.legend(loc="best")
+    _legend_beside(plot)
+
+
+def _legend_beside(plot: Any) -> None:
+    """Draw the legend to the right of the plot, where it covers no bar."""
+    plot.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.5)
 
 
 __all__ = ["write"]
