@@ -1,5 +1,6 @@
 """Build script. The repository root is the package: the folder zero/ is xds.zero."""
 
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,13 +56,19 @@ class BuildPy(build_py):
         return [module for module in modules if module[:2] != ("xds", "setup")]
 
 
+def index_page():
+    """README.md for a package index, which has no files beside it: without pictures and links to files."""
+    text = re.sub(r"^!\[.*\n+", "", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 NOT_SHIPPED = ["tests*", "examples*", "benchmarks*", "docs*", "build*"]
 folders = find_packages(exclude=NOT_SHIPPED)
 setup(
     name="xds-engine",
     version="0.2.0",
     description="Train PyTorch models that do not fit one device: ZeRO 0-3 from a JSON config",
-    long_description=(ROOT / "README.md").read_text(),
+    long_description=index_page(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
@@ -70,7 +77,6 @@ setup(
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
-        "License :: OSI Approved :: Apache Software License",
         "Operating System :: POSIX :: Linux",
         *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
@@ -83,6 +89,7 @@ setup(
             *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "safetensors", "hjson"),
             *("transformers>=5", "accelerate", "peft", "scikit-learn", "torchao"),
         ],
+        "release": ["build", "twine"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material", "mkdocstrings[python]"],
         "plot": ["matplotlib"],
         "vision": ["scikit-learn"],
