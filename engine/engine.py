@@ -24,11 +24,11 @@ from ..zero.access.access import Access
 from ..zero.access.guards import Guards
 from ..zero.core.backward_pass import IN_ROLLOUT
 from ..zero.core.gather import Gatherer
+from .counters import Accumulation, CounterAttribute, Counters
+from .means import StepMeans
 from .parts import Parts
 from .states import States
 from .steps.batch_loop import Loop
-from .steps.counters import Accumulation, CounterAttribute, Counters
-from .steps.means import StepMeans
 from .steps.training_step import TrainingStep
 from .torch_calls import Driver, TorchCalls
 

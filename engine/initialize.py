@@ -63,8 +63,8 @@ from ..zero.model.sharded_model import ShardedModel
 from ..zero.model.update import Updater
 from .config.batch import mesh_of
 from .config.config import Config
-from .config.data_sampling import BATCHING, CURRICULUM
 from .config.scheduler import warmup_steps
+from .data.config import BATCHING, CURRICULUM
 from .engine import Engine
 from .model.arguments import (
     BlockRuns,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,15 +14,13 @@ from ..ops.comm.collectives import Collectives
 from ..zero.model.sharded_model import ShardedModel
 from ..zero.model.update import Updater
 from .config.config import Config
+from .counters import Counters
 from .optim.loss_scale import LossScale
-from .steps.counters import Counters
 from .telemetry.report import Monitor, StepReport
 
 if TYPE_CHECKING:
     from ..zero.core.reduction import StepStatus
     from ..zero.model.auto_ratio import AutoRatio
-    from .checkpoint.saver import Saver
-    from .model.compiling import BlockCompiler
     from .optim.schedule_base import Scheduler
 
 
@@ -33,6 +31,29 @@ class Saving(Protocol):
 
     def save_checkpoint(self, save_dir: str) -> bool: ...
     def wait_for_checkpoint(self) -> None: ...
+
+
+class CheckpointWriter(Protocol):
+    """Writes the files of checkpoints, in the background where the config says so."""
+
+    keep_last: int
+
+    def save(self, job: Any, entries: Any) -> None: ...
+    def wait(self) -> None: ...
+    def check(self) -> None: ...
+    def close(self) -> None: ...
+    def progress(self) -> Any: ...
+
+
+class Compiler(Protocol):
+    """Compiles the model's blocks; `undo` restores the eager ones."""
+
+    @property
+    def is_compiled(self) -> bool: ...
+    @property
+    def modules(self) -> Sequence[nn.Module]: ...
+    def compile(self, *args: Any, **kwargs: Any) -> None: ...
+    def undo(self) -> None: ...
 
 
 class Preemption:
@@ -70,7 +91,7 @@ class ModelSchedules:
         return {}
 
     def attach(
-        self, model: nn.Module, sharded: ShardedModel, compiler: BlockCompiler
+        self, model: nn.Module, sharded: ShardedModel, compiler: Compiler
     ) -> Callable[[], None]:
         """Put it on `model`, the part of this rank, after all other hooks; what it returns takes it off."""
         return _nothing
@@ -130,8 +151,8 @@ class Parts:
     report: StepReport
     loader: Any
     undo: list[Callable[[], None]]  # for the end, the last one first
-    compiler: BlockCompiler
-    saver: Saver | None  # None: no checkpoint was saved yet
+    compiler: Compiler
+    saver: CheckpointWriter | None  # None: no checkpoint was saved yet; `States` makes it
     preemption: Preemption
     schedules: ModelSchedules
     compressing: Compressing

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..utils.arguments import wrong
 from ..utils.errors import UsageError, XdsError
 from ..utils.quoting import printable
+from .counters import Counters
 from .parts import Parts
-from .steps.counters import Counters
 
 if TYPE_CHECKING:
     from ..zero.features.host_copies import HostCopies
@@ -76,9 +76,13 @@ class States:
     ) -> None:
         """Write a checkpoint."""
         from .checkpoint.save import save_checkpoint
+        from .checkpoint.saver import build_saver
 
+        parts = self._parts
+        if parts.saver is None:
+            parts.saver = build_saver(parts.config, parts.sharded.collectives)
         try:
-            save_checkpoint(self._parts, self._counters, save_dir, tag, client_state, options)
+            save_checkpoint(parts, self._counters, save_dir, tag, client_state, options)
         except UsageError:
             raise
         except XdsError as error:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ..engine.config.elasticity import refusal
+from ..engine.elastic.config import refusal
 from ..engine.elastic.rules import ElasticPlan
 from ..engine.elastic.world_sizes import elastic_plan
 from ..utils.errors import ConfigError

@@ -157,6 +157,47 @@ def test_folders_of_zero_import_only_those_below():
                     assert rank[other[1]] <= rank[file.parts[1]], f"{file} imports {module}"
 
 
+ENGINE_FLOORS = (  # rooms of engine/: folders, and files beside them; the lowest first
+    "config",
+    "data integrations process profiling",
+    "optim telemetry means",
+    "counters",
+    "parts",
+    "checkpoint generation",
+    "states",
+    "steps",
+    "model",
+    "dropping preemption torch_calls",
+    "engine planning",
+    "initialize",
+    "inference elastic",
+    "deepspeed",
+)
+
+
+def engine_room(module):
+    """The room of a module of engine/. Of the room `config` are the sections of other rooms as well, X/config.py,
+    and the arithmetic that checks their values.
+    """
+    parts = module.split(".")[2:]
+    is_section = parts[1:] == ["config"] and parts[0] != "deepspeed"
+    is_arithmetic = parts in (["data", "schedules"], ["elastic", "rules"])
+    return "config" if is_section or is_arithmetic else parts[0]
+
+
+def test_rooms_of_the_engine_import_only_those_below():
+    rank = {room: at for at, floor in enumerate(ENGINE_FLOORS) for room in floor.split()}
+    modules = {module_name(file) for file in package_files()}
+    for file in package_files():
+        if file.parts[0] == "engine" and len(file.parts) > 1 and file.name != "__init__.py":
+            room = engine_room(module_name(file))
+            for module in imported_modules((ROOT / file).read_text(), file) & modules:
+                if module.startswith("xds.engine.") and module.count(".") > 1:
+                    other = engine_room(module)
+                    is_own = room == other or module.split(".")[2] == file.parts[1]
+                    assert is_own or rank[other] < rank[room], f"{file} imports {module}"
+
+
 def test_nothing_imports_the_names_of_deepspeed():
     """They are made where a script asks for `xds.deepspeed`; the engine and the launcher never do."""
     for file in package_files()[1:]:

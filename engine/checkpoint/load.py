@@ -21,8 +21,8 @@ from ...utils.errors import DamagedError, UsageError
 from ...zero.checkpoint.ranges import Copy
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
+from ..counters import Counters
 from ..parts import Parts
-from ..steps.counters import Counters
 from .agreement import together
 from .format import catalogue_of
 from .io.checked_file import CheckedFiles

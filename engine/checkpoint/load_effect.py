@@ -18,9 +18,9 @@ from torch import Tensor
 from ...ops.optim.shard_optimizer import kind_of
 from ...utils.errors import UsageError, XdsError
 from ...utils.views import write
+from ..counters import Counters
 from ..data.loaders import keeps_position, resume_loader
 from ..parts import Parts
-from ..steps.counters import Counters
 from .hyperparameters import check_groups
 from .load_plan import LoadOptions, LoadPlan
 from .random_state import set_random_state

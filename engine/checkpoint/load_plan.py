@@ -22,8 +22,8 @@ from ...zero.checkpoint.ranges import Catalogue, Differences, SavedFlat
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
 from ...zero.checkpoint.targets import Target
+from ..counters import Counters
 from ..parts import Parts
-from ..steps.counters import Counters
 from .hyperparameters import RATES, check_state_values
 from .io.checked_file import CheckedFiles
 from .io.folders import MANIFEST

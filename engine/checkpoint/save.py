@@ -24,9 +24,9 @@ from ...utils.errors import UsageError
 from ...utils.quoting import quoted
 from ...zero.checkpoint.ranges import Range
 from ...zero.checkpoint.snapshot import Snapshot, StateBlock, name_of
+from ..counters import Counters
 from ..data.loaders import keeps_position, loader_position
 from ..parts import Parts
-from ..steps.counters import Counters
 from .agreement import together
 from .format import constants_to_json
 from .hyperparameters import check_state_values
@@ -36,7 +36,7 @@ from .io.tensor_file import TensorEntry, bytes_of, dense
 from .manifest import FileRecord, RankPart
 from .packing import pack
 from .random_state import read_random_state
-from .saver import DOING, SaveJob, build_saver
+from .saver import DOING, SaveJob
 
 log = logging.getLogger("xds")
 
@@ -118,7 +118,8 @@ def save_checkpoint(
 ) -> None:
     """See `Engine.save_checkpoint`."""
     collectives = parts.sharded.collectives
-    saver = parts.saver = parts.saver or build_saver(parts.config, collectives)
+    saver = parts.saver
+    assert saver is not None
     is_first = collectives.rank == 0
     claims: list[Claim] = []  # the folder that this rank has made
 

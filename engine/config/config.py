@@ -36,13 +36,13 @@ from ...utils.schema.values import (
     shown,
 )
 from ...zero.config import ZeroConfig
+from ..data.config import DataEfficiency
 from ..dropping.config import CurriculumLearning, ProgressiveLayerDrop
+from ..elastic.config import Elasticity
 from ..generation.config import HybridEngine
 from .auto import fill_auto, note_auto
 from .batch import COMPUTED, batch_of
 from .compile import Compile
-from .data_efficiency import DataEfficiency
-from .elasticity import Elasticity
 from .optimizer import OptimizerConfig
 from .refused import TOP_LEVEL_KEYS
 from .rules import check_sequences, check_slices, check_stages, check_together

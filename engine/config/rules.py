@@ -11,7 +11,7 @@ from typing import Any
 from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...utils.schema.section import Report
 from ...zero.config import ZeroConfig
-from .data_sampling import BATCHING
+from ..data.config import BATCHING
 from .optimizer import WHOLE_TENSOR
 from .scheduler import warmup_steps
 

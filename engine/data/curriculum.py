@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import printable, quoted
-from ..config.data_sampling import CURRICULUM, CurriculumMetric
+from .config import CURRICULUM, CurriculumMetric
 from .indexed import IndexedDataset
 from .loaders import RankLoader, Resumable
 from .schedules import Curriculum as Schedule

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...utils.errors import UsageError
 from ...utils.quoting import printable, quoted
-from ..config.data_sampling import BATCHING, DynamicBatching
+from .config import BATCHING, DynamicBatching
 from .indexed import IndexedDataset
 from .length_batches import batch_by_seqlens
 from .loaders import InOrder, build_loader

@@ -17,7 +17,7 @@ from ...zero.layout.discover import found_blocks, named_blocks
 from ..config.config import Config
 from ..data.schedules import LayerDrop
 from ..model.arguments import is_cut, is_part
-from ..parts import ModelSchedules
+from ..parts import Compiler, ModelSchedules
 from .config import SEQLEN as SEQLEN_TYPE
 from .keywords import PLD, SEQLEN, reads, takes
 from .layers import KEY, LayerDropping, Places, places_of
@@ -25,8 +25,7 @@ from .tokens import TokenDropping
 
 if TYPE_CHECKING:
     from ...zero.model.sharded_model import ShardedModel
-    from ..model.compiling import BlockCompiler
-    from ..steps.counters import Counters
+    from ..counters import Counters
 
 _MODEL = "progressive_layer_drop.keywords"
 
@@ -52,7 +51,7 @@ class Schedules(ModelSchedules):
         self._blocks: list[tuple[str, nn.Module]] = []  # of the whole model, or of this stage
         self._model = model
         self._sharded: ShardedModel | None = None
-        self._compiler: BlockCompiler | None = None
+        self._compiler: Compiler | None = None
         section = config.progressive_layer_drop
         self.theta = LayerDrop(section.theta, section.gamma)
         is_compiled = hasattr(model, "_orig_mod") or _is_compiled(model)
@@ -153,7 +152,7 @@ class Schedules(ModelSchedules):
     # -- on the model ---------------------------------------------------------------------------------------
 
     def attach(
-        self, model: nn.Module, sharded: ShardedModel, compiler: BlockCompiler
+        self, model: nn.Module, sharded: ShardedModel, compiler: Compiler
     ) -> Callable[[], None]:
         """Put it on `model`, the part that this rank has. After all other hooks."""
         self._model, self._sharded, self._compiler = model, sharded, compiler

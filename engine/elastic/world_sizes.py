@@ -10,8 +10,8 @@ from typing import Any
 
 from ...utils.errors import ConfigError
 from ...utils.schema.section import Report, read_section
-from ..config.elasticity import Elasticity, refusal, unplannable
 from ..config.text import read_source
+from .config import Elasticity, refusal, unplannable
 from .rules import ElasticPlan
 
 

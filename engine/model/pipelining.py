@@ -22,9 +22,9 @@ from ...utils.errors import UsageError
 from ...zero.core.owners import find_owner
 from ...zero.model.sharded_model import ShardedModel
 from ..config.config import Config
+from ..counters import Counters
 from ..parts import LoopFactory, Parts
 from ..steps.batch_loop import Loop
-from ..steps.counters import Counters
 from ..steps.pipeline_loop import Pipeline, PipelineLoop, Sequences
 from ..steps.training_step import TrainingStep
 from .arguments import as_pipeline, existing_modules, is_part

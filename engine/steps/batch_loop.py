@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ...utils.arguments import whole, wrong
 from ...utils.errors import UsageError
+from ..counters import Accumulation, Counters
 from ..data.batches import call_with, loss_of, move
 from ..parts import Parts
-from .counters import Accumulation, Counters
 from .training_step import TrainingStep
 
 

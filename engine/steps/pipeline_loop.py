@@ -29,13 +29,13 @@ from ...utils.arguments import whole
 from ...utils.errors import UsageError
 from ...utils.module_buffers import untouched_buffers
 from ...zero.model.stage_units import StageUnits
+from ..counters import Counters
 from ..data.batches import loss_of, move
 from ..data.loaders import RepeatingLoader
 from ..data.sharing import share_batches
+from ..means import UNIT, Weight, weighted
 from ..parts import ModelSchedules, Parts
 from .batch_loop import Loop, PipelinePosition, Trained
-from .counters import Counters
-from .means import UNIT, Weight, weighted
 from .training_step import TrainingStep
 
 CALL_TRAIN_BATCH = (

@@ -20,12 +20,12 @@ from ...utils.errors import UnscaledLossError, UsageError, XdsError
 from ...utils.quoting import quoted
 from ...zero.core.backward_pass import BackwardRules, ScriptBackward
 from ...zero.core.reduction import Scope, StepStatus
+from ..counters import Counters
 from ..data.batches import check_loss, move
+from ..means import UNIT, Weight, checked_weight
 from ..optim.loss_scale import GradientFactor, mark, running_loss_scale, scaled_backward
 from ..parts import Parts
 from ..states import States
-from .counters import Counters
-from .means import UNIT, Weight, checked_weight
 
 if TYPE_CHECKING:
     from ..optim.schedule_base import Scheduler

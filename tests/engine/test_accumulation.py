@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import xds
-from xds.engine.steps.counters import Accumulation
+from xds.engine.counters import Accumulation
 from xds.zero import get_full_grad, get_full_param
 
 WIDE = 136  # a block's weight has more elements than the threshold below which gradients wait in `.grad`

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import xds
 from xds.engine.config.config import Config, parse_config
-from xds.engine.config.docs import MARK, reference
 from xds.engine.config.optimizer import OPTIMIZERS
 from xds.engine.config.scheduler import SCHEDULERS
 from xds.launcher.check import main as check
+from xds.launcher.command_line.config_docs import MARK, reference
 from xds.utils.schema.section import Group, NoEffect, Refused, Section, known_names, subsection
 
 PACKAGE = Path(xds.__file__).resolve().parent
@@ -396,7 +396,7 @@ def test_an_unknown_key_gets_a_hint_only_where_one_is_known(
 def test_the_page_is_current_and_names_every_key() -> None:
     text = reference()
     assert DOCS.read_text().partition(MARK)[2] == "\n" + text, (
-        "run: python -m xds.engine.config.docs docs/config.md"
+        "run: python -m xds.launcher.command_line.config_docs docs/config.md"
     )
     assert all(f"`{key.path.rpartition('.')[2]}`" in text for key in [*FIELDS, *ENTRIES])
 

@@ -14,7 +14,7 @@ from helpers import run_ranks
 from torch import Tensor, nn
 
 import xds
-from xds.engine.steps.means import StepMeans
+from xds.engine.means import StepMeans
 from xds.pipe import PipelineModule
 from xds.utils.errors import UsageError, XdsError
 

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from ...utils.schema.section import Entry, NoEffect, Report, Section, is_auto
 from ...utils.schema.values import TUPLE, Count, Flag, Natural, checked, needs
-from ..elastic.rules import ElasticPlan, Limits, plan
-from .batch import MICRO, STEPS, TRAIN
+from ..config.batch import MICRO, STEPS, TRAIN
+from .rules import ElasticPlan, Limits, plan
 
 VERSIONS = (0.1, 0.2)
 SHOWN_NEAR = 3  # valid numbers of ranks on either side of one that is refused

@@ -1,4 +1,4 @@
-"""Writes the reference in docs/config.md: `python -m xds.engine.config.docs docs/config.md`.
+"""Writes the reference in docs/config.md: `python -m xds.launcher.command_line.config_docs docs/config.md`.
 
 What stands before the mark in that file is written by hand.
 """
@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from inspect import Parameter, signature
 from pathlib import Path
 
+from ...engine.config.auto import MUST_BE_FILLED
+from ...engine.config.batch import COMPUTED
+from ...engine.config.classes import ClassTable
+from ...engine.config.config import Config
+from ...engine.config.optimizer import OPTIMIZERS
+from ...engine.config.scheduler import SCHEDULERS
 from ...utils.schema.section import Entry, Group, NoEffect, Refused, Section, subsection
 from ...utils.schema.values import Value, need_of, shown
-from .auto import MUST_BE_FILLED
-from .batch import COMPUTED
-from .classes import ClassTable
-from .config import Config
-from .optimizer import OPTIMIZERS
-from .scheduler import SCHEDULERS
 
-MARK = "<!-- `python -m xds.engine.config.docs docs/config.md` writes what follows. -->\n"
+MARK = "<!-- `python -m xds.launcher.command_line.config_docs docs/config.md` writes what follows. -->\n"
 _NOTES = {
     "optimizer": "No argument is required. Muon, for matrices: the first of `muon_lr`, `lr` and 0.02; for "
     "other parameters: the first of `adam_lr`, `lr` and 3e-4. `torch_adam`: the default of `weight_decay` "
@@ -111,8 +111,8 @@ def _listed(*values: object) -> str:
 
 
 def _classes() -> Iterator[str]:
-    from ..optim import schedules  # imported late: these import torch
-    from ..optim.optimizers import own_class
+    from ...engine.optim import schedules  # imported late: these import torch
+    from ...engine.optim.optimizers import own_class
 
     own = {name: own_class(name, {}) for name in OPTIMIZERS.built_in}
     yield _arguments(OPTIMIZERS, {name: kind for name, kind in own.items() if kind is not None})

@@ -16,8 +16,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ...utils.arguments import wrong
-from ...utils.errors import UsageError
+from ..utils.arguments import wrong
+from ..utils.errors import UsageError
 
 # Losses are multiplied by weight / UNIT: numbers of tokens are near 1 then, which fp16 needs. It is a power of
 # 2, so it changes no digit of a gradient.

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, final, overload
 
-from ...utils.arguments import whole
-from ...utils.errors import UsageError
+from ..utils.arguments import whole
+from ..utils.errors import UsageError
 from .means import StepMeans
 
 # -- gradient accumulation: which micro-batch is the last of its step, and by what losses are divided ----

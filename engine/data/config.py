@@ -1,4 +1,4 @@
-"""The section `data_efficiency.data_sampling`: which samples a step takes, and how many."""
+"""The section `data_efficiency`: which samples a step takes, how many, and what it drops of them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ...utils.schema.values import (
     checked,
     needs,
 )
+from ..dropping.config import DataRouting
 
 Whole = Annotated[int, WHOLE]
 CURRICULUM = "data_efficiency.data_sampling.curriculum_learning"
@@ -81,7 +82,7 @@ class CurriculumMetric(Section):
         if self.schedule_type == "custom":
             return  # its function comes later
         from ...utils.errors import UsageError
-        from ..data.schedules import curriculum  # imported late: most configs need no numpy
+        from .schedules import curriculum  # imported late: most configs need no numpy
 
         try:
             curriculum(self.schedule()).at(1)
@@ -236,7 +237,27 @@ class DataSampling(Section):
         self.dynamic_batching.check(report)
 
 
+@final
+class DataEfficiency(Section):
+    """Fewer samples and tokens for the same loss."""
+
+    enabled: Flag = Field(False, description="without effect: the sections in it have switches")
+    seed: Natural = Field(1234, description="of the samples' order, and of the choice of tokens")
+    data_sampling: DataSampling = nested(DataSampling)
+    data_routing: DataRouting = nested(DataRouting)
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Random-LTD is on."""
+        return self.data_routing.random_ltd.enabled
+
+    def check(self, report: Report) -> None:
+        """See `DataSampling.check` and `DataRouting.check`."""
+        self.data_sampling.check("enabled" in self.model_fields_set and not self.enabled, report)
+        self.data_routing.check(self.enabled, report)
+
+
 __all__ = [
-    *("BATCHING", "CURRICULUM", "CurriculumLearning", "CurriculumMetric", "DataSampling"),
-    "DynamicBatching",
+    *("BATCHING", "CURRICULUM", "CurriculumLearning", "CurriculumMetric", "DataEfficiency"),
+    *("DataSampling", "DynamicBatching"),
 ]
