@@ -78,8 +78,7 @@ from .model.arguments import (
     resolve_together,
     with_model,
 )
-from .model.compiling import BlockCompiler
-from .model.dividing import LocalModel, divide
+from .model.compile import BlockCompiler
 from .model.precision import DTYPES, buffers_that_follow, policy_of
 from .optim.loss_scale import GradientFactor, build_loss_scale
 from .optim.optimizers import (
@@ -92,6 +91,7 @@ from .optim.optimizers import (
     read_groups,
     split_for_muon,
 )
+from .parallel.division import LocalModel, divide
 from .parts import Compressing, LoopFactory, ModelSchedules, Parts, Preemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
@@ -102,10 +102,10 @@ if TYPE_CHECKING:
     from ..offload.host import HostStore
     from ..zero.model.auto_ratio import AutoRatio
     from .checkpoint.saver import Saver
-    from .model.compressing import Messages
-    from .model.recomputing import Recomputing
-    from .model.sequences import Cutter
+    from .model.recompute import Recomputing
     from .optim.schedule_base import Scheduler
+    from .parallel.messages import Messages
+    from .parallel.sequences import Cutter
     from .telemetry.record import RunRecord
 
 _LOAD_LATER = (
@@ -354,7 +354,7 @@ def _compressing(model: nn.Module) -> Compressing:
 
 def _check_sequences(model: nn.Module, config: Config) -> None:
     if config.sequence_parallel_size > 1:
-        from .model.sequences import check_sequences
+        from .parallel.sequences import check_sequences
 
         check_sequences(model, config)
 
@@ -365,7 +365,7 @@ def _cut_sequences(
     """Cuts the sequences of batches over ranks; None: each rank has whole ones."""
     if config.sequence_parallel_size == 1:
         return None
-    from .model.sequences import cut_sequences
+    from .parallel.sequences import cut_sequences
 
     return cut_sequences(model, config, mesh, is_stage=local.found is not None)
 
@@ -379,11 +379,11 @@ def _loop(
 ) -> LoopFactory:
     if local.found is None:
         return batch_loop
-    from .model.pipelining import build_pipeline
+    from .parallel.pipeline import build_pipeline
 
     of_stages = None
     if cutter is not None:
-        from .model import sequences
+        from .parallel import sequences
 
         of_stages = sequences.of_stages(cutter)
     return build_pipeline(local.found, mesh, config, sharded, of_stages)
@@ -404,7 +404,7 @@ def _tiles(local: LocalModel, config: Config) -> Callable[[], None]:
     section = config.sequence
     if section.tiled_mlp is False and section.tiled_loss is False:
         return _nothing
-    from .model.tiling import tile_layers
+    from .parallel.tiles import tile_layers
 
     return tile_layers(local, section)
 
@@ -416,7 +416,7 @@ def _host(
     zero = config.zero_optimization
     if zero.offload_optimizer.device == "none" and zero.offload_param.device == "none":
         return None
-    from .model.offloading import build_host
+    from .model.storage import build_host
 
     return build_host(config, device, optimizer)
 
@@ -425,7 +425,7 @@ def _stores(config: Config, host: HostStore | None, trained_numel: int) -> Store
     """The places of masters, states and shards. trained_numel: elements of all trainable parameters."""
     if host is None:
         return Stores(None)
-    from .model.offloading import build_stores
+    from .model.storage import build_stores
 
     return build_stores(config, host, trained_numel)
 
@@ -446,7 +446,7 @@ def _messages(config: Config, collectives: Collectives) -> tuple[Messages | None
     one_bit = config.optimizer is not None and config.optimizer.type in ONE_BIT_OPTIMIZERS
     if not (one_bit or config.zero_optimization.compresses):
         return None, ExactScheme
-    from .model.compressing import Messages
+    from .parallel.messages import Messages
 
     messages = Messages(config, collectives)
     return messages, messages.scheme
@@ -459,7 +459,7 @@ def _recomputing(
     section = config.activation_checkpointing
     if not section.enabled:
         return None, _nothing
-    from .model.recomputing import Recomputing
+    from .model.recompute import Recomputing
 
     activations, storing = None, None
     if section.cpu_checkpointing:
@@ -698,7 +698,7 @@ def _sharded(
         for buffer in following:
             buffer.data = buffer.data.to(policy.compute)
     if host is not None:
-        from .model.offloading import reserve
+        from .model.storage import reserve
 
         reserve(sharded)
     return sharded

@@ -167,6 +167,7 @@ ENGINE_FLOORS = (  # rooms of engine/: folders, and files beside them; the lowes
     "states",
     "steps",
     "model",
+    "parallel",
     "dropping preemption torch_calls",
     "engine planning",
     "initialize",
@@ -176,8 +177,9 @@ ENGINE_FLOORS = (  # rooms of engine/: folders, and files beside them; the lowes
 
 
 def engine_room(module):
-    """The room of a module of engine/. Of the room `config` are the sections of other rooms as well, X/config.py,
-    and the arithmetic that checks their values.
+    """The room of a module of engine/.
+
+    The sections of every room, X/config.py, and the arithmetic that checks their values belong to `config`.
     """
     parts = module.split(".")[2:]
     is_section = parts[1:] == ["config"] and parts[0] != "deepspeed"

@@ -152,9 +152,13 @@ BARRED = (
     ),
     *("xds.engine.checkpoint", "xds.zero.checkpoint", "xds.zero.construction"),
     *("xds.engine.data.loaders", "xds.engine.data.metrics", "xds.engine.data.sharing"),
-    *("xds.engine.model.compressing", "xds.engine.model.offloading"),
-    *("xds.engine.model.pipelining", "xds.engine.model.recomputing", "xds.engine.model.sequences"),
-    *("xds.engine.model.slicing", "xds.engine.model.tiling"),
+    *("xds.engine.parallel.messages", "xds.engine.model.storage"),
+    *(
+        "xds.engine.parallel.pipeline",
+        "xds.engine.model.recompute",
+        "xds.engine.parallel.sequences",
+    ),
+    *("xds.engine.parallel.slices", "xds.engine.model.tiles"),
     *("xds.engine.optim.schedules", "xds.engine.optim.schedule_base", "xds.engine.preemption"),
     *("xds.engine.telemetry.comms", "xds.engine.telemetry.memory", "xds.engine.telemetry.monitor"),
     *(

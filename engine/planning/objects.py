@@ -32,9 +32,9 @@ from ..config.config import Config
 from ..config.optimizer import OptimizerConfig
 from ..config.scheduler import warmup_steps
 from ..model.arguments import BlockRuns
-from ..model.compressing import Messages
-from ..model.offloading import fake_stores
+from ..model.storage import fake_stores
 from ..optim.optimizers import Groups, named_optimizer
+from ..parallel.messages import Messages
 
 STATE_KINDS = ("param", "grad", "master", "optimizer", "gathered", "host", "disk")
 

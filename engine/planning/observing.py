@@ -18,8 +18,8 @@ from ..config.config import Config
 from ..data.batches import call_with, loss_of
 from ..model.arguments import is_part
 from ..model.forwards import Forward, replace_forwards
-from ..model.recomputing import Recomputing
-from ..model.sequences import by_name, check_sequences, token_cuts
+from ..model.recompute import Recomputing
+from ..parallel.sequences import by_name, check_sequences, token_cuts
 from .activations import Activations, observe
 from .models import FusedAttention, ModelSource, ShapesOnly
 from .shares import Shares, sliced_here

@@ -33,12 +33,12 @@ from ...zero.model.sharded_model import ShardedModel
 from ...zero.model.stage_units import StageUnits
 from ..config.config import Config
 from ..model.arguments import BlockRuns, is_cut, is_part
-from ..model.compressing import Messages
-from ..model.flat_groups import RankHost, build_shard_groups, open_flat_groups
-from ..model.pipelining import StageModules, partition_of, plan_schedule
 from ..model.precision import policy_of
-from ..model.slicing import plan_slices, ways_here
 from ..optim.optimizers import Groups, read_groups, split_for_muon
+from ..parallel.flat_groups import RankHost, build_shard_groups, open_flat_groups
+from ..parallel.messages import Messages
+from ..parallel.pipeline import StageModules, partition_of, plan_schedule
+from ..parallel.slices import plan_slices, ways_here
 from .models import ModelSource, ShapesOnly, meta_device
 from .objects import FlatMessages, RankObjects, Sent
 

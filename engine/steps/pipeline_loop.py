@@ -60,7 +60,7 @@ class LossProof(Protocol):
 
 
 class Sequences(Protocol):
-    """Cuts the inputs of the model over sequence ranks; see `engine/model/sequences.py`."""
+    """Cuts the inputs of the model over sequence ranks; see `engine/parallel/sequences.py`."""
 
     @property
     def proof(self) -> LossProof: ...

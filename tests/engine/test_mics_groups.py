@@ -15,7 +15,7 @@ from models import build
 from placed_ranks import placed
 
 import xds
-from xds.engine.model.flat_groups import RankHost, ranks_of_host
+from xds.engine.parallel.flat_groups import RankHost, ranks_of_host
 from xds.ops.mesh import Mesh
 
 TWO_LEVELS = {"mics_hierarchical_params_gather": True}

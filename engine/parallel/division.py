@@ -15,14 +15,14 @@ from ...ops.comm.mesh_groups import MeshGroups
 from ...zero.layout.discover import found_blocks
 from ...zero.layout.groups import FlatGroups
 from ..config.config import Config
-from .arguments import BlockRuns, is_cut, is_part
+from ..model.arguments import BlockRuns, is_cut, is_part
 from .flat_groups import BuildPolicy, build_shard_groups, hosts_of, open_flat_groups
 
 if TYPE_CHECKING:
     from ...tensor.proof import Proof
     from ...tensor.quiet_runs import Holding
     from ...tensor.slicing import Sliced
-    from .pipelining import StageModules
+    from .pipeline import StageModules
 
 
 @final
@@ -83,11 +83,11 @@ def divide(
             [] if is_part(model) else found_blocks(model, config.zero_optimization.units)
         ]
         if tensor is not None:
-            from .slicing import plan_slices, slice_layers
+            from .slices import plan_slices, slice_layers
 
             plan = plan_slices(model, runs[0], config)
         if is_cut(model, config):
-            from .pipelining import cut
+            from .pipeline import cut
 
             found = cut(model, runs[0], config, mesh)
             model, runs = found.part.module, found.runs

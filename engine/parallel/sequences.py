@@ -24,7 +24,7 @@ from ...utils.errors import UsageError
 from ...utils.module_buffers import untouched_buffers
 from ..config.config import Config
 from ..data.batches import loss_of
-from .forwards import Forward, replace_forwards
+from ..model.forwards import Forward, replace_forwards
 from .script_sequences import ScriptSequences, check_script_sequences
 from .sequence_proof import SequenceProof
 from .token_cuts import PlainCuts, TokenCuts, TransformersCuts, check_plain

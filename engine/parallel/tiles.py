@@ -15,9 +15,9 @@ from ...tensor.tiles.loss import tiled_loss
 from ...tensor.tiles.modules import tile_forward
 from ...tensor.tiles.ranges import tiles_for
 from ...utils.errors import UsageError
-from .arguments import BlockRuns
-from .dividing import LocalModel
-from .forwards import Forward, replace_forwards
+from ..model.arguments import BlockRuns
+from ..model.forwards import Forward, replace_forwards
+from .division import LocalModel
 
 if TYPE_CHECKING:
     from ...tensor.slicing import Sliced

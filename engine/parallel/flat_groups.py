@@ -23,7 +23,7 @@ from ..config.config import Config
 
 if TYPE_CHECKING:
     from ...tensor.slicing import Sliced
-    from .pipelining import StageModules
+    from .pipeline import StageModules
 
 
 # -- over which data-parallel ranks most buffers are sharded: all, or blocks of them (MiCS) --------------

@@ -23,11 +23,11 @@ from ...zero.core.owners import find_owner
 from ...zero.model.sharded_model import ShardedModel
 from ..config.config import Config
 from ..counters import Counters
+from ..model.arguments import as_pipeline, existing_modules, is_part
 from ..parts import LoopFactory, Parts
 from ..steps.batch_loop import Loop
 from ..steps.pipeline_loop import Pipeline, PipelineLoop, Sequences
 from ..steps.training_step import TrainingStep
-from .arguments import as_pipeline, existing_modules, is_part
 
 
 @final

@@ -29,7 +29,7 @@ from ..config.config import Config
 from .forwards import replace_forwards
 
 if TYPE_CHECKING:
-    from .recomputing import Recomputing
+    from .recompute import Recomputing
 
 log = logging.getLogger("xds")
 

@@ -17,10 +17,10 @@ from ...tensor.ties import cut_names, with_head, with_heads, with_ties
 from ...utils.errors import UsageError
 from ...zero.core.owners import find_owner
 from ..config.config import Config
-from .arguments import BlockRuns, is_part
+from ..model.arguments import BlockRuns, is_part
 
 if TYPE_CHECKING:
-    from .pipelining import StageModules
+    from .pipeline import StageModules
 
 Blocks = Sequence[tuple[str, nn.Module]]
 
