@@ -645,7 +645,7 @@ def _give_values(
             store=store,
             remedy=_LOAD_LATER,
             groups=groups,
-            optional=optional_states(),
+            optional=optional_states(model),
         )
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         construction = None if keeps_whole else Construction(store or SliceStore(collectives))

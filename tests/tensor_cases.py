@@ -71,7 +71,7 @@ def build(name: str, sequence: int = 1, layers: int = 4) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": HEADS}
-    more = {"vocab_size": VOCAB, "use_cache": False, "pad_token_id": 0}
+    more = {"vocab_size": VOCAB, "pad_token_id": 0}
     if name != "gpt2":
         more |= {"intermediate_size": 56, "num_key_value_heads": 2}
     else:

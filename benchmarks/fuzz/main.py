@@ -6,6 +6,7 @@ python benchmarks/fuzz/main.py --only 17                                   one c
 python benchmarks/fuzz/main.py --only 17 --drop Reentrant --set stage=2    a part of it
 python benchmarks/fuzz/main.py --only 17 --shrink                          the smallest case that still fails
 python benchmarks/fuzz/main.py --products --cases 500                      products of features
+python benchmarks/fuzz/main.py --products --unlike --seed 5000             with SGD, on unlike ranks
 python benchmarks/fuzz/main.py --found                                     what found something once
 """
 
@@ -16,6 +17,7 @@ import itertools
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -42,6 +44,11 @@ def main() -> int:
     )
     parser.add_argument(
         "--products", action="store_true", help="of features, on every axis of ranks"
+    )
+    parser.add_argument(
+        "--unlike",
+        action="store_true",
+        help="products with SGD without clipping, on ranks of unlike surroundings",
     )
     parser.add_argument("--found", action="store_true", help="all cases that found something once")
     options = parser.parse_args()
@@ -121,6 +128,7 @@ def _products(options: argparse.Namespace) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from fuzz.products import Summary as Products
     from fuzz.products import draw
+    from fuzz.surroundings import Servers
 
     found, start = Products(), time.monotonic()
     seeds = (
@@ -128,13 +136,15 @@ def _products(options: argparse.Namespace) -> int:
         if options.only is None
         else [options.only]
     )
-    for seed in seeds:
-        if time.monotonic() - start > 60 * options.minutes:
-            break
-        product = draw(seed)
-        if found.add(product) in ("wrong", "failed"):
-            outcome, name, said = found.failures[-1]
-            print(f"{outcome.upper()} {name}\n    {said}", flush=True)
+    with Servers() if options.unlike else nullcontext() as servers:
+        for seed in seeds:
+            if time.monotonic() - start > 60 * options.minutes:
+                break
+            if servers is not None:
+                servers.first, found.run = seed, servers.run
+            if found.add(draw(seed, sgd=options.unlike)) in ("wrong", "failed"):
+                outcome, name, said = found.failures[-1]
+                print(f"{outcome.upper()} {name}\n    {said}", flush=True)
     print(
         f"\n{sum(found.outcomes.values())} products in {time.monotonic() - start:.0f} s: {dict(found.outcomes)}"
     )

@@ -57,10 +57,12 @@ def has_compressed_layers(model: nn.Module) -> bool:
     return layer is not None and any(isinstance(module, layer) for module in model.modules())
 
 
-def optional_states() -> tuple[str, ...]:
-    """Names that weights of a model without compressed layers lack."""
+def optional_states(model: nn.Module) -> tuple[str, ...]:
+    """Names in `model` that weights of one without compressed layers lack."""
+    if not has_compressed_layers(model):
+        return ()
     states = _if_loaded("compression.training.layers", "STATES")
-    return () if states is None else tuple(name for pair in states.values() for name in pair)
+    return tuple(name for pair in states.values() for name in pair)
 
 
 def check_arguments(model: object, *, lr_scheduler: Any, collate_fn: Any, group: Any) -> None:

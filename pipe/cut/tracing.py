@@ -6,9 +6,8 @@ The first forward of each way through a stage is followed: see `StageRunner.run`
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -95,8 +94,12 @@ class Trace(TorchFunctionMode):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow what runs in this context. Compiled functions run eagerly in it, so that they are followed."""
-        with _stance("force_eager"), self:
+        """Follow what runs in this context. Compiled functions run eagerly in it, so that they are followed.
+
+        This loads the compiler, as building the optimizer does. What a stage sends must not depend on whether
+        its rank has loaded it before a forward that compiles something itself.
+        """
+        with torch.compiler.set_stance("force_eager"), self:
             yield
 
     @contextmanager
@@ -104,7 +107,7 @@ class Trace(TorchFunctionMode):
         """Calls of blocks are not followed; they run compiled, if they are."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
-            with _stance("default"):
+            with torch.compiler.set_stance("default"):
                 yield
         finally:
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -124,14 +127,6 @@ class Trace(TorchFunctionMode):
                 "parameters of another stage before its blocks; compute it from the inputs, or set "
                 "pipeline.stages to 1"
             )
-
-
-def _stance(name: str) -> AbstractContextManager[Any]:
-    """What compiled functions do. Without a compiler in this process there are none."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance(name)
-    return stance
 
 
 def _tensors(value: Any) -> list[Tensor]:

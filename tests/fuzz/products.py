@@ -8,9 +8,11 @@ and go on in an engine with another config. Losses and norms are compared, and t
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -61,6 +63,8 @@ MORE: dict[str, dict[str, Any]] = {
     "persistent": {"zero_optimization": {"stage3_param_persistence_threshold": 600}},
 }
 EVENTS = ("frozen before", "frozen later", "edited in place", "edited gathered", "set", "evaluated")
+SGD = {"lr": 0.3}
+Message = tuple[Any, ...]  # ranks, kind, buffer, what, dtype
 SHAPES = [  # pipeline, data, sequence, tensor
     *[(1, 1, 1, 1), (1, 2, 1, 1), (1, 2, 1, 1), (1, 3, 1, 1), (1, 4, 1, 1)],
     *[(2, 1, 1, 1), (2, 2, 1, 1), (4, 1, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1), (1, 1, 4, 1)],
@@ -86,7 +90,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Product:
-    """One training. then: the layout after a load in the middle; None: no load."""
+    """One training. then: the layout after a load in the middle; None: no load.
+
+    optimizer: AdamW, or SGD, which shows a factor on gradients.
+    """
 
     seed: int
     model: str
@@ -96,6 +103,7 @@ class Product:
     events: tuple[str, ...]
     first: Layout
     then: Layout | None
+    optimizer: str = "AdamW"
 
     @property
     def name(self) -> str:
@@ -106,15 +114,20 @@ class Product:
             )
 
         parts = [f"seed {self.seed}: {self.model} {self.precision} count {self.count}"]
-        parts += [*self.more, *self.events, told(self.first)]
+        parts += [self.optimizer, *self.more, *self.events, told(self.first)]
         return ", ".join(parts) + ("" if self.then is None else f" -> {told(self.then)}")
+
+    @property
+    def rates(self) -> dict[str, Any]:
+        return ADAMW if self.optimizer == "AdamW" else SGD
 
     def config(self, layout: Layout, folder: str) -> dict[str, Any]:
         pipe, _, sequence, tensor = layout.shape
         found: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": SAMPLES,
             "gradient_accumulation_steps": self.count,
-            "optimizer": {"type": "AdamW", "params": copy.deepcopy(ADAMW)},
+            "optimizer": {"type": self.optimizer, "params": dict(self.rates)},
+            "watch": {"ring_size": 1_000_000},
             "zero_optimization": {"stage": layout.stage, "stage3_param_persistence_threshold": 0},
         }
         if self.precision != "fp32":
@@ -148,8 +161,8 @@ def _with_folder(value: Any, folder: str) -> Any:
     return folder if value == "FOLDER" else value
 
 
-def draw(seed: int) -> Product:
-    """The product of a seed."""
+def draw(seed: int, *, sgd: bool = False) -> Product:
+    """The product of a seed. sgd: it trains with SGD without clipping, and may generate."""
     dice = random.Random(seed)
     model = dice.choice(("gpt", "llama", "qwen3", "gpt2"))
     precision = dice.choice(("fp32", "fp32", "fp32", "bf16", "fp16"))
@@ -160,7 +173,14 @@ def draw(seed: int) -> Product:
     events = tuple(name for name in EVENTS if dice.random() < 0.15)
     if "recompute to the host" in more:
         more = tuple(name for name in more if name != "recompute")
-    return Product(seed, model, precision, dice.choice((1, 2, 4)), more, events, first, then)
+    count = dice.choice((1, 2, 4))
+    if not sgd:
+        return Product(seed, model, precision, count, more, events, first, then)
+    more = tuple(name for name in more if name != "clipping")
+    layouts = [first] if then is None else [first, then]
+    if all(one.shape[0] == one.shape[2] == 1 for one in layouts) and dice.random() < 0.3:
+        events += ("generated",)
+    return Product(seed, model, precision, count, more, events, first, then, "SGD")
 
 
 def _layout(dice: random.Random, size: int | None) -> Layout:
@@ -230,11 +250,11 @@ def after_step(
 ) -> None:
     """Events after `step`. Each rank has those parameters that it has."""
     for event in product.events:
-        param = params.get(_name_of(product, event))
         if event == "frozen later" and step == 1:
             freeze(product, params)
         if step != 1 or event not in ("edited in place", "edited gathered", "set"):
             continue
+        param = params.get(_name_of(product, event))
         if plain:
             assert param is not None
             param.mul_(0.5) if event.startswith("edited") else param.fill_(0.02)
@@ -262,14 +282,16 @@ def _is_shared(product: Product) -> bool:
 Found = tuple[list[tuple[float, float]], dict[str, Tensor]]
 
 
-def train(product: Product, folder: str) -> tuple[Found, str]:
-    """On each rank: losses, norms and the whole parameters; or why it is refused, and where."""
+def train(product: Product, folder: str) -> tuple[Found, str, list[Message]]:
+    """On each rank: losses, norms and the whole parameters; or why it is refused, and where; its messages."""
     rows: list[tuple[float, float]] = []
+    messages: list[Message] = []
     try:
         engine = _engine(product, product.first, folder)
         for step in range(STEPS):
             if step == MIDDLE and product.then is not None:
                 engine.save_checkpoint(f"{folder}/saved")
+                messages += _messages(engine)
                 engine.destroy()
                 engine = _engine(product, product.then, folder)
                 engine.load_checkpoint(f"{folder}/saved")
@@ -281,11 +303,33 @@ def train(product: Product, folder: str) -> tuple[Found, str]:
             after_step(product, step, params, plain=False)
             if "evaluated" in product.events and step == 2:
                 engine.eval_batch(iter(batch))
+            if "generated" in product.events and step == 1:
+                _generate(engine, batch[0])
         whole = engine.full_state_dict(rank0_only=True, full_precision=True)
+        messages += _messages(engine)
         engine.destroy()
     except xds.XdsError as error:
-        return (rows, {}), f"{type(error).__name__}: {error}"
-    return (rows, {name: one.float() for name, one in whole.items()}), ""
+        return (rows, {}), f"{type(error).__name__}: {error}", messages
+    return (rows, {name: one.float() for name, one in whole.items()}), "", messages
+
+
+def _generate(engine: Any, batch: Any) -> None:
+    """Whole tokens of one process, from the weights of now. They change nothing."""
+    with engine.generating(seed=3) as module:
+        if isinstance(batch, dict):
+            prompt = batch["input_ids"][:, :4]
+            module.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3)
+        else:
+            module(batch[0])
+
+
+def _messages(engine: Any) -> list[Message]:
+    """What this rank has sent with others together. Messages between two ranks are left out."""
+    ring = engine._parts.sharded.collectives.watch.ring
+    everyone = tuple(range(engine.world_size))
+    return [
+        (one.members or everyone, *one.key, str(one.dtype)) for one in ring if one.members != ()
+    ]
 
 
 def _engine(product: Product, layout: Layout, folder: str) -> Any:
@@ -309,7 +353,7 @@ def plain(product: Product, data: tuple[int, ...], moved: int = 0) -> Found:
             for param in params.values():
                 param.mul_(1 + 1.2e-7 * torch.randn(param.shape, generator=seed))
     trained = [param for param in params.values() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **ADAMW)
+    optimizer = getattr(torch.optim, product.optimizer)(trained, **product.rates)
     rows = []
     limit = MORE["clipping"]["gradient_clipping"] if "clipping" in product.more else float("inf")
     for step in range(STEPS):
@@ -327,14 +371,21 @@ def plain(product: Product, data: tuple[int, ...], moved: int = 0) -> Found:
     return rows, {name: param.detach().clone() for name, param in params.items()}
 
 
-def examine(product: Product) -> tuple[str, str]:
+Run = Callable[..., list[Any]]  # (function, ranks, *arguments) -> the result of each rank
+
+
+def _on_warm_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    return warm(world_size).run(function, *args)
+
+
+def examine(product: Product, run: Run = _on_warm_ranks) -> tuple[str, str]:
     """("equal" | "refused" | "wrong" | "failed", what was said)."""
     folder = tempfile.mkdtemp()
     try:
-        found = warm(product.first.size).run(train, product, folder)
+        found = run(train, product.first.size, product, folder)
     except AssertionError as error:
         return "failed", str(error)[-3000:]
-    refusals = [said for _, said in found]
+    refusals = [said for _, said, _ in found]
     if any(refusals):
         return (
             ("refused", refusals[0]) if all(refusals) else ("wrong", f"refused by some: {refusals}")
@@ -345,7 +396,30 @@ def examine(product: Product) -> tuple[str, str]:
     if said:
         said = differences(product, found[0][0], plain(product, data), spread(product, data))
     said += [f"losses of rank {at}" for at, one in enumerate(found) if one[0][0] != found[0][0][0]]
+    said += other_messages(product, [messages for *_, messages in found])
     return ("wrong", "; ".join(said)) if said else ("equal", "")
+
+
+def other_messages(product: Product, by_rank: list[list[Message]]) -> list[str]:
+    """Where two ranks have not sent the same messages to the groups that both belong to, in one order.
+
+    With states on the host a gather starts early where its values are there in time: in any order.
+    """
+    layouts = [product.first] if product.then is None else [product.first, product.then]
+    is_ordered = all(layout.offload == "none" for layout in layouts)
+    said = []
+    for one, other in itertools.combinations(range(len(by_rank)), 2):
+        mine, theirs = (
+            [message for message in by_rank[rank] if {one, other} <= {*message[0]}]
+            for rank in (one, other)
+        )
+        if not is_ordered:
+            mine, theirs = sorted(mine), sorted(theirs)
+        for at, (my, their) in enumerate(itertools.zip_longest(mine, theirs)):
+            if my != their:
+                said.append(f"message {at} of ranks {one} and {other}: {my}, {their}")
+                break
+    return said
 
 
 def spread(product: Product, data: tuple[int, ...]) -> list[tuple[float, float]]:
@@ -390,12 +464,13 @@ def differences(
 class Summary:
     """What came of many products."""
 
+    run: Run = _on_warm_ranks
     outcomes: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[str, str, str]] = field(default_factory=list)
 
     def add(self, product: Product) -> str:
-        outcome, said = examine(product)
+        outcome, said = examine(product, self.run)
         self.outcomes[outcome] += 1
         if outcome == "refused":
             self.refusals[said[:160]] += 1

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, final
 
@@ -28,7 +28,6 @@ from .gather import Gatherer
 from .unit import Unit
 
 _PLAIN = (type(None), str, bytes, int, float, complex, type, nn.Module)
-HookWrapper = Callable[[Unit, nn.Module, Any], Any]  # (unit, module, hook) -> hook
 
 
 @final
@@ -54,9 +53,9 @@ class UnitHooks:
         # called without a graph, as inside of a checkpoint, which calls them again in backward
         self._without_graph: set[Unit] = set()
         self._pending_drop: Unit | None = None  # one of its modules returned, others may follow
-        self._handles: list[RemovableHandle] = []
+        self._hooked: list[tuple[Unit, nn.Module, Any, RemovableHandle]] = []
         self._is_excluded = False
-        self._hook_all(lambda unit, module, hook: hook)
+        self._hook_all()
         self.exclude_from_compile()
 
     def exclude_from_compile(self) -> None:
@@ -66,6 +65,8 @@ class UnitHooks:
         - Code compiled for a module without these hooks must not run for one with them: guards are enabled.
         - Code that was compiled earlier has no such guard: torch._dynamo is reset. With a GPU a reset loads
           inductor, which takes a second, so there is none where nothing was compiled.
+        - Ranks may load it at different times. So every hook keeps its place among those of a module: tensor
+          slices send in hooks as well, and the order of messages must be the same on all ranks.
         """
         if self._is_excluded or "torch._dynamo" not in sys.modules:
             return
@@ -74,17 +75,24 @@ class UnitHooks:
             torch._dynamo.config.skip_nnmodule_hook_guards = False
             if getattr(torch._dynamo.convert_frame, "FRAME_COUNTER", 1):
                 torch._dynamo.reset()
-        self.remove()
-        self._hook_all(_excluded_from_compile)
+        for unit, module, hook, handle in self._hooked:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                hooks[handle.id] = _excluded_from_compile(unit, module, hook)
 
-    def _hook_all(self, wrap: HookWrapper) -> None:
+    def _hook_all(self) -> None:
         for unit in self._units:
             for module in unit.modules:
-                self._hook(unit, module, wrap)
+                self._hook(unit, module)
             for module in unit.inner_modules:
-                self._hook_inner(unit, module, wrap)
+                self._hook_inner(unit, module)
 
-    def _hook_inner(self, unit: Unit, module: nn.Module, wrap: HookWrapper) -> None:
+    def _register(self, unit: Unit, module: nn.Module, before: Any, after: Any) -> None:
+        first = module.register_forward_pre_hook(before, with_kwargs=True)
+        last = module.register_forward_hook(after)
+        self._hooked += [(unit, module, before, first), (unit, module, after, last)]
+
+    def _hook_inner(self, unit: Unit, module: nn.Module) -> None:
         """Hook a submodule of a unit; the hooks act only when user code calls it directly."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -111,12 +119,9 @@ class UnitHooks:
             unit.entry = None
             return output
 
-        self._handles += [
-            module.register_forward_pre_hook(wrap(unit, module, before), with_kwargs=True),
-            module.register_forward_hook(wrap(unit, module, after)),
-        ]
+        self._register(unit, module, before, after)
 
-    def _hook(self, unit: Unit, module: nn.Module, wrap: HookWrapper) -> None:
+    def _hook(self, unit: Unit, module: nn.Module) -> None:
         is_last = module is unit.modules[-1]
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -125,16 +130,13 @@ class UnitHooks:
         def after(_: nn.Module, args: Any, output: Any) -> Any:
             return self._post_forward(unit, module, is_last, output)
 
-        self._handles += [
-            module.register_forward_pre_hook(wrap(unit, module, before), with_kwargs=True),
-            module.register_forward_hook(wrap(unit, module, after)),
-        ]
+        self._register(unit, module, before, after)
 
     def remove(self) -> None:
         """Remove the hooks on modules."""
-        for handle in self._handles:
+        for *_, handle in self._hooked:
             handle.remove()
-        self._handles = []
+        self._hooked = []
 
     # -- forward ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,205 @@
+"""Ranks whose processes differ in what no message may depend on: imports, environment, time, memory, cores.
+
+`Servers.run` is as `run_new_ranks`. Each surrounding has one process that imports what belongs to it and then
+forks a rank for each call. A rank of a kept process has imported what the last test needed, so it cannot serve.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_SECONDS = 40.0  # of a rank that waits for another one
+ANSWER_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Surrounding:
+    """What one process has. free_bytes: of host memory, as the system seems to say."""
+
+    name: str
+    imports: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    collects_after: int | None = None  # objects; 0: never
+    num_cores: int | None = None
+    num_threads: int = 1
+    free_bytes: int | None = None
+    longest_pause_seconds: float = 0.0  # before a message
+
+
+_MODELS = tuple(
+    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gpt2")
+)
+BARE = Surrounding("bare")
+COMPILER = Surrounding(
+    "compiler",
+    ("torch._dynamo", "numpy"),
+    {"PYTHONHASHSEED": "1", "XDS_LOG_LEVEL": "debug"},
+    collects_after=0,
+)
+LIBRARIES = Surrounding(
+    "libraries",
+    (*_MODELS, "torch._dynamo", "xds.compression", "xds.pipe", "xds.engine.deepspeed"),
+    {"PYTHONHASHSEED": "2", "OMP_NUM_THREADS": "2", "XDS_DEFAULT_THREADS": "1"},
+    collects_after=50,
+    num_threads=2,
+)
+POOR = Surrounding(
+    "poor",
+    (*_MODELS, "torch._dynamo"),
+    environment={"PYTHONHASHSEED": "3", "XDS_CPU_ISA": "baseline", "XDS_RANK_CORES": "0"},
+    num_cores=1,
+    free_bytes=1 << 20,
+    longest_pause_seconds=2e-3,
+)
+ALL = (COMPILER, BARE, LIBRARIES, POOR)
+
+
+class Servers:
+    """One process for each surrounding; rank r of a call gets that of number `first` + r."""
+
+    def __init__(self, surroundings: Sequence[Surrounding] = ALL) -> None:
+        self._surroundings = surroundings
+        self._servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+        self.first = 0
+
+    def __enter__(self) -> Servers:
+        for surrounding in self._surroundings:
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            words = [sys.executable, __file__, str(theirs.fileno())]
+            process = subprocess.Popen(
+                [*words, json.dumps(asdict(surrounding))],
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | surrounding.environment,
+                pass_fds=(theirs.fileno(),),
+            )
+            theirs.close()
+            self._servers.append((process, mine))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process, connection in self._servers:
+            connection.close()
+            process.wait()
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        """`function(*args)` on each rank; the results, by rank."""
+        from helpers import _answer
+
+        with tempfile.TemporaryDirectory() as folder:
+            pipes = []
+            for rank in range(world_size):
+                here, there = socket.socketpair()
+                at = (self.first + rank) % len(self._servers)
+                call = (function, rank, world_size, f"{folder}/rendezvous", args)
+                socket.send_fds(self._servers[at][1], [pickle.dumps(call)], [there.fileno()])
+                there.close()
+                pipes.append(Connection(here.detach()))
+            answers = [_answer(rank, _Ended(), pipe) for rank, pipe in enumerate(pipes)]
+        failures = [text for ok, text in answers if not ok]
+        if failures:
+            raise AssertionError(min(failures, key=lambda text: "PeerError" in text))
+        return [value for _, value in answers]
+
+
+class _Ended:
+    """A rank that its server reaps."""
+
+    exitcode = None
+
+    def join(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+# -- in the servers and their ranks --------------------------------------------------------------------------
+
+
+def _serve(requests: socket.socket, surrounding: Surrounding) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    if surrounding.free_bytes is not None:
+        from xds.utils import host_memory
+
+        host_memory.free_host_bytes = lambda: surrounding.free_bytes
+    importlib.import_module("xds.engine.initialize")
+    for name in surrounding.imports:
+        importlib.import_module(name)
+    while True:
+        call, files, _, _ = socket.recv_fds(requests, 1 << 17, 1)
+        if not call:
+            return
+        if os.fork() == 0:
+            requests.close()
+            _run(surrounding, Connection(files[0]), *pickle.loads(call))
+            os._exit(0)
+        os.close(files[0])
+
+
+def _run(
+    surrounding: Surrounding,
+    pipe: Connection,
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    path: str,
+    args: Any,
+) -> None:
+    from helpers import SMALL_NUMEL, _rank_main
+
+    if surrounding.num_cores is not None:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[: surrounding.num_cores])
+    given = (surrounding, function, args)
+    _rank_main(_within, rank, world_size, path, pipe, given, TIMEOUT_SECONDS, SMALL_NUMEL)
+
+
+def _within(surrounding: Surrounding, function: Callable[..., Any], args: Any) -> Any:
+    import torch
+
+    torch.set_num_threads(surrounding.num_threads)
+    torch.manual_seed(0)
+    random.seed(0)
+    gc.unfreeze()
+    if surrounding.collects_after is not None:
+        gc.set_threshold(surrounding.collects_after, 5, 5)
+    if surrounding.longest_pause_seconds:
+        _pause(surrounding.longest_pause_seconds)
+    return function(*args)
+
+
+def _pause(longest_seconds: float) -> None:
+    """Sleep before each message."""
+    from xds.ops.watch.watch import Watch
+
+    start, dice = Watch.start, random.Random(5)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(dice.random() * longest_seconds)
+        return start(*args, **kwargs)
+
+    Watch.start = late  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from fuzz import surroundings
+
+    given = json.loads(sys.argv[2])
+    surroundings._serve(
+        socket.socket(fileno=int(sys.argv[1])),
+        surroundings.Surrounding(**{**given, "imports": tuple(given["imports"])}),
+    )
