@@ -23,8 +23,8 @@ class Ops(Section):
         "once and uses their torch versions",
     )
 
-    def check(self, report: Report) -> None:
-        """Check the combination of the section's keys."""
+    def check_with(self, config: object, report: Report) -> None:
+        """See `Section.check_with`."""
         if self.require and not self.native:
             report.complain(
                 "ops.require", True, "ops.native = false switches native ops off; drop one"

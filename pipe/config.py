@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, ClassVar, Literal, Protocol, final
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -105,6 +105,15 @@ Partition = Annotated[
 ]
 
 
+class Neighbours(Protocol):
+    """What the rules of this section read of the rest of the config."""
+
+    @property
+    def managed_gradient_accumulation(self) -> bool: ...
+    @property
+    def recomputes_blocks(self) -> bool: ...
+
+
 @final
 class Pipeline(Section):
     """The model is cut into stages of consecutive layers, and each rank has one stage or several chunks."""
@@ -201,11 +210,24 @@ class Pipeline(Section):
             return None
         return waits / (works + waits)
 
-    def check(self, report: Report) -> None:
-        """Report what the section's keys do not allow one another, and what one stage leaves without effect."""
+    def check_with(self, config: Neighbours, report: Report) -> None:
+        """See `Section.check_with`. One stage leaves most keys without effect."""
         if self.stages == 1:
             self._note_one_stage(report)
             return
+        if not config.managed_gradient_accumulation:
+            report.complain(
+                "managed_gradient_accumulation",
+                False,
+                "pipeline stages run all micro-batches of an update in one call of train_batch, so the engine "
+                "counts them; set it to true, or pipeline.stages to 1",
+            )
+        if config.recomputes_blocks and self.activation_checkpoint_interval:
+            report.complain(
+                "pipeline.activation_checkpoint_interval",
+                self.activation_checkpoint_interval,
+                "the section activation_checkpointing recomputes every block already; remove one of the two",
+            )
         numbers = NUMBERS.get(self.schedule)
         if numbers is not None and self.chunks is not None and not numbers.allows(self.chunks):
             least = "at least " if numbers.any_more else ""

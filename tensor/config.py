@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, Protocol, final
 
 from pydantic import Field
 
-from ..utils.schema.section import Entry, Group, NoEffect, Refused, Section, details
+from ..ops.sparse_attention.config import SparseAttention
+from ..utils.schema.section import Entry, Group, NoEffect, Refused, Report, Section, details
 from ..utils.schema.values import ANY_CASE, Count, Flag, Names, Natural, Object, Text
 
 _EXPERT = "expert parallelism is not supported yet; set it to false or remove the section"
 _OWN_KEY = "write the number of ranks as tensor_parallel.tp_size"
+
+
+class Neighbours(Protocol):
+    """What the rules of these sections read of the rest of the config."""
+
+    @property
+    def needs_whole_tensors(self) -> bool: ...
+    @property
+    def optimizer_type(self) -> str: ...
+    @property
+    def sparse_attention(self) -> SparseAttention | None: ...
+    @property
+    def sequence_parallel_size(self) -> int: ...
+    @property
+    def pipeline_stages(self) -> int: ...
+    @property
+    def drops_tokens(self) -> bool: ...
 
 
 @final
@@ -60,6 +78,27 @@ class TensorParallel(Section):
         """The number of ranks that share a layer."""
         return max(1, self.tp_size)
 
+    def check_with(self, config: Neighbours, report: Report) -> None:
+        """See `Section.check_with`."""
+        if self.size == 1:
+            return
+        if config.needs_whole_tensors or config.optimizer_type == "Adafactor":
+            report.complain(
+                "optimizer.type",
+                config.optimizer_type,
+                f"it uses norms or products of whole tensors, and tensor_parallel.tp_size = {self.size} cuts "
+                "them; choose an optimizer such as AdamW, or set tensor_parallel.tp_size to 1",
+            )
+        sparse = config.sparse_attention
+        if sparse is not None and sparse.different_layout_per_head:
+            report.complain(
+                "sparse_attention.different_layout_per_head",
+                True,
+                f"each of tensor_parallel.tp_size = {self.size} ranks has some of the heads, and layouts "
+                "are not "
+                "cut; set it to false",
+            )
+
 
 @final
 class LongSequences(Section):
@@ -86,6 +125,38 @@ class LongSequences(Section):
         None,
         description='names of the MLPs inside of a block; null: "mlp", "feed_forward" or "ffn"',
     )
+
+    def check_with(self, config: Neighbours, report: Report) -> None:
+        """See `Section.check_with`. What sequence ranks do not allow."""
+        ranks, stages, sparse = (
+            config.sequence_parallel_size,
+            config.pipeline_stages,
+            config.sparse_attention,
+        )
+        if ranks == 1:
+            return
+        if stages > 1 and self.cut_by != "engine":
+            report.complain(
+                "sequence.cut_by",
+                "script",
+                f'all of pipeline.stages = {stages} read the whole batch; set it to "engine", or the '
+                "stages to 1",
+            )
+        if sparse is not None and sparse.mode != "dense":
+            report.complain(
+                "sparse_attention.mode",
+                sparse.mode,
+                f"sequence_parallel_size = {ranks} exchanges heads around the model's own attention; "
+                "remove the "
+                "section, or set sequence_parallel_size to 1",
+            )
+        if config.drops_tokens:
+            report.complain(
+                "sequence_parallel_size",
+                ranks,
+                "a layer that drops tokens must have all tokens of a sample on its rank; set it to 1, or "
+                "data_efficiency.data_routing.random_ltd.enabled to false",
+            )
 
 
 TOP_LEVEL_KEYS: dict[str, Entry] = {

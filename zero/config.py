@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, final
+from typing import Annotated, ClassVar, Protocol, final
 
 from pydantic import Field
 
 from ..compression import config as compression
 from ..offload import config as offload
-from ..utils.schema.section import Entry, NoEffect, Refused, Section, nested
+from ..ops.comm.config import Communication
+from ..utils.schema.section import Entry, NoEffect, Refused, Report, Section, nested
 from ..utils.schema.values import WHOLE, Elements, Flag, Names, Natural, SomeElements, needs
 
 STAGES = {
@@ -91,6 +92,21 @@ class LeafModules(Section):
     def as_globs(self) -> tuple[str, ...]:
         """All entries as class names and dotted-name globs."""
         return (*self.classes, *self.names, *(f"*{suffix}" for suffix in self.name_suffixes))
+
+
+class Neighbours(Protocol):
+    """What the rules of this section read of the rest of the config."""
+
+    @property
+    def optimizer_type(self) -> str: ...
+    @property
+    def needs_whole_tensors(self) -> bool: ...
+    @property
+    def gradient_clipping(self) -> float: ...
+    @property
+    def communication(self) -> Communication: ...
+    @property
+    def pipeline_stages(self) -> int: ...
 
 
 @final
@@ -218,3 +234,233 @@ class ZeroConfig(Section):
         """A copy whose `units` also contains the entries of `leaf_module`."""
         merged = tuple(dict.fromkeys((*self.units, *self.leaf_module.as_globs())))
         return self if merged == self.units else self.model_copy(update={"units": merged})
+
+    def canonical(self, report: Report) -> ZeroConfig:
+        """This section with the old names and leaf modules in the newer keys, and without idle offload."""
+        self._check_old_names(report)
+        return self.with_leaf_modules().with_old_names()._without_idle_offload(report)
+
+    def check_with(self, config: Neighbours, report: Report) -> None:
+        """See `Section.check_with`."""
+        if config.gradient_clipping > 0 and not self.shows_grad_norm:
+            report.complain(
+                "zero_optimization.compute_grad_norm",
+                False,
+                "requires gradient_clipping=0, because clipping needs the norm; remove the key",
+            )
+        if config.pipeline_stages > 1 and self.divergent_graphs:
+            report.complain(
+                "zero_optimization.divergent_graphs",
+                True,
+                "pipeline stages have a fixed order of layers, which the ranks of a stage share; set it to "
+                "false, or pipeline.stages to 1",
+            )
+        self._check_offload(config, report)
+        self._check_mics(report)
+        self._check_shared_parameters(config, report)
+        if config.optimizer_type in compression.ONE_BIT_OPTIMIZERS:
+            self._check_one_bit(config.optimizer_type, report)
+        self._check_zeropp(config.optimizer_type, report)
+
+    def _check_old_names(self, report: Report) -> None:
+        """DeepSpeed's old names must not contradict the sections; a section without a device does nothing."""
+        for old, name in (
+            ("cpu_offload", "offload_optimizer"),
+            ("cpu_offload_param", "offload_param"),
+        ):
+            section = getattr(self, name)
+            given = section.model_fields_set
+            if getattr(self, old) and "device" in given and section.device != "cpu":
+                report.complain(
+                    f"zero_optimization.{old}",
+                    True,
+                    f'it means {name}.device = "cpu", and {name}.device is "{section.device}": remove {old}',
+                )
+            if given and "device" not in given and not getattr(self, old):
+                report.notes.append(
+                    f'zero_optimization.{name} has no device, so nothing is offloaded: set it to "cpu" or '
+                    '"nvme"'
+                )
+
+    def _without_idle_offload(self, report: Report) -> ZeroConfig:
+        """This section with the parameters on the device below stage 3, where they are not sharded."""
+        section = self.offload_param
+        if section.device == "none" or self.stage == 3:
+            return self
+        report.without_effect.append(
+            (
+                "zero_optimization.offload_param.device",
+                f"parameters are sharded at stage 3 only, and the stage is {self.stage}: they stay on the "
+                "device "
+                "(offload_optimizer works at every stage)",
+            )
+        )
+        off = section.model_copy(update={"device": "none"})
+        return self.model_copy(update={"offload_param": off, "cpu_offload_param": False})
+
+    def _check_offload(self, config: Neighbours, report: Report) -> None:
+        """A file needs a folder; updates during backward need a host and an optimizer of single elements."""
+        offload, key = self.offload_optimizer, "zero_optimization.offload_optimizer.super_offload"
+        if offload.super_offload and offload.device == "none":
+            report.complain(
+                key, True, 'it needs updates on the host: set offload_optimizer.device to "cpu"'
+            )
+        if offload.super_offload and offload.device == "nvme":
+            report.notes.append(
+                'offload_optimizer.super_offload has no effect with device "nvme": these updates wait for '
+                "the norm"
+            )
+        if offload.super_offload and config.needs_whole_tensors:
+            report.complain(
+                key,
+                True,
+                f"{config.optimizer_type} uses norms or products of whole tensors, which are known after "
+                "backward only: "
+                "set it to false, or choose an optimizer such as AdamW",
+            )
+        for name in ("offload_optimizer", "offload_param"):
+            section, key = getattr(self, name), f"zero_optimization.{name}.nvme_path"
+            if section.nvme_path is not None and "\0" in section.nvme_path:
+                report.complain(key, section.nvme_path, "a path has no null character")
+            if section.device == "nvme" and not section.nvme_path:
+                report.complain(
+                    key,
+                    section.nvme_path,
+                    'device = "nvme" needs a folder on a local disk, such as "/local_nvme"; set nvme_path, '
+                    "or the "
+                    'device to "cpu"',
+                )
+
+    def _check_mics(self, report: Report) -> None:
+        """Where shard groups contradict other keys, or have no effect."""
+        size, key = self.mics_shard_size, "zero_optimization.mics_shard_size"
+        hierarchical = "zero_optimization.mics_hierarchical_params_gather"
+        if self.mics_hierarchical_params_gather and size <= 1:
+            report.notes.append(
+                f"{hierarchical} has no effect without {key}, the ranks that share one copy of the model"
+            )
+        if size > 0 and self.stage == 0:
+            report.notes.append(
+                f"{key} = {size} has no effect at stage 0, where every rank holds everything"
+            )
+        if size <= 0 or self.stage == 0:
+            return
+        if self.zero_hpz_partition_size > 1:
+            report.complain(
+                "zero_optimization.zero_hpz_partition_size",
+                self.zero_hpz_partition_size,
+                f"second shards keep what gathers across hosts brought, and shard groups ({key} = {size}) are "
+                "for no such gathers: remove one of the two keys",
+            )
+        if self.mics_hierarchical_params_gather and (
+            self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
+        ):
+            report.complain(
+                hierarchical,
+                True,
+                "it gathers exact parameters, and gathers in 8 bits have two levels already: set it to "
+                "false, or "
+                "remove zero_quantized_weights and zero_quantized_nontrainable_weights",
+            )
+        if size == 1 and self.offload_param.device != "none":
+            report.complain(
+                key,
+                size,
+                "with one rank nothing is sharded, and offload_param is for sharded parameters: set it to 2 or "
+                'more, or offload_param.device to "none"',
+            )
+
+    def _check_shared_parameters(self, config: Neighbours, report: Report) -> None:
+        """What excludes one copy of the parameters for all ranks of a machine."""
+        if not self.shared_parameters:
+            return
+        broken = {
+            "at stage 0 every rank updates all parameters: set stage to 1 or 2": self.stage == 0,
+            "at stage 3 no rank keeps all parameters: set stage to 1 or 2": self.stage == 3,
+            "with mics_shard_size = 1 every rank updates all parameters: set mics_shard_size to 2 or more, "
+            "or to "
+            "-1 for one shard group of all ranks": self.stage > 0 and self.mics_shard_size == 1,
+            "with offload_optimizer a rank may write new values while other ranks still read the old ones: set "
+            'offload_optimizer.device to "none"': self.offload_optimizer.device != "none",
+            f"{config.optimizer_type} sends differences of one bit, and updates in place send nothing: "
+            "choose AdamW": (config.optimizer_type in compression.ONE_BIT_OPTIMIZERS),
+            "communication.shared_memory is false: set it to true": (
+                not config.communication.shared_memory
+            ),
+        }
+        for need, is_broken in broken.items():
+            if is_broken:
+                report.complain(
+                    "zero_optimization.shared_parameters", True, f"{need}, or remove the key"
+                )
+
+    def _check_one_bit(self, name: str, report: Report) -> None:
+        """Where a one-bit optimizer cannot follow the other sections."""
+        if self.stage == 3:
+            report.complain(
+                "zero_optimization.stage",
+                3,
+                f"{name} sends gradients of one bit; two thirds of what stage 3 sends are parameters, "
+                "which stay "
+                "exact: set stage to 0, 1 or 2, or choose AdamW",
+            )
+        if self.mics_shard_size > 0 and self.stage > 0:
+            report.complain(
+                "zero_optimization.mics_shard_size",
+                self.mics_shard_size,
+                f"{name} keeps for each rank what its messages have lost, and sums over replicas are exact "
+                "fp32 "
+                "numbers, so nothing would be saved there: remove the key, or choose AdamW",
+            )
+        for key in ("offload_optimizer", "offload_param"):
+            device = getattr(self, key).device
+            if device != "none":
+                report.complain(
+                    f"zero_optimization.{key}.device",
+                    device,
+                    f"{name} computes its messages from moments and masters on the device of the parameters: "
+                    'set it to "none", or choose AdamW',
+                )
+
+    def _check_zeropp(self, optimizer_type: str, report: Report) -> None:
+        """Keys of ZeRO++ that need another stage, or exclude one another."""
+        gradients = "zero_optimization.zero_quantized_gradients"
+        parts = {
+            "zero_quantized_weights": self.zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
+            "zero_hpz_partition_size": self.zero_hpz_partition_size,
+        }
+        for key, value in parts.items():
+            is_set = value is True or value not in (0, 1)
+            if is_set and self.stage != 3:
+                report.complain(
+                    f"zero_optimization.{key}",
+                    value,
+                    "only stage 3 gathers parameters for each forward and backward: set stage to 3, or "
+                    "remove the "
+                    "key",
+                )
+            elif is_set and self.divergent_graphs:
+                report.complain(
+                    f"zero_optimization.{key}",
+                    value,
+                    "with divergent_graphs parameters are sent to the ranks that ask for them, exactly: set "
+                    "divergent_graphs to false, or remove the key",
+                )
+        if self.zero_quantized_gradients and self.stage == 0:
+            report.complain(
+                gradients,
+                True,
+                "stage 0 sends sums of gradients as well, which stay exact: set stage to 1, 2 or 3, or "
+                "optimizer.type to OneBitAdam",
+            )
+        if self.zero_quantized_gradients and optimizer_type in compression.ONE_BIT_OPTIMIZERS:
+            text = f"{optimizer_type} sends gradients in one bit already: set it to false"
+            report.complain(gradients, True, text)
+        if self.zeropp_loco_param is not None and not self.zero_quantized_gradients:
+            report.complain(
+                "zero_optimization.zeropp_loco_param",
+                self.zeropp_loco_param.as_dict(),
+                "it feeds back what 4-bit gradients lose: set zero_quantized_gradients to true, or remove "
+                "the key",
+            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, Protocol, final
 
 from pydantic import BeforeValidator, Field
 
@@ -356,6 +356,17 @@ TECHNIQUES = (
 )
 
 
+class Neighbours(Protocol):
+    """What the rules of these sections read of the rest of the config."""
+
+    @property
+    def tensor_ranks(self) -> int: ...
+    @property
+    def compression_training(self) -> CompressionTraining: ...
+    @property
+    def quantize_training(self) -> QuantizeTraining: ...
+
+
 @final
 class CompressionTraining(Section):
     """Compresses the model while it trains; see docs/compressed-training.md."""
@@ -379,8 +390,25 @@ class CompressionTraining(Section):
         """The groups of a technique, checked by `check`."""
         return read_groups(getattr(self, technique), technique, Report())
 
+    def check_with(self, config: Neighbours, report: Report) -> None:
+        """See `Section.check_with`."""
+        self.check(report)
+        if self.layer_reduction.enabled:
+            report.notes.append(
+                "compression_training.layer_reduction: xds.compression.init_compression(model, config, "
+                "teacher) "
+                "copies the layers; xds.initialize does not"
+            )
+        if config.tensor_ranks > 1 and (self.enabled or config.quantize_training.is_on):
+            names = ", ".join(self.enabled or ("quantize_training",))
+            report.complain(
+                "tensor_parallel.tp_size",
+                config.tensor_ranks,
+                f"must be 1 with {names}: slices have no masks of whole weights; use stage 3 or pipelines",
+            )
+
     def check(self, report: Report, path: str = "compression_training") -> None:
-        """What several keys of a technique must be together."""
+        """What several keys of a technique must be together, in a section at `path`."""
         for name in TECHNIQUES:
             technique, here = getattr(self, name), f"{path}.{name}"
             shared = technique.shared_parameters
@@ -480,9 +508,9 @@ class QuantizeTraining(Section):
         """`enabled` as what null means here: a dict of all keys gives quantize_bits, too."""
         return self.is_on if name == "enabled" else super().shown_value(name)
 
-    def check(self, section: CompressionTraining, report: Report) -> None:
-        """The newer form must not be given as well."""
-        if self.is_on and "weight_quantization" in section.enabled:
+    def check_with(self, config: Neighbours, report: Report) -> None:
+        """See `Section.check_with`. The newer form must not be given as well."""
+        if self.is_on and "weight_quantization" in config.compression_training.enabled:
             report.complain(
                 "quantize_training.enabled",
                 True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, Protocol, final
 
 from pydantic import AfterValidator, Field
 
@@ -19,6 +19,7 @@ from ...utils.schema.values import (
     Value,
     needs,
 )
+from ...zero.config import ZeroConfig
 
 INDUCTOR = "inductor"
 _DEFAULT_MODE = "default"  # torch's name for "no mode"
@@ -46,6 +47,13 @@ def _read_kwargs(given: dict[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{name} {error}") from None
     return read
+
+
+class Neighbours(Protocol):
+    """What the rules of this section read of the rest of the config."""
+
+    @property
+    def zero_optimization(self) -> ZeroConfig: ...
 
 
 @final
@@ -94,8 +102,12 @@ class Compile(Section):
         plain = {"mode": (None, _DEFAULT_MODE), "dynamic": (None,), "fullgraph": (False,)}
         return {k: v for k, v in merged.items() if v not in plain.get(k, ({},))}
 
+    def check_with(self, config: Neighbours, report: Report) -> None:
+        """See `Section.check_with`; nothing if the section is disabled."""
+        self.check(config.zero_optimization.stage, report)
+
     def check(self, stage: int, report: Report, path: str = "compile") -> None:
-        """Check keys that depend on one another or on the ZeRO stage; nothing if the section is disabled."""
+        """The same at the ZeRO stage `stage`, for a section at `path`."""
         if not self.enabled:
             return
         for name in self.kwargs:

@@ -36,17 +36,16 @@ from ...utils.schema.values import (
     shown,
 )
 from ...zero.config import ZeroConfig
-from ..data.config import DataEfficiency
+from ..data.config import BATCHING, DataEfficiency
 from ..dropping.config import CurriculumLearning, ProgressiveLayerDrop
 from ..elastic.config import Elasticity
 from ..generation.config import HybridEngine
 from .auto import fill_auto, note_auto
 from .batch import COMPUTED, batch_of
 from .compile import Compile
-from .optimizer import OptimizerConfig
+from .optimizer import WHOLE_TENSOR, OptimizerConfig
 from .refused import TOP_LEVEL_KEYS
-from .rules import check_sequences, check_slices, check_stages, check_together
-from .scheduler import SchedulerConfig
+from .scheduler import SchedulerConfig, warmup_steps
 from .sections import (
     ActivationCheckpointing,
     Bf16,
@@ -250,23 +249,55 @@ class Config(Section):
         """The ranks that train on one batch: pipeline stages x sequence ranks x tensor ranks."""
         return self.pipeline.stages * self.sequence_parallel_size * self.tensor_parallel.size
 
+    # what the rules of sections read
+
+    @property
+    def optimizer_type(self) -> str:
+        """The type of the optimizer; "" where the script passes it."""
+        return "" if self.optimizer is None else str(self.optimizer.type)
+
+    @property
+    def needs_whole_tensors(self) -> bool:
+        """The optimizer uses norms or products of whole tensors."""
+        return self.optimizer_type in WHOLE_TENSOR
+
+    @property
+    def warmup_steps(self) -> int:
+        """The steps in which the schedule raises the learning rate."""
+        return warmup_steps(self.scheduler)
+
+    @property
+    def pipeline_stages(self) -> int:
+        return self.pipeline.stages
+
+    @property
+    def tensor_ranks(self) -> int:
+        return self.tensor_parallel.size
+
+    @property
+    def recomputes_blocks(self) -> bool:
+        """Every block of the model is recomputed in backward."""
+        return self.activation_checkpointing.enabled
+
+    @property
+    def drops_tokens(self) -> bool:
+        return self.data_efficiency.drops_tokens
+
     def with_stages(self, stages: int) -> Config:
         """This config, which is not resolved, with the number of pipeline stages that a model gives.
 
         Raises:
             ConfigError: the file gives another number, or settings that several stages do not allow.
         """
-        own, report = self.pipeline.stages, Report()
-        if stages == own:
+        section, report = self.pipeline, Report()
+        if stages == section.stages:
             return self
-        if own != 1:
+        if section.stages != 1:
             text = f"must equal the stages of the model ({stages}); remove it, or change one of the two"
-            report.complain("pipeline.stages", own, text)
-        pipeline = self.pipeline.model_copy(update={"stages": stages})
+            report.complain("pipeline.stages", section.stages, text)
         notes = tuple(note for note in self.notes if not note.endswith(ONE_STAGE))
-        changed = self.model_copy(update={"pipeline": pipeline, "notes": notes})
-        check_stages(changed, report)
-        return changed._unless(report)
+        pipeline = section.model_copy(update={"stages": stages})
+        return self._changed({"pipeline": pipeline, "notes": notes}, report)
 
     def with_tensor_ranks(self, ranks: int) -> Config:
         """This config, which is not resolved, with the number of tensor ranks that the script gives.
@@ -274,16 +305,15 @@ class Config(Section):
         Raises:
             ConfigError: the file gives another number, or settings that do not allow it.
         """
-        own, report = self.tensor_parallel.size, Report()
-        if ranks == own:
+        section, report = self.tensor_parallel, Report()
+        if ranks == section.size:
             return self
-        if own != 1:
+        if section.size != 1:
             text = f"must equal the number that the script gives ({ranks}); remove it, or change one of the two"
-            report.complain("tensor_parallel.tp_size", own, text)
-        section = self.tensor_parallel.model_copy(update={"tp_size": ranks})
-        changed = self.model_copy(update={"tensor_parallel": section})
-        check_slices(changed, report)
-        return changed._unless(report)
+            report.complain("tensor_parallel.tp_size", section.size, text)
+        return self._changed(
+            {"tensor_parallel": section.model_copy(update={"tp_size": ranks})}, report
+        )
 
     def with_sequences(self, ranks: int, *, in_eval: bool = True) -> Config:
         """This config, which is not resolved, with so many sequence ranks, whose batches the script cuts.
@@ -294,18 +324,24 @@ class Config(Section):
         Raises:
             ConfigError: the file has settings that do not allow it.
         """
-        report = Report()
         update = {"cut_by": "script", "cut_in_eval": in_eval and self.sequence.cut_in_eval}
         section = self.sequence.model_copy(update=update)
-        changed = self.model_copy(update={"sequence_parallel_size": ranks, "sequence": section})
-        check_sequences(changed, report)
-        return changed._unless(report)
+        return self._changed({"sequence_parallel_size": ranks, "sequence": section}, Report())
 
-    def _unless(self, report: Report) -> Config:
-        """This config, unless the report has complaints."""
+    def _changed(self, update: dict[str, Any], report: Report) -> Config:
+        """A copy with other values. Raises ConfigError: `report` has complaints, or the copy gets some."""
+        changed = self.model_copy(update=update)
+        changed.check_sections(report)
         if report.complaints:
             raise ConfigError(report.complaints, self.source)
-        return self
+        return changed
+
+    def check_sections(self, report: Report) -> None:
+        """Call `check_with` of every section."""
+        for name in type(self).model_fields:
+            section = getattr(self, name)
+            if isinstance(section, Section):
+                section.check_with(self, report)
 
 
 def parse_config(
@@ -331,7 +367,10 @@ def parse_config(
             section.check(report)
     if report.complaints:
         raise ConfigError(report.complaints, name)
-    config: Config = check_together(read, data, report)
+    zero = read.zero_optimization.canonical(report)
+    config = read.model_copy(update={"zero_optimization": zero})
+    config.check_sections(report)
+    _note_nulls(data, report)
     note_auto(report, config, canonical_path)
     results: dict[str, Any] = {"auto_keys": tuple(report.auto_keys)}
     if one_replica:
@@ -368,6 +407,22 @@ def _write_out(data: dict[str, Any], report: Report) -> None:
         report.notes.append(
             "activation_checkpointing: the model's blocks are recomputed in backward "
             "(in DeepSpeed the section alone does nothing)"
+        )
+
+
+def _note_nulls(data: Mapping[str, Any], report: Report) -> None:
+    """Keys where null, or nothing, means another value than in DeepSpeed."""
+    given: Any = data
+    for key in BATCHING.split("."):
+        given = given.get(key) or {}
+    if given.get("lr_scaling_method", "") is None:
+        report.notes.append(
+            f'{BATCHING}.lr_scaling_method = null: means the default, "linear"; DeepSpeed takes it for "none"'
+        )
+    if data.get("gradient_clipping") is None:
+        report.notes.append(
+            "gradient_clipping is not given: gradients are not clipped "
+            "(DeepSpeed clips at 1.0 since version 0.19)"
         )
 
 

@@ -6,10 +6,11 @@ The names of arguments are those of the constructors. Bounds are where these, or
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, Protocol, final
 
 from pydantic import Field
 
+from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...utils.schema.section import Entry, NoEffect, Refused, Report, Section
 from ...utils.schema.values import (
     ANY_CASE,
@@ -214,6 +215,13 @@ OPTIMIZERS = ClassTable(
 )
 
 
+class Neighbours(Protocol):
+    """What the rules of this section read of the rest of the config."""
+
+    @property
+    def warmup_steps(self) -> int: ...
+
+
 @final
 class OptimizerConfig(Section):
     """The optimizer that the engine builds if the script passes none."""
@@ -250,6 +258,20 @@ class OptimizerConfig(Section):
             )
         pairs = "min_coeff <= max_coeff", "factor_min <= factor_max"
         OPTIMIZERS.complain_order(params, report, *pairs)
+
+    def check_with(self, config: Neighbours, report: Report) -> None:
+        """See `Section.check_with`: a one-bit optimizer freezes its variance after the warmup."""
+        freeze = self.params.get("freeze_step")
+        if self.type not in ONE_BIT_OPTIMIZERS or not isinstance(freeze, int):
+            return
+        warmup = config.warmup_steps
+        if freeze < warmup:
+            report.complain(
+                "optimizer.params.freeze_step",
+                freeze,
+                f"the learning rate rises for {warmup} steps, and a variance that is frozen before does not "
+                f'fit the gradients after them: set it to {warmup} at least, or to "auto"',
+            )
 
     def check(self, report: Report) -> None:
         """Check what is missing, and arguments that exclude one another."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, Protocol, final
 
 from pydantic import AfterValidator, Field
 
@@ -40,6 +40,21 @@ _MASTER = Refused(
 )
 
 
+class Precisions(Protocol):
+    """What the rules of the precisions read of one another."""
+
+    @property
+    def fp16(self) -> Fp16: ...
+    @property
+    def bf16(self) -> Bf16: ...
+
+
+def _half_dtypes(config: Precisions) -> list[str]:
+    """The 16-bit dtypes that are switched on; more than one is an error."""
+    sections = {"fp16": config.fp16.enabled, "bf16": config.bf16.enabled}
+    return [name for name, is_on in sections.items() if is_on]
+
+
 @final
 class Fp16(Section):
     """Train in fp16 with an fp32 master copy and a loss scale."""
@@ -68,8 +83,14 @@ class Fp16(Section):
         description="the dynamic loss scale never falls below this; above 0 unless loss_scale is fixed",
     )
 
-    def check(self, report: Report) -> None:
-        """A dynamic loss scale cannot fall to 0, and has to grow; a fixed one has neither limit."""
+    def check_with(self, config: Precisions, report: Report) -> None:
+        """See `Section.check_with`. A dynamic loss scale cannot fall to 0, and has to grow; a fixed one may."""
+        if self.enabled and config.bf16.enabled:
+            report.complain(
+                "fp16.enabled",
+                True,
+                "fp16.enabled and bf16.enabled exclude one another; switch on one of them",
+            )
         is_dynamic = self.enabled and not self.loss_scale
         for key, need in (
             ("min_loss_scale", "never falls to 0: set it above 0"),
@@ -117,6 +138,15 @@ class TorchAutocast(Section):
 
     enabled: Flag = Field(False, description="forward runs under torch.autocast")
     dtype: HalfDtype = Field("bf16", description="the dtype of autocast")
+
+    def check_with(self, config: Precisions, report: Report) -> None:
+        """See `Section.check_with`. Parameters of 16 bits are computed with in another precision."""
+        for name in _half_dtypes(config) if self.enabled else ():
+            already = " already" if self.dtype == name else ""
+            report.notes.append(
+                f"torch_autocast.enabled = true: parameters are {name}{already}; forward computes in "
+                f"{self.dtype}, and operations such as softmax and losses in fp32"
+            )
 
 
 @final
@@ -212,6 +242,19 @@ class DataTypes(Section):
         None, description="must equal the precision that fp16 or bf16 enables"
     )
 
+    def check_with(self, config: Precisions, report: Report) -> None:
+        """See `Section.check_with`. Another dtype of parameters than the precision's."""
+        enabled = _half_dtypes(config)
+        actual = [*enabled, "fp32"][0]
+        if len(enabled) < 2 and self.param_dtype not in (None, actual):
+            report.complain(
+                "data_types.param_dtype",
+                self.param_dtype,
+                f"must be {actual}, the precision that the config switches on; remove it or set "
+                "fp16.enabled or "
+                "bf16.enabled to match",
+            )
+
 
 @final
 class DataPacking(Section):
@@ -235,8 +278,8 @@ class DataPacking(Section):
     )
     seed: Natural = Field(0, description="of the order of the samples")
 
-    def check(self, report: Report) -> None:
-        """There is a column, and values of padding are numbers."""
+    def check_with(self, config: object, report: Report) -> None:
+        """See `Section.check_with`. There is a column, and values of padding are numbers."""
         if self.tokens and not self.columns:
             report.complain("data_packing.columns", {}, 'name a column, such as {"input_ids": 0}')
         for name, pad in self.columns.items():

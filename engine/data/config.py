@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, Protocol, final
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ from ...utils.schema.values import (
     checked,
     needs,
 )
+from ..config.sections import DataPacking
 from ..dropping.config import DataRouting
 
 Whole = Annotated[int, WHOLE]
@@ -237,6 +238,13 @@ class DataSampling(Section):
         self.dynamic_batching.check(report)
 
 
+class Neighbours(Protocol):
+    """What the rules of this section read of the rest of the config."""
+
+    @property
+    def data_packing(self) -> DataPacking: ...
+
+
 @final
 class DataEfficiency(Section):
     """Fewer samples and tokens for the same loss."""
@@ -251,10 +259,21 @@ class DataEfficiency(Section):
         """Random-LTD is on."""
         return self.data_routing.random_ltd.enabled
 
-    def check(self, report: Report) -> None:
-        """See `DataSampling.check` and `DataRouting.check`."""
-        self.data_sampling.check("enabled" in self.model_fields_set and not self.enabled, report)
+    def check_with(self, config: Neighbours, report: Report) -> None:
+        """See `Section.check_with`, `DataSampling.check` and `DataRouting.check`."""
+        sampling = self.data_sampling
+        sampling.check("enabled" in self.model_fields_set and not self.enabled, report)
         self.data_routing.check(self.enabled, report)
+        for name, is_on in (
+            ("curriculum_learning", sampling.has_curriculum),
+            ("dynamic_batching", sampling.has_dynamic_batches),
+        ):
+            if is_on and config.data_packing.tokens:
+                report.complain(
+                    "data_packing.tokens",
+                    config.data_packing.tokens,
+                    f"data_efficiency.data_sampling.{name} chooses the samples as well; remove one of the two",
+                )
 
 
 __all__ = [

@@ -78,8 +78,8 @@ class CurriculumLearning(Section):
                 whole("difficulty", length, 0)
         return found
 
-    def check(self, report: Report) -> None:
-        """The keys that the schedule needs are there, and fit together."""
+    def check_with(self, config: object, report: Report) -> None:
+        """See `Section.check_with`. The keys that the schedule needs are there, and fit together."""
         if not self.enabled:
             return
         given = self.model_fields_set

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, Protocol, final
 
 from pydantic import Field
 
-from ...utils.schema.section import Entry, NoEffect, Report, Section, is_auto
+from ...pipe.config import Pipeline
+from ...tensor.config import TensorParallel
+from ...utils.schema.section import Entry, NoEffect, Report, Section
 from ...utils.schema.values import TUPLE, Count, Flag, Natural, checked, needs
 from ..config.batch import MICRO, STEPS, TRAIN
 from .rules import ElasticPlan, Limits, plan
@@ -16,6 +18,21 @@ from .rules import ElasticPlan, Limits, plan
 VERSIONS = (0.1, 0.2)
 SHOWN_NEAR = 3  # valid numbers of ranks on either side of one that is refused
 REQUIRED = ("max_train_batch_size", "micro_batch_sizes")
+
+
+class Neighbours(Protocol):
+    """What the rules of this section read of the rest of the config."""
+
+    @property
+    def pipeline(self) -> Pipeline: ...
+    @property
+    def tensor_parallel(self) -> TensorParallel: ...
+    @property
+    def sequence_parallel_size(self) -> int: ...
+    @property
+    def model_ranks(self) -> int: ...
+    @property
+    def model_fields_set(self) -> set[str]: ...
 
 
 @final
@@ -82,14 +99,28 @@ class Elasticity(Section):
             )
         )
 
-    def check(self, data: Mapping[str, Any], report: Report) -> None:
-        """Report an enabled section that training cannot use, and other batch sizes in the file."""
+    def check_with(self, config: Neighbours, report: Report) -> None:
+        """See `Section.check_with`. An enabled section must suffice for training, and excludes other "
+        "batch sizes."""
         if not self.enabled:
             return
+        ranks = config.model_ranks
+        if self.model_parallel_size != ranks:
+            factors = {
+                "tensor_parallel.tp_size": config.tensor_parallel.size,
+                "sequence_parallel_size": config.sequence_parallel_size,
+            }
+            others = "".join(f" x {name} ({n})" for name, n in factors.items() if n > 1)
+            report.complain(
+                "elasticity.model_parallel_size",
+                self.model_parallel_size,
+                f"must equal pipeline.stages ({config.pipeline.stages}){others}, the number of ranks that hold "
+                "one model; set both to the same number (`xds elastic` plans with any)",
+            )
         for key in (TRAIN, MICRO, STEPS):
-            value = data.get(key)
-            if value is None or is_auto(value):
+            if key not in config.model_fields_set:
                 continue
+            value = getattr(config, key)
             if self.ignore_non_elastic_batch_info:
                 report.without_effect.append((key, "elasticity sets the batch sizes"))
             else:
@@ -99,7 +130,7 @@ class Elasticity(Section):
                     "elasticity sets the batch sizes; remove the key, or set "
                     "elasticity.ignore_non_elastic_batch_info to true",
                 )
-        report.complaints += unplannable(self, data["elasticity"])
+        report.complaints += unplannable(self, {key: True for key in self.model_fields_set})
 
     def batch_for(self, replicas: int) -> tuple[tuple[int, int, int], list[str]]:
         """((train, micro, steps), complaints) for `replicas` data-parallel ranks, as `solve_batch`."""

@@ -97,8 +97,8 @@ class SparseAttention(Section):
         values = {name: getattr(self, name) for name in _OF_MODE[self.mode]}
         return json.dumps({"mode": self.mode, "seed": self.seed, **values}, sort_keys=True)
 
-    def check(self, report: Report) -> None:
-        """What DeepSpeed's classes check, before a model is there."""
+    def check_with(self, config: object, report: Report) -> None:
+        """See `Section.check_with`: what DeepSpeed's classes check, before a model is there."""
         for name in sorted(self.model_fields_set - {"mode", "seed", *_OF_MODE[self.mode]}):
             self._note_idle(name, report)
         size, local = self.num_global_blocks, self.num_local_blocks

@@ -155,6 +155,13 @@ class Section(BaseModel):
     def read_own(cls, values: dict[str, Any], path: str, report: Report) -> None:
         """Change `values`, the section's known keys, where the type of one depends on another."""
 
+    def check_with(self, config: Any, report: Report) -> None:
+        """Complain about keys that contradict one another, or other sections of `config`.
+
+        It runs where every type and key is right. A section that reads others declares what it reads, as a
+        protocol in its own file.
+        """
+
     def as_dict(self) -> dict[str, Any]:
         """The section as JSON values, with all defaults filled in and secrets masked."""
         names = [name for name in type(self).model_fields if name not in self.results]
