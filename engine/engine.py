@@ -14,23 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ops.mesh import Mesh
 from ..utils.arguments import wrong
 from ..utils.errors import UsageError
 from ..zero.access.access import Access
 from ..zero.access.guards import Guards
 from ..zero.core.backward_pass import IN_ROLLOUT
-from ..zero.core.gather import Gatherer
 from .counters import Accumulation, CounterAttribute, Counters
+from .internals import Internals
 from .means import StepMeans
 from .parts import Parts
 from .states import States
 from .steps.batch_loop import Loop
 from .steps.training_step import TrainingStep
-from .torch_calls import Driver, TorchCalls
+from .torch_calls import TorchCalls
 
 if TYPE_CHECKING:
     from .checkpoint.saver import Progress
@@ -89,6 +87,9 @@ class Engine:
         self._torch_calls = TorchCalls(self, self._step, parts.sharded, parts.module)
         if parts.optimizer is not None:
             self._torch_calls.take_optimizer(parts.optimizer)
+        self.internals = Internals(
+            parts, self._step, self._states, self._accumulation, self._guards, self._torch_calls
+        )
         self._batches: Loop = parts.loop(parts, self._step, self._counters)
         parts.schedules.begin(self._counters)
 
@@ -760,95 +761,6 @@ class Engine:
     def _check_outside(self, doing: str) -> None:
         if self._rollouts is not None and self._rollouts.is_running:
             raise UsageError(IN_ROLLOUT.format(doing))
-
-    # -- for a layer over the engine, as engine/deepspeed is ----------------------------------------------
-
-    @property
-    def rank_mesh(self) -> Mesh:
-        """The places of ranks: pipeline, data, sequence and tensor ranks."""
-        return self._sharded.flat_groups.mesh
-
-    @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks with other samples, and those that share a sequence with one of them."""
-        return self._sharded.flat_groups.data.everyone.group
-
-    def process_groups(self) -> list[dist.ProcessGroup]:
-        """Those that the engine has opened or was given."""
-        return [one.group for one in self._parts.opened if one.group is not None]
-
-    def barrier(self) -> None:
-        """Return when all ranks have called it."""
-        self._sharded.collectives.barrier()
-
-    @property
-    def is_destroyed(self) -> bool:
-        return self._states.are_released
-
-    @property
-    def access_guards(self) -> Guards:
-        """What watches the module's state_dict and copies."""
-        return self._guards
-
-    def let_torch_calls_go_to(self, adapter: Driver) -> None:
-        """`optimizer.step()` and `zero_grad()` of the script call `adapter` from now on."""
-        self._torch_calls.go_to(adapter)
-
-    @property
-    def in_no_sync(self) -> bool:
-        return self._accumulation.in_no_sync
-
-    @property
-    def last_grad_norm(self) -> float | None:
-        """`get_global_grad_norm`, also where the config hides it from scripts."""
-        return self._step.grad_norm
-
-    def loss_scale_state(self) -> dict[str, Any]:
-        """The numbers of the loss scale."""
-        return self._parts.loss_scale.state_dict()
-
-    def reduce_gradients(self) -> None:
-        """Reduce what backward has left, after the last backward of a step. A collective."""
-        self._sharded.reduce_rest(also_held=self._step.reduces_when_asked())
-
-    def has_exact_sums(self) -> bool:
-        """After the last backward of a step: each rank has the whole sums of all ranks."""
-        return self._step.reduces_when_asked() and not self._sharded.reduction.is_lossy
-
-    @property
-    def has_seen_backward(self) -> bool:
-        """A backward has run since the last step."""
-        return self._sharded.backward_pass.has_seen_one
-
-    def allow_grads(self, grads: Iterable[Tensor]) -> None:
-        """`param.grad` may be one of these tensors: the layer has put it there. Others are refused."""
-        if not isinstance(grads, Iterable):
-            raise wrong("allow_grads: grads", grads, "an iterable of tensors")
-        self._sharded.backward_pass.manual_grads.allow(grads)
-
-    def params_without_grad(self) -> list[nn.Parameter]:
-        """The trained parameters that had no gradient in the last backward."""
-        return [
-            one for grads in self._sharded.backward_pass.trained for one in grads.arrivals.absent
-        ]
-
-    @property
-    def param_gatherer(self) -> Gatherer | None:
-        """What gathers the units of stage 3; None at other stages."""
-        return self._sharded.gatherer
-
-    def change_masters(self, change: Callable[[], None]) -> None:
-        """Call `change`, which writes masters, and give their values to all ranks' parameters. A collective."""
-        model, updater = self._parts.sharded, self._parts.updater
-        model.before_update()
-        with torch.no_grad(), updater.in_memory():
-            updater.take_edits()
-            change()
-            for master in updater.masters:
-                master.write_compute()
-                if master.is_sharded or master.params.shards_params:
-                    master.publish()
-        model.wait_published()
 
     def __getattr__(self, name: str) -> Any:
         """Unknown names are methods of a feature of the config, or looked up on the module, as in DeepSpeed."""

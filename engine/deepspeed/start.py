@@ -68,7 +68,7 @@ def remember_engine(model: nn.Module, engine: Engine) -> None:
     """
     _engines[model] = weakref.ref(engine)
     stand_in.engine_was_made()
-    engine.access_guards.keep_with_model(model, engine)
+    engine.internals.access_guards.keep_with_model(model, engine)
 
 
 def end_older_engine(model: nn.Module) -> None:
@@ -78,7 +78,7 @@ def end_older_engine(model: nn.Module) -> None:
     """
     found = _engines.pop(model, None)
     older = None if found is None else found()
-    if older is None or older.is_destroyed:
+    if older is None or older.internals.is_destroyed:
         return
     if older.global_rank == 0:
         logger.warning(
@@ -91,7 +91,7 @@ def end_older_engine(model: nn.Module) -> None:
 def log_summary(show_straggler: bool = False) -> None:
     """Print the logs of the engines' collectives on rank 0, see `engine.comms_summary()`. A collective."""
     for engine in [made() for made in _engines.values()]:
-        if engine is not None and not engine.is_destroyed:
+        if engine is not None and not engine.internals.is_destroyed:
             summary = engine.comms_summary(show_straggler=show_straggler)
             if dist.get_rank() == 0:
                 print(summary)
@@ -275,7 +275,7 @@ def _adapter_of(made: Engine, collate_fn: Any, is_cut: bool) -> EngineAdapter:
     if made.zero_optimization_stage() == 3:
         answer_for_model(made.module)
     # stock scripts save on rank 0, and ask every rank for a state_dict
-    made.access_guards.let_state_dict_have_parts(warns=dist.get_rank() == 0)
+    made.internals.access_guards.let_state_dict_have_parts(warns=dist.get_rank() == 0)
     is_pipeline = is_cut or made.num_stages > 1
     return (PipelineEngine if is_pipeline else DeepSpeedEngine)(made, collate_fn)
 

@@ -213,8 +213,10 @@ def _streamed(
 
 def _tensor_group(engine: Engine) -> Collectives | None:
     """The ranks that have slices of the same layers; None: layers are whole."""
-    ranks = next(own for own in engine.rank_mesh.groups("tensor") if engine.global_rank in own)
-    for group in engine.process_groups():
+    ranks = next(
+        own for own in engine.internals.rank_mesh.groups("tensor") if engine.global_rank in own
+    )
+    for group in engine.internals.process_groups():
         if len(ranks) > 1 and dist.get_process_group_ranks(group) == list(ranks):
             return open_collectives(group, engine.device)
     return None

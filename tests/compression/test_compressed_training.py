@@ -70,7 +70,7 @@ def config_of(section, stage=0, samples=4, **more):
 
 def train(engine, first, last, samples=4, accumulation=1):
     """The losses of the steps; each rank has its part of the samples."""
-    found, mesh = [], engine.rank_mesh
+    found, mesh = [], engine.internals.rank_mesh
     for step in range(first, last):
         for micro in range(accumulation):
             batch = micro_batch(step, micro, samples * mesh.data)

@@ -158,7 +158,7 @@ def test_the_learned_order_keeps_the_place_of_a_dropped_block():
         for step in range(STEPS):
             engine.backward(engine(micro_batch(step, 0, 2)))
             engine.step()
-            seen.append([unit.name for unit in engine.param_gatherer._learned()])
+            seen.append([unit.name for unit in engine.internals.param_gatherer._learned()])
         engine.destroy()
         return seen
 

@@ -347,7 +347,7 @@ def _write_lengths(
     """The analyzer's file of lengths, where there is none and nothing else says them."""
     file = Path(metrics_path) / SEQLEN
     is_there = bool(metrics_path) and MMapIndexedDataset.exists(str(file))
-    engine.barrier()  # before rank 0 writes it
+    engine.internals.barrier()  # before rank 0 writes it
     if is_there or hasattr(dataset, "lengths") or function is None or not metrics_path:
         return
     logger.warning("there is no %s.idx: rank 0 writes it", file)
@@ -361,7 +361,7 @@ def _write_lengths(
             collate_fn=collate_fn,
             **names,  # type: ignore[arg-type]
         ).run_reduce()
-    engine.barrier()
+    engine.internals.barrier()
 
 
 @raises_theirs

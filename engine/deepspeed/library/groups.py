@@ -31,7 +31,9 @@ def follow(engine: Any) -> None:
 def _newest() -> Any:
     """The newest engine that is not destroyed; where all are, the newest of these. None: there is none."""
     living = [engine for one in reversed(_engines) if (engine := one()) is not None]
-    return next((engine for engine in living if not engine.is_destroyed), next(iter(living), None))
+    return next(
+        (engine for engine in living if not engine.internals.is_destroyed), next(iter(living), None)
+    )
 
 
 def _sequence_groups() -> Any:

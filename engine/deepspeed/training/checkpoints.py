@@ -146,7 +146,7 @@ class Checkpoints(ABC):
         engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
         if engine.global_rank == 0:
             self._write_theirs(Path(save_dir), name, client_state or {}, exclude_frozen_parameters)
-        engine.barrier()  # the files are there when this returns
+        engine.internals.barrier()  # the files are there when this returns
         return True
 
     def _write_theirs(
@@ -172,7 +172,7 @@ class Checkpoints(ABC):
 
     def _has_whole_weights(self) -> bool:
         engine = self._engine
-        mesh = engine.rank_mesh
+        mesh = engine.internals.rank_mesh
         is_whole = not self.zero_optimization_partition_weights() and mesh.pipe * mesh.tensor == 1
         return is_whole and not engine.config.checkpoint.async_save
 
@@ -224,7 +224,7 @@ class Checkpoints(ABC):
         folder = check_folder("load_dir", load_dir)
         name = self._tag_of(folder) if tag is None else str(tag)
         refuse_theirs(folder, name)
-        self._engine.access_guards.forget()
+        self._engine.internals.access_guards.forget()
         device = self._engine.device
         random_state = read_random_state(device)
         found = self._engine.load_checkpoint(
@@ -268,7 +268,7 @@ class Checkpoints(ABC):
         if weights is not None:
             folder.mkdir(parents=True, exist_ok=True)
             _save_whole(weights, folder / save_filename)
-        self._engine.barrier()  # the file exists when this returns
+        self._engine.internals.barrier()  # the file exists when this returns
         return True
 
     save_fp16_model = save_16bit_model
@@ -286,7 +286,7 @@ class Checkpoints(ABC):
             param = params.get(name)
             if param is None or param.requires_grad or not exclude_frozen_parameters:
                 kept[name] = value if param is None else value.to(param.dtype)
-        self._engine.access_guards.remember(kept, self._engine.module)
+        self._engine.internals.access_guards.remember(kept, self._engine.module)
         return kept
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict

@@ -57,7 +57,7 @@ class EngineAdapter(Values, Checkpoints, AsModule):
         self.__dict__.update(_engine=engine, _optimizer=optimizer, _collate_fn=collate_fn)
         self.__dict__.update(_only_infers=OnlyInfers(), sequence_groups=None)
         self.__dict__.update(_shown_grads=ShownGrads(engine), _unused=UnusedParams(engine, {}))
-        engine.let_torch_calls_go_to(self)
+        engine.internals.let_torch_calls_go_to(self)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_engine", "_optimizer", "_collate_fn"):  # before __init__ has set them
@@ -145,7 +145,7 @@ class EngineAdapter(Values, Checkpoints, AsModule):
         self._engine.end_optimizer_step()
 
     def _before_step(self) -> None:
-        if self._engine.in_no_sync:
+        if self._engine.internals.in_no_sync:
             raise UsageError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it before the step, "
                 "so that gradients are reduced"
@@ -153,7 +153,7 @@ class EngineAdapter(Values, Checkpoints, AsModule):
         self._shown_grads.bring_own()
         self._shown_grads.take_back()
         self._unused.before_step()
-        self._engine.access_guards.forget()
+        self._engine.internals.access_guards.forget()
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -195,7 +195,7 @@ class EngineAdapter(Values, Checkpoints, AsModule):
                 f"the no_sync context manager is incompatible with the sharded gradients of stage {stage}: use "
                 "engine.coalesce_grad_reduction(), which keeps whole gradients until the step, or stage 1"
             )
-        if self._engine.in_no_sync:
+        if self._engine.internals.in_no_sync:
             raise UsageError(
                 "no_sync context manager reentry is unsupported: leave the outer one first"
             )
@@ -206,7 +206,7 @@ class EngineAdapter(Values, Checkpoints, AsModule):
 
         bucket_size: without effect.
         """
-        self._engine.reduce_gradients()
+        self._engine.internals.reduce_gradients()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Delay the reduction of several backward passes to the next step or the next backward outside."""
@@ -287,7 +287,7 @@ class EngineAdapter(Values, Checkpoints, AsModule):
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks with other samples; those that share a sequence have the same ones."""
         if self.sequence_groups is None:
-            return self._engine.data_group
+            return self._engine.internals.data_group
         found: dist.ProcessGroup = self.sequence_groups.get_data_parallel_group()
         return found
 

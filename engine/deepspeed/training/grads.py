@@ -30,7 +30,7 @@ class ShownGrads:
 
     def show(self) -> None:
         """After a backward. Before the last one of a step nothing is shown: sums are not reduced yet."""
-        if not (self._is_used and self._engine.has_exact_sums()):
+        if not (self._is_used and self._engine.internals.has_exact_sums()):
             return
         for param in self._engine.module.parameters():
             owner = find_owner(param)
@@ -41,7 +41,7 @@ class ShownGrads:
         self._allow()
 
     def _allow(self) -> None:
-        self._engine.allow_grads(grad for _, _, grad, _ in self._shown)
+        self._engine.internals.allow_grads(grad for _, _, grad, _ in self._shown)
 
     def _show_one(self, param: nn.Parameter, owner: ParamOwner) -> None:
         stored = owner.grad(param)
@@ -77,7 +77,7 @@ class ShownGrads:
         exactly these gradients.
         """
         engine = self._engine
-        if not self._is_whole or engine.has_seen_backward:
+        if not self._is_whole or engine.internals.has_seen_backward:
             return
         params = [one for one in engine.module.parameters() if one.requires_grad]
         own = [(param, param.grad) for param in params if param.grad is not None]
@@ -128,7 +128,7 @@ class UnusedParams:
         """Take note of the gradients of `engine.backward`."""
         if not self._is_used:
             return
-        found = self._engine.params_without_grad()
+        found = self._engine.internals.params_without_grad()
         still = None if self._absent is None else {id(one) for one in self._absent}
         self._absent = [one for one in found if still is None or id(one) in still]
 

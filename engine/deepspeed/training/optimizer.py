@@ -170,7 +170,7 @@ class RunningScaler(LossScalerBase):
         if name.startswith("__") or name == "_engine" or not self.dynamic:
             raise AttributeError(name)
         if name in _STATE:
-            return int(self._engine.loss_scale_state()[_STATE[name]])
+            return int(self._engine.internals.loss_scale_state()[_STATE[name]])
         if name in _KEYS:
             return getattr(self._engine.config.fp16, _KEYS[name])
         if name == "scale_factor":
@@ -263,7 +263,7 @@ class DeepSpeedOptimizer:
 
     def _switch(self, mode: Callable[[], None]) -> None:
         """Call `mode`, which changes masters, and give their values to all ranks' parameters. A collective."""
-        self._engine.change_masters(mode)
+        self._engine.internals.change_masters(mode)
 
 
 _REMEDY = "engine.load_checkpoint takes states of any number of ranks"
@@ -355,7 +355,7 @@ class ZeROOptimizer(WithMasters):
 
     @property
     def overflow(self) -> bool:
-        norm = self._engine.last_grad_norm  # also where scripts cannot see it
+        norm = self._engine.internals.last_grad_norm  # also where scripts cannot see it
         return norm is not None and not math.isfinite(norm)
 
 
@@ -388,7 +388,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 (DeepSpeed's n
         kept: DeepSpeedZeRoOffload | None = self.__dict__.get("_offload")
         if kept is None:
             engine = self._engine
-            kept = DeepSpeedZeRoOffload(engine.module, engine.param_gatherer)
+            kept = DeepSpeedZeRoOffload(engine.module, engine.internals.param_gatherer)
             self.__dict__["_offload"] = kept
         return kept
 

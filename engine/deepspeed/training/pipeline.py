@@ -177,7 +177,10 @@ class PipelineEngine(EngineAdapter):
 
 def _grid_of(engine: Engine) -> PipelineParallelGrid:
     """The grid with the groups that the engine has made."""
-    known = {tuple(dist.get_process_group_ranks(group)): group for group in engine.process_groups()}
+    known = {
+        tuple(dist.get_process_group_ranks(group)): group
+        for group in engine.internals.process_groups()
+    }
     mesh = mesh_of(engine.config.pipeline, engine.config.tensor_parallel, engine.world_size)
     return PipelineParallelGrid(topology_of(mesh), known=known)
 

@@ -251,7 +251,7 @@ class Values:
 
     @property
     def inside_no_sync_ctxt(self) -> bool:
-        return bool(self._engine.in_no_sync)
+        return bool(self._engine.internals.in_no_sync)
 
     @property
     def collate_fn(self) -> Any:
