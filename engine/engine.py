@@ -24,6 +24,7 @@ from ..zero.core.backward_pass import IN_ROLLOUT
 from .counters import Accumulation, CounterAttribute, Counters
 from .internals import Internals
 from .means import StepMeans
+from .optim.schedule_base import check_schedule
 from .parts import Parts
 from .states import States
 from .steps.batch_loop import Loop
@@ -411,6 +412,8 @@ class Engine:
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
+        if scheduler is not None:
+            check_schedule(scheduler)
         self._parts.scheduler = scheduler
 
     # -- readings -----------------------------------------------------------------------------------------

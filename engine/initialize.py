@@ -92,6 +92,7 @@ from .optim.optimizers import (
     split_for_muon,
 )
 from .parallel.division import LocalModel, divide
+from .optim.schedule_base import check_schedule
 from .parts import Compressing, LoopFactory, ModelSchedules, Parts, Preemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
@@ -491,6 +492,7 @@ def _scheduler(
     if given is not None:
         is_factory = callable(given) and not isinstance(given, torch.optim.lr_scheduler.LRScheduler)
         found = given(optimizer) if is_factory else given
+        check_schedule(found)
     elif config.scheduler is not None:
         from .optim.schedules import build_scheduler
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .errors import UsageError
@@ -53,4 +54,14 @@ def whole(setting: str, value: object, least: int) -> int:
     return number
 
 
-__all__ = ["items", "shown", "truth", "whole", "wrong"]
+def needed_arguments(method: Callable[..., object]) -> list[str]:
+    """The arguments of a method of a class that have no default."""
+    return [
+        name
+        for name, argument in list(inspect.signature(method).parameters.items())[1:]
+        if argument.default is argument.empty
+        and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
+    ]
+
+
+__all__ = ["items", "needed_arguments", "shown", "truth", "whole", "wrong"]

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ...ops.config import Ops
 from ...ops.libraries import load, optimizer_library
 from ...ops.optim.shard_optimizer import ShardOptimizer
-from ...utils.arguments import wrong
+from ...utils.arguments import needed_arguments, wrong
 from ...utils.errors import UsageError, XdsError
 from ...zero.model.update import Updater
+from ..config.optimizer import OPTIMIZERS
 
 # -- trials of torch's optimizers and schedules on one number, before they are used ----------------------
 # torch checks their parameters in the constructor, in the first step, or not at all. Its errors name neither
@@ -102,6 +103,20 @@ def sees_shapes(kind: type[torch.optim.Optimizer]) -> bool:
     if issubclass(kind, ShardOptimizer):  # these get the shapes and the other ranks' parts
         return False
     return any(base.__name__ in SHAPE_SEEING for base in kind.__mro__)
+
+
+def _check_step(kind: type[torch.optim.Optimizer]) -> None:
+    """
+    Raises:
+        UsageError: the engine cannot step optimizers of this class.
+    """
+    is_torchs = kind.__module__.startswith("torch.optim.")
+    reason = OPTIMIZERS.refused.get(kind.__name__, "") if is_torchs else ""
+    needed = needed_arguments(kind.step)
+    if needed and not reason:
+        reason = f"its step() needs {', '.join(needed)}, and the engine has none; use AdamW"
+    if reason:
+        raise UsageError(f"{kind.__name__}: {reason}")
 
 
 def warning_text(name: str) -> str:
@@ -277,19 +292,18 @@ def client_optimizer(
     """The user's optimizer over the master weights.
 
     An optimizer object is changed in place; a class or another callable is called.
+
+    Raises:
+        UsageError: it is none, its step needs arguments, or it needs whole parameters that no rank has.
     """
+    if isinstance(given, type):
+        return _over(given, updater, groups, given.__name__, {}, allow_untested)
     if not isinstance(given, torch.optim.Optimizer):
-        if isinstance(given, type):
-            return _over(given, updater, groups, given.__name__, {}, allow_untested)
         if not callable(given):
             raise wrong(
                 "optimizer", given, "an optimizer, its class, or a callable that gets groups"
             )
-        built: torch.optim.Optimizer = given(_entries(updater, groups))
-        if not sees_shapes(type(built)):
-            _check_slices(type(built), updater, type(built).__name__, allow_untested)
-            return built
-        given = built
+        return _of_factory(given, updater, groups, allow_untested)
     name = type(given).__name__
     if any(float(state.get("step", 1)) for state in given.state.values()):
         raise UsageError(
@@ -297,11 +311,57 @@ def client_optimizer(
             "pass it before its first step"
         )
     tensors_of = _layout_for(type(given), updater, name, allow_untested)
-    for number, group in enumerate(given.param_groups):
-        group["params"] = tensors_of(number)
-    if type(given) is torch.optim.Adagrad:  # it creates its state in the constructor
-        given.state = torch.optim.Adagrad(given.param_groups).state
+    _replace_params(given, [tensors_of(number) for number in range(len(given.param_groups))])
     return given
+
+
+def _of_factory(
+    make: Callable[[Any], Any], updater: Updater, groups: Groups, allow_untested: bool
+) -> torch.optim.Optimizer:
+    """The optimizer that `make` builds. Its class decides what it gets, and is known when it has been built.
+
+    Where nothing is sharded `make` gets whole parameters: also a class that makes states in its constructor is
+    right then. Optimizers that work on flat ranges get these afterwards.
+    """
+    tensors = updater.optimizer_tensors
+    held_of = tensors.tensors_of if updater.world.is_sharded else tensors.whole_params
+    held = [held_of(number) for number in range(len(groups.options))]
+    entries = [{"params": own, **options} for own, options in zip(held, groups.options, strict=True)]
+    built = make(entries)
+    if not isinstance(built, torch.optim.Optimizer):
+        raise wrong("the result of optimizer, a callable,", built, "a torch.optim.Optimizer")
+    name = type(built).__name__
+    wanted = _layout_for(type(built), updater, name, allow_untested)
+    if wanted == held_of:
+        return built
+    if [list(map(id, own)) for own in held] == [
+        list(map(id, group["params"])) for group in built.param_groups
+    ]:
+        _replace_params(built, [wanted(number) for number in range(len(held))])
+    elif isinstance(built, ShardOptimizer):
+        raise UsageError(
+            f"{name}: the callable given as optimizer= has changed the parameter groups, and this optimizer "
+            "updates flat ranges; give the groups as model_parameters= of xds.initialize"
+        )
+    return built  # with other groups: element by element whole parameters give the same
+
+
+def _replace_params(given: torch.optim.Optimizer, params: Sequence[list[Tensor]]) -> None:
+    """Let the groups of `given` have the tensors `params`.
+
+    Raises:
+        UsageError: its constructor has made states of other tensors.
+    """
+    for group, own in zip(given.param_groups, params, strict=True):
+        group["params"] = own
+    if type(given) is torch.optim.Adagrad:  # it makes its states in the constructor
+        given.state = torch.optim.Adagrad(given.param_groups, **given.defaults).state
+    elif any(isinstance(key, Tensor) and state for key, state in given.state.items()):
+        name = type(given).__name__
+        raise UsageError(
+            f"{name}: its constructor has made states of the parameters that it was given, and xds gives it "
+            f"others; pass the class, optimizer={name}, and hyperparameters in model_parameters="
+        )
 
 
 def load_kernels(
@@ -346,6 +406,7 @@ def _layout_for(
     kind: type[torch.optim.Optimizer], updater: Updater, name: str, allow_untested: bool
 ) -> Callable[[int], list[Tensor]]:
     """Flat shards for elementwise arithmetic, whole parameters where nothing is sharded."""
+    _check_step(kind)
     _check_slices(kind, updater, name, allow_untested)
     is_cut = updater.world.is_sharded or updater.has_slices
     if allow_untested and is_cut and sees_shapes(kind) and updater.world.collectives.rank == 0:

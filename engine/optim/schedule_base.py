@@ -8,6 +8,7 @@ from typing import Any, Protocol, final
 
 import torch
 
+from ...utils.arguments import needed_arguments, wrong
 from ...utils.errors import UsageError
 
 PerGroup = float | Sequence[float]
@@ -89,6 +90,22 @@ class Schedule(ABC):
     def _start(self) -> None:
         if self.last_batch_iteration == -1:
             self._write()
+
+
+def check_schedule(given: Any) -> None:
+    """
+    Raises:
+        UsageError: `step` of the schedule `given` needs arguments, which the engine does not have.
+    """
+    name = type(given).__name__
+    if not callable(getattr(given, "step", None)):
+        raise wrong("lr_scheduler", given, "a schedule with a method step()")
+    needed = needed_arguments(type(given).step)
+    if needed:
+        raise UsageError(
+            f"lr_scheduler = {name}: its step() needs {', '.join(needed)}, which engine.step() does not have; "
+            f"leave out lr_scheduler, make a {name} of engine.optimizer and step it in the script"
+        )
 
 
 def between(lows: list[float], highs: list[float], ratio: float) -> list[float]:
