@@ -133,7 +133,7 @@ class Engine:
             retain_graph: as in torch; several losses of one step are several calls.
             scale_wrt_gas: False leaves out the division by the accumulation steps.
             weight: how many items, such as tokens, `loss` is the mean of: a number or a scalar tensor, at least
-                0. Where all weights of a step are 0 its gradient is 0.
+                0. A step whose weights are all 0 is skipped.
 
         Returns:
             the loss, divided by the accumulation steps where it has no weight, detached.
@@ -438,7 +438,7 @@ class Engine:
         """The mean of the losses of the last step over micro-batches and ranks, weighted as gradients are.
 
         It comes with the gradient norm, so it costs no message. nan before the first step, where user code has
-        called `loss.backward()` itself, and where all weights are 0.
+        called `loss.backward()` itself. 0 where all weights are 0: that step was skipped.
         """
         return self._step.means.loss
 

@@ -141,7 +141,12 @@ class StepMeans:
         for weight, loss in messages:  # `sum` compensates rounding in some versions of Python
             self._total += weight
             losses += loss
-        self.loss = losses / abs(self._total) if self._total else math.nan
+        self.loss = losses / abs(self._total) if self._total else 0.0
+
+    @property
+    def has_no_items(self) -> bool:
+        """After `arrived`: all weights of the step are 0."""
+        return self._total == 0
 
     def divisor(self) -> float:
         """What the sums of gradients are divided by beside the number of ranks: 1 without weights.

@@ -38,7 +38,7 @@ MUST_BE_FILLED: dict[str, str] = {
     "zero_optimization.offload_optimizer.device": "none, cpu or nvme",
 }
 OWN_VALUE = "optimizer.params.freeze_step"  # "auto" is a value of its own there
-CLIPPING_OF_INTEGRATIONS = 1.0
+CLIPPING, CLIPPING_OF_INTEGRATIONS = "gradient_clipping", 1.0
 _ACCELERATOR = (  # what accelerate's plugin or its DummyOptim and DummyScheduler know
     *("optimizer.params.lr", "optimizer.params.weight_decay", "scheduler.params.warmup_*_lr"),
     *("scheduler.params.*_num_steps", "fp16.enabled", "bf16.enabled", "zero_optimization.stage"),
@@ -80,8 +80,9 @@ def fill_auto(
         name = canonical(here)
         if name in values and not is_auto(values[name]):
             section[key] = plain(values[name])
-        elif name == "gradient_clipping":
+        elif name == CLIPPING:
             section[key] = CLIPPING_OF_INTEGRATIONS
+            report.auto_keys.append(name)
             report.notes.append(
                 'gradient_clipping = "auto": 1.0 is used, as Trainer and Accelerate fill it in'
             )
@@ -166,11 +167,20 @@ def _is_open(data: Mapping[str, Any], key: str) -> bool:
     return data.get(key) is None or is_auto(data.get(key))
 
 
+def unfilled(config: Any, canonical: Callable[[str], str]) -> dict[str, Any]:
+    """The value of each key whose "auto" nothing has filled, by path: the default, or what xds takes."""
+    found = {}
+    for path in config.auto_keys:
+        value = config
+        for part in canonical(path).split("."):
+            value = getattr(value, part, None)
+        if path not in COMPUTED and value != AUTO:
+            found[path] = value
+    return found
+
+
 def note_auto(report: Report, config: Any, canonical: Callable[[str], str]) -> None:
     """Add a note for each "auto" that means the default."""
-    for path in report.auto_keys:
-        default = config
-        for part in canonical(path).split("."):
-            default = getattr(default, part, None)
-        if path not in COMPUTED and default != AUTO:
+    for path, default in unfilled(config, canonical).items():
+        if path != CLIPPING:
             report.notes.append(f'{path} = "auto": the default is used, {shown(default)}')

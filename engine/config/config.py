@@ -196,7 +196,9 @@ class Config(Section):
     without_effect: tuple[tuple[str, str], ...] = Field(
         (), description="keys that are accepted without effect, each with the reason"
     )
-    auto_keys: tuple[str, ...] = Field((), description='keys whose "auto" means the default')
+    auto_keys: tuple[str, ...] = Field(
+        (), description='keys whose "auto" no integration has filled'
+    )
     world_size: int = Field(0, description="all ranks; 0 until resolved")
     data_parallel_ranks: int = Field(
         0, description="world_size divided by the ranks of one model; 0 until resolved"
@@ -371,8 +373,8 @@ def parse_config(
     config = read.model_copy(update={"zero_optimization": zero})
     config.check_sections(report)
     _note_nulls(data, report)
-    note_auto(report, config, canonical_path)
     results: dict[str, Any] = {"auto_keys": tuple(report.auto_keys)}
+    note_auto(report, config.model_copy(update=results), canonical_path)
     if one_replica:
         world_size = config.model_ranks
     if world_size is not None:

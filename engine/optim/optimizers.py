@@ -326,7 +326,9 @@ def _of_factory(
     tensors = updater.optimizer_tensors
     held_of = tensors.tensors_of if updater.world.is_sharded else tensors.whole_params
     held = [held_of(number) for number in range(len(groups.options))]
-    entries = [{"params": own, **options} for own, options in zip(held, groups.options, strict=True)]
+    entries = [
+        {"params": own, **options} for own, options in zip(held, groups.options, strict=True)
+    ]
     built = make(entries)
     if not isinstance(built, torch.optim.Optimizer):
         raise wrong("the result of optimizer, a callable,", built, "a torch.optim.Optimizer")

@@ -483,6 +483,8 @@ class TrainingStep(BackwardRules):
         overflow = not math.isfinite(norm)
         if overflow:
             self._skip(norm)
+        elif self.means.has_no_items:
+            self._skip_empty()
         else:
             if not is_done:
                 clip = limit / (norm + CLIP_EPS) if limit and norm > limit else 1.0
@@ -497,6 +499,14 @@ class TrainingStep(BackwardRules):
         skip_step = None if self.was_applied else getattr(scheduler, "skip_step", None)
         if skip_step is not None:  # a schedule that follows the loader's batches
             skip_step()
+
+    def _skip_empty(self) -> None:
+        """No micro-batch has an item: weight decay and momentum alone would move the parameters."""
+        self._sharded.skip()
+        self._counters.skipped_steps += 1
+        step = self._counters.global_steps
+        if self._sharded.collectives.rank == 0:
+            log.warning("step %d skipped: the weights of all its losses are 0", step)
 
     def _skip(self, norm: float) -> None:
         self._sharded.skip()

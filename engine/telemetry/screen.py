@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from ...utils.messages import write_stderr
 from ...utils.quoting import plain_lines
+from ...utils.schema.values import shown
 from ...utils.sizes import size_text
 from ...utils.version import __version__
 from ...zero.model.sharded_model import ShardedModel
-from ..config.config import Config
+from ..config.auto import unfilled
+from ..config.config import Config, canonical_path
 
 LEVEL_VARIABLE = "XDS_LOG_LEVEL"  # set by `xds --log-level` and `xds --quiet`
 Level = Literal["debug", "info", "warning", "error", "critical"]
@@ -83,6 +85,10 @@ def run_in_words(config: Config, num_ranks: int) -> str:
 def log_notes(config: Config, rank: int) -> None:
     """Log, on rank 0, what a reader of `config` should know."""
     if rank == 0:
+        values = unfilled(config, canonical_path)
+        if values:
+            text = ", ".join(f"{path} is {shown(value)}" for path, value in values.items())
+            log.info('%s: "auto" that no integration has filled: %s', config.source, text)
         for note in config.notes:
             log.debug("%s: %s", config.source, note)
 

@@ -15,6 +15,7 @@ import pytest
 
 import xds
 from xds.engine.config.config import Config, parse_config
+from xds.engine.telemetry.screen import log_notes
 
 SMALL = {"train_batch_size": 8}
 
@@ -232,3 +233,23 @@ def test_a_consequence_of_a_wrong_or_unknown_key_is_no_complaint(
 def test_a_long_value_is_one_sentence(source: dict[str, Any]) -> None:
     (complaint,) = complaints(source)
     assert len(complaint) < 200
+
+
+def test_a_line_says_what_an_auto_means_that_nothing_has_filled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": "auto",
+    }
+    caplog.set_level("INFO", "xds")
+    for auto, text in (
+        ({}, ['config: "auto" that no integration has filled: gradient_clipping is 1.0, ']),
+        ({"gradient_clipping": 0.5, "steps_per_print": 7}, []),
+    ):
+        caplog.clear()
+        config = Config.load({**source, "gradient_clipping": "auto"}, auto=auto)
+        assert config.gradient_clipping == (0.5 if auto else 1.0)
+        log_notes(config, 0)
+        assert [record.getMessage()[: len(text[0])] for record in caplog.records] == text

@@ -89,7 +89,9 @@ def accumulating(params: Any) -> torch.optim.Optimizer:
 
 
 def by_size(params: Any) -> torch.optim.Optimizer:
-    params = [p for group in params for p in group["params"]] if isinstance(params, list) else params
+    params = (
+        [p for group in params for p in group["params"]] if isinstance(params, list) else params
+    )
     split: tuple[list[Any], list[Any]] = [], []
     for p in params:
         split[p.dim() > 1].append(p)
@@ -154,7 +156,11 @@ def refusals() -> None:
     ):
         for stage in (0, 2):
             model = build()
-            for given in (kind, lambda groups, kind=kind: kind(groups), kind(list(model.parameters()))):
+            for given in (
+                kind,
+                lambda groups, kind=kind: kind(groups),
+                kind(list(model.parameters())),
+            ):
                 with pytest.raises(xds.UsageError, match=text):
                     engine_of(stage, given, model)
     with pytest.raises(xds.UsageError, match="must be a torch.optim.Optimizer"):

@@ -163,10 +163,11 @@ def misuse(stage: int) -> None:
         backward(weight=None if engine.global_rank else 2)
     for name, value in engine.full_state_dict(rank0_only=False).items():
         assert value.equal(before[name])
-    # no items at all: a gradient of zeros
+    # no items at all: the step is skipped
     for _ in range(2):
         backward(weight=0)
-    assert engine.get_global_grad_norm() == 0 and math.isnan(engine.mean_loss())
+    assert engine.get_global_grad_norm() == 0 == engine.mean_loss()
+    assert not engine.was_step_applied() and engine.skipped_steps == 1
     for name, value in engine.full_state_dict(rank0_only=False).items():
         assert value.equal(before[name])
     for _ in range(2):
