@@ -24,7 +24,6 @@ from ..zero.core.backward_pass import IN_ROLLOUT
 from .counters import Accumulation, CounterAttribute, Counters
 from .internals import Internals
 from .means import StepMeans
-from .optim.schedule_base import check_schedule
 from .parts import Parts
 from .states import States
 from .steps.batch_loop import Loop
@@ -85,7 +84,7 @@ class Engine:
         self._access = Access(parts.sharded, parts.updater, self._step)
         self._guards = Guards(parts.module, self._access, defers=parts.sharded.defers)
         self._rollouts: Rollouts | None = None  # until the first one
-        self._torch_calls = TorchCalls(self, self._step, parts.sharded, parts.module)
+        self._torch_calls = TorchCalls(self, self._step, parts.updater, parts.module)
         if parts.optimizer is not None:
             self._torch_calls.take_optimizer(parts.optimizer)
         self.internals = Internals(
@@ -413,6 +412,8 @@ class Engine:
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
         if scheduler is not None:
+            from .optim.schedule_base import check_schedule
+
             check_schedule(scheduler)
         self._parts.scheduler = scheduler
 

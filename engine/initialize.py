@@ -92,7 +92,6 @@ from .optim.optimizers import (
     split_for_muon,
 )
 from .parallel.division import LocalModel, divide
-from .optim.schedule_base import check_schedule
 from .parts import Compressing, LoopFactory, ModelSchedules, Parts, Preemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
@@ -490,6 +489,8 @@ def _scheduler(
 ) -> Scheduler | None:
     found: Scheduler | None = None
     if given is not None:
+        from .optim.schedule_base import check_schedule
+
         is_factory = callable(given) and not isinstance(given, torch.optim.lr_scheduler.LRScheduler)
         found = given(optimizer) if is_factory else given
         check_schedule(found)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -115,16 +114,3 @@ class Internals:
     def param_gatherer(self) -> Gatherer | None:
         """What gathers the units of stage 3; None at other stages."""
         return self._parts.sharded.gatherer
-
-    def change_masters(self, change: Callable[[], None]) -> None:
-        """Call `change`, which writes masters, and give their values to all ranks' parameters. A collective."""
-        model, updater = self._parts.sharded, self._parts.updater
-        model.before_update()
-        with torch.no_grad(), updater.in_memory():
-            updater.take_edits()
-            change()
-            for master in updater.masters:
-                master.write_compute()
-                if master.is_sharded or master.params.shards_params:
-                    master.publish()
-        model.wait_published()

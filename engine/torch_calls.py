@@ -2,6 +2,8 @@
 
     optimizer.zero_grad(), module.zero_grad()  drop the gradients of the step, which the engine has
     optimizer.step()                           ends a micro-batch; on the boundary updates, without the schedule
+    optimizer.eval(), optimizer.train()        what they write into the masters is given to all parameters
+    torch.nn.utils.clip_grad_norm_             the next step clips; see `torch_clipping.py`
 
 Torch has no hooks for these calls, so the methods are replaced on the objects, from `initialize` to `destroy`.
 Copies and pickles of the objects have torch's own methods.
@@ -11,16 +13,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from functools import wraps
 from types import MethodType
 from typing import Any, Protocol, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..utils.arguments import wrong
 from ..utils.errors import UsageError
-from ..zero.model.sharded_model import ShardedModel
+from ..zero.model.update import Updater
 from .steps.training_step import TrainingStep
+from .torch_clipping import GradHolder, functions
 
 
 class Driver(Protocol):
@@ -30,26 +35,39 @@ class Driver(Protocol):
 
     def end_optimizer_step(self) -> None: ...
 
+    def clip_grad_norm(self, max_norm: float) -> float: ...
+
+
+class Owner(Driver, Protocol):
+    """The engine itself."""
+
+    def gradient_clipping(self) -> float: ...
+
 
 @final
-class TorchCalls:
+class TorchCalls(GradHolder):
     """The replaced methods of one engine's modules and optimizer. It does not keep the engine alive."""
 
     def __init__(
-        self, engine: Driver, step: TrainingStep, sharded: ShardedModel, module: nn.Module
+        self, engine: Owner, step: TrainingStep, updater: Updater, module: nn.Module
     ) -> None:
         self._engine = weakref.ref(engine)
         self._adapter: Callable[[], Driver | None] = lambda: None
         self._step = step
-        self._sharded = sharded
+        self._updater, self._sharded = updater, updater.model
         self._replaced: list[tuple[Any, str, Any, Any]] = []  # object, name, own attribute, new one
+        self._mode = ""  # the last call of `eval` or `train` of the optimizer
         for one in module.modules():
             self._replace(one, "zero_grad", self._zero_module)
+        functions.add(self)
 
     def take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the methods of `optimizer` as well."""
         self._replace(optimizer, "zero_grad", self._zero_optimizer)
         self._replace(optimizer, "step", self._step_optimizer)
+        for mode, call in (("eval", self._eval_optimizer), ("train", self._train_optimizer)):
+            if callable(getattr(optimizer, mode, None)):
+                self._replace(optimizer, mode, call)
 
     def go_to(self, adapter: Driver) -> None:
         """From now on `adapter` gets the calls, as long as it lives; then the engine again."""
@@ -57,6 +75,7 @@ class TorchCalls:
 
     def remove(self) -> None:
         """Give the objects their own methods back."""
+        functions.remove(self)
         for owner, name, own, new in self._replaced:
             if vars(owner).get(name) is not new:  # replaced again since; `new` calls the own method
                 continue
@@ -130,6 +149,71 @@ class TorchCalls:
                 loss = closure()
         driver.end_optimizer_step()
         return loss
+
+    def _eval_optimizer(self, *call: Any) -> Any:
+        return self._switch_optimizer("eval", *call)
+
+    def _train_optimizer(self, *call: Any) -> Any:
+        return self._switch_optimizer("train", *call)
+
+    def _switch_optimizer(
+        self, mode: str, original: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """For optimizers that evaluate other values than they train, such as schedule-free ones.
+
+        Raises:
+            UsageError: a second call of the same one has written weights.
+        """
+        if not self._replaced or self._engine() is None:
+            return original(*args, **kwargs)
+        if mode == self._mode:  # a Trainer calls train() in every micro-batch: nothing is sent
+            before = _versions(optimizer)
+            result = original(*args, **kwargs)
+            if _versions(optimizer) != before:
+                raise UsageError(
+                    f"optimizer.{mode}() has written weights although it was the last such call as well, so "
+                    "the model has not got them; call optimizer.eval() and optimizer.train() in turn"
+                )
+            return result
+        self._mode = mode
+        self._step.check_usable()
+        with self._updater.changing():
+            return original(*args, **kwargs)
+
+    # -- torch.nn.utils.clip_grad_norm_ -----------------------------------------------------------------
+
+    def held(self, given: AbstractSet[int]) -> frozenset[int]:
+        params = [param for grads in self._sharded.reduction.order for param in grads.params]
+        if given.isdisjoint(map(id, params)) or not self._step.has_gradients:
+            return frozenset()
+        self._sharded.backward_pass.end_script_backward()
+        if any(param.grad is not None for param in params):
+            return frozenset()
+        return frozenset(id(param) for param in params if param.requires_grad)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """
+        Raises:
+            UsageError: more micro-batches of the step may follow, or `max_norm` is no number above 0.
+        """
+        engine, driver = self._engine(), self._driver
+        assert engine is not None and driver is not None
+        name = "torch.nn.utils.clip_grad_norm_"
+        if not self._step.reduces_when_asked():
+            raise UsageError(
+                f"{name} between micro-batches of a step: the engine clips the gradients of the whole step; "
+                "call it where engine.is_gradient_accumulation_boundary(), or set gradient_clipping"
+            )
+        wanted, limit = float(max_norm), engine.gradient_clipping()
+        if not wanted > 0:
+            raise wrong(f"{name}: max_norm", max_norm, "a number above 0")
+        norm = driver.clip_grad_norm(min(wanted, limit) if limit else wanted)
+        return torch.tensor(norm, device=self._sharded.collectives.device)
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> int:
+    """A number that grows with each write to the weights that the optimizer has."""
+    return sum(param._version for group in optimizer.param_groups for param in group["params"])
 
 
 __all__ = ["TorchCalls"]

@@ -7,6 +7,7 @@ A new version of torch may move or change them. No other file of xds imports a p
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,19 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def exchange_inner(wrapper: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `wrapper`, a function of `torch.nn.utils.clip_grad`, call `inner` from now on.
+
+    These functions are wrappers that call another one without gradients. So what user code has imported already
+    changes too. Returns what it has called before.
+    """
+    function: Any = wrapper
+    cell = function.__closure__[function.__code__.co_freevars.index("func")]
+    before: Callable[..., Any] = cell.cell_contents
+    cell.cell_contents = inner
+    return before
+
+
 def num_users(tensor: Tensor) -> int:
     """Tensors that have the memory of `tensor`, itself among them, also those of numpy arrays and of graphs."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
@@ -71,6 +85,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "after_backward",
+    "exchange_inner",
     "graph_task_id",
     "in_backward",
     "in_functorch",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from helpers import run_ranks
 from runs import config
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 import xds
 from xds.ops.optim.lion import Lion
@@ -49,7 +50,7 @@ def trained(engine: xds.Engine, steps: int = 3) -> dict[str, Tensor]:
     return found
 
 
-# -- what a class gets does not depend on how it is given ------------------------------------------------------
+# -- what a class gets does not depend on how it is given ------------------------------------------------
 
 
 class NormalizedSGD(torch.optim.Optimizer):
@@ -139,7 +140,7 @@ def test_a_class_is_exact_or_refused_in_every_form(ranks: int) -> None:
     run_ranks(in_every_form if ranks > 1 else forms, ranks, *(() if ranks > 1 else (0,)))
 
 
-# -- what the engine cannot step --------------------------------------------------------------------------------
+# -- what the engine cannot step -------------------------------------------------------------------------
 
 
 class NeedsLoss(torch.optim.SGD):
@@ -187,3 +188,160 @@ def refusals() -> None:
 
 def test_what_the_engine_cannot_step_is_refused_at_initialize() -> None:
     run_ranks(refusals, 2)
+
+
+# -- optimizers that evaluate other values than they train -----------------------------------------------
+
+
+class Averaging(torch.optim.Optimizer):
+    """SGD that keeps a mean of the weights, and swaps it in."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+                self.state[p].setdefault("mean", p.detach().clone()).lerp_(p, 0.5)
+
+    def swap(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            kept = p.data.clone()
+            p.data.copy_(self.state[p]["mean"])  # moves no version counter
+            self.state[p]["mean"].copy_(kept)
+
+    eval = train = swap
+
+
+def modes(stage: int, precision: str, offloads: bool) -> None:
+    zero = {"stage3_param_persistence_threshold": 0}
+    zero |= {"offload_optimizer": {"device": "cpu"}} if offloads else {}
+    plain_model, model = build(), build()
+    reference, given = Averaging(plain_model.parameters()), Averaging(model.parameters())
+    engine = engine_of(
+        stage, given, model, precision=precision, zero=zero, zero_allow_untested_optimizer=True
+    )
+    dtype = next(engine.module.parameters()).dtype
+    exact = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+
+    def train() -> None:
+        for _ in range(3):
+            reference.zero_grad()
+            plain_model(X).square().mean().backward()
+            reference.step()
+            engine.backward(engine(X.to(dtype)).float().square().mean())
+            engine.step()
+
+    train()
+    masters = engine.full_state_dict(rank0_only=False, full_precision=True)
+    reference.eval(), given.eval()
+    with torch.no_grad():
+        seen = engine(X.to(dtype)).float()
+    torch.testing.assert_close(seen, plain_model(X).detach(), **exact)
+    reference.train(), given.train()
+    again = engine.full_state_dict(rank0_only=False, full_precision=True)
+    assert all(value.equal(masters[name]) for name, value in again.items())
+    train()
+    torch.testing.assert_close(
+        engine(X.to(dtype)).float().detach(), plain_model(X).detach(), **exact
+    )
+    engine.destroy()
+    assert not {"eval", "train"} & vars(given).keys()
+
+
+def in_every_mode() -> None:
+    for stage in (0, 1, 2, 3):
+        for precision in ("fp32", "bf16"):
+            modes(stage, precision, offloads=False)
+    modes(2, "bf16", offloads=True)
+
+
+def test_an_optimizer_that_swaps_weights_gives_them_to_the_model_of_every_rank() -> None:
+    run_ranks(in_every_mode, 2)
+
+
+# -- torch's functions that clip -------------------------------------------------------------------------
+
+
+def clipped(stage: int, precision: str, limit: float, config_limit: float) -> None:
+    """As plain torch: SGD of gradients near 100."""
+    more = {"clip": config_limit} if config_limit else {}
+    engine, model = (
+        engine_of(stage, functools.partial(torch.optim.SGD, lr=1.0), precision=precision, **more),
+        build(),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    dtype = next(engine.module.parameters()).dtype
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    for _ in range(2):
+        engine.backward(100 * engine(X.to(dtype)).float().square().mean())
+        norm = clip_grad_norm_(engine.module.parameters(), limit)
+        engine.step()
+        optimizer.zero_grad()
+        (100 * model(X).square().mean()).backward()
+        wanted = clip_grad_norm_(model.parameters(), limit)
+        if config_limit:
+            clip_grad_norm_(model.parameters(), config_limit)
+        optimizer.step()
+        torch.testing.assert_close(
+            norm, wanted, rtol=3e-2 if dtype != torch.float32 else 1e-5, atol=0
+        )
+    found = engine.full_state_dict(rank0_only=False, full_precision=True)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), **close)
+    engine.destroy()
+
+
+def clipping() -> None:
+    for stage in (0, 1, 2, 3):
+        clipped(stage, "fp32", 0.1, 0.0)
+    clipped(2, "bf16", 0.1, 0.0)
+    clipped(2, "fp32", 0.5, 0.1)
+    clipped(3, "fp32", 1e6, 0.0)
+    for stage in (1, 3):
+        refused_clipping(stage)
+
+
+def refused_clipping(stage: int) -> None:
+    engine = engine_of(stage, torch.optim.SGD, accumulation=2)
+    params = list(engine.module.parameters())
+    assert clip_grad_norm_(params, 1.0) == 0  # nothing to clip
+    engine.backward(engine(X).square().mean())
+    with pytest.raises(xds.UsageError, match="between micro-batches of a step"):
+        clip_grad_norm_(params, 1.0)
+    engine.step()
+    engine(X).square().mean().backward()  # the script's own
+    other = nn.Linear(2, 1)
+    other(torch.ones(2)).sum().backward()
+    for call, text in (
+        (lambda: clip_grad_norm_(params[:2], 1.0), "of a part of an engine's parameters"),
+        (lambda: clip_grad_norm_([*params, *other.parameters()], 1.0), "of others beside them"),
+        (lambda: clip_grad_norm_(params, 1.0, norm_type=1), "clips by their 2-norm"),
+        (lambda: clip_grad_norm_(params, 0.0), "max_norm = 0.0: must be a number above 0"),
+        (lambda: nn.utils.clip_grad_value_(params, 1.0), "clip_grad_value_ between backward"),
+        (
+            lambda: nn.utils.clip_grads_with_norm_(params, 1.0, torch.ones(())),
+            "clip_grads_with_norm_ between backward",
+        ),
+    ):
+        with pytest.raises(xds.UsageError, match=text):
+            call()
+    norm = nn.utils.clip_grad_norm_(iter(params), 1e-3)
+    assert clip_grad_norm_(other.parameters(), 1.0) > 1.7  # torch's own
+    nn.utils.clip_grad_value_(other.parameters(), 0.1)
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx(norm.item())
+    engine.backward(engine(X).square().mean() * torch.nan)
+    engine.step()
+    engine.backward(engine(X).square().mean() * torch.nan)
+    with pytest.raises(xds.XdsError, match="error_if_nonfinite=True.* is nan"):
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    engine.destroy()
+
+
+def test_torchs_clipping_clips_the_step_or_is_refused() -> None:
+    run_ranks(clipping, 2)
+    own = clip_grad_norm_.__closure__[0].cell_contents
+    assert own.__module__ == "torch.nn.utils.clip_grad"

@@ -176,6 +176,48 @@ def test_another_dtype_or_shape_and_late_unfreezing_raise_and_lose_nothing() -> 
         run_ranks(refusals, 2, *case)
 
 
+def swap(stage: int, swaps: bool, zero: dict[str, Any]) -> dict[str, Tensor]:
+    """Two steps in bf16; before each one other values serve a forward, and the old ones are put back."""
+    settings = config_of(stage, "bf16")
+    settings["zero_optimization"].update(zero)
+    engine = xds.initialize(build(), settings)
+    params = list(engine.module.parameters())
+    for step in range(2):
+        if swaps:
+            with xds.zero.GatheredParameters(params, modifier_rank=0), torch.no_grad():
+                kept = [param.detach().clone() for param in params]
+                for param in params:
+                    param.mul_(0.5)
+            with torch.no_grad():
+                engine(samples(step, 0).bfloat16())
+            with xds.zero.GatheredParameters(params, modifier_rank=1), torch.no_grad():
+                for param, value in zip(params, kept, strict=True):
+                    param.copy_(value)
+        step_of(engine, step)
+    found = engine.full_state_dict(rank0_only=False, full_precision=True)
+    engine.destroy()
+    return found
+
+
+def swap_at_every_stage(folder: str) -> None:
+    host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": folder}
+    for stage, zero in (
+        *((stage, {}) for stage in (0, 2, 3)),
+        (2, {"offload_optimizer": host}),
+        (3, {"offload_optimizer": host, "offload_param": host}),
+        (3, {"offload_optimizer": disk, "offload_param": {**disk, "max_in_cpu": 0}}),
+    ):
+        wanted, found = swap(stage, False, zero), swap(stage, True, zero)
+        for name, value in wanted.items():
+            assert found[name].equal(value), (stage, zero, name)
+
+
+def test_values_that_are_swapped_for_an_evaluation_and_put_back_leave_the_masters(
+    tmp_path: Path,
+) -> None:
+    run_ranks(swap_at_every_stage, 2, str(tmp_path))
+
+
 # -- on some ranks only --------------------------------------------------------------------------------------
 
 WRITTEN = r"^0\.weight was written on some ranks only: rank 0 and rank 1 have different values; "

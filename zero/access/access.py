@@ -218,19 +218,28 @@ class Access(ParamOwner):
             stored = self.value(param)
             flat.memory.wait_for_readers()
             stored.write(reader, rank)
-            if flat.memory.is_shared:
-                self._write_shared(place, reader)
-            elif (
-                place.master is not None and place.master.has_compute_copy
-            ) or self._has_own_values(place):
-                self.compute(param).write(reader, rank)
-            if flat.is_overridden(place.position):  # inside GatheredParameters
-                write(param.data, reader(0, param.data.numel()).view(param.data.shape))
+            has_copy = place.master is not None and place.master.has_compute_copy
+            if flat.memory.is_shared or has_copy or self._has_own_values(place):
+                self._write_compute(param, place, reader)
+            self._write_whole(param, place, reader, stored.own(reader))
             if place.master is not None and place.master.has_sent_delta:
                 place.master.remember()
-            if flat.shards_params and flat.is_unsharded:
-                whole = flat.raw[place.slot.offset : place.slot.stop]
-                whole.copy_(stored.own(reader)(0, place.slot.numel))
+
+    def _write_compute(self, param: nn.Parameter, place: _Place, reader: Reader) -> None:
+        """Set the values that forwards compute with."""
+        if place.flat.memory.is_shared:
+            self._write_shared(place, reader)
+        else:
+            self.compute(param).write(reader, place.flat.collectives.rank)
+
+    @staticmethod
+    def _write_whole(param: nn.Parameter, place: _Place, reader: Reader, own: Reader) -> None:
+        """Set the values that are gathered now. own: a reader of this rank's slice."""
+        flat = place.flat
+        if flat.is_overridden(place.position):  # inside GatheredParameters
+            write(param.data, reader(0, param.data.numel()).view(param.data.shape))
+        if flat.shards_params and flat.is_unsharded:
+            flat.raw[place.slot.offset : place.slot.stop].copy_(own(0, place.slot.numel))
 
     def _write_shared(self, place: _Place, reader: Reader) -> None:
         """Set the values that forwards compute with: one rank of each machine writes all of them."""
@@ -248,6 +257,8 @@ class Access(ParamOwner):
         place = self._places.get(id(param))
         if place is None or place.master is None or not place.master.casts:
             return self.write(param, reader)
+        if not place.master.has_sent_delta:
+            return self._edit_compute(param, place, reader)
         with torch.no_grad():
             master = self.value(param)
             kept = master.local.clone()
@@ -256,6 +267,24 @@ class Access(ParamOwner):
             changed = given != kept.to(place.flat.dtype)
             self.write(param, reader)
             master.local.copy_(torch.where(changed, master.local, kept))
+
+    def _edit_compute(self, param: nn.Parameter, place: _Place, reader: Reader) -> None:
+        """Set the computed values alone. The master takes them later, where they still differ from it.
+
+        So a script may swap values for an evaluation and put the old ones back.
+        """
+        self.num_writes += 1
+        flat, master = place.flat, place.master
+        assert master is not None
+        flat.wait()
+        flat.sender.forget()
+        master.wait()
+        with torch.no_grad():
+            own = self.compute(param).own(reader)
+            flat.memory.wait_for_readers()
+            self._write_compute(param, place, reader)
+            self._write_whole(param, place, reader, own)
+        flat.is_written = True
 
     @staticmethod
     def _has_own_values(place: _Place) -> bool:

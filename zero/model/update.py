@@ -45,7 +45,7 @@ class Updater:
     """Owns the masters. `bind` sets the optimizer, whose param_groups hold the masters' items."""
 
     def __init__(self, model: ShardedModel) -> None:
-        self._model = model
+        self.model = model
         self.masters = [
             Master(params, grads, store)
             for unit in model.units
@@ -166,7 +166,7 @@ class Updater:
         if _num_tensors(self._optimizer) != self._num_tensors:
             raise UsageError(ADDED_GROUP)
         agree_on_disks(self.world.collectives, self.stores)
-        self._model.before_update()
+        self.model.before_update()
         optimizer = self._optimizer
         if not isinstance(optimizer, ShardOptimizer):
             with self.in_memory():
@@ -180,7 +180,7 @@ class Updater:
             with self.in_memory():
                 self._step_at_once(optimizer, scale, written)
             optimizer.step()
-        self._model.wait_published()
+        self.model.wait_published()
         for master in self.masters:
             master.remember()
         return True
@@ -193,7 +193,7 @@ class Updater:
         """
         stores = self.stores
         trained = {id(master.params) for master in self.masters}
-        flats = [flat for unit in self._model.units for flat in unit.params]
+        flats = [flat for unit in self.model.units for flat in unit.params]
         frozen = [flat for flat in flats if id(flat) not in trained]
         with stores.states.hold(), stores.shards.hold():
             with suppress(XdsError):  # `failure` has it
@@ -204,9 +204,21 @@ class Updater:
             agree_on_disks(self.world.collectives, stores)
             yield
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Inside, the script writes masters. On exit all ranks' parameters get their values. A collective."""
+        self.model.before_update()
+        with torch.no_grad(), self.in_memory():
+            self.take_edits()
+            yield
+            for master in self.masters:
+                master.write_compute()
+                master.publish()
+        self.model.wait_published()
+
     def take_edits(self) -> None:
         """Make user code's writes to parameters since the last update their values and the masters'."""
-        self._model.take_edits()
+        self.model.take_edits()
         self._take_edits_into_masters()
 
     def ask_written(self) -> Tensor | None:
@@ -297,7 +309,7 @@ class Updater:
 
     def _in_order_of_use(self) -> list[Master]:
         """First what is published in this step, then the root, then the blocks."""
-        roots = {id(params) for unit, params, _ in self._model.trainable if unit.is_root}
+        roots = {id(params) for unit, params, _ in self.model.trainable if unit.is_root}
         return sorted(
             self.masters, key=lambda m: (m.params.may_be_resharded, id(m.params) not in roots)
         )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -184,10 +183,6 @@ def norm_of_last_step(engine: Engine) -> float | None:
     return math.inf if norm is not None and math.isnan(norm) else norm
 
 
-# of optimizers without a schedule, which evaluate other values than they train
-MODES = ("train", "eval")
-
-
 class DeepSpeedOptimizer:
     """The attributes of DeepSpeed's optimizer wrappers that scripts use; all others are the torch optimizer's.
 
@@ -258,12 +253,7 @@ class DeepSpeedOptimizer:
         if name == "_engine":
             raise AttributeError(name)
         refuse_method("optimizer", name)
-        found = getattr(self._engine.optimizer, name)
-        return partial(self._switch, found) if name in MODES and callable(found) else found
-
-    def _switch(self, mode: Callable[[], None]) -> None:
-        """Call `mode`, which changes masters, and give their values to all ranks' parameters. A collective."""
-        self._engine.internals.change_masters(mode)
+        return getattr(self._engine.optimizer, name)
 
 
 _REMEDY = "engine.load_checkpoint takes states of any number of ranks"
