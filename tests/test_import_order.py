@@ -159,7 +159,7 @@ def test_folders_of_zero_import_only_those_below():
 
 ENGINE_FLOORS = (  # rooms of engine/: folders, and files beside them; the lowest first
     "config",
-    "data integrations process profiling",
+    "data integrations process profiling torch_clipping",
     "optim telemetry means",
     "counters",
     "parts",
