@@ -39,7 +39,9 @@ _PREFIXES = (
     "NVIDIA_TF32_",
 )
 # variables that the launcher sets for its own ranks, and those that may hold a secret
-_NOT_SHOWN = re.compile(r"XDS_RUN_FOLDER|XDS_GRACE_FILE|.*(TOKEN|SECRET|PASSW|KEY|CREDENTIAL).*")
+_NOT_SHOWN = re.compile(
+    r"XDS_(RUN|LOG)_FOLDER|XDS_GRACE_FILE|.*(TOKEN|SECRET|PASSW|KEY|CREDENTIAL).*"
+)
 _ON, _OFF = r"1|true|yes|on|y", r"0|false|no|off|n"
 # variables, set for debugging and left, whose value costs speed: a pattern of the values, and what they do
 _SLOW_VARIABLES = {

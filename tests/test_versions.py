@@ -48,3 +48,16 @@ def test_the_version_of_a_release_is_the_same_everywhere():
     assert f"\nversion: {release}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## [{release}]" in (ROOT / "CHANGELOG.md").read_text()
     assert f"Version {release}" in (ROOT / "README.md").read_text()
+
+
+def test_a_feature_that_needs_a_newer_transformers_names_both_versions(monkeypatch):
+    from xds.utils import transformers_version
+    from xds.utils.errors import UsageError
+
+    transformers_version.need_transformers("sequence_parallel_size")
+    monkeypatch.setattr(transformers_version, "version", lambda name: "4.57.1")
+    said = (
+        "^sequence_parallel_size: needs transformers 5 or later, and 4.57.1 is installed; run pip"
+    )
+    with pytest.raises(UsageError, match=said):
+        transformers_version.need_transformers("sequence_parallel_size")

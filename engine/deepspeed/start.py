@@ -229,7 +229,7 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
             lr_scheduler=lr_scheduler,
             training_data=_in_order(training_data, model),
             collate_fn=collate_fn,
-            group=None if num_sequence > 1 else _group_of(mpu),
+            group=None if num_sequence > 1 else _group_of(mpu, checked.tensor_parallel.size),
         )
     remember_engine(model, made)
     engine = _adapter_of(made, collate_fn, isinstance(model, PipelineModule))
@@ -393,16 +393,28 @@ def _cuts_itself(model: nn.Module) -> bool:
     )
 
 
-def _group_of(mpu: Any) -> dist.ProcessGroup | None:
+def _group_of(mpu: Any, num_tensor: int) -> dist.ProcessGroup | None:
+    """The data-parallel ranks; None: all, which the engine divides itself, also among `num_tensor` slices."""
     if mpu is None:
         return None
     if not hasattr(mpu, "get_model_parallel_world_size"):
         raise wrong("mpu", mpu, "an object with get_model_parallel_world_size(), or None")
     size = int(mpu.get_model_parallel_world_size())
-    if size != 1:
+    if size not in (1, num_tensor):
         raise UsageError(
-            f"mpu with a model-parallel size of {size}: tensor parallelism is not supported yet; leave mpu out "
-            "and use zero_optimization.stage = 3"
+            f"mpu with a model-parallel size of {size}, and tensor_parallel.autotp_size = {num_tensor}: layers "
+            f"that the script cuts are not supported; build whole layers and set autotp_size to {size}, or "
+            "leave mpu out"
         )
+    if num_tensor > 1:
+        first = dist.get_rank() // num_tensor * num_tensor
+        here = list(range(first, first + num_tensor))
+        ranks = dist.get_process_group_ranks(mpu.get_model_parallel_group()) if size > 1 else here
+        if ranks != here:
+            raise UsageError(
+                f"mpu shares layers among ranks {ranks}, and tensor_parallel.autotp_size = {num_tensor} among "
+                f"ranks {here}; make groups of consecutive ranks, or leave mpu out"
+            )
+        return None
     group: dist.ProcessGroup = mpu.get_data_parallel_group()
     return group

@@ -152,8 +152,8 @@ def check_whole(model: nn.Module) -> None:
 
 CONFIG = "the config"
 MODEL = "the layout of the model"
-# rank 0 alone acts on them
-OF_RANK_0 = {
+# keys and sections that decide what a rank prints or measures on itself, and nothing that it sends
+OF_RANK = {
     "tensorboard",
     "wandb",
     "csv_monitor",
@@ -161,6 +161,17 @@ OF_RANK_0 = {
     "steps_per_print",
     "dump_state",
     "log_level",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "timers",
+    "comms_logger.verbose",
+    "flops_profiler.module_depth",
+    "flops_profiler.top_modules",
+    "flops_profiler.detailed",
+    "flops_profiler.output_file",
+    "data_efficiency.data_sampling.dynamic_batching.verbose",
+    "compression_training.weight_quantization.shared_parameters.quantize_verbose",
+    "quantize_training.quantize_verbose",
 }
 # folders on a local disk; only whether they are given is compared
 OF_NODES = {
@@ -224,11 +235,12 @@ def resolve_together(
 def _of_config(config: Config) -> Iterator[tuple[str, str]]:
     """(key, value as text) for each setting that all ranks must share."""
     for name, value in config.as_dict().items():
-        if name not in OF_RANK_0:
-            yield from _leaves(name, value)
+        yield from _leaves(name, value)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if name in OF_RANK:
+        return
     if isinstance(value, dict) and value:
         for key in value:
             yield from _leaves(f"{name}.{key}", value[key])

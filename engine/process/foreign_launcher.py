@@ -49,13 +49,28 @@ class ProcessPlace:
 
 
 def place(environ: Mapping[str, str]) -> ProcessPlace | None:
-    """This process's place; None for a single process, or if xds or torchrun has set RANK or WORLD_SIZE.
+    """This process's place; None for a single process, or if xds or torchrun has set RANK.
+
+    WORLD_SIZE alone is what batch scripts export for all of their steps.
 
     Raises:
         UsageError: the variables contradict one another, or some are missing.
     """
-    if "RANK" in environ or "WORLD_SIZE" in environ:
+    if "RANK" in environ:
         return None
+    found = _found(environ)
+    if found is None:
+        return None
+    exported = _number(environ, "WORLD_SIZE", found.world_size)
+    if exported != found.world_size:
+        raise UsageError(
+            f"WORLD_SIZE = {exported}, but {found.by} = {found.world_size}: these contradict one another; "
+            "unset the one that does not count the processes, or both if this process is alone"
+        )
+    return found
+
+
+def _found(environ: Mapping[str, str]) -> ProcessPlace | None:
     for size_key, keys in _KEYS.items():
         # srun --mpi=pmi2 sets PMI_SIZE too, without the local rank and size that hydra sets
         is_srun = size_key == "PMI_SIZE" and "MPI_LOCALRANKID" not in environ and in_step(environ)
@@ -148,9 +163,8 @@ def _of_mpi(environ: Mapping[str, str], size_key: str, keys: tuple[str, str, str
     missing = [key for key in keys if key not in environ]
     if missing:
         raise UsageError(
-            f"{size_key} = {environ[size_key]}, but WORLD_SIZE is not set, and neither is {missing[0]}: start "
-            "the script with mpirun, `xds script.py` or torchrun; or set RANK, WORLD_SIZE, LOCAL_RANK, "
-            "MASTER_ADDR and MASTER_PORT for each process"
+            f"{size_key} = {environ[size_key]}, but {missing[0]} is not set: start the script with mpirun, "
+            f"`xds script.py` or torchrun; without mpirun unset {size_key}, and this process trains alone"
         )
     world_size = _number(environ, size_key, 1)
     rank, local_rank, local_size = (_number(environ, key, 0) for key in keys)

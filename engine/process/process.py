@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -11,11 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ...utils.errors import UsageError
+from ...utils.errors import PeerError, UsageError
+from ...utils.messages import write_stderr
 from .foreign_launcher import fill, place
 
 TIMEOUT_SECONDS = 600.0
 MAX_TIMEOUT_SECONDS = 1e6  # eleven days; gloo counts milliseconds in 32 bits
+LATE_SECONDS = 30.0  # then a rank says for whom it waits
+_CONNECT_SECONDS = 2.0
+_TICK_SECONDS = 0.1
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -49,6 +57,7 @@ def join(device: torch.device) -> dist.ProcessGroup:
 
     Raises:
         UsageError: the backend is not available, the timeout is invalid, or the environment is incomplete.
+        PeerError: the ranks have not met within the timeout.
     """
     if not dist.is_initialized():
         backend = _backend(device)
@@ -59,7 +68,8 @@ def join(device: torch.device) -> dist.ProcessGroup:
         if backend == "mpi":
             dist.init_process_group("mpi")
         elif len(present) == len(LAUNCHER_KEYS):
-            start_group(backend, device, int(os.environ["WORLD_SIZE"]), timeout=timeout)
+            with _meeting(timeout.total_seconds()):
+                start_group(backend, device, int(os.environ["WORLD_SIZE"]), timeout=timeout)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             missing = ", ".join(key for key in LAUNCHER_KEYS if key not in present)
             raise UsageError(
@@ -73,6 +83,53 @@ def join(device: torch.device) -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+@contextlib.contextmanager
+def _meeting(timeout_seconds: float) -> Iterator[None]:
+    """The start of the group from the environment: its errors are sentences, and it ends at the timeout."""
+    rank, num_ranks, host, port = (os.environ[key] for key in LAUNCHER_KEYS)
+    who = f"rank {rank} of {num_ranks} waits for the others at {host}:{port}"
+    late = threading.Timer(LATE_SECONDS, write_stderr, (f"xds: {who}; {_MEETING}\n",))
+    late.daemon = True
+    late.start()
+    try:
+        # torch's own agent serves the store and is there; torch waits for longer than its timeout
+        if rank != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            _reach(host, int(port), timeout_seconds)
+        yield
+    except (OSError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        if "EADDRINUSE" in reason:
+            raise UsageError(
+                f"MASTER_PORT = {port}: in use on this machine, by another run or program; set another port, "
+                "the same for all ranks; `xds script.py` finds a free one"
+            ) from error
+        raise PeerError(
+            f"{who}, for at most {timeout_seconds:.0f} s (XDS_TIMEOUT_SECONDS), and they have not met: "
+            f"{reason}; {_MEETING}"
+        ) from error
+    finally:
+        late.cancel()
+
+
+_MEETING = (
+    "start every rank, with the same MASTER_ADDR and MASTER_PORT, and look at the output of those that have "
+    "ended; a process that is alone needs RANK, WORLD_SIZE and the variables of mpirun and srun unset"
+)
+
+
+def _reach(host: str, port: int, timeout_seconds: float) -> None:
+    """Wait until rank 0 answers. Raises OSError: it has not within the timeout."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            socket.create_connection((host, port), _CONNECT_SECONDS).close()
+            return
+        except OSError:  # also a name that is not known yet
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_TICK_SECONDS)
 
 
 def start_group(backend: str, device: torch.device, num_ranks: int, **options: Any) -> None:

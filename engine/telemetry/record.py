@@ -181,8 +181,8 @@ class RunRecord:
         log.info("%d steps in %.1f s%s", self._num_steps, seconds, loss)
         if self._saved:
             log.info("last checkpoint: %s", printable(self._saved))
-        if "XDS_RUN_FOLDER" in os.environ:
-            log.info("output of every rank: %s", os.environ["XDS_RUN_FOLDER"])
+        if "XDS_LOG_FOLDER" in os.environ:
+            log.info("output of every rank: %s", os.environ["XDS_LOG_FOLDER"])
         log.info("a page of this run: xds report %s", self._shown)
 
     @property
@@ -227,7 +227,7 @@ class RunRecord:
             host=socket.gethostname(),
             device=device,
             ranks=self._collectives.world_size,
-            output=os.environ.get("XDS_RUN_FOLDER", ""),
+            output=os.environ.get("XDS_LOG_FOLDER", ""),
             config=_changed(config.as_dict(), Config.model_validate({}).as_dict()),
             versions=versions,
         )

@@ -112,7 +112,7 @@ def log_start(
         *(__version__, run, device.type, backend, f"{memory.numel():,}", place),
     )
     log.info("model states take %s a rank, %s without ZeRO", size_text(own), size_text(whole))
-    folder = os.environ.get("XDS_RUN_FOLDER")
+    folder = os.environ.get("XDS_LOG_FOLDER")
     if folder:
         log.info("output of every rank: %s", folder)
     if config.dump_state:

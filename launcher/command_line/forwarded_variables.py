@@ -48,7 +48,7 @@ _NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
 # device numbers differ by machine; the others concern this process only, or have been read here already
 _NEVER_FORWARDED = re.compile(
     "CUDA_VISIBLE_DEVICES|CUDA_MPS_.*|PYTHON(STARTUP|INSPECT|BREAKPOINT|_HISTORY)"
-    "|XDS_(SSH|ENV_FILE|RUN_FOLDER|GRACE_FILE|HEARTBEAT_SECONDS|LAUNCHER_PID|RANK_.*)"
+    "|XDS_(SSH|ENV_FILE|RUN_FOLDER|LOG_FOLDER|GRACE_FILE|HEARTBEAT_SECONDS|LAUNCHER_PID|RANK_.*)"
     "|(.*_)?(TOKENS?|(API)?KEYS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_.*)?"
 )
 _FILES = ((".deepspeed_env", "DS_ENV_FILE"), (".xds_env", "XDS_ENV_FILE"))

@@ -176,7 +176,7 @@ class Arrivals(threading.Thread):
             and os.environ.get("XDS_LOG_LEVEL", "info") in ("debug", "info")
         ):
             write_stderr(
-                f"xds: output of {ranks_text(sorted(ranks))}: {printable(self._folder.path)}\n"
+                f"xds: output of {ranks_text(sorted(ranks))}: {printable(self._folder.shown())}\n"
             )
 
 

@@ -230,6 +230,11 @@ class _Agent(threading.Thread):
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             self.fault = f"the ranks cannot be started: {reason}"
+            if "EADDRINUSE" in reason:
+                self.fault = (
+                    f"the port of {self.order.rendezvous.endpoint} is in use on this machine, by another run "
+                    "or program: set another with --master-port, or on one machine leave it out for a free one"
+                )
             if self._ranks and self.order.rendezvous.max_nodes > 1:
                 self.fault = (
                     f"the rendezvous endpoint {self.order.rendezvous.endpoint} no longer answers: xds has "
@@ -364,7 +369,7 @@ def _with_host_and_log(failure: Failure, folder: RunFolder) -> Failure:
     return replace(
         failure,
         host=socket.gethostname(),
-        log=str(log) if has_log else "",
+        log=str(folder.shown() / log.name) if has_log else "",
         tail=() if failure.text else last_lines(log, folder.log_begins.get(failure.rank, 0)),
     )
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...utils.errors import UsageError
+from ...utils.transformers_version import need_transformers
 from .attention import chosen, element_mask, masked_attention, sparse_attention
 from .config import SparseAttention
 from .layouts import layout_of
@@ -90,6 +91,7 @@ def _check(module: nn.Module, config: Any) -> None:
 
 def _register(section: SparseAttention) -> str:
     """Enter the attention of a section in transformers' tables. Returns its name, one for equal sections."""
+    need_transformers("sparse_attention")
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -21,6 +21,7 @@ from .diagnosis import RankReport
 from .store import Store
 
 PATIENCE_SECONDS = 3.0  # for ranks that fail a little later than this one
+REPORTED_SECONDS = PATIENCE_SECONDS + 1.5  # the same for the thread that collects the reports
 POLL_SECONDS = 0.05
 
 

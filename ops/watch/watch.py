@@ -297,19 +297,30 @@ class Watch:
     def _diagnose(self, mine: RankReport) -> str:
         """The diagnosis without a watcher, from the reports that other ranks publish."""
         from .diagnosis import explain
-        from .reports import PATIENCE_SECONDS, ReportExchange
+        from .reports import REPORTED_SECONDS
 
         store, reports = self.open_store(), {self.rank: mine}
         if store is not None:
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            try:
-                # another thread may wait for a key of torch's, which would block this connection
-                own = store.own_connection()
-                exchange = ReportExchange(own, self.rank, self.world_size, self.engine)
-                exchange.publish(mine)
-                self._has_published = True
-                reports = exchange.collect(mine, deadline)
-                exchange.wait_for_readers(reports, deadline)
-            except RuntimeError:
-                pass  # the store is not reachable any more
-        return explain(list(reports.values()), self.world_size, None, self.places)
+            # a new connection to a process that has stopped waits without a limit, so a thread opens it
+            thread = threading.Thread(
+                target=self._collect, args=(store, mine, reports), name="xds-reports", daemon=True
+            )
+            thread.start()
+            thread.join(REPORTED_SECONDS)
+        return explain(list(dict(reports).values()), self.world_size, None, self.places)
+
+    def _collect(self, store: Store, mine: RankReport, reports: dict[int, RankReport]) -> None:
+        """Publish this rank's report, and add those of the others to `reports`."""
+        from .reports import PATIENCE_SECONDS, ReportExchange
+
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        try:
+            # another thread may wait for a key of torch's, which would block this connection
+            own = store.own_connection()
+            exchange = ReportExchange(own, self.rank, self.world_size, self.engine)
+            exchange.publish(mine)
+            self._has_published = True
+            reports.update(exchange.collect(mine, deadline))
+            exchange.wait_for_readers(reports, deadline)
+        except RuntimeError:
+            pass  # the store is not reachable any more

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from .config import WatchConfig
 from .diagnosis import FOR_ALL_ALARMS, RankReport, explain
 from .dump import end_process, recorded, write_ring
-from .reports import PATIENCE_SECONDS, Beat, ReportExchange
+from .reports import PATIENCE_SECONDS, REPORTED_SECONDS, Beat, ReportExchange
 from .ring import Record, ThreadPosition, tensor_of_call
 from .store import REPLY_SECONDS
 from .stragglers import StragglerDetector
@@ -85,7 +85,7 @@ class WatchedEngine:
         request = self.request = Request(report)
         assert self.wakes is not None
         self.wakes.set()
-        if request.done.wait(PATIENCE_SECONDS + 1.5):
+        if request.done.wait(REPORTED_SECONDS):
             return request.answer
         return explain([report], self.watch_size) + " (the store of the group does not answer)"
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
 from ...utils.errors import UsageError
+from ...utils.transformers_version import need_transformers
 from ..compiled import number_of
 from .batches import WholeBatch
 from .blocks import Visibility
@@ -49,7 +50,12 @@ class Former:
 
 
 def register(former: str) -> str:
-    """Enter the function that wraps `former` in the tables of transformers. Returns its name."""
+    """Enter the function that wraps `former` in the tables of transformers. Returns its name.
+
+    Raises:
+        UsageError: this transformers has other tables.
+    """
+    need_transformers("sequence_parallel_size")
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -54,6 +54,8 @@ def test_srun_tells_each_task_its_rank_and_all_the_same_meeting_place() -> None:
     assert (other["MASTER_ADDR"], other["MASTER_PORT"]) == ("gpu09", mine["MASTER_PORT"])
     assert filled(SLURM | {"SLURM_STEP_ID": "4"})["MASTER_PORT"] != mine["MASTER_PORT"]
     assert 1024 < int(mine["MASTER_PORT"]) < 32768
+    exported = filled(SLURM | {"WORLD_SIZE": "6"})  # by the batch script, for all of its steps
+    assert exported == {key: value for key, value in mine.items() if key != "WORLD_SIZE"}
 
 
 def test_mpirun_tells_each_process_its_rank() -> None:
@@ -92,9 +94,13 @@ def test_a_process_alone_is_not_mistaken_for_one_of_many(environ: dict[str, str]
 @pytest.mark.parametrize(
     "environ, said",
     [
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, "neither is OMPI_COMM_WORLD_RANK"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4"},
+            "OMPI_COMM_WORLD_RANK is not set: .*; without mpirun unset",
+        ),
         (OMPI | {"OMPI_COMM_WORLD_RANK": "4"}, "contradict"),
         (OMPI | {"OMPI_COMM_WORLD_SIZE": "four"}, "must be a number"),
+        (SLURM | {"WORLD_SIZE": "8"}, "WORLD_SIZE = 8, but SLURM_STEP_NUM_TASKS = 6: .*; unset"),
         (SLURM | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
         (SLURM | {"SLURM_PROCID": "6"}, "contradict"),
         (SLURM | {"SLURM_STEP_NODELIST": "n[1-"}, "cannot be read"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from helpers import run_new_ranks
 from xds.engine.deepspeed.library import comm
 from xds.engine.process.process import join
 from xds.ops.comm.backend import Backend
-from xds.utils.errors import UsageError
+from xds.utils.errors import PeerError, UsageError
 
 CPU = torch.device("cpu")
 
@@ -80,6 +81,29 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], Any]:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
     return asked, world
+
+
+def test_ranks_that_do_not_meet_end_with_a_sentence_and_wait_no_longer_than_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise RuntimeError("listen failed. port: 1, name: EADDRINUSE\nframe #0")
+
+    spied(monkeypatch)
+    monkeypatch.setattr(dist, "init_process_group", start)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens, and nobody else gets it
+        port = str(taken.getsockname()[1])
+        environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for key, value in {**environ, "XDS_TIMEOUT_SECONDS": "0.3", "XDS_BACKEND": "gloo"}.items():
+            monkeypatch.setenv(key, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        said = f"^rank 1 of 2 waits for the others at 127.0.0.1:{port}, .*: .*refused; start every"
+        with pytest.raises(PeerError, match=said):
+            join(CPU)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match=f"^MASTER_PORT = {port}: in use .*; set another port"):
+        join(CPU)
 
 
 @pytest.mark.parametrize(

@@ -88,4 +88,9 @@ def train_with(by_rank: list[dict[str, Any]]) -> None:
 def test_what_concerns_one_node_or_rank_0_alone_may_differ(tmp_path: Any) -> None:
     of_rank_0 = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path)}}
     folders = [{"checkpoint": {"preemption_save_dir": str(tmp_path / name)}} for name in "ab"]
-    run_processes(train_with, 2, [{**of_rank_0, "steps_per_print": 1, **folders[0]}, folders[1]])
+    prints: dict[str, Any] = {
+        **{"steps_per_print": 1, "wall_clock_breakdown": True, "memory_breakdown": True},
+        "comms_logger": {"verbose": True},
+        "data_efficiency": {"data_sampling": {"dynamic_batching": {"verbose": True}}},
+    }
+    run_processes(train_with, 2, [{**of_rank_0, **prints, **folders[0]}, folders[1]])

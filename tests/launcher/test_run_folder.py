@@ -116,6 +116,66 @@ def test_a_folder_that_cannot_be_used(tmp_path, monkeypatch):
             run_folder(name).__enter__()
 
 
+def write_as_ranks(folder):
+    """What ranks 0 and 1 of a run write, as worker.py does."""
+    folder.prepare([0, 1], is_first=True)
+    (folder.path / module._RECORD).write_text("/dev/null")
+    for rank in (0, 1):
+        with open(folder.log(rank), "a") as log:
+            log.write(f"of {rank}")
+    part = folder.path / "rank1.error.json.part"
+    part.write_text("{}")
+    part.replace(folder.error(1))
+    folder.record("failed")
+
+
+@needs_root
+def test_links_that_another_user_plants_in_the_log_folder_are_never_followed(runs, tmp_path):
+    victim, logs = tmp_path / "victim", tmp_path / "logs"
+    victim.write_text("precious")
+    logs.mkdir()
+    os.chown(logs, 12345, 12345)
+    logs.chmod(0o1777)
+    names = ("rank0.log", "rank1.log", "rank1.error.json", "rank1.error.json.part", "record")
+    for name in names:
+        (logs / name).symlink_to(victim)
+    with run_folder(str(logs)) as folder:
+        write_as_ranks(folder)
+        (logs / "rank1.log").unlink()  # the owner of the folder may, at any time
+        (logs / "rank1.log").symlink_to(victim)
+        with open(folder.log(1), "a") as log:
+            log.write(" and more")
+        assert folder.log(1).read_text() == "of 1 and more"
+    assert victim.read_text() == "precious"
+    assert (logs / "rank0.log").read_text() == "of 0" and mode(logs / "rank0.log") == 0o600
+    assert not (logs / "rank1.error.json").is_symlink()
+    assert list(runs.iterdir()) == [folder.path] or not folder.path.exists()
+
+
+def test_a_second_run_with_the_same_log_folder_is_refused_and_sees_no_failure_of_the_first(
+    runs, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "_LOCK_PATIENCE_SECONDS", 0.0)
+    logs = str(tmp_path / "logs")
+    with run_folder(logs) as first:
+        write_as_ranks(first)
+        with run_folder(logs) as second:
+            assert first.first_error_seconds([0, 1]) and not second.first_error_seconds([0, 1])
+            with pytest.raises(UsageError, match="another run writes rank1.log .*; name a folder"):
+                second.prepare([1], is_first=True)
+            second.prepare([2], is_first=True)  # another host of the run
+    assert sorted(os.listdir(logs)) == ["rank0.log", "rank1.error.json", "rank1.log", "rank2.log"]
+    assert (tmp_path / "logs" / "rank1.log").read_text() == "of 1"
+    with run_folder(logs) as third:
+        third.prepare([0, 1], is_first=True)
+        third.prepare([1], is_first=False)  # rank 0 has moved to another host
+        assert third.log(1).read_text() == "" and not third.log(0).exists()
+    (tmp_path / "logs" / "rank3.log").mkdir()
+    with run_folder(logs) as fourth, pytest.raises(UsageError, match="rank3.log .* be replaced"):
+        fourth.prepare([3], is_first=True)
+    assert list(runs.iterdir()) == []
+
+
 def test_no_failure_of_an_earlier_start_is_seen_once_the_ranks_of_a_start_are_known(runs):
     """The launcher would stop the ranks of the other hosts, and the new rank would wait for them."""
     from xds.launcher.ranks.elastic import _RankFiles

@@ -107,6 +107,19 @@ class Mpu:
     def get_data_parallel_group(self) -> Any:
         return dist.group.WORLD
 
+    def get_model_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+
+@on_ranks(2)
+def test_an_mpu_may_name_the_ranks_that_share_slices() -> None:
+    slices = {"tensor_parallel": {"autotp_size": 2, "plan": {"0": "colwise", "2": "rowwise"}}}
+    losses = []
+    for mpu in (Mpu(2), Mpu(1), None):
+        engine, *_ = deepspeed.initialize(model=build(), config=config(1) | slices, mpu=mpu)
+        losses.append(engine(torch.ones(2, 4)).mean().item())
+    assert losses == [losses[0]] * 3
+
 
 @on_ranks(1)
 def test_calls_that_cannot_work_are_refused_before_anything_is_done() -> None:
@@ -139,7 +152,11 @@ def test_calls_that_cannot_work_are_refused_before_anything_is_done() -> None:
     "arguments, environment, said",
     [
         ({"dist_init_required": False}, {}, "dist_init_required = False, but torch.distributed"),
-        ({}, {"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE = 4, but WORLD_SIZE is not set"),
+        (
+            {},
+            {"OMPI_COMM_WORLD_SIZE": "4"},
+            "OMPI_COMM_WORLD_SIZE = 4, but OMPI_COMM_WORLD_RANK is not",
+        ),
         ({"dist_backend": "nccl"}, {}, '"nccl" needs a GPU'),
     ],
 )

@@ -6,6 +6,7 @@ test_watch_ranks.py has ranks that stop, sleep or leave something out.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from xds.ops.watch import reports as reports_of_ranks
 from xds.ops.watch.config import WatchConfig
 from xds.ops.watch.diagnosis import GONE, OUTSIDE, RankReport, explain, first_difference
 from xds.ops.watch.store import Store
@@ -150,6 +152,22 @@ def test_a_lost_store_leaves_what_this_rank_knows() -> None:
         assert f"rank 1 did not report: {GONE}" in str(error)
         later = watch.failed(watch.start("barrier", 0), RuntimeError("closed"), None)
         assert str(later) == str(error)  # a lost group stays lost, for the first reason
+
+
+def test_a_store_whose_process_has_stopped_keeps_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new connection to it waits without a limit, also in a thread of a rank that has no watcher yet."""
+    is_over = threading.Event()
+
+    class Stopped:
+        def clone(self) -> None:
+            is_over.wait()
+            raise RuntimeError("Broken pipe")
+
+    monkeypatch.setattr(reports_of_ranks, "REPORTED_SECONDS", 0.05)
+    watch = Watch(0, 2, 0, lambda: Store(Stopped(), "0", 0))
+    error = watch.failed(watch.start("all_gather", 0), RuntimeError("Connection closed"), 1)
+    is_over.set()
+    assert f"rank 1 did not report: {GONE}" in str(error)
 
 
 def test_the_thread_beats_as_often_as_the_engine_that_needs_it_most() -> None:
