@@ -212,12 +212,12 @@ class Bench:
             where.all_to_all(outs, parts, what="bench", kind="bench").wait()
 
         def send() -> Handle:
-            return where.send(source, (rank + 1) % size, number=0, what="bench", kind="bench")
+            return where.send(source, (rank + 1) % size, what="bench", kind="bench")
 
         def exchange() -> None:
             # NCCL runs them in the order of their starts: not all ranks may start with sending
             first = None if rank % 2 else send()
-            received = where.receive(target, (rank - 1) % size, number=0, what="bench")
+            received = where.receive(target, (rank - 1) % size, what="bench")
             sending = first or send()
             received.wait()
             sending.wait()

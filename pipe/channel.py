@@ -294,7 +294,6 @@ class Channel:
         handle = ways.towards(peer, self._rank).send(
             _sendable(tensor),
             peer,
-            number=self._number(stage, micro_batch),
             what=f"{subject} of micro-batch {micro_batch} from stage {sender}",
             kind=subject,
         )
@@ -313,12 +312,8 @@ class Channel:
         return ways.towards(self._rank, peer).receive(
             _sendable(tensor),
             peer,
-            number=self._number(boundary, micro_batch),
             what=f"{subject} of micro-batch {micro_batch} from stage {sender}",
         )
-
-    def _number(self, stage: int, micro_batch: int) -> int:
-        return stage * len(self._inputs) + micro_batch
 
     def finish(self) -> None:
         """Wait until everything has been sent."""

@@ -41,7 +41,6 @@ NUMBERS: dict[str, Numbers] = {
     "dualpipev": Numbers(chunks=2, micro_batches=2),
 }
 AUTO_SCHEDULE = "auto"  # the shortest step in a simulation
-TABLE_END = ".csv"
 ONE_STAGE = "used with several pipeline stages only, and pipeline.stages is 1"
 _OF_STAGES = (
     *("schedule", "chunks", "partition", "reduce", "dynamic_shape", "first_stage_modules"),
@@ -56,8 +55,6 @@ def _read_stages(value: object) -> object:
 
 
 def _read_schedule(value: str) -> str:
-    if value.casefold().endswith(TABLE_END):
-        return value
     if value.casefold() not in (*NUMBERS, AUTO_SCHEDULE):
         raise ValueError
     return value.casefold()
@@ -94,7 +91,7 @@ Stages = Annotated[
 ]
 Schedule = Annotated[
     str,
-    needs(f'{_SCHEDULES} or "{AUTO_SCHEDULE}", or the path of a {TABLE_END} file'),
+    needs(f'{_SCHEDULES} or "{AUTO_SCHEDULE}"'),
     AfterValidator(_read_schedule),
 ]
 Partition = Annotated[
@@ -132,7 +129,7 @@ class Pipeline(Section):
     schedule: Schedule = Field(
         "1f1b",
         description='the order of forwards and backwards of a step. "auto": the shortest step '
-        "in a simulation with equal times. A file has one line of actions for each rank, as torch writes them",
+        "in a simulation with equal times",
     )
     pipe_partitioned: Flag = Field(
         True,
@@ -181,7 +178,7 @@ class Pipeline(Section):
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of each rank; 0 where the schedule's file or "auto" decides."""
+        """Chunks of each rank; 0 where "auto" decides."""
         if self.chunks is not None:
             return self.chunks
         numbers = NUMBERS.get(self.schedule)

@@ -154,11 +154,11 @@ class Backend(ABC):
     def start_gather_small(self, values: Tensor, buffer: int) -> tuple[Tensor, Handle]: ...
 
     @abstractmethod
-    def send(self, tensor: Tensor, peer: int, number: int) -> Handle:
+    def send(self, tensor: Tensor, peer: int) -> Handle:
         """Send to one rank, which calls `receive`. Not collective."""
 
     @abstractmethod
-    def receive(self, tensor: Tensor, peer: int, number: int) -> Handle:
+    def receive(self, tensor: Tensor, peer: int) -> Handle:
         """Receive from one rank, which calls `send`. Not collective."""
 
     def sums_whole(self, flat: Tensor, out: Tensor) -> bool:
@@ -271,10 +271,10 @@ class SingleRank(Backend):
     def start_gather_small(self, values: Tensor, buffer: int) -> tuple[Tensor, Handle]:
         return values.unsqueeze(0), DONE
 
-    def send(self, tensor: Tensor, peer: int, number: int) -> Handle:
+    def send(self, tensor: Tensor, peer: int) -> Handle:
         raise AssertionError("a single rank has no other to send to")
 
-    def receive(self, tensor: Tensor, peer: int, number: int) -> Handle:
+    def receive(self, tensor: Tensor, peer: int) -> Handle:
         raise AssertionError("a single rank has no other to receive from")
 
     def collect(self, out: Tensor | None, mine: Tensor, bounds: Bounds, target: int | None) -> None:

@@ -204,20 +204,20 @@ class Collectives:
                 self.traffic.add_to(kind, part.nbytes, peer)
         return handle
 
-    def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
-        """Send contiguous `tensor` to rank `peer`, which calls `receive` with the same number. Not collective.
+    def send(self, tensor: Tensor, peer: int, *, what: str, kind: str) -> Handle:
+        """Send contiguous `tensor` to rank `peer`, which calls `receive`. Not collective.
 
-        Messages with equal numbers arrive in the order in which they were sent. Without tags all messages do.
+        Messages arrive in the order in which they were sent.
         """
         call = self._call("send", "send", MESSAGE_BUFFER, tensor, what, peer=peer)
-        handle = call.start(self.backend.send, tensor, peer, number)
+        handle = call.start(self.backend.send, tensor, peer)
         self.traffic.add_to(kind, tensor.nbytes, peer)
         return handle
 
-    def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
+    def receive(self, tensor: Tensor, peer: int, *, what: str) -> Handle:
         """Fill contiguous `tensor` with a message of rank `peer`, of the same size. Not collective."""
         call = self._call("receive", "receive", MESSAGE_BUFFER, tensor, what, peer=peer)
-        return call.start(self.backend.receive, tensor, peer, number)
+        return call.start(self.backend.receive, tensor, peer)
 
     def start_gather_small(
         self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""

@@ -58,10 +58,10 @@ class FakeBackend(Backend):
         found = torch.zeros_like(values, device="cpu") if values.is_meta else values
         return found.expand(self.world_size, -1), DONE
 
-    def send(self, tensor: Tensor, peer: int, number: int) -> Handle:
+    def send(self, tensor: Tensor, peer: int) -> Handle:
         return DONE
 
-    def receive(self, tensor: Tensor, peer: int, number: int) -> Handle:
+    def receive(self, tensor: Tensor, peer: int) -> Handle:
         return DONE
 
     def collect(self, out: Tensor | None, mine: Tensor, bounds: Bounds, target: int | None) -> None:

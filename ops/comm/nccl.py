@@ -52,11 +52,11 @@ class NcclBackend(Backend):
         handle = self.all_gather(table, values.contiguous(), buffer)
         return table.view(self.world_size, -1), handle
 
-    def send(self, tensor: Tensor, peer: int, number: int) -> Handle:
+    def send(self, tensor: Tensor, peer: int) -> Handle:
         work = dist.isend(tensor, group=self.group, group_dst=peer)
         return InFlight([(self.ranks[peer], work)])
 
-    def receive(self, tensor: Tensor, peer: int, number: int) -> Handle:
+    def receive(self, tensor: Tensor, peer: int) -> Handle:
         work = dist.irecv(tensor, group=self.group, group_src=peer)
         return InFlight([(self.ranks[peer], work)])
 
@@ -78,12 +78,12 @@ class NcclBackend(Backend):
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, source: int) -> None:
         if self.rank != source:
             if out.numel():
-                self.receive(out, source, 0).wait()
+                self.receive(out, source).wait()
             return
         assert full is not None
         for peer, (start, stop) in enumerate(bounds):
             if peer != source and stop > start:
-                self.send(full[start:stop], peer, 0).wait()
+                self.send(full[start:stop], peer).wait()
         out.copy_(full[slice(*bounds[source])])
 
 

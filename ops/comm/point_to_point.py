@@ -29,11 +29,7 @@ from .threads import light_thread
 TAG_BASE = 0x5D000  # above the small tags that a script's own send and recv are likely to use
 TAGS_PER_BUFFER = 2
 TAGS_PER_ENGINE = 1 << 16
-# of an engine: the first tag of messages, and how many there are
-MESSAGE_TAG, MESSAGE_TAGS = (
-    1 << 14,
-    1 << 15,
-)
+MESSAGE_TAG = 1 << 14  # of an engine, above those of its flat buffers
 SMALL_TAGS = 1 << 14  # the last tags of an engine, for small operations, by their size
 WHOLE_BYTES = 1 << 18  # up to it, one round of whole buffers is faster than two rounds of halves
 
@@ -82,9 +78,10 @@ class PointToPointBackend(Backend):
         distinct = 4 * values.numel() * values.element_size() - buffer
         return self._tag_base + TAGS_PER_ENGINE - SMALL_TAGS + distinct % SMALL_TAGS
 
-    def _message_tag(self, number: int) -> int:
-        """A tag apart from those of flat buffers. Messages whose numbers share one arrive in order."""
-        return self._tag_base + MESSAGE_TAG + number % MESSAGE_TAGS
+    @property
+    def _message_tag(self) -> int:
+        """The tag of all messages of `send`, which arrive in order."""
+        return self._tag_base + MESSAGE_TAG
 
     # -- flat buffers ---------------------------------------------------------------------------------------
 
@@ -247,11 +244,11 @@ class PointToPointBackend(Backend):
         table[self.rank] = values
         return table, self._small_tag(buffer, values)
 
-    def send(self, tensor: Tensor, peer: int, number: int) -> Handle:
-        return self._transfer(self._message_tag(number), [], [(peer, tensor)])
+    def send(self, tensor: Tensor, peer: int) -> Handle:
+        return self._transfer(self._message_tag, [], [(peer, tensor)])
 
-    def receive(self, tensor: Tensor, peer: int, number: int) -> Handle:
-        return self._transfer(self._message_tag(number), [(peer, tensor)], [])
+    def receive(self, tensor: Tensor, peer: int) -> Handle:
+        return self._transfer(self._message_tag, [(peer, tensor)], [])
 
 
 # -- messages of gloo ---------------------------------------------------------------------------------------

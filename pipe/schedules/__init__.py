@@ -5,5 +5,4 @@ orders       the orders of the compute actions, one function a schedule
 lowering     adds messages to an order, then the gathering of parameters and the reduction of gradients
 simulation   the times of a table; finds tables that can never finish
 build        every schedule by its name
-csv_table    reads torch's tables
 """

@@ -147,10 +147,6 @@ class Table:
     placement: Placement
     num_micro_batches: int
 
-    def text(self) -> str:
-        """The table as torch's CSV: one line a rank."""
-        return "".join(",".join(map(str, row)) + "\n" for row in self.rows)
-
 
 def computed(rows: Sequence[Sequence[Action]]) -> list[Order]:
     """The compute actions of `rows` alone."""

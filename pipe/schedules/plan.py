@@ -1,16 +1,14 @@
-"""The schedule that a config asks for: by name, "auto", or a file, with the tables of its steps."""
+"""The schedule that a config asks for: by name or "auto", with the tables of its steps."""
 
 from __future__ import annotations
 
 from typing import final
 
 from .actions import Op, Placement, Table
-from .build import SCHEDULES, build_table, choose
-from .csv_table import load_table
+from .build import build_table, choose
 from .simulation import Costs
 
 AUTO = "auto"
-CSV = ".csv"
 EQUAL_COSTS = Costs(1.0, 1.0, 1.0)
 
 
@@ -27,9 +25,9 @@ class SchedulePlan:
     ) -> None:
         """
         Args:
-            schedule: a name, "auto", or the path of a CSV file.
+            schedule: a name, or "auto".
             stages: ranks of the pipeline. chunks: of each rank; 0: the schedule's own number.
-            num_micro_batches: of a step, for "auto" and a file.
+            num_micro_batches: of a step, for "auto".
             num_layers: of the model: "auto" takes no schedule with more stages.
 
         Raises:
@@ -46,17 +44,14 @@ class SchedulePlan:
         self.splits_backward = any(a.op is Op.WEIGHT for row in table.rows for a in row)
 
     def table(self, num_micro_batches: int) -> Table:
-        """The table of a training step, with its messages. A file is read once.
+        """The table of a training step, with its messages.
 
         Raises:
             ScheduleError: the schedule cannot run so many micro-batches.
         """
         found = self._tables.get(num_micro_batches)
         if found is None:
-            if self._schedule in SCHEDULES:
-                found = build_table(self._schedule, self._stages, num_micro_batches, self._chunks)
-            else:
-                found = load_table(self._schedule, self._stages, num_micro_batches)
+            found = build_table(self._schedule, self._stages, num_micro_batches, self._chunks)
             self._tables[num_micro_batches] = found
         return found
 

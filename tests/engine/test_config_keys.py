@@ -125,7 +125,7 @@ SPECIAL: dict[str, tuple[list[Any], list[Any]]] = {
     "fp16.min_loss_scale": ([1e-30, 1e30], [1e39, True, -1]),
     "flops_profiler.profile_step": ([0, [1, 2]], [[3, 1], [1], -1, "1"]),
     "pipeline.partition": (["uniform", "type:(A|B)$", [0, 3, 7]], ["even", "type:(", 3]),
-    "pipeline.schedule": (["gpipe", "zbv", "auto", "orders/My.CSV"], ["2f2b", 3]),
+    "pipeline.schedule": (["gpipe", "zbv", "auto"], ["2f2b", "orders/mine.csv", 3]),
     "sparse_attention.local_window_blocks": ([[4], [1, 2]], [[], [0], ["2"], 2]),
     "sparse_attention.global_block_indices": ([[0], [5, 1]], [[-1], ["a"], 2]),
     "sparse_attention.global_block_end_indices": ([[1], [3, 4]], [[-1], ["a"], 2]),

@@ -48,8 +48,6 @@ def test_values_are_read_in_any_case():
         ({"schedule": "zbv"}, 2, 4),
         ({"schedule": "dualpipev"}, 2, 8),
         ({"schedule": "auto"}, 0, 1),
-        ({"schedule": "mine.csv"}, 0, 1),
-        ({"schedule": "mine.csv", "chunks": 5}, 5, 1),
     ],
 )
 def test_numbers_of_a_schedule(section, chunks, micro_batches):

@@ -188,8 +188,8 @@ def copies_that_differ(is_near: bool) -> list[str]:
                 bad.append(f"broadcast of {numel} from {source}")
         target, origin = (shared.rank + 1) % world, (shared.rank - 1) % world
         got = torch.empty(numel)
-        sent_on = shared.send(shard, target, number=5, what="a message", kind="send")
-        shared.receive(got, origin, number=5, what="a message").wait()
+        sent_on = shared.send(shard, target, what="a message", kind="send")
+        shared.receive(got, origin, what="a message").wait()
         sent_on.wait()
         if not got.equal(found[1][origin * numel :][:numel]):
             bad.append(f"message of {numel}")
@@ -234,7 +234,7 @@ def of_odd_layout() -> None:
     shared.broadcast(torch.ones(1).expand(4) if shared.rank == 0 else got)
     assert shared.rank == 0 or got.equal(torch.ones(4))
     with pytest.raises(ValueError, match=r"strides \(2,\) cannot be sent"):
-        shared.send(torch.ones(8)[::2], 1 - shared.rank, number=0, what="a message", kind="send")
+        shared.send(torch.ones(8)[::2], 1 - shared.rank, what="a message", kind="send")
     shared.barrier()
 
 
@@ -282,8 +282,8 @@ def dropped() -> None:
         first.reduce_scatter(flat, torch.empty(4), add=False, buffer=0, kind="reduce")
         first.all_gather(torch.empty(8), shard, buffer=1, kind="gather")
         first.start_gather_small(torch.ones(3))
-        first.send(shard, peer, number=0, what="a message", kind="send")
-        first.receive(torch.empty(4), peer, number=0, what="a message")
+        first.send(shard, peer, what="a message", kind="send")
+        first.receive(torch.empty(4), peer, what="a message")
         del flat, shard
         if first.rank != late:
             store.set(name, "")

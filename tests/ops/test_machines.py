@@ -153,8 +153,8 @@ def bits_that_differ(layout: str) -> list[str]:
                 out, message = torch.ones(numel), torch.empty(numel)
                 if not is_hierarchical:
                     by.reduce_scatter(values, out, add=True, buffer=1, kind="sum").wait()
-                sent = by.send(values[:numel], (rank + 1) % world, number=1, what="m", kind="m")
-                by.receive(message, (rank - 1) % world, number=1, what="m").wait()
+                sent = by.send(values[:numel], (rank + 1) % world, what="m", kind="m")
+                by.receive(message, (rank - 1) % world, what="m").wait()
                 sent.wait()
                 got.append([summed, mixed, table, by.gather_small(values[:2]), out, message])
             for at, (one, other) in enumerate(zip(*got, strict=True)):

@@ -63,9 +63,9 @@ def call_all(collectives: Collectives) -> None:
     collectives.broadcast(torch.zeros(5))
     collectives.barrier()
     if rank == 0:
-        collectives.send(torch.zeros(7), 1, number=0, what="x", kind="pipe").wait()
+        collectives.send(torch.zeros(7), 1, what="x", kind="pipe").wait()
     if rank == 1:
-        collectives.receive(torch.zeros(7), 0, number=0, what="x").wait()
+        collectives.receive(torch.zeros(7), 0, what="x").wait()
 
 
 def logged(native: bool, options: LogOptions | None) -> dict[tuple[str, int, int], int]:

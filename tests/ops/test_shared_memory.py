@@ -287,13 +287,13 @@ def flooding() -> bool:
     if shared.rank == 0:
         for value in range(count):
             one = torch.full((3,), float(value))
-            shared.send(one, 1, number=value % 2, what="a message", kind="p").wait()
+            shared.send(one, 1, what="a message", kind="p").wait()
         return True
     time.sleep(0.2)
     good = True
     for value in range(count):
         came = torch.zeros(3)
-        shared.receive(came, 0, number=value % 2, what="a message").wait()
+        shared.receive(came, 0, what="a message").wait()
         good = good and came.tolist() == [float(value)] * 3
     return good
 
@@ -306,8 +306,8 @@ def ignored() -> str:
     shared = opened(timeout_seconds=0.3)
 
     def flood() -> None:
-        for number in range(MAX_ENTRIES + 1):
-            shared.send(torch.zeros(1), 1, number=number, what="a message", kind="p").wait()
+        for _ in range(MAX_ENTRIES + 1):
+            shared.send(torch.zeros(1), 1, what="a message", kind="p").wait()
 
     text = failure(flood) if shared.rank == 0 else ""
     dist.barrier()
@@ -426,7 +426,7 @@ def leftovers() -> list[tuple[int, int]]:
     for _ in range(3):
         for _ in range(5):
             shared = opened()
-            shared.send(torch.ones(2), 1 - shared.rank, number=1, what="lost", kind="p").wait()
+            shared.send(torch.ones(2), 1 - shared.rank, what="lost", kind="p").wait()
             shared.barrier()
             del shared
         shared = opened()

@@ -1,12 +1,14 @@
 """Tests of the schedules: literal tables, simulated times, torch's own orders, tables of a user."""
 
 import importlib
-import random
+from itertools import product
 
 import pytest
 
 from xds.pipe.schedules.actions import (
     COMPUTE,
+    FLOW_BACK,
+    MAKES_GRADIENTS,
     RECEIVES,
     SENDS,
     Action,
@@ -17,7 +19,6 @@ from xds.pipe.schedules.actions import (
     computed,
 )
 from xds.pipe.schedules.build import SCHEDULES, build_forward_table, build_table, choose
-from xds.pipe.schedules.csv_table import check_complete, load_table, read_table
 from xds.pipe.schedules.lowering import received, with_messages, with_states
 from xds.pipe.schedules.plan import SchedulePlan
 from xds.pipe.schedules.simulation import Costs, simulate
@@ -134,6 +135,17 @@ def test_the_send_stays_next_to_the_action_that_makes_its_value():
 
 
 # ---- simulated tables
+
+
+COUNTED = (Op.FORWARD,), FLOW_BACK, MAKES_GRADIENTS  # BACKWARD is of both of the last two
+
+
+def check_complete(rows, placement, num_micro_batches):
+    """Each rank computes each part of each micro-batch once, on each of its stages."""
+    for rank, row in enumerate(rows):
+        wanted = sorted(product(placement.stages_of(rank), range(num_micro_batches)))
+        for ops in COUNTED:
+            assert sorted((a.stage, a.micro_batch) for a in row if a.op in ops) == wanted
 
 
 def check(name, p, m, chunks):
@@ -309,82 +321,17 @@ def test_numbers_that_cannot_work():
         assert said in str(caught.value)
 
 
-GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
-BAD_TABLES = {
-    "": "is empty",
-    "0F0,0Q0\n1F0,1B0": "row 1, column 2: '0Q0' is no action",
-    "0F0,F0": "row 1, column 2: 'F0' is no action",
-    "0F0,0B": "row 1, column 2: '0B' has no micro-batch",
-    "0F0,0SEND_F": "row 1, column 2: '0SEND_F' has no micro-batch",
-    "0F0,0B0\n\n1F0,1B0": "row 2: rank 1 computes nothing",
-    "0F0,(0F1;0UNSHARD)OVERLAP_F_B": "row 1, column 2: '(0F1;0UNSHARD)OVERLAP_F_B' has a part",
-    "0F0,(0F1;(0B0;0B1)OVERLAP_F_B)OVERLAP_F_B": "row 1, column 2:",
-    "0F0,\x1b[31m": "row 1, column 2: '\\x1b[31m' is no action",
-    "0F0,0F0,0B0": "rank 0 computes the forward of micro-batch 0 on stage 0 2 times; it must do so once",
-    "0F0,0I0": "rank 0 computes the gradient of the weights of micro-batch 0 on stage 0 never",
-    "0F0,0B0,0W0": "rank 0 computes the gradient of the weights of micro-batch 0 on stage 0 2 times",
-    "0F0,0B0,0F1": "the gradient of the inputs of micro-batch 1 on stage 0 never",
-    "0F999999999,0B999999999": "micro-batch 999999999 is in the table but not all before it",
-    "0F0,0B0\n2F0,2B0": "the stages of the ranks are 0, 2; each of the stages",
-    "0F0,0B0,1F0\n1F0,1B0": "the stages of the ranks are 0+1, 1;",
-    "0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0": "stage s must be on rank s % 2",
-    "0B0,0F0": "rank 0 waits in 0B0 for its own 0F0",
-    "0F0,0W0,0I0": "rank 0 waits in 0W0 for its own 0I0",
-}
-
-
-def test_a_table_of_torchs_format_is_read(tmp_path):
-    assert lines(computed(read_table(GOOD).rows)) == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
-    pair = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"  # of torch, which is split
-    assert lines(read_table(pair).rows) == ["0F0 0F1 0B0 0B1"]
-    for case in cases((1, 2, 4), (8,)):
-        table = with_states(build_table(*case), gathers_each=True, reduces_each=False)
-        assert read_table(table.text()).rows == build_table(*case).rows
-    file = tmp_path / "table.csv"
-    file.write_text("\ufeff" + GOOD, encoding="utf-8")  # as spreadsheets write it
-    assert load_table(file, 2, 2) == read_table(GOOD)
-    for numbers, message in (((3, 2), "has 2 lines"), ((2, 4), "has 2 micro-batches")):
-        with pytest.raises(ScheduleError, match=message):
-            load_table(file, *numbers)
-    (tmp_path / "zero.csv").symlink_to("/dev/zero")
-    (tmp_path / "latin.csv").write_bytes(b"0F0,0B0\xff")
-    for name, reason in {
-        "none.csv": "No such file",
-        "zero.csv": "a device",
-        "latin.csv": "is not UTF-8",
-    }.items():
-        with pytest.raises(ScheduleError, match=rf"cannot be read \(.*{reason}"):
-            load_table(tmp_path / name, 2, 2)
-
-
-def test_a_table_that_cannot_work_is_one_sentence():
-    for text, said in BAD_TABLES.items():
-        with pytest.raises((ScheduleError, DeadlockError)) as caught:
-            read_table(text, "a.csv")
-        assert said in str(caught.value), text
-        assert str(caught.value).startswith("a.csv") and "\n" not in str(caught.value)
-
-
 def test_a_deadlock_says_who_waits_for_what():
-    text = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
+    orders = [
+        [action(cell) for cell in row.split()] for row in ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
+    ]
     with pytest.raises(DeadlockError) as caught:
-        read_table(text, "a.csv")
+        simulate(with_messages(orders, Placement(2, 1), 2), EQUAL)
     assert str(caught.value) == (
-        "a.csv: the schedule can never finish: rank 0 waits in 0B0 for the gradient of micro-batch 0 from "
+        "the schedule can never finish: rank 0 waits in 0B0 for the gradient of micro-batch 0 from "
         "stage 1 on rank 1, rank 1 waits in 1F1 for the outputs of micro-batch 1 from stage 0 on rank 0; "
         "change the order of these actions"
     )
-
-
-def test_damaged_tables_raise_no_other_error():
-    rng, text = random.Random(0), build_table("zbv", 2, 4).text()
-    for _ in range(300):
-        position, length = rng.randrange(len(text)), rng.choice((0, 1, 3))
-        damaged = text[:position] + rng.choice(',;()0F9W\n"\0é') + text[position + length :]
-        try:
-            read_table(damaged)
-        except (ScheduleError, DeadlockError):
-            pass
 
 
 def test_auto_takes_no_more_stages_than_layers():

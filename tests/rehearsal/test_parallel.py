@@ -339,10 +339,10 @@ def call_all(device_type: str, dtype: torch.dtype) -> dict[str, Any]:
     group.broadcast(found["all"], source=1)
     message = values(device, 3, 5, seed=9).to(dtype)
     if rank == 0:
-        group.send(message, 1, number=4, what="x", kind="pipe").wait()
+        group.send(message, 1, what="x", kind="pipe").wait()
     if rank == 1:
         found["message"] = torch.empty_like(message)
-        group.receive(found["message"], 0, number=4, what="x").wait()
+        group.receive(found["message"], 0, what="x").wait()
     group.barrier()
     host = {name: value.cpu() for name, value in found.items()}
     return {"values": host, "sent": group.sent_bytes, "kind": type(group.backend).__name__}
@@ -383,12 +383,12 @@ def across_streams() -> list[float]:
         if group.rank == turn % 2:
             with torch.cuda.stream(first):
                 sent = torch.full((1024,), float(turn), device="cuda")
-                group.send(sent, 1 - group.rank, number=turn, what="x", kind="pipe").wait()
+                group.send(sent, 1 - group.rank, what="x", kind="pipe").wait()
                 sent.fill_(-1.0)
             continue
         with torch.cuda.stream(first):
             before = target + 1
-            handle = group.receive(target, 1 - group.rank, number=turn, what="x")
+            handle = group.receive(target, 1 - group.rank, what="x")
         with torch.cuda.stream(second):
             handle.wait()
             after = target * 2

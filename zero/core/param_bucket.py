@@ -132,9 +132,6 @@ def views_in(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
     ]
 
 
-# the engine's own operations on parameters are hidden from any mode that surrounds a forward
-
-
 class ShardState(Enum):
     """The life of the full buffer.
 
