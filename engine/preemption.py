@@ -30,6 +30,7 @@ from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError, XdsError
 from ..utils.messages import write_stderr
 from ..utils.quoting import plain_lines
+from ..utils.small_files import replace_small_file
 from ..zero.core.reduction import StepStatus
 from .config.sections import Checkpoint
 from .parts import Preemption, Saving
@@ -276,12 +277,9 @@ class _Signals:
         path = os.environ.get("XDS_GRACE_FILE", "")
         if not path:
             return
-        part = f"{path}.{os.getpid()}"
         try:
             if seconds:
-                with open(part, "w") as file:
-                    file.write(f"{seconds:g}")
-                os.replace(part, path)
+                replace_small_file(path, f"{seconds:g}")
             else:
                 os.unlink(path)
         except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from ..utils.errors import UsageError
 from ..utils.quoting import printable
 from ..utils.sizes import size_text
+from ..utils.small_files import replace_small_file
 from .command_line.options import Parser
 
 PAGE, TRACE = "report.html", "trace.json"
@@ -48,15 +48,11 @@ def _write(options: argparse.Namespace) -> None:
 def _put(path: Path, text: str) -> None:
     """Write a file at once: a browser that reads the former one sees either whole."""
     data = text.encode(errors="replace")
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_bytes(data)
-        part.replace(path)
-    except (OSError, ValueError) as error:
-        part.unlink(missing_ok=True)
-        reason = error.strerror if isinstance(error, OSError) else error
+        replace_small_file(path, data)
+    except OSError as error:
         raise UsageError(
-            f"{printable(path)} cannot be written: {reason}; name another file with --output"
+            f"{printable(path)} cannot be written: {error.strerror}; name another file with --output"
         ) from None
     print(f"{printable(path)}: {size_text(len(data))}")
 

@@ -1,4 +1,4 @@
-"""Reads short files that a user names, and JSON in them: a config, a list of hosts, a manifest, an index.
+"""Reads short files that a user names, and JSON in them: a config, a list of hosts, an index. Writes them.
 
 A device, a folder, a pipe without a writer and a file of gigabytes are refused at once or within seconds.
 A pipe with a writer is read, as in `xds check <(make-config)`.
@@ -10,10 +10,12 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import select
 import stat
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,6 +127,30 @@ def _read(descriptor: int, most_bytes: int, *, waits: bool) -> bytes:
             raise TimeoutError(
                 errno.ETIMEDOUT, f"a pipe that received no data for {PIPE_SECONDS:.0f} s"
             )
+
+
+# -- writing ----------------------------------------------------------------------------------------------
+
+
+def replace_small_file(path: str | Path, content: str | bytes) -> None:
+    """Write a file at once: a reader finds the former content or the new one. A link at `path` is replaced.
+
+    The folder may be another user's, so the temporary file has a name that nobody can know, and is new.
+
+    Raises:
+        OSError: the file cannot be written, or `path` is no name of a file. The former content stays.
+    """
+    data = content.encode(errors="replace") if isinstance(content, str) else content
+    part = Path(path).parent / f".part-{secrets.token_hex(8)}"
+    try:
+        with open(part, "xb") as file:  # new, so no link is followed
+            file.write(data)
+        os.replace(part, path)
+    except ValueError:
+        raise OSError(errno.EINVAL, "its name is no name of a file") from None
+    finally:
+        with suppress(OSError, ValueError):
+            part.unlink()
 
 
 # -- locks on open files, which end with the process that holds them -------------------------------------

@@ -5,34 +5,39 @@ for name, tensor in engine.weights(dtype=torch.bfloat16):      every rank takes 
 
 weights.metadata                 names, dtypes and shapes in the same order, without a message
 weights.packed(buffer_bytes)     the same bytes as vLLM's packed broadcast sends them
-weights.save(folder)             files of safetensors, one after the other
+weights.save(folder)             a folder of safetensors for `from_pretrained`
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial, reduce
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
-from ...ops.comm.exchange import agreeing
 from ...ops.flat import numel_of
+from ...ops.weights.files import ENTRIES
 from ...utils.arguments import truth, whole, wrong
 from ...utils.errors import UsageError
 from ...zero.access.buckets import Wanted, gathered, in_order
 from ...zero.core.owners import find_owner
 from ...zero.model.sharded_model import ShardedModel
-from ..integrations.optional import need
+from ..checkpoint.agreement import together
+from ..checkpoint.exports.export import write_safetensors
+from ..checkpoint.exports.publish import Publication
 from .adapters import AdapterNames, Deltas
 
 NAMES = ("transformers", "module")
-INDEX = "model.safetensors.index.json"
+Value = TypeVar("Value")
 
 
 class TensorInfo(NamedTuple):
@@ -123,55 +128,52 @@ class Weights:
     def save(self, folder: str | Path) -> Path:
         """Write files of safetensors to `folder`, which rank 0 makes. A collective; returns `folder`.
 
-        Files appear whole, one after the other, while later buckets are gathered. The index comes last, so a
-        folder with an index is complete. With a config of transformers in it, `from_pretrained` reads it.
-        Where rank 0 cannot write, every rank raises.
+        Files are written one after the other, while later buckets are gathered. They appear together at the
+        end, in place of former weights there: a reader finds those or the new ones, whole. With the config of
+        transformers that the model has, `from_pretrained` reads the folder.
+        Raises:
+            UsageError: on every rank: `from_pretrained` would read something else in the folder.
+            XdsError: on every rank: rank 0 cannot write.
         """
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
             raise wrong("weights.save: folder", folder, "the path of a folder")
         target = Path(folder)
         files = self._files()
-        writes = self._world.rank == 0
-        save_file = need("safetensors.torch", "weights.save", "huggingface").save_file
-        with agreeing(self._world, "weights.save"):
-            if writes:
-                target.mkdir(parents=True, exist_ok=True)
-                (target / INDEX).unlink(missing_ok=True)  # of an earlier save: no longer complete
-                for old in target.glob("model-?????-of-?????.safetensors"):
-                    if old.name not in files:
-                        old.unlink()
-        left = {shown: set(names) for shown, names in files.items()}
-        held: dict[str, Tensor] = {}
-        for name, tensor in self:
-            held[name] = tensor.cpu().contiguous() if writes else tensor[:0]
-            shown = next(iter(left))  # tensors come in the order of the files
-            left[shown].remove(name)
-            if not left[shown]:
-                del left[shown]
-                with agreeing(self._world, "weights.save"):
-                    if writes:
-                        part = target / f"{shown}.part"
-                        part.touch()
-                        mode = part.stat().st_mode  # by the umask; safetensors lets only us read
-                        save_file(held, part, metadata={"format": "pt"})
-                        part.chmod(mode)
-                        os.replace(part, target / shown)
-                held = {}
-        with agreeing(self._world, "weights.save"):
-            if writes:
-                self._finish(target, files)
+        with ExitStack() as cleanup:
+            publication = self._on_rank_0(lambda: _begin(target, cleanup))
+            left = {shown: set(names) for shown, names in files.items()}
+            held: dict[str, Tensor] = {}
+            for name, tensor in self:
+                held[name] = tensor.cpu() if publication is not None else tensor[:0]
+                shown = next(iter(left))  # tensors come in the order of the files
+                left[shown].remove(name)
+                if not left[shown]:
+                    del left[shown]
+                    self._on_rank_0(partial(_write, publication, shown, held))
+                    held = {}
+            self._on_rank_0(lambda: self._finish(publication, files))
         return target
 
-    def _finish(self, target: Path, files: dict[str, list[str]]) -> None:
-        config = getattr(self._module, "config", None)
+    def _on_rank_0(self, action: Callable[[], Value]) -> Value | None:
+        """The result of `action` on rank 0, None on others. Every rank raises what it raises."""
+        is_first = self._world.rank == 0
+        return together(self._world, "weights.save", lambda: action() if is_first else None)[0]
+
+    def _finish(self, publication: Publication | None, files: dict[str, list[str]]) -> None:
+        assert publication is not None
+        part = publication.path
+        config: Any = getattr(self._module, "config", None)
         if hasattr(config, "save_pretrained"):
-            config.save_pretrained(target)  # type: ignore[union-attr]
+            config = copy.deepcopy(config)
+            dtypes = {one.dtype for one in self.metadata if one.dtype.is_floating_point}
+            if dtypes:  # the widest one loads all values as they are
+                config.dtype = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+            config.save_pretrained(part)
         size_bytes = sum(numel_of(one.shape) * one.dtype.itemsize for one in self.metadata)
         table = {name: file for file, names in files.items() for name in names}
         text = json.dumps({"metadata": {"total_size": size_bytes}, "weight_map": table}, indent=1)
-        part = target / f"{INDEX}.part"
-        part.write_text(text)
-        os.replace(part, target / INDEX)
+        (part / ENTRIES[1]).write_text(text)
+        publication.commit()
 
     def _files(self) -> dict[str, list[str]]:
         """Name of the file -> names of its tensors, in the order in which they come."""
@@ -214,6 +216,17 @@ class Weights:
             raise UsageError(
                 "engine.weights(): the ranks pass different arguments; pass the same ones on every rank"
             )
+
+
+def _begin(folder: Path, cleanup: ExitStack) -> Publication:
+    publication = Publication(folder, is_folder=True, overwrite=True)
+    cleanup.callback(publication.close)
+    return publication
+
+
+def _write(publication: Publication | None, name: str, tensors: dict[str, Tensor]) -> None:
+    assert publication is not None
+    write_safetensors(publication.path / name, tensors)
 
 
 __all__ = ["TensorInfo", "WeightOptions", "Weights"]

@@ -24,13 +24,16 @@ from ...ops.weights.files import find_weights, read_weights
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
-from ...utils.small_files import parse_json, read_small_file
+from ...utils.small_files import parse_json, read_small_file, replace_small_file
 from ...zero.construction.weights import Weights, WeightSource
+from ..checkpoint.exports.publish import published
+from ..checkpoint.io.folders import LATEST, named_in
 from ..checkpoint.io.reader import CheckpointReader
 from .config import InferenceConfig
 
 log = logging.getLogger("xds")
 DESCRIPTION = "ds_inference_config.json"  # the name of DeepSpeed's JSON in a folder
+WHOLE = "pytorch_model.bin"
 MAX_JSON_BYTES = 16 << 20
 _SLICED = "it has slices of several ranks, which only the program that wrote them merges; give whole weights"
 
@@ -88,7 +91,7 @@ def _paths(source: Any, base_dir: str) -> list[Path]:
     path = Path(source)
     if not path.exists() and base_dir:
         path = Path(base_dir, source)
-    if (path / DESCRIPTION).is_file():
+    if find_weights(path) is None and (path / DESCRIPTION).is_file():
         path, base_dir = path / DESCRIPTION, base_dir or str(path)
     if not path.is_file() or path.suffix != ".json" or path.name.endswith(".index.json"):
         return [path]
@@ -117,8 +120,8 @@ def _listed(content: Any, base_dir: str, where: str) -> list[Path]:
 
 def _of_deepspeed_training(path: Path) -> Path | None:
     """The model's file in a checkpoint of DeepSpeed's `save_checkpoint`; None: it is none."""
-    latest = path / "latest"
-    folder = path / latest.read_text().strip() if latest.is_file() else path
+    latest = path / LATEST
+    folder = path / (named_in(latest) or "") if latest.is_file() else path
     found = sorted(folder.glob("mp_rank_*_model_states.pt"))
     if len(found) > 1:
         raise UsageError(f"checkpoint: {printable(folder)}: {_SLICED}")
@@ -179,14 +182,20 @@ def save_whole(model: nn.Module, settings: InferenceConfig) -> None:
     folder = Path(settings.save_path or "")
     folder.mkdir(parents=True, exist_ok=True)
     if settings.checkpoint_source is None:
-        torch.save(dict(model.state_dict()), folder / "pytorch_model.bin")
-        files = ["pytorch_model.bin"]
+        files = [WHOLE]
+        with published(folder / WHOLE, is_folder=False, overwrite=True) as part:
+            torch.save(dict(model.state_dict()), part)
     else:
-        files = [
-            str(path.resolve()) for path in _paths(settings.checkpoint_source, settings.folder)
-        ]
+        paths = [path.resolve() for path in _paths(settings.checkpoint_source, settings.folder)]
+        files = list(map(str, paths))
+        there = find_weights(folder)
+        if there is not None and not {there.resolve(), folder.resolve()} & set(paths):
+            raise UsageError(
+                f"save_mp_checkpoint_path = {printable(folder)} has other weights, {there.name}, which a later "
+                "start would read; give another folder"
+            )
     text = json.dumps({"type": "ds_model", "checkpoints": files, "version": 1.0}, indent=2)
-    (folder / DESCRIPTION).write_text(text)
+    replace_small_file(folder / DESCRIPTION, text)
 
 
 __all__ = ["open_checkpoint", "save_whole"]

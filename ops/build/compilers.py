@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import final
 
 from ...utils.errors import BuildError
+from ...utils.small_files import replace_small_file
 from ...utils.trust import make_folders, why_not_trusted
 
 CUDA_FOLDER = Path("/usr/local/cuda")
@@ -261,14 +262,7 @@ def _read(file: Path) -> dict[str, str]:
 
 def _keep(file: Path, known: dict[str, str]) -> None:
     """Write the versions, if the folder is writable. Of two writers the later one wins."""
-    fresh = file.with_name(f".{file.name}-{os.getpid()}")
     with suppress(OSError):
         make_folders(file.parent)
-        if why_not_trusted(file.parent):
-            return
-        try:
-            fresh.write_text(json.dumps(known, indent=1))
-            os.replace(fresh, file)
-        except OSError:
-            fresh.unlink(missing_ok=True)
-            raise
+        if not why_not_trusted(file.parent):
+            replace_small_file(file, json.dumps(known, indent=1))

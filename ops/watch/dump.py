@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...utils.messages import write_stderr
+from ...utils.small_files import replace_small_file
 from .diagnosis import RankReport
 from .ring import place_text
 
@@ -64,9 +65,7 @@ def write_ring(watch: Watch, report: RankReport) -> str:
     }
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(f"{path}.part", "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-        os.replace(f"{path}.part", path)
+        replace_small_file(path, json.dumps(content, indent=1))
     except OSError:
         return ""  # a full disk must not hide the diagnosis
     return path
@@ -103,7 +102,5 @@ def end_process(text: str) -> NoReturn:
             "xds": {"time_seconds": now, "exit_code": 1, "text": f"{text}\n"},
         }
         with contextlib.suppress(OSError):
-            with open(f"{path}.part", "w", encoding="utf-8") as file:
-                json.dump(error_record, file)
-            os.replace(f"{path}.part", path)
+            replace_small_file(path, json.dumps(error_record))
     os._exit(1)

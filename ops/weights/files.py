@@ -9,7 +9,10 @@ are used, so a rank that needs some rows reads little else.
 from __future__ import annotations
 
 import mmap
+import os
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os.path import isfile  # False for a name that no file can have
 from pathlib import Path
@@ -25,10 +28,16 @@ from .safe_pickle import UnpickledObject, read_pickle
 from .tensor_table import check_storable, read_header
 
 SAFETENSORS, INDEX = ".safetensors", ".index.json"
-FILES = (  # of a folder, in this order
-    *(f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in (INDEX, "")),
-    "adapter_model.safetensors",
+# of a folder: `from_pretrained` of transformers takes the first that is there
+ENTRIES = tuple(
+    f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX)
 )
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+CONFIG, EXPLICIT = (
+    "config.json",
+    "transformers_weights",
+)  # a key that names the entry to take instead
+DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")  # of weights in trainers' files
 MAX_HEADER_BYTES = 100 << 20
 MAX_INDEX_BYTES = 64 << 20  # of the largest models: less than 20 MB
@@ -44,9 +53,41 @@ class FileWeights:
 
 
 def find_weights(source: Path) -> Path | None:
-    """`source` if it is a file, or the file to read first in a folder; None: neither."""
-    found = [source, *(source / name for name in FILES)]
-    return next((path for path in found if isfile(path)), None)
+    """`source` if it is a file, or the file to read first in a folder; None: neither.
+
+    Raises:
+        UsageError: `from_pretrained` would read more than this file.
+    """
+    if isfile(source):
+        return source
+    names = [named] if (named := explicit_entry(source)) else ENTRIES
+    found = next((source / name for name in names if isfile(source / name)), None)
+    if found is not None and (reason := hindrance(source)):
+        raise UsageError(f"{printable(source)} {reason}; remove it, or give {printable(found)}")
+    adapter = source / ADAPTER
+    return adapter if found is None and isfile(adapter) else found
+
+
+def hindrance(folder: Path) -> str:
+    """What `from_pretrained` reads beside or instead of an entry in the folder; "" if nothing."""
+    if isfile(folder / ADAPTER_CONFIG):
+        return f"has {ADAPTER_CONFIG}, an adapter that from_pretrained adds to weights beside it"
+    with suppress(OSError, ValueError):
+        for name in os.listdir(folder):
+            if DISTRIBUTED.fullmatch(name):
+                return f"has {name}, of a distributed checkpoint that from_pretrained reads first"
+    return ""
+
+
+def explicit_entry(folder: Path) -> str:
+    """The entry that config.json names for `from_pretrained`, or ""."""
+    with suppress(OSError, ValueError):
+        content = parse_json(read_small_file(folder / CONFIG, MAX_INDEX_BYTES))
+        name = content.get(EXPLICIT) if isinstance(content, dict) else None
+        if isinstance(name, str) and name.endswith((SAFETENSORS, f"{SAFETENSORS}{INDEX}")):
+            _check_inside(folder / CONFIG, name)
+            return name
+    return ""
 
 
 def read_weights(path: Path) -> FileWeights:
@@ -55,11 +96,25 @@ def read_weights(path: Path) -> FileWeights:
     Raises:
         UsageError: a file is missing or damaged, or names code to execute.
     """
-    found = FileWeights(path)
     if not path.name.endswith(INDEX):
+        found = FileWeights(path)
         found.tensors.update(_read_file(path, found.notes))
         return found
     file_of = _read_index(path)
+    while True:
+        try:
+            return _read_files(path, file_of)
+        except UsageError:
+            # an export may have replaced the index, and removed its files; files that are open stay
+            now = _read_index(path)
+            if now == file_of:
+                raise
+            file_of = now
+
+
+def _read_files(path: Path, file_of: Mapping[str, str]) -> FileWeights:
+    """The tensors of an index. file_of: name -> file."""
+    found = FileWeights(path)
     content = {
         file: _read_file(path.parent / file, found.notes) for file in sorted(set(file_of.values()))
     }
@@ -85,15 +140,24 @@ def _read_index(path: Path) -> dict[str, str]:
             f'{path} is not an index of weights: it must have an object "weight_map" of names and files'
         )
     for file in table.values():
-        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
-            raise UsageError(f"{path} names {quoted(file)}, which is no file in its folder")
+        _check_inside(path, file)
     return table
 
 
+def _check_inside(path: Path, file: Any) -> None:
+    """Raises UsageError: what `path` names is not a file in its folder."""
+    if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+        raise UsageError(f"{path} names {quoted(file)}, which is no file in its folder")
+
+
 def _read_file(path: Path, notes: list[str]) -> dict[str, Tensor]:
-    if not isfile(path):
-        raise UsageError(f"{printable(path)} is missing")
-    return _safetensors(path) if path.name.endswith(SAFETENSORS) else _state_dict(path, notes)
+    try:
+        if isfile(path):
+            is_plain = path.name.endswith(SAFETENSORS)
+            return _safetensors(path) if is_plain else _state_dict(path, notes)
+    except FileNotFoundError:  # an export has removed it by now
+        pass
+    raise UsageError(f"{printable(path)} is missing")
 
 
 def _state_dict(path: Path, notes: list[str]) -> dict[str, Tensor]:
@@ -125,7 +189,7 @@ def _has_tensors(value: Any) -> bool:
 def _safetensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of a safetensors file, mapped from it."""
     with open(path, "rb") as file:
-        size_bytes = path.stat().st_size
+        size_bytes = os.fstat(file.fileno()).st_size
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size_bytes else b""
     try:
         table, data_at = read_header(

@@ -43,7 +43,7 @@ def read_pickle(path: Path) -> Any:
     Memory:  only the structure; elements are read when they are used.
     Raises:
         UsageError: the file is of another kind or damaged, or names something that can be executed.
-        OSError: from the file system.
+        OSError: the file cannot be opened.
     """
     try:
         _check_archive(path)
@@ -51,12 +51,14 @@ def read_pickle(path: Path) -> Any:
         stand_ins = [(type(name, (UnpickledObject,), {"name": name}), name) for name in names]
         with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (UsageError, OSError):
+    except (UsageError, FileNotFoundError, PermissionError):
         raise
     except UnpicklingError as error:
         reason = printable(str(error).partition("\n")[0])
         raise UsageError(f"{path} cannot be read without executing it: {reason}") from None
-    except Exception as error:  # what a damaged file makes torch raise is no fixed list
+    except (
+        Exception
+    ) as error:  # what damage makes zipfile and torch raise is no fixed list; OSError too
         reason = printable(f"{type(error).__name__}: {error}".partition("\n")[0])
         raise UsageError(f"{path} is damaged: {reason}") from None
 

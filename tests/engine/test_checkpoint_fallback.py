@@ -6,7 +6,9 @@ import errno
 import itertools
 import logging
 import os
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,8 +21,13 @@ from manifest_damages import rewrite
 from torch import nn
 
 import xds
+from xds.engine.checkpoint.imports.importing import import_checkpoint
 from xds.engine.checkpoint.io.folders import MAX_TAG_BYTES, committed, newest_first
+from xds.engine.checkpoint.io.reader import CheckpointReader
 from xds.engine.checkpoint.manifest import Manifest
+from xds.engine.deepspeed.training.checkpoints import refuse_theirs
+
+DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
 
 
 def tiny(**checkpoint: Any) -> Any:
@@ -327,3 +334,29 @@ def test_a_tag_that_is_saved_is_loaded_by_latest(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path, tag)
         assert engine.load_checkpoint(tmp_path)[0] == f"{tmp_path}/{tag}"
         assert engine.load_checkpoint(tmp_path, tag)[0] == f"{tmp_path}/{tag}"
+
+
+def test_a_hostile_latest_is_refused_by_everything_that_reads_it(tmp_path: Path) -> None:
+    """Text of another encoding, a file of 16 GB, a name that no file can have."""
+    shape = DATA / "plain_zero1_fp16"
+    readers: list[Callable[[Path], Any]] = [
+        tiny().load_checkpoint,
+        CheckpointReader,
+        lambda folder: import_checkpoint(folder, tmp_path / "imported", kind="deepspeed"),
+        lambda folder: refuse_theirs(folder, None) or tiny().load_checkpoint(folder),
+        lambda folder: xds.init_inference(nn.Linear(4, 4), checkpoint=str(folder), dtype="fp32"),
+    ]
+    for number, content in enumerate((b"\xff\xfeg", b"x" * 300, b"x\0y", 16 << 30)):
+        folder = tmp_path / str(number)
+        shutil.copytree(shape, folder)
+        latest = folder / "latest"
+        latest.unlink(missing_ok=True)
+        if isinstance(content, int):
+            with open(latest, "wb") as file:
+                file.truncate(content)
+        else:
+            latest.write_bytes(content)
+        for reader in readers:
+            with pytest.raises(xds.UsageError) as said:
+                reader(folder)
+            assert str(said.value).isprintable() and len(str(said.value)) < 600

@@ -256,13 +256,20 @@ def saved(folder: str) -> None:
         engine(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss
     )
     engine.step()
+    if engine.global_rank == 0:  # transformers reads it before the index of earlier
+        engine.module.save_pretrained(target, state_dict=state)
     engine.weights(dtype=torch.bfloat16).save(target)
     assert [file.name for file in target.glob("model-*")] == ["model-00001-of-00001.safetensors"]
+    now = {name: value.to(torch.bfloat16) for name, value in engine.state_dict().items()}
+    loaded = type(engine.module).from_pretrained(target).state_dict()
+    same({name: value.clone() for name, value in loaded.items()}, now)
+    assert engine.module.config.dtype != "bfloat16"  # the user's object stays
     (target.parent / "file").touch()
-    says = "File exists" if engine.global_rank == 0 else "weights.save failed on rank 0"
     for _ in range(2):  # every rank goes on
-        with pytest.raises((xds.UsageError, FileExistsError), match=says):
+        with pytest.raises(xds.UsageError, match="rank 0: .*file is a file, but a folder must be"):
             engine.weights().save(target.parent / "file")
+    with pytest.raises(xds.XdsError, match=r"rank 0: .*choose a folder"):
+        engine.weights().save("/sys/out")
     for wrong in ("", None, 3):
         with pytest.raises(xds.UsageError, match="must be the path of a folder"):
             engine.weights().save(wrong)  # type: ignore[arg-type]

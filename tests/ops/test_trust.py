@@ -14,7 +14,8 @@ import native_sources as tiny
 import pytest
 
 from xds.ops.build import build, build_cache
-from xds.utils import trust
+from xds.utils import small_files, trust
+from xds.utils.small_files import replace_small_file
 from xds.utils.trust import make_folders, why_not_trusted
 
 needs_cxx = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
@@ -177,3 +178,20 @@ def test_what_is_built_is_closed_to_others_whatever_the_umask(
     for path in (entry.folder.parent, entry.folder, entry.path, entry.folder / build_cache.INFO):
         assert not path.stat().st_mode & 0o022
     assert build.find(library) is not None
+
+
+def test_a_link_that_another_user_has_planted_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, page = tmp_path / "victim", tmp_path / "page"
+    victim.write_text("precious")
+    names = [f"{number:016x}" for number in range(50)]
+    page.symlink_to(victim)
+    replace_small_file(page, "new")
+    assert page.read_text() == "new" and not page.is_symlink()
+    for name in names:  # even where somebody knows the next name
+        (tmp_path / f".part-{name}").symlink_to(victim)
+    monkeypatch.setattr(small_files.secrets, "token_hex", lambda _: names[0])
+    with pytest.raises(FileExistsError):
+        replace_small_file(page, "newer")
+    assert victim.read_text() == "precious" and page.read_text() == "new"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.exchange import all_gather_json
-from ...ops.weights.files import FILES, find_weights, read_weights
+from ...ops.weights.files import ADAPTER, ENTRIES, find_weights, read_weights
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
@@ -101,8 +101,8 @@ def open_weights(source: Any) -> WeightSource:
     found = find_weights(path)
     if found is None and isdir(path):
         raise UsageError(
-            f"weights: {printable(path)} holds none of {', '.join(FILES)}; give a folder that a model was "
-            "saved to, or the path of a file"
+            f"weights: {printable(path)} holds none of {', '.join((*ENTRIES, ADAPTER))}; give a folder "
+            "that a model was saved to, or the path of a file"
         )
     if found is None:
         raise UsageError(

@@ -7,8 +7,10 @@ is complete. It therefore gets one tensor per file, and the memory of each is fr
 from __future__ import annotations
 
 import io
+import secrets
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..io.reader import CheckpointReader, Saved
@@ -49,6 +51,18 @@ class _OneByOne(DefaultSavePlanner):
         return self._last
 
 
+@final
+class _Writer(FileSystemWriter):
+    """Gives files names that no file of another export has, so that both can be in one folder."""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        prefix = f"__{secrets.token_hex(4)}_"
+        return [
+            replace(plan, storage_data=replace(plan.storage_data, prefix=prefix))
+            for plan in super().prepare_global_plan(plans)
+        ]
+
+
 def export_dcp(reader: CheckpointReader, out: Path, options: ExportOptions) -> list[str]:
     """Write a folder for `dcp.load` with the names of a state dict; each tied name gets a copy.
 
@@ -57,9 +71,7 @@ def export_dcp(reader: CheckpointReader, out: Path, options: ExportOptions) -> l
     """
     tree, sources = state_tree(reader, options, "meta")
     with published(out, is_folder=True, overwrite=options.overwrite) as part:
-        writer = FileSystemWriter(
-            part, single_file_per_rank=False, sync_files=False, thread_count=1
-        )
+        writer = _Writer(part, single_file_per_rank=False, sync_files=False, thread_count=1)
         planner = _OneByOne(reader, sources, options)
         with warnings.catch_warnings():  # about the missing process group, which is intended
             warnings.simplefilter("ignore")

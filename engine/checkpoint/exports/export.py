@@ -135,6 +135,16 @@ def _write_safetensors(
                 options.on_written(piece.nbytes)
 
 
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a new file of tensors that are in memory, in any layout and on any device."""
+    ordered = sorted(tensors.items(), key=lambda one: -one[1].itemsize)
+    with open(path, "xb") as file:
+        described = ((name, one.dtype, list(one.shape)) for name, one in ordered)
+        file.write(make_header(described, HEADER_ALIGN, {"format": "pt"}))
+        for _, one in ordered:
+            file.write(bytes_of(dense(one)))
+
+
 def _header(ordered: Sequence[Saved], tied: Mapping[str, str], options: ExportOptions) -> bytes:
     for one in ordered:
         if options.dtype_of(one) not in DTYPES:

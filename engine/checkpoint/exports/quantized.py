@@ -22,6 +22,7 @@ from ....compression.training.layers import STATES
 from ....utils.arguments import wrong
 from ....utils.errors import UsageError
 from ....utils.sizes import size_text
+from ....utils.small_files import parse_json, read_small_file
 from ...integrations.optional import need
 from ..io.reader import CheckpointReader
 from .publish import published
@@ -184,7 +185,7 @@ def _config_text(path: Path | str | None, bits: int, whole: list[str]) -> str:
 
     kind = Int8WeightOnlyConfig(version=2) if bits == 8 else Int4WeightOnlyConfig(group_size=GROUP)
     try:
-        found = json.loads(Path(path).read_text())
+        found = parse_json(read_small_file(path))
         if not isinstance(found, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError) as error:

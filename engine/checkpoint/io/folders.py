@@ -39,7 +39,8 @@ TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 STEP = re.compile(r"global_step([0-9]+)")
 UNWRITTEN = ("Cc", "Cs", "Zl", "Zp")  # control characters, surrogates, line separators
 MOST_MANIFEST_BYTES = 1 << 30  # of the largest checkpoints: tens of MB
-MAX_TAG_BYTES = 255 - len("..tmp-01234567")  # the temporary name is longer than the tag
+MAX_NAME_BYTES = 255
+MAX_TAG_BYTES = MAX_NAME_BYTES - len("..tmp-01234567")  # the temporary name is longer than the tag
 
 
 def check_tag(tag: Any) -> str:
@@ -186,16 +187,20 @@ def read_latest(load_dir: Path) -> str | None:
 
 
 def named_in(path: Path) -> str | None:
-    """What `latest`, or a file of its kind, names, without a check; None without this file.
+    """What `latest`, or a file of its kind, names; None without this file. It may not exist.
 
-    Raises: see `_unreadable`.
+    Raises: see `_unreadable`; DamagedError: it is not the name of a file.
     """
     try:
-        return storage_of(path).read(path, MOST_BYTES).decode("utf-8", "replace").strip()
+        name = storage_of(path).read(path, MOST_BYTES).decode("utf-8", "replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _unreadable(path, error) from None
+    longest = max(len(part.encode()) for part in name.split("/"))
+    if "\0" in name or longest > MAX_NAME_BYTES:
+        raise DamagedError(f"{path} is damaged: it has {quoted(name)}, and no name of a checkpoint")
+    return name
 
 
 def _unreadable(path: Path, error: OSError) -> UsageError:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ....utils.errors import UsageError
+from ....utils.small_files import replace_small_file
+from ...checkpoint.exports.publish import published
 from ...checkpoint.imports.deepspeed import is_deepspeed
 from ...checkpoint.imports.importing import DEEPSPEED, import_checkpoint
 from ...checkpoint.io.folders import MANIFEST
@@ -55,19 +57,13 @@ def main(args: Any = None) -> None:
             f"input_folder = {source} is not a checkpoint: give the folder of one tag, which has "
             f"{MANIFEST} (xds) or *_model_states.pt (DeepSpeed)"
         )
-    (out.parent / LATEST_UNIVERSAL).write_text(out.name)
+    replace_small_file(out.parent / LATEST_UNIVERSAL, out.name)
 
 
 def _copy(source: Path, out: Path) -> None:
     """Link the files, or copy them where the file system has no links; the folder appears whole."""
-    part = out.with_name(f".{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        shutil.copytree(source, part, copy_function=_link)
-        os.replace(part, out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+    with published(out, is_folder=True, overwrite=False) as part:
+        shutil.copytree(source, part, copy_function=_link, dirs_exist_ok=True)
 
 
 def _link(source: str, out: str) -> None:
@@ -79,13 +75,11 @@ def _link(source: str, out: str) -> None:
 
 def _import(source: Path, out: Path) -> None:
     """Import a checkpoint of DeepSpeed under the name of `out`."""
-    part = out.with_name(f".{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        made = import_checkpoint(source, part, kind=DEEPSPEED)
-        os.replace(made.folder, out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with published(out, is_folder=True, overwrite=False) as part:
+        made = import_checkpoint(source, part / "import", kind=DEEPSPEED)
+        for path in made.folder.iterdir():
+            os.replace(path, part / path.name)
+        shutil.rmtree(part / "import")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from ....utils.arguments import wrong
 from ....utils.errors import UsageError
+from ....utils.small_files import read_small_file, replace_small_file
 from ....utils.version import __version__
 from ....zero.access.gathered import GatheredParameters
+from ...checkpoint.exports.publish import published
 from ...checkpoint.imports.deepspeed import is_deepspeed
 from ...checkpoint.io.folders import LATEST, MANIFEST, check_folder, named_in
 from ...checkpoint.io.reader import CheckpointReader
@@ -42,8 +44,6 @@ def refuse_theirs(folder: Path, tag: str | None) -> None:
             tag = named_in(folder / LATEST) or ""
         except UsageError:
             return  # the load reports it
-    if "\0" in tag:
-        return  # a damaged `latest`, which the load reports
     here = folder / tag
     if (here / MANIFEST).exists():
         return
@@ -165,10 +165,12 @@ class Checkpoints(ABC):
     def _copy_recovery_script(self, save_path: str | Path) -> None:
         """Write zero_to_fp32.py into the folder, unless it is there. Some scripts replace this method."""
         path = Path(save_path) / "zero_to_fp32.py"
-        if not path.is_file() or path.read_text() != _TO_FP32:
-            path.write_text(_TO_FP32)
-            with suppress(OSError):  # some file shares have no such mode
-                path.chmod(path.stat().st_mode | stat.S_IEXEC)
+        with suppress(OSError):
+            if read_small_file(path) == _TO_FP32.encode():
+                return
+        replace_small_file(path, _TO_FP32)
+        with suppress(OSError):  # some file shares have no such mode
+            path.chmod(path.stat().st_mode | stat.S_IEXEC)
 
     def _has_whole_weights(self) -> bool:
         engine = self._engine
@@ -266,7 +268,6 @@ class Checkpoints(ABC):
             raise wrong("save_filename", save_filename, "the name of a file")
         weights = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if weights is not None:
-            folder.mkdir(parents=True, exist_ok=True)
             _save_whole(weights, folder / save_filename)
         self._engine.internals.barrier()  # the file exists when this returns
         return True
@@ -343,9 +344,5 @@ def _weights_of(folder: str) -> dict[str, Tensor]:
 
 def _save_whole(state: Any, path: Path) -> None:
     """Write a file that is whole whenever it is there."""
-    part = path.with_name(f".{path.name}.part")
-    try:
+    with published(path, is_folder=False, overwrite=True) as part:
         torch.save(state, part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
