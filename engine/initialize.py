@@ -55,7 +55,7 @@ from ..ops.comm.exchange import agreeing
 from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.message_log import LogOptions
 from ..ops.comm.opening import open_collectives
-from ..utils.errors import UsageError
+from ..utils.errors import UsageError, XdsError
 from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
 from ..zero.layout.groups import FlatGroups, Policy
 from ..zero.model.model_checks import check_model, move_model
@@ -75,6 +75,7 @@ from .model.arguments import (
     is_cut,
     is_part,
     optional_states,
+    refuse_together,
     resolve_together,
     with_model,
 )
@@ -93,7 +94,7 @@ from .optim.optimizers import (
 )
 from .parallel.division import LocalModel, divide
 from .parts import Compressing, LoopFactory, ModelSchedules, Parts, Preemption
-from .process.process import join, local_rank, pick_device, timeout_seconds
+from .process.process import is_launched, join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport
 from .telemetry.screen import log_notes, log_start, show_messages
@@ -154,9 +155,16 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
         ConfigError: every complaint about the config at once, before anything is allocated.
         UsageError: the model or the optimizer cannot be trained as asked, or ranks have different configs.
     """
-    check_arguments(model, lr_scheduler=lr_scheduler, collate_fn=collate_fn, group=group)
-    check_whole(model)
-    config = with_model(Config.load(_config_source(config, args)), model)
+    try:
+        check_arguments(model, lr_scheduler=lr_scheduler, collate_fn=collate_fn, group=group)
+        check_whole(model)
+        config = with_model(Config.load(_config_source(config, args)), model)
+    except XdsError as error:
+        if is_launched():
+            device = pick_device()
+            world = join(device)
+            refuse_together(error, group if isinstance(group, dist.ProcessGroup) else world, device)
+        raise
     given = _Given(
         optimizer, model_parameters, lr_scheduler, training_data, collate_fn, weights, group
     )
@@ -215,7 +223,10 @@ class _Given:
 
 
 def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) -> Parts:
-    """The list of steps. Their order counts: values, then flat buffers, then hooks."""
+    """The list of steps. Their order counts: values, then flat buffers, then hooks.
+
+    A step that sends nothing may fail on one rank alone: it is inside `everywhere`, which then raises on all.
+    """
     # the ranks, and a config that is the same on all
     device = pick_device()
     world = join(device)
@@ -225,49 +236,45 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     config = resolve_together(config, given.optimizer, group, device, needs_section=needs_optimizer)
     log_notes(config, group.rank())
     collectives, mesh = _open_groups(config, group, device)
-    config, changes = _change(model, config, given, mesh, collectives)
+    everywhere = partial(agreeing, collectives, "xds.initialize")
+    with everywhere():
+        compresses = _compresses(model, config, given)
+    if not is_part(model):
+        check_same_model(model, collectives)
+    with everywhere():
+        config, changes = _change(model, config, mesh)
+        host = _host(config, device, given.optimizer)
+        groups = None if is_part(model) else _groups(model, config, given)
     # the part of the model that this rank has
-    host = _host(config, device, given.optimizer)
-    groups = None if is_part(model) else _groups(model, config, given)
     keeps_a_part = is_cut(model, config) or config.tensor_parallel.size > 1
     if keeps_a_part or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
     messages, scheme = _messages(config, collectives)
     local = divide(model, config, mesh, collectives, partial(policy_of, config), scheme)
     model, runs, flat_groups = local.model, local.runs, local.groups
-    with agreeing(collectives, "xds.initialize"):
-        groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
     recomputing, undo_storing = _recomputing(config, blocks, device, mesh)
-    compiler = BlockCompiler(model, blocks, config, recomputing)
+    with everywhere():
+        groups = groups or _groups(model, config, given)
+        compiler = BlockCompiler(model, blocks, config, recomputing)
     # values, flat buffers, the optimizer
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
     local.start_proof(mesh, sharded.holding)
     updater = Updater(sharded)
-    with agreeing(collectives, "xds.initialize"):
+    with everywhere():
         optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-        undo_tiles = _tiles(local, config)
-    # other forwards of modules
-    if recomputing is not None:
-        recomputing.begin()
-    undo = [local.undo, undo_tiles, undo_storing, changes.undo]
-    if recomputing is not None:
-        undo.append(recomputing.end)
-    cutter = _cut_sequences(model, config, mesh, local)
-    if cutter is not None:
-        undo.append(cutter.undo)
-    undo.append(changes.schedules.attach(model, sharded, compiler))
-    if config.compile.enabled:
-        compiler.compile()
+        cutter, undo = _other_forwards(local, config, mesh, sharded, changes, compiler, recomputing)
     # the loop around it
     if device.type == "cpu":
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     loss_scale = build_loss_scale(config.fp16, skips_overflow=config.bf16.skips_overflow)
     if messages is not None:
         messages.bind(optimizer, updater, GradientFactor(config, mesh.mesh, loss_scale))
-    record = _record(config, device, mesh, collectives)
-    monitor = _monitor(config, record)
-    loader = _loader(given.training_data, given.collate_fn, config, mesh, collectives)
+    with everywhere():
+        record = _record(config, device, mesh, collectives)
+        monitor = _monitor(config, record)
+        loader = _loader(given.training_data, given.collate_fn, config, mesh, collectives)
+        scheduler = _scheduler(config, given.lr_scheduler, optimizer, loader) if optimizer else None
     return Parts(
         config=config,
         module=model,
@@ -275,7 +282,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         updater=updater,
         auto_ratio=_auto_ratio(config, sharded, updater),
         optimizer=optimizer,
-        scheduler=_scheduler(config, given.lr_scheduler, optimizer, loader) if optimizer else None,
+        scheduler=scheduler,
         loss_scale=loss_scale,
         autocast=_autocast(config, device),
         cast_inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
@@ -284,15 +291,38 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         monitor=monitor,
         report=StepReport(config, device, monitor, mesh.opened, sharded, record),
         loader=loader,
-        undo=undo,
+        undo=[undo_storing, *undo],
         compiler=compiler,
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
         schedules=changes.schedules,
-        compressing=_compressing(model) if changes.compresses else Compressing(),
+        compressing=_compressing(model) if compresses else Compressing(),
         opened=mesh.opened,
         loop=_loop(local, mesh, config, sharded, cutter),
     )
+
+
+def _other_forwards(
+    local: LocalModel,
+    config: Config,
+    mesh: MeshGroups,
+    sharded: ShardedModel,
+    changes: _Changes,
+    compiler: BlockCompiler,
+    recomputing: Recomputing | None,
+) -> tuple[Cutter | None, list[Callable[[], None]]]:
+    """Other forwards of modules. Returns what cuts sequences, and what restores the model's own forwards."""
+    undo = [local.undo, _tiles(local, config), changes.undo]
+    if recomputing is not None:
+        recomputing.begin()
+        undo.append(recomputing.end)
+    cutter = _cut_sequences(local.model, config, mesh, local)
+    if cutter is not None:
+        undo.append(cutter.undo)
+    undo.append(changes.schedules.attach(local.model, sharded, compiler))
+    if config.compile.enabled:
+        compiler.compile()
+    return cutter, undo
 
 
 # -- features: what a key of the config adds ----------------------------------------------------------
@@ -302,27 +332,19 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
 class _Changes:
     """What the config changes in the whole model, before it is divided."""
 
-    compresses: bool  # layers compute with quantized or pruned weights
     schedules: ModelSchedules
     undo: Callable[[], None]
 
 
-def _change(
-    model: nn.Module, config: Config, given: _Given, mesh: MeshGroups, collectives: Collectives
-) -> tuple[Config, _Changes]:
+def _change(model: nn.Module, config: Config, mesh: MeshGroups) -> tuple[Config, _Changes]:
     """Change the model as the config says. Returns the config with the units that this needs."""
-    with agreeing(collectives, "xds.initialize"):
-        compresses = _compresses(model, config, given)
-    if not is_part(model):
-        check_same_model(model, collectives)
     _check_sequences(model, config)
-    config, schedules = _schedules(model, config, mesh, collectives)
-    return config, _Changes(compresses, schedules, _sparse_attention(model, config))
+    _check_tiles(model, config)
+    config, schedules = _schedules(model, config, mesh)
+    return config, _Changes(schedules, _sparse_attention(model, config))
 
 
-def _schedules(
-    model: nn.Module, config: Config, mesh: MeshGroups, collectives: Collectives
-) -> tuple[Config, ModelSchedules]:
+def _schedules(model: nn.Module, config: Config, mesh: MeshGroups) -> tuple[Config, ModelSchedules]:
     """What acts on the model by the step, and the config with the units that it needs."""
     sections = (config.progressive_layer_drop, config.curriculum_learning)
     drops_tokens = config.data_efficiency.drops_tokens
@@ -330,8 +352,7 @@ def _schedules(
         return config, ModelSchedules()
     from .dropping.plan import Schedules
 
-    with agreeing(collectives, "xds.initialize"):
-        found = Schedules(model, config, mesh.coordinate("data"), mesh.mesh.data)
+    found = Schedules(model, config, mesh.coordinate("data"), mesh.mesh.data)
     return found.with_units(config), found
 
 
@@ -397,6 +418,13 @@ def _sparse_attention(model: nn.Module, config: Config) -> Callable[[], None]:
     from ..ops.sparse_attention.huggingface import switch
 
     return switch(model, section)
+
+
+def _check_tiles(model: nn.Module, config: Config) -> None:
+    if config.sequence.tiled_loss is not False and not is_part(model):
+        from .parallel.tiles import check_logits
+
+        check_logits(model)
 
 
 def _tiles(local: LocalModel, config: Config) -> Callable[[], None]:
@@ -518,8 +546,7 @@ def _record(
     from .telemetry.record import RunRecord
 
     place = mesh.mesh.coordinates(collectives.rank)
-    with agreeing(collectives, "xds.initialize"):
-        return RunRecord(config, device, collectives, mesh.opened, place)
+    return RunRecord(config, device, collectives, mesh.opened, place)
 
 
 def _monitor(config: Config, record: RunRecord | None) -> Monitor:
@@ -592,26 +619,24 @@ def _loader(
     if sampling.has_curriculum:
         from .data.curriculum import curriculum_loader
 
-        with agreeing(collectives, "xds.initialize"):
-            return curriculum_loader(
-                data,
-                sampling.curriculum_learning.metrics(),
-                step_samples=config.train_batch_size,
-                num_epochs=sampling.num_epochs,
-                seed=config.data_efficiency.seed,
-                **common,
-            )
+        return curriculum_loader(
+            data,
+            sampling.curriculum_learning.metrics(),
+            step_samples=config.train_batch_size,
+            num_epochs=sampling.num_epochs,
+            seed=config.data_efficiency.seed,
+            **common,
+        )
     if sampling.has_dynamic_batches:
         from .data.dynamic_batches import dynamic_loader
 
-        with agreeing(collectives, "xds.initialize"):
-            return dynamic_loader(
-                data,
-                sampling.dynamic_batching,
-                step_batches=config.train_batch_size,
-                seed=config.data_efficiency.seed,
-                **common,
-            )
+        return dynamic_loader(
+            data,
+            sampling.dynamic_batching,
+            step_batches=config.train_batch_size,
+            seed=config.data_efficiency.seed,
+            **common,
+        )
     return build_loader(
         data,
         step_samples=config.train_batch_size if config.elasticity.enabled else 0,

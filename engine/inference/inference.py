@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...offload.device_memory import free_bytes
 from ...ops.comm.collectives import Collectives
+from ...ops.comm.exchange import agreeing
 from ...ops.comm.opening import open_collectives
 from ...ops.torch_internals import tree_map
 from ...tensor.same_batches import checksum
@@ -202,7 +203,8 @@ def _streamed(
     if not is_offloaded(setup):
         made.eval()  # units stay gathered while memory allows
     is_proven = setup.tensor_parallel.size == 1 or _prove(made.module, made.device)
-    _check_cache(settings, model, made.device)
+    with agreeing(open_collectives(dist.group.WORLD, made.device), "xds.init_inference"):
+        _check_cache(settings, model, made.device)
     if asked := _asked_to_compile(settings):
         log.info("%s: weights are streamed; torch's own kernels run, without a graph", asked)
     group = _tensor_group(made)
@@ -242,8 +244,9 @@ def _placed(
     model.requires_grad_(False)
     if is_cut or not is_meta:
         _in_bits(model, settings, None)
-    _check_cache(settings, model, world.device)
-    cache = _compiled(settings, model, world.device)
+    with agreeing(world, "xds.init_inference"):
+        _check_cache(settings, model, world.device)
+        cache = _compiled(settings, model, world.device)
     needs_proof = not is_proven and not settings.bit_groups
     return InferenceEngine(
         model, settings, group=group, cache=cache, undo=local.undo, needs_proof=needs_proof

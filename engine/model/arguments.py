@@ -23,7 +23,7 @@ from ...ops.comm.exchange import all_gather_json
 from ...ops.comm.opening import open_collectives
 from ...ops.flat import is_channels_last
 from ...utils.arguments import wrong
-from ...utils.errors import ConfigError, UsageError
+from ...utils.errors import ConfigError, UsageError, XdsError
 from ...utils.quoting import printable, ranks_text
 from ..config.config import Config
 
@@ -184,6 +184,7 @@ MOST_KEYS = 8  # in one message
 MOST_VALUES = 4  # of one key
 MOST_CHARS = 80  # of one value
 NOT_GIVEN = "not given"
+REFUSED = "refused"  # in place of settings, of a rank that cannot use its arguments
 Settings = dict[str, str]
 
 
@@ -220,16 +221,31 @@ def resolve_together(
         config = config.resolve(group.size())
     except ConfigError as error:
         complaints += error.complaints
-    mine = dict([*_of_config(config), *_of_optimizer(optimizer)])
+    by_rank = _unless_same(dict([*_of_config(config), *_of_optimizer(optimizer)]), group, device)
+    if by_rank is not None:
+        raise UsageError(_difference(by_rank))
+    if complaints:
+        raise ConfigError(complaints, config.source)
+    return config
+
+
+def refuse_together(error: XdsError, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Take part in `resolve_together` of the other ranks, which raise `error` as well. A collective."""
+    _unless_same({REFUSED: str(error)}, group, device)
+
+
+def _unless_same(
+    mine: Settings, group: dist.ProcessGroup, device: torch.device
+) -> list[Settings] | None:
+    """The settings of each rank; None: all have the same. A collective."""
     # the section `communication` may differ, so the message does not depend on it
     plain = open_collectives(
         group, device, section=Communication.model_construct(shared_memory=False)
     )
-    if not _is_same(json.dumps(mine, sort_keys=True), plain, CONFIG):
-        raise UsageError(_difference(all_gather_json(plain, mine, CONFIG)))
-    if complaints:
-        raise ConfigError(complaints, config.source)
-    return config
+    if _is_same(json.dumps(mine, sort_keys=True), plain, CONFIG):
+        return None
+    found: list[Settings] = all_gather_json(plain, mine, CONFIG)
+    return found
 
 
 def _of_config(config: Config) -> Iterator[tuple[str, str]]:
@@ -264,6 +280,9 @@ def _of_optimizer(optimizer: Any) -> Iterator[tuple[str, str]]:
 
 def _difference(by_rank: list[Settings]) -> str:
     """The sentence with the keys that differ. A section that some ranks do not have has the keys in it."""
+    refused = next((rank for rank, one in enumerate(by_rank) if REFUSED in one), None)
+    if refused is not None:
+        return f"xds.initialize failed on rank {refused}: {by_rank[refused][REFUSED]}"
     every = dict.fromkeys(key for one in by_rank for key in one)
     differ = [key for key in every if len({one.get(key) for one in by_rank}) > 1]
     keys = [key for key in differ if not any(other.startswith(f"{key}.") for other in differ)]
@@ -353,5 +372,7 @@ __all__ = [
     "is_cut",
     "is_part",
     "optional_states",
+    "refuse_together",
+    "resolve_together",
     "with_model",
 ]

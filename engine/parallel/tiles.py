@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -211,12 +212,43 @@ class TiledLoss:
         """In the first forward: the model does nothing to its logits between head and loss."""
         if logits is hidden or self._is_proven:
             return
-        if logits.shape != hidden.shape or not torch.equal(logits, hidden.to(logits.dtype)):
-            raise UsageError(
-                "sequence.tiled_loss: this model changes its logits between head and loss (it scales or limits "
-                "them), so the loss cannot be computed from the head's input; set tiled_loss to false"
-            )
+        _check_unchanged(hidden, logits)
         self._is_proven = True
 
 
-__all__ = ["tile_layers"]
+def _check_unchanged(passed: Tensor, received: Tensor) -> None:
+    """passed: by the head. received: by the loss."""
+    if passed.shape != received.shape or not torch.equal(received, passed.to(received.dtype)):
+        raise UsageError(
+            "sequence.tiled_loss: this model changes its logits between head and loss (it scales or limits "
+            "them), so the loss cannot be computed from the head's input; set tiled_loss to false"
+        )
+
+
+def check_logits(model: nn.Module) -> None:
+    """Before the model is divided: later the last pipeline stage alone sees the logits.
+
+    A forward on the meta device, with a head that gives logits of the host. Where it does not run, the first
+    forward of training shows the same.
+
+    Raises:
+        UsageError: the model changes its logits between head and loss.
+    """
+    from ...pipe.cut.meta_copies import meta_copy
+
+    outline: Any = meta_copy(_with_own_loss(model))
+    head: Any = _head(outline)
+    if head is None:
+        return
+    logits = torch.linspace(-99, 99, 2 * head.out_features, dtype=head.weight.dtype)
+    logits, received = logits.view(1, 2, -1), []
+    head.forward = lambda *_: logits
+    outline.loss_function = lambda logits, *_, **__: received.append(logits)
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        outline(input_ids=ids, labels=ids, use_cache=False)
+    for one in received:
+        _check_unchanged(logits, one)
+
+
+__all__ = ["check_logits", "tile_layers"]

@@ -45,6 +45,11 @@ def pick_device() -> torch.device:
     return device
 
 
+def is_launched() -> bool:
+    """There may be other ranks: the process group exists, or a launcher has described it."""
+    return dist.is_initialized() or all(key in os.environ for key in LAUNCHER_KEYS)
+
+
 def join(device: torch.device) -> dist.ProcessGroup:
     """The default process group; created from the launcher's environment if it does not exist.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -163,7 +163,7 @@ class PipelineLoop(Loop):
         if count not in self._tables:
             gathers_each = not self._units.holds_all
             self._tables[count] = self._pipeline.table_of(count, gathers_each=gathers_each)
-        with self._parts.sharded.collectives.publishing_errors("train_batch"):
+        with self._on_all_stages("train_batch"):
             outcome = self._executor.run(
                 self._tables[count],
                 self._pipeline.rank,
@@ -192,7 +192,7 @@ class PipelineLoop(Loop):
         module.eval()
         shapes = signature(short)
         with (
-            self._parts.sharded.collectives.publishing_errors("the proof of sequences"),
+            self._on_all_stages("the proof of sequences"),
             untouched_buffers(module.modules()),
         ):
             with sequences.whole():
@@ -202,6 +202,20 @@ class PipelineLoop(Loop):
             found = self._mean(self._forward([short]), 1)
         sequences.proof.compare(found, wanted)
         self._pipeline.channel.begin(_inputs("train_batch", batches))
+
+    @contextmanager
+    def _on_all_stages(self, where: str) -> Iterator[None]:
+        """Around what stages compute from one another's messages: an error of one raises on all at once.
+
+        The others would wait for its messages. They raise a `PeerError` that has the error.
+        """
+        try:
+            with self._parts.sharded.collectives.publishing_errors(where):
+                yield
+        except Exception:
+            for opened in self._parts.opened:
+                opened.leave()
+            raise
 
     def _loss_of(self, result: Any) -> tuple[Tensor, Weight | None]:
         """The loss in the result of the last stage, and its weight if there is one."""
@@ -230,7 +244,7 @@ class PipelineLoop(Loop):
         batches = self._take(engine, data_iter, count, "eval_batch")
         was_training = engine.module.training
         engine.module.eval()
-        with self._parts.sharded.collectives.publishing_errors("eval_batch"):
+        with self._on_all_stages("eval_batch"):
             outcome = self._forward(
                 batches, keeps_outputs=return_logits, computes_loss=computes_loss
             )

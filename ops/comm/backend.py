@@ -219,6 +219,9 @@ class Backend(ABC):
     def wait_for_readers(self) -> None:
         raise AssertionError("share returns None here")
 
+    def leave(self) -> None:  # noqa: B027 (most cannot)
+        """Fail the waits of the ranks that wait for this one. Not collective; the group does not recover."""
+
     @property
     def scratch_bytes(self) -> int:
         return 0

@@ -414,6 +414,13 @@ class Collectives:
         """Wrap user code. The ranks that wait for this rank are told of an exception in it."""
         return self.watch.publishing_errors(where)
 
+    def leave(self) -> None:
+        """Fail the waits of the ranks that wait for this one. Not collective; the group does not recover.
+
+        No effect with NCCL.
+        """
+        self.backend.leave()
+
     def store(self) -> Store | None:
         """The store of the group; None where there is none."""
         return _store_of(self.group)

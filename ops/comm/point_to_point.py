@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import final
@@ -279,9 +281,21 @@ def transfer(
     return InFlight(works, finish, state_of(of.group).dropped)
 
 
+def close_connections(of: Backend, peers: Sequence[int]) -> None:
+    """Close those of gloo to `peers`, which fails their waits. A receive that is out of time closes one."""
+    assert of.group is not None
+    for peer in peers:
+        with suppress(RuntimeError):
+            work = of.group.recv([torch.empty(1, dtype=torch.uint8)], peer, TAG_BASE - 1)
+            work.wait(timedelta(milliseconds=1))
+
+
 @final
 class GlooBackend(PointToPointBackend):
     """Messages that gloo sends between CPU ranks."""
+
+    def leave(self) -> None:
+        close_connections(self, self._peers)
 
     def _transfer(
         self,
@@ -306,6 +320,9 @@ class StagedGlooBackend(PointToPointBackend):
 
     The host memory is page-locked. torch keeps it for later messages once the copies out of it are complete.
     """
+
+    def leave(self) -> None:
+        close_connections(self, self._peers)
 
     @torch.no_grad()
     def _transfer(

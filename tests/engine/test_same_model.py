@@ -94,3 +94,37 @@ def test_what_concerns_one_node_or_rank_0_alone_may_differ(tmp_path: Any) -> Non
         "data_efficiency": {"data_sampling": {"dynamic_batching": {"verbose": True}}},
     }
     run_processes(train_with, 2, [{**of_rank_0, **prints, **folders[0]}, folders[1]])
+
+
+def refusals(folder: str) -> list[str]:
+    """Rank 1 alone cannot use its arguments."""
+    is_wrong = dist.get_rank() == 1
+
+    def fails(optimizer: Any) -> Any:
+        if is_wrong:
+            raise ValueError("no schedule")
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    weights = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict()
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": LR}
+    calls: list[dict[str, Any]] = [
+        {"config": f"{folder}/none.json" if is_wrong else config},
+        {"config": {"train_micro_batch_size_per_gpu": -1} if is_wrong else config},
+        {"config": config, "lr_scheduler": 3 if is_wrong else None},
+        {"config": config, "lr_scheduler": fails},
+        {"config": config, "weights": f"{folder}/none.safetensors" if is_wrong else weights},
+        {"config": config, "training_data": 5 if is_wrong else [1, 2]},
+    ]
+    said = []
+    for call in calls:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with pytest.raises((xds.UsageError, xds.ConfigError, ValueError)) as caught:
+            xds.initialize(model, **call)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_one_rank_alone_cannot_use_is_refused_on_all(tmp_path: Any) -> None:
+    others, own = run_ranks(refusals, 2, str(tmp_path))
+    for one, other in zip(own, others, strict=True):
+        assert one.partition("\n")[0][:40] in other and "rank 1" in other, (one, other)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 40.0  # of a rank that waits for another one
-ANSWER_SECONDS = 240.0
+ANSWER_SECONDS = 400.0
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,6 @@ class Servers:
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         """`function(*args)` on each rank; the results, by rank."""
-        from helpers import _answer
-
         with tempfile.TemporaryDirectory() as folder:
             pipes = []
             for rank in range(world_size):
@@ -109,21 +107,21 @@ class Servers:
                 socket.send_fds(self._servers[at][1], [pickle.dumps(call)], [there.fileno()])
                 there.close()
                 pipes.append(Connection(here.detach()))
-            answers = [_answer(rank, _Ended(), pipe) for rank, pipe in enumerate(pipes)]
+            answers = [_answer(rank, pipe) for rank, pipe in enumerate(pipes)]
         failures = [text for ok, text in answers if not ok]
         if failures:
             raise AssertionError(min(failures, key=lambda text: "PeerError" in text))
         return [value for _, value in answers]
 
 
-class _Ended:
-    """A rank that its server reaps."""
-
-    exitcode = None
-
-    def join(self) -> None: ...
-
-    def kill(self) -> None: ...
+def _answer(rank: int, pipe: Connection) -> tuple[bool, Any]:
+    if not pipe.poll(ANSWER_SECONDS):
+        return False, f"rank {rank} gave no answer within {ANSWER_SECONDS:.0f} s"
+    try:
+        answer: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
+        return answer
+    except EOFError:
+        return False, f"rank {rank} died"
 
 
 # -- in the servers and their ranks --------------------------------------------------------------------------

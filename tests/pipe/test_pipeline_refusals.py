@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_new_ranks, run_ranks
+from helpers import run_new_ranks, run_processes, run_ranks
 from pipeline_runs import WIDTH, Model, batches, config_of
 from torch import Tensor, nn
 
@@ -262,3 +262,30 @@ def test_a_refusal_reaches_the_other_stages() -> None:
         kind_of_other, said = found[1 - rank]
         assert kind_of_other == "UsageError", kind
         assert f"xds.initialize failed on rank {rank}: " in said and text in said
+
+
+class Refuses(nn.Linear):
+    """A layer that does not take its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise xds.UsageError("no such input")
+
+
+def refused_in_a_step(shared_memory: bool) -> str:
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Refuses(8, 8)]
+    model = xds.pipe.PipelineModule(layers, loss_fn=nn.MSELoss())
+    config = config_of(3, COUNT) | {"communication": {"shared_memory": shared_memory}}
+    engine = xds.initialize(model, config)
+    batch = (torch.zeros(2, 8), torch.zeros(2, 8))
+    found = said(lambda: engine.train_batch(iter([batch] * COUNT)))
+    engine.destroy()
+    return found
+
+
+def test_a_refusal_in_a_step_ends_the_waits_of_the_other_stages() -> None:
+    for run, shared_memory in ((run_processes, True), (run_new_ranks, False)):
+        *others, own = run(refused_in_a_step, 3, shared_memory)
+        assert own == "no such input"
+        for one in others:
+            assert "rank 2 raised xds.utils.errors.UsageError: no such input in train_batch" in one
+            assert "Connection closed" in one

@@ -205,8 +205,8 @@ def load_weights(
 ) -> None:
     """Overwrite parameters and buffers of `model`, full or sharded, by those of `source`. For all ranks.
 
-    Each rank reads its own part. Nothing is sent, except names where there are pipeline stages. Master weights
-    are overwritten, optimizer states are kept.
+    Each rank reads its own part. Nothing is sent, except names that do not fit. Master weights are overwritten,
+    optimizer states are kept.
 
     Args:
         model: built in `xds.zero.Init`, or an engine's module, or an ordinary one.
@@ -236,11 +236,11 @@ def load_weights(
             for name, stored in match.found.items():
                 _check_view(name, tensors[name], weights.reader(stored))
         except UsageError as error:
-            if stages is None:
+            if groups is None:
                 raise
             failure = error
-        if stages is not None:
-            _agree(stages, match, failure)
+        if groups is not None:
+            _agree(groups, match, failure)
         match.missing = [n for n in match.missing if n.rpartition(".")[2] not in optional]
         match.check(weights.source, strict=strict, remedy=weights.remedy or remedy)
         for name, stored in match.found.items():
@@ -251,7 +251,7 @@ def load_weights(
 
 
 def _agree(groups: FlatGroups, match: Match, failure: UsageError | None) -> None:
-    """Add what does not fit on other pipeline stages to `match`. A collective of all ranks.
+    """Add what does not fit on other ranks to `match`. A collective of all ranks.
 
     Raises:
         UsageError: on every rank: one could not read the weights.

@@ -29,7 +29,7 @@ from ...flat import sum_in_order
 from ...pool import BufferPool
 from ..backend import Member, state_of
 from ..handles import Handle, Lost, Messages, Works
-from ..point_to_point import post, transfer
+from ..point_to_point import close_connections, post, transfer
 from ..threads import OrderedThreads, ThreadJob
 from .operations import GroupOperations, InMemory, WaitClock, can_sum
 from .peers import Neighbours
@@ -77,6 +77,10 @@ class MachinesBackend(InMemoryBackend):
     def free_scratch(self) -> None:
         super().free_scratch()
         self._arrived.clear()
+
+    def leave(self) -> None:
+        super().leave()
+        close_connections(self, self._across)
 
     # -- messages between two ranks ---------------------------------------------------------------------
 

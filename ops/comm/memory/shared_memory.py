@@ -49,6 +49,9 @@ class InMemoryBackend(PointToPointBackend):
     def wait_for_readers(self) -> None:
         self._meet(self._tag(CONTROL_BUFFER)).wait()
 
+    def leave(self) -> None:
+        self.memory.lost("this rank has left the group", None)
+
     def _meet(self, tag: int) -> InMemory:
         """Complete when each rank of this machine has started it. What they have written before is visible."""
         own = torch.zeros(self.world_size, dtype=torch.uint8)
