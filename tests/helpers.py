@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 600  # only what hangs takes so long, also on a machine where 30 processes want each core
 # gradients of so many elements are copied at once, smaller ones in one call: tiny models go both ways
 SMALL_NUMEL = 64
 
@@ -76,7 +76,10 @@ def run_new_ranks(
     timeout_seconds: float = TIMEOUT_SECONDS,
     small_numel: int | None = SMALL_NUMEL,
 ) -> list[Any]:
-    """The same in new processes, which end with the call. `timeout_seconds` is the group's."""
+    """The same in new processes, which end with the call.
+
+    timeout_seconds: of the group, once all have started.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(world_size):
@@ -156,6 +159,7 @@ def _rank_main(
 ) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
 
     from xds.zero.core import grad_bucket
 
@@ -169,8 +173,11 @@ def _rank_main(
         init_method=f"file://{path}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
     )
+    dist.barrier()
+    assert dist.group.WORLD is not None
+    c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), dist.group.WORLD)
     try:
         # plain pickle: the pipe itself would hand tensors over in shared memory that dies with the rank
         pipe.send_bytes(pickle.dumps((True, function(*args))))

@@ -72,7 +72,7 @@ def train(
     for step in range(steps) if isinstance(steps, int) else steps:
         losses = []
         for micro_step in range(engine.gradient_accumulation_steps()):
-            loss = loss_of(engine(batch(step, micro_step)))
+            loss = loss_of(_call(engine, batch(step, micro_step)))
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
@@ -104,10 +104,7 @@ def plain(
             param.grad = torch.zeros_like(param)
         inputs, total = parts(step), 0.0
         for given in inputs:
-            if isinstance(given, dict):
-                loss = loss_of(model(**given))
-            else:
-                loss = loss_of(model(*given) if isinstance(given, tuple) else model(given))
+            loss = loss_of(_call(model, given))
             (loss / len(inputs)).backward()
             total += loss.item() / len(inputs)
         norm = nn.utils.clip_grad_norm_(trained, clip or float("inf"))
@@ -115,6 +112,12 @@ def plain(
         updates.zero_grad()
         found.append(Step(total, norm.item()))
     return found
+
+
+def _call(model: Any, given: Any) -> Any:
+    if isinstance(given, dict):
+        return model(**given)
+    return model(*given) if isinstance(given, tuple) else model(given)
 
 
 def of_rank(whole: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ GPT_FILE = Path(__file__).parents[1] / "examples" / "gpt" / "model.py"
 STEPS, COUNT, SAMPLES, LENGTH, VOCAB = 3, 4, 2, 12, 66
 # with a smaller eps, one process turns a relative change of 1e-7 in Qwen3's weights into 5e-5 of its norm
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-2}
+# SGD shows a factor on all gradients in the parameters; Adam hides it
+UPDATES: dict[str, dict[str, Any]] = {"AdamW": ADAMW, "SGD": {"lr": 0.1}}
 HEADS = 4
 
 
@@ -34,6 +36,7 @@ class Case:
     sequence: int
     tensor: int
     stage: int
+    optimizer: str = "AdamW"
 
     @property
     def mesh(self) -> Mesh:
@@ -53,7 +56,7 @@ class Case:
         found: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": SAMPLES,
             "gradient_accumulation_steps": COUNT,
-            "optimizer": {"type": "AdamW", "params": ADAMW},
+            "optimizer": {"type": self.optimizer, "params": UPDATES[self.optimizer]},
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
             "pipeline": {"stages": self.pipe},
             "tensor_parallel": {"tp_size": self.tensor},
@@ -116,13 +119,12 @@ Steps = list[tuple[float, float]]
 
 
 @cache
-def one_process(name: str, data: int, layers: int = 4) -> Steps:
+def one_process(name: str, data: int, layers: int = 4, optimizer: str = "AdamW") -> Steps:
     def parts(step: int) -> list[Any]:
         return [batch for rank in range(data) for batch in batches(name, step, rank)]
 
-    return [
-        tuple(step) for step in plain(build(name, layers=layers), STEPS, parts, loss_of, **ADAMW)
-    ]
+    how = {"optimizer": optimizer, **UPDATES[optimizer]}
+    return [tuple(step) for step in plain(build(name, layers=layers), STEPS, parts, loss_of, **how)]
 
 
 def loss_of(output: Any) -> Tensor:

@@ -31,6 +31,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from helpers import TIMEOUT_SECONDS
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
@@ -39,8 +40,7 @@ from xds.ops.comm import opening
 from xds.ops.comm.handles import Handle, Messages
 from xds.ops.comm.point_to_point import PointToPointBackend, transfer
 
-TIMEOUT_SECONDS = 300
-IDLE_SECONDS = 20
+IDLE_SECONDS = 60
 BACKEND = "threads"
 NUMPY_BYTES = 4 * (624 + 1)  # the words of MT19937 and the place in them
 

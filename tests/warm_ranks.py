@@ -16,10 +16,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from helpers import TIMEOUT_SECONDS
 from helpers import _context as context
-
-START_SECONDS = 120
-CALL_SECONDS = 120
 
 
 class WarmRanks:
@@ -58,7 +56,7 @@ class WarmRanks:
             self._ranks.append((process, here))
 
     def _answer(self, rank: int, pipe: Any) -> tuple[bool, Any]:
-        if not pipe.poll(START_SECONDS + CALL_SECONDS):
+        if not pipe.poll(TIMEOUT_SECONDS):
             return False, f"rank {rank} gave no answer"
         try:
             answer: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())

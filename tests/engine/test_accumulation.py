@@ -234,13 +234,14 @@ def changed_batch(stage: int) -> None:
     assert engine.train_batch_size() == world
     engine.destroy()
 
-    engine = engine_of(stage, accumulation=4)
-    for number in range(4):
-        engine.backward(engine(part(number)))
-        engine.step()
-        engine.set_train_batch_size((number + 5) * each)
     (want,) = plain_gradient([[0, 1, 2, 3]], 4)
-    close(updates_of(engine), want, 1e-4, (stage, "changed in the middle"))
+    for backward in (engine_backward, bare, scaled):
+        engine = engine_of(stage, accumulation=4)
+        for number in range(4):
+            backward(engine, engine(part(number)))
+            engine.step()
+            engine.set_train_batch_size((number + 5) * each)
+        close(updates_of(engine), want, 1e-4, (stage, "changed in the middle", backward.__name__))
 
 
 def resumed(stage: int, folder: str) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
+from runs import config
 
+import xds
 from xds import UsageError
 from xds.engine.optim import schedules
 
@@ -209,3 +212,26 @@ def test_refusals(name: str, params: dict[str, Any], words: str) -> None:
 def test_too_few_total_steps_warns() -> None:
     with pytest.warns(UserWarning, match="below warmup_num_steps"):
         schedules.WarmupDecayLR(adamw(0.1), total_num_steps=3, warmup_num_steps=5)
+
+
+def lrs_after(schedule: dict[str, Any]) -> list[float]:
+    """After each step of an engine; gradients of the first three overflow."""
+    settings = config(0, "fp16", optimizer="SGD", params={"lr": 0.1}, scheduler=schedule)
+    engine = xds.initialize(torch.nn.Linear(2, 1), settings)
+    seen = []
+    for number in range(5):
+        x = torch.full((2, 2), torch.inf if number < 3 else 0.1)
+        engine.backward(engine(x.half()).float().sum())
+        engine.step()
+        seen.append(engine.get_lr()[0])
+    assert engine.skipped_steps == 3
+    engine.destroy()
+    return seen
+
+
+def test_a_skipped_step_leaves_the_schedule() -> None:
+    warmup = {"warmup_num_steps": 4, "warmup_max_lr": 0.4, "warmup_type": "linear"}
+    (seen,) = run_ranks(lrs_after, 1, {"type": "WarmupLR", "params": warmup})
+    assert seen == pytest.approx([0.0, 0.0, 0.0, 0.0, 0.1])
+    halving = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
+    assert run_ranks(lrs_after, 1, halving) == [pytest.approx([0.1, 0.1, 0.1, 0.05, 0.025])]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
-from runs import config
+from runs import config, plain
 from torch import Tensor, nn
 
 import xds
@@ -26,17 +26,21 @@ def model_of() -> nn.Sequential:
 
 
 def engine_of(stage: int, model: nn.Module | None = None, **more: Any) -> xds.Engine:
+    """With SGD, if there is no `optimizer`."""
     optimizer = more.pop("optimizer", None)
-    settings = config(stage, params=OPTIONS, **more)
+    settings = config(stage, optimizer="SGD", params=OPTIONS, **more)
     if optimizer is not None:
         del settings["optimizer"]
     return xds.initialize(model_of() if model is None else model, settings, optimizer=optimizer)
 
 
+def batch_of(number: int, rank: int) -> Tensor:
+    return torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
 def loss_of(run: Callable[[Tensor], Tensor], number: int) -> Tensor:
     """Of micro-batch `number` of this rank."""
-    drawn = torch.Generator().manual_seed(10 * number + dist.get_rank())
-    return run(torch.randn(2, 8, generator=drawn)).square().mean()
+    return run(batch_of(number, dist.get_rank())).square().mean()
 
 
 def values(engine: xds.Engine) -> list[Tensor]:
@@ -106,8 +110,7 @@ def in_an_accumulation(stage: int) -> None:
     model = model_of()
     for number in (1, 2):
         for rank in range(dist.get_world_size()):
-            drawn = torch.Generator().manual_seed(10 * number + rank)
-            loss = model(torch.randn(2, 8, generator=drawn)).square().mean()
+            loss = model(batch_of(number, rank)).square().mean()
             (loss / 3 / dist.get_world_size()).backward()
     norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
     for one, those in found:
@@ -145,6 +148,32 @@ def copies(stage: int) -> None:
 
 
 # -- optimizer.step -------------------------------------------------------------------------------------------
+
+
+def as_plain(stage: int, each: int) -> None:
+    """Norms and parameters are those of plain PyTorch: SGD without clipping shows a factor on gradients."""
+    engine = engine_of(stage, accumulation=each)
+    norms = []
+    for number in range(3 * each):
+        loss = loss_of(engine, number)
+        engine.backward(loss) if number % 2 else loss.backward()
+        engine.optimizer.step()
+        if (number + 1) % each == 0:
+            norms.append(engine.get_global_grad_norm())
+            engine.optimizer.zero_grad()
+    model, ranks = model_of(), range(dist.get_world_size())
+    wanted = plain(
+        model,
+        3,
+        lambda step: [batch_of(each * step + at, rank) for at in range(each) for rank in ranks],
+        lambda output: output.square().mean(),
+        optimizer="SGD",
+        **OPTIONS,
+    )
+    assert norms == pytest.approx([step.norm for step in wanted], rel=1e-5)
+    for one, other in zip(values(engine), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    engine.destroy()
 
 
 def updates(stage: int, make: Any) -> None:
@@ -241,6 +270,7 @@ def at_several_stages() -> None:
     for stage in (1, 3):
         accumulates(stage)
         updates(stage, torch.optim.AdamW)
+        as_plain(stage, each=stage)
         of_a_part(stage)
         copies(stage)
     callers(2, torch.optim.AdamW)

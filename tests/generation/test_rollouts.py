@@ -203,9 +203,6 @@ def log_probabilities(stage: int) -> None:
         rollout = logits.log_softmax(-1).gather(1, chosen)
         training = exact[:, start_at + at - 1].log_softmax(-1).gather(1, chosen)
         torch.testing.assert_close(training, rollout, rtol=1e-5, atol=1e-6)
-        # the same kernels on the same shapes: the same bits
-        again = engine(input_ids=tokens[:, : start_at + at]).logits[:, -1].detach().float()
-        assert torch.equal(again.log_softmax(-1).gather(1, chosen), rollout)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -70,15 +70,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, _: int = 0) -> Tensor:
     return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-@on_ranks(2)
-def test_a_mesh_of_sequence_ranks_takes_the_mean_of_all_ranks() -> None:
+def expect_the_mean(optimizer: str, clip: float, **params: float) -> None:
     plain, model = Attention(None), Attention(dist.group.WORLD)
-    params = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.0}
-    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": params}}
-    config |= {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.1}
+    config = {"train_batch_size": 1, "optimizer": {"type": optimizer, "params": params}}
+    config |= {"zero_optimization": {"stage": 1}, "gradient_clipping": clip}
     config["train_micro_batch_size_per_gpu"] = 1
     engine, *_ = deepspeed.initialize(model=model, config=config, mesh_param=(1, 2))
-    optimizer = torch.optim.AdamW(plain.parameters(), **params)
+    update = getattr(torch.optim, optimizer)(plain.parameters(), **params)
     for step in range(3):
         ids = torch.arange(8).add(step).remainder(11)[None]
         own = slice(4 * engine.global_rank, 4 * engine.global_rank + 4)
@@ -89,10 +87,17 @@ def test_a_mesh_of_sequence_ranks_takes_the_mean_of_all_ranks() -> None:
         dist.all_reduce(total)
         expected = plain(ids, ids.roll(-1, 1))
         expected.backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), clip or float("inf"))
+        update.step()
+        update.zero_grad()
         assert total.item() / 2 == pytest.approx(expected.item(), rel=1e-5)
+        assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
+
+
+@on_ranks(2)
+def test_a_mesh_of_sequence_ranks_takes_the_mean_of_all_ranks() -> None:
+    expect_the_mean("AdamW", 0.1, lr=1e-2, eps=1e-4, weight_decay=0.0)
+    expect_the_mean("SGD", 0.0, lr=0.5)  # neither cancels a factor on all gradients
 
 
 @on_ranks(2)

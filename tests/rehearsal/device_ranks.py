@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import TIMEOUT_SECONDS
 
 HERE = Path(__file__).parent
-CALL_SECONDS = 120
 
 
 def skip_without_device() -> None:
@@ -81,7 +81,7 @@ class DeviceRanks:
 
 def _answer(pipe: Connection) -> tuple[bool, Any]:
     try:
-        if not pipe.poll(CALL_SECONDS):
+        if not pipe.poll(TIMEOUT_SECONDS):
             return False, "a rank gave no answer"
         answer: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
         return answer

@@ -32,6 +32,8 @@ pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 
 STEPS, SAMPLES, VOCAB = 3, 2, 61
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-3}
+# SGD shows a factor on all gradients in the parameters; Adam hides it
+UPDATES: dict[str, dict[str, Any]] = {"AdamW": ADAMW, "SGD": {"lr": 0.1}}
 RECOMPUTED = {"activation_checkpointing": {"enabled": True}}
 
 
@@ -86,21 +88,25 @@ def train(model: tuple[Any, ...], kind: str, config: dict[str, Any]) -> list[tup
 
 
 @cache
-def one_process(model: tuple[Any, ...], kind: str, data: int) -> list[runs.Step]:
+def one_process(
+    model: tuple[Any, ...], kind: str, data: int, optimizer: str = "AdamW"
+) -> list[runs.Step]:
     def parts(step: int) -> list[dict[str, Tensor]]:
         return [batch(kind, step, rank) for rank in range(data)]
 
-    return runs.plain(build(*model), STEPS, parts, lambda output: output.loss, **ADAMW)
+    how = {"optimizer": optimizer, **UPDATES[optimizer]}
+    return runs.plain(build(*model), STEPS, parts, lambda output: output.loss, **how)
 
 
-def config_of(sequence: int, stage: int, **more: Any) -> dict[str, Any]:
-    return runs.config(stage, params=ADAMW, sequence_parallel_size=sequence, **more)
+def config_of(sequence: int, stage: int, update: str = "AdamW", **more: Any) -> dict[str, Any]:
+    how = {"optimizer": update, "params": UPDATES[update]}
+    return runs.config(stage, **how, sequence_parallel_size=sequence, **more)
 
 
 TWO, ONE = ("llama", 2, 2), ("llama", 1, 1)  # rings: with these heads of keys and of queries
 BF16 = {"bf16": {"enabled": True}}
 
-# model, kind of batch, sequence ranks, ZeRO stage, other sections
+# model, kind of batch, sequence ranks, ZeRO stage, other sections; every second one runs SGD
 CASES: list[tuple[tuple[Any, ...], str, int, int, dict[str, Any]]] = [
     (("llama",), "padded", 2, 3, {}),
     (("llama", 1), "packed", 2, 2, RECOMPUTED),  # one head of keys, copied
@@ -116,18 +122,19 @@ CASES: list[tuple[tuple[Any, ...], str, int, int, dict[str, Any]]] = [
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_sequence_ranks_equal_one_process(number: int) -> None:
     model, kind, sequence, stage, more = CASES[number]
-    by_rank = run_ranks(train, sequence, model, kind, config_of(sequence, stage, **more))
+    update = ("AdamW", "SGD")[number % 2]
+    by_rank = run_ranks(train, sequence, model, kind, config_of(sequence, stage, update, **more))
     assert all(found == by_rank[0] for found in by_rank)
     near = 2e-2 if more is BF16 else SAME
     steps = slice(2 if more is BF16 else STEPS)
-    assert worst(by_rank[0][steps], one_process(model, kind, 1)[steps]) <= near
+    assert worst(by_rank[0][steps], one_process(model, kind, 1, update)[steps]) <= near
 
 
 def test_two_data_ranks_of_two_sequence_ranks_equal_one_process() -> None:
-    by_rank = run_ranks(train, 4, ("llama",), "padded", config_of(2, 1))
+    by_rank = run_ranks(train, 4, ("llama",), "padded", config_of(2, 1, "SGD"))
     assert (by_rank[0], by_rank[2]) == (by_rank[1], by_rank[3])
     mean = [((a[0] + b[0]) / 2, a[1]) for a, b in zip(by_rank[0], by_rank[2], strict=True)]
-    assert worst(mean, one_process(("llama",), "padded", 2)) <= SAME
+    assert worst(mean, one_process(("llama",), "padded", 2, "SGD")) <= SAME
 
 
 def stage_batches(step: int) -> list[dict[str, Tensor]]:

@@ -39,19 +39,19 @@ GPT2 = {
 
 # model, ranks of (pipe, data, sequence, tensor), ZeRO stage; keys of tensor_parallel; other sections
 CASES: list[tuple[Case, dict[str, Any], dict[str, Any]]] = [
-    (Case("llama", 1, 2, 1, 2, 3), {}, {}),
+    (Case("llama", 1, 2, 1, 2, 3, "SGD"), {}, {}),
     (Case("qwen3", 1, 1, 1, 2, 2), {}, {}),  # norms of heads
     (Case("gpt2", 1, 1, 1, 2, 3), {"tp_overlap_comm": True}, RECOMPUTED),  # a plan that is found
-    (Case("gpt2", 2, 1, 1, 2, 1), CUT_HEAD, {}),  # a weight that is cut and tied over stages
+    (Case("gpt2", 2, 1, 1, 2, 1, "SGD"), CUT_HEAD, {}),  # a weight that is cut and tied over stages
     (Case("llama", 1, 2, 1, 2, 1), CUT_HEAD, {}),
-    (Case("gpt", 2, 1, 1, 2, 0), {}, {"pipeline": {"stages": 2, "schedule": "zero_bubble"}}),
+    (Case("gpt", 2, 1, 1, 2, 0, "SGD"), {}, {"pipeline": {"stages": 2, "schedule": "zero_bubble"}}),
     (Case("llama", 2, 1, 2, 1, 3), {}, {}),
-    (Case("gpt", 1, 1, 2, 2, 2), {}, {}),
+    (Case("gpt", 1, 1, 2, 2, 2, "SGD"), {}, {}),
     (Case("llama", 1, 2, 1, 1, 3), {}, TILES),
-    (Case("gpt2", 1, 1, 1, 2, 2), CUT_HEAD, TILES),
+    (Case("gpt2", 1, 1, 1, 2, 2, "SGD"), CUT_HEAD, TILES),
     (Case("llama", 1, 1, 1, 2, 1), {}, TILES),  # the head's logits would be gathered
     (Case("llama", 1, 1, 2, 1, 2), {}, TILES),
-    (Case("llama", 1, 1, 1, 2, 2), {"plan": LLAMA}, {}),  # norms of a part of the tokens
+    (Case("llama", 1, 1, 1, 2, 2, "SGD"), {"plan": LLAMA}, {}),  # norms of a part of the tokens
     (Case("gpt2", 1, 1, 1, 2, 3), {"plan": GPT2}, RECOMPUTED),
 ]
 
@@ -121,7 +121,7 @@ SLOW = (1, 4, 9, 10, 11, 13)  # each differs in little from one of the others
 def test_steps_equal_those_of_one_process(number: int) -> None:
     case, tensor, more = CASES[number]
     ranks = run_ranks(train, case.mesh.size, *CASES[number])
-    assert worst(ranks[0][0], one_process(case.model, case.data, case.layers)) <= SAME
+    assert worst(ranks[0][0], one_process(case.model, case.data, case.layers, case.optimizer)) <= SAME
     for group in case.mesh.groups("tensor"):
         first, *others = (ranks[rank] for rank in group)
         for steps, params, _, _ in others:
