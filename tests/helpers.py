@@ -14,7 +14,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-TIMEOUT_SECONDS = 600  # only what hangs takes so long, also on a machine where 30 processes want each core
+TIMEOUT_SECONDS = (
+    600  # only what hangs takes so long, also on a machine where 30 processes want each core
+)
 # gradients of so many elements are copied at once, smaller ones in one call: tiny models go both ways
 SMALL_NUMEL = 64
 

@@ -1,7 +1,7 @@
 """Every stage, precision and accumulation against plain PyTorch, with AdamW and with SGD.
 
-Adam and clipping hide a factor on all gradients, SGD shows it. So AdamW clips here, and SGD runs without a limit
-or with one above each norm.
+Adam and clipping hide a factor on all gradients, SGD shows it. AdamW clips here; SGD runs without a limit, or
+with one above each norm.
 
 fp32: loss and gradient norm within 1e-6 relative per step, parameters within 1e-6 of their norm per step,
 of plain torch.optim on one process; stages 0-3 bit-equal to one another (with accumulation 0 = 1

@@ -49,7 +49,8 @@ def choose_hosts(
     The largest valid number of ranks is chosen, and assigned to the first hosts.
 
     >>> a, b = Host("a", (0, 1)), Host("b", (0, 1))
-    >>> [(host.name, ranks) for host, ranks in choose([a, b], 2, Restarts(fits=lambda n: n == 3))]
+    >>> chosen = choose_hosts([a, b], 2, Restarts(fits=lambda n: n == 3))
+    >>> [(host.name, ranks) for host, ranks in chosen]
     [('a', 2), ('b', 1)]
     """
     usable = list(reachable[: restarts.max_nodes or num_all])

@@ -22,7 +22,13 @@ from xds.utils.errors import XdsError
         ("xx.x", 100, 2, False, [16, 8, 8, 4]),
         ("x.x.x", 100, 2, True, [16, 16, 16, 16, 16]),
         ("x.x.x", 100, 2, False, [16, 16, 8, 8, 4]),
-        (".x...x", 2, 2, False, [16, 16, 16, 16, 32, 32]),  # hysteresis comes back as the scale grows
+        (
+            ".x...x",
+            2,
+            2,
+            False,
+            [16, 16, 16, 16, 32, 32],
+        ),  # hysteresis comes back as the scale grows
         (
             ".x....",
             3,

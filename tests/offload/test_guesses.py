@@ -147,6 +147,7 @@ BETWEEN: dict[str, Any] = {
         ),
         (2, 2, "bf16", 2, {"offload_optimizer": {**GUESS["offload_optimizer"], "ratio": 0.5}}),
         (2, 3, "bf16", 1, GUESS | PARAMS),
+        (2, 1, "fp32", 1, GUESS),  # torch's kernel writes the unscaled gradient back
     ],
 )
 def test_events_between_backward_and_step(

@@ -1,13 +1,18 @@
-"""Messages between two stages are received in the order in which they are sent: NCCL does not know tags."""
+"""Messages between two stages: received in the order of sending, as NCCL knows no tags, and sent in their step."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from helpers import run_ranks
+from pipeline_runs import Model, batches, config_of
 from torch import Tensor
 
+import xds
+from xds.ops.comm.collectives import Collectives
 from xds.ops.comm.handles import Done, Handle
 from xds.pipe.channel import HEADER_BYTES, Channel, DirectionGroups
 from xds.pipe.cut.part import Flow
@@ -70,3 +75,37 @@ def test_what_follows_a_header_is_received_in_the_order_of_sending(
         found = channel.take_forward(1, number)
         assert found.spec == spec
         assert all(torch.equal(a, b) for a, b in zip(found.leaves, flow.leaves, strict=True))
+
+
+class Sent(Handle):
+    """A send that `waiting` has until somebody waits for it."""
+
+    def __init__(self, handle: Handle, waiting: set[Handle]) -> None:
+        self._handle, self._waiting = handle, waiting
+        waiting.add(self)
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._waiting.discard(self)
+
+
+def step_of_stages() -> None:
+    engine = xds.initialize(Model(), config_of(2, 4))
+    engine.train_batch(iter(batches(0, 0, 4)))
+    engine.eval_batch(iter(batches(1, 0, 4)))
+    engine.destroy()
+
+
+def test_a_step_ends_when_all_its_messages_have_left() -> None:
+    """A device may still read an activation whose memory the next step would use again."""
+    waiting: set[Handle] = set()
+    kinds: list[str] = []
+    send = Collectives.send
+
+    def counted(*args: Any, **how: Any) -> Handle:
+        kinds.append(how["kind"])
+        return Sent(send(*args, **how), waiting)
+
+    with mock.patch.object(Collectives, "send", counted):
+        run_ranks(step_of_stages, 2)
+    assert {*kinds} == {"activations", "gradients", "header"} and not waiting

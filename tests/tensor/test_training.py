@@ -121,7 +121,9 @@ SLOW = (1, 4, 9, 10, 11, 13)  # each differs in little from one of the others
 def test_steps_equal_those_of_one_process(number: int) -> None:
     case, tensor, more = CASES[number]
     ranks = run_ranks(train, case.mesh.size, *CASES[number])
-    assert worst(ranks[0][0], one_process(case.model, case.data, case.layers, case.optimizer)) <= SAME
+    assert (
+        worst(ranks[0][0], one_process(case.model, case.data, case.layers, case.optimizer)) <= SAME
+    )
     for group in case.mesh.groups("tensor"):
         first, *others = (ranks[rank] for rank in group)
         for steps, params, _, _ in others:

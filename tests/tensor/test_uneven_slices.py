@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import runs
 import torch
+import torch.distributed as dist
 from helpers import run_ranks
 from pipeline_runs import SAME, worst
 from torch import nn
 
 import xds
+from xds.ops.comm.opening import open_collectives
+from xds.tensor import compiled
+from xds.tensor.exchange import Exchange
 
 pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 
@@ -116,3 +120,25 @@ def test_each_rank_splits_a_whole_input_at_its_own_columns() -> None:
     expected = model(torch.randn(2, 8, generator=torch.Generator().manual_seed(1)))
     for found in run_ranks(outputs_of_split_inputs, 3):
         torch.testing.assert_close(found, expected)
+
+
+def gathers_of_columns() -> list[bool]:
+    """Output and gradient of a gather of ranks with unequal columns, eager and as the op of compiled blocks."""
+    group = open_collectives(dist.group.WORLD, torch.device("cpu"))
+    exchange, widths = Exchange(group, "a layer"), [1, 4, 2]
+    whole = torch.arange(14.0).view(2, 7)
+    own = whole.split(widths, 1)[group.rank]
+    found = []
+    for gather in (
+        lambda y: exchange.gather(y, widths),
+        lambda y: compiled.gather(y, compiled.number_of(group), widths),
+    ):
+        y = own.clone().requires_grad_()
+        gathered = gather(y)
+        (gathered * whole).sum().backward()
+        found += [gathered.equal(whole), y.grad.equal(own)]
+    return found
+
+
+def test_a_gather_of_unequal_columns_has_the_gradient_of_each_rank() -> None:
+    assert run_ranks(gathers_of_columns, 3) == [[True] * 4] * 3

@@ -73,7 +73,7 @@ def num_kept(numels: Sequence[int], reuse_distance: int, max_live_numel: int) ->
     """
     kept_numel = num_units = 0
     for numel in reversed(numels):
-        if 2 * kept_numel > reuse_distance or kept_numel > max_live_numel:
+        if 2 * kept_numel > reuse_distance or kept_numel + numel > max_live_numel:
             break
         kept_numel += numel
         num_units += 1
