@@ -68,7 +68,10 @@ def test_the_minimum_ends_the_run_with_a_sentence() -> None:
     scale = DynamicScale(2.0, 100, 1, consecutive=False, minimum=1.0)
     scale.after_step(overflow=True)
     assert scale.value == 1.0
-    with pytest.raises(XdsError, match="min_loss_scale = 1: the model diverges in fp16"):
+    scale = DynamicScale(3.0, 100, 1, consecutive=False, minimum=2.0)
+    scale.after_step(overflow=True)
+    assert scale.value == 2.0  # not half of 3
+    with pytest.raises(XdsError, match="min_loss_scale = 2: the model diverges in fp16"):
         scale.after_step(overflow=True)
 
 

@@ -1,4 +1,4 @@
-"""Messages between two stages: received in the order of sending, as NCCL knows no tags, and sent in their step."""
+"""Messages between two stages: received in the order of sending, as NCCL knows no tags, and sent in time."""
 
 from __future__ import annotations
 

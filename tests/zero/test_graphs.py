@@ -108,9 +108,12 @@ class Borrows(Net):
         return checkpoint(block, x, use_reentrant=False)
 
     def outputs(self, x: Tensor) -> Tensor:
-        x = x * self.last.weight  # so that backward reads the frozen weight once more, after its block
-        x = torch.tanh(x @ self.blocks[2].linear.weight)
-        x = super().outputs(x) + (x @ self.blocks[0].linear.weight).sum(-1, True)
+        # backward needs this frozen weight after its block, and before a layer of the root
+        x = torch.tanh(self.first(x) @ self.blocks[2].linear.weight)
+        y = x
+        for block in self.blocks:
+            y = self.call(block, y)
+        x = self.last(y) + (x @ self.blocks[0].linear.weight).sum(-1, True)
         return x * self.blocks[1].linear.bias
 
 

@@ -37,6 +37,10 @@ def test_units_are_children_of_lists_and_the_rest_is_the_root() -> None:
     units, _ = find_units(model, min_numel=24)
     assert [unit.name for unit in units] == ["0..1", "2..3", "4"]
     assert [len(unit.modules) for unit in units] == [2, 2, 1]
+    sizes = (3, 9, 3, 3, 3)  # a large block stays alone, and ends the run of small ones
+    assert names(nn.Sequential(*[nn.Linear(size, 3) for size in sizes]), min_numel=24) == [
+        *("0", "1", "2..3", "4")
+    ]
 
 
 def test_units_can_be_named_and_tied_parameters_go_to_the_root() -> None:
