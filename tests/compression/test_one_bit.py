@@ -14,6 +14,10 @@ from runs import PRECISIONS, config
 from torch import Tensor, nn
 
 import xds
+from xds.compression.one_bit.phase import MomentumRange, OneBitState, Phase
+from xds.compression.one_bit.reducer import OneBitReducer
+from xds.compression.scheme import Buffer
+from xds.ops.comm.opening import open_collectives
 from xds.zero import get_full_param
 
 CHUNK = 2048
@@ -299,7 +303,7 @@ def sums_around_a_step(stage: int, num_backwards: int, load: str, save: str) -> 
     return before + found, after, sent
 
 
-@pytest.mark.parametrize(("stage", "to", "num_backwards"), [(0, 2, 1), (1, 0, 2)])
+@pytest.mark.parametrize(("stage", "to", "num_backwards"), [(0, 2, 1), (0, 2, 2), (1, 0, 2)])
 def test_momenta_and_errors_are_kept_by_late_gradients_and_at_another_stage(
     stage: int, to: int, num_backwards: int, tmp_path: Any
 ) -> None:
@@ -548,3 +552,31 @@ def test_a_rank_of_padding_knows_the_step(
     for found in (*whole, *resumed):
         for (value, is_frozen), (expected, was_frozen) in zip(found, whole[0], strict=True):
             assert value.equal(expected) and is_frozen == was_frozen
+
+
+class Frozen(OneBitState):
+    """Of an optimizer whose variance stays, on one rank."""
+
+    is_frozen, variance_steps, beta, unit = True, 5, 0.9, 1.0
+
+    def momentum_of(self, buffer: int) -> list[MomentumRange]:
+        return []
+
+    def still(self, buffer: int, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=torch.bool)
+
+
+def kept_errors(num_copies: int) -> Tensor:
+    group = open_collectives(dist.group.WORLD, torch.device("cpu"))
+    phase = Phase()
+    phase.bind(Frozen())
+    buffer = Buffer(0, CHUNK, (), torch.float32, is_sharded=True, is_gathered=False)
+    reducer = OneBitReducer(group, buffer, phase, num_copies)
+    reducer.keep(torch.ones(CHUNK))
+    return reducer.error
+
+
+def test_a_gradient_that_several_ranks_have_is_kept_once() -> None:
+    for num_copies in (1, 4):
+        (error,) = run_ranks(kept_errors, 1, num_copies)
+        assert error.eq(1 / num_copies).all()

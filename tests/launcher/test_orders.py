@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from xds.launcher.job import Job, Order, Rendezvous
+from xds.launcher.ranks import elastic
 from xds.launcher.remote.messages import MAX_BYTES, pack_orders, unpack_order
 from xds.utils.errors import UsageError
 
@@ -101,3 +102,12 @@ def test_a_host_that_is_not_among_them_is_told() -> None:
         unpack_order(text, None, {})
     with pytest.raises(UsageError, match="host number 2, but the orders are for 2 hosts"):
         unpack_order(text, 2, {})
+
+
+def test_ranks_of_a_host_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "num_cores", lambda: 9)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for num_ranks, threads in ((1, "9"), (4, "2"), (16, "1")):
+        assert elastic._environment(orders(1)[0], num_ranks)["OMP_NUM_THREADS"] == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's choice
+    assert "OMP_NUM_THREADS" not in elastic._environment(orders(1)[0], 4)

@@ -99,3 +99,13 @@ def test_inputs_leave_the_device() -> None:
     gone.step()
     for engine in (kept, gone):
         engine.destroy()
+
+
+def test_a_small_tensor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "MIN_BYTES", 64)
+    offload = activations.ActivationOffload(torch.device("cpu"))
+    small, large = torch.ones(15), torch.ones(16)
+    assert offload.offload(small) is small
+    moved = offload.offload(large)
+    assert moved is not large and offload.restore(moved).equal(large)
+    offload.close()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import run_ranks
 from models import build, micro_batch
-from offload_runs import AUTO, EVERYTHING, config_of, device_with
+from offload_runs import AUTO, EVERYTHING, Fixed, config_of, device_with
 from torch import nn
 
 import xds
+from xds.offload import device_memory
 from xds.offload.device_memory import free_at_peak
 from xds.ops.optim.state_places import scalars_are_beside
 from xds.utils.errors import ConfigError
@@ -77,6 +80,22 @@ def moves() -> None:
 
 def test_masters_move_in_the_order_of_forward() -> None:
     run_ranks(moves, 1)
+
+
+def with_room_on_one_rank() -> list[bool]:
+    engine = xds.initialize(build("plain"), config_of(2, "bf16", 1, AUTO, "AdamW"))
+    run(engine, range(3))
+    return stores(engine)
+
+
+def test_masters_move_where_they_fit_on_every_rank() -> None:
+    """Ranks gather a buffer together, so they move the same ones."""
+
+    def spare(_: torch.device) -> Any:
+        return Fixed(EVERYTHING if dist.get_rank() else 0)
+
+    with mock.patch.object(device_memory, "memory_of", spare):
+        assert all(map(all, run_ranks(with_room_on_one_rank, 2)))
 
 
 def resumes(folder: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from gathered import Peak
 from helpers import run_ranks
 from pipeline_runs import LENGTH, WIDTH, Model, batches, config_of, reference, worst
 from runs import PRECISIONS
@@ -212,3 +213,24 @@ def check(case: Case, reduce: str = "step") -> None:
 def test_a_step_reduces_and_gathers_once_and_each_micro_batch_sends_a_multiple() -> None:
     check(Case(2, 2, 1, kind="tied"))
     check(Case(2, 2, 2), "micro_batch")
+
+
+def peak_of_a_stage(max_live_numel: int) -> tuple[int, int, int]:
+    """The most gathered elements of a step, those of the root and two blocks, those of the stage."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "unit_min_numel": 1}
+    limits = {"stage3_max_live_parameters": max_live_numel, "stage3_prefetch_bucket_size": 0}
+    config = config_of(2, COUNT, zero=zero | limits | {"stage3_max_reuse_distance": 0})
+    engine = xds.initialize(Model(8), config)
+    peak = Peak(engine)
+    engine.train_batch(iter(batches(0, engine.dp_rank, COUNT)))
+    *blocks, root = [unit.most_numel for unit in engine._sharded.units]
+    found = peak.numel, root + 2 * max(blocks), root + sum(blocks)
+    engine.destroy()  # gathers all
+    return found
+
+
+def test_a_stage_above_the_limit_of_live_parameters_is_gathered_block_by_block() -> None:
+    held = run_ranks(peak_of_a_stage, 4, 10**9)
+    assert all(peak == whole for peak, _, whole in held)
+    least = min(whole for *_, whole in held) - 1
+    assert all(peak <= blocks for peak, blocks, _ in run_ranks(peak_of_a_stage, 4, least))

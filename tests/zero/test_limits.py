@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gathered import Peak
 from helpers import run_ranks
 from runs import config
 from torch import Tensor, nn
@@ -36,24 +37,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=True) if self.recomputes else block(x)
         return x.square().mean()
-
-
-class Peak:
-    """The most elements of gathered parameters that had memory at once."""
-
-    def __init__(self, engine: xds.Engine) -> None:
-        self._flats = [flat for unit in engine._sharded.units for flat in unit.params]
-        self.numel = 0
-        for flat in self._flats:
-            flat.start_unshard = self._noted(flat.start_unshard)
-
-    def _noted(self, start: Any) -> Any:
-        def started() -> None:
-            start()
-            held_bytes = sum(flat.raw.untyped_storage().nbytes() for flat in self._flats)
-            self.numel = max(self.numel, held_bytes // 4)
-
-        return started
 
 
 def gathered(limits: dict[str, int], recomputes: bool = False) -> list[tuple[int, int]]:
@@ -143,6 +126,24 @@ def reductions_at_once(stage: int, overlaps: bool) -> int:
     engine.destroy()
     assert counts[0] == 0
     return counts[1]
+
+
+def sums_across_at_once() -> int:
+    """Over the two replicas of MiCS."""
+    engine = xds.initialize(Model(recomputes=False), config(3, zero={"mics_shard_size": 2}))
+    group, counts = engine._sharded.flat_groups.data.levels.across, [0, 0]
+    start = group.all_reduce
+    group.all_reduce = lambda *args, **how: Counted(start(*args, **how), counts)
+    for step in range(2):
+        engine.backward(engine(torch.full((2, WIDTH), 1.0 + step)))
+        engine.step()
+    engine.destroy()
+    assert counts[0] == 0
+    return counts[1]
+
+
+def test_few_sums_are_on_their_way_to_replicas() -> None:
+    assert run_ranks(sums_across_at_once, 4) == [3] * 4
 
 
 @pytest.mark.parametrize("stage", [1, 3])
