@@ -117,50 +117,93 @@ def save_checkpoint(
     options: SaveOptions,
 ) -> None:
     """See `Engine.save_checkpoint`."""
-    collectives = parts.sharded.collectives
-    saver = parts.saver
+    collectives, saver = parts.sharded.collectives, parts.saver
     assert saver is not None
-    is_first = collectives.rank == 0
-    claims: list[Claim] = []  # the folder that this rank has made
+    save = _Save(parts, counters, options)
+    try:
+        # a rank that cannot take a step says so in its message: then all ranks raise
+        prepare = partial(save.prepare, save_dir, tag, client_state)
+        _, shared = together(collectives, DOING, prepare, save.shared_values)
+        save.agree(shared)
+    except BaseException:
+        save.discard_folder()
+        raise
+    saver.save(save.job(), save.content.entries)
 
-    def prepare() -> tuple[_Content, Path, str]:
-        folder = check_folder("save_dir", save_dir)
-        name = check_tag(f"global_step{counters.global_steps}" if tag is None else tag)
+
+@final
+class _Save:
+    """One save on this rank. Its steps, in this order:
+
+    prepare        refuses what can be refused, collects the content; rank 0 makes the folder
+    shared_values  what each rank tells the others: its tag, the folder, checksums of its buffers
+    agree          takes one tag, and divides the buffers among the ranks
+    job            what is left to do: write the files, and commit
+    """
+
+    content: _Content
+    save_dir: Path
+
+    def __init__(self, parts: Parts, counters: Counters, options: SaveOptions) -> None:
+        self._parts = parts
+        self._counters = counters
+        self._options = options
+        self._claim: Claim | None = None  # of the folder, on rank 0, which has made it
+        self._tag = ""
+        self._folder_name = ""
+
+    @property
+    def _is_first(self) -> bool:
+        return self._parts.sharded.collectives.rank == 0
+
+    def prepare(
+        self, save_dir: str | Path, tag: str | None, client_state: Mapping[str, Any] | None
+    ) -> None:
+        """Raises what the arguments or the state of the engine do not allow. No file is written yet."""
+        parts, counters = self._parts, self._counters
+        assert parts.saver is not None
+        self.save_dir = check_folder("save_dir", save_dir)
+        self._tag = check_tag(f"global_step{counters.global_steps}" if tag is None else tag)
         if client_state is not None and not isinstance(client_state, Mapping):
             raise wrong("client_state", client_state, "a dict, or None")
-        saver.wait()
-        content = _prepare(parts, counters, client_state, options)
-        if is_first:
-            claims.append(make_folder(folder, name))
-        return content, folder, name
+        parts.saver.wait()
+        self.content = _prepare(parts, counters, client_state, self._options)
+        if self._is_first:
+            self._claim = make_folder(self.save_dir, self._tag)
 
-    def share(prepared: tuple[_Content, Path, str]) -> Any:
-        content, _, name = prepared
-        return [name, [claim.folder.name for claim in claims], _buffer_sums(content.snapshot)]
+    def shared_values(self, _: None) -> Any:
+        folder_name = self._claim.folder.name if self._claim is not None else ""
+        return [self._tag, folder_name, _buffer_sums(self.content.snapshot)]
 
-    try:
-        (content, folder, name), shared = together(collectives, DOING, prepare, share)
-        name = _agreed_tag([tags for tags, _, _ in shared], options.tag_validation, is_first)
-        _add_own(content, parts, counters, [sums for _, _, sums in shared])
-    except BaseException:
-        for claim in claims:
-            discard(claim.folder)
-            claim.release()
-        raise
-    job = SaveJob(
-        collectives=collectives,
-        save_dir=folder,
-        folder=folder / shared[0][1][0],
-        claim=claims[0] if claims else None,
-        tag=name,
-        save_latest=options.save_latest,
-        keep_last=saver.keep_last,
-        mesh=content.snapshot.mesh,
-        stage=parts.config.zero_optimization.stage,
-        part=content.part(),
-        state=content.state,
-    )
-    saver.save(job, content.entries)
+    def agree(self, shared: list[Any]) -> None:
+        """`shared`: the values of all ranks, in rank order."""
+        tags = [tag for tag, _, _ in shared]
+        self._tag = _agreed_tag(tags, self._options.tag_validation, self._is_first)
+        self._folder_name = shared[0][1]
+        _add_own(self.content, self._parts, self._counters, [sums for _, _, sums in shared])
+
+    def discard_folder(self) -> None:
+        """Remove the folder, if this rank has made it."""
+        if self._claim is not None:
+            discard(self._claim.folder)
+            self._claim.release()
+
+    def job(self) -> SaveJob:
+        parts = self._parts
+        assert parts.saver is not None
+        return SaveJob(
+            collectives=parts.sharded.collectives,
+            save_dir=self.save_dir,
+            folder=self.save_dir / self._folder_name,
+            claim=self._claim,
+            tag=self._tag,
+            save_latest=self._options.save_latest,
+            keep_last=parts.saver.keep_last,
+            mesh=self.content.snapshot.mesh,
+            stage=parts.config.zero_optimization.stage,
+            part=self.content.part(),
+            state=self.content.state,
+        )
 
 
 def _agreed_tag(tags: list[str], tag_validation: str, is_first: bool) -> str:
