@@ -29,9 +29,9 @@ watch                                  ops/watch/watcher.py, on several ranks
 argument of `initialize`               what it adds
 -------------------------------------  ---------------------------------------------------------------
 weights, or a model on meta            zero/construction/
-training_data                          data/loaders.py; with data_packing data/packing.py; with data_efficiency.
-                                       data_sampling data/curriculum.py, or data/dynamic_batches.py and
-                                       optim/variable_batch.py
+training_data                          data/loaders.py; with data_packing data/packing.py and packing/;
+                                       with data_efficiency.data_sampling data/curriculum.py, or
+                                       data/dynamic_batches.py and optim/variable_batch.py
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ from .optim.optimizers import (
     split_for_muon,
 )
 from .parallel.division import LocalModel, divide
-from .parts import Compressing, LoopFactory, ModelSchedules, Parts, Preemption
+from .parts import Compressing, LoopFactory, ModelSchedules, Packing, Parts, Preemption
 from .process.process import is_launched, join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport
@@ -274,6 +274,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         record = _record(config, device, mesh, collectives)
         monitor = _monitor(config, record)
         loader = _loader(given.training_data, given.collate_fn, config, mesh, collectives)
+        packing = _packing(model, config, loader, collectives)
         scheduler = _scheduler(config, given.lr_scheduler, optimizer, loader) if optimizer else None
     return Parts(
         config=config,
@@ -297,6 +298,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         preemption=_preemption(config, collectives, trains),
         schedules=changes.schedules,
         compressing=_compressing(model) if compresses else Compressing(),
+        packing=packing,
         opened=mesh.opened,
         loop=_loop(local, mesh, config, sharded, cutter),
     )
@@ -642,6 +644,15 @@ def _loader(
         step_samples=config.train_batch_size if config.elasticity.enabled else 0,
         **common,
     )
+
+
+def _packing(model: nn.Module, config: Config, loader: Any, collectives: Collectives) -> Packing:
+    """Keeps the samples of packed rows apart in forwards, and proves it."""
+    if loader is None or not config.data_packing.tokens:
+        return Packing()
+    from .packing.forwards import PackedForwards
+
+    return PackedForwards(model, config, collectives, loader.source.recent)
 
 
 def _give_values(

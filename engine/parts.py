@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -109,6 +109,31 @@ class ModelSchedules:
         return
 
 
+class Packing:
+    """How forwards treat the rows of data_packing: by default there are none."""
+
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of a forward of packed rows."""
+        return dict(kwargs)
+
+    def apart(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Around that forward: attention masks the samples of a row from each other."""
+        return nullcontext()
+
+    def trial(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Forwards that prove it, before this one is trained; None: nothing is to be proven. For all ranks."""
+        return None
+
+    def judge(self, trial: Any) -> None:
+        """The forwards of the trial have run. A collective.
+
+        Raises UsageError: samples of a row are not apart.
+        """
+        return
+
+
 class Compressing:
     """What becomes of weights as training proceeds: by default nothing."""
 
@@ -156,6 +181,7 @@ class Parts:
     preemption: Preemption
     schedules: ModelSchedules
     compressing: Compressing
+    packing: Packing
     opened: list[Collectives]  # of all groups that this engine uses
     loop: LoopFactory
 

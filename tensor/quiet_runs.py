@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
 from torch import nn
 
 Holding = Callable[[nn.Module], AbstractContextManager[None]]
@@ -27,4 +29,24 @@ def alone(region: nn.Module, holding: Holding) -> Iterator[None]:
                 module._forward_pre_hooks, module._forward_hooks = before, after
 
 
-__all__ = ["Holding", "alone"]
+def uncompiled() -> AbstractContextManager[None]:
+    """Inside, compiled functions run as they were written; a process without a compiler has none."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` is in evaluation mode; afterwards each module is in its own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+__all__ = ["Holding", "alone", "evaluating", "uncompiled"]

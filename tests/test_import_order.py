@@ -168,7 +168,7 @@ ENGINE_FLOORS = (  # rooms of engine/: folders, and files beside them; the lowes
     "steps",
     "model",
     "parallel",
-    "dropping preemption torch_calls",
+    "dropping packing preemption torch_calls",
     "internals planning",
     "engine",
     "initialize",

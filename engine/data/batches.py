@@ -206,13 +206,24 @@ def _moves_itself(value: Any) -> bool:
     return is_movable and not isinstance(value, nn.Module | type)
 
 
+def as_inputs(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The positional arguments and those by name that `call_with` calls a function with."""
+    if isinstance(batch, Mapping):
+        return (), batch
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+def as_batch(like: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The opposite: a batch of the kind of `like`."""
+    if isinstance(like, Mapping):
+        return dict(kwargs)
+    return args if isinstance(like, tuple | list) else args[0]
+
+
 def call_with(function: Callable[..., Any], batch: Any) -> Any:
     """Call `function` with a mapping as keyword arguments, a tuple or list as positional ones."""
-    if isinstance(batch, Mapping):
-        return function(**batch)
-    if isinstance(batch, tuple | list):
-        return function(*batch)
-    return function(batch)
+    args, kwargs = as_inputs(batch)
+    return function(*args, **kwargs)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any, final
@@ -28,6 +29,7 @@ from ...utils.quoting import quoted
 from ..config.sections import DataPacking
 from .loaders import RankLoader, Resumable, check_indexed
 
+NUM_RECENT = 8  # micro-batches that a script may have read ahead
 WINDOW = 4096  # samples that are packed together: bounds the memory
 IGNORED = -100  # the label that a loss leaves out
 LABELS, POSITIONS = "labels", "position_ids"
@@ -96,6 +98,8 @@ class PackedRows(IterableDataset[Any], Resumable):
         self._lengths = None if self._is_stream else self._known_lengths()
         self.epoch = self._skip = 0
         self._current = {"epoch": 0, "rows": 0}
+        # tokens and positions of the last micro-batches, for the proof that a model keeps their samples apart
+        self.recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=NUM_RECENT)
 
     # -- positions --------------------------------------------------------------------------------------
 
@@ -116,6 +120,11 @@ class PackedRows(IterableDataset[Any], Resumable):
         if skip and not self._is_stream and next(self._whole_steps(epoch, skip), None) is None:
             epoch, skip = epoch + 1, 0
         self.epoch, self._skip = epoch, skip
+
+    def given(self, batch: Any, start: Mapping[str, int], end: Mapping[str, int]) -> Any:
+        tokens, positions, batch = batch
+        self.recent.append((tokens, positions))
+        return batch
 
     # -- rows -------------------------------------------------------------------------------------------
 
@@ -246,6 +255,8 @@ class PackedRows(IterableDataset[Any], Resumable):
 class PadRows:
     """Makes a micro-batch of rows: a tensor [rows, tokens] for each column, and `position_ids`.
 
+    The result is tokens, positions, and the micro-batch.
+
     With `cu_seqlens` also that, int32 [samples + 1]: where each sample begins in the flattened micro-batch, and
     the end of the last one. The padding of a row counts as a sample.
     """
@@ -270,7 +281,8 @@ class PadRows:
             starts = (batch[POSITIONS].view(-1) == 0).nonzero().view(-1)
             end = starts.new_full((1,), len(rows) * width)
             batch["cu_seqlens"] = torch.cat([starts, end]).int()
-        return batch if self._collate_fn is None else self._collate_fn(batch)
+        tokens, positions = batch[next(iter(self._packing.columns))], batch[POSITIONS]
+        return tokens, positions, batch if self._collate_fn is None else self._collate_fn(batch)
 
 
 def _padded(values: Tensor, width: int, pad: float) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
+from ...tensor.quiet_runs import evaluating
 from ...tensor.same_batches import SameBatches
 from ...tensor.sequence.exchange import sum_of_parts
 from ...utils.errors import UsageError
@@ -183,7 +184,7 @@ class SequenceCutter:
             if self._short is None:
                 return forward(model, *args, **kwargs)
             short, self._short = self._short, None
-            with _without_dropout(model), untouched_buffers(model.modules()), torch.no_grad():
+            with evaluating(model), untouched_buffers(model.modules()), torch.no_grad():
                 self._prove(functools.partial(forward, model), short)
             return forward(model, **self._tokens.cut(kwargs))
 
@@ -214,17 +215,6 @@ class SequenceCutter:
         for hook in self._hooks:
             hook.remove()
         self._tokens.undo()
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 Cutter = SequenceCutter | ScriptSequences

@@ -30,7 +30,7 @@ from ...utils.errors import UsageError
 from ...utils.module_buffers import untouched_buffers
 from ...zero.model.stage_units import StageUnits
 from ..counters import Counters
-from ..data.batches import loss_of, move
+from ..data.batches import as_batch, as_inputs, loss_of, move
 from ..data.loaders import RepeatingLoader
 from ..data.sharing import share_batches
 from ..means import UNIT, Weight, weighted
@@ -94,9 +94,13 @@ class PipelineStates(StageStates):
         self._units = units
         self._schedules = schedules
 
+    def begin(self, batches: Sequence[Any]) -> None:
+        """The micro-batches of the next run."""
+        self._batches = batches
+
     def forward(self, micro_batch: int) -> AbstractContextManager[Any]:
         self._schedules.enter(micro_batch)
-        return self._step.stage_forward()
+        return self._step.stage_forward(self._batches[micro_batch])
 
     def backward(
         self, stage: int, micro_batch: int, *, reduces: bool
@@ -158,12 +162,14 @@ class PipelineLoop(Loop):
     def train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
         count = self._counters.accumulation.steps_now
         batches = self._take(engine, data_iter, count, "train_batch")
+        self._prove_packing(engine.module, batches)
         self._prove_sequences(engine.module, batches)
         engine.module.train()
         if count not in self._tables:
             gathers_each = not self._units.holds_all
             self._tables[count] = self._pipeline.table_of(count, gathers_each=gathers_each)
         with self._on_all_stages("train_batch"):
+            self._states.begin(batches)
             outcome = self._executor.run(
                 self._tables[count],
                 self._pipeline.rank,
@@ -181,6 +187,24 @@ class PipelineLoop(Loop):
             self._counters.count_micro_batches()
         engine.end_step()
         return loss
+
+    def _prove_packing(self, module: nn.Module, batches: Sequence[Any]) -> None:
+        """Before the first step: the samples of packed rows are apart."""
+        packing, batch = self._parts.packing, batches[0]
+        trial = packing.trial(*as_inputs(batch))
+        if trial is None:
+            return
+        with (
+            self._on_all_stages("the proof of packed rows"),
+            trial.observing(module),
+        ):
+            for number, inputs in enumerate(trial.runs):
+                run = as_batch(batch, *inputs)
+                self._pipeline.channel.begin([(f"packed rows, {number}", signature(run))])
+                self._forward([run], computes_loss=False)
+                trial.end_run()
+        packing.judge(trial)
+        self._pipeline.channel.begin(_inputs("train_batch", batches))
 
     @torch.no_grad()
     def _prove_sequences(self, module: nn.Module, batches: Sequence[Any]) -> None:
@@ -226,6 +250,7 @@ class PipelineLoop(Loop):
     def _forward(self, batches: Sequence[Any], **how: Any) -> PipelineOutputs:
         """The forwards of `batches` over all stages."""
         table, rank = self._forward_table(len(batches)), self._pipeline.rank
+        self._states.begin(batches)
         return self._executor.run(table, rank, batches, factor=None, **how)
 
     @torch.no_grad()
@@ -302,7 +327,12 @@ class PipelineLoop(Loop):
         else:
             converted = self._converted(data_iter)
             found = share_batches(self._pipeline.pipe, converted, count, device, call)
-        return [move(batch, device) for batch in found]
+        return [self._packed(move(batch, device)) for batch in found]
+
+    def _packed(self, batch: Any) -> Any:
+        """The batch with what packed rows need."""
+        args, kwargs = as_inputs(batch)
+        return as_batch(batch, args, self._parts.packing.inputs(args, kwargs))
 
     def _agree(self, inputs: Sequence[Hashable], problem: UsageError | None, call: str) -> None:
         """Raise on all ranks what is wrong with the batches of one. Sends 8 bytes to each rank.

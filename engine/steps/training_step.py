@@ -21,7 +21,7 @@ from ...utils.quoting import quoted
 from ...zero.core.backward_pass import BackwardRules, ScriptBackward
 from ...zero.core.reduction import Scope, StepStatus
 from ..counters import Counters
-from ..data.batches import check_loss, move
+from ..data.batches import as_inputs, check_loss, move
 from ..means import UNIT, Weight, checked_weight
 from ..optim.loss_scale import GradientFactor, mark, running_loss_scale, scaled_backward
 from ..parts import Parts
@@ -116,9 +116,21 @@ class TrainingStep(BackwardRules):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output, under autocast where the config says so."""
+        packing, module = self._parts.packing, self._parts.module
+        kwargs = packing.inputs(args, kwargs)
+        trial = packing.trial(args, kwargs) if module.training else None
+        if trial is not None:
+            with trial.observing(module):
+                for inputs in trial.runs:
+                    self._run(*inputs)
+                    trial.end_run()
+            packing.judge(trial)
         if torch.is_grad_enabled():
             self._accumulation.forward()
             self._allocate_states()
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._parts.module
         self._sharded.check_unchanged()
         if self._keeps_used:
@@ -133,6 +145,7 @@ class TrainingStep(BackwardRules):
             self._parts.autocast(),
             self._sharded.collectives.publishing_errors("forward"),
             watched,
+            self._parts.packing.apart(args, kwargs),
         ):
             return module(*args, **kwargs)
 
@@ -225,13 +238,14 @@ class TrainingStep(BackwardRules):
         self._sharded.check_unchanged()
 
     @contextmanager
-    def stage_forward(self) -> Iterator[None]:
-        """Around the forward of one pipeline stage."""
+    def stage_forward(self, batch: Any) -> Iterator[None]:
+        """Around the forward of one pipeline stage for this micro-batch."""
         watched = self._sharded.forward_context(
             is_training=self._parts.module.training,
             is_compiled=self._parts.compiler.is_compiled,
         )
-        with self._report.region("forward"), self._parts.autocast(), watched:
+        apart = self._parts.packing.apart(*as_inputs(batch))
+        with self._report.region("forward"), self._parts.autocast(), watched, apart:
             yield
 
     @contextmanager

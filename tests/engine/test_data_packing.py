@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,26 +226,35 @@ def test_what_cannot_be_packed_is_one_sentence() -> None:
 # -- models of transformers -----------------------------------------------------------------------------------
 
 
-def model_of(kind: str) -> nn.Module:
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 2},
+    "opt": {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 0},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},  # no position_ids, but distances
+    "rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "context_length": 64},
+    "bart": {
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+    },
+}
+NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "hidden_dropout")
+
+
+def model_of(kind: str, *, has_dropout: bool = False) -> nn.Module:
+    """As users build it: its cache is on."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "vocab_size": VOCAB,
-    }
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    more: dict[str, Any] = {"use_cache": False, "attn_implementation": "sdpa"}
-    if kind == "gpt2":
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB}
-        more |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more))
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4} | SIZES[kind]
+    off = {} if has_dropout else dict.fromkeys(NO_DROPOUT, 0.0)
+    config = AutoConfig.for_model(kind, vocab_size=VOCAB, **sizes, **off)
+    return AutoModelForCausalLM.from_config(config)
 
 
-def one_by_one(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[float, float]:
-    """The mean loss over all labels of the samples, one a forward, and the norm of its gradient."""
+def one_by_one(model: Any, batches: list[dict[str, Tensor]]) -> Tensor:
+    """The mean loss over all labels of the samples, one a forward. Leaves its gradients."""
     total, number = torch.zeros(()), 0
     for batch in batches:
         for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
@@ -252,37 +262,170 @@ def one_by_one(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[floa
             for start, stop in itertools.pairwise(starts):
                 sample = ids[None, start:stop]
                 if sample[0, 0] and stop - start > 1:  # not padding
-                    loss = model(input_ids=sample, labels=sample).loss
+                    loss = loss_of(model(input_ids=sample, labels=sample))
                     total, number = total + loss * (stop - start - 1), number + stop - start - 1
     (total / number).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
-    return (total / number).item(), norm.item()
+    return (total / number).detach()
 
 
-def packed(kind: str, stage: int, more: dict[str, Any]) -> None:
-    config = runs.config(stage, samples=2, accumulation=2, data_packing={"tokens": TOKENS}) | more
-    data = Samples(number=40)
-    engine = xds.initialize(model_of(kind), config, training_data=data)
+def loss_of(output: Any) -> Tensor:
+    found: Tensor = output if isinstance(output, Tensor) else output.loss
+    return found
+
+
+SGD: dict[str, Any] = {
+    "optimizer": "SGD",
+    "params": {"lr": 0.5},
+    "data_packing": {"tokens": TOKENS},
+}
+
+
+def packed(build: Any, stage: int, more: dict[str, Any]) -> None:
+    """Two micro-batches by SGD without clipping, against plain torch with one sample a row."""
+    config = runs.config(stage, samples=2, accumulation=2, **(SGD | more))
+    engine = xds.initialize(build(), config, training_data=Samples(number=40))
     batches = list(itertools.islice(iter(engine.training_dataloader), 2))
     for batch in batches:
         n = (batch["labels"][:, 1:] != -100).sum()
-        engine.backward(engine(**batch).loss, weight=n)
+        engine.backward(loss_of(engine(**batch)), weight=n)
         engine.step()
-    found = engine.mean_loss(), engine.get_global_grad_norm()
     rows = torch.cat([torch.stack([one["input_ids"], one["position_ids"]]) for one in batches], 1)
     everything = engine.gather_for_metrics(rows.transpose(0, 1).contiguous(), None)
     ids, positions = everything.transpose(0, 1)
-    wanted = one_by_one(model_of(kind), [{"input_ids": ids, "position_ids": positions}])
-    assert found == pytest.approx(wanted, rel=1e-6)
+    plain = build()
+    wanted = one_by_one(plain, [{"input_ids": ids, "position_ids": positions}])
+    assert engine.mean_loss() == pytest.approx(wanted.item(), rel=1e-6)
+    torch.optim.SGD(plain.parameters(), 0.5).step()
+    found = engine.state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-6), name
     engine.destroy()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "bloom"])
 def test_packed_rows_have_the_loss_and_gradients_of_one_sample_a_row(kind: str) -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
-    run_ranks(packed, 2, kind, 2, {})
+    run_ranks(packed, 2, partial(model_of, kind), 2, {})
     if kind == "llama":
-        run_ranks(packed, 4, kind, 3, {"sequence_parallel_size": 2})
+        run_ranks(packed, 4, partial(model_of, kind), 3, {"sequence_parallel_size": 2})
+        slices = {"tensor_parallel": {"tp_size": 2}}
+        run_ranks(packed, 2, partial(model_of, kind), 1, slices)
+
+
+# -- the proof that samples are apart -------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """A model that a user has written: `masks` its samples from each other, or not."""
+
+    def __init__(self, *, masks: bool = True, restarts: bool = True, gates: bool = False) -> None:
+        super().__init__()
+        self._masks, self._restarts = masks, restarts
+        self.tokens, self.places = nn.Embedding(VOCAB, 32), nn.Embedding(TOKENS, 32)
+        self.states, self.out, self.head = (
+            nn.Linear(32, 96),
+            nn.Linear(32, 32),
+            nn.Linear(32, VOCAB),
+        )
+        if gates:  # at first no token depends on another
+            nn.init.zeros_(self.out.weight)
+            nn.init.zeros_(self.out.bias)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
+        length = input_ids.shape[1]
+        places = torch.arange(length).expand_as(input_ids)
+        is_known = position_ids is not None and self._restarts
+        x = self.tokens(input_ids) + self.places(position_ids if is_known else places)
+        sample = torch.zeros_like(places) if position_ids is None else (position_ids == 0).cumsum(1)
+        mask = places[:, :, None] >= places[:, None]
+        if self._masks:
+            mask = mask & (sample[:, :, None] == sample[:, None])
+        query, key, value = self.states(x).chunk(3, 2)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, mask)
+        logits = self.head(x + self.out(attended))[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def own_model(**how: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return Own(**how)
+
+
+def refusal(build: Any, stage: int, names: list[str], more: dict[str, Any]) -> tuple[int, str]:
+    """The steps that were trained, and the sentence that refuses the next one."""
+    config = runs.config(stage, samples=2, **(SGD | more))
+    engine = xds.initialize(build(), config, training_data=Samples())
+    try:
+        for step, batch in enumerate(engine.training_dataloader):
+            engine.backward(loss_of(engine(**{name: batch[name] for name in names})))
+            engine.step()
+            if step == 3:
+                return step, "trains"
+        raise AssertionError
+    except UsageError as error:
+        return engine.global_steps, str(error)
+    finally:
+        engine.destroy()
+
+
+ALL = ["input_ids", "labels", "position_ids"]
+SEES = "a token depends on other samples of its row"
+
+
+@pytest.mark.parametrize(
+    ("build", "names", "steps", "says"),
+    [
+        (partial(own_model, masks=False), ALL, 0, SEES),
+        (own_model, ALL[:2], 0, "pass it position_ids of the batch"),
+        (
+            partial(own_model, restarts=False),
+            ALL,
+            0,
+            "its positions do not restart; embed positions",
+        ),
+        (partial(own_model, masks=False, gates=True), ALL, 1, SEES),
+        (partial(model_of, "rwkv"), ALL, 0, f"in RwkvForCausalLM {SEES}"),
+        (partial(model_of, "bart"), ALL, 0, "BartForCausalLM computes something else"),
+    ],
+)
+def test_a_model_whose_samples_are_not_apart_is_refused_on_every_rank(
+    build: Any, names: list[str], steps: int, says: str
+) -> None:
+    for stage in (0, 3):
+        for found in run_ranks(refusal, 2, build, stage, names, {}):
+            assert found[0] == steps and says in found[1] and "\n" not in found[1]
+
+
+def test_a_model_of_a_user_that_masks_its_samples_trains() -> None:
+    run_ranks(packed, 2, own_model, 3, {})
+    run_ranks(packed, 2, partial(own_model, gates=True), 0, {})
+
+
+def proven(has_packing: bool) -> list[Any]:
+    """Losses with dropout, buffers that forwards write, and a random number after them."""
+    config = runs.config(2, samples=2, **SGD)
+    rows = list(itertools.islice(loader(Samples()), 3))
+    if not has_packing:
+        del config["data_packing"]
+    model = nn.ModuleList([model_of("gpt2", has_dropout=True)])
+    engine = xds.initialize(model[0], config, training_data=Samples() if has_packing else None)
+    torch.manual_seed(5)
+    found = []
+    for batch in rows:
+        more = {} if has_packing else {"use_cache": False}
+        loss = engine(**batch, **more).loss
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    engine.destroy()
+    return [*found, torch.rand(()).item()]
+
+
+def test_the_proof_changes_no_bit_of_the_training() -> None:
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    assert run_ranks(proven, 2, True) == run_ranks(proven, 2, False)
 
 
 def losses_of_train_batch(more: dict[str, Any]) -> list[float]:

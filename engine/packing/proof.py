@@ -1,0 +1,200 @@
+"""Proves that a model computes packed samples as if each had its row: no logit of a sample depends on another.
+
+    tokens     0 1 2 3 4 | 0 1 2 3 4 | 0 1 2 3 4      all samples have the same tokens: equal logits
+    odd        0 1 2 3 4 | x x x 3 x | 0 1 2 3 4      other tokens in odd samples: those of even ones stay
+    even       x x x 3 x | 0 1 2 3 4 | x x x 3 x      and the other way round
+
+Token 3 stays: how much its logits move within its own sample says how much a leak would move. Where they do not
+move, as those of a head that begins with zeros, a later forward is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.torch_internals import tree_leaves
+from ...tensor.quiet_runs import evaluating, uncompiled
+from ...utils.module_buffers import untouched_buffers
+from .inputs import Inputs, PackedInputs
+from .masks import sample_numbers
+
+NUM_SAMPLES, MAX_TOKENS = 3, 48  # of the rows that are made for the proof
+KEPT = 4  # every 4th token stays
+LEAK = {torch.float64: 1e-3, torch.float32: 1e-3}  # of what a token of the same sample moves
+LEAK_16_BITS = 0.1
+OTHER_PLACE = 0.1
+ROUNDING = 8  # units in the last place
+VISIBLE = 4  # times the rounding
+
+
+class Verdict(NamedTuple):
+    """What one rank has seen."""
+
+    leaks: bool = False
+    differs_by_place: bool = False
+    is_proven: bool = False
+    is_seen: bool = False  # there was an output with values for each token
+
+
+@final
+@dataclass(eq=False)
+class Trial:
+    """Three forwards, and what they gave.
+
+    runs: their inputs. positions: [B, N] of these. has_equal: samples of the first run have the same tokens.
+    """
+
+    runs: list[Inputs]
+    positions: Tensor
+    dtype: torch.dtype  # of the forward's computation
+
+    def __post_init__(self) -> None:
+        self._outputs: list[Tensor] = []
+
+    @contextmanager
+    def observing(self, model: nn.Module) -> Iterator[None]:
+        """Inside, forwards of `model` leave no trace in it, and their last output for each token is kept."""
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        devices = [device] if device.type == "cuda" else []
+        self._seen: Tensor | None = None
+        hooks = [module.register_forward_hook(self._see) for module in model.modules()]
+        try:
+            with (
+                torch.random.fork_rng(devices),
+                evaluating(model),
+                untouched_buffers(model.modules()),
+                torch.no_grad(),
+                uncompiled(),
+            ):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def end_run(self) -> None:
+        """One forward is over."""
+        if self._seen is not None:
+            self._outputs.append(self._seen)
+        self._seen = None
+
+    def _see(self, module: nn.Module, args: Any, output: Any) -> None:
+        # the outermost module ends last; where its output has no values of tokens, an inner one has
+        found = [by_token(leaf, self.positions.shape) for leaf in tree_leaves(output)]
+        values = [leaf.detach() for leaf in found if leaf is not None]
+        if values:
+            self._seen = torch.cat([value.double() for value in values], 2)
+
+    def verdict(self) -> Verdict:
+        """What the forwards show on this rank."""
+        if len(self._outputs) < len(self.runs):
+            return Verdict()
+        plain, odd, even = self._outputs
+        samples = sample_numbers(self.positions)
+        is_several = (samples[:, -1:] > 0).expand_as(samples)
+        is_odd = samples % 2 == 1
+        moves = [(odd, is_odd), (even, ~is_odd)]
+        stays = self.positions % KEPT == KEPT - 1
+        other, own = Mean(), Mean()
+        for output, is_changed in moves:
+            moved = (output - plain).abs().mean(2)
+            other.add(moved, ~is_changed & is_several)
+            own.add(moved, is_changed & stays)
+        is_wide = self.dtype.itemsize >= 4
+        rounding = torch.finfo(self.dtype).eps * float(plain.abs().mean())
+        rounding *= ROUNDING if is_wide else 1
+        share = LEAK.get(self.dtype, LEAK_16_BITS)
+        leaks = other.value > max(share * own.value, rounding)
+        place = _difference_by_place(plain, samples, self.positions)
+        differs = place > max(OTHER_PLACE * own.value, 4 * rounding)
+        # equal bits beside bits that move prove it as well
+        shows = own.value > (VISIBLE * rounding if other.value else 0)
+        return Verdict(leaks, differs, shows, is_seen=True)
+
+
+@dataclass
+class Mean:
+    """The mean of values at some tokens."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, values: Tensor, at: Tensor) -> None:
+        self.total += float(values[at].sum())
+        self.count += int(at.sum())
+
+    @property
+    def value(self) -> float:
+        return self.total / max(1, self.count)
+
+
+def trial_of(found: PackedInputs, columns: list[str], pad: Any, dtype: torch.dtype) -> Trial | None:
+    """The forwards for these inputs; None: they have too few tokens, or no two samples in a row.
+
+    columns: of the samples. pad: the token of padding.
+    """
+    length = min(found.ids.shape[1], MAX_TOKENS)
+    is_short = found.is_plain(columns)
+    tokens = torch.unique(found.ids)
+    tokens = tokens[(tokens != pad) & (tokens >= 0)]
+    num_samples = min(NUM_SAMPLES, length // KEPT)
+    if len(tokens) < 2 or (is_short and num_samples < 2):
+        return None
+    if is_short:
+        places = torch.arange(length, device=found.ids.device) % (length // num_samples)
+        positions = places.repeat(len(found.ids), 1)
+    else:
+        positions = found.positions
+        if int(sample_numbers(positions)[:, -1].max()) == 0:
+            return None
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(tokens), (int(positions.max()) + 1,), generator=generator)
+    drawn = drawn.to(tokens.device)
+    stays = torch.arange(len(drawn), device=tokens.device) % KEPT == KEPT - 1
+    changed = torch.where(stays, drawn, (drawn + 1) % len(tokens))
+    both = [tokens[row][positions] for row in (drawn, changed)]
+    is_odd = sample_numbers(positions) % 2 == 1
+    rows = [both[0], torch.where(is_odd, *both[::-1]), torch.where(is_odd, *both)]
+    runs = [
+        found.short(positions, ids.to(found.ids.dtype))
+        if is_short
+        else found.with_ids(ids.to(found.ids.dtype))
+        for ids in rows
+    ]
+    return Trial(runs, positions, dtype)
+
+
+def by_token(value: Any, shape: torch.Size | tuple[int, ...]) -> Tensor | None:
+    """[B, N, C] of an output with values for each token, in the common layouts; None: it has none."""
+    size, length = shape
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
+        return None
+    if value.dim() > 2 and tuple(value.shape[:2]) == (size, length):
+        return value.flatten(2)
+    if value.dim() > 2 and tuple(value.shape[:2]) == (length, size):
+        return value.flatten(2).transpose(0, 1)
+    if value.shape[0] == size * length:
+        return value.reshape(size, length, -1)
+    return None
+
+
+def _difference_by_place(output: Tensor, samples: Tensor, positions: Tensor) -> float:
+    """How much samples of a row differ from the first one, which has the same tokens, and as many."""
+    found = Mean()
+    for row, numbers, places in zip(output, samples, positions, strict=True):
+        lengths = numbers.bincount().tolist()
+        parts = row.split(lengths)
+        begins = places[torch.tensor([0, *lengths[:-1]], device=places.device).cumsum(0)]
+        for part, begin in zip(parts[1:], begins[1:].tolist(), strict=True):
+            if part.shape == parts[0].shape and begin == int(begins[0]):
+                moved = (part - parts[0]).abs().mean(1)
+                found.add(moved, torch.ones_like(moved, dtype=torch.bool))
+    return found.value
+
+
+__all__ = ["Trial", "Verdict", "trial_of"]
