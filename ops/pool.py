@@ -7,6 +7,7 @@ pool's size is the peak of the bytes in use at one time; it is reported as a nam
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import final
 
@@ -23,7 +24,9 @@ class BufferPool:
     def __init__(self, empty: Empty | None = None) -> None:
         """empty: allocates a block; None: as torch does."""
         self._empty = empty or _empty
-        self._free: list[Tensor] = []  # each 1-D, its whole storage
+        self._free: list[
+            Tensor
+        ] = []  # of the host; each 1-D, its whole storage; the smallest first
         self._taken_bytes = 0
         self._most_taken_bytes = 0  # on a device
 
@@ -40,12 +43,9 @@ class BufferPool:
             self._taken_bytes += need_bytes
             self._most_taken_bytes = max(self._most_taken_bytes, self._taken_bytes)
             return self._empty(numel, dtype, device)
-        fitting = [
-            block for block in self._free if block.numel() >= need_bytes and block.device == device
-        ]
-        if fitting:
-            block = min(fitting, key=Tensor.numel)
-            self._free = [other for other in self._free if other is not block]
+        place = bisect_left(self._free, need_bytes, key=Tensor.numel)
+        if place < len(self._free):
+            block = self._free.pop(place)
         else:
             block = self._replace_smaller(need_bytes, device)
         self._taken_bytes += block.numel()
@@ -54,8 +54,7 @@ class BufferPool:
     def _replace_smaller(self, need_bytes: int, device: torch.device) -> Tensor:
         """Allocate a block. Drops one free block that is too small, so sizes converge to the largest in use."""
         if self._free:
-            dropped = max(self._free, key=Tensor.numel)
-            self._free = [block for block in self._free if block is not dropped]
+            self._free.pop()
         return self._empty(need_bytes, torch.uint8, device)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -74,7 +73,7 @@ class BufferPool:
         if buffer.device.type != "cpu":
             return
         block = torch.empty(0, dtype=torch.uint8, device=buffer.device)
-        self._free.append(block.set_(storage, 0, (storage.nbytes(),), (1,)))
+        insort(self._free, block.set_(storage, 0, (storage.nbytes(),), (1,)), key=Tensor.numel)
 
 
 def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

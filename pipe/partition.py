@@ -98,40 +98,79 @@ def split(
         first_extra: added to the first stage.
         last_extra: added to the last stage.
     """
-    sums = [0.0, *accumulate(float(cost) for cost in costs)]
-
-    def cost(start: int, stop: int, stage: int) -> float:
-        extra = (first_extra if stage == 0 else 0) + (last_extra if stage == num_stages - 1 else 0)
-        return sums[stop] - sums[start] + extra
-
-    num_layers = len(costs)
-    least = [0.0] + [inf] * num_layers  # by number of layers in the stages so far
-    for stage in range(num_stages):
-        nearest = [inf] * (num_layers + 1)
-        for stop in range(stage + 1, num_layers - (num_stages - 1 - stage) + 1):
-            nearest[stop] = min(
-                max(least[start], cost(start, stop, stage)) for start in range(stage, stop)
-            )
-        least = nearest
-    limit = least[num_layers]
-
-    squares = [0.0] + [inf] * num_layers
-    choices: list[list[int]] = []
-    for stage in range(num_stages):
-        nearest, chosen = [inf] * (num_layers + 1), [0] * (num_layers + 1)
-        for stop in range(stage + 1, num_layers - (num_stages - 1 - stage) + 1):
-            for start in range(stop - 1, stage - 1, -1):
-                own = cost(start, stop, stage)
-                if own > limit:
-                    break
-                if squares[start] + own * own <= nearest[stop]:
-                    nearest[stop], chosen[stop] = squares[start] + own * own, start
-        squares = nearest
-        choices.append(chosen)
-    bounds = [num_layers]
-    for chosen in reversed(choices):
+    stages = _Stages(costs, num_stages, first_extra, last_extra)
+    limit = _least_maximum(stages)
+    bounds = [len(costs)]
+    for chosen in reversed(_least_squares(stages, limit)):
         bounds.append(chosen[bounds[-1]])
     return tuple(reversed(bounds))
+
+
+@final
+class _Stages:
+    """The cost of any stage, and where it may end."""
+
+    def __init__(
+        self, costs: Sequence[float], num_stages: int, first_extra: float, last_extra: float
+    ) -> None:
+        self.num_layers, self.num_stages = len(costs), num_stages
+        self._sums: list[float] = list(accumulate(costs, initial=0))
+        self._extras: list[float] = [0] * num_stages
+        self._extras[0] += first_extra
+        self._extras[-1] += last_extra
+
+    def cost(self, start: int, stop: int, stage: int) -> float:
+        """Of `stage` with the layers from `start` to `stop` - 1."""
+        return self._sums[stop] - self._sums[start] + self._extras[stage]
+
+    def stops(self, stage: int) -> range:
+        """Each stage has a layer, and the last one ends with the last layer."""
+        last = self.num_layers - (self.num_stages - 1 - stage)
+        return range(last if stage == self.num_stages - 1 else stage + 1, last + 1)
+
+
+def _least_maximum(stages: _Stages) -> float:
+    """The least cost of the most expensive stage."""
+    least: list[float] = [0] + [inf] * stages.num_layers  # by number of layers in the stages so far
+    for stage in range(stages.num_stages):
+        nearest = [inf] * (stages.num_layers + 1)
+        start = stage  # the best one grows with `stop`, as both costs do
+        for stop in stages.stops(stage):
+            most = max(least[start], stages.cost(start, stop, stage))
+            while start + 1 < stop:
+                next_most = max(least[start + 1], stages.cost(start + 1, stop, stage))
+                if next_most > most:
+                    break
+                start, most = start + 1, next_most
+            nearest[stop] = most
+        least = nearest
+    return least[stages.num_layers]
+
+
+def _least_squares(stages: _Stages, limit: float) -> list[list[int]]:
+    """By stage and its stop the start of the least sum of squares, where no stage costs more than `limit`."""
+    squares: list[float] = [0] + [inf] * stages.num_layers
+    choices: list[list[int]] = []
+    for stage in range(stages.num_stages):
+        nearest, chosen = [inf] * len(squares), [0] * len(squares)
+        stops = stages.stops(stage)
+        # squares are convex, so the best start grows with the stop: each half of the stops has its starts
+        waiting = [(stops.start, stops.stop, stage, stages.num_layers)]
+        while waiting:
+            low, high, first, last = waiting.pop()
+            if low == high:
+                continue
+            stop = (low + high) // 2
+            for start in range(first, min(last + 1, stop)):
+                own = stages.cost(start, stop, stage)
+                if own <= limit and squares[start] + own * own < nearest[stop]:
+                    nearest[stop], chosen[stop] = squares[start] + own * own, start
+            waiting.append((low, stop, first, chosen[stop] if nearest[stop] < inf else last))
+            if nearest[stop] < inf:  # else no more layers fit into the stages so far
+                waiting.append((stop + 1, high, chosen[stop], last))
+        squares = nearest
+        choices.append(chosen)
+    return choices
 
 
 def stage_of_layer(bounds: Sequence[int]) -> tuple[int, ...]:

@@ -54,8 +54,8 @@ FAULTS = [
         "a unit is used before it is gathered",
         RACE,
         "zero/core/param_bucket.py",
-        "            handle.wait()\n            self._state = ShardState.UNSHARDED",
-        "            self._kept = handle\n            self._state = ShardState.UNSHARDED",
+        "            handle.wait()\n            self._become(ShardState.UNSHARDED)",
+        "            self._kept = handle\n            self._become(ShardState.UNSHARDED)",
         training(3, "bf16"),
     ),
     Fault(

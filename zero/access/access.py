@@ -20,7 +20,7 @@ from ...ops.flat import flattened, is_channels_last, overlap, shaped
 from ...utils.errors import UsageError
 from ...utils.views import write
 from ..core.master import Master
-from ..core.owners import ParamOwner, ShardView, clear_owner, set_owner
+from ..core.owners import IN_SHARDS, IN_SLICES, ParamOwner, ShardView, clear_owner, set_owner
 from ..core.param_bucket import ParamBucket
 from ..layout.groups import LOW_PRECISION
 from ..layout.layout import Slot
@@ -249,6 +249,12 @@ class Access(ParamOwner):
             whole.write(reader, place.flat.collectives.rank)
         memory.wait_for_readers()
 
+    def why_in_parts(self, param: nn.Parameter) -> str:
+        if self._slices_of(param) is not None:
+            return IN_SLICES
+        place = self._places.get(id(param))
+        return IN_SHARDS if place is not None and place.flat.shards_params else ""
+
     def is_read_only(self, param: nn.Parameter) -> bool:
         place = self._places.get(id(param))
         return place is not None and place.flat.memory.is_shared
@@ -304,12 +310,12 @@ class Access(ParamOwner):
         if self._model.defers or gatherer.holds_all or gatherer.is_uneven or gatherer.in_backward:
             return False
         given = {id(param) for param in params}
+        if not 0 < self._model.num_dropped <= len(given):
+            return False
         flats = [flat for unit in self._model.units for flat in unit.params]
         held = [flat for flat in flats if flat.may_be_resharded]
         is_exact = not any(flat.sender.rounds or flat.overridden for flat in flats)
-        if not (
-            held and is_exact and given.issuperset(id(p) for flat in held for p in flat.params)
-        ):
+        if not (is_exact and given.issuperset(id(p) for flat in held for p in flat.params)):
             return False
         self.agree("GatheredParameters of all parameters", held[0].params[0])
         self._model.take_edits()

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ops.torch_internals import NoTorchFunctionSubclass, tree_map_only
 from ...utils.errors import UsageError
-from ..core.owners import ParamOwner, find_owner
+from ..core.owners import IN_SHARDS, IN_SLICES, ParamOwner, find_owner
 
 # -- a value of a state dict that this rank does not have whole: its shape is [0], and it warns when used
 
@@ -214,19 +214,19 @@ class _Kept:
 def _is_in_parts(param: nn.Parameter) -> bool:
     """Its values are in shards or slices."""
     owner = find_owner(param)
-    return owner is not None and not owner.compute(param).is_full
+    return owner is not None and bool(owner.why_in_parts(param))
 
 
 def _hidden(module: nn.Module) -> tuple[list[str], str]:
     """Names of parameters in parts that no context has gathered; and why they are in parts."""
     found = []
-    why = "sharded (stage 3)"
+    why = IN_SHARDS
     for name, param in module.named_parameters(recurse=False):
         owner = find_owner(param)
-        if owner is not None and _is_in_parts(param) and not owner.is_overridden(param):
+        how = "" if owner is None else owner.why_in_parts(param)
+        if owner is not None and how and not owner.is_overridden(param):
             found.append(name)
-            if owner.compute(param).slices is not None:
-                why = "cut into slices (tensor_parallel)"
+            why = IN_SLICES if IN_SLICES in (how, why) else how
     return found, why
 
 

@@ -39,7 +39,8 @@ class Construction(TorchFunctionMode):
     def __init__(self, store: SliceStore) -> None:
         super().__init__()
         self._store = store
-        self._whole: dict[int, tuple[nn.Parameter, int]] = {}  # id -> parameter, id of its module
+        # what is full: id of a module -> its parameters, by id
+        self._whole: dict[int, dict[int, nn.Parameter]] = {}
         self._module_ids: dict[int, int] = {}  # id of a parameter -> id of the module that holds it
         self._kept_alive: list[nn.Parameter] = []  # so that their ids are not reused
         self._hooks: list[RemovableHandle] = []
@@ -64,8 +65,9 @@ class Construction(TorchFunctionMode):
             hook.remove()
         if kind is None:
             self._shard_all_except(None)
-        for param, _ in self._whole.values():
-            clear_pending_owner(param)
+        for held in self._whole.values():
+            for param in held.values():
+                clear_pending_owner(param)
         self._whole, self._module_ids, self._kept_alive = {}, {}, []
 
     def add_module(self, module: nn.Module) -> None:
@@ -107,12 +109,22 @@ class Construction(TorchFunctionMode):
     # -- full parameters and slices ---------------------------------------------------------------------
 
     def _add(self, param: nn.Parameter, module: nn.Module) -> None:
-        if param.is_meta or id(param) in self._whole or find_owner(param) is not None:
+        if param.is_meta or self._is_whole(param) or find_owner(param) is not None:
             return
         self._shard_all_except(id(module))
-        self._keep_whole(param, id(module))
         self._module_ids[id(param)] = id(module)
+        self._keep_whole(param, id(module))
         self._kept_alive.append(param)
+
+    def _is_whole(self, param: nn.Parameter) -> bool:
+        return id(param) in self._whole.get(self._module_ids.get(id(param), 0), {})
+
+    def _drop_whole(self, param: nn.Parameter) -> None:
+        module_id = self._module_ids.get(id(param), 0)
+        del self._whole[module_id][id(param)]
+        if not self._whole[module_id]:
+            del self._whole[module_id]
+        clear_pending_owner(param)
 
     def _unshard(self, params: list[nn.Parameter]) -> None:
         self._shard_all_except(self._module_ids.get(id(params[0])))
@@ -126,11 +138,12 @@ class Construction(TorchFunctionMode):
             self._is_busy = False
 
     def _keep_whole(self, param: nn.Parameter, module_id: int) -> None:
-        self._whole[id(param)] = (param, module_id)
+        self._whole.setdefault(module_id, {})[id(param)] = param
         set_pending_owner(param, lambda param: self._shard([param]))
 
     def _shard_all_except(self, module_id: int | None) -> None:
-        self._shard([param for param, held_by in self._whole.values() if held_by != module_id])
+        others = [held for held_by, held in self._whole.items() if held_by != module_id]
+        self._shard([param for held in others for param in held.values()])
 
     def _shard(self, leaving: list[nn.Parameter]) -> None:
         if not leaving:
@@ -140,8 +153,7 @@ class Construction(TorchFunctionMode):
             with torch.no_grad():
                 for param in leaving:
                     self._store.shard(param)
-                    del self._whole[id(param)]
-                    clear_pending_owner(param)
+                    self._drop_whole(param)
         finally:
             self._is_busy = False
 

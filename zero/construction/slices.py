@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ops.comm.collectives import Collectives
 from ...ops.flat import cut, numel_of
-from ..core.owners import ParamOwner, ShardView, clear_owner, set_owner
+from ..core.owners import IN_SHARDS, ParamOwner, ShardView, clear_owner, set_owner
 from ..core.param_bucket import placeholder_like
 from ..layout.slices import Reader
 
@@ -164,6 +164,9 @@ class SliceStore(ParamOwner):
 
     def write(self, param: nn.Parameter, reader: Reader) -> None:
         self.value(param).write(reader, self.collectives.rank)
+
+    def why_in_parts(self, param: nn.Parameter) -> str:
+        return IN_SHARDS
 
     def is_overridden(self, param: nn.Parameter) -> bool:
         return bool(self._slices[param].is_overridden)

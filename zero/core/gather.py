@@ -6,7 +6,7 @@ The hooks (hooks.py) say what is used, and the backward pass when it begins and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...ops.comm.collectives import Collectives
+from .param_bucket import LiveElements
 from .unit import Unit
 
 NOTHING = -1
@@ -81,6 +82,45 @@ def num_kept(numels: Sequence[int], reuse_distance: int, max_live_numel: int) ->
 
 
 @final
+class UseOrder:
+    """Units in the order of their first use in one forward, and the place of each."""
+
+    def __init__(self, units: Iterable[Unit] = ()) -> None:
+        self.units = list(units)
+        self._places = {unit: place for place, unit in enumerate(self.units)}
+
+    def add(self, unit: Unit) -> None:
+        """The forward uses `unit`, possibly again."""
+        if unit not in self._places:
+            self._places[unit] = len(self.units)
+            self.units.append(unit)
+
+    def after(self, unit: Unit) -> Unit | None:
+        """The unit that is used after `unit`; None: it is the last, or is not used."""
+        place = self._places.get(unit, len(self.units)) + 1
+        return self.units[place] if place < len(self.units) else None
+
+    def before(self, unit: Unit) -> Unit | None:
+        """The unit that is used before `unit`; None: it is the first, or is not used."""
+        place = self._places.get(unit, 0)
+        return self.units[place - 1] if place else None
+
+    def with_left_out(self, left_out: frozenset[Unit], previous: UseOrder) -> UseOrder:
+        """This order, with the units that its forward left out at their places in the `previous` one."""
+        behind: dict[Unit | None, list[Unit]] = {}  # a used unit -> those left out that follow it
+        used: Unit | None = None
+        for unit in previous.units:
+            if unit in self._places:
+                used = unit
+            elif unit in left_out:
+                behind.setdefault(used, []).append(unit)
+        units = behind.get(None, [])
+        for unit in self.units:
+            units += [unit, *behind.get(unit, [])]
+        return UseOrder(units)
+
+
+@final
 class Gatherer:
     """Owns what is gathered. The owner of a backward pass calls `begin_backward` and `end_backward`."""
 
@@ -90,6 +130,7 @@ class Gatherer:
         *,
         prefetch_numel: int,
         max_live_numel: int,
+        live: LiveElements,
         collectives: Collectives,
     ) -> None:
         """
@@ -97,6 +138,7 @@ class Gatherer:
             units: the root is the last one.
             prefetch_numel: units of at most this many elements are gathered ahead of their use.
             max_live_numel: no unit is gathered ahead if more elements than this would be in memory.
+            live: counts those of all units.
             collectives: the ranks that gather some unit together.
         """
         # the storages that are freed and allocated again
@@ -114,8 +156,10 @@ class Gatherer:
         self._uneven: UnevenGathers | None = None
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
-        self._order: list[Unit] = []  # units in the order of first use, this pass
-        self._previous: list[Unit] = []  # the same of the previous pass, with what that left out
+        self._live = live
+        self._order = UseOrder()  # of this pass
+        self._previous = UseOrder()  # of the previous pass, with what that left out
+        self._expected = UseOrder()  # the same without what this pass leaves out
         self._left_out: frozenset[Unit] = frozenset()  # of the last forward that began
         self._leaves_out: frozenset[Unit] = frozenset()  # of the next one
         # not started here, while other ranks may have started them
@@ -126,29 +170,25 @@ class Gatherer:
         self.refuses_backward = False  # inside a rollout
         self._most_kept_bytes: int | None = None  # of `keep_used`; None: nothing is kept
         self._kept: set[Unit] = set()
+        self._kept_bytes = 0
 
     # -- passes -----------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins."""
-        self._previous, self._order = self._learned(), []
+        previous = self._order
+        if self._left_out:
+            previous = previous.with_left_out(self._left_out, self._previous)
+        self._previous, self._order = previous, UseOrder()
         self._left_out = self._leaves_out
+        self._expected = previous
+        if self._left_out:
+            self._expected = UseOrder(unit for unit in previous.units if unit not in self._left_out)
         self.clear_calls()
 
     def leave_out(self, units: frozenset[Unit]) -> None:
         """Forwards that begin from now on do not use `units`, so none of them is gathered ahead."""
         self._leaves_out = units
-
-    def _learned(self) -> list[Unit]:
-        """The order of the last forward, with the units that it left out at their earlier places."""
-        if not self._left_out:
-            return self._order
-        found = list(self._order)
-        for at, unit in enumerate(self._previous):
-            if unit in self._left_out and unit not in found:
-                before = next((one for one in self._previous[at - 1 :: -1] if one in found), None)
-                found.insert(0 if before is None or at == 0 else found.index(before) + 1, unit)
-        return found
 
     def begin_backward(self, *, is_own: bool) -> None:
         """A backward pass runs through the model from now on.
@@ -183,7 +223,7 @@ class Gatherer:
     @property
     def order(self) -> Sequence[Unit]:
         """Units in the order of the last forward: a new list for each forward."""
-        return self._order
+        return self._order.units
 
     # -- one unit ---------------------------------------------------------------------------------------
 
@@ -202,8 +242,7 @@ class Gatherer:
 
     def note_use(self, unit: Unit) -> None:
         """The running forward uses `unit`."""
-        if unit not in self._order:
-            self._order.append(unit)
+        self._order.add(unit)
 
     def begin_call(self, unit: Unit) -> None:
         """A call of `unit` begins."""
@@ -216,7 +255,9 @@ class Gatherer:
     def end_call(self, unit: Unit) -> None:
         """A call of `unit` has returned."""
         unit.is_running = False
-        if unit in self.running:
+        if self.running and self.running[-1] is unit:
+            self.running.pop()
+        elif unit in self.running:  # a call inside has raised
             self.running.remove(unit)
         for used in unit.used_units:
             used.num_running_users = max(used.num_running_users - 1, 0)
@@ -233,7 +274,7 @@ class Gatherer:
         """Gather `used` for calls of `user` as well: for the running one and for all later ones."""
         if used is user or used in user.used_units:
             return
-        user.used_units.append(used)
+        user.used_units[used] = None
         used.is_used_by_others = True
         self.gather(used)
         if user in self.running:
@@ -288,11 +329,11 @@ class Gatherer:
     @contextmanager
     def keeping_order(self) -> Iterator[None]:
         """Forwards inside do not change what later ones start early."""
-        order, previous = self._order, self._previous
+        orders = self._order, self._previous, self._expected
         try:
             yield
         finally:
-            self._order, self._previous = order, previous
+            self._order, self._previous, self._expected = orders
 
     def keep_used(self, most_bytes: int) -> None:
         """From now on units stay gathered after their use, while these take at most so many bytes.
@@ -305,7 +346,7 @@ class Gatherer:
         """Undo `keep_used`, and drop what it has kept. Not collective."""
         if self._most_kept_bytes is not None:
             self._most_kept_bytes = None
-            kept, self._kept = self._kept, set()
+            kept, self._kept, self._kept_bytes = self._kept, set(), 0
             for unit in kept:
                 self.drop(unit)
 
@@ -319,10 +360,11 @@ class Gatherer:
         if self._most_kept_bytes is None or self._uneven is not None:
             return False
         if unit not in self._kept:
-            kept_bytes = sum(one.full_bytes for one in self._kept)
-            if not unit.is_unsharded or kept_bytes + unit.full_bytes > self._most_kept_bytes:
+            kept_bytes = self._kept_bytes + unit.full_bytes
+            if not unit.is_unsharded or kept_bytes > self._most_kept_bytes:
                 return False
             self._kept.add(unit)
+            self._kept_bytes = kept_bytes
         return True
 
     def begin_uneven(self) -> None:
@@ -347,34 +389,22 @@ class Gatherer:
 
     def start_next_of_forward(self, unit: Unit) -> None:
         """Start to gather the unit that followed `unit` in the previous forward."""
-        order = self._previous
-        if self._left_out:
-            order = [one for one in order if one not in self._left_out]
-        self._start_next(order, unit)
+        self._start_ahead(self._expected.after(unit))
 
     def start_next_of_backward(self, unit: Unit) -> None:
         """Start to gather the unit that came before `unit` in this forward."""
-        self._start_next(self._order[::-1], unit)
+        self._start_ahead(self._order.before(unit))
 
-    def _start_next(self, order: Sequence[Unit], unit: Unit) -> None:
-        """Start to gather the unit after `unit` in `order`, if the limits allow it."""
-        if self._uneven is not None:
+    def _start_ahead(self, unit: Unit | None) -> None:
+        """Start to gather `unit`, if the limits allow it."""
+        if unit is None or self._uneven is not None or unit.most_numel > self._prefetch_numel:
             return
-        for at, candidate in enumerate(order[:-1]):
-            if candidate is unit:
-                following = order[at + 1]
-                live = sum(
-                    u.most_numel for u in self._units if any(f.is_unsharded for f in u.params)
-                )
-                if (
-                    following.most_numel <= self._prefetch_numel
-                    and live + following.most_numel <= self._max_live_numel
-                ):
-                    if following.may_start:
-                        following.start_unshard()
-                    else:
-                        self._put_off.add(following)
-                return
+        if self._live.numel + unit.most_numel > self._max_live_numel:
+            return
+        if unit.may_start:
+            unit.start_unshard()
+        else:
+            self._put_off.add(unit)
 
 
-__all__ = ["Gatherer", "UnevenGathers", "num_kept"]
+__all__ = ["Gatherer", "UnevenGathers", "UseOrder", "num_kept"]

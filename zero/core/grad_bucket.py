@@ -44,6 +44,7 @@ class Arrivals:
     awaits: the slot expects its only gradient, which may stay in `.grad` until all have arrived. The list stays
         the same object.
     remaining: slots that are not complete.
+    has_frozen: some parameters were frozen after `initialize`, so they get no gradient in this backward.
     """
 
     def __init__(
@@ -64,6 +65,10 @@ class Arrivals:
         # `awaits` as `open` set it: a slot that is True here and False in `awaits` has had its gradient
         self._awaited = [False] * len(params)
         self._has_counts = False  # an earlier backward has been counted
+        self._next = (
+            0  # the gradients before this slot have arrived, or the graph does not produce them
+        )
+        self.has_frozen = False
 
     def begin_backward(self) -> None:
         """A backward starts. Its gradients arrive after `open`."""
@@ -74,8 +79,11 @@ class Arrivals:
         ]
         self._has_counts = self._has_counts or any(seen)
         self._counts = [0] * len(self._params)
+        self._next = 0
         self._close()
-        self.remaining = len(self._params) - self._expected.count(0)
+        num_frozen = self._expected.count(0)
+        self.has_frozen = num_frozen > 0
+        self.remaining = len(self._params) - num_frozen
 
     def open(self) -> None:
         """From now on gradients are counted."""
@@ -120,11 +128,6 @@ class Arrivals:
         """Every expected gradient has arrived."""
         return self.remaining <= 0
 
-    @property
-    def has_frozen(self) -> bool:
-        """Some parameters were frozen after `initialize`, so they get no gradient in this backward."""
-        return 0 in self._expected
-
     def expect_no_more(self) -> None:
         """The missing gradients will not arrive. One that does is late."""
         if self.remaining:
@@ -133,13 +136,22 @@ class Arrivals:
             self.remaining = 0
 
     def expects_more(self) -> bool:
-        """The graph of the running backward still produces some gradient. Call only inside of a backward."""
-        expected = sum(
-            will_execute(get_gradient_edge(param).node)
-            for param in self._params
-            if param.requires_grad
-        )
-        return sum(map(bool, self._seen())) < expected
+        """The graph of the running backward still produces some gradient. Call only inside of a backward.
+
+        Each module of a unit asks when it ends. A slot that awaits nothing does so until the backward ends, so
+        all calls of a backward look at each slot once.
+        """
+        while self._next < len(self._params) and not self._is_awaited(self._next):
+            self._next += 1
+        return self._next < len(self._params)
+
+    def _is_awaited(self, position: int) -> bool:
+        """The graph produces a gradient for this slot, and none has arrived."""
+        param = self._params[position]
+        was_awaited = self._awaited[position] and not self.awaits[position]
+        if was_awaited or self._counts[position] or not param.requires_grad:
+            return False
+        return will_execute(get_gradient_edge(param).node)
 
 
 SMALL_NUMEL = 1 << 14  # below it, one that arrives more than once is summed in `.grad`

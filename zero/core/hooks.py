@@ -156,7 +156,7 @@ class UnitHooks:
             gatherer.note_use(unit)
             self._drop_pending(unit)
         gatherer.gather(unit)
-        if _is_entry(unit, module):
+        if unit.is_entry(module):
             gatherer.begin_call(unit)
             if gatherer.in_backward and not is_replaying():
                 unit.num_recomputes += 1
@@ -169,7 +169,7 @@ class UnitHooks:
         """Drop what the call no longer needs. Returns the output with views of parameters copied."""
         if self._rests:
             return self._without_views(unit, output)
-        if _is_entry(unit, module):
+        if unit.is_entry(module):
             self._gatherer.end_call(unit)
         output = self._without_views(unit, output)
         needs_backward = torch.is_grad_enabled() and self._hook_outputs(unit, output)
@@ -317,13 +317,6 @@ def _storage_of(tensor: Tensor) -> int:
         return 0
 
 
-def _is_entry(unit: Unit, module: nn.Module) -> bool:
-    """Calls of `unit` begin with this module; other modules of the root run inside the model's call."""
-    return module is unit.entry or (
-        module is unit.modules[0] if unit.is_root else module in unit.modules
-    )
-
-
 def _excluded_from_compile(unit: Unit, module: nn.Module, hook: Any) -> Any:
     """Wrap `hook` for torch.compile: it runs outside of every graph.
 
@@ -332,7 +325,7 @@ def _excluded_from_compile(unit: Unit, module: nn.Module, hook: Any) -> Any:
     and no call of it runs, takes the same graph.
     """
     outside = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    if _is_entry(unit, module):
+    if unit.is_entry(module):
         return outside
 
     def inside(*args: Any) -> None:

@@ -6,6 +6,7 @@ host store      master [n] (host) ──cast──> buffer ──to_device──
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -317,7 +318,9 @@ class Master:
 
 
 def parts_in(pieces: Sequence[Piece], start: int, stop: int) -> tuple[ParamPart, ...]:
-    """The pieces that begin in [start, stop), relative to `start`."""
+    """The pieces that begin in [start, stop), relative to `start`. pieces: in the order of their starts."""
+    first = bisect_left(pieces, start, key=_start_of)
+    last = bisect_left(pieces, stop, lo=first, key=_start_of)
     return tuple(
         ParamPart(
             p.slot.name,
@@ -328,9 +331,12 @@ def parts_in(pieces: Sequence[Piece], start: int, stop: int) -> tuple[ParamPart,
             p.slot_start,
             p.slot.channels_last,
         )
-        for p in pieces
-        if start <= p.start < stop
+        for p in pieces[first:last]
     )
+
+
+def _start_of(piece: Piece) -> int:
+    return piece.start
 
 
 __all__ = ["Master", "parts_in"]

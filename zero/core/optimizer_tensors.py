@@ -6,14 +6,14 @@ updates whole ranges. So their values and states are saved before the step and r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from ...ops.flat import flattened, is_channels_last, shaped
-from ...ops.optim.shard_optimizer import ShardOptimizer, World, states_of
+from ...ops.optim.shard_optimizer import Item, ShardOptimizer, World, states_of
 from ...utils.errors import UsageError
 from .master import Master
 
@@ -23,17 +23,21 @@ class OptimizerTensors:
     """Makes the tensors for an optimizer's groups, and remembers their places."""
 
     def __init__(self, masters: Sequence[Master], world: World) -> None:
-        self._masters, self._world = masters, world
+        self._world = world
+        self._items: dict[int, list[tuple[Master, Item]]] = {}  # by group
+        for master in masters:
+            for item in master.items:
+                self._items.setdefault(item.group, []).append((master, item))
         # id of an optimizer's tensor -> the tensor, its master, its first element in the master
         self._found: dict[int, tuple[Tensor, Master, int]] = {}
+        self._sorted: dict[Master, list[tuple[Tensor, int]]] = {}  # the tensors of `_sorted_of`
+        self._sorted_of: torch.optim.Optimizer | None = None
 
     def tensors_of(self, group: int) -> list[Tensor]:
         """The tensors of the optimizer's group `group`: one 1-D tensor for each flat buffer."""
         return [
             self._add(item.master, master, item.start)
-            for master in self._masters
-            for item in master.items
-            if item.group == group
+            for master, item in self._items.get(group, [])
         ]
 
     def whole_params(self, group: int) -> list[Tensor]:
@@ -50,9 +54,7 @@ class OptimizerTensors:
                 master,
                 item.start + part.start,
             )
-            for master in self._masters
-            for item in master.items
-            if item.group == group
+            for master, item in self._items.get(group, [])
             for part in item.parts
         ]
 
@@ -63,13 +65,16 @@ class OptimizerTensors:
 
     def tensors_in(
         self, master: Master, optimizer: torch.optim.Optimizer
-    ) -> Iterator[tuple[Tensor, int]]:
+    ) -> Sequence[tuple[Tensor, int]]:
         """The tensors of `optimizer` that are ranges of `master`, and their first elements in it."""
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                place = self.of(tensor)
-                if place is not None and place[0] is master:
-                    yield tensor, place[1]
+        if self._sorted_of is not optimizer:  # its groups stay as they are: steps refuse others
+            self._sorted, self._sorted_of = {}, optimizer
+            for group in optimizer.param_groups:
+                for tensor in group["params"]:
+                    place = self.of(tensor)
+                    if place is not None:
+                        self._sorted.setdefault(place[0], []).append((tensor, place[1]))
+        return self._sorted.get(master, [])
 
     def _add_view(self, tensor: Tensor, master: Master, start: int) -> Tensor:
         master.state_storage.add_view(tensor, start)
@@ -77,6 +82,7 @@ class OptimizerTensors:
 
     def _add(self, tensor: Tensor, master: Master, start: int) -> Tensor:
         self._found[id(tensor)] = (tensor, master, start)
+        self._sorted_of = None
         return tensor
 
 

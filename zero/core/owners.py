@@ -99,6 +99,10 @@ class ShardView:
             self.local.copy_(self.own(reader)(start, stop))
 
 
+IN_SHARDS = "sharded (stage 3)"
+IN_SLICES = "cut into slices (tensor_parallel)"
+
+
 class ParamOwner(ABC):
     """Holds the values of parameters. All ranks call every method but `name_of` together."""
 
@@ -172,6 +176,13 @@ class ParamOwner(ABC):
     @abstractmethod
     def is_overridden(self, param: nn.Parameter) -> bool:
         """`param.data` is a tensor given to `override`, or is held."""
+
+    @abstractmethod
+    def why_in_parts(self, param: nn.Parameter) -> str:
+        """How the values are split over the ranks, for messages; "" if this rank has all of them.
+
+        A context that has gathered them changes nothing. Looks at no value.
+        """
 
     def is_read_only(self, param: nn.Parameter) -> bool:
         """Other ranks have the same memory of `param`: user code may not write to it."""

@@ -152,6 +152,14 @@ class Deferred(Enum):
 
 
 @final
+class LiveElements:
+    """Counts the elements of all buffers that are gathered. Each buffer adds and subtracts its own."""
+
+    def __init__(self) -> None:
+        self.numel = 0
+
+
+@final
 class ParamBucket:
     """Owns one flat buffer of parameters: its memory, this rank's shard, what `.data` of each parameter is.
 
@@ -166,27 +174,32 @@ class ParamBucket:
         self,
         layout: FlatLayout,
         params: Sequence[nn.Parameter],
-        dtype: torch.dtype,
         group: FlatGroup,
         *,
         index: int,
-        shards_params: bool,
         store: ShardStore,
         memory: ParamMemory,
+        live: LiveElements,
+        most_numel: int,
     ) -> None:
         """Move `params` (in the order of `layout.slots`) into `memory`, with the values of rank 0.
 
         Peak memory: the parameters plus this buffer; each parameter frees its memory as soon as it is
         copied. With `shards_params` only the shard stays.
+
+        Args:
+            live: counts the buffer while it is gathered, with `most_numel` elements.
         """
         self.layout = layout
         self.params = tuple(params)
         self.index = index
-        self.shards_params = shards_params
+        self.shards_params = shards_params = group.policy.shards_params
         self.group = group
         self.collectives = collectives = group.collectives
         self.sender = memory.sender
         self._state = ShardState.UNSHARDED
+        self._live, self._most_numel = live, most_numel
+        live.numel += most_numel
         self._handle: Handle | None = None  # while it is in flight
         self._reshards = shards_params
         self._overridden: dict[int, Tensor] = {}  # position -> the tensor that replaces `.data`
@@ -194,12 +207,13 @@ class ParamBucket:
         self.raw = memory.raw
         self._views = views_in(self.raw, layout)
         memory.fill(self._fill)
-        self._placeholder = placeholder_like((), dtype, collectives.device)
+        self._placeholder = placeholder_like((), self.dtype, collectives.device)
         bits = bytes_of(self._placeholder)  # checked on CPUs alone
         self._placeholder_bytes = bytes(bits.tolist()) if bits.device.type == "cpu" else b""
         self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
-        self._counted = tuple(param for param in self.params if not param.is_inference())
-        self._versions = self._sum_versions()
+        self._counted = [param for param in self.params if not param.is_inference()]
+        self._counted_places = {id(param): place for place, param in enumerate(self._counted)}
+        self._versions = self._read_versions()
         self.is_written = self.is_held = False
         self.stored_shard: Shard = Shard(memory.own)
         if shards_params:
@@ -228,6 +242,11 @@ class ParamBucket:
             param.data = view
         for part in [whole] if len(written) == len(self.params) else written:
             self.group.everyone.broadcast(part)
+
+    def _become(self, state: ShardState) -> None:
+        is_gathered, was_gathered = state is ShardState.UNSHARDED, self.is_unsharded
+        self._live.numel += self._most_numel * (is_gathered - was_gathered)
+        self._state = state
 
     @property
     def dtype(self) -> torch.dtype:
@@ -273,7 +292,7 @@ class ParamBucket:
         """
         self._arrival = arrival
         self._deferred = Deferred.ALL if gathers else Deferred.OWN
-        self._state = ShardState.SHARDED
+        self._become(ShardState.SHARDED)
         self._point_to(self._placeholders)
 
     @property
@@ -302,7 +321,7 @@ class ParamBucket:
             self._check_not_written()
             storage.resize_(self.full_bytes)
         self._handle = self._start_gather()
-        self._state = ShardState.IN_FLIGHT
+        self._become(ShardState.IN_FLIGHT)
 
     def _start_gather(self) -> Handle:
         if self.is_deferred:
@@ -358,7 +377,7 @@ class ParamBucket:
         shard = self._fetched_shard() if self.is_on_host else self.shard
         self.collectives.serve(self.raw if receives else None, shard, receivers, buffer=self.index)
         if receives:
-            self._state = ShardState.UNSHARDED
+            self._become(ShardState.UNSHARDED)
             self._point_to(self._views)
 
     def _fetched_shard(self) -> Tensor:
@@ -380,9 +399,9 @@ class ParamBucket:
         """Wait for a gather in flight."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
-            self._state = ShardState.SHARDED  # if the wait raises
+            self._become(ShardState.SHARDED)  # if the wait raises
             handle.wait()
-            self._state = ShardState.UNSHARDED
+            self._become(ShardState.UNSHARDED)
             if self.shards_params or self.is_deferred:
                 self._deferred = Deferred.NOTHING
                 self._point_to(self._views)
@@ -400,7 +419,7 @@ class ParamBucket:
             self.sender.keep(self.raw)
             self._point_to(self._placeholders)
             self.raw.untyped_storage().resize_(0)
-            self._state = ShardState.SHARDED
+            self._become(ShardState.SHARDED)
 
     def discard(self) -> str:
         """`reshard`, without what user code has written. Returns a name if this rank's part was written."""
@@ -413,8 +432,8 @@ class ParamBucket:
             changed += [name for name, at in cuts if not own[at].equal(kept[at])]
         self._point_to(self._placeholders)
         self.raw.untyped_storage().resize_(0)
-        self._state = ShardState.SHARDED
-        self._versions = self._sum_versions()
+        self._become(ShardState.SHARDED)
+        self._versions = self._read_versions()
         return changed[0] if changed else ""
 
     def start_publish(self, target: Tensor | None = None) -> None:
@@ -426,12 +445,12 @@ class ParamBucket:
         self.sender.forget()
         if self._reshards:
             return
-        self._state = ShardState.SHARDED
+        self._become(ShardState.SHARDED)
         if target is None:
             self.start_unshard()
         else:
             self._handle = self.sender.publish(self.raw, target)
-            self._state = ShardState.IN_FLIGHT
+            self._become(ShardState.IN_FLIGHT)
 
     # -- what `param.data` refers to --------------------------------------------------------------------
 
@@ -509,19 +528,31 @@ class ParamBucket:
         if not (self.is_unsharded and has_memory):
             return
         with NoTorchFunction():
-            versions, self._versions = self._versions, self._sum_versions()
-            is_written = versions != self._versions
+            if only is None:
+                versions, self._versions = self._versions, self._read_versions()
+                is_written = versions != self._versions
+            else:
+                is_written = self._is_written_alone(only)
+            is_assigned = False
             if only is None or not _is_same(self.params[only], self._views[only]):
-                is_written = self._take_assigned() or is_written
+                is_assigned = self._take_assigned()
+        is_written |= is_assigned
         self.is_written |= is_written
-        if self.shards_params and is_written:  # the counters do not say which slot
-            self._write_back(None)
-        elif self.shards_params and not self.is_on_host:
-            self._write_back(only)
+        if self.shards_params and (is_written or not self.is_on_host):
+            self._write_back(None if is_assigned else only)
 
-    def _sum_versions(self) -> int:
-        """A number that grows with each write to a parameter, but not with the engine's own."""
-        return sum([param._version for param in self._counted])
+    def _read_versions(self) -> list[int]:
+        """Numbers that grow with each write to a parameter, but not with the engine's own."""
+        return [param._version for param in self._counted]
+
+    def _is_written_alone(self, position: int) -> bool:
+        """The parameter in slot `position` was written since this was asked last, about it or about all."""
+        param = self.params[position]
+        place = self._counted_places.get(id(param))
+        if place is None or param._version == self._versions[place]:
+            return False
+        self._versions[place] = param._version
+        return True
 
     def _take_assigned(self) -> bool:
         """Copy what was assigned to `.data`. True: something was."""
@@ -564,7 +595,7 @@ class ParamBucket:
             self.wait()
             self.take_edits()
             self.sender = ExactSender(self.collectives, self.index)
-            self._state = ShardState.SHARDED
+            self._become(ShardState.SHARDED)
         self.unshard()
 
     def _copy_assigned(self, position: int) -> None:
@@ -655,4 +686,12 @@ def _is_same(param: Tensor, value: Tensor) -> bool:
     return param.dtype is value.dtype and param.is_set_to(value)
 
 
-__all__ = ["ParamBucket", "ParamMemory", "ShardState", "own_memory", "placeholder_like", "views_in"]
+__all__ = [
+    "LiveElements",
+    "ParamBucket",
+    "ParamMemory",
+    "ShardState",
+    "own_memory",
+    "placeholder_like",
+    "views_in",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import final
 
 from torch import nn
@@ -31,7 +32,7 @@ class Unit:
         is_running: one of its modules is being called; the end of another unit's call does not drop it.
         entry: the inner module that user code called directly and whose call is running.
         depth: the number of nested calls of `entry` by itself.
-        used_units: other units whose parameters the modules of this unit use as well.
+        used_units: other units whose parameters the modules of this unit use as well; the values are None.
         num_running_users: the number of running units that use the parameters of this unit.
         num_recomputes: calls that began in this backward (reentrant checkpoints).
         is_used_by_others: other units use its parameters, so only the end of backward ends its use.
@@ -50,25 +51,36 @@ class Unit:
     is_running: bool = False
     entry: nn.Module | None = None
     depth: int = 0
-    used_units: list[Unit] = field(default_factory=list)
+    used_units: dict[Unit, None] = field(default_factory=dict)
     num_running_users: int = 0
     num_recomputes: int = 0
     is_used_by_others: bool = False
     is_kept_until_update: bool = False
     is_held: bool = False
 
+    @cached_property
+    def _outer_modules(self) -> frozenset[nn.Module]:
+        return frozenset(self.modules)
+
     @property
     def inner_modules(self) -> list[nn.Module]:
         """Submodules that hold parameters of this unit directly: user code may call them."""
+        if self.is_root:
+            return []
         keys = {id(param) for flat in self.params for param in flat.params}
         return [
             module
             for outer in self.modules
             for module in outer.modules()
-            if not self.is_root
-            and module not in self.modules
+            if module not in self._outer_modules
             and any(id(param) in keys for param in module.parameters(recurse=False))
         ]
+
+    def is_entry(self, module: nn.Module) -> bool:
+        """Calls begin with this module; other modules of the root run inside the model's call."""
+        if self.is_root:
+            return module is self.entry or module is self.modules[0]
+        return module is self.entry or module in self._outer_modules
 
     @property
     def may_be_resharded(self) -> bool:

@@ -162,13 +162,15 @@ def plan_flat(entries: Sequence[ParamEntry], world_size: int) -> FlatLayout:
     slots: list[Slot] = []
     segments: list[GroupSegment] = []
     at = 0
-    for group in sorted({entry.group for entry in entries}):
+    by_group: dict[int, list[ParamEntry]] = {}
+    for entry in entries:
+        by_group.setdefault(entry.group, []).append(entry)
+    for group in sorted(by_group):
         start = at
-        for entry in entries:
-            if entry.group == group:
-                place = (group, at, entry.box, entry.channels_last)
-                slots.append(Slot(entry.name, entry.shape, *place))
-                at = align_up(slots[-1].stop, ALIGN_NUMEL)
+        for entry in by_group[group]:
+            place = (group, at, entry.box, entry.channels_last)
+            slots.append(Slot(entry.name, entry.shape, *place))
+            at = align_up(slots[-1].stop, ALIGN_NUMEL)
         segments.append(GroupSegment(group, start, at))
     numel = align_up(at, ALIGN_NUMEL * world_size)
     # the tail belongs to the last segment: updating zeros is cheaper than an uneven split

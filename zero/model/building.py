@@ -17,7 +17,7 @@ from ...ops.flat import is_channels_last, numel_of
 from ...ops.pool import BufferPool
 from ...utils.errors import UsageError
 from ..core.grad_bucket import GradBucket
-from ..core.param_bucket import ParamBucket, ParamMemory, own_memory
+from ..core.param_bucket import LiveElements, ParamBucket, ParamMemory, own_memory
 from ..core.unit import Unit
 from ..features.shared_memory import KEY, check_not_written, shared_memory
 from ..layout.discover import UnitPlan, plan_units
@@ -69,6 +69,7 @@ class Builder:
         self._pool = pool
         self._stores = stores
         self._counts: Counter[int] = Counter()  # buffers of each group, by its number
+        self.live = LiveElements()  # of all buffers that it builds
 
     def build(
         self, model: nn.Module, runs: Sequence[Sequence[tuple[str, nn.Module]]], min_numel: int
@@ -189,21 +190,22 @@ class Builder:
         name = f"unit '{unit.name}'" if unit.name else "the root unit"
         shared = ", shared by several stages" if group.is_shared else ""
         group.collectives.name_buffer(index, name + frozen + shared)
+        most_numel = self._most_numel(entries, group)
         params = ParamBucket(
             layout,
             ordered,
-            kind.dtype,
             group,
             index=index,
-            shards_params=group.policy.shards_params,
             store=self._stores.shards,
             memory=self._memory(layout, kind, group, index, name),
+            live=self.live,
+            most_numel=most_numel,
         )
         if kind.is_single and group.policy.shards_params:
             params.keep_gathered()
             params.unshard()
         unit.params.append(params)
-        unit.most_numel += self._most_numel(entries, group)
+        unit.most_numel += most_numel
         if kind.trains:
             store = self._stores.next(layout.numel)
             sums = store.sums(self._policy.sum_dtype(kind.dtype))

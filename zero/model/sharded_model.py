@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -20,8 +21,9 @@ from ..config import ZeroConfig
 from ..core.backward_pass import IN_ROLLOUT, BackwardPass
 from ..core.gather import Gatherer, num_kept
 from ..core.hooks import UnitHooks
-from ..core.param_bucket import ParamBucket
+from ..core.param_bucket import LiveElements, ParamBucket
 from ..core.reduction import REDUCTIONS_IN_FLIGHT, Reduction, StepStatus
+from ..core.unit import Unit
 from ..features.dtype_guard import DtypeGuard
 from ..features.external_params import CHECKED_FORWARDS, ExternalParams
 from ..features.replica_check import ReplicaCheck
@@ -92,7 +94,7 @@ class ShardedModel:
         self._diverges = config.divergent_graphs and policy.shards_params
         self.defers = stores.defers and not policy.shards_params
         hooks = policy.shards_params or self.defers
-        self.gatherer = self._build_gatherer(config) if hooks else None
+        self.gatherer = self._build_gatherer(config, builder.live) if hooks else None
         self.backward_pass = BackwardPass(
             [(unit, grads) for unit, _, grads in self.trainable],
             self.reduction,
@@ -115,7 +117,7 @@ class ShardedModel:
         self._replica_check = ReplicaCheck(self._flats, flat_groups)
         self.backward_pass.hook_gradients()
 
-    def _build_gatherer(self, config: ZeroConfig) -> Gatherer:
+    def _build_gatherer(self, config: ZeroConfig, live: LiveElements) -> Gatherer:
         for unit in self.units:
             if unit.most_numel <= config.param_persistence_threshold:
                 for flat in unit.params:
@@ -133,6 +135,7 @@ class ShardedModel:
             self.units,
             prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
             max_live_numel=config.max_live_parameters,
+            live=live,
             collectives=self._gathering,
         )
 
@@ -145,6 +148,11 @@ class ShardedModel:
         flats = [flat for flat in self._flats if flat.may_be_resharded]
         groups = [self.flat_groups.data.collectives, *(flat.collectives for flat in flats)]
         return max(groups, key=lambda group: group.world_size)
+
+    @cached_property
+    def num_dropped(self) -> int:
+        """The parameters that are dropped between their uses."""
+        return sum(len(flat.params) for flat in self._flats if flat.may_be_resharded)
 
     # -- forward ----------------------------------------------------------------------------------------
 
@@ -184,10 +192,21 @@ class ShardedModel:
 
     def register_use(self, param: nn.Parameter, module: nn.Module) -> bool:
         """Gather `param` for calls of `module` as well. False: `module` is not part of this model."""
-        users = [unit for unit in self.units if any(module in m.modules() for m in unit.modules)]
-        if users and self.gatherer is not None:
-            self.gatherer.register_use(self._unit_of[id(param)], users[0])
-        return bool(users)
+        user = self._user_of.get(module)
+        if user is not None and self.gatherer is not None:
+            self.gatherer.register_use(self._unit_of[id(param)], user)
+        return user is not None
+
+    @cached_property
+    def _user_of(self) -> dict[nn.Module, Unit]:
+        """The unit that each module of the model is part of. The root, which contains all, comes last."""
+        users: dict[nn.Module, Unit] = {}
+        for unit in self.units:
+            for outer in unit.modules:
+                if outer not in users:
+                    for module in outer.modules():
+                        users.setdefault(module, unit)
+        return users
 
     @contextmanager
     def uneven_forwards(self) -> Iterator[None]:
