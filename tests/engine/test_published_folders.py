@@ -229,7 +229,7 @@ def test_two_writers_and_a_reader_at_a_time(tmp_path: Path) -> None:
 
     def save(seed: int) -> None:
         try:
-            for _ in range(20):
+            for _ in range(40):
                 export(tmp_path, INDEXED, states[seed])
         except BaseException as error:
             failures.append(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ....ops.weights.tensor_table import DTYPES, make_header
 from ....utils.errors import UsageError
 from ..io.reader import CheckpointReader, Saved, chosen
 from ..io.tensor_file import bytes_of, dense
-from .publish import published
+from .publish import Publication, published
 from .torch_file import write_torch_file
 
 PIECE_BYTES = 4 << 20
@@ -110,16 +111,16 @@ def export_folder(
     names = [f"{stem}-{number + 1:05d}-of-{count:05d}{suffix}" for number in range(count)]
     if count == 1:
         names = [f"{stem}{suffix}"]
-    with published(out, is_folder=True, overwrite=options.overwrite) as part:
+    with closing(Publication(out, is_folder=True, overwrite=options.overwrite)) as publication:
         for name, shard in zip(names, shards, strict=True):
-            write(reader, part / name, shard, options)
+            write(reader, publication.path / name, shard, options)
         if count > 1:
             table = {one.name: n for n, shard in zip(names, shards, strict=True) for one in shard}
             total = sum(options.size_of(one) for shard in shards for one in shard)
             index = {"metadata": {"total_size": total}, "weight_map": table}
-            names.append(f"{stem}{suffix}.index.json")
-            (part / names[-1]).write_text(json.dumps(index, indent=2) + "\n")
-    return names
+            text = json.dumps(index, indent=2) + "\n"
+            (publication.path / f"{stem}{suffix}.index.json").write_text(text)
+        return publication.commit()
 
 
 def _write_safetensors(

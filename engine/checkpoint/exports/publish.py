@@ -1,7 +1,7 @@
 """Publishes exports: at any instant a reader of the place finds the former files or the new ones, whole.
 
     write     .<name>.part-1a2b3c4d/            in the folder that will hold the files; fsynced
-    shards    moved in under names that no file there has
+    shards    moved in, under names that no former file had
     commit    the entry file is renamed to its name; entries that readers prefer to it are removed, the
               preferred one last
     remove    what the commit has made stale
@@ -29,7 +29,7 @@ from glob import escape
 from pathlib import Path
 from typing import final
 
-from ....ops.weights.files import CONFIG, ENTRIES, EXPLICIT, explicit_entry, hindrance
+from ....ops.weights.files import CONFIG, ENTRIES, EXPLICIT, INDEX, explicit_entry, hindrance
 from ....utils.errors import UsageError
 from ..io.folders import MANIFEST
 from ..io.storage import Claim, Disk
@@ -45,6 +45,9 @@ class _Family:
 
     entries: tuple[str, ...]
     others: str
+
+    def has(self, name: str) -> bool:
+        return name in self.entries or re.fullmatch(self.others, name) is not None
 
 
 _FAMILIES = (
@@ -100,10 +103,11 @@ class Publication:
         """Where to write: a folder, or a file that does not exist yet."""
         return self._part if self._is_folder else self._part / self._out.name
 
-    def commit(self) -> None:
-        """Make the files durable, and let readers find them."""
+    def commit(self) -> list[str]:
+        """Make the files durable, and let readers find them. Returns their names in the folder."""
         out, part = self._out, self._part
-        for path in (*part.iterdir(), part):
+        names = sorted(path.name for path in part.iterdir())
+        for path in (*(part / name for name in names), part):
             _DISK.sync(path)
         if self._is_folder and not out.exists():
             with suppress(OSError):  # another process has made it by now
@@ -111,8 +115,9 @@ class Publication:
         if part.exists():
             folder = out if self._is_folder else out.parent
             with _alone_in(folder):
-                _replace(part, folder)
+                names = _replace(part, folder)
         _DISK.sync(out.parent)
+        return names
 
     def close(self) -> None:
         """Remove what was not committed."""
@@ -179,15 +184,16 @@ def _claim(path: Path) -> Claim | None:
 # -- into a folder that may hold other files ----------------------------------------------------------------
 
 
-def _replace(part: Path, folder: Path) -> None:
-    """Move the files of `part` to `folder`, in the order that the head of this file gives."""
+def _replace(part: Path, folder: Path) -> list[str]:
+    """Move the files of `part` to `folder` in the order that the head of this file gives; their names."""
     names = sorted(path.name for path in part.iterdir())
     family = next((f for f in _FAMILIES if set(names) & set(f.entries)), _Family((), ""))
     entry = next((name for name in family.entries if name in names), "")
     shards = [name for name in names if re.fullmatch(family.others, name)]
     rest = [name for name in names if name not in (entry, *shards)]
     token = secrets.token_hex(4)
-    if any((folder / name).exists() for name in shards):
+    # a reader may have the former index, and open the shards now
+    if entry.endswith(INDEX) and any(map(family.has, os.listdir(folder))):
         shards = _rename_shards(part, entry, shards, token)
     _move(part, folder, shards)
     is_bridged = entry in ENTRIES and _bridge(part, folder, entry, token)
@@ -203,9 +209,9 @@ def _replace(part: Path, folder: Path) -> None:
         _move(part, folder, rest)
     with suppress(OSError):  # the next export removes them
         for path in folder.iterdir() if entry else ():
-            is_stale = path.name in family.entries or re.fullmatch(family.others, path.name)
-            if is_stale and path.name not in (entry, *shards):
+            if family.has(path.name) and path.name not in (entry, *shards):
                 path.unlink(missing_ok=True)
+    return [*shards, *rest, *([entry] if entry else [])]
 
 
 def _bridge(part: Path, folder: Path, entry: str, token: str) -> bool:
