@@ -46,6 +46,8 @@ _LOCATIONS = {
     "UsageError": ".utils.errors",
 }
 
+_PACKAGES = ("compression", "deepspeed", "pipe", "tensor", "zero")
+
 # of the engine, which reads the whole config; lower packages must not import it
 zero.LOCATIONS["Init"] = f"{__name__}.engine.model.zero_init"
 for _name in (
@@ -98,4 +100,4 @@ if not TYPE_CHECKING:  # type checkers then refuse unknown names
 
 
 def __dir__() -> list[str]:
-    return _exports.names(__name__, _LOCATIONS)
+    return sorted([*_exports.names(__name__, _LOCATIONS), *_PACKAGES])

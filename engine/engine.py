@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from .telemetry.comms import CommsSummary
 
 
+# read by the loops and by the layer of DeepSpeed's names
+_FOR_LAYERS = {"internals", "end_step", "end_optimizer_step"}
+
+
 @final
 class Engine:
     """Trains `module` as its config says. Made by `xds.initialize`; names and semantics are DeepSpeed's.
@@ -766,19 +770,26 @@ class Engine:
         if self._rollouts is not None and self._rollouts.is_running:
             raise UsageError(IN_ROLLOUT.format(doing))
 
-    def __getattr__(self, name: str) -> Any:
-        """Unknown names are methods of a feature of the config, or looked up on the module, as in DeepSpeed."""
-        parts = self.__dict__.get("_parts")
-        if parts is None:
-            raise AttributeError(name)
-        if name in parts.schedules.names:
-            return parts.schedules.names[name]
-        try:
-            return getattr(parts.module, name)
-        except AttributeError:
-            raise AttributeError(
-                f"neither xds.Engine nor {type(parts.module).__name__} has an attribute {name!r}"
-            ) from None
+    if not TYPE_CHECKING:  # type checkers then refuse unknown names
+
+        def __getattr__(self, name: str) -> Any:
+            """Unknown names are methods of a feature of the config, or the module's, as in DeepSpeed."""
+            parts = self.__dict__.get("_parts")
+            if parts is None:
+                raise AttributeError(name)
+            if name in parts.schedules.names:
+                return parts.schedules.names[name]
+            try:
+                return getattr(parts.module, name)
+            except AttributeError:
+                raise AttributeError(
+                    f"neither xds.Engine nor {type(parts.module).__name__} has an attribute {name!r}"
+                ) from None
+
+    def __dir__(self) -> list[str]:
+        """The public names: the engine's own, and the methods of features of the config."""
+        own = [name for name in super().__dir__() if not name.startswith("_")]
+        return sorted({*own, *self._parts.schedules.names} - _FOR_LAYERS)
 
 
 __all__ = ["Engine"]

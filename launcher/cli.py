@@ -27,6 +27,7 @@ _SUBCOMMANDS = {
     "bench": ".bench",
     "check": ".check",
     "checkpoint": ".checkpoint",
+    "completion": ".command_line.completion",
     "data": ".data",
     "elastic": ".elasticity",
     "env": ".environment",

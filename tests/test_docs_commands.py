@@ -42,6 +42,7 @@ NOT_RUN = {
     r"--model train:lora_7b": "reads examples/gpt beside its folder; tests/test_recipes.py runs it",
     r"docs/pictures/draw\.py": "writes the pictures that tests/test_pictures.py compares",
     r"--include localhost:0,2": "needs three GPUs",
+    r"first/run\.py": "installs xds; tests/test_wheel.py reads its commands",
     r"^pip|^uv|^python3 -m venv|^source|^pytest|^ruff|^mypy|^mkdocs build": ".ci/run runs it",
     r"^mkdocs serve": "serves until it is stopped",
     r"^deepspeed|^accelerate launch|torchrun": "another launcher: tests/migration/ compares with it",

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import run_new_ranks
 
 import xds
@@ -77,6 +78,26 @@ def test_every_public_name_imports():
         assert getattr(xds.compression, name).__name__ == name and name in dir(xds.compression)
     with pytest.raises(AttributeError, match="no attribute 'initialise'"):
         _ = xds.initialise
+
+
+def test_completion_and_type_checkers_see_public_names_alone():
+    packages = {"compression", "deepspeed", "pipe", "tensor", "zero"}
+    assert set(dir(xds)) == {*NAMES, *packages}
+    for module in (xds.zero, xds.pipe, xds.tensor, xds.compression):
+        assert not any(name.startswith("_") or name.isupper() for name in dir(module))
+    (listed,) = run_new_ranks(names_of_an_engine, 1)
+    assert {"backward", "config", "step", "save_checkpoint"} <= set(listed)
+    assert not any(name.startswith("_") for name in listed) and "internals" not in listed
+    for path in ("engine/engine.py", "engine/inference/engine.py"):
+        tree = ast.parse((ROOT / path).read_text())
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        shown = [each.name for kind in classes for each in kind.body if hasattr(each, "name")]
+        assert "__getattr__" not in shown  # it is in a block for the run time alone
+
+
+def names_of_an_engine():
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    return dir(xds.initialize(torch.nn.Linear(2, 2), config))
 
 
 def test_the_reference_has_every_public_name_and_the_site_every_page():

@@ -20,8 +20,8 @@ def load(package: str, locations: Mapping[str, str], name: str) -> Any:
 
 
 def names(package: str, locations: Mapping[str, str]) -> list[str]:
-    """What the `__dir__` of `package` returns."""
-    return sorted([*vars(sys.modules[package]), *locations])
+    """What the `__dir__` of `package` returns: the public names alone."""
+    return sorted({*sys.modules[package].__all__, *locations})
 
 
 __all__ = ["load", "names"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -201,14 +201,16 @@ class InferenceEngine(nn.Module):
         if self._is_destroyed:
             raise UsageError("this engine was destroyed: call xds.init_inference again")
 
-    def __getattr__(self, name: str) -> Any:
-        """Unknown names are looked up on the module."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or "module" not in self.__dict__.get("_modules", {}):
-                raise
-            return getattr(self.module, name)
+    if not TYPE_CHECKING:  # type checkers then refuse unknown names
+
+        def __getattr__(self, name: str) -> Any:
+            """Unknown names are looked up on the module."""
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name.startswith("__") or "module" not in self.__dict__.get("_modules", {}):
+                    raise
+                return getattr(self.module, name)
 
 
 def prove_slices(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ the options of `deepspeed` and of `torchrun`, and a few of its own.
 - Options end at the script (or at `--`). All arguments after it are passed to the script.
 - Flags take precedence over the environment.
 - Commands have options of their own: see [report.md](report.md) and [plan.md](plan.md).
+- `eval "$(xds completion bash)"` in `~/.bashrc` lets the shell complete them. zsh and fish have one too.
 - If an option marked † is not given, torchrun's variable `PET_<NAME>` is used.
 
 Where a command line runs is decided in this order:

@@ -20,7 +20,7 @@ from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from .option_table import GROUPS, OPTIONS, Option
 
-_USAGE = """\
+USAGE = """\
 usage: xds [options] script.py [arguments of the script]
        xds check config.json [--world-size N]   say what a config does; --json: all values
        xds elastic config.json                  print the valid numbers of ranks of its elasticity section
@@ -31,6 +31,7 @@ usage: xds [options] script.py [arguments of the script]
        xds ops build|list|clean                 compile the native ops ahead of time, list and remove them
        xds env                                  print versions, devices, and settings that cost speed
        xds bench comm                           time the collectives, and compare with the link's speed
+       xds completion bash|zsh|fish             print a script with which the shell completes xds
 
 Train PyTorch models on every device of this machine, or of many.
 """
@@ -191,7 +192,7 @@ def check_options(args: ParsedArgs) -> list[str]:
 def help_text() -> str:
     """The text of `xds --help`."""
     width = min(112, max(72, shutil.get_terminal_size((100, 24)).columns))
-    parts = [_USAGE]
+    parts = [USAGE]
     for group in GROUPS:
         parts.append(f"\n{group}:\n")
         shown = [option for option in OPTIONS if option.group == group and option.help]

@@ -50,7 +50,7 @@ class LegacyCurriculum:
     """`engine.curriculum_scheduler_legacy`: the difficulty by the step. Nothing is kept between steps."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine: Any = engine  # Any: the config adds the methods that are called here
 
     def get_current_difficulty(self) -> Any:
         """That of the next training forward."""
