@@ -7,8 +7,9 @@ tag  ->  manifest  ->  plan by name and range  ->  verify every chunk  ->  fill 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from .format import catalogue_of
 from .io.checked_file import CheckedFiles
 from .io.folders import (
     MANIFEST,
+    MOST_MANIFEST_BYTES,
     check_folder,
     check_tag,
     newest_checkpoint,
@@ -55,6 +57,7 @@ from .random_state import check_random_state
 from .saved_values import OwnValues
 
 log = logging.getLogger("xds")
+MAX_NEWER = 20  # checkpoints that other processes replace while this one loads
 
 
 def load_checkpoint(
@@ -79,14 +82,16 @@ def load_checkpoint(
         return None, None
     refused: list[str] = []
     while True:
+        before = _stamp(load_dir, chosen) if collectives.rank == 0 else 0
         try:
             with parts.updater.in_memory():
                 return _load(parts, counters, load_dir, chosen, options)
-        except DamagedError as error:
-            if not options.fallback:
-                raise
+        except UsageError as error:
             refused.append(chosen)
-            chosen = _find_older(collectives, load_dir, refused, error)
+            newer = _find_newer(collectives, load_dir, tag, refused, before)
+            if newer is None and not (options.fallback and isinstance(error, DamagedError)):
+                raise
+            chosen = newer or _find_older(collectives, load_dir, refused, error)
 
 
 def _load(
@@ -156,8 +161,41 @@ def _find_tag(
     return _of_rank_0(collectives, look)
 
 
+def _stamp(load_dir: Path, tag: str) -> int:
+    """Another number for another save under the tag. 0: the manifest cannot be read."""
+    path = load_dir / tag / MANIFEST
+    with suppress(OSError):
+        return zlib.crc32(storage_of(path).read(path, MOST_MANIFEST_BYTES))
+    return 0
+
+
+def _find_newer(
+    collectives: Collectives, load_dir: Path, tag: str | None, refused: Sequence[str], before: int
+) -> str | None:
+    """The tag to try again, where another process has saved meanwhile and removed what was read. A collective.
+
+    before: `_stamp` of the last one of `refused`, when its load began. Returns None: nothing has changed.
+    """
+
+    def look() -> str | None:
+        if collectives.rank or len(refused) > MAX_NEWER:
+            return None
+        with suppress(DamagedError):
+            now = read_latest(load_dir) if tag is None else tag
+            if now is not None and now not in refused:
+                return now
+            if now == refused[-1] and _stamp(load_dir, now) not in (0, before):
+                return now
+        return None
+
+    newer = _of_rank_0(collectives, look)
+    if newer is not None and collectives.rank == 0:
+        log.warning("another process has saved %s meanwhile: loading it", load_dir / newer)
+    return newer
+
+
 def _find_older(
-    collectives: Collectives, load_dir: Path, refused: Sequence[str], error: DamagedError
+    collectives: Collectives, load_dir: Path, refused: Sequence[str], error: UsageError
 ) -> str:
     """The tag of the newest checkpoint before the last one of `refused`, which is damaged. A collective.
 
@@ -281,6 +319,9 @@ def _read_files(plan: LoadPlan, *, is_fresh: bool) -> None:
             receiver = target.receiver if target.is_fresh == is_fresh else None
             by_file.setdefault(copy.file, []).append((copy, receiver))
     rank = plan.snapshot.rank  # each rank starts with a different file
-    for number in sorted(by_file, key=lambda number: (number < rank, number)):
+    order = sorted(by_file, key=lambda number: (number < rank, number))
+    for number in order if is_fresh else ():
+        _ = plan.files[number]  # open from now on: another process may remove the checkpoint
+    for number in order:
         plan.files[number].read(by_file[number], sums=is_fresh)
-        plan.files[number].close()
+        plan.files[number].free_buffers()

@@ -21,7 +21,7 @@ from ...ops.optim.shard_optimizer import kind_of
 from ...ops.weights.tensor_table import check_storable
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
-from ...utils.quoting import quoted
+from ...utils.quoting import printable, quoted
 from ...zero.checkpoint.ranges import Range
 from ...zero.checkpoint.snapshot import Snapshot, StateBlock, name_of
 from ..counters import Counters
@@ -31,7 +31,7 @@ from .agreement import together
 from .format import constants_to_json
 from .hyperparameters import check_state_values
 from .io.folders import check_folder, check_tag, discard, make_folder
-from .io.storage import Claim
+from .io.storage import Claim, storage_of
 from .io.tensor_file import TensorEntry, bytes_of, dense
 from .manifest import FileRecord, RankPart
 from .packing import pack
@@ -125,6 +125,7 @@ def save_checkpoint(
         prepare = partial(save.prepare, save_dir, tag, client_state)
         _, shared = together(collectives, DOING, prepare, save.shared_values)
         save.agree(shared)
+        together(collectives, DOING, save.check_folder)
     except BaseException:
         save.discard_folder()
         raise
@@ -138,6 +139,7 @@ class _Save:
     prepare        refuses what can be refused, collects the content; rank 0 makes the folder
     shared_values  what each rank tells the others: its tag, the folder, checksums of its buffers
     agree          takes one tag, and divides the buffers among the ranks
+    check_folder   refuses ranks that do not see the folder
     job            what is left to do: write the files, and commit
     """
 
@@ -150,7 +152,7 @@ class _Save:
         self._options = options
         self._claim: Claim | None = None  # of the folder, on rank 0, which has made it
         self._tag = ""
-        self._folder_name = ""
+        self._first_folder = Path()  # as rank 0 sees it
 
     @property
     def _is_first(self) -> bool:
@@ -172,15 +174,28 @@ class _Save:
             self._claim = make_folder(self.save_dir, self._tag)
 
     def shared_values(self, _: None) -> Any:
-        folder_name = self._claim.folder.name if self._claim is not None else ""
-        return [self._tag, folder_name, _buffer_sums(self.content.snapshot)]
+        folder = str(self._claim.folder.absolute()) if self._claim is not None else ""
+        return [self._tag, folder, _buffer_sums(self.content.snapshot)]
 
     def agree(self, shared: list[Any]) -> None:
         """`shared`: the values of all ranks, in rank order."""
         tags = [tag for tag, _, _ in shared]
         self._tag = _agreed_tag(tags, self._options.tag_validation, self._is_first)
-        self._folder_name = shared[0][1]
+        self._first_folder = Path(shared[0][1])
         _add_own(self.content, self._parts, self._counters, [sums for _, _, sums in shared])
+
+    @property
+    def _folder(self) -> Path:
+        return self.save_dir / self._first_folder.name
+
+    def check_folder(self) -> None:
+        """Raises UsageError: this rank does not see the folder that rank 0 has made."""
+        if not storage_of(self.save_dir).is_folder(self._folder):
+            raise UsageError(
+                f"this rank saves in {printable(self.save_dir.absolute())}, where it does not see what rank 0 "
+                f"writes in {printable(self._first_folder.parent)}; give all ranks one folder that every host "
+                "sees"
+            )
 
     def discard_folder(self) -> None:
         """Remove the folder, if this rank has made it."""
@@ -194,7 +209,7 @@ class _Save:
         return SaveJob(
             collectives=parts.sharded.collectives,
             save_dir=self.save_dir,
-            folder=self.save_dir / self._folder_name,
+            folder=self._folder,
             claim=self._claim,
             tag=self._tag,
             save_latest=self._options.save_latest,

@@ -428,6 +428,24 @@ def tags(folder: str) -> None:
         engine.save_checkpoint(folder)
 
 
+def folder_of_its_own(folder: str) -> None:
+    """As Ray Train's guide for DeepSpeed has it; rank 1's name may also lead to the same folder."""
+    engine, root = engine_of(1), Path(folder)
+    mine = root / f"rank{dist.get_rank()}"
+    mine.mkdir()
+    with pytest.raises(xds.UsageError, match="rank 1: this rank saves in .*rank1.*rank0; give all"):
+        engine.save_checkpoint(mine)
+    dist.barrier()
+    assert not list(mine.iterdir())
+    (root / "link").symlink_to(root / "rank0") if dist.get_rank() else None
+    engine.save_checkpoint(root / "link" if dist.get_rank() else mine)
+    assert engine.load_checkpoint(root / "rank0")[0] is not None
+
+
+def test_ranks_that_save_into_different_folders_are_told(tmp_path: Path) -> None:
+    run_ranks(folder_of_its_own, 2, str(tmp_path))
+
+
 def test_tags_and_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_ranks(tags, 2, str(tmp_path))
     with caplog.at_level(logging.WARNING, "xds"):

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpoint_runs import check_same, damage, engine_of, states_of, train
 from helpers import run_processes
@@ -21,6 +22,7 @@ from manifest_damages import rewrite
 from torch import nn
 
 import xds
+from xds.engine.checkpoint import load
 from xds.engine.checkpoint.imports.importing import import_checkpoint
 from xds.engine.checkpoint.io.folders import MAX_TAG_BYTES, committed, newest_first
 from xds.engine.checkpoint.io.reader import CheckpointReader
@@ -284,6 +286,68 @@ def test_a_file_that_the_disk_cannot_read_counts_as_damaged(
         engine.load_checkpoint(tmp_path)
     assert engine.load_checkpoint(tmp_path, fallback=True)[0] == f"{tmp_path}/old"
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+# -- while another process saves ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tag", [None, "same"])
+@pytest.mark.parametrize("fallback", [False, True])
+def test_what_another_run_removes_while_it_loads_is_loaded_or_the_newer_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str | None, fallback: bool
+) -> None:
+    """keep_last, or the same tag again, removes files at each place of a load."""
+    trainer, reader = tiny(keep_last=1), tiny()
+    saved = {}
+
+    def save() -> None:
+        trainer.global_steps += 1
+        with torch.no_grad():
+            trainer.module.weight.add_(1.0)
+        trainer.save_checkpoint(tmp_path, tag)
+        saved[trainer.global_steps] = states_of(trainer)
+
+    def during(place: str, times: int = 1) -> None:
+        original, left = getattr(load, place), [times]
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            if left[0]:
+                left[0] -= 1
+                save()
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(load, place, replaced)
+            path, _ = reader.load_checkpoint(tmp_path, tag, fallback=fallback)
+        assert path is not None and reader.global_steps in saved
+        check_same(saved[reader.global_steps], states_of(reader))
+
+    save()
+    for place, is_newer in (
+        ("read_manifest", True),
+        ("_begin", True),
+        ("_prepare", False),  # every file is open
+        ("set_engine", False),
+        ("_find_tag", tag is None),
+    ):
+        before = trainer.global_steps
+        during(place)
+        assert reader.global_steps == before + (is_newer or place == "_find_tag")
+    during("read_manifest", 5)
+    assert reader.global_steps == trainer.global_steps
+    before = states_of(reader)
+    with monkeypatch.context() as patch, pytest.raises(xds.UsageError, match="is missing"):
+        original = load.read_manifest
+
+        def removed(folder: Path, name: str) -> Any:
+            found = original(folder, name)
+            data_of(tmp_path / name).unlink()
+            return found
+
+        patch.setattr(load, "read_manifest", removed)
+        reader.load_checkpoint(tmp_path, tag, fallback=fallback)
+    check_same(before, states_of(reader))
 
 
 # -- names --------------------------------------------------------------------------------------------------

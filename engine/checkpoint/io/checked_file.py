@@ -10,6 +10,7 @@ verified its part: the second read comes from the page cache.
 
 from __future__ import annotations
 
+import resource
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +33,8 @@ from .tensor_file import bytes_of
 SEGMENT_BYTES = 1 << 20  # read at a time, or one chunk
 CHECK_BYTES = 16 << 20  # whole chunks, for all threads
 READERS = 2  # threads: one reads while another sums
-MAX_OPEN = 64  # files; the least recently used one is closed
+# files; the least recently used one is closed. An open file stays when another process removes the checkpoint
+MAX_OPEN = max(64, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 4096))
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +103,7 @@ class CheckedFile:
             raise
 
     def _open(self) -> OldFile:
-        """The open file; a load closes its files early, and opens them again to fill live tensors."""
+        """The open file."""
         if self._file is None:
             try:
                 self._file = storage_of(self.path).open(self.path)
@@ -113,10 +115,14 @@ class CheckedFile:
                 ) from None
         return self._file
 
-    def close(self) -> None:
-        """Close the file until it is read again; does nothing if it is closed."""
+    def free_buffers(self) -> None:
+        """Free the memory of what was read last."""
         self._buffers = threading.local()
         self._kept = (-1, None)
+
+    def close(self) -> None:
+        """Close the file until it is read again; does nothing if it is closed."""
+        self.free_buffers()
         if self._file is not None:
             self._file.close()
             self._file = None
