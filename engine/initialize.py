@@ -85,6 +85,7 @@ from .optim.loss_scale import GradientFactor, build_loss_scale
 from .optim.optimizers import (
     ClientOptimizer,
     Groups,
+    as_shard_optimizer,
     client_optimizer,
     count_states,
     load_kernels,
@@ -793,7 +794,7 @@ def _optimizer(
             more["warmup_steps"] = warmup_steps(config.scheduler)
         chosen = named_optimizer(config.optimizer, updater, groups, **more)
     load_kernels(config.ops, chosen, updater, device)
-    updater.bind(chosen)
+    updater.bind(as_shard_optimizer(chosen, updater))
     return chosen
 
 

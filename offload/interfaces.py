@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..ops.comm.handles import Handle
-from ..ops.optim.shard_optimizer import states_of
+from ..ops.optim.shard_optimizer import ShardOptimizer
 
 Mark = torch.cuda.Event
 
@@ -88,15 +88,13 @@ Blocks = Callable[[int, int], Iterator[Tensor]]
 class OptimizerStates:
     """The states that an optimizer has of one master."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, tensors: Iterable[tuple[Tensor, int]]
-    ) -> None:
+    def __init__(self, optimizer: ShardOptimizer, tensors: Iterable[tuple[Tensor, int]]) -> None:
         """tensors: those of `optimizer` in the master, and the first element of each."""
         self._optimizer, self._tensors = optimizer, list(tensors)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
         """The first element of each tensor, the tensor, and its states of now."""
-        states = states_of(self._optimizer)
+        states = self._optimizer.states
         return ((start, tensor, states.get(tensor, {})) for tensor, start in self._tensors)
 
 

@@ -159,7 +159,7 @@ def places_in(shape: tuple[int, ...], box: Box | None) -> Tensor:
 def parts_of(engine: Any) -> Iterator[Part]:
     """Every element of parameters, buffers and states on this rank; one of what a range of elements shares."""
     own = engine._parts
-    snapshot = Snapshot(own.module, own.sharded, own.updater, own.optimizer)
+    snapshot = Snapshot(own.module, own.sharded, own.updater)
     shapes = {slot.name: slot.shape for flat in snapshot.flats for slot in flat.slots}
     for block in (*snapshot.values, *snapshot.states):
         flat = block.tensor.detach().reshape(-1)

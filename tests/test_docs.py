@@ -92,7 +92,7 @@ def test_the_blocks_of_the_training_guide_run(world_size):
 
 def test_the_example_of_a_test_of_ranks_passes():
     names: dict[str, Any] = {"__name__": "page"}
-    (source,) = blocks(ROOT / "CONTRIBUTING.md", "python")
+    (source,) = [one for one in blocks(ROOT / "CONTRIBUTING.md", "python") if "def test_" in one]
     exec(compile(source, "CONTRIBUTING.md", "exec"), names)
     (test,) = [each for name, each in names.items() if name.startswith("test_")]
     test()

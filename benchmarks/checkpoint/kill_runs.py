@@ -88,7 +88,7 @@ def parts_of(engine: Any) -> list[tuple[str, str, int, int, Any]]:
     from xds.zero.checkpoint.snapshot import Snapshot
 
     parts = engine._parts
-    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
+    snapshot = Snapshot(parts.module, parts.sharded, parts.updater)
     found = []
     for block in (*snapshot.values, *snapshot.states):
         flat = block.tensor.detach().reshape(-1)

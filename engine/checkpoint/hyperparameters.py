@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from torch import Tensor
 
+from ...ops.optim.config import RATE, Rate
 from ...ops.weights.tensor_table import shown
 from ...utils.schema.values import FLAG, WHOLE, Value
-from ..config.classes import RATE, Rate
 from ..config.optimizer import OPTIMIZERS
 from ..config.scheduler import SCHEDULERS
 

@@ -231,7 +231,7 @@ def _begin(
 ) -> LoadPlan:
     """What this rank holds, and where the checkpoint has it."""
     parts.sharded.reduction.settle()
-    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
+    snapshot = Snapshot(parts.module, parts.sharded, parts.updater)
     catalogue = catalogue_of(manifest, str(folder / MANIFEST))
     if names := lacking(manifest, catalogue, with_optimizer=options.with_optimizer):
         raise DamagedError(

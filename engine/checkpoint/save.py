@@ -254,7 +254,7 @@ def _prepare(
     parts.sharded.backward_pass.end_checked()
     parts.sharded.complete_sums()
     parts.updater.take_edits()
-    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
+    snapshot = Snapshot(parts.module, parts.sharded, parts.updater)
     if options.exclude_frozen_parameters:
         snapshot.leave_out_frozen()
     content = _Content(snapshot)

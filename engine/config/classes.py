@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, final
+from typing import Any, final
 
-from pydantic import Field
-
+from ...ops.optim.config import FREEZE_STEP
 from ...utils.schema.section import (
     HINT_CHARS,
     NoEffect,
@@ -19,19 +18,10 @@ from ...utils.schema.section import (
     joined,
     nearest,
 )
-from ...utils.schema.values import ANY_CASE, TUPLE, BelowOne, Count, Flag, NonNegative, Value
+from ...utils.schema.values import Count, Flag, Value
 
-Rate = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]  # of learning
-RATE = Value(Rate)  # in a checkpoint as well
-DECAY = EPS = AT_LEAST_0 = Value(NonNegative)
-BETA = Value(BelowOne)
-BETAS = Value(Annotated[tuple[BelowOne, BelowOne], Field(fail_fast=True), TUPLE])
 FLAG_OR_NULL = Value(Flag | None)
 COUNT_OR_NULL = Value(Count | None)
-FREEZE_STEP = Value(Count | Annotated[Literal["auto"], ANY_CASE])
-NO_OBJECT = "differentiating through the update is not supported; set it to false"
-MAX_GRAD_NORM = Refused(float, "set the top-level key gradient_clipping instead", harmless=(0, 0.0))
-DIFFERENTIABLE = Refused(Flag, NO_OBJECT, harmless=(False,))
 
 
 @final

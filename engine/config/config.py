@@ -18,6 +18,7 @@ from ...compression.training.config import CompressionTraining, QuantizeTraining
 from ...offload.config import Aio
 from ...ops.comm.config import Communication
 from ...ops.config import Ops
+from ...ops.optim.config import REGISTERED
 from ...ops.sparse_attention.config import SparseAttention
 from ...ops.watch.config import WatchConfig
 from ...pipe.config import ONE_STAGE, Pipeline
@@ -43,7 +44,7 @@ from ..generation.config import HybridEngine
 from .auto import fill_auto, note_auto
 from .batch import COMPUTED, batch_of
 from .compile import Compile
-from .optimizer import WHOLE_TENSOR, OptimizerConfig
+from .optimizer import OptimizerConfig
 from .refused import TOP_LEVEL_KEYS
 from .scheduler import SchedulerConfig, warmup_steps
 from .sections import (
@@ -261,7 +262,8 @@ class Config(Section):
     @property
     def needs_whole_tensors(self) -> bool:
         """The optimizer uses norms or products of whole tensors."""
-        return self.optimizer_type in WHOLE_TENSOR
+        found = REGISTERED.get(self.optimizer_type)
+        return found is not None and not found.is_elementwise
 
     @property
     def warmup_steps(self) -> int:

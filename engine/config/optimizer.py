@@ -1,20 +1,28 @@
-"""The config section `optimizer`: known types, their arguments, and refused types.
+"""The config section `optimizer`: the types of `ops/optim/config.py` and of torch, and refused ones.
 
-The names of arguments are those of the constructors. Bounds are where these, or arithmetic, fail.
+The names of torch's arguments are those of the constructors. Bounds are where these, or arithmetic, fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Protocol, final
+from typing import Annotated, Any, ClassVar, Protocol, final
 
 from pydantic import Field
 
 from ...compression.config import ONE_BIT_OPTIMIZERS
-from ...utils.schema.section import Entry, NoEffect, Refused, Report, Section
+from ...ops.optim.config import (
+    AT_LEAST_0,
+    BETAS,
+    DECAY,
+    DIFFERENTIABLE,
+    EPS,
+    MAX_GRAD_NORM,
+    RATE,
+    REGISTERED,
+)
+from ...utils.schema.section import Entry, NoEffect, Report, Section
 from ...utils.schema.values import (
-    ANY_CASE,
-    COUNT,
     FLAG,
     NUMBER,
     TUPLE,
@@ -23,111 +31,14 @@ from ...utils.schema.values import (
     Object,
     Positive,
     Share,
-    Text,
     Value,
     checked,
     needs,
 )
-from .classes import (
-    AT_LEAST_0,
-    BETA,
-    BETAS,
-    DECAY,
-    DIFFERENTIABLE,
-    EPS,
-    FLAG_OR_NULL,
-    FREEZE_STEP,
-    MAX_GRAD_NORM,
-    RATE,
-    ClassTable,
-)
+from .classes import FLAG_OR_NULL, ClassTable
 
 BESIDE_PARAMS = "its place is optimizer.params, in DeepSpeed too"
 TORCH_DECAY = 0.01  # the default of torch.optim.AdamW
-FUSED = "there is one implementation, and it is fused"
-_MESSAGES = "messages are sent by the backend of torch.distributed, on any device"
-# as eps: an element without gradients would be 0 / 0, and others share its norm
-_ABOVE_0 = Value(Positive)
-_AMSGRAD = Refused(Flag, "AMSGrad is not supported; set it to false", harmless=(False,))
-_EPS_INSIDE = Refused(Flag, "eps is added outside the root", harmless=(False,))
-
-_ALL: dict[str, Value] = {
-    "lr": RATE,
-    "weight_decay": DECAY,
-    "max_grad_norm": MAX_GRAD_NORM,
-    "fused": NoEffect(Flag, FUSED, same=(True,)),
-    "foreach": NoEffect(Flag, FUSED, same=(False,)),
-    "capturable": NoEffect(Flag, "the update is not captured", same=(False,)),
-    "set_grad_none": NoEffect(Flag, "gradients stay in their flat buffers"),
-    "maximize": Refused(Flag, "negate the loss instead", harmless=(False,)),
-    "differentiable": DIFFERENTIABLE,
-}
-_ADAM: dict[str, Value] = {
-    **_ALL,
-    "betas": BETAS,
-    "eps": EPS,
-    "bias_correction": FLAG,
-    "amsgrad": _AMSGRAD,
-    "torch_adam": FLAG,
-    "fp32_optimizer_states": NoEffect(Flag, "optimizer states are always fp32", same=(True,)),
-    "eps_inside_sqrt": _EPS_INSIDE,
-    "disable_fused_adam": NoEffect(Flag, FUSED, same=(False,)),
-}
-_SHARES_NORMS: dict[str, Value] = {
-    **_ALL,
-    "betas": BETAS,
-    "eps": _ABOVE_0,
-    "bias_correction": FLAG,
-    "amsgrad": _AMSGRAD,
-    "eps_inside_sqrt": _EPS_INSIDE,
-}
-_COEFFICIENTS: dict[str, Value] = {"max_coeff": _ABOVE_0, "min_coeff": AT_LEAST_0}
-_ONE_BIT: dict[str, Value] = {
-    **_SHARES_NORMS,
-    "cuda_aware": NoEffect(Flag, _MESSAGES),
-    "comm_backend_name": NoEffect(Text, _MESSAGES),
-    "freeze_step": FREEZE_STEP,
-}
-_BUILT_IN: dict[str, dict[str, Value]] = {
-    "Adam": {**_ADAM, "adam_w_mode": FLAG},
-    "AdamW": {
-        **_ADAM,
-        "adam_w_mode": NoEffect(Flag, "AdamW always decouples weight decay", same=(True,)),
-    },
-    "SGD": {**_ALL, "momentum": AT_LEAST_0, "dampening": NUMBER, "nesterov": FLAG},
-    "Adagrad": {
-        **_ALL,
-        "eps": EPS,
-        "lr_decay": AT_LEAST_0,
-        "initial_accumulator_value": AT_LEAST_0,
-        "amsgrad": _AMSGRAD,
-    },
-    "Lion": {**_ALL, "betas": BETAS},
-    "Lamb": {**_SHARES_NORMS, **_COEFFICIENTS},
-    "Muon": {
-        **_ALL,
-        "muon_lr": RATE,
-        "adam_lr": RATE,
-        "momentum": BETA,
-        "nesterov": FLAG,
-        "ns_steps": COUNT,
-        "ns_method": NoEffect(
-            Annotated[Literal["gram", "standard"], ANY_CASE],
-            "both orthogonalize; there is one implementation",
-        ),
-        "betas": BETAS,
-        "eps": EPS,
-    },
-    "OneBitLamb": {
-        **_ONE_BIT,
-        **_COEFFICIENTS,
-        "coeff_beta": BETA,
-        "factor_max": _ABOVE_0,
-        "factor_min": AT_LEAST_0,
-        "factor_threshold": Value(Share),
-    },
-    "OneBitAdam": _ONE_BIT,
-}
 
 _TORCH_COMMON: dict[str, Value] = {
     "lr": RATE,
@@ -186,14 +97,11 @@ _FROM_TORCH: dict[str, dict[str, Value]] = {
     },
 }
 
-# they use norms or products of whole tensors, so an element's update depends on others
-WHOLE_TENSOR = ("Lamb", "Muon", "OneBitLamb")
-
 OPTIMIZERS = ClassTable(
     section="optimizer",
     what="optimizer",
     example="AdamW",
-    built_in=_BUILT_IN,
+    built_in={name: each.arguments for name, each in REGISTERED.items()},
     from_torch=_FROM_TORCH,
     required={},
     refused={
@@ -205,13 +113,7 @@ OPTIMIZERS = ClassTable(
         "ZeroOneAdam": "0/1 Adam was removed, because it missed its loss; use OneBitAdam with freeze_step",
         "SparseAdam": "sparse gradients are not supported yet; use Adam",
     },
-    other_names={
-        **dict.fromkeys(("fusedadam", "deepspeedcpuadam", "adamw_torch", "adamw_hf"), "AdamW"),
-        **dict.fromkeys(("adamw_torch_fused", "adamw_apex_fused", "torch_adamw"), "AdamW"),
-        **dict.fromkeys(("fusedlion", "deepspeedcpulion"), "Lion"),
-        "fusedlamb": "Lamb",
-        "deepspeedcpuadagrad": "Adagrad",
-    },
+    other_names={alias: name for name, each in REGISTERED.items() for alias in each.aliases},
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ...compression import config as compression
 from ...offload import config as offload
+from ...ops.optim.config import FUSED
 from ...tensor import config as tensor
 from ...utils.schema.section import Entry, Group, NoEffect, Refused, details
 from ...utils.schema.values import (
@@ -17,7 +18,6 @@ from ...utils.schema.values import (
     SomeElements,
     Text,
 )
-from .optimizer import FUSED
 
 _APEX = "Apex is not supported; use torch_autocast or bf16 instead"
 _GRADIENTS = (

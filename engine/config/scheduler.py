@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, final
 
 from pydantic import Field
 
+from ...ops.optim.config import AT_LEAST_0, BETA, RATE, Rate
 from ...utils.schema.section import Report, Section
 from ...utils.schema.values import (
     ANY_CASE,
@@ -21,7 +22,7 @@ from ...utils.schema.values import (
     Share,
     Value,
 )
-from .classes import AT_LEAST_0, BETA, COUNT_OR_NULL, RATE, ClassTable, Rate
+from .classes import COUNT_OR_NULL, ClassTable
 
 # one for all parameter groups, or one for each
 _Rates = Rate | Annotated[tuple[Rate, ...], Field(min_length=1, fail_fast=True), TUPLE]

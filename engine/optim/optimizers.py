@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ...ops.config import Ops
 from ...ops.libraries import load, optimizer_library
+from ...ops.optim.config import REGISTERED
 from ...ops.optim.shard_optimizer import ShardOptimizer
 from ...utils.arguments import needed_arguments, wrong
 from ...utils.errors import UsageError, XdsError
@@ -159,32 +159,8 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-# xds's optimizers by the type in the config, and their modules in ops/optim, loaded on first use
-OWN = {
-    "Adam": "adam",
-    "AdamW": "adam",
-    "Lamb": "lamb",
-    "Lion": "lion",
-    "Muon": "muon",
-    "OneBitAdam": "one_bit_adam",
-    "OneBitLamb": "one_bit_lamb",
-}
-# torch's own classes are used where nothing is cast and torch has a fused kernel for the masters' devices
-ONE_PASS = {"Adagrad": "adagrad", "SGD": "sgd"}
 NOT_FOR_MUON = ("embed", "lm_head")
-ENGINE_FLAGS = ("torch_adam", "fused", "foreach", "amsgrad", "fp32_optimizer_states")
-
-
-def own_class(name: str, params: Named) -> type[ShardOptimizer] | None:
-    """xds's class for an optimizer of a config; None: torch's is used. amsgrad is torch's alone."""
-    if name in ("Adam", "AdamW") and params.get("amsgrad"):
-        return None
-    module = (OWN | ONE_PASS).get(name)
-    if module is None:
-        return None
-    loaded = import_module(f"...ops.optim.{module}", __package__)
-    found: type[ShardOptimizer] = getattr(loaded, "Adam" if name == "AdamW" else name)
-    return found
+ENGINE_FLAGS = ("torch_adam", "fused", "foreach", "fp32_optimizer_states")
 
 
 class OptimizerSection(Protocol):
@@ -271,16 +247,14 @@ def named_optimizer(
     params = {k: v for k, v in section.params.items() if k not in ENGINE_FLAGS}
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
-    own = own_class(section.type, section.params)
-    if own is not None and section.type in OWN:
-        if section.type in ("Adam", "AdamW"):
-            params.setdefault("adam_w_mode", True)
-        return own(_entries(updater, groups), **params, **more)
+    own = REGISTERED.get(section.type)
+    if own is not None and not own.is_torchs:
+        return own.load()(_entries(updater, groups), **params, **more)
     kind = getattr(torch.optim, section.type)
-    if own is not None:
+    if own is not None:  # torch's kernel is used where it can be
         places = {(master.raw.device, master.raw.dtype) for master in updater.masters}
         if updater.casts or not all(has_fused(kind, *place) for place in places):
-            return own(_entries(updater, groups), **params)
+            return own.load()(_entries(updater, groups), **params)
         params["fused"] = True
     try_optimizer(kind, params)
     return _over(kind, updater, groups, f'optimizer.type = "{section.type}"', params)
@@ -364,6 +338,15 @@ def _replace_params(given: torch.optim.Optimizer, params: Sequence[list[Tensor]]
             f"{name}: its constructor has made states of the parameters that it was given, and xds gives it "
             f"others; pass the class, optimizer={name}, and hyperparameters in model_parameters="
         )
+
+
+def as_shard_optimizer(optimizer: torch.optim.Optimizer, updater: Updater) -> ShardOptimizer:
+    """What the engine steps: `optimizer` itself, or one that steps it."""
+    if isinstance(optimizer, ShardOptimizer):
+        return optimizer
+    from ...zero.core.torch_optimizer import TorchShardOptimizer
+
+    return TorchShardOptimizer(optimizer, updater.optimizer_tensors)
 
 
 def load_kernels(
@@ -486,10 +469,10 @@ def count_states(section: OptimizerSection | None, given: Any) -> int:
 
 
 def _of_section(section: OptimizerSection) -> int:
-    own = own_class(section.type, section.params)
+    own = REGISTERED.get(section.type)
     if own is not None:
-        return own.num_states
-    params = {k: v for k, v in section.params.items() if k not in ENGINE_FLAGS or k == "amsgrad"}
+        return own.load().num_states
+    params = {k: v for k, v in section.params.items() if k not in ENGINE_FLAGS}
     return _of_class(getattr(torch.optim, section.type), [{}], params)
 
 

@@ -15,14 +15,12 @@ Differences from DeepSpeed:
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from difflib import get_close_matches
-from typing import Any, Protocol, final
+from typing import final
 
 from torch.optim import Optimizer, lr_scheduler
 
-from ...utils.errors import UsageError
+from ..config.scheduler import SCHEDULERS, SchedulerConfig
 from .lr_formulas import Cycle, cosine_ratio, linear_decay_ratio, lr_range_factor, warmup_ratio
 from .optimizers import try_schedule
 from .schedule_base import (
@@ -306,60 +304,21 @@ class WarmupCosineLR(Schedule):
         )
 
 
-_SCHEDULES: dict[str, type[Schedule]] = {
-    "LRRangeTest": LRRangeTest,
-    "OneCycle": OneCycle,
-    "WarmupLR": WarmupLR,
-    "WarmupDecayLR": WarmupDecayLR,
-    "WarmupCosineLR": WarmupCosineLR,
-}
-
-
-class SchedulerSection(Protocol):
-    """The config's `scheduler` section."""
-
-    @property
-    def type(self) -> str: ...
-
-    @property
-    def params(self) -> dict[str, Any]: ...
-
-
 def build_scheduler(
-    section: SchedulerSection, optimizer: Optimizer
+    section: SchedulerConfig, optimizer: Optimizer
 ) -> Schedule | lr_scheduler.LRScheduler:
-    """Build the schedule that `section.type` names, from this file or from torch.optim.lr_scheduler.
+    """Build the schedule that `section` names: a class of this file, or of torch.optim.lr_scheduler.
 
     Raises:
-        UsageError: there is no such schedule, its params are wrong, or JSON cannot express them.
+        UsageError: its params are wrong.
     """
-    name = section.type
-    cls: Any = _SCHEDULES.get(name) or getattr(lr_scheduler, name, None)
-    if not (inspect.isclass(cls) and issubclass(cls, (Schedule, lr_scheduler.LRScheduler))):
-        torch_names = [other for other in dir(lr_scheduler) if other.endswith("LR")]
-        near = get_close_matches(name, [*_SCHEDULES, *torch_names], 1)
-        raise UsageError(
-            f"scheduler.type = {name!r}: no such schedule"
-            + (f"; did you mean {near[0]!r}?" if near else ".")
-            + f" Use one of {', '.join(_SCHEDULES)}, or a class of torch.optim.lr_scheduler."
-        )
-    if cls is lr_scheduler.ReduceLROnPlateau:
-        raise UsageError(
-            "scheduler.type = 'ReduceLROnPlateau': its step() needs a validation metric, which the "
-            "engine does not have; remove the section and step your own scheduler on "
-            "engine.optimizer."
-        )
-    try:
-        inspect.signature(cls).bind(optimizer, **section.params)
-    except TypeError as error:
-        known = [key for key in inspect.signature(cls).parameters if key != "optimizer"]
-        raise UsageError(
-            f"scheduler.params = {section.params!r} for {name}: {error}; it takes "
-            f"{', '.join(known)}."
-        ) from None
-    if issubclass(cls, lr_scheduler.LRScheduler):
-        try_schedule(lambda over: cls(over, **section.params), name, section.params)
-    made: Schedule | lr_scheduler.LRScheduler = cls(optimizer, **section.params)
+    name, params = section.type, section.params
+    if name in SCHEDULERS.built_in:
+        own: type[Schedule] = globals()[name]
+        return own(optimizer, **params)
+    kind = getattr(lr_scheduler, name)
+    try_schedule(lambda over: kind(over, **params), name, params)
+    made: lr_scheduler.LRScheduler = kind(optimizer, **params)
     return made
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...compression.one_bit.phase import MomentumRange, OneBitState
 from ...ops.optim.one_bit import OneBitOptimizer
-from ...ops.optim.shard_optimizer import states_of
 from ...zero.core.master import Master
 from ...zero.model.update import Updater
 
@@ -57,7 +56,7 @@ class EngineState(OneBitState):
         return found
 
     def _states(self, master: Master, key: str) -> list[tuple[int, Tensor]]:
-        states = states_of(self._optimizer)
+        states = self._optimizer.states
         # after a load an item of padding alone has no states yet
         return [
             (item.start, states[item.master][key])

@@ -20,7 +20,6 @@ from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.fake import FakeGroups, backend_of
 from ...ops.optim.scale import Scale
-from ...ops.optim.shard_optimizer import ShardOptimizer
 from ...zero.core.grad_bucket import GradBucket
 from ...zero.core.param_bucket import ParamBucket
 from ...zero.layout.groups import FlatGroups
@@ -33,7 +32,7 @@ from ..config.optimizer import OptimizerConfig
 from ..config.scheduler import warmup_steps
 from ..model.arguments import BlockRuns
 from ..model.storage import fake_stores
-from ..optim.optimizers import Groups, named_optimizer
+from ..optim.optimizers import Groups, as_shard_optimizer, named_optimizer
 from ..parallel.messages import Messages
 
 STATE_KINDS = ("param", "grad", "master", "optimizer", "gathered", "host", "disk")
@@ -143,26 +142,18 @@ class RankObjects:
         if section.type in ONE_BIT_OPTIMIZERS:
             more["warmup_steps"] = warmup_steps(config.scheduler)
         optimizer = named_optimizer(section, self._updater, trained, **more)
-        self._updater.bind(optimizer)
+        stepped = as_shard_optimizer(optimizer, self._updater)
+        self._updater.bind(stepped)
         messages.bind(optimizer, self._updater, lambda: 1.0)
-        if isinstance(optimizer, ShardOptimizer):
-            updates = [
-                update
-                for master in self._updater.masters
-                for update in master.updates(
-                    optimizer.param_groups, torch.empty_like(master.raw), None, has_old=False
-                )
-            ]
-            optimizer.update(updates, Scale(1.0), self._updater.world)
-            return
-        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         for group in optimizer.param_groups:  # torch has no such kernels for the meta device
-            group["fused"] = group["foreach"] = None
-        for tensor in tensors:
-            tensor.grad = torch.empty_like(tensor)
-        optimizer.step()
-        for tensor in tensors:
-            tensor.grad = None
+            group.update(dict.fromkeys(group.keys() & {"fused", "foreach"}))
+        groups = stepped.hyperparameters()
+        updates = [
+            update
+            for master in self._updater.masters
+            for update in master.updates(groups, torch.empty_like(master.raw), None, has_old=False)
+        ]
+        stepped.update(updates, Scale(1.0), self._updater.world)
 
     def _step(self) -> Iterator[FlatMessages]:
         """The other messages of a step. Sets `held` by what is there before the update."""

@@ -16,6 +16,7 @@ from ...engine.config.classes import ClassTable
 from ...engine.config.config import Config
 from ...engine.config.optimizer import OPTIMIZERS
 from ...engine.config.scheduler import SCHEDULERS
+from ...ops.optim.config import REGISTERED
 from ...utils.schema.section import Entry, Group, NoEffect, Refused, Section, subsection
 from ...utils.schema.values import Value, need_of, shown
 
@@ -112,10 +113,8 @@ def _listed(*values: object) -> str:
 
 def _classes() -> Iterator[str]:
     from ...engine.optim import schedules  # imported late: these import torch
-    from ...engine.optim.optimizers import own_class
 
-    own = {name: own_class(name, {}) for name in OPTIMIZERS.built_in}
-    yield _arguments(OPTIMIZERS, {name: kind for name, kind in own.items() if kind is not None})
+    yield _arguments(OPTIMIZERS, {name: each.load() for name, each in REGISTERED.items()})
     yield _arguments(SCHEDULERS, {name: getattr(schedules, name) for name in SCHEDULERS.built_in})
 
 

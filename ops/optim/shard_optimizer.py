@@ -176,11 +176,6 @@ class PartNumbers(dict[str, float]):
     """A state of an item: a number for each parameter in it, by name. A checkpoint keeps them by parameter."""
 
 
-def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
-    """The optimizer's states, without waiting for updates that run in a thread: for the engine itself."""
-    return optimizer._states if isinstance(optimizer, ShardOptimizer) else optimizer.state
-
-
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """The name by which a checkpoint knows its states: of its class, or of the class that defines them."""
     named = optimizer.kind if isinstance(optimizer, ShardOptimizer) else ""
@@ -195,7 +190,10 @@ def mark_written(update: Update) -> None:
 
 
 class ShardOptimizer(torch.optim.Optimizer, ABC):
-    """A torch optimizer (param_groups, state and LR schedulers work) that the engine steps with `update`."""
+    """A torch optimizer (param_groups, state and LR schedulers work) that the engine steps with `update`.
+
+    `TorchShardOptimizer` in zero/core makes one of any torch optimizer.
+    """
 
     is_elementwise = True  # False: `update` must get all items of the model in one call
     takes_edits = False  # True: `update` itself compares `out` with the masters, see `take_edits`
@@ -215,11 +213,16 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         """As in torch. Waits for updates that run in a thread, so a script may read and write it."""
         if self._before_access is not None:
             self._before_access()
-        return self._states
+        return self.states
 
     @state.setter
     def state(self, states: defaultdict[Tensor, Any]) -> None:
         self._states = states
+
+    @property
+    def states(self) -> defaultdict[Tensor, Any]:
+        """The same without waiting: for the engine itself."""
+        return self._states
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._states = state["state"]
@@ -241,6 +244,15 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         if self.is_bound:
             raise UsageError(ADDED_GROUP)
         super().add_param_group(param_group)
+
+    @property
+    def of_script(self) -> torch.optim.Optimizer:
+        """The object that the script has."""
+        return self
+
+    def hyperparameters(self) -> Any:
+        """Those of now, by the group of an item."""
+        return self.param_groups
 
     def states_changed(self) -> None:  # noqa: B027 (most keep nothing beside their states)
         """A load has replaced states. For all ranks."""
@@ -264,6 +276,23 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
             state.update(self.states_before(item))
         return state
 
+    def make_states(self, item: Item) -> None:
+        """Make the states that the first step would make before it computes."""
+        self.state_of(item)
+
+    def new_states(self, tensor: Tensor) -> dict[str, Any]:
+        """The states of `tensor` in a new optimizer that its first step does not make."""
+        return {}
+
+    def has_scalars_beside(self, tensor: Tensor) -> bool:
+        """Whether states of one element, such as a step count, are on the device of `tensor`, or on the CPU."""
+        return True
+
+    @property
+    def counts_in_tensors(self) -> bool:
+        """The step count is a tensor."""
+        return True
+
     def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
         """Whether `update` can be told the scale, and whether to step, by tensors of `device`."""
         return False
@@ -283,6 +312,10 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         """Update every item's master with gradient `scale * grad`, and write `out`."""
+
+    def count_update(self) -> None:
+        """After an update: torch's schedules see that a step was taken."""
+        self.step()
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Only counts steps for torch's LR schedulers: the engine calls `update`.

@@ -92,7 +92,7 @@ def train(engine: Any, start: int, stop: int) -> list[float]:
 def states_of(engine: Any) -> States:
     """By name and key: this rank's parts of values and optimizer states, and where each begins."""
     parts = engine._parts
-    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
+    snapshot = Snapshot(parts.module, parts.sharded, parts.updater)
     found: States = {}
     for block in (*snapshot.values, *snapshot.states):
         flat = block.tensor.detach().reshape(-1)

@@ -86,7 +86,7 @@ def engine_of(base: str) -> Any:
 def digest(engine: Any) -> str:
     """Of everything a load may change."""
     parts = engine._parts
-    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
+    snapshot = Snapshot(parts.module, parts.sharded, parts.updater)
     found: list[Any] = [parts.loss_scale.state_dict(), parts.loss_scale.value]
     for block in (*snapshot.values, *snapshot.states, *snapshot.grad_totals()):
         found += [block.flat, block.key, block.start, block.tensor.detach().cpu().tolist()]

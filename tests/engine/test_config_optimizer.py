@@ -17,12 +17,7 @@ from xds.engine.config.optimizer import OPTIMIZERS
 from xds.engine.config.scheduler import SCHEDULERS
 from xds.engine.optim import schedules
 from xds.engine.optim.optimizers import read_groups, split_for_muon
-from xds.ops.optim.adam import Adam
-from xds.ops.optim.lamb import Lamb
-from xds.ops.optim.lion import Lion
-from xds.ops.optim.muon import Muon
-from xds.ops.optim.one_bit_adam import OneBitAdam
-from xds.ops.optim.one_bit_lamb import OneBitLamb
+from xds.ops.optim.config import REGISTERED
 
 
 def read(section: str, type_: Any, **params: Any) -> Any:
@@ -38,15 +33,6 @@ def complaints(section: str, type_: Any, **params: Any) -> list[str]:
 
 # ---- names and arguments of classes ----------------------------------------------------------------------
 
-OWN = {
-    "Adam": Adam,
-    "AdamW": Adam,
-    "Lamb": Lamb,
-    "Lion": Lion,
-    "Muon": Muon,
-    "OneBitAdam": OneBitAdam,
-    "OneBitLamb": OneBitLamb,
-}
 CLASSES = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
 
 
@@ -63,7 +49,8 @@ def test_names_are_read_in_any_case() -> None:
 
 def test_every_argument_is_one_of_the_class_and_defaults_of_torch_are_accepted() -> None:
     for name in OPTIMIZERS.built_in:
-        built = OWN.get(name) or getattr(torch.optim, name)
+        built = REGISTERED[name].load()
+        assert REGISTERED[name].is_elementwise == built.is_elementwise, name
         known = {*OPTIMIZERS.arguments(name)} - {"torch_adam"}  # chooses a default of weight_decay
         assert known <= {*inspect.signature(built).parameters}, name
     for name, arguments in SCHEDULERS.built_in.items():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +17,9 @@ from models import build, micro_batch
 from runs import config, differing, of_rank, train
 
 import xds
+from xds.engine.config.optimizer import OPTIMIZERS
+from xds.ops.optim import config as optim_config
+from xds.ops.optim.config import REGISTERED
 from xds.ops.optim.shard_optimizer import VECTOR_NUMEL, Item, ParamPart
 
 LR = 1e-2
@@ -122,6 +128,35 @@ SECTIONS = {
     ),
     "Muon": ({"lr": LR, "adam_lr": 1e-3, "weight_decay": 0.1}, muon_reference, 1e-2),
 }
+
+
+def signum(name: str, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], step: int) -> None:
+    m = state.setdefault("m", torch.zeros_like(p))
+    m.lerp_(g, 0.1)
+    p.mul_(1 - LR * 0.1).sub_(m.sign(), alpha=LR)
+
+
+ELSEWHERE = {"Adam", "OneBitAdam", "OneBitLamb"}  # tests/engine, tests/compression
+
+
+def test_every_optimizer_is_compared_with_a_reference() -> None:
+    assert REGISTERED.keys() == SECTIONS.keys() | ELSEWHERE
+
+
+def test_the_optimizer_of_the_guide_for_contributors_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file and its row, as they are on the page. The row of the test is this one."""
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    section = page.partition("## Add an optimizer")[2].partition("\n## ")[0]
+    module = ModuleType("xds.ops.optim.signum")
+    exec(section.partition("```python\n")[2].partition("```")[0], module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    name, _, row = section.partition('   `"')[2].partition(",`")[0].partition('": ')
+    registered = eval(row, vars(optim_config))
+    monkeypatch.setitem(REGISTERED, name, registered)
+    monkeypatch.setitem(OPTIMIZERS.built_in, name, registered.arguments)  # type: ignore[index]
+    section_of_test = {"lr": LR, "weight_decay": 0.1}
+    monkeypatch.setitem(SECTIONS, name, (section_of_test, lambda: reference(signum), 1e-5))
+    run_ranks(every, 2, name)
 
 
 def every(name: str) -> None:

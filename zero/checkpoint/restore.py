@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ...ops.flat import is_channels_last, numel_of, shaped
-from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
-from ...ops.optim.state_places import scalars_are_beside
+from ...ops.optim.shard_optimizer import PartNumbers
 from ..core.grad_bucket import GradBucket, GradSums
 from .pending_errors import ErrorRestore
 from .ranges import Catalogue, ConstantRange, Copy, TargetPiece, pieces
@@ -125,7 +124,8 @@ class Restore:
         """The values that all elements of a range share; their sources in the checkpoint must agree."""
         found: dict[str, ConstantRange] = {}
         numbers: dict[str, Any] = {}
-        by_part = getattr(self._snapshot.optimizer, "part_states", ())
+        optimizer = self._snapshot.optimizer
+        by_part = () if optimizer is None else optimizer.part_states
         for piece in here:
             for one in self._catalogue.constants_of(piece):
                 key = one.key.removeprefix("state/")
@@ -149,11 +149,13 @@ class Restore:
     def _constant(self, one: ConstantRange, tensor: Tensor) -> Any:
         dtype = one.dtype
         is_count = one.key == f"state/{STEP}" and isinstance(one.value, int | float)
-        if dtype is None and is_count and _counts_in_tensors(self._snapshot):
+        optimizer = self._snapshot.optimizer
+        assert optimizer is not None
+        if dtype is None and is_count and optimizer.counts_in_tensors:
             dtype = "float32"
         if dtype is None:
             return one.value
-        beside = one.on_device or scalars_are_beside(self._snapshot.optimizer, tensor)
+        beside = one.on_device or optimizer.has_scalars_beside(tensor)
         where = tensor.device if beside else torch.device("cpu")
         return torch.full(one.shape, one.value, dtype=getattr(torch, dtype), device=where)
 
@@ -295,13 +297,6 @@ class Restore:
                 if policy.shards_optimizer or policy.shards_params:
                     flat.start_publish()
         sharded.wait_published()
-
-
-def _counts_in_tensors(snapshot: Snapshot) -> bool:
-    """The optimizer needs its number of steps as a tensor."""
-    optimizer = snapshot.optimizer
-    is_torchs = type(optimizer).__module__.startswith("torch.optim")
-    return is_torchs or isinstance(optimizer, ShardOptimizer)
 
 
 def _same(one: Any, two: Any) -> bool:

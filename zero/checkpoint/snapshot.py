@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...offload.interfaces import Blocks, StateStorage
 from ...ops.flat import flattened, overlap
-from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
+from ...ops.optim.shard_optimizer import PartNumbers
 from ...utils.errors import UsageError
 from ..core.master import Master
 from ..layout.groups import FlatGroup
@@ -106,7 +106,6 @@ class Snapshot:
         module: nn.Module,
         sharded: ShardedModel,
         updater: Updater,
-        optimizer: torch.optim.Optimizer | None,
     ) -> None:
         """
         Raises:
@@ -121,7 +120,7 @@ class Snapshot:
         sharded.gather_deferred()
         self.masters = updater.masters
         self.sharded = sharded
-        self.optimizer = optimizer
+        self.optimizer = optimizer = updater.optimizer
         self.state = {} if optimizer is None else optimizer.state  # by the optimizer's tensors
         self.flats: list[SavedFlat] = []
         self.values: list[StateBlock] = []
@@ -308,8 +307,10 @@ class Snapshot:
                 self.constants.append(ConstantRange(held.flat, key, low, high, number))
 
     def _refuse(self, key: str, what: str) -> None:
+        assert self.optimizer is not None
+        name = type(self.optimizer.of_script).__name__
         raise UsageError(
-            f"the optimizer {type(self.optimizer).__name__} has a state {key!r} {what}: a checkpoint holds "
+            f"the optimizer {name} has a state {key!r} {what}: a checkpoint holds "
             "numbers, tensors of a parameter's shape, and other tensors of full parameters (stage 0); save its "
             "state yourself, or use another optimizer"
         )
@@ -317,16 +318,14 @@ class Snapshot:
     def replace_state(self, held: Held, values: dict[str, Any]) -> None:
         """Replace the optimizer's states of `held`; empty `values` are those of a new optimizer."""
         self.state.pop(held.tensor, None)
-        if not values and type(self.optimizer) is torch.optim.Adagrad:
-            # it makes its states when it is made; before torch 2.13 its step needs them
-            start = self.optimizer.defaults["initial_accumulator_value"]
-            values = {"step": torch.tensor(0.0), "sum": torch.full_like(held.tensor, start)}
+        assert self.optimizer is not None
+        values = values or self.optimizer.new_states(held.tensor)
         if values:
             self.state[held.tensor] = values
 
     def states_changed(self) -> None:
         """States were replaced. For all ranks."""
-        if isinstance(self.optimizer, ShardOptimizer):
+        if self.optimizer is not None:
             self.optimizer.states_changed()
 
     # -- what lossy messages have not sent ----------------------------------------------------------------

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from ...ops.flat import flattened, is_channels_last, shaped
-from ...ops.optim.shard_optimizer import Item, ShardOptimizer, World, states_of
+from ...ops.optim.shard_optimizer import Item, ShardOptimizer, World
 from ...utils.errors import UsageError
 from .master import Master
 
@@ -31,7 +30,7 @@ class OptimizerTensors:
         # id of an optimizer's tensor -> the tensor, its master, its first element in the master
         self._found: dict[int, tuple[Tensor, Master, int]] = {}
         self._sorted: dict[Master, list[tuple[Tensor, int]]] = {}  # the tensors of `_sorted_of`
-        self._sorted_of: torch.optim.Optimizer | None = None
+        self._sorted_of: ShardOptimizer | None = None
 
     def tensors_of(self, group: int) -> list[Tensor]:
         """The tensors of the optimizer's group `group`: one 1-D tensor for each flat buffer."""
@@ -63,9 +62,7 @@ class OptimizerTensors:
         _, master, start = self._found.get(id(tensor), (None, None, 0))
         return None if master is None or not tensor.numel() else (master, start)
 
-    def tensors_in(
-        self, master: Master, optimizer: torch.optim.Optimizer
-    ) -> Sequence[tuple[Tensor, int]]:
+    def tensors_in(self, master: Master, optimizer: ShardOptimizer) -> Sequence[tuple[Tensor, int]]:
         """The tensors of `optimizer` that are ranges of `master`, and their first elements in it."""
         if self._sorted_of is not optimizer:  # its groups stay as they are: steps refuse others
             self._sorted, self._sorted_of = {}, optimizer
@@ -102,7 +99,7 @@ class FrozenValues:
     def __init__(self) -> None:
         self._values: list[tuple[Tensor, Tensor]] = []
         # ranges of tensors that have no states yet: the update makes them
-        self._first: list[tuple[torch.optim.Optimizer, Tensor, Sequence[Range]]] = []
+        self._first: list[tuple[ShardOptimizer, Tensor, Sequence[Range]]] = []
 
     def keep(self, tensor: Tensor, ranges: Sequence[Range]) -> None:
         """Save these elements, in the order of memory, of a tensor that is row-major or channels_last."""
@@ -127,7 +124,7 @@ class FrozenValues:
 
     def keep_states(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: ShardOptimizer,
         master: Master,
         tensors: Iterable[tuple[Tensor, int]],
         ranges: Sequence[Range],
@@ -136,13 +133,12 @@ class FrozenValues:
 
         tensors: those of `optimizer` in `master`, and their first elements.
         """
-        if isinstance(optimizer, ShardOptimizer):
-            for item in master.items:
-                if clip(ranges, item.start, item.master.numel()):
-                    optimizer.state_of(item)  # those that the step would make before it computes
+        for item in master.items:
+            if clip(ranges, item.start, item.master.numel()):
+                optimizer.make_states(item)
         for tensor, at in tensors:
             inside = clip(ranges, at, tensor.numel())
-            state = states_of(optimizer).get(tensor, {}) if inside else {}
+            state = optimizer.states.get(tensor, {}) if inside else {}
             if state:
                 self.keep_state(state, tensor.numel(), inside)
             elif inside:
@@ -156,11 +152,9 @@ class FrozenValues:
             _reset_first_states(optimizer, tensor, ranges)
 
 
-def _reset_first_states(
-    optimizer: torch.optim.Optimizer, tensor: Tensor, ranges: Sequence[Range]
-) -> None:
+def _reset_first_states(optimizer: ShardOptimizer, tensor: Tensor, ranges: Sequence[Range]) -> None:
     """Set the states of what is frozen to zero, after the first step has made them with its gradient."""
-    for key, value in states_of(optimizer).get(tensor, {}).items():
+    for key, value in optimizer.states.get(tensor, {}).items():
         if key != "step" and isinstance(value, Tensor) and value.numel() == tensor.numel():
             flat = flattened(value, is_channels_last(value))
             for low, high in ranges:
@@ -168,7 +162,7 @@ def _reset_first_states(
 
 
 def states_of_others(
-    optimizer: torch.optim.Optimizer, own: Sequence[Tensor], master: Tensor, group: int
+    optimizer: ShardOptimizer, own: Sequence[Tensor], master: Tensor, group: int
 ) -> dict[str, Any] | None:
     """States for a parameter of hyperparameter group `group`, without elements; None before the first step.
 
@@ -177,13 +171,13 @@ def states_of_others(
     Args:
         own: the optimizer's tensors in `master`, whose states are returned as they are.
     """
-    states = states_of(optimizer)
+    states = optimizer.states
     alike = {id(tensor) for tensor in optimizer.param_groups[group]["params"]}
     order = sorted([*own, *states], key=lambda tensor: id(tensor) not in alike)
     source = next((tensor for tensor in order if states.get(tensor)), None)
     if source is None:
         return None
-    if id(source) not in alike and isinstance(optimizer, ShardOptimizer):
+    if id(source) not in alike:
         keys = optimizer.state_keys(optimizer.param_groups[group])
         if keys is not None:
             return dict.fromkeys(keys, master.new_empty(0))

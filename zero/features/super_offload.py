@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...offload.interfaces import FinishedJob, JobHandle
 from ...offload.undo_pool import UndoBuffers, UndoPool
-from ...ops.optim.shard_optimizer import Old, states_of
+from ...ops.optim.shard_optimizer import Old, ShardOptimizer
 from ..core.grad_bucket import EarlyUpdate
 from ..core.master import Master
 from .host_updates import HostUpdate, HostUpdates, UpdateAndCopy, start
@@ -30,10 +30,10 @@ from .host_updates import HostUpdate, HostUpdates, UpdateAndCopy, start
 class _States:
     """The tensors that an update of `master` changes. `swap` gives them other memory, `restore` the old one."""
 
-    def __init__(self, master: Master, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, master: Master, optimizer: ShardOptimizer) -> None:
         self._master = master
         self._optimizer = optimizer
-        self._dicts = [dict(states_of(optimizer).get(item.master, {})) for item in master.items]
+        self._dicts = [dict(optimizer.states.get(item.master, {})) for item in master.items]
         self._flat = [
             (at, key, value)
             for at, state in enumerate(self._dicts)
@@ -77,10 +77,10 @@ class _States:
             value.copy_(count)
         for item, state in zip(self._master.items, self._dicts, strict=True):
             if state:
-                states_of(self._optimizer)[item.master].clear()
-                states_of(self._optimizer)[item.master].update(state)
+                self._optimizer.states[item.master].clear()
+                self._optimizer.states[item.master].update(state)
             else:
-                states_of(self._optimizer).pop(item.master, None)
+                self._optimizer.states.pop(item.master, None)
 
     def _move(self, memory: Sequence[Tensor]) -> None:
         self._master.use_memory(memory[0].view(self._master.raw.dtype))
@@ -102,7 +102,7 @@ def _values_bytes(master: Master) -> int:
 class Speculation:
     """One update before its norm is known. Its result is used once, or taken back."""
 
-    def __init__(self, update: HostUpdate, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, update: HostUpdate, optimizer: ShardOptimizer) -> None:
         self.master = master = update.master
         self._update = update
         self._optimizer = optimizer

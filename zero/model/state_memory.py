@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...ops.flat import is_channels_last, shaped
-from ...ops.optim.state_places import scalars_are_beside
 from ..core.grad_bucket import GradBucket
 from ..core.master import Master
 from .sharded_model import ShardedModel
@@ -56,7 +55,8 @@ class StateMemory:
     @torch.no_grad()
     def move_to_device(self, master: Master) -> None:
         """Continue with `master` and its states on the device: between two steps, without gradients."""
-        updater = self._updater
+        updater, optimizer = self._updater, self._updater.optimizer
+        assert optimizer is not None
         device = updater.world.collectives.device
         states = updater.states_in(master)
         master.move(updater.stores.device, device)
@@ -65,7 +65,7 @@ class StateMemory:
             tensor.data = shaped(own, tensor.shape, is_channels_last(tensor))
             for value in state.values():
                 if isinstance(value, Tensor) and (
-                    value.dim() or scalars_are_beside(updater.optimizer, tensor)
+                    value.dim() or optimizer.has_scalars_beside(tensor)
                 ):
                     value.data = value.to(device, copy=True)
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ...offload.interfaces import JobHandle, OptimizerStates
-from ...ops.flat import is_channels_last, shaped
 from ...ops.optim.scale import Scale
-from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World, states_of
+from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World
 from ...utils.errors import UsageError, XdsError
 from ..core.master import Master, parts_in
 from ..core.optimizer_tensors import FrozenValues, OptimizerTensors, copies_of, states_of_others
@@ -58,7 +57,7 @@ class Updater:
         self._as_sums_arrive = sorted(self.masters, key=lambda master: place[id(master.grads)])
         self.world = World(model.collectives, tuple(_flat(master) for master in self.masters))
         self.stores = model.stores
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer: ShardOptimizer | None = None
         self._num_tensors = 0  # in the optimizer's groups
         self._host_updates: HostUpdates | None = None
         self._super_offload: SuperOffload | None = None
@@ -75,20 +74,20 @@ class Updater:
         slots = (slot for master in self.masters for slot in master.params.layout.slots)
         return any(slot.box is not None for slot in slots)
 
-    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+    def bind(self, optimizer: ShardOptimizer) -> None:
         """Use `optimizer`, whose param_groups hold `tensors_of` or `whole_params` of each group."""
         self._optimizer = optimizer
         self._num_tensors = _num_tensors(optimizer)
-        if isinstance(optimizer, ShardOptimizer):
-            optimizer.bind(self.wait, self.world)
-            self._bind_host(optimizer)
+        optimizer.bind(self.wait, self.world)
+        self._bind_host(optimizer)
         for master in self.masters:
             states = OptimizerStates(optimizer, self._tensors_in(master))
             master.state_storage.bind(states)
         if self.stores.host is not None:
-            optimizer.register_state_dict_pre_hook(partial(self._before_state_dict, "state_dict"))
+            given = optimizer.of_script
+            given.register_state_dict_pre_hook(partial(self._before_state_dict, "state_dict"))
             load_hook = partial(self._before_state_dict, "load_state_dict")
-            optimizer.register_load_state_dict_pre_hook(load_hook)
+            given.register_load_state_dict_pre_hook(load_hook)
 
     def _bind_host(self, optimizer: ShardOptimizer) -> None:
         """Let masters on the host update in its thread."""
@@ -123,17 +122,17 @@ class Updater:
 
     def allocate_states(self) -> None:
         """Allocate states on the device that the first step would allocate."""
-        if isinstance(self._optimizer, ShardOptimizer):
-            on_device = [master for master in self.masters if not master.store.is_on_host]
-            for master in on_device:
-                for item in master.items:
-                    self._optimizer.state_of(item)
+        assert self._optimizer is not None
+        on_device = [master for master in self.masters if not master.store.is_on_host]
+        for master in on_device:
+            for item in master.items:
+                self._optimizer.make_states(item)
 
     @property
     def takes_decisions(self) -> bool:
         """`step` can be called before the host knows whether it is a plain one."""
         optimizer = self._optimizer
-        if not isinstance(optimizer, ShardOptimizer) or self.stores.host is not None:
+        if optimizer is None or self.stores.host is not None:
             return False
         device = self.world.collectives.device
         return (
@@ -168,18 +167,13 @@ class Updater:
         agree_on_disks(self.world.collectives, self.stores)
         self.model.before_update()
         optimizer = self._optimizer
-        if not isinstance(optimizer, ShardOptimizer):
-            with self.in_memory():
-                self._take_edits_into_masters()
-                self._step_torch(optimizer, scale)
-        elif optimizer.is_elementwise:
+        if optimizer.is_elementwise:
             if not self._step_elementwise(optimizer, scale, decided, written):
                 return False
-            optimizer.step()
         else:
             with self.in_memory():
                 self._step_at_once(optimizer, scale, written)
-            optimizer.step()
+        optimizer.count_update()
         self.model.wait_published()
         for master in self.masters:
             master.remember()
@@ -331,7 +325,7 @@ class Updater:
         self, optimizer: ShardOptimizer, scale: Scale, written: Sequence[bool] | None
     ) -> None:
         self._take_edits_into_masters(written, also_in_update=not optimizer.takes_edits)
-        groups = optimizer.param_groups
+        groups = optimizer.hyperparameters()
         updates = [update for master in self.masters for update in self._updates(master, groups)]
         frozen = self._keep_frozen(self.masters)
         optimizer.update(updates, scale, self.world)
@@ -354,29 +348,6 @@ class Updater:
             frozen.keep_states(self._optimizer, master, self._tensors_in(master), ranges)
         return frozen
 
-    def _step_torch(self, optimizer: torch.optim.Optimizer, scale: Scale) -> None:
-        """Step any torch optimizer, with `.grad` set on its tensors in the master's dtype."""
-        for master in self.masters:
-            grad = master.grads.for_update()
-            wide = grad.to(master.tensor.dtype)
-            if not scale.is_one:
-                wide.mul_(scale.value)
-            self._set_grads(master, wide)
-        frozen = self._keep_frozen(self.masters)
-        optimizer.step()
-        frozen.restore()
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                tensor.grad = None
-        for master in self.masters:
-            master.write_compute()
-            master.publish()
-
-    def _set_grads(self, master: Master, grad: Tensor) -> None:
-        for tensor, at in self._tensors_in(master):
-            own = grad[at : at + tensor.numel()]
-            tensor.grad = shaped(own, tensor.shape, is_channels_last(tensor))
-
     def state_of(
         self, master: Master, slot: Slot
     ) -> tuple[dict[str, Any] | None, tuple[int, int] | None]:
@@ -391,7 +362,7 @@ class Updater:
         start = master.params.layout.shard_range(master.rank)[0]
         first = slot.offset - (start if master.is_sharded else 0)
         for tensor, at in self._tensors_in(master):
-            state = states_of(self._optimizer).get(tensor)
+            state = self._optimizer.states.get(tensor)
             if at == first and tensor.shape == slot.shape and not master.is_sharded:
                 return state or None, None
             if at < first + slot.numel and first < at + tensor.numel():
@@ -409,7 +380,7 @@ class Updater:
             yield from self.optimizer_tensors.tensors_in(master, self._optimizer)
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
+    def optimizer(self) -> ShardOptimizer | None:
         """What `bind` was given."""
         return self._optimizer
 
@@ -425,10 +396,10 @@ class Updater:
         for tensor in [*masters, *(tensor for group in given for tensor in group["params"])]:
             tensor.data = tensor.data.new_empty(0)
         if self._optimizer is not None:
-            states_of(self._optimizer).clear()
+            self._optimizer.states.clear()
 
     def _states_of(self, tensor: Tensor) -> dict[str, Any]:
-        return {} if self._optimizer is None else states_of(self._optimizer).get(tensor, {})
+        return {} if self._optimizer is None else self._optimizer.states.get(tensor, {})
 
 
 def _num_tensors(optimizer: torch.optim.Optimizer) -> int:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ....ops.flat import numel_of
+from ....ops.optim.config import REGISTERED
 from ....ops.weights.safe_pickle import UnpickledObject, read_pickle
 from ....ops.weights.tensor_table import shown
 from ....utils.errors import UsageError
@@ -65,17 +66,13 @@ IMPLEMENTATION = set(
 )
 SWITCHES = {"amsgrad", "maximize", "nesterov", "centered"}
 TYPES = {
-    **dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam"), "Adam"),
-    **dict.fromkeys(("lamb", "fusedlamb"), "Lamb"),
-    **dict.fromkeys(("lion", "fusedlion", "cpulion"), "Lion"),
-    **{"muon": "Muon", "adagrad": "Adagrad", "sgd": "SGD"},
+    one.lower(): each.class_name
+    for name, each in REGISTERED.items()
+    for one in (name, *each.aliases)
 }
 TYPES_BY_STATES = (
-    ({"exp_avg", "exp_avg_sq"}, "Adam"),
-    ({"exp_avg"}, "Lion"),
-    ({"momentum_buffer"}, "SGD"),
-    ({"sum"}, "Adagrad"),
-    ({"square_avg"}, "RMSprop"),
+    *((each.states, each.class_name) for each in REGISTERED.values() if each.states),
+    (frozenset(("square_avg",)), "RMSprop"),
 )
 # a schedule's state does not contain its class; the first of these keys identifies it
 SCHEDULES_BY_KEYS = {
