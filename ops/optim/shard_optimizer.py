@@ -280,7 +280,7 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         """Make the states that the first step would make before it computes."""
         self.state_of(item)
 
-    def new_states(self, tensor: Tensor) -> dict[str, Any]:
+    def initial_states(self, tensor: Tensor) -> dict[str, Any]:
         """The states of `tensor` in a new optimizer that its first step does not make."""
         return {}
 

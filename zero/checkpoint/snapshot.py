@@ -319,7 +319,7 @@ class Snapshot:
         """Replace the optimizer's states of `held`; empty `values` are those of a new optimizer."""
         self.state.pop(held.tensor, None)
         assert self.optimizer is not None
-        values = values or self.optimizer.new_states(held.tensor)
+        values = values or self.optimizer.initial_states(held.tensor)
         if values:
             self.state[held.tensor] = values
 

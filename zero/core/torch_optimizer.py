@@ -62,7 +62,7 @@ class TorchShardOptimizer(ShardOptimizer):
     def make_states(self, item: Item) -> None:
         """Its first step makes them."""
 
-    def new_states(self, tensor: Tensor) -> dict[str, Any]:
+    def initial_states(self, tensor: Tensor) -> dict[str, Any]:
         if type(self._given) is not torch.optim.Adagrad:
             return {}
         # it makes its states when it is made; before torch 2.13 its step needs them
