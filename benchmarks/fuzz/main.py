@@ -145,6 +145,8 @@ def _products(options: argparse.Namespace) -> int:
             if found.add(draw(seed, sgd=options.unlike)) in ("wrong", "failed"):
                 outcome, name, said = found.failures[-1]
                 print(f"{outcome.upper()} {name}\n    {said}", flush=True)
+            if sum(found.outcomes.values()) % 25 == 0:
+                print(f"after seed {seed}: {dict(found.outcomes)}", flush=True)
     print(
         f"\n{sum(found.outcomes.values())} products in {time.monotonic() - start:.0f} s: {dict(found.outcomes)}"
     )

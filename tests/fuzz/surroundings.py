@@ -16,10 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ _MODELS = tuple(
 BARE = Surrounding("bare")
 COMPILER = Surrounding(
     "compiler",
-    ("torch._dynamo", "numpy"),
+    (*_MODELS, "torch._dynamo"),
     {"PYTHONHASHSEED": "1", "XDS_LOG_LEVEL": "debug"},
     collects_after=0,
 )
@@ -98,16 +99,18 @@ class Servers:
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         """`function(*args)` on each rank; the results, by rank."""
-        with tempfile.TemporaryDirectory() as folder:
-            pipes = []
-            for rank in range(world_size):
-                here, there = socket.socketpair()
-                at = (self.first + rank) % len(self._servers)
-                call = (function, rank, world_size, f"{folder}/rendezvous", args)
-                socket.send_fds(self._servers[at][1], [pickle.dumps(call)], [there.fileno()])
-                there.close()
-                pipes.append(Connection(here.detach()))
-            answers = [_answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        pipes = []
+        for rank in range(world_size):
+            here, there = socket.socketpair()
+            at = (self.first + rank) % len(self._servers)
+            call = (function, rank, world_size, port, args)
+            socket.send_fds(self._servers[at][1], [pickle.dumps(call)], [there.fileno()])
+            there.close()
+            pipes.append(Connection(here.detach()))
+        answers = [_answer(rank, pipe) for rank, pipe in enumerate(pipes)]
         failures = [text for ok, text in answers if not ok]
         if failures:
             raise AssertionError(min(failures, key=lambda text: "PeerError" in text))
@@ -153,30 +156,40 @@ def _run(
     function: Callable[..., Any],
     rank: int,
     world_size: int,
-    path: str,
+    port: int,
     args: Any,
 ) -> None:
-    from helpers import SMALL_NUMEL, _rank_main
-
-    if surrounding.num_cores is not None:
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[: surrounding.num_cores])
-    given = (surrounding, function, args)
-    _rank_main(_within, rank, world_size, path, pipe, given, TIMEOUT_SECONDS, SMALL_NUMEL)
-
-
-def _within(surrounding: Surrounding, function: Callable[..., Any], args: Any) -> Any:
     import torch
+    import torch.distributed as dist
+    from helpers import SMALL_NUMEL
 
+    from xds.zero.core import grad_bucket
+
+    grad_bucket.SMALL_NUMEL = SMALL_NUMEL
     torch.set_num_threads(surrounding.num_threads)
     torch.manual_seed(0)
     random.seed(0)
-    gc.unfreeze()
+    if surrounding.num_cores is not None:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[: surrounding.num_cores])
     if surrounding.collects_after is not None:
         gc.set_threshold(surrounding.collects_after, 5, 5)
     if surrounding.longest_pause_seconds:
         _pause(surrounding.longest_pause_seconds)
-    return function(*args)
+    os.environ["LOCAL_RANK"] = str(rank)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=TIMEOUT_SECONDS),
+        )
+        answer = (True, function(*args))
+        dist.barrier()  # rank 0 has the store
+    except BaseException:
+        answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
+    pipe.send_bytes(pickle.dumps(answer))
 
 
 def _pause(longest_seconds: float) -> None:
