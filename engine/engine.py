@@ -23,7 +23,6 @@ from ..zero.access.guards import Guards
 from ..zero.core.backward_pass import IN_ROLLOUT
 from .counters import Accumulation, CounterAttribute, Counters
 from .internals import Internals
-from .means import StepMeans
 from .parts import Parts
 from .states import States
 from .steps.batch_loop import Loop
@@ -79,7 +78,7 @@ class Engine:
         )
         self._counters = Counters(
             self._accumulation,
-            StepMeans(parts.device, mesh.pipe / mesh.size),
+            parts.means,
             micro_batch_size=parts.config.train_micro_batch_size_per_gpu,
             world_size=self.dp_world_size,
         )
@@ -383,7 +382,7 @@ class Engine:
     def train(self, mode: bool = True) -> Engine:
         """Put the module in training mode."""
         self.module.train(mode)
-        self._step.keep_used(is_asked=not mode)
+        self._parts.kept_units.keep(is_asked=not mode)
         return self
 
     def eval(self) -> Engine:

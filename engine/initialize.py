@@ -2,18 +2,19 @@
 
 key of the config                      what it adds, imported only then
 -------------------------------------  ---------------------------------------------------------------
-pipeline, tensor_parallel              model/pipelining.py, model/slicing.py: `divide` chooses them
-sequence_parallel_size                 model/sequences.py
-sequence.tiled_mlp, tiled_loss         model/tiling.py
+pipeline, tensor_parallel              parallel/division.py chooses pipeline.py and slices.py
+tensor_parallel.vocab_parallel_lm_head parallel/slices.py: a check of the first losses
+sequence_parallel_size                 parallel/sequences.py
+sequence.tiled_mlp, tiled_loss         parallel/tiles.py
 sparse_attention                       ops/sparse_attention/huggingface.py
-offload_optimizer, offload_param       model/offloading.py: the host's and the disk's stores
+offload_optimizer, offload_param       model/storage.py: the host's and the disk's stores
 offload_optimizer.ratio = "auto"       zero/model/auto_ratio.py
-zero_quantized_*, zero_hpz_*           model/compressing.py: ZeRO++
-optimizer.type = "OneBit..."           model/compressing.py: one-bit messages
+zero_quantized_*, zero_hpz_*           parallel/messages.py: ZeRO++
+optimizer.type = "OneBit..."           parallel/messages.py: one-bit messages
 compression_training,                  model/compressed_training.py
 quantize_training
-activation_checkpointing               model/recomputing.py
-compile                                model/compiling.py, also at the first `engine.compile()`
+activation_checkpointing               model/recompute.py
+compile                                model/compile.py, also at the first `engine.compile()`
 scheduler                              optim/schedules.py
 progressive_layer_drop,                dropping/plan.py
 curriculum_learning,
@@ -25,6 +26,7 @@ flops_profiler                         `StepReport` chooses them
 checkpoint.preemption_save_dir         preemption.py
 checkpoint                             checkpoint/, at the first save or load
 watch                                  ops/watch/watcher.py, on several ranks
+zero_optimization.stage = 3            generation/evaluation.py: what `engine.eval()` keeps gathered
 
 argument of `initialize`               what it adds
 -------------------------------------  ---------------------------------------------------------------
@@ -57,6 +59,7 @@ from ..ops.comm.message_log import LogOptions
 from ..ops.comm.opening import open_collectives
 from ..utils.errors import UsageError, XdsError
 from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
+from ..utils.quoting import quoted
 from ..zero.layout.groups import FlatGroups, Policy
 from ..zero.model.model_checks import check_model, move_model
 from ..zero.model.sharded_model import ShardedModel
@@ -66,6 +69,7 @@ from .config.config import Config
 from .config.scheduler import warmup_steps
 from .data.config import BATCHING, CURRICULUM
 from .engine import Engine
+from .means import StepMeans
 from .model.arguments import (
     BlockRuns,
     check_arguments,
@@ -94,7 +98,16 @@ from .optim.optimizers import (
     split_for_muon,
 )
 from .parallel.division import LocalModel, divide
-from .parts import Compressing, LoopFactory, ModelSchedules, Packing, Parts, Preemption
+from .parts import (
+    Compressing,
+    KeptUnits,
+    LoopFactory,
+    LossCheck,
+    ModelSchedules,
+    Packing,
+    Parts,
+    Preemption,
+)
 from .process.process import is_launched, join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport
@@ -269,8 +282,10 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     if device.type == "cpu":
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     loss_scale = build_loss_scale(config.fp16, skips_overflow=config.bf16.skips_overflow)
+    means = StepMeans(device, mesh.mesh.pipe / mesh.mesh.size)
+    gradient_factor = GradientFactor(config, mesh.mesh, loss_scale, means)
     if messages is not None:
-        messages.bind(optimizer, updater, GradientFactor(config, mesh.mesh, loss_scale))
+        messages.bind(optimizer, updater, gradient_factor.without_weights)
     with everywhere():
         record = _record(config, device, mesh, collectives)
         monitor = _monitor(config, record)
@@ -286,6 +301,11 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         optimizer=optimizer,
         scheduler=scheduler,
         loss_scale=loss_scale,
+        means=means,
+        gradient_factor=gradient_factor,
+        refuses_weights=_refuses_weights(config),
+        loss_check=_loss_check(config),
+        kept_units=_kept_units(sharded, model),
         autocast=_autocast(config, device),
         cast_inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
         device=device,
@@ -481,6 +501,35 @@ def _messages(config: Config, collectives: Collectives) -> tuple[Messages | None
 
     messages = Messages(config, collectives)
     return messages, messages.scheme
+
+
+def _refuses_weights(config: Config) -> str:
+    """The setting with which losses have no weights: it computes no means, or messages keep errors of
+    gradients, whose divisor comes too late; "": none.
+    """
+    if config.gradient_allreduce_op != "mean":
+        return f"gradient_allreduce_op = {quoted(config.gradient_allreduce_op)}"
+    if config.optimizer is not None and config.optimizer.type in ONE_BIT_OPTIMIZERS:
+        return f"optimizer.type = {quoted(config.optimizer.type)}"
+    has_loco = config.zero_optimization.zeropp_loco_param is not None
+    return "zero_optimization.zeropp_loco_param" if has_loco else ""
+
+
+def _loss_check(config: Config) -> LossCheck:
+    if not config.tensor_parallel.vocab_parallel_lm_head:
+        return LossCheck()
+    from .parallel.slices import LogitsCheck
+
+    return LogitsCheck()
+
+
+def _kept_units(sharded: ShardedModel, model: nn.Module) -> KeptUnits:
+    """What `engine.eval()` keeps gathered."""
+    if not sharded.may_keep:
+        return KeptUnits()
+    from .generation.evaluation import EvaluationUnits
+
+    return EvaluationUnits(sharded, model)
 
 
 def _recomputing(

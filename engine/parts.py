@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops.comm.collectives import Collectives
 from ..zero.model.sharded_model import ShardedModel
 from ..zero.model.update import Updater
 from .config.config import Config
 from .counters import Counters
-from .optim.loss_scale import LossScale
+from .means import StepMeans
+from .optim.loss_scale import GradientFactor, LossScale
 from .telemetry.report import Monitor, StepReport
 
 if TYPE_CHECKING:
@@ -150,6 +151,26 @@ class Compressing:
         return
 
 
+class LossCheck:
+    """Looks at each loss before its backward: by default not at all."""
+
+    def check(self, loss: Tensor) -> None:
+        """Raises UsageError: the loss was computed in a way that this config does not have."""
+        return
+
+
+class KeptUnits:
+    """What stays gathered after forwards without gradients: by default nothing."""
+
+    def keep(self, *, is_asked: bool) -> None:
+        """The engine is in evaluation mode from now on, or no more."""
+        return
+
+    def before_forward(self) -> None:
+        """The module's forward is about to run. A collective at the first one of an evaluation."""
+        return
+
+
 class LoopFactory(Protocol):
     """Makes the loop of train_batch and eval_batch."""
 
@@ -168,6 +189,11 @@ class Parts:
     optimizer: Any  # None: a frozen model
     scheduler: Scheduler | None
     loss_scale: LossScale
+    means: StepMeans
+    gradient_factor: GradientFactor
+    refuses_weights: str  # a setting with which losses cannot have weights; "": none
+    loss_check: LossCheck
+    kept_units: KeptUnits
     autocast: Callable[[], AbstractContextManager[Any]]
     cast_inputs: torch.dtype | None
     device: torch.device

@@ -202,6 +202,54 @@ def test_rooms_of_the_engine_import_only_those_below():
                     assert is_own or rank[other] < rank[room], f"{file} imports {module}"
 
 
+CHOICES = Path("engine/initialize.py")
+ITSELF_A_FEATURE = Path("engine/steps/pipeline_loop.py")
+FOR_ANY_TRAINING = {"xds.engine.data.loaders"}
+
+
+def imported_in_functions(file):
+    """The modules of the package that functions of `file` import."""
+    functions = [
+        node for node in nodes_of((ROOT / file).read_text()) if isinstance(node, ast.FunctionDef)
+    ]
+    lines = {
+        ast.unparse(node)
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    return imported_modules("\n".join(sorted(lines)), file) & set(map(module_name, package_files()))
+
+
+def keys_read(file):
+    """The keys of the config that `file` reads."""
+    return {
+        node.attr
+        for node in nodes_of((ROOT / file).read_text())
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config")
+    }
+
+
+def test_a_training_step_names_no_feature():
+    """Features are named in their folder, and in the file that chooses them."""
+    features, keys = imported_in_functions(CHOICES) - FOR_ANY_TRAINING, keys_read(CHOICES)
+    assert {"xds.engine.parallel.slices", "xds.engine.generation.evaluation"} <= features
+    steps = [file for file in package_files() if file.parts[:2] == ("engine", "steps")]
+    for file in set(steps) - {ITSELF_A_FEATURE}:
+        imports = load_time(parsed((ROOT / file).read_text()).body)
+        source = "\n".join(ast.unparse(node) for node in imports)
+        named = imported_modules(source, file) | imported_in_functions(file)
+        folders = {"compression", "offload", "pipe", "tensor"} & folders_of(named)
+        assert not (named & features or folders or keys_read(file) & keys), file
+
+
+def test_the_table_of_features_names_the_files_that_exist():
+    table = ast.get_docstring(parsed((ROOT / CHOICES).read_text()))
+    for path in re.findall(r"[\w/]+\.py", table):
+        places = [ROOT / path, ROOT / "engine" / path, ROOT / "engine" / "parallel" / path]
+        assert any(place.exists() for place in places), path
+
+
 def test_nothing_imports_the_names_of_deepspeed():
     """They are made where a script asks for `xds.deepspeed`; the engine and the launcher never do."""
     for file in package_files()[1:]:

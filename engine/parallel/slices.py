@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
 from ...tensor.finding import find_plan
@@ -14,10 +14,12 @@ from ...tensor.plan import ParallelPlan, own_plan, read_plan
 from ...tensor.proof import Proof
 from ...tensor.slicing import Sliced, slice_model
 from ...tensor.ties import cut_names, with_head, with_heads, with_ties
+from ...tensor.vocabulary import CHECKED_BACKWARDS, check_uses_of_logits
 from ...utils.errors import UsageError
 from ...zero.core.owners import find_owner
 from ..config.config import Config
 from ..model.arguments import BlockRuns, is_part
+from ..parts import LossCheck
 
 if TYPE_CHECKING:
     from .pipeline import StageModules
@@ -147,4 +149,16 @@ def _tied(found: StageModules) -> set[int]:
     return {key for key, name in found.part.names.items() if name in found.part.shared}
 
 
-__all__ = ["plan_slices", "slice_layers", "ways_here"]
+@final
+class LogitsCheck(LossCheck):
+    """With vocab_parallel_lm_head: looks at how the first losses use logits, whose columns ranks share."""
+
+    def __init__(self) -> None:
+        self._num_unchecked = CHECKED_BACKWARDS
+
+    def check(self, loss: Tensor) -> None:
+        if self._num_unchecked and check_uses_of_logits(loss):
+            self._num_unchecked -= 1
+
+
+__all__ = ["LogitsCheck", "plan_slices", "slice_layers", "ways_here"]

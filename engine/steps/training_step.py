@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...ops.kernels.decide import CLIP_EPS
 from ...ops.optim.scale import Scale
 from ...utils.arguments import wrong
 from ...utils.errors import UnscaledLossError, UsageError, XdsError
-from ...utils.quoting import quoted
 from ...zero.core.backward_pass import BackwardRules, ScriptBackward
 from ...zero.core.reduction import Scope, StepStatus
 from ..counters import Counters
 from ..data.batches import as_inputs, check_loss, move
 from ..means import UNIT, Weight, checked_weight
-from ..optim.loss_scale import GradientFactor, mark, running_loss_scale, scaled_backward
+from ..optim.loss_scale import mark, running_loss_scale, scaled_backward
 from ..parts import Parts
 from ..states import States
 
@@ -70,7 +68,6 @@ class TrainingStep(BackwardRules):
         self.was_applied = False  # the last step changed the parameters
         self.grad_norm: float | None = None
         self.is_updating = False  # the engine itself calls the optimizer
-        self._keeps_used = False  # engine.eval() was called
         self._parts = parts
         self._sharded = parts.sharded
         self._scale = parts.loss_scale
@@ -83,32 +80,11 @@ class TrainingStep(BackwardRules):
         self._by_optimizer = False  # optimizer.step() was called last, not engine.step()
         self._only_counted = False  # and it updated nothing
         self._warned: set[str] = set()
-        self._num_unchecked = 0  # backwards from logits that are cut
-        if parts.config.tensor_parallel.vocab_parallel_lm_head:
-            from ...tensor.vocabulary import CHECKED_BACKWARDS
-
-            self._num_unchecked = CHECKED_BACKWARDS
         self._schedule_place: Any = None  # after the last step of the schedule
         self._allocates_states = parts.device.type == "cuda"  # at the first forward that trains
-        mesh = parts.sharded.flat_groups.mesh
-        self.means = counters.means
-        self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale, self.means)
-        parts.sharded.backward_pass.rules = self
-
-    def keep_used(self, *, is_asked: bool) -> None:
-        """Let forwards without gradients keep units gathered, while the module is in evaluation mode."""
-        self._keeps_used = is_asked and self._sharded.may_keep
-        if not is_asked:
-            self._sharded.end_keeping()
-
-    def _keep_or_drop(self) -> None:
-        """Before a forward. A collective at the first one that keeps."""
-        if torch.is_grad_enabled() or self._parts.module.training:
-            self._sharded.end_keeping()
-        elif not self._sharded.keeps:
-            from ..generation.rollout import spare_bytes
-
-            self._sharded.keep_used(spare_bytes(self._sharded))
+        self.means = parts.means
+        self.gradient_factor = parts.gradient_factor
+        parts.sharded.backward_pass.ask(self)
 
     def check_usable(self) -> None:
         """See `States.check_usable`."""
@@ -133,8 +109,7 @@ class TrainingStep(BackwardRules):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._parts.module
         self._sharded.check_unchanged()
-        if self._keeps_used:
-            self._keep_or_drop()
+        self._parts.kept_units.before_forward()
         watched = self._sharded.forward_context(
             is_training=module.training, is_compiled=self._parts.compiler.is_compiled
         )
@@ -148,12 +123,6 @@ class TrainingStep(BackwardRules):
             self._parts.packing.apart(args, kwargs),
         ):
             return module(*args, **kwargs)
-
-    def _check_logits(self, loss: Tensor) -> None:
-        from ...tensor.vocabulary import check_uses_of_logits
-
-        if check_uses_of_logits(loss):
-            self._num_unchecked -= 1
 
     def _allocate_states(self) -> None:
         """On a GPU, once: the optimizer's states get memory before any activation.
@@ -178,8 +147,7 @@ class TrainingStep(BackwardRules):
             weight = self.checked_weight(weight)
             divides = False
         self.means.begin(is_weighted=weight is not None)
-        if self._num_unchecked:
-            self._check_logits(loss)
+        self._parts.loss_check.check(loss)
         self._sharded.end_script_backward()
         self._accumulation.backward()
         divisor = self._accumulation.steps_now if divides else 1
@@ -216,14 +184,7 @@ class TrainingStep(BackwardRules):
             UsageError: it is not, or the config computes no means, or messages keep errors of gradients, whose
                 divisor comes too late.
         """
-        config = self._parts.config
-        refused = ""
-        if config.gradient_allreduce_op != "mean":
-            refused = f"gradient_allreduce_op = {quoted(config.gradient_allreduce_op)}"
-        elif config.optimizer is not None and config.optimizer.type in ONE_BIT_OPTIMIZERS:
-            refused = f"optimizer.type = {quoted(config.optimizer.type)}"
-        elif config.zero_optimization.zeropp_loco_param is not None:
-            refused = "zero_optimization.zeropp_loco_param"
+        refused = self._parts.refuses_weights
         if refused:
             raise UsageError(
                 f"backward: weight does not work with {refused}: the sum of all weights, which divides "
@@ -399,10 +360,8 @@ class TrainingStep(BackwardRules):
 
         With weights the factor is known later.
         """
-        ends = self._accumulation.is_managed and self._accumulation.is_last()
         limit = self._parts.config.gradient_clipping
-        plain = ends and not self._accumulation.in_no_sync and self._forecast.is_plain(limit)
-        plain = plain and not is_weighted
+        plain = self._ends_step() and self._forecast.is_plain(limit) and not is_weighted
         self._parts.updater.expect(self.gradient_factor() if plain else None)
 
     def _ends_step(self) -> bool:

@@ -143,7 +143,7 @@ class BackwardPass:
             diverges: ranks may run different units.
         """
         self.has_seen_one = False  # since `clear_seen`
-        self.rules: BackwardRules = PlainRules(reduces=shards_grads)
+        self._rules: BackwardRules = PlainRules(reduces=shards_grads)
         self._trainable = trainable
         self._slots = {
             id(param): (bucket, position)
@@ -162,6 +162,10 @@ class BackwardPass:
         self.left_out: frozenset[GradBucket] = frozenset()
         self._hooks: list[tuple[Node, RemovableHandle]] = []
 
+    def ask(self, rules: BackwardRules) -> None:
+        """Let `rules` decide about backwards that user code starts. Until then each is a micro-batch."""
+        self._rules = rules
+
     # -- begin and end ----------------------------------------------------------------------------------
 
     def begin(
@@ -176,7 +180,7 @@ class BackwardPass:
 
         Args:
             ends_step, scope: see `Reduction.begin_backward`.
-            has_factor: the factor on its gradients is known; else `rules` is asked at the first one.
+            has_factor: the factor on its gradients is known; else the rules are asked at the first one.
         """
         if self._gatherer is not None and self._gatherer.is_uneven:
             raise UsageError(
@@ -356,7 +360,7 @@ class BackwardPass:
         try:
             if not self._is_running:
                 self._begin_script_backward(param)
-            factor = self.rules.script_factor()
+            factor = self._rules.script_factor()
         except BaseException:
             param.grad = None
             if self._is_running:  # no gradient of this backward is taken
@@ -436,7 +440,7 @@ class BackwardPass:
         before = self.has_seen_one
         if self._reduction.has_sums:
             self.manual_grads.refuse(arrived)
-        reduces, ends_step = self.rules.begin_script_backward()
+        reduces, ends_step = self._rules.begin_script_backward()
         self.begin(reduces=reduces, ends_step=ends_step, has_factor=False)
         self._had_seen_one = before
         if self._gatherer is not None and not self._in_other:
