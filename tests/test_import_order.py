@@ -202,6 +202,38 @@ def test_rooms_of_the_engine_import_only_those_below():
                     assert is_own or rank[other] < rank[room], f"{file} imports {module}"
 
 
+SURROUNDINGS = re.compile(
+    r"sys\.modules|os\.environ|getenv|cpu_count|getaffinity|free_(host_)?bytes\(|\btime\.(time|mono|perf)|\bgc\."
+)
+# Files of what sends that ask for something in which ranks differ, and why no message depends on the answer.
+# A new one agrees on the answer in `initialize`, or sends the same whatever it is.
+ASK = {
+    "zero/core/hooks.py": "an excluded hook has the place and the effect of the plain one",
+    "pipe/module.py": "a rank's number, before its group exists",
+    "tensor/quiet_runs.py": "compiled functions send what eager ones do",
+    "ops/comm/message_log.py": "times are printed",
+    "ops/comm/memory/operations.py": "how long a wait spins, and when it has lasted too long",
+    "ops/comm/memory/segment.py": "`connect` asks whether all ranks have shared memory",
+    "offload/undo_pool.py": "which updates run early; a gather waits for its values",
+    "offload/cores.py": "threads of updates",
+    "offload/disk/workers.py": "times of waits, and how long an end may take",
+    "offload/disk/creation.py": "space of a disk, which `Builder` agrees on",
+    "offload/device_memory.py": "its callers take the least of all ranks",
+    "engine/generation/rollout.py": "the least of all ranks",
+    "engine/model/arguments.py": "whether classes exist of which the model has objects",
+}
+SENDS = ("zero", "pipe", "tensor", "offload", "compression", "ops/comm/")
+SENDS_OF_ENGINE = ("steps", "parallel", "generation", "packing", "model", "initialize.py")
+
+
+def test_no_message_depends_on_what_differs_between_ranks():
+    """Their products run on unlike ranks in tests/fuzz/test_products.py."""
+    folders = (*SENDS, *(f"engine/{name}" for name in SENDS_OF_ENGINE))
+    files = [file for file in package_files() if file.as_posix().startswith(folders)]
+    asking = {f.as_posix() for f in files if SURROUNDINGS.search((ROOT / f).read_text())}
+    assert asking == set(ASK)
+
+
 CHOICES = Path("engine/initialize.py")
 ITSELF_A_FEATURE = Path("engine/steps/pipeline_loop.py")
 FOR_ANY_TRAINING = {"xds.engine.data.loaders"}

@@ -19,13 +19,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_SECONDS = 40.0  # of a rank that waits for another one
+TIMEOUT_SECONDS = 90.0  # of a rank that waits for another one
 ANSWER_SECONDS = 400.0
 
 
@@ -185,11 +186,11 @@ def _run(
             world_size=world_size,
             timeout=timedelta(seconds=TIMEOUT_SECONDS),
         )
-        answer = (True, function(*args))
-        dist.barrier()  # rank 0 has the store
+        pipe.send_bytes(pickle.dumps((True, function(*args))))
     except BaseException:
-        answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
-    pipe.send_bytes(pickle.dumps(answer))
+        pipe.send_bytes(pickle.dumps((False, f"rank {rank}:\n{traceback.format_exc()}")))
+    with suppress(Exception):
+        dist.barrier()  # rank 0 has the store
 
 
 def _pause(longest_seconds: float) -> None:
