@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .engine.inference.inference import init_inference as init_inference
     from .engine.initialize import initialize as initialize
     from .engine.preemption import Preempted as Preempted
+    from .launcher.functions.launch import launch as launch
     from .utils.errors import ConfigError as ConfigError
     from .utils.errors import UsageError as UsageError
     from .utils.errors import XdsError as XdsError
@@ -39,6 +40,7 @@ _LOCATIONS = {
     "Engine": ".engine.engine",
     "Config": ".engine.config.config",
     "Preempted": ".engine.preemption",
+    "launch": ".launcher.functions.launch",
     "newest_checkpoint": ".engine.checkpoint.io.folders",
     "get_fp32_state_dict": ".engine.checkpoint.io.reader",
     "XdsError": ".utils.errors",
@@ -70,6 +72,7 @@ __all__ = [
     "get_fp32_state_dict",
     "init_inference",
     "initialize",
+    "launch",
     "newest_checkpoint",
 ]
 

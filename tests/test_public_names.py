@@ -18,7 +18,7 @@ import xds.ops.sparse_attention
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = [
     *("Config", "ConfigError", "Engine", "InferenceEngine", "Preempted", "UsageError", "XdsError"),
-    *("get_fp32_state_dict", "init_inference", "initialize", "newest_checkpoint"),
+    *("get_fp32_state_dict", "init_inference", "initialize", "launch", "newest_checkpoint"),
 ]
 CONFIGS = sorted(
     path.relative_to(ROOT)

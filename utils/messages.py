@@ -9,6 +9,7 @@ interrupted the start of a thread. A handler puts its message into a `queue.Simp
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import queue
 import select
@@ -62,12 +63,11 @@ def _write_error(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the reader or the stream is closed
         if stream is None:
             return
-        try:
-            descriptor = stream.fileno()
-        except (OSError, AttributeError):  # replaced, for example by a notebook
+        if isinstance(stream, io.TextIOWrapper):
+            write_whole(stream.fileno(), text.encode(errors="backslashreplace"))
+        else:  # a notebook's cell, whose descriptor is that of the kernel's terminal
             stream.write(text)
-        else:
-            write_whole(descriptor, text.encode(errors="backslashreplace"))
+            stream.flush()
 
 
 def _wait_until(has_ended: Callable[[float], bool], is_urgent: Callable[[], bool]) -> bool:

@@ -1,0 +1,1 @@
+"""Runs a function of a notebook or a script on several ranks."""

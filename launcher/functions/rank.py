@@ -1,0 +1,34 @@
+"""A rank of `xds.launch`: calls the function, and writes what it returns."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+from ...utils.errors import UsageError
+from .by_value import loads
+from .launch import CALL
+
+
+def main(script: str) -> None:
+    """Call the function in the folder of `script`, the rank's `__main__`."""
+    folder = Path(script).parent
+    function, args, kwargs, sys.path[:] = loads((folder / CALL).read_bytes())
+    result = function(*args, **kwargs)
+    rank = os.environ["RANK"]
+    try:
+        pickled = pickle.dumps(result)
+    except Exception as error:
+        name = getattr(function, "__qualname__", "function")
+        raise UsageError(
+            f"xds.launch({name}): rank {rank} returned {type(result).__name__}, which cannot be sent back: "
+            f"{error}; return numbers, tensors or text, or save to a file"
+        ) from error
+    part = folder / f"rank{rank}.part"
+    part.write_bytes(pickled)
+    part.replace(folder / f"rank{rank}.pickle")
+
+
+__all__ = ["main"]
