@@ -12,17 +12,20 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from functools import cache
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from helpers import run_processes, run_ranks
 from pipeline_runs import worst
-from tensor_cases import ADAMW, COUNT, SAMPLES, STEPS, batches, build, one_process
+from tensor_cases import ADAMW, COUNT, LENGTH, SAMPLES, STEPS, VOCAB, batches, build, one_process
 from torch import Tensor
 
 import xds
+from xds.engine.data.analyzer import Metric, analyze
 
 PARAM = {"stage": 3, "stage3_param_persistence_threshold": 0}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -62,9 +65,71 @@ FEATURES: dict[str, dict[str, Any]] = {
             }
         }
     },
+    "packing": {"data_packing": {"tokens": LENGTH}},
+    "curriculum": {
+        "data_efficiency": {
+            "data_sampling": {
+                "enabled": True,
+                "curriculum_learning": {
+                    "enabled": True,
+                    "curriculum_metrics": {
+                        "first": {
+                            "index_to_sample_path": "FOLDER/first/first_index_to_sample",
+                            "index_to_metric_path": "FOLDER/first/first_index_to_metric",
+                            "difficulty_type": "value",
+                            "clustering_type": "schedule_based",
+                            "min_difficulty": 30,
+                            "max_difficulty": VOCAB,
+                            "schedule_type": "fixed_linear",
+                            "schedule_config": {"total_curriculum_step": 3, "difficulty_step": 1},
+                        }
+                    },
+                },
+            }
+        }
+    },
+    "token drop": {
+        "data_efficiency": {
+            "enabled": True,
+            "data_routing": {
+                "enabled": True,
+                "random_ltd": {
+                    "enabled": True,
+                    "total_layer_num": 4,
+                    "random_ltd_layer_num": 2,
+                    "random_ltd_layer_id": [1, 2],
+                    "model_mask_name": "attention_mask",
+                    "model_type": "decoder",
+                    "hidden_state_order": "batch_seq_dim",
+                    "random_ltd_schedule": {
+                        "min_value": 8,
+                        "max_value": 12,
+                        "schedule_type": "fixed_linear",
+                        "schedule_config": {"require_steps": 4, "seq_per_step": 2},
+                    },
+                },
+            },
+        }
+    },
+    "exact means": {},
+    "generation": {},
+    "inference": {},
+}
+CALLS = {  # features that are calls, not keys
+    "exact means": "`engine.backward(loss, weight=n)`",
+    "generation": "`engine.generate(tokens)` between two steps",
+    "inference": "`engine.weights().save(folder)`, then `xds.init_inference(model, checkpoint=folder)`",
+}
+SHOWN = {  # settings that are too long for a row
+    "curriculum": "`data_efficiency.data_sampling.curriculum_learning`, with one metric",
+    "token drop": "`data_efficiency.data_routing.random_ltd`, in two layers",
+    **CALLS,
 }
 # other computations: the reference has them as well, on one rank at stage 0
-CHANGING = ("layer drop", "sparse", "8-bit weights")
+CHANGING = ("layer drop", "sparse", "8-bit weights", "packing", "curriculum", "token drop")
+CHANGING += tuple(CALLS)
+EACH_RANK = ("token drop",)  # data ranks draw differently: the reference has as many
+LOADED = ("packing", "curriculum")  # the engine's own loader reads the samples
 EXCLUDE = {
     frozenset(("pipeline", "zero-bubble")),
     frozenset(("bf16", "fp16")),
@@ -81,9 +146,10 @@ HEAD = """\
 Any two of these features work together, or are refused before training starts. A test trains a small Llama
 for three steps with each pair, on 2 to 8 ranks: losses and gradient norms are those of one process without
 these features, within 1e-5. Where a feature changes the computation (layer drop, sparse attention, 8-bit
-weights), the process has it as well; with 8-bit weights within 0.1 %. In 16 bits losses are compared, within
-1 % for fp16 and 5 % for bf16. So they are with compressed messages: within 1 % for qwZ, 5 % for qgZ and 1-bit
-Adam.
+weights, packing, curriculum, exact means), the process has it as well; with 8-bit weights within 0.1 %. Data
+ranks drop different tokens, so token drop is compared with as many data ranks. Generated tokens and the logits
+of inference are compared too. In 16 bits losses are compared, within 1 % for fp16 and 5 % for bf16. So they are
+with compressed messages: within 1 % for qwZ, 5 % for qgZ and 1-bit Adam.
 
 | feature | config |
 |---|---|"""
@@ -93,7 +159,8 @@ MIDDLE = """
 
 ## Refused
 
-`xds.initialize` raises a `ConfigError` with one of these sentences. All other pairs train.
+`xds.initialize` raises a `ConfigError` with one of these sentences, or the call raises a `UsageError`. All
+other pairs train.
 """
 
 
@@ -134,21 +201,70 @@ def ranks_of(config: Mapping[str, Any]) -> tuple[int, int]:
     return model_ranks * data, data
 
 
-def train(config: dict[str, Any], data: int = 0) -> tuple[list[tuple[float, float]], str]:
-    """On each rank: loss and norm of each step; or why it is refused. data: take the samples of such ranks."""
+Result = tuple[list[tuple[float, float]], list[float]]  # loss and norm of each step; other numbers
+
+
+def samples(names: tuple[str, ...]) -> list[dict[str, Tensor]]:
+    """What the engine's loader reads. Two samples fill a packed row, so all rows have as many labels."""
+    length = LENGTH // 2 if "packing" in names else LENGTH
+    draw = torch.Generator().manual_seed(3)
+    rows = torch.randint(3, VOCAB, (400, length), generator=draw)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def train(names: tuple[str, ...], config: dict[str, Any], data: int = 0) -> tuple[Result, str]:
+    """On each rank: what came of training; or why it is refused. data: take the samples of such ranks."""
     try:
-        engine = xds.initialize(build("llama"), config)
-        found = []
+        loaded = samples(names) if {*LOADED} & {*names} else None
+        engine = xds.initialize(build("llama"), config, training_data=loaded)
+        steps, others = [], []
         for step in range(STEPS):
-            given = batches("llama", step, engine.dp_rank)
-            if data:
+            given: Any = None
+            if loaded is None:
+                given = batches("llama", step, engine.dp_rank)
+            if data and loaded is None:
                 given = _joined([batches("llama", step, rank) for rank in range(data)])
-            loss = engine.train_batch(given)
-            found.append((loss.item(), float(engine.get_global_grad_norm() or 0)))
+            loss = (
+                weighted_step(engine, given)
+                if "exact means" in names
+                else engine.train_batch(given)
+            )
+            steps.append((float(loss), float(engine.get_global_grad_norm() or 0)))
+            if "generation" in names and step == 1:
+                prompt = torch.arange(3, 9).view(1, 6)
+                tokens = engine.generate(prompt, max_new_tokens=4, do_sample=False)
+                others += tokens.flatten().tolist()
+        if "inference" in names:
+            others += inferred(engine)
         engine.destroy()
     except xds.XdsError as error:
-        return [], str(error)
-    return found, ""
+        return ([], []), str(error)
+    return (steps, others), ""
+
+
+def weighted_step(engine: xds.Engine, given: Iterator[Any] | None) -> float:
+    """A step whose micro-batches have different numbers of labels."""
+    given = iter(engine.training_dataloader) if given is None else given
+    for number in range(COUNT):
+        batch = next(given)
+        labels = batch["labels"].clone()
+        labels[:, : 1 + number] = -100
+        loss = engine(**{**batch, "labels": labels}).loss
+        engine.backward(loss, weight=(labels[:, 1:] != -100).sum())
+        engine.step()
+    return engine.mean_loss()
+
+
+def inferred(engine: xds.Engine) -> list[float]:
+    """Logits of a model that generates, with the weights of `engine`."""
+    folder = Path(engine.config.report_folder) / "weights"
+    engine.weights().save(folder)
+    dist.barrier()
+    made = xds.init_inference(build("llama"), dtype=torch.float32, checkpoint=str(folder))
+    with torch.no_grad():
+        logits = made(torch.arange(3, 9).view(1, 6)).logits
+    dist.barrier()
+    return [float(value) for value in logits[0, -1, :4]]
 
 
 def _joined(of_ranks: list[Iterator[dict[str, Tensor]]]) -> Iterator[dict[str, Tensor]]:
@@ -157,35 +273,55 @@ def _joined(of_ranks: list[Iterator[dict[str, Tensor]]]) -> Iterator[dict[str, T
         yield {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-@cache
-def one_rank(names: tuple[str, ...], data: int) -> list[tuple[float, float]]:
-    """Loss and norm of each step of one rank, whose micro-batches have the samples of all `data` ranks."""
-    config = {**config_of(names), "train_micro_batch_size_per_gpu": SAMPLES * data}
-    steps, refusal = run_ranks(train, 1, config, data, small_numel=None)[0]
+def reference(names: tuple[str, ...], data: int, folder: str) -> Result:
+    """The result of one rank, whose micro-batches have the samples of all `data` ranks.
+
+    With a feature whose data ranks draw differently, that of as many ranks at stage 0.
+    """
+    config = {**in_folder(config_of(names), folder), "report_folder": folder}
+    if {*EACH_RANK} & {*names}:
+        result, refusal = run_ranks(train, data, names, config, small_numel=None)[0]
+    else:
+        config = {**config, "train_micro_batch_size_per_gpu": SAMPLES * data}
+        result, refusal = run_ranks(train, 1, names, config, data, small_numel=None)[0]
     assert not refusal, refusal
-    return steps
+    return result
+
+
+def in_folder(config: Any, folder: str) -> Any:
+    """`config` with `folder` in the place of FOLDER."""
+    return json.loads(json.dumps(config).replace("FOLDER", folder))
 
 
 def outcome(names: tuple[str, ...]) -> str:
     """ "" if training is equal to one process in fp32; else why it is refused, or what is wrong."""
     changing = tuple(name for name in names if name in CHANGING)
-    config = config_of(names)
-    world_size, data = ranks_of(config)
     with tempfile.TemporaryDirectory() as folder:
-        offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
-        if "nvme_path" in offload:
-            offload["nvme_path"] = folder
+        if "curriculum" in names:
+            analyze(samples(names), [Metric("first", first_token)], folder)
+        config = in_folder(config_of(names), folder)
+        config["report_folder"] = folder
+        world_size, data = ranks_of(config)
         # memory that ranks share, and the compiler, are of a process
         run = run_processes if {"shared", "compile"} & {*names} else run_ranks
-        steps, refusal = run(train, world_size, config, small_numel=None)[0]
-    if refusal:
-        return refusal.removeprefix("config: ")
+        (steps, others), refusal = run(train, world_size, names, config, small_numel=None)[0]
+        if refusal:
+            return refusal.removeprefix("config: ")
+        wanted: Any = one_process("llama", data)
+        expected: list[float] = []
+        if changing:
+            wanted, expected = reference(changing, data, folder)
     near = max(NEAR[name] for name in ("fp32", *names) if name in NEAR)
-    wanted = one_rank(changing, data) if changing else one_process("llama", data)
     if near > NEAR["fp32"]:  # norms of 16 bits are far less exact than losses
-        steps, wanted = ([(loss, 1.0) for loss, _ in run] for run in (steps, wanted))
+        steps, wanted = ([(loss, 1.0) for loss, _ in each] for each in (steps, wanted))
     found = worst(steps, wanted)
+    if expected and near == NEAR["fp32"]:
+        found = max(found, *(abs(a - b) for a, b in zip(others, expected, strict=True)))
     return "" if found <= near else f"WRONG by {found:.0e}"
+
+
+def first_token(rows: list[Any]) -> Any:
+    return np.array([int(row["input_ids"][0]) for row in rows])
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -206,6 +342,10 @@ def shown(setting: Any) -> Any:
     return {key: shown(value) for key, value in setting.items() if key not in ONLY_HERE}
 
 
+def keys_of(setting: Mapping[str, Any]) -> str:
+    return f"`{json.dumps(shown(setting))[1:-1]}`"
+
+
 def page(found: Mapping[tuple[str, str], str]) -> str:
     """The page, of the outcome of every pair."""
     reasons: dict[str, list[str]] = {}
@@ -213,7 +353,7 @@ def page(found: Mapping[tuple[str, str], str]) -> str:
         for sentence in problems(refusal):
             reasons.setdefault(sentence, []).append(" + ".join(pair))
     rows = [
-        f"| {name} | `{json.dumps(shown(setting))[1:-1]}` |" for name, setting in FEATURES.items()
+        f"| {name} | {SHOWN.get(name) or keys_of(setting)} |" for name, setting in FEATURES.items()
     ]
     refused = [f"- **{', '.join(names)}**. {reason}" for reason, names in reasons.items()]
     return "\n".join([HEAD, *rows, MIDDLE, *refused]) + "\n"
