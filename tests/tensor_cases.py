@@ -74,12 +74,12 @@ def build(name: str, sequence: int = 1, layers: int = 4) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": HEADS}
-    more = {"vocab_size": VOCAB, "pad_token_id": 0}
+    more: dict[str, Any] = {"vocab_size": VOCAB}
     if name != "gpt2":
         more |= {"intermediate_size": 56, "num_key_value_heads": 2}
     else:
         more |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = AutoConfig.for_model(name, **sizes, **more, attn_implementation="sdpa")
+    config = AutoConfig.for_model(name, **sizes, **more)
     model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
 

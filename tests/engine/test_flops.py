@@ -439,7 +439,6 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 64,
-    "use_cache": False,
 }
 
 

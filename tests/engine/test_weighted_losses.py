@@ -318,7 +318,7 @@ def of_llama(more: dict[str, Any]) -> tuple[float, float]:
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False))
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
     engine = xds.initialize(model, config_of(2) | more)
     for step in range(2):
         draw = torch.Generator().manual_seed(7 * step + engine.dp_rank)

@@ -36,8 +36,8 @@ def llama() -> tuple[nn.Module, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 4, "vocab_size": 61}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
-    config = AutoConfig.for_model("llama", **sizes, **heads, use_cache=False, pad_token_id=0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("llama", **sizes, **heads)
     tokens = (torch.arange(SAMPLES * 12) * 7 % 61).view(SAMPLES, 12)
     return AutoModelForCausalLM.from_config(config), {"input_ids": tokens, "labels": tokens}
 

@@ -35,7 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "pad_token_id": 0,
+        "pad_token_id": 0,  # its default is outside of this vocabulary
     },
 }
 
@@ -54,10 +54,6 @@ def build(name: str, dropout: float = 0.0) -> nn.Module:
         **SIZES[name],
         **dict.fromkeys(rates, dropout),
         vocab_size=VOCAB,
-        attn_implementation="eager" if name == "bloom" else "sdpa",
-        use_cache=False,
-        bos_token_id=1,
-        eos_token_id=2,
     )
     return AutoModelForCausalLM.from_config(config)
 

@@ -48,7 +48,6 @@ def build(name: str, kv_heads: int = 2, heads: int = 4) -> nn.Module:
     if name in ("opt", "biogpt"):
         more |= {"ffn_dim": 56, "word_embed_proj_dim": 8 * heads, "dropout": 0.0}
         more |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "layerdrop": 0.0}
-    more |= {"attn_implementation": "sdpa", "use_cache": False, "pad_token_id": 0}
     config = AutoConfig.for_model(name, **sizes, **counts, **more)
     return AutoModelForCausalLM.from_config(config)
 

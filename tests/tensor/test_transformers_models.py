@@ -64,7 +64,7 @@ def build(name: str) -> nn.Module:
         "num_hidden_layers": 2,
         "vocab_size": VOCAB,
     }
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(name, **(sizes | heads | tokens | MODELS[name]))
     torch.manual_seed(7)

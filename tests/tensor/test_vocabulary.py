@@ -35,8 +35,6 @@ def build(name: str, tied: bool, heads: int = 4, kv_heads: int = 2) -> nn.Module
         vocab_size=VOCAB,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        attn_implementation="sdpa",
-        use_cache=False,
         pad_token_id=3,  # in the batches, so that a row without a gradient is trained by no rank
         tie_word_embeddings=tied,
     )
