@@ -24,6 +24,13 @@ settings.register_profile(
 settings.load_profile("any time")
 
 
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One more than processors: a worker often waits for its ranks, a launcher, a timeout."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ or not hasattr(os, "sched_getaffinity"):
+        return None  # as xdist decides
+    return len(os.sched_getaffinity(0)) + 1
+
+
 @pytest.fixture(autouse=True)
 def _messages_as_at_the_start() -> Iterator[None]:
     """What `xds.initialize` and `xds --quiet` set for their messages does not reach the next test."""

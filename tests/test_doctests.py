@@ -7,6 +7,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = [file.parent.name for file in ROOT.glob("*/__init__.py")]
@@ -20,5 +21,6 @@ FILES = [
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_the_examples_of_a_module_hold(file: Path) -> None:
-    found = doctest.testmod(importlib.import_module(f"xds.{'.'.join(file.with_suffix('').parts)}"))
+    module = importlib.import_module(f"xds.{'.'.join(file.with_suffix('').parts)}")
+    found = doctest.testmod(module, extraglobs={"torch": torch})
     assert found.attempted > 0 and found.failed == 0
