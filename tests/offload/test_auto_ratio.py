@@ -18,8 +18,10 @@ from torch import nn
 import xds
 from xds.offload import device_memory
 from xds.offload.device_memory import free_at_peak
-from xds.ops.optim.state_places import scalars_are_beside
+from xds.ops.optim.shard_optimizer import World
 from xds.utils.errors import ConfigError
+from xds.zero.core.optimizer_tensors import OptimizerTensors
+from xds.zero.core.torch_optimizer import TorchShardOptimizer
 from xds.zero.model.state_memory import StateMemory
 
 
@@ -190,8 +192,9 @@ def test_spare_bytes() -> None:
 def test_states_of_one_element() -> None:
     tensor = torch.zeros(3)
     for flags, beside in (({}, False), ({"fused": True}, True), ({"capturable": True}, True)):
-        assert scalars_are_beside(torch.optim.Adam([tensor], **flags), tensor) == beside
-    assert not scalars_are_beside(None, tensor)
+        given = torch.optim.Adam([tensor], **flags)
+        stepped = TorchShardOptimizer(given, OptimizerTensors([], World(None, ())))
+        assert stepped.has_scalars_beside(tensor) == beside
 
 
 def test_settings() -> None:
