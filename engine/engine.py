@@ -630,6 +630,10 @@ class Engine:
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        metric: float | Tensor | None = None,
+        keep_best: int = 0,
+        mode: str = "min",
     ) -> bool:
         """Write all that training needs to go on to save_dir/tag (default `global_step{N}`). A collective.
 
@@ -639,14 +643,23 @@ class Engine:
         client_state: JSON values, tensors and plain types, nested (`checkpoint/packing.py`); rank 0's is kept.
         exclude_frozen_parameters: leave the values of frozen parameters out of the files; a load then leaves
             the model's own as they are.
+        metric: a number that tells how good the model is; the same on every rank, or None on some. A value that
+            is not finite counts as the worst. load_checkpoint(folder, "best") takes the best one; of equal ones
+            the earliest.
+        keep_best: how many of the best stay, beside the last one and those of checkpoint.keep_last. Others with
+            a metric, whose tags differ only in numbers, are removed; 0 removes none.
+        mode: "min" where a smaller metric is better, or "max".
         """
         from .checkpoint.save import SaveOptions
 
         self._states.check_usable()
         how = self.config.checkpoint.tag_validation
-        options = SaveOptions(save_latest, exclude_frozen_parameters, how)
-        self._states.save(save_dir, tag, client_state, options)
-        self._parts.report.saved(save_dir, tag or f"global_step{self.global_steps}")
+        options = SaveOptions(
+            save_latest, exclude_frozen_parameters, how, (metric, mode, keep_best)
+        )
+        given = self._states.save(save_dir, tag, client_state, options)
+        name = f"global_step{self.global_steps}" if tag is None else tag
+        self._parts.report.saved(save_dir, name, given)
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -675,6 +688,7 @@ class Engine:
         """Go on from a checkpoint of any stage and number of ranks (default: `latest`). A collective.
 
         Returns its folder and client_state; (None, None) with a warning where there is no `latest`.
+        tag: "best" takes the one with the best metric, unless one was saved under this tag.
         fallback: where a file of it is damaged or missing, warn and take the one of the next fewer steps; where
             there is no `latest`, that of the most.
         Raises UsageError, and nothing has changed, where it is damaged or does not fit.
@@ -691,6 +705,21 @@ class Engine:
         if found[0] is not None and not load_module_only:
             self._batches.forget()
         return found
+
+    def resume(self, folder: str | Path) -> tuple[str | None, dict[str, Any]]:
+        """Go on from the last checkpoint in `folder`, or start where there is none. A collective.
+
+        A damaged one is left out, with a warning, and the one before it is loaded.
+        Returns its folder and client_state; (None, {}) at the start.
+        Raises UsageError, and nothing has changed, where checkpoints are there and none can be loaded.
+        """
+        from .checkpoint.load import has_checkpoint
+
+        self._states.check_usable()
+        if not has_checkpoint(self._sharded.collectives, folder):
+            return None, {}
+        path, client_state = self.load_checkpoint(folder, fallback=True)
+        return path, client_state or {}
 
     def offload_states(
         self,

@@ -73,8 +73,8 @@ class States:
         tag: str | None,
         client_state: Mapping[str, Any] | None,
         options: SaveOptions,
-    ) -> None:
-        """Write a checkpoint."""
+    ) -> float | None:
+        """Write a checkpoint; its metric."""
         from .checkpoint.save import save_checkpoint
         from .checkpoint.saver import build_saver
 
@@ -82,7 +82,7 @@ class States:
         if parts.saver is None:
             parts.saver = build_saver(parts.config, parts.sharded.collectives)
         try:
-            save_checkpoint(parts, self._counters, save_dir, tag, client_state, options)
+            return save_checkpoint(parts, self._counters, save_dir, tag, client_state, options)
         except UsageError:
             raise
         except XdsError as error:

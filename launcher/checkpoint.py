@@ -158,6 +158,7 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
         "trained_numel": sum(one.numel for one in params if one.trains),
         "dtypes": sorted({str(one.compute_dtype).removeprefix("torch.") for one in params}),
         "value_dtypes": sorted({str(one.dtype).removeprefix("torch.") for one in params}),
+        **({} if manifest.score is None else {"metric": manifest.score.metric}),
         "left_out": len(reader.left_out),
         "tied": reader.tied,
         "optimizer": None if optimizer is None else optimizer["type"],

@@ -42,7 +42,7 @@ SETUPS = {
         """,
         edits={
             "engine.global_steps < 200": "engine.global_steps < 20",
-            'load_checkpoint("out", fallback=True)': 'load_checkpoint("new", fallback=True)',
+            'resume("out")': 'resume("new")',
             'engine.save_checkpoint("out")': 'engine.save_checkpoint("new")',
         },
     ),

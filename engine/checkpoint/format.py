@@ -46,7 +46,8 @@ _SOUND: deque[str] = deque(maxlen=64)
 def dump(manifest: Manifest) -> bytes:
     """The manifest's text."""
     # dataclasses.asdict copies every value: a third of the time of a save of many small tensors
-    fields = {key: value for key, value in vars(manifest).items() if key != "nodes" or value}
+    unless_set = ("nodes", "score")
+    fields = {key: value for key, value in vars(manifest).items() if key not in unless_set or value}
     body = json.dumps(fields, allow_nan=False, default=_fields)
     text = f'{HEAD}{NO_SUM}", {body[1:]}'.encode()
     return _with_sum(text, sha256(text).hexdigest())

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
 from ...utils.errors import DamagedError, UsageError
+from ...utils.quoting import printable
 from ...zero.checkpoint.ranges import Copy
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
@@ -32,6 +33,8 @@ from .io.folders import (
     MOST_MANIFEST_BYTES,
     check_folder,
     check_tag,
+    holds_checkpoints,
+    meant_tag,
     newest_checkpoint,
     older_checkpoint,
     read_latest,
@@ -91,7 +94,7 @@ def load_checkpoint(
             newer = _find_newer(collectives, load_dir, tag, refused, before)
             if newer is None and not (options.fallback and isinstance(error, DamagedError)):
                 raise
-            chosen = newer or _find_older(collectives, load_dir, refused, error)
+            chosen = newer or _find_older(collectives, load_dir, tag, refused, error)
 
 
 def _load(
@@ -128,6 +131,19 @@ def _load(
     return str(folder), client_state
 
 
+def has_checkpoint(collectives: Collectives, folder: str | Path) -> bool:
+    """Whether rank 0 finds `latest` or a checkpoint in the folder; damaged ones count. A collective."""
+
+    def look() -> bool:
+        path = check_folder("folder", folder)
+        return collectives.rank == 0 and holds_checkpoints(path)
+
+    has_one: bool = together(collectives, "resume", look, share=bool)[1][0]
+    if not has_one and collectives.rank == 0:
+        log.info("no checkpoint in %s: starting from the beginning", printable(folder))
+    return has_one
+
+
 # -- which one ----------------------------------------------------------------------------------------------
 
 
@@ -141,8 +157,11 @@ def _find_tag(
 
     def look() -> str | None:
         folder = check_folder("load_dir", load_dir)
-        if collectives.rank or tag is not None:
-            return None if tag is None else check_tag(tag)
+        if tag is not None:
+            name = check_tag(tag)
+            return name if collectives.rank else meant_tag(folder, name)
+        if collectives.rank:
+            return None
         reason = f"there is no file `latest` in {folder}"
         damage: DamagedError | None = None
         try:
@@ -181,7 +200,7 @@ def _find_newer(
         if collectives.rank or len(refused) > MAX_NEWER:
             return None
         with suppress(DamagedError):
-            now = read_latest(load_dir) if tag is None else tag
+            now = read_latest(load_dir) if tag is None else meant_tag(load_dir, tag)
             if now is not None and now not in refused:
                 return now
             if now == refused[-1] and _stamp(load_dir, now) not in (0, before):
@@ -195,16 +214,27 @@ def _find_newer(
 
 
 def _find_older(
-    collectives: Collectives, load_dir: Path, refused: Sequence[str], error: UsageError
+    collectives: Collectives,
+    load_dir: Path,
+    tag: str | None,
+    refused: Sequence[str],
+    error: UsageError,
 ) -> str:
     """The tag of the newest checkpoint before the last one of `refused`, which is damaged. A collective.
 
+    For the tag "best" it is the next best one.
     Raises DamagedError: there is none.
     """
-    older = _of_rank_0(
-        collectives,
-        lambda: None if collectives.rank else older_checkpoint(load_dir, refused[-1], refused),
-    )
+
+    def look() -> str | None:
+        if collectives.rank:
+            return None
+        next_best = tag if tag is None else meant_tag(load_dir, tag, refused)
+        if next_best != tag:
+            return next_best
+        return older_checkpoint(load_dir, refused[-1], refused)
+
+    older = _of_rank_0(collectives, look)
     if older is None:
         raise DamagedError(
             f"{error}; there is no older checkpoint in {load_dir} to fall back to"

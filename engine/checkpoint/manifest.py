@@ -42,6 +42,7 @@ from ...zero.layout.layout import Box, Slot
 from .io.tensor_file import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .packing import unpack
 from .saved_values import Named, OwnValues, names_in
+from .score import Score
 
 FORMAT, VERSION = "xds-checkpoint", 2
 READ_VERSIONS = (1, 2)  # version 1 has no pipeline stages: all ranks hold all flats
@@ -112,6 +113,7 @@ class Manifest:
     nodes: of xds 0.1.0, where each node saved into a folder of its own, the nodes by their first rank. Then
         several files may have the same elements, in whole or not at all. All files are in one folder here.
     totals: the elements of each key in all files; older checkpoints do not contain it.
+    score: of a save with a metric.
     """
 
     format: Text
@@ -130,6 +132,7 @@ class Manifest:
     holders: tuple[tuple[Size, ...], ...] = ()
     nodes: tuple[SavedNode, ...] = ()
     totals: dict[Text, Size] = field(default_factory=dict)
+    score: Score | None = None
 
     @property
     def grid(self) -> Mesh:

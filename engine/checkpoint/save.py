@@ -37,6 +37,7 @@ from .manifest import FileRecord, RankPart
 from .packing import pack
 from .random_state import read_random_state
 from .saver import DOING, SaveJob
+from .score import Score, asked_score, score_of
 
 log = logging.getLogger("xds")
 
@@ -48,6 +49,7 @@ class SaveOptions:
     save_latest: bool = True
     exclude_frozen_parameters: bool = False
     tag_validation: str = "fail"
+    score: tuple[Any, Any, Any] = (None, "min", 0)  # metric, mode, keep_best
 
 
 @final
@@ -115,8 +117,8 @@ def save_checkpoint(
     tag: str | None,
     client_state: Mapping[str, Any] | None,
     options: SaveOptions,
-) -> None:
-    """See `Engine.save_checkpoint`."""
+) -> float | None:
+    """See `Engine.save_checkpoint`. Returns the metric on which the ranks agree."""
     collectives, saver = parts.sharded.collectives, parts.saver
     assert saver is not None
     save = _Save(parts, counters, options)
@@ -129,7 +131,9 @@ def save_checkpoint(
     except BaseException:
         save.discard_folder()
         raise
-    saver.save(save.job(), save.content.entries)
+    job = save.job()
+    saver.save(job, save.content.entries)
+    return None if job.score is None else job.score.metric
 
 
 @final
@@ -152,6 +156,8 @@ class _Save:
         self._options = options
         self._claim: Claim | None = None  # of the folder, on rank 0, which has made it
         self._tag = ""
+        self._asked: list[Any] = []
+        self._score: Score | None = None
         self._first_folder = Path()  # as rank 0 sees it
 
     @property
@@ -169,20 +175,22 @@ class _Save:
         if client_state is not None and not isinstance(client_state, Mapping):
             raise wrong("client_state", client_state, "a dict, or None")
         parts.saver.wait()
+        self._asked = asked_score(*self._options.score)
         self.content = _prepare(parts, counters, client_state, self._options)
         if self._is_first:
             self._claim = make_folder(self.save_dir, self._tag)
 
     def shared_values(self, _: None) -> Any:
         folder = str(self._claim.folder.absolute()) if self._claim is not None else ""
-        return [self._tag, folder, _buffer_sums(self.content.snapshot)]
+        return [self._tag, folder, self._asked, _buffer_sums(self.content.snapshot)]
 
     def agree(self, shared: list[Any]) -> None:
         """`shared`: the values of all ranks, in rank order."""
-        tags = [tag for tag, _, _ in shared]
-        self._tag = _agreed_tag(tags, self._options.tag_validation, self._is_first)
-        self._first_folder = Path(shared[0][1])
-        _add_own(self.content, self._parts, self._counters, [sums for _, _, sums in shared])
+        tags, folders, asked, sums = zip(*shared, strict=True)
+        self._score = score_of(asked)
+        self._tag = _agreed_tag(list(tags), self._options.tag_validation, self._is_first)
+        self._first_folder = Path(folders[0])
+        _add_own(self.content, self._parts, self._counters, list(sums))
 
     @property
     def _folder(self) -> Path:
@@ -218,6 +226,7 @@ class _Save:
             stage=parts.config.zero_optimization.stage,
             part=self.content.part(),
             state=self.content.state,
+            score=self._score,
         )
 
 

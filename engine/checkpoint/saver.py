@@ -45,6 +45,7 @@ from .io.storage import Claim, storage_of
 from .io.tensor_file import Sums, TensorEntry, copy_image, image_bytes, write_image, write_tensors
 from .joining import joined_manifest
 from .manifest import RankPart
+from .score import Score
 
 log = logging.getLogger("xds")
 DOING = "save_checkpoint"
@@ -75,6 +76,7 @@ class SaveJob:
     stage: int
     part: RankPart
     state: Any
+    score: Score | None
 
     @property
     def is_first(self) -> bool:
@@ -104,10 +106,10 @@ class SaveJob:
         manifest = joined_manifest(
             self.tag, self.stage, self.mesh, self.part.flats, self.state, found
         )
-        commit(self.folder, self.save_dir, manifest)
+        commit(self.folder, self.save_dir, replace(manifest, score=self.score))
         if self.save_latest:
             write_latest(self.save_dir, self.tag)
-        if self.keep_last:
+        if self.keep_last or self.score is not None:
             prune(self.save_dir, self.tag, self.keep_last)
         log.info("saved checkpoint %s", self.save_dir / self.tag)
 

@@ -7,7 +7,7 @@ step             each optimizer step                  loss, learning rate, norm 
 use              once a second, after a step          memory of rank 0, bytes that it has sent by kind
 timeline         steps 3, 30, 300, ... of a process   forwards, backwards and update on each rank, in time
 value            the script writes monitor events     their names and values
-saved            a checkpoint is saved                its path
+saved            a checkpoint is saved                its path, and its metric
 failure          the launcher has found one           its report; see launcher/ranks/run_folder.py
 end              engine.destroy()
 
@@ -163,10 +163,11 @@ class RunRecord:
         for name, value, samples in events:
             self._append(kind="value", name=name, value=value, samples=samples)
 
-    def saved(self, folder: str | Path, tag: str) -> None:
+    def saved(self, folder: str | Path, tag: str, metric: float | None) -> None:
         """A checkpoint was saved."""
-        self._saved = str(Path(folder, tag))
-        self._append(kind="saved", path=self._saved, time=time.time())
+        self._saved = str(Path(folder, str(tag)))
+        more = {} if metric is None else {"text": f"metric {metric:g}"}
+        self._append(kind="saved", path=self._saved, time=time.time(), **more)
 
     def close(self) -> None:
         """No step follows. Logs where things are."""

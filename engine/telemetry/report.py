@@ -169,10 +169,10 @@ class StepReport:
         if self._record is not None:
             self._record.name_actions(row)
 
-    def saved(self, folder: str | Path, tag: str) -> None:
+    def saved(self, folder: str | Path, tag: str, metric: float | None) -> None:
         """A checkpoint was saved."""
         if self._record is not None:
-            self._record.saved(folder, tag)
+            self._record.saved(folder, tag, metric)
 
     def add_loss(self, loss: Tensor) -> None:
         """Add a micro-batch's share of the step's loss."""

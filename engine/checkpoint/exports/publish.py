@@ -25,7 +25,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from typing import final
 
@@ -61,6 +60,7 @@ _FAMILIES = (
     _Family((MANIFEST,), OWN_FILE),
 )
 
+_PART = re.compile(r"\..+\.part-[0-9a-f]{8}")
 _DISK = Disk()  # an export is for other programs: it is in a file system
 
 
@@ -156,8 +156,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def _part_folder(home: Path, name: str) -> tuple[Path, Claim]:
     """A new folder in `home`, locked while it is in use. Those of killed exports are removed."""
-    for old in home.glob(f".{escape(name)}.part-????????"):
-        claim = _claim(old)
+    for old in home.glob(".*.part-????????"):
+        claim = _claim(old) if _PART.fullmatch(old.name) else None
         if claim is not None:
             _DISK.remove(old)
             claim.release()

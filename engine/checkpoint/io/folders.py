@@ -12,11 +12,12 @@ A folder without manifest.json is not a checkpoint.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import secrets
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import index
@@ -31,6 +32,7 @@ from ....utils.quoting import printable, quoted
 from ....utils.small_files import MOST_BYTES
 from ..format import dump, parse
 from ..manifest import OWN_FILE, Manifest
+from ..score import BEST
 from .storage import Claim, storage_of
 
 log = logging.getLogger("xds")
@@ -246,6 +248,11 @@ def _tags(save_dir: Path) -> list[str]:
     return [name for name in names if storage.size_of(save_dir / name / MANIFEST) >= 0]
 
 
+def holds_checkpoints(save_dir: Path) -> bool:
+    """There is a checkpoint, or a `latest`; they may be damaged."""
+    return storage_of(save_dir).size_of(save_dir / LATEST) >= 0 or bool(_tags(save_dir))
+
+
 def committed(save_dir: Path) -> list[Manifest]:
     """The manifests of all committed checkpoints, newest first: see `newest_first`.
 
@@ -293,6 +300,20 @@ def newest_first(found: Iterable[Manifest]) -> list[Manifest]:
     return sorted(manifests, key=age, reverse=True)
 
 
+def best_first(newest_first: Sequence[Manifest]) -> list[Manifest]:
+    """Those with a score, the best one first; of equal ones the earliest. The newest score says the mode."""
+    scored = [one for one in reversed(newest_first) if one.score is not None]
+    if not scored or scored[-1].score is None:
+        return []
+    sign = -1 if scored[-1].score.mode == "max" else 1
+
+    def badness(one: Manifest) -> float:
+        metric = None if one.score is None else one.score.metric
+        return math.inf if metric is None else sign * metric
+
+    return sorted(scored, key=badness)
+
+
 def kind_of(tag: str) -> str:
     """The tag without its numbers: "global_step300" and "global_step310" are of one kind."""
     return re.sub(r"[0-9]+", "0", tag)
@@ -315,6 +336,16 @@ def newest_checkpoint(save_dir: str | Path) -> str | None:
     return found[0].tag if found else None
 
 
+def meant_tag(save_dir: Path, tag: str, left_out: Collection[str] = ()) -> str:
+    """`tag`; for "best" that of the best checkpoint not in `left_out`, unless one was saved as "best"."""
+    if tag != BEST or storage_of(save_dir).is_folder(save_dir / tag):
+        return tag
+    ranked = best_first(
+        newest_first(_manifests(save_dir))
+    )  # a damaged one is no reason for another
+    return next((found.tag for found in ranked if found.tag not in left_out), tag)
+
+
 def older_checkpoint(save_dir: Path, tag: str, left_out: Collection[str]) -> str | None:
     """The newest committed checkpoint before `tag` that is not in `left_out`; None if there is none.
 
@@ -332,25 +363,30 @@ def older_checkpoint(save_dir: Path, tag: str, left_out: Collection[str]) -> str
 
 
 def prune(save_dir: Path, tag: str, keep_last: int) -> None:
-    """Keep the newest `keep_last` checkpoints whose tags differ from `tag` only in numbers; remove the others.
+    """Of the checkpoints whose tags differ from `tag` only in numbers, keep the newest `keep_last` (0: all).
 
-    These are never removed: the tag in `latest`, `tag` itself, and checkpoints with more steps than `tag`. So
-    a new run in the folder of an old one removes nothing. A folder is renamed to a hidden name before its
-    files are removed, so a visible checkpoint is always complete.
+    Of those with a metric the best ones stay, as many as the newest `keep_best` says, and without `keep_last`
+    the others are removed. These are never removed: the tag in `latest`, `tag` itself, and checkpoints with
+    more steps than `tag`. So a new run in the folder of an old one removes nothing. A folder is renamed to a
+    hidden name before its files are removed, so a visible checkpoint is always complete.
     """
     kind = kind_of(tag)
     there = [found for found in committed(save_dir) if kind_of(found.tag) == kind]
     steps = next((found.global_steps for found in there if found.tag == tag), 0)
-    same = [found.tag for found in there if found.global_steps <= steps]
-    stay: set[str | None] = {tag}
+    same = [found for found in there if found.global_steps <= steps]
+    ranked = best_first(same)
+    newest = next((found.score for found in same if found.score is not None), None)
+    keep_best = 0 if newest is None else newest.keep_best
+    stay: set[str | None] = {tag, *(found.tag for found in ranked[: max(keep_best, 1)])}
+    old_ones = same[keep_last:] if keep_last else ranked if keep_best else []
     with suppress(DamagedError):
         stay.add(read_latest(save_dir))
     storage = storage_of(save_dir)
-    for old in set(same[keep_last:]) - stay:
+    for old in {found.tag for found in old_ones} - stay:
         try:
             aside = save_dir / hidden(old)
             storage.rename(save_dir / old, aside)
             storage.sync(save_dir)
             storage.remove(aside)
         except OSError as error:
-            log.warning("keep_last: cannot remove %s: %s", save_dir / old, error)
+            log.warning("keep_last, keep_best: cannot remove %s: %s", save_dir / old, error)

@@ -27,7 +27,15 @@ from ..format import catalogue_of
 from ..manifest import lacking
 from ..packing import unpack
 from .checked_file import CheckedFile, CheckedFiles
-from .folders import MANIFEST, check_folder, check_tag, committed, read_latest, read_manifest
+from .folders import (
+    MANIFEST,
+    check_folder,
+    check_tag,
+    committed,
+    meant_tag,
+    read_latest,
+    read_manifest,
+)
 from .storage import storage_of
 
 log = logging.getLogger("xds")
@@ -65,7 +73,7 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
 
     Args:
         path: a folder of checkpoints; without `tag` also the folder of one checkpoint.
-        tag: None means the tag in `latest`.
+        tag: None means the tag in `latest`; "best" that of the best metric.
 
     Raises:
         UsageError: there is no such folder, or neither `tag` nor `latest` names a checkpoint.
@@ -76,7 +84,7 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
     if not storage.is_folder(folder):
         raise UsageError(f"{path} is not a folder; give the save_dir of save_checkpoint")
     if tag is not None:
-        return folder, check_tag(tag)
+        return folder, meant_tag(folder, check_tag(tag))
     if storage.size_of(folder / MANIFEST) >= 0:
         return folder.parent, folder.name
     found = read_latest(folder)
