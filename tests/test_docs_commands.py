@@ -14,6 +14,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import sys
 from argparse import ArgumentParser
@@ -76,6 +77,7 @@ HAS_NO_DATA_OPTION = (
     "examples/compression/",
     "examples/generation/",
 )
+LAUNCHING = ROOT / "examples" / "launching"
 PLACEHOLDERS = {"FILE": "config.json", "N": "8", "DIR": "llama"}
 ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
 SCRIPT = """
@@ -219,7 +221,7 @@ def check_xds(words: Sequence[str]) -> None:
 
 def test_the_job_for_kubernetes_starts_this_machines_part() -> None:
     yaml = pytest.importorskip("yaml")
-    text = (ROOT / "examples" / "launching" / "kubernetes.yaml").read_text()
+    text = (LAUNCHING / "kubernetes.yaml").read_text()
     _, job = yaml.safe_load_all(text)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     environ = {each["name"]: each["value"] for each in container["env"]}
@@ -228,6 +230,53 @@ def test_the_job_for_kubernetes_starts_this_machines_part() -> None:
     where = where_to_run(args, {**environ, "JOB_COMPLETION_INDEX": "2"})
     assert not isinstance(where, Hosts) and where.restarts.max_restarts == 3
     assert (where.rendezvous.max_nodes, where.rendezvous.node_rank) == (4, 2)
+
+
+def where_of(words: Sequence[str], environ: dict[str, str]) -> Any:
+    args = read(words[1:])
+    check_options(args)
+    where = where_to_run(args, environ)
+    assert words[0] == "xds" and not isinstance(where, Hosts), where
+    return where
+
+
+def test_files_for_schedulers_start_this_machines_part() -> None:
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((LAUNCHING / "trainjob.yaml").read_text())["spec"]["trainer"]
+    address = {"PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "29500", "PET_NODE_RANK": "1"}
+    environ = {**address, "PET_NNODES": f"{job['numNodes']}", "PET_NPROC_PER_NODE": "8"}
+    where = where_of(job["command"], environ)
+    assert (where.rendezvous.max_nodes, where.rendezvous.node_rank) == (2, 1)
+    assert where.job.num_ranks == job["numProcPerNode"] == 8
+
+    jobset = yaml.safe_load((LAUNCHING / "jobset.yaml").read_text())
+    name, (workers,) = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
+    spec = workers["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    environ = {each["name"]: each["value"] for each in container["env"]}
+    assert environ["MASTER_ADDR"] == f"{name}-{workers['name']}-0-0.{name}"
+    assert int(environ["NNODES"]) == spec["completions"] == spec["parallelism"] == 2
+    assert spec["backoffLimit"] == 0 < jobset["spec"]["failurePolicy"]["maxRestarts"]
+    where = where_of(container["command"], {**environ, "JOB_COMPLETION_INDEX": "1"})
+    assert (where.rendezvous.max_nodes, where.rendezvous.node_rank) == (2, 1)
+
+    task = yaml.safe_load((LAUNCHING / "skypilot.yaml").read_text())
+    run = task["run"].replace('$(echo "$SKYPILOT_NODE_IPS" | head -n1)', "10.0.0.1")
+    run = run.replace("$SKYPILOT_NUM_NODES", str(task["num_nodes"]))
+    words = shlex.split(run.replace("$SKYPILOT_NODE_RANK", "1"))
+    where = where_of(words[1:], {})
+    assert words[0] == "exec" and (where.rendezvous.max_nodes, where.rendezvous.node_rank) == (2, 1)
+
+
+def test_the_batch_script_for_slurm_gives_the_whole_allocation_to_one_xds() -> None:
+    script = (LAUNCHING / "train.sbatch").read_text()
+    options = " ".join(re.findall(r"^#SBATCH (--.*?)(?:  +#.*)?$", script, re.MULTILINE))
+    assert {"--ntasks-per-node=1", "--signal=B:USR1@120", "--requeue"} <= set(options.split())
+    (line,) = [line for line in script.splitlines() if line.startswith("exec ")]
+    words = shlex.split(line, comments=True)
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_GPUS_ON_NODE": "8"}
+    where = where_to_run(read(words[2:]), environ)
+    assert isinstance(where, Hosts) and len(where.hosts) == 4 and where.launcher == "slurm"
 
 
 # -- the options of scripts ---------------------------------------------------------------------------------

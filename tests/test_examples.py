@@ -400,3 +400,16 @@ def test_a_policy_learns_what_is_rewarded_with_the_same_rewards_at_each_stage(
     assert rewards == re.findall(r"step \d+: reward ([\d.]+)", whole)
     assert float(rewards[-1]) > float(rewards[0]) + 0.2
     assert (tmp_path / "3" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["spawn.py", "with_submitit.py --cluster local", "ray_train.py"])
+def test_a_library_that_starts_the_ranks_itself(words: str, tmp_path: Path) -> None:
+    library = {"with_submitit.py": "submitit", "ray_train.py": "ray"}.get(words.split()[0])
+    if library:
+        pytest.importorskip(library)
+    script, *options = words.split()
+    command = [sys.executable, str(ROOT / "examples" / "launching" / script), *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks: loss" in done.stdout or done.stdout.startswith("[(2, "), done.stdout
