@@ -246,7 +246,7 @@ def check_logits(model: nn.Module) -> None:
     outline.loss_function = lambda logits, *_, **__: received.append(logits)
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        outline(input_ids=ids, labels=ids)  # without a cache masks look for packed rows, which reads ids
+        outline(input_ids=ids, labels=ids)  # with its cache: else masks read the ids
     for one in received:
         _check_unchanged(logits, one)
 
