@@ -363,7 +363,8 @@ def evaluated(share: float) -> list[float]:
         assert set(gathers.values()) == {1} and all(unit.is_unsharded for unit in units)
     else:
         kept = [unit for unit in units if unit.is_unsharded]
-        assert sum(unit.full_bytes for unit in kept) <= share * engine._sharded.bytes_to_gather()
+        all_bytes = sum(unit.full_bytes for unit in units)
+        assert sum(unit.full_bytes for unit in kept) <= share * all_bytes
         assert 0 < len(kept) < 4 and all(gathers[unit.name] == 1 for unit in kept)
         assert all(gathers[unit.name] == 5 for unit in units if unit not in kept)
     with engine.uneven_forwards(), torch.no_grad():  # what is kept may differ by rank then
