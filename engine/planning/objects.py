@@ -192,16 +192,16 @@ class RankObjects:
             param.grad = torch.empty_like(param)
         grads.collect()
         with self._counting() as reduced:
-            if not grads.is_single_rank or grads.store.is_on_host:
+            if not grads.is_single_rank or grads.total.store.is_on_host:
                 grads.start_reduce()
                 grads.finish_reduce()
         with self._counting() as summed:
-            crossing = grads.cross_replicas()
+            crossing = grads.total.cross_replicas()
             if crossing is not None:
                 crossing.wait()
             if not grads.group.policy.shards_optimizer:
-                grads.start_gather()
-                grads.finish_gather()
+                grads.total.start_gather()
+                grads.total.finish_gather()
         return reduced, summed
 
     def _gathered(self, params: ParamBucket) -> Sent:

@@ -37,7 +37,7 @@ def look(folder: str) -> dict[str, Any]:
     tensors = [value for state in states for value in state.values() if value.dim()]
     assert len(tensors) == 2 * len(states) and all(value.isnan().all() for value in tensors)
     plan = engine.memory_plan()
-    sums = [master.grads.store.host_bytes for master in engine._parts.updater.masters]
+    sums = [master.grads.total.store.host_bytes for master in engine._parts.updater.masters]
     numels = [master.raw.numel() for master in engine._parts.updater.masters]
     assert plan["disk"] == 12 * sum(numels)
     slots = 3 * 3 * (-(-4 * max(numels) // 4096) * 4096)

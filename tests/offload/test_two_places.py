@@ -39,7 +39,7 @@ import xds
 from xds.offload import host, host_pool, interfaces, job_queues
 from xds.ops.pool import BufferPool
 from xds.zero.core import reduction
-from xds.zero.core.grad_bucket import GradBucket
+from xds.zero.core.local_sum import LocalSum
 from xds.zero.core.master import Master
 from xds.zero.core.param_bucket import ParamBucket
 
@@ -188,7 +188,7 @@ def two_places() -> Iterator[None]:
         stack.enter_context(_marked(interfaces.DeviceStore, "copy_in", DEVICE))
         stack.enter_context(_marked(interfaces.DeviceShardStore, "add", DEVICE))
         stack.enter_context(_marked(BufferPool, "take", DEVICE))
-        stack.enter_context(_marked(GradBucket, "_allocate", DEVICE))
+        stack.enter_context(_marked(LocalSum, "allocate", DEVICE))
         stack.enter_context(mock.patch.object(host.HostGradStore, "_add", _add_staged))
         stack.enter_context(mock.patch.object(reduction, "_on_device", _on_device))
         stack.enter_context(mock.patch.object(ParamBucket, "__init__", build))

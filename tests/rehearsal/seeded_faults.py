@@ -69,15 +69,15 @@ FAULTS = [
     Fault(
         "norms are added on the host",
         DEVICE,
-        "zero/core/grad_bucket.py",
-        "squares = torch.zeros(self._collectives.world_size, dtype=torch.float64, device=device)",
-        "squares = torch.zeros(self._collectives.world_size, dtype=torch.float64)",
+        "zero/core/reduced_sum.py",
+        "squares = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=device)",
+        "squares = torch.zeros(self._ranks.world_size, dtype=torch.float64)",
         training(2, "fp16"),
     ),
     Fault(
         "a hook looks at a gradient",
         WAIT,
-        "zero/core/grad_bucket.py",
+        "zero/core/local_sum.py",
         "            if grad.layout != torch.strided:",
         "            if grad.layout != torch.strided or not bool(grad.any()):",
         training(1, "fp32"),
@@ -85,11 +85,9 @@ FAULTS = [
     Fault(
         "gradients are freed while they are sent",
         FLIGHT,
-        "zero/core/grad_bucket.py",
-        "        self._handle = self.reducer.reduce(payload, self._reduced, add=adds)\n"
-        "        self._mark_empty()",
-        "        self._handle = self.reducer.reduce(payload, self._reduced, add=adds)\n"
-        "        self._free_local()",
+        "zero/core/reduced_sum.py",
+        "        self._send(local, self._reduced, adds=adds)\n        self._local.mark_empty()",
+        "        self._send(local, self._reduced, adds=adds)\n        self._local.free()",
         training(1, "fp32"),
     ),
     Fault(

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import xds
 from xds.compression.replicas import ReplicatedReducer
 from xds.ops.comm.handles import Handle
-from xds.zero.core.grad_bucket import Arrivals
+from xds.zero.core.arrivals import Added, Arrivals
 
 WIDTH = 12
 assert WIDTH < SMALL_NUMEL < WIDTH**2  # gradients are copied in both ways
@@ -219,10 +219,12 @@ def test_a_second_gradient_of_one_slot_does_not_stand_for_another_slot() -> None
     arrivals = Arrivals(params, [False, False], [False, False])
     arrivals.begin_backward()
     arrivals.open()
-    assert [arrivals.add(position) for position in (0, 0, 1)] == [False, False, True]
+    added = [arrivals.add(position) for position in (0, 0, 1)]
+    assert added == [Added.NOT_READY, Added.NOT_READY, Added.READY]
     arrivals.begin_backward()
     arrivals.open()  # two gradients of slot 0 are expected now
-    assert [arrivals.add(position) for position in (0, 1, 0, 0)] == [False, False, True, False]
+    added = [arrivals.add(position) for position in (0, 1, 0, 0)]
+    assert added == [Added.NOT_READY, Added.NOT_READY, Added.READY, Added.NOT_READY]
 
 
 class AtWait(Handle):

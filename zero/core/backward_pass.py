@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ...ops.torch_internals import after_backward, in_backward, will_execute
 from ...utils.errors import UsageError
+from .arrivals import Added
 from .gather import Gatherer
-from .grad_bucket import Added, GradBucket
+from .grad_bucket import GradBucket
 from .reduction import Reduction, Scope
 from .unit import Unit
 
@@ -273,22 +274,19 @@ class BackwardPass:
         """
         dropped = frozenset() if self._gatherer is None else self._gatherer.dropped_storages
         param = bucket.params[position]
-        this, arrivals, awaits = weakref.ref(self), bucket.arrivals, bucket.arrivals.awaits
+        this, add_awaited = weakref.ref(self), bucket.arrivals.add_awaited
 
         def arrived(*_: object) -> None:
             # it runs for each parameter in each step; nearly always the next lines are all
             if dropped and param.grad is not None and _storage_id(param.grad) in dropped:
                 param.grad = param.grad.clone()  # a view of a parameter, which may be dropped first
-            is_awaited = awaits[position]
-            if is_awaited:
-                awaits[position] = False
-                arrivals.remaining -= 1
-                if arrivals.remaining:
-                    return
+            added = add_awaited(position)
+            if added is Added.NOT_READY:
+                return
             running = this()
             if running is None:
                 return
-            if is_awaited:
+            if added is Added.READY:
                 running._completed(unit)
             else:
                 running._on_grad(unit, bucket, position)
@@ -351,7 +349,7 @@ class BackwardPass:
             )
         if id(param) in self._slots:
             bucket, position = self._slots[id(param)]
-            if bucket.is_sent:
+            if not bucket.takes_gradients:
                 self._reduction.settle_late(bucket)
             bucket.add_by_call(position, grad)
 

@@ -23,7 +23,6 @@ from ...offload.interfaces import (
 )
 from ...ops.flat import fingerprint, take_edits
 from ...ops.optim.shard_optimizer import Item, Old, ParamPart, Update
-from ..layout.groups import master_dtype
 from ..layout.layout import Piece
 from .grad_bucket import GradBucket
 from .param_bucket import ParamBucket
@@ -46,7 +45,10 @@ class Master:
         has_sent_delta: how they change was sent last, so they are close to the cast master, and not equal.
     """
 
-    def __init__(self, params: ParamBucket, grads: GradBucket, store: MasterStore) -> None:
+    def __init__(
+        self, params: ParamBucket, grads: GradBucket, store: MasterStore, dtype: torch.dtype
+    ) -> None:
+        """dtype: of the master weights."""
         layout = params.layout
         is_sharded = grads.group.policy.shards_optimizer
         self.rank = rank = grads.group.collectives.rank  # in the group of the buffer
@@ -54,14 +56,13 @@ class Master:
         self.grads = grads
         self.store = store
         self.is_sharded = is_sharded
-        wide = master_dtype(params.dtype)
-        self.casts = params.dtype != wide
+        self.casts = params.dtype != dtype
         self.has_sent_delta = False
         self._use_store(store)
         self._update: JobHandle = FinishedJob()
         # without a copy the parameters themselves are the master
         self._tensor = (
-            store.copy_in(self.compute, wide) if self.has_compute_copy else self.compute.detach()
+            store.copy_in(self.compute, dtype) if self.has_compute_copy else self.compute.detach()
         )
         # after a delta: the fingerprint of the compute values that the engine wrote
         self._published: Tensor | None = None
@@ -151,7 +152,7 @@ class Master:
 
     def wait(self) -> None:
         """Wait for the update that runs on the host. One that is not certain yet is taken back."""
-        self.grads.early_update.undo()
+        self.grads.total.early_update.undo()
         update, self._update = self._update, FinishedJob()
         update.wait()
 
@@ -245,7 +246,7 @@ class Master:
     def begin_update(self, handle: JobHandle) -> None:
         """An update runs on the host until `handle` is done; it reads the gradients until then."""
         self._update = handle
-        self.grads.store.set_reader(handle)
+        self.grads.total.store.set_reader(handle)
 
     def begin_send(self) -> Tensor:
         """New values will be sent; the result is what `send` takes for them. Writes to old ones are lost."""

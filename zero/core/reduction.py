@@ -345,7 +345,7 @@ class Reduction:
         status = torch.cat((means.new_full((1,), flags), means))
         if self._spans_stages or self._groups.data.policy.shards_optimizer:
             return StepStatus(self._by_norms(status, exact=exact), self._numel)
-        if not self._sent and all(bucket.norm_before_gather for bucket in self.order):
+        if not self._sent and all(bucket.total.norm_before_gather for bucket in self.order):
             return StepStatus(self._by_own_shards(status, exact=exact), self._numel)
         # every rank gets all sums, so no exchange of norms follows: send the rest first
         world = self._world
@@ -363,7 +363,9 @@ class Reduction:
         """
         self._drain()
         world = self._world
-        square = _added(self._zero(), [bucket.own_square(exact=exact) for bucket in self.order])
+        square = _added(
+            self._zero(), [bucket.total.own_square(exact=exact) for bucket in self.order]
+        )
         return world.gather_small(torch.cat((square.view(1), status)))
 
     def _by_norms(self, status: Tensor, *, exact: bool) -> Tensor:
@@ -396,8 +398,8 @@ class Reduction:
     def _squares(self, order: Sequence[GradBucket], *, exact: bool) -> list[Tensor]:
         squares = []
         for bucket in order:  # the norm of one buffer is computed while the next is in flight
-            bucket.finish_gather()
-            squares.append(bucket.square_sums(exact=exact))
+            bucket.total.finish_gather()
+            squares.append(bucket.squares(exact=exact))
         return _on_device(squares, self._world.device)
 
     def reduce_late(self) -> None:
@@ -420,13 +422,13 @@ class Reduction:
         while only in self._in_flight:
             self._end(self._in_flight.pop(0))
         for bucket in self.order if only is None else [only]:
-            bucket.finish_gather()
+            bucket.total.finish_gather()
         self._end_crossing(self.order if only is None else [only])
 
     def settle_late(self, bucket: GradBucket) -> None:
         """Let `bucket` take a late gradient. Only this rank may have one, so no message starts here."""
         bucket.finish_reduce()
-        bucket.finish_gather()
+        bucket.total.finish_gather()
         self._end_crossing([bucket])
 
     def cross_replicas(self) -> None:
@@ -439,7 +441,7 @@ class Reduction:
 
     def _cross(self, bucket: GradBucket) -> None:
         """Start to sum over the replicas, and end the sums before the last one."""
-        rest = bucket.cross_replicas()
+        rest = bucket.total.cross_replicas()
         if rest is not None:
             self._crossing.append((bucket, rest))
         while len(self._crossing) > min(self._depth, 2):
@@ -478,7 +480,7 @@ class Reduction:
     def _end(self, bucket: GradBucket) -> None:
         bucket.finish_reduce()
         if not bucket.group.policy.shards_optimizer:  # stage 0: every rank gets the whole total
-            bucket.start_gather()
+            bucket.total.start_gather()
         elif self._crosses_now:
             self._cross(bucket)
 

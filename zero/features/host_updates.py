@@ -163,7 +163,7 @@ def start(update: HostUpdate) -> JobHandle:
 @torch.no_grad()
 def _start_in_place(update: HostUpdate) -> JobHandle:
     master = update.master
-    (grad, arrives) = master.grads.store.pending_total()
+    (grad, arrives) = master.grads.total.store.pending_total()
     compute = master.compute if master.casts else None
     master.wait()
     master.state_storage.start_load()
@@ -182,7 +182,7 @@ def _start_in_place(update: HostUpdate) -> JobHandle:
 def _start_across(update: HostUpdate) -> UpdateAndCopy:
     master = update.master
     (grad, arrives), host, dtype = (
-        master.grads.store.pending_total(),
+        master.grads.total.store.pending_total(),
         master.host,
         master.params.dtype,
     )

@@ -21,8 +21,8 @@ from torch import Tensor
 from ...offload.interfaces import FinishedJob, JobHandle
 from ...offload.undo_pool import UndoBuffers, UndoPool
 from ...ops.optim.shard_optimizer import Old, ShardOptimizer
-from ..core.grad_bucket import EarlyUpdate
 from ..core.master import Master
+from ..core.reduced_sum import EarlyUpdate
 from .host_updates import HostUpdate, HostUpdates, UpdateAndCopy, start
 
 
@@ -106,7 +106,7 @@ class Speculation:
         self.master = master = update.master
         self._update = update
         self._optimizer = optimizer
-        self._sum, self._sum_arrives = master.grads.store.pending_total()
+        self._sum, self._sum_arrives = master.grads.total.store.pending_total()
         # `compute` waits, so it is not read in the thread
         self._compute = None if master.crosses_device else master.compute
         self._buffers: UndoBuffers | None = None
@@ -237,7 +237,7 @@ class SuperOffload:
         ]
         self._masters = offloaded
         for master in offloaded:
-            master.grads.early_update = _EarlyUpdate(self, master)
+            master.grads.total.early_update = _EarlyUpdate(self, master)
 
     def expect(self, scale: float | None) -> None:
         """The step of the backward that begins is expected to multiply gradients by `scale`. None: unknown."""

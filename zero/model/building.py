@@ -17,6 +17,7 @@ from ...ops.flat import is_channels_last, numel_of
 from ...ops.pool import BufferPool
 from ...utils.errors import UsageError
 from ..core.grad_bucket import GradBucket
+from ..core.local_sum import GradDtypes
 from ..core.param_bucket import LiveElements, ParamBucket, ParamMemory, own_memory
 from ..core.unit import Unit
 from ..features.shared_memory import KEY, check_not_written, shared_memory
@@ -209,7 +210,13 @@ class Builder:
         if kind.trains:
             store = self._stores.next(layout.numel)
             sums = store.sums(self._policy.sum_dtype(kind.dtype))
-            unit.grads.append(GradBucket(layout, ordered, group, self._pool, sums, index))
+            policy = group.policy
+            dtypes = GradDtypes(
+                kind.dtype, policy.sum_dtype(kind.dtype), policy.sent_dtype(kind.dtype)
+            )
+            unit.grads.append(
+                GradBucket(layout, ordered, group, dtypes, pool=self._pool, store=sums, index=index)
+            )
             unit.master_stores.append(store)
 
     def _memory(

@@ -47,7 +47,7 @@ class Memory:
     def release_gradients(self) -> None:
         """Free all gradient buffers; the next backward allocates them again."""
         for grads in self._grads:
-            grads.release()
+            grads.total.release()
         self._pool.clear()
 
     def param_tensors(self) -> list[Tensor]:

@@ -85,7 +85,7 @@ class StateMemory:
             states = sum(value.nbytes for value in self._states(master) if not stored(value))
             num_bytes["disk"] += master.state_storage.disk_bytes
             if master.store.is_on_host:
-                num_bytes["host"] += master_bytes + states + master.grads.store.host_bytes
+                num_bytes["host"] += master_bytes + states + master.grads.total.store.host_bytes
             else:
                 num_bytes["master"] += master_bytes
                 num_bytes["optimizer"] += states

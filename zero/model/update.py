@@ -22,6 +22,7 @@ from ...utils.errors import UsageError, XdsError
 from ..core.master import Master, parts_in
 from ..core.optimizer_tensors import FrozenValues, OptimizerTensors, copies_of, states_of_others
 from ..core.reduction import StepStatus
+from ..layout.groups import master_dtype
 from ..layout.layout import Slot
 from .sharded_model import ShardedModel, agree_on_disks
 
@@ -46,7 +47,7 @@ class Updater:
     def __init__(self, model: ShardedModel) -> None:
         self.model = model
         self.masters = [
-            Master(params, grads, store)
+            Master(params, grads, store, master_dtype(params.dtype))
             for unit in model.units
             for params, grads, store in zip(
                 unit.params, unit.grads, unit.master_stores, strict=False
@@ -311,7 +312,7 @@ class Updater:
     def _updates(
         self, master: Master, groups: Sequence[dict[str, Any]], *, is_counted: bool = False
     ) -> list[Update]:
-        grad = master.grads.for_update()
+        grad = master.grads.total.for_update()
         out = None
         if master.casts and master.crosses_device:
             # a tensor beside the master: an optimizer may round differently without one
