@@ -16,6 +16,7 @@ import math
 import os
 import re
 import secrets
+import time
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -42,6 +43,7 @@ STEP = re.compile(r"global_step([0-9]+)")
 UNWRITTEN = ("Cc", "Cs", "Zl", "Zp")  # control characters, surrogates, line separators
 MOST_MANIFEST_BYTES = 1 << 30  # of the largest checkpoints: tens of MB
 MAX_NAME_BYTES = 255
+LOCK_SECONDS, TICK_SECONDS = 60.0, 0.02  # of another save under the same tag
 MAX_TAG_BYTES = MAX_NAME_BYTES - len("..tmp-01234567")  # the temporary name is longer than the tag
 
 
@@ -89,9 +91,14 @@ def make_folder(save_dir: Path, tag: str) -> Claim:
     storage = storage_of(save_dir)
     storage.make_folder(save_dir)
     _remove_leftovers(save_dir)
-    folder = save_dir / hidden(tag)
-    storage.make_folder(folder)
-    return storage.claim(folder)
+    while True:  # another save may take a new folder for a leftover, until it is locked
+        folder = save_dir / hidden(tag)
+        storage.make_folder(folder)
+        with suppress(FileNotFoundError):
+            claim = storage.claim(folder)
+            if not claim.is_taken and storage.is_folder(folder):
+                return claim
+            claim.release()
 
 
 def hidden(tag: str) -> str:
@@ -133,6 +140,28 @@ def commit(folder: Path, save_dir: Path, manifest: Manifest) -> Path:
         storage.rename(folder, final_folder)
         storage.sync(save_dir)
         return final_folder
+    claim = _wait_for(final_folder)
+    try:
+        _commit_into(final_folder, folder, manifest)
+    finally:
+        claim.release()
+    return final_folder
+
+
+def _wait_for(folder: Path) -> Claim:
+    """The lock on a checkpoint's folder: another process that saves there would remove the new files."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    claim = storage_of(folder).claim(folder)
+    while claim.is_taken and time.monotonic() < deadline:
+        claim.release()
+        time.sleep(TICK_SECONDS)
+        claim = storage_of(folder).claim(folder)
+    return claim
+
+
+def _commit_into(final_folder: Path, folder: Path, manifest: Manifest) -> None:
+    """Replace the files of a checkpoint by those in `folder`."""
+    storage = storage_of(folder)
     paths = [record.path for record in manifest.files]
     try:  # all new files beside the old ones, or none of them
         for path in paths:
@@ -149,7 +178,6 @@ def commit(folder: Path, save_dir: Path, manifest: Manifest) -> Path:
         for old in storage.names(final_folder):
             if re.match(OWN_FILE, old) and old not in paths:
                 storage.remove(final_folder / old)
-    return final_folder
 
 
 def write_latest(save_dir: Path, tag: str) -> None:
@@ -175,17 +203,19 @@ def read_latest(load_dir: Path) -> str | None:
 
     Raises DamagedError: the content is not a tag, or there is no folder of that name.
     """
-    tag = named_in(load_dir / LATEST)
-    if tag is None:
-        return None
-    with suppress(UsageError, ValueError):
-        check_tag(tag)
-        if storage_of(load_dir).is_folder(load_dir / tag):
-            return tag
-    raise DamagedError(
-        f"{load_dir / LATEST} is damaged, or the checkpoint is missing: it names {quoted(tag)}, and "
-        f"{_there(load_dir)}"
-    )
+    former = None
+    while (tag := named_in(load_dir / LATEST)) is not None:
+        with suppress(UsageError, ValueError):
+            check_tag(tag)
+            if storage_of(load_dir).is_folder(load_dir / tag):
+                return tag
+        if tag == former:
+            raise DamagedError(
+                f"{load_dir / LATEST} is damaged, or the checkpoint is missing: it names {quoted(tag)}, and "
+                f"{_there(load_dir)}"
+            )
+        former = tag  # a save may have replaced `latest` since, and removed what it named
+    return None
 
 
 def named_in(path: Path) -> str | None:
@@ -340,9 +370,8 @@ def meant_tag(save_dir: Path, tag: str, left_out: Collection[str] = ()) -> str:
     """`tag`; for "best" that of the best checkpoint not in `left_out`, unless one was saved as "best"."""
     if tag != BEST or storage_of(save_dir).is_folder(save_dir / tag):
         return tag
-    ranked = best_first(
-        newest_first(_manifests(save_dir))
-    )  # a damaged one is no reason for another
+    there = newest_first(_manifests(save_dir))  # also damaged ones: a load says so
+    ranked = best_first(there)
     return next((found.tag for found in ranked if found.tag not in left_out), tag)
 
 
