@@ -307,7 +307,8 @@ class Watch:
             )
             thread.start()
             thread.join(REPORTED_SECONDS)
-        return explain(list(dict(reports).values()), self.world_size, None, self.places)
+        by_rank = sorted(reports.copy().items())
+        return explain([report for _, report in by_rank], self.world_size, None, self.places)
 
     def _collect(self, store: Store, mine: RankReport, reports: dict[int, RankReport]) -> None:
         """Publish this rank's report, and add those of the others to `reports`."""
