@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import nn
 import xds
 from xds.engine.checkpoint import load
 from xds.engine.checkpoint.imports.importing import import_checkpoint
+from xds.engine.checkpoint.io import folders, storage
 from xds.engine.checkpoint.io.folders import MAX_TAG_BYTES, committed, newest_first
 from xds.engine.checkpoint.io.reader import CheckpointReader
 from xds.engine.checkpoint.manifest import Manifest
@@ -348,6 +350,33 @@ def test_what_another_run_removes_while_it_loads_is_loaded_or_the_newer_one_is(
         patch.setattr(load, "read_manifest", removed)
         reader.load_checkpoint(tmp_path, tag, fallback=fallback)
     check_same(before, states_of(reader))
+
+
+def test_two_runs_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other run may do between two calls of this one."""
+    engine, left = tiny(), [2]
+    engine.save_checkpoint(tmp_path, "tag")
+    make = storage.Disk.make_folder
+
+    def taken_for_a_leftover(disk: storage.Disk, folder: Path) -> None:
+        make(disk, folder)
+        if folders.TEMPORARY.fullmatch(folder.name) and left[0]:
+            left[0] -= 1
+            folders._remove_leftovers(tmp_path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.Disk, "make_folder", taken_for_a_leftover)
+        engine.global_steps += 1
+        engine.save_checkpoint(tmp_path, "tag")
+    assert left == [0] and engine.load_checkpoint(tmp_path)[0] is not None
+    claim = storage.Disk().claim(tmp_path / "tag")  # the other run commits under the tag
+    threading.Timer(0.2, claim.release).start()
+    engine.save_checkpoint(tmp_path, "tag")
+    assert claim._fd < 0
+    names = ["pruned"]
+    original = folders.named_in
+    monkeypatch.setattr(folders, "named_in", lambda path: names.pop() if names else original(path))
+    assert engine.load_checkpoint(tmp_path)[0] == f"{tmp_path}/tag" and not names
 
 
 # -- names --------------------------------------------------------------------------------------------------
