@@ -335,7 +335,7 @@ def _other_forwards(
     recomputing: Recomputing | None,
 ) -> tuple[Cutter | None, list[Callable[[], None]]]:
     """Other forwards of modules. Returns what cuts sequences, and what restores the model's own forwards."""
-    undo = [local.undo, _tiles(local, config), changes.undo]
+    undo = [local.undo, _tiles(local, config), *changes.undo]
     if recomputing is not None:
         recomputing.begin()
         undo.append(recomputing.end)
@@ -356,7 +356,7 @@ class _Changes:
     """What the config changes in the whole model, before it is divided."""
 
     schedules: ModelSchedules
-    undo: Callable[[], None]
+    undo: list[Callable[[], None]]  # the last one first
 
 
 def _change(model: nn.Module, config: Config, mesh: MeshGroups) -> tuple[Config, _Changes]:
@@ -364,7 +364,8 @@ def _change(model: nn.Module, config: Config, mesh: MeshGroups) -> tuple[Config,
     _check_sequences(model, config)
     _check_tiles(model, config)
     config, schedules = _schedules(model, config, mesh)
-    return config, _Changes(schedules, _sparse_attention(model, config))
+    own_configs = _own_configs(model, config)
+    return config, _Changes(schedules, [own_configs, _sparse_attention(model, config)])
 
 
 def _schedules(model: nn.Module, config: Config, mesh: MeshGroups) -> tuple[Config, ModelSchedules]:
@@ -431,6 +432,15 @@ def _loop(
 
         of_stages = sequences.of_stages(cutter)
     return build_pipeline(local.found, mesh, config, sharded, of_stages)
+
+
+def _own_configs(model: nn.Module, config: Config) -> Callable[[], None]:
+    """Another attention is chosen in configs of transformers: not in those that the script holds."""
+    if config.sparse_attention is None and config.sequence_parallel_size == 1:
+        return _nothing
+    from ..utils.module_configs import own_configs
+
+    return own_configs(model)
 
 
 def _sparse_attention(model: nn.Module, config: Config) -> Callable[[], None]:
