@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 PATIENCE_SECONDS = 1.0  # how long an urgent write waits for a reader that does not read
 _TICK_SECONDS = 0.05
@@ -63,11 +63,23 @@ def _write_error(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the reader or the stream is closed
         if stream is None:
             return
-        if isinstance(stream, io.TextIOWrapper):
-            write_whole(stream.fileno(), text.encode(errors="backslashreplace"))
-        else:  # a notebook's cell, whose descriptor is that of the kernel's terminal
+        descriptor = _descriptor_of(stream)
+        if descriptor is None:
             stream.write(text)
             stream.flush()
+        else:
+            write_whole(descriptor, text.encode(errors="backslashreplace"))
+
+
+def _descriptor_of(stream: Any) -> int | None:
+    """Where the text of `stream` goes; None: it is not a file.
+
+    The stream of a notebook's cell has the descriptor of the kernel's terminal.
+    """
+    if isinstance(stream, io.TextIOWrapper):
+        with contextlib.suppress(OSError):  # of bytes in memory
+            return stream.fileno()
+    return None
 
 
 def _wait_until(has_ended: Callable[[float], bool], is_urgent: Callable[[], bool]) -> bool:
