@@ -20,6 +20,12 @@ TIMEOUT_SECONDS = (
 # gradients of so many elements are copied at once, smaller ones in one call: tiny models go both ways
 SMALL_NUMEL = 64
 
+
+def on_busy_machines(seconds: float) -> float:
+    """A timeout that is meant to pass: more where so many processes want each core that ranks begin late."""
+    return seconds * max(1.0, os.getloadavg()[0] / (4 * (os.cpu_count() or 1)))
+
+
 _context = mp.get_context("forkserver")
 # the last one is what the first optimizer imports: most of a second for each rank
 _PRELOADED = ["torch", "torch.distributed", "xds.engine.initialize", "torch._dynamo"]

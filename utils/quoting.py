@@ -39,11 +39,11 @@ def escaped(text: str) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """For example "rank 3", "ranks 0, 2, 8-15"; ascending."""
+    """For example "rank 3", "ranks 0, 2, 8-15": in ascending order, whatever the order of `ranks`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     runs: list[list[int]] = []
-    for rank in ranks:
+    for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
