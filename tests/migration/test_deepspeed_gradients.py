@@ -206,7 +206,7 @@ def assert_grads(engine: Any, ranks: list[int], factor: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "op"), [(0, "bf16", "sum"), (0, "fp32", "mean"), (1, "bf16", "mean")]
+    ("stage", "precision", "op"), [(0, "bf16", "sum"), (0, "fp32", "mean"), (1, "fp16", "mean")]
 )
 @on_ranks(2)
 def test_a_gradient_that_is_not_summed_yet_is_the_ranks_own(
