@@ -172,7 +172,7 @@ def test_the_links_of_a_group_and_the_units_that_stay() -> None:
     assert spread(70, FakeGroups(mesh, 6).along(("data", "tensor"))) == Link(50, 20)
     assert spread(0, FakeGroups(Mesh(1, 1)).along("data")) == Link()
     given = [([5, 5, 5], 0, 100), ([5, 5, 5], 20, 100), ([5, 5, 5], 20, 4), ([], 20, 4)]
-    assert [num_kept(*each) for each in given] == [1, 3, 1, 0]
+    assert [num_kept(*each) for each in given] == [1, 3, 0, 0]
 
 
 # -- the command ----------------------------------------------------------------------------------------
