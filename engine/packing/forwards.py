@@ -103,7 +103,11 @@ class PackedForwards(Packing):
         if found is None:
             return None
         trial = trial_of(
-            found, list(self._columns), self._columns[column], _computed_in(self._model)
+            found,
+            list(self._columns),
+            self._columns[column],
+            _computed_in(self._model),
+            has_own_positions=self._is_of_transformers and found.has_named_positions,
         )
         self._gets_positions = found.gets_positions
         if trial is not None and self._drops_labels:
@@ -114,17 +118,9 @@ class PackedForwards(Packing):
         mine = torch.tensor(trial.verdict(), dtype=torch.int64, device=self._world.device)
         table = self._world.gather_small(mine, what="the proof of packed rows")
         found = Verdict(*table.any(0).tolist())
-        name = type(self._model).__name__
-        if found.leaks:
-            raise UsageError(
-                f"data_packing: in {name} a token depends on other samples of its row, so training would "
-                f"differ from one sample a row; {self._remedy('mask')}"
-            )
-        if found.differs_by_place:
-            raise UsageError(
-                f"data_packing: {name} computes something else for a sample at another place of its row, "
-                f"because its positions do not restart; {self._remedy('embed positions')}"
-            )
+        if found.leaks or found.differs_by_place or found.differs_alone:
+            name = type(self._model).__name__
+            raise UsageError(f"data_packing: {name} {self._problem(found)}remove data_packing")
         self._was_seen = self._was_seen or found.is_seen
         self._is_done = found.is_proven
         if self._is_done:
@@ -146,15 +142,24 @@ class PackedForwards(Packing):
                 "data_packing: no proof that %s keeps the samples of a row apart: %s", name, reason
             )
 
-    def _remedy(self, lacks: str) -> str:
-        """lacks: what the model should do by the positions."""
-        if not self._gets_positions:
-            way = f"pass it position_ids of the batch, which restart at each sample, and {lacks} by them"
-        elif self._is_of_transformers:
-            way = 'build it with another attn_implementation, such as "sdpa", if it has one'
+    def _problem(self, found: Verdict) -> str:
+        """What the model does, and what else than no packing would change that."""
+        if found.leaks:
+            text = "lets tokens see other samples of their row"
+            changes = "mask by position_ids or cu_seqlens of the batch"
+            if self._is_of_transformers:
+                changes = 'build it with attn_implementation = "sdpa" if it has that'
+        elif found.differs_by_place:
+            text = "does not let its positions restart at each sample of a row"
+            changes = "" if self._is_of_transformers else "let it use position_ids of the batch"
         else:
-            way = f"{lacks} by position_ids or cu_seqlens of the batch"
-        return f"{way}, or remove data_packing"
+            text, changes = (
+                "has positions that do not begin at 0, as those of packed samples do",
+                "",
+            )
+        if not self._gets_positions:
+            changes = "pass it position_ids of the batch, and let it use them"
+        return f"{text}; {changes}, or " if changes else f"{text}; "
 
 
 def _attends(module: nn.Module) -> bool:

@@ -63,6 +63,11 @@ class PackedInputs:
     gets_positions: bool
     others: dict[str, list[Tensor]] = field(default_factory=dict)
 
+    @property
+    def has_named_positions(self) -> bool:
+        """The model gets positions as an argument with a name."""
+        return any(value is self.positions for value in self.inputs[1].values())
+
     def is_plain(self, columns: Sequence[str]) -> bool:
         """Rows of other lengths can be made of these: it is known what each tensor means.
 
@@ -106,6 +111,11 @@ class PackedInputs:
                 else:
                     new[id(tensor)] = tensor[:, :length]
         return self._with(new)
+
+    def without_positions(self, positions: Tensor, ids: Tensor) -> Inputs:
+        """`short` for one sample a row, whose positions the model makes itself."""
+        args, kwargs = self.short(positions, ids)
+        return args, {key: value for key, value in kwargs.items() if value is not positions}
 
     def _with(self, new: Mapping[int, Tensor]) -> Inputs:
         args, kwargs = replaced(

@@ -3,6 +3,7 @@
     tokens     0 1 2 3 4 | 0 1 2 3 4 | 0 1 2 3 4      all samples have the same tokens: equal logits
     odd        0 1 2 3 4 | x x x 3 x | 0 1 2 3 4      other tokens in odd samples: those of even ones stay
     even       x x x 3 x | 0 1 2 3 4 | x x x 3 x      and the other way round
+    alone      0 1 2 3 4                              without position_ids: a model of transformers has its own
 
 Token 3 stays: how much its logits move within its own sample says how much a leak would move. Where they do not
 move, as those of a head that begins with zeros, a later forward is tried.
@@ -25,10 +26,11 @@ from .inputs import Inputs, PackedInputs
 from .masks import sample_numbers
 
 NUM_SAMPLES, MAX_TOKENS = 3, 48  # of the rows that are made for the proof
+NUM_PACKED = 3  # forwards with rows of several samples
 KEPT = 4  # every 4th token stays
 LEAK = {torch.float64: 1e-3, torch.float32: 1e-3}  # of what a token of the same sample moves
 LEAK_16_BITS = 0.1
-OTHER_PLACE = 0.1
+OTHER_PLACE = 0.1  # of the same, for the same tokens elsewhere
 ROUNDING = 8  # units in the last place
 VISIBLE = 4  # times the rounding
 
@@ -38,6 +40,7 @@ class Verdict(NamedTuple):
 
     leaks: bool = False
     differs_by_place: bool = False
+    differs_alone: bool = False
     is_proven: bool = False
     is_seen: bool = False  # there was an output with values for each token
 
@@ -45,13 +48,14 @@ class Verdict(NamedTuple):
 @final
 @dataclass(eq=False)
 class Trial:
-    """Three forwards, and what they gave.
+    """Some forwards, and what they gave.
 
-    runs: their inputs. positions: [B, N] of these. has_equal: samples of the first run have the same tokens.
+    runs: their inputs. positions: [B, N], of the first three. num_alone: tokens of the fourth, if any.
     """
 
     runs: list[Inputs]
     positions: Tensor
+    num_alone: int
     dtype: torch.dtype  # of the forward's computation
 
     def __post_init__(self) -> None:
@@ -85,7 +89,9 @@ class Trial:
 
     def _see(self, module: nn.Module, args: Any, output: Any) -> None:
         # the outermost module ends last; where its output has no values of tokens, an inner one has
-        found = [by_token(leaf, self.positions.shape) for leaf in tree_leaves(output)]
+        size, length = self.positions.shape
+        length = length if len(self._outputs) < NUM_PACKED else self.num_alone
+        found = [by_token(leaf, (size, length)) for leaf in tree_leaves(output)]
         values = [leaf.detach() for leaf in found if leaf is not None]
         if values:
             self._seen = torch.cat([value.double() for value in values], 2)
@@ -94,7 +100,7 @@ class Trial:
         """What the forwards show on this rank."""
         if len(self._outputs) < len(self.runs):
             return Verdict()
-        plain, odd, even = self._outputs
+        plain, odd, even = self._outputs[:NUM_PACKED]
         samples = sample_numbers(self.positions)
         is_several = (samples[:, -1:] > 0).expand_as(samples)
         is_odd = samples % 2 == 1
@@ -111,10 +117,14 @@ class Trial:
         share = LEAK.get(self.dtype, LEAK_16_BITS)
         leaks = other.value > max(share * own.value, rounding)
         place = _difference_by_place(plain, samples, self.positions)
-        differs = place > max(OTHER_PLACE * own.value, 4 * rounding)
+        alone = [
+            float((output - plain[:, : self.num_alone]).abs().mean())
+            for output in self._outputs[NUM_PACKED:]
+        ]
+        near = max(OTHER_PLACE * own.value, 4 * rounding)
         # equal bits beside bits that move prove it as well
         shows = own.value > (VISIBLE * rounding if other.value else 0)
-        return Verdict(leaks, differs, shows, is_seen=True)
+        return Verdict(leaks, place > near, max(alone, default=0.0) > near, shows, is_seen=True)
 
 
 @dataclass
@@ -133,10 +143,20 @@ class Mean:
         return self.total / max(1, self.count)
 
 
-def trial_of(found: PackedInputs, columns: list[str], pad: Any, dtype: torch.dtype) -> Trial | None:
+def trial_of(
+    found: PackedInputs,
+    columns: list[str],
+    pad: Any,
+    dtype: torch.dtype,
+    *,
+    has_own_positions: bool,
+) -> Trial | None:
     """The forwards for these inputs; None: they have too few tokens, or no two samples in a row.
 
-    columns: of the samples. pad: the token of padding.
+    Args:
+        columns: of the samples.
+        pad: the token of padding.
+        has_own_positions: the model makes positions where it gets none.
     """
     length = min(found.ids.shape[1], MAX_TOKENS)
     is_short = found.is_plain(columns)
@@ -166,7 +186,11 @@ def trial_of(found: PackedInputs, columns: list[str], pad: Any, dtype: torch.dty
         else found.with_ids(ids.to(found.ids.dtype))
         for ids in rows
     ]
-    return Trial(runs, positions, dtype)
+    num_alone = length // num_samples if is_short and has_own_positions else 0
+    if num_alone:
+        first = rows[0][:, :num_alone].to(found.ids.dtype)
+        runs.append(found.without_positions(positions[:, :num_alone], first))
+    return Trial(runs, positions, num_alone, dtype)
 
 
 def by_token(value: Any, shape: torch.Size | tuple[int, ...]) -> Tensor | None:

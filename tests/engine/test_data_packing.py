@@ -232,6 +232,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "opt": {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 0},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},  # no position_ids, but distances
     "rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "context_length": 64},
+    "roberta": {"hidden_size": 32, "intermediate_size": 48},
     "bart": {
         "d_model": 32,
         "decoder_layers": 2,
@@ -371,7 +372,7 @@ def refusal(build: Any, stage: int, names: list[str], more: dict[str, Any]) -> t
 
 
 ALL = ["input_ids", "labels", "position_ids"]
-SEES = "a token depends on other samples of its row"
+SEES = "lets tokens see other samples of their row"
 
 
 @pytest.mark.parametrize(
@@ -379,15 +380,16 @@ SEES = "a token depends on other samples of its row"
     [
         (partial(own_model, masks=False), ALL, 0, SEES),
         (own_model, ALL[:2], 0, "pass it position_ids of the batch"),
+        (partial(own_model, restarts=False), ALL, 0, "does not let its positions restart"),
+        (partial(own_model, masks=False, gates=True), ALL, 1, SEES),
+        (partial(model_of, "rwkv"), ALL, 0, f"RwkvForCausalLM {SEES}"),
+        (partial(model_of, "bart"), ALL, 0, "BartForCausalLM does not let its positions restart"),
         (
-            partial(own_model, restarts=False),
+            partial(model_of, "roberta"),
             ALL,
             0,
-            "its positions do not restart; embed positions",
+            "RobertaForCausalLM has positions that do not begin at",
         ),
-        (partial(own_model, masks=False, gates=True), ALL, 1, SEES),
-        (partial(model_of, "rwkv"), ALL, 0, f"in RwkvForCausalLM {SEES}"),
-        (partial(model_of, "bart"), ALL, 0, "BartForCausalLM computes something else"),
     ],
 )
 def test_a_model_whose_samples_are_not_apart_is_refused_on_every_rank(
