@@ -57,6 +57,11 @@ class PackedForwards(Packing):
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Without a cache: with one, transformers does not look for samples."""
         found = dict(kwargs)
+        if POSITIONS in found and not self._names.takes(POSITIONS):
+            raise UsageError(
+                f"data_packing: the forward of {type(self._model).__name__} takes no position_ids, so it "
+                "cannot tell the samples of a row apart; give it that argument, or remove data_packing"
+            )
         if (
             self._takes_cache
             and found.get(CACHE) is None

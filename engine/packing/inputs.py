@@ -25,6 +25,11 @@ class Names:
     def __init__(self, model: nn.Module) -> None:
         self._signature = inspect.signature(model.forward)
 
+    def takes(self, name: str) -> bool:
+        """The forward can be called with this argument."""
+        params = self._signature.parameters
+        return name in params or any(param.kind is param.VAR_KEYWORD for param in params.values())
+
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name. Those that the forward does not take are left out: it raises then."""
         try:

@@ -28,9 +28,8 @@ from .masks import sample_numbers
 NUM_SAMPLES, MAX_TOKENS = 3, 48  # of the rows that are made for the proof
 NUM_PACKED = 3  # forwards with rows of several samples
 KEPT = 4  # every 4th token stays
-LEAK = {torch.float64: 1e-3, torch.float32: 1e-3}  # of what a token of the same sample moves
-LEAK_16_BITS = 0.1
-OTHER_PLACE = 0.1  # of the same, for the same tokens elsewhere
+LEAK, LEAK_16_BITS = 1e-3, 0.1  # of what a token of the same sample moves
+ELSEWHERE, ELSEWHERE_16_BITS = 1e-2, 0.1  # of the same, for the same tokens at another place
 ROUNDING = 8  # units in the last place
 VISIBLE = 4  # times the rounding
 
@@ -114,14 +113,13 @@ class Trial:
         is_wide = self.dtype.itemsize >= 4
         rounding = torch.finfo(self.dtype).eps * float(plain.abs().mean())
         rounding *= ROUNDING if is_wide else 1
-        share = LEAK.get(self.dtype, LEAK_16_BITS)
-        leaks = other.value > max(share * own.value, rounding)
+        leaks = other.value > max((LEAK if is_wide else LEAK_16_BITS) * own.value, rounding)
         place = _difference_by_place(plain, samples, self.positions)
         alone = [
             float((output - plain[:, : self.num_alone]).abs().mean())
             for output in self._outputs[NUM_PACKED:]
         ]
-        near = max(OTHER_PLACE * own.value, 4 * rounding)
+        near = max((ELSEWHERE if is_wide else ELSEWHERE_16_BITS) * own.value, 4 * rounding)
         # equal bits beside bits that move prove it as well
         shows = own.value > (VISIBLE * rounding if other.value else 0)
         return Verdict(leaks, place > near, max(alone, default=0.0) > near, shows, is_seen=True)

@@ -400,6 +400,11 @@ def test_a_model_whose_samples_are_not_apart_is_refused_on_every_rank(
             assert found[0] == steps and says in found[1] and "\n" not in found[1]
 
 
+def test_a_forward_without_position_ids_is_refused_by_name() -> None:
+    (found,) = run_ranks(refusal, 1, partial(nn.Linear, 2, 2), 0, ALL, {})
+    assert found == (0, found[1]) and "the forward of Linear takes no position_ids" in found[1]
+
+
 def test_a_model_of_a_user_that_masks_its_samples_trains() -> None:
     run_ranks(packed, 2, own_model, 3, {})
     run_ranks(packed, 2, partial(own_model, gates=True), 0, {})
