@@ -73,6 +73,20 @@ def read_small_text(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
         raise OSError(errno.EILSEQ, reason) from None
 
 
+def open_no_link(path: str, flags: int) -> int:
+    """An `opener` of `open` for a file at a fixed name, in a folder that others may write to.
+
+    Raises:
+        OSError: the file is a link, which another user may have put there.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NOCTTY, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, which is not followed", path) from None
+        raise
+
+
 def parse_json(text: str | bytes) -> Any:
     """The JSON value in `text`, which has no key twice in an object, and no NaN or Infinity. Bytes are UTF-8.
 

@@ -16,6 +16,7 @@ from typing import Any, final
 
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
+from ...utils.small_files import open_no_link
 from ..config.config import Config
 from ..config.sections import Comet, CsvMonitor, TensorBoard, Wandb
 from .record import RunRecord
@@ -37,7 +38,7 @@ class CsvWriter(Writer):
     def write(self, events: Sequence[Event]) -> None:
         for name, value, num_samples in events:
             path = self._folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
-            with path.open("a", newline="") as file:
+            with open(path, "a", newline="", opener=open_no_link) as file:
                 rows = csv.writer(file, lineterminator="\n")
                 if file.tell() == 0:
                     rows.writerow(["step", name.rpartition("/")[2]])

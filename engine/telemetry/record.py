@@ -39,6 +39,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import all_gather_json
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
+from ...utils.small_files import open_no_link
 from ...utils.version import __version__
 from ..config.config import Config
 from ..profiling.clock import ProfileClock
@@ -196,7 +197,7 @@ class RunRecord:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-            self._file = os.open(self._folder / FILE, flags, 0o666)
+            self._file = open_no_link(str(self._folder / FILE), flags)
             if os.fstat(self._file).st_size:
                 os.write(self._file, b"\n")  # after what a killed run has half written
         except (OSError, ValueError) as error:

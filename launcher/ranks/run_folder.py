@@ -29,7 +29,7 @@ from typing import final
 from ...ops.build.build_cache import default_folder
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
-from ...utils.small_files import try_lock
+from ...utils.small_files import open_no_link, try_lock
 from ...utils.trust import make_folders, why_not_trusted
 
 _RUNS_KEPT = 20
@@ -127,7 +127,7 @@ class RunFolder:
     def record(self, failure: str) -> None:
         """Append why ranks have ended to the record of the run, if rank 0 writes one."""
         with contextlib.suppress(OSError, ValueError):
-            with open((self.path / _RECORD).read_text(), "a") as file:
+            with open((self.path / _RECORD).read_text(), "a", opener=open_no_link) as file:
                 line = {"kind": "failure", "time": time.time(), "text": failure[:_MOST_CHARS]}
                 file.write(f"\n{json.dumps(line)}\n")  # rank 0 may have written half a line
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import runs
 import torch
 from helpers import run_new_ranks, run_ranks
 from models import build, micro_batch
@@ -244,6 +245,21 @@ def test_csv_has_one_file_for_each_name(tmp_path: Path) -> None:
         "Train_Samples_train_loss.csv": "step,train_loss\n8,2.0\n",
         "a_name.csv": "step,a name\n16,1.0\n24,2.0\n",
     }
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    """In a folder that others may write to, as in reports and logs."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "a_name.csv").symlink_to(victim)
+    (tmp_path / "run.jsonl").symlink_to(victim)
+    monitor = build_monitor(sections(csv_monitor=into(tmp_path)), rank=0)
+    with pytest.raises(OSError, match="a link"):
+        monitor.write_events([("a name", 1, 16)])
+    with pytest.raises(UsageError, match="run.jsonl cannot be written there: it is a link"):
+        xds.initialize(torch.nn.Linear(2, 2), runs.config(report_folder=str(tmp_path)))
+    assert victim.read_text() == "precious"
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
