@@ -146,7 +146,7 @@ def read_quota(root: Path = Path("/")) -> float | None:
         folders = (root / "sys/fs/cgroup", root / "sys/fs/cgroup" / controllers)
         for inner in (Path(path.lstrip("/")), *Path(path.lstrip("/")).parents):
             for folder in folders:
-                limit = _text(folder / inner / "cpu.max").split()
+                limit = _text(folder / inner / "cpu.max").split()  # control groups v2; below: v1
                 limit = limit or [
                     _text(folder / inner / f"cpu.cfs_{kind}_us").strip()
                     for kind in ("quota", "period")

@@ -339,7 +339,7 @@ class GradStore(ABC):
 
     @abstractmethod
     def widened(self) -> Tensor:
-        """The same in the dtype of sums: user code may write to it."""
+        """The sum [n] in the dtype of sums. User code may write to it."""
 
     @abstractmethod
     def set_reader(self, handle: JobHandle) -> None:

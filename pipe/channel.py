@@ -138,10 +138,12 @@ class Channel:
             tuple[int, Hashable], Header
         ] = {}  # (stage, input) -> what flows out of it
         self._known: dict[tuple[int, Hashable], Header] = {}  # (stage, input) -> what flows into it
+        # (stage, micro-batch) -> header, and its leaves with the receives in flight
         self._arriving: dict[tuple[int, int], tuple[Header, list[tuple[Tensor, Handle]]]] = {}
         # by sender, not started yet
         self._due: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
-        self._headers: dict[int, _HeaderOnItsWay] = {}  # by sender: that before what is due
+        # by sender: in flight, read before the receives in `_due` start
+        self._headers: dict[int, _HeaderOnItsWay] = {}
         self._returning: dict[tuple[int, int], list[tuple[_Leaf, Tensor, Handle]]] = {}
         self._outgoing: list[Handle] = []
         self._inputs: Sequence[Hashable] = ()

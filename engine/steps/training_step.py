@@ -47,7 +47,7 @@ class Forecast:
         self._norms.append(norm)
 
     def is_plain(self, limit: float) -> bool:
-        """No recent step was skipped, and no norm came near `limit`; 0 is none."""
+        """No recent step was skipped, and no norm came near `limit`. A limit of 0 means no clipping."""
         if not self._norms:
             return False
         highest = max(norm if math.isfinite(norm) else math.inf for norm in self._norms)
@@ -433,7 +433,7 @@ class TrainingStep(BackwardRules):
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """What differs over the ranks raises inside: gradients are dropped as in a skipped step."""
+        """If the body raises UsageError, because ranks differ, drop the gradients as in a skipped step."""
         try:
             yield
         except UsageError:

@@ -47,6 +47,7 @@ class Trace(TorchFunctionMode):
     def __init__(self, stage: int, sources: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._stage = stage
+        self._has_arrived = False
         self._dependent = WeakTensorKeyDictionary()
         self._unknown = WeakTensorKeyDictionary()  # computed from values of other stages
         for source in sources:
@@ -70,7 +71,7 @@ class Trace(TorchFunctionMode):
         if outputs and any(self.depends(tensor) for tensor in inputs):
             self.mark(outputs)
         elif name in _READS and self._stage and any(t in self._dependent for t in inputs):
-            self._check_read(inputs, name)
+            self._check_read(name)
         return result
 
     def depends(self, tensor: Tensor) -> bool:
@@ -89,6 +90,7 @@ class Trace(TorchFunctionMode):
 
     def arrive(self) -> None:
         """The stage's inputs arrive now: what was computed from stand-ins before is unknown."""
+        self._has_arrived = True
         if self._stage:
             self._unknown, self._dependent = self._dependent, WeakTensorKeyDictionary()
 
@@ -120,8 +122,8 @@ class Trace(TorchFunctionMode):
                 "pipeline.stages to 1"
             )
 
-    def _check_read(self, inputs: list[Tensor], name: str) -> None:
-        if not self._unknown:
+    def _check_read(self, name: str) -> None:
+        if not self._has_arrived:
             raise UsageError(
                 f"pipeline stage {self._stage}: the model's forward reads ({name}) a value that depends on "
                 "parameters of another stage before its blocks; compute it from the inputs, or set "

@@ -18,7 +18,7 @@ class RankOrder:
 
     def __init__(self) -> None:
         self.actions: Order = []
-        self.unweighted: deque[tuple[int, int]] = deque()
+        self.pending_weights: deque[tuple[int, int]] = deque()
         """Stage and micro-batch of every INPUT whose WEIGHT has not been added, the oldest first."""
         self._next: Counter[tuple[str, int]] = Counter()
 
@@ -26,20 +26,20 @@ class RankOrder:
         self._add(Op.FORWARD, stage)
 
     def input(self, stage: int) -> None:
-        self.unweighted.append((stage, self._add(Op.INPUT, stage)))
+        self.pending_weights.append((stage, self._add(Op.INPUT, stage)))
 
     def backward(self, stage: int) -> None:
         self._add(Op.BACKWARD, stage)
 
     def weight(self) -> None:
         """Adds the oldest WEIGHT that is left, if any."""
-        if self.unweighted:
-            self.actions.append(Action(Op.WEIGHT, *self.unweighted.popleft()))
+        if self.pending_weights:
+            self.actions.append(Action(Op.WEIGHT, *self.pending_weights.popleft()))
 
     def weight_of(self, stage: int) -> None:
         """Adds the oldest WEIGHT that is left of `stage`."""
-        oldest = next(entry for entry in self.unweighted if entry[0] == stage)
-        self.unweighted.remove(oldest)
+        oldest = next(entry for entry in self.pending_weights if entry[0] == stage)
+        self.pending_weights.remove(oldest)
         self.actions.append(Action(Op.WEIGHT, *oldest))
 
     def input_and_weight(self, stage: int) -> None:
@@ -145,7 +145,7 @@ def zero_bubble(placement: Placement, num_micro_batches: int) -> list[Order]:
             row.input(rank)
             if micro_batch >= rank:
                 row.weight()
-        while row.unweighted:
+        while row.pending_weights:
             row.weight()
         orders.append(row.actions)
     return orders
@@ -199,8 +199,8 @@ def _zbv_drain(row: RankOrder, rank: int, later: int, down: int, up: int) -> Non
     for _ in range(later):
         row.input(down)
         row.weight_of(down)
-    while row.unweighted:
-        row.weight_of(up if any(stage == up for stage, _ in row.unweighted) else down)
+    while row.pending_weights:
+        row.weight_of(up if any(stage == up for stage, _ in row.pending_weights) else down)
 
 
 def dualpipev(placement: Placement, num_micro_batches: int) -> list[Order]:
@@ -259,5 +259,5 @@ def _dualpipev_drain(row: RankOrder, placement: Placement, rank: int) -> None:
     for _ in range(placement.num_ranks - 1 - rank):
         row.weight()
         row.input(down)
-    while row.unweighted:
+    while row.pending_weights:
         row.weight()

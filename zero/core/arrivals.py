@@ -48,7 +48,7 @@ class Arrivals:
         self._expected = [1] * len(params)  # number of arrivals that make each slot complete
         self._counts = [0] * len(params)  # without those of `awaits`
         # `awaits` as `open` set it: a slot that is True here and False in `awaits` has had its gradient
-        self._awaited = [False] * len(params)
+        self._awaited_at_open = [False] * len(params)
         self._has_counts = False  # an earlier backward has been counted
         self._next = (
             0  # the gradients before this slot have arrived, or the graph does not produce them
@@ -77,7 +77,7 @@ class Arrivals:
                 self._expected, self._is_small, self._is_large, strict=True
             )
         ]
-        self._awaited = list(self.awaits)
+        self._awaited_at_open = list(self.awaits)
 
     def add_awaited(self, position: int) -> Added | None:
         """The only gradient of slot `position` has arrived. None: it is not awaited, and nothing was done."""
@@ -94,7 +94,7 @@ class Arrivals:
             return added
         count = self._counts[position] + 1
         self._counts[position] = count
-        if self._awaited[position] or count != self._expected[position]:
+        if self._awaited_at_open[position] or count != self._expected[position]:
             return Added.NOT_READY
         self.remaining -= 1
         return Added.NOT_READY if self.remaining else Added.READY
@@ -103,12 +103,14 @@ class Arrivals:
         """The arrivals of each slot since `begin_backward`."""
         return [
             count + (awaited and not awaits)
-            for count, awaited, awaits in zip(self._counts, self._awaited, self.awaits, strict=True)
+            for count, awaited, awaits in zip(
+                self._counts, self._awaited_at_open, self.awaits, strict=True
+            )
         ]
 
     def _close(self) -> None:
         self.awaits = [False] * len(self._params)
-        self._awaited = list(self.awaits)
+        self._awaited_at_open = list(self.awaits)
 
     @property
     def absent(self) -> list[nn.Parameter]:
@@ -134,15 +136,15 @@ class Arrivals:
         Each module of a unit asks when it ends. A slot that awaits nothing does so until the backward ends, so
         all calls of a backward look at each slot once.
         """
-        while self._next < len(self._params) and not self._is_awaited(self._next):
+        while self._next < len(self._params) and not self._may_still_arrive(self._next):
             self._next += 1
         return self._next < len(self._params)
 
-    def _is_awaited(self, position: int) -> bool:
+    def _may_still_arrive(self, position: int) -> bool:
         """The graph produces a gradient for this slot, and none has arrived."""
         param = self._params[position]
-        was_awaited = self._awaited[position] and not self.awaits[position]
-        if was_awaited or self._counts[position] or not param.requires_grad:
+        has_arrived = self._awaited_at_open[position] and not self.awaits[position]
+        if has_arrived or self._counts[position] or not param.requires_grad:
             return False
         return will_execute(get_gradient_edge(param).node)
 

@@ -157,7 +157,9 @@ class BackwardPass:
         self._is_running = False
         self._has_factor = True  # the factor on this backward's gradients is known
         self._had_seen_one = False  # before the backward that is running
-        self._in_other = False  # a backward runs that leaves no gradients in parameters
+        self._in_autograd_grad = (
+            False  # a torch.autograd.grad runs, which leaves no gradients in parameters
+        )
         self.manual_grads = ManualGradGuard(reduction.order)
         # get no gradients in the backwards that follow, the same on all ranks
         self.left_out: frozenset[GradBucket] = frozenset()
@@ -222,11 +224,11 @@ class BackwardPass:
 
     def end_script_backward(self) -> None:
         """End a backward that user code started, unless it is still running (a checkpoint's recompute)."""
-        if in_backward() or not (self._is_running or self._in_other):
+        if in_backward() or not (self._is_running or self._in_autograd_grad):
             return
         # buffers outlive an evaluation that ends it
         with torch.inference_mode(False), torch.no_grad():
-            if self._in_other:  # it raised
+            if self._in_autograd_grad:  # it raised
                 self._end_other()
             self.end()
 
@@ -404,14 +406,14 @@ class BackwardPass:
         - With create_graph the new graph needs full parameters until the next update.
         """
         assert self._gatherer is not None
-        if self._is_running or self._in_other:
+        if self._is_running or self._in_autograd_grad:
             return
         if torch.is_grad_enabled():
             self._gatherer.keep_all()
         elif self._computes_gradients():
             self._begin_script_backward()
             return
-        self._in_other = True
+        self._in_autograd_grad = True
         self._gatherer.begin_backward(is_own=False)
         after_backward(self._end_other)
 
@@ -424,7 +426,7 @@ class BackwardPass:
 
     def _end_other(self) -> None:
         assert self._gatherer is not None
-        self._in_other = False
+        self._in_autograd_grad = False
         self.end()
         self._gatherer.end_backward()
 
@@ -441,7 +443,7 @@ class BackwardPass:
         reduces, ends_step = self._rules.begin_script_backward()
         self.begin(reduces=reduces, ends_step=ends_step, has_factor=False)
         self._had_seen_one = before
-        if self._gatherer is not None and not self._in_other:
+        if self._gatherer is not None and not self._in_autograd_grad:
             after_backward(self.end)
 
 

@@ -33,8 +33,8 @@ from .reduced_sum import (
     SingleRankSum,
 )
 
-SMALL_NUMEL = 1 << 14  # below it, one that arrives more than once is summed in `.grad`
-# on a CPU: from it on, the copy of a gradient in the cache saves more than a call
+SMALL_NUMEL = 1 << 14  # gradients with fewer elements are summed in `.grad` if several arrive
+# on a CPU: a gradient of so many elements is copied when it arrives, while it is in the cache
 LARGE_NUMEL = 1 << 17
 
 

@@ -96,7 +96,7 @@ class UnitHooks:
         """Hook a submodule of a unit; the hooks act only when user code calls it directly."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._rests:
+            if self._skips_hooks:
                 return
             if unit.is_running:
                 if unit.entry is module:
@@ -141,13 +141,13 @@ class UnitHooks:
     # -- forward ----------------------------------------------------------------------------------------
 
     @property
-    def _rests(self) -> bool:
-        """All units are held, and no backward will follow."""
+    def _skips_hooks(self) -> bool:
+        """All units are gathered, and no backward follows: hooks have nothing to do."""
         return self._gatherer.holds_all and not torch.is_grad_enabled()
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         gatherer = self._gatherer
-        if self._rests:
+        if self._skips_hooks:
             return
         if not gatherer.in_backward:
             if unit.is_root and module is unit.modules[0]:
@@ -167,7 +167,7 @@ class UnitHooks:
 
     def _post_forward(self, unit: Unit, module: nn.Module, is_last: bool, output: Any) -> Any:
         """Drop what the call no longer needs. Returns the output with views of parameters copied."""
-        if self._rests:
+        if self._skips_hooks:
             return self._without_views(unit, output)
         if unit.is_entry(module):
             self._gatherer.end_call(unit)

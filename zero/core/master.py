@@ -151,7 +151,7 @@ class Master:
         return self.store
 
     def wait(self) -> None:
-        """Wait for the update that runs on the host. One that is not certain yet is taken back."""
+        """Wait for the update that runs on the host. An early one whose step is not decided yet is undone."""
         self.grads.total.early_update.undo()
         update, self._update = self._update, FinishedJob()
         update.wait()

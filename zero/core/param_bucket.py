@@ -42,7 +42,7 @@ class ParamMemory(ABC):
     """`raw` [world_size * n]: the buffer. `own` [n]: this rank's part of it, to which the engine may write.
 
     num_holders: so many ranks have the memory in common. sender: how the buffer is sent.
-    writable: `raw` to write to, on the one of these ranks that sets values which no update has computed.
+    writable: `raw`, to write to, on the one holder that sets initial and loaded values; None on the others.
     """
 
     raw: Tensor

@@ -74,10 +74,10 @@ class ReducedSum(ABC):
         if not self._local.is_writable:
             self._local.prepare()
             self.store.wait_on_device()
-            self._part_from_local()
+            self._separate_from_local()
 
-    def _part_from_local(self) -> None:
-        """The local sum is about to change: keep what it shares with this one."""
+    def _separate_from_local(self) -> None:
+        """The local sum is about to change: copy the shard that shares its memory."""
         return
 
     def before_arithmetic(self, *, adds: bool) -> None:
@@ -291,7 +291,7 @@ class _OverRanks(ReducedSum):
             return False
         return bool(self._reduced.untyped_storage()._cdata == local.untyped_storage()._cdata)
 
-    def _part_from_local(self) -> None:
+    def _separate_from_local(self) -> None:
         if self.has_sum and self._is_in_local:
             assert self._reduced is not None
             self._reduced = self._reduced.clone()

@@ -160,9 +160,9 @@ class Reduction:
         ]
         known = [g for g in everywhere if not g.group.policy.shards_optimizer]
         # norms are added in one order, whichever of them are sent
-        self._sent = [g for g in self.order if g not in everywhere]
-        self._sent += [g for g in everywhere if g not in known]
-        self._known = known
+        self._norm_is_exchanged = [g for g in self.order if g not in everywhere]
+        self._norm_is_exchanged += [g for g in everywhere if g not in known]
+        self._whole_on_each_rank = known
         self._numel = self._count_numel()
         self._depth = in_flight
         self._running = self.order  # those of the current backward
@@ -259,7 +259,7 @@ class Reduction:
                 if self._reduces_now(bucket):
                     self._start(bucket)
             self._next = len(self._running)
-        for bucket in self._running:  # if all are sent: late gradients of small parameters
+        for bucket in self._running:  # also if all were sent: late gradients may be in `.grad`
             bucket.collect()
             if not self._reduces_now(bucket):
                 bucket.hold_back()
@@ -345,7 +345,9 @@ class Reduction:
         status = torch.cat((means.new_full((1,), flags), means))
         if self._spans_stages or self._groups.data.policy.shards_optimizer:
             return StepStatus(self._by_norms(status, exact=exact), self._numel)
-        if not self._sent and all(bucket.total.norm_before_gather for bucket in self.order):
+        if not self._norm_is_exchanged and all(
+            bucket.total.norm_before_gather for bucket in self.order
+        ):
             return StepStatus(self._by_own_shards(status, exact=exact), self._numel)
         # every rank gets all sums, so no exchange of norms follows: send the rest first
         world = self._world
@@ -374,7 +376,7 @@ class Reduction:
         Sums that every rank has are no part of it. They may arrive while it is sent.
         """
         world = self._world
-        sent, known = self._sent, self._known
+        sent, known = self._norm_is_exchanged, self._whole_on_each_rank
         if any(not bucket.is_single_rank for bucket in sent):
             self._drain()
         squares = self._squares(sent, exact=exact)

@@ -48,7 +48,10 @@ class SharedMemory(ParamMemory):
         self._buffer = buffer
 
     def fill(self, fill: Callable[[Tensor], None]) -> None:
-        """One rank of the machine fills the memory; the others drop the same values."""
+        """One rank of the machine fills the memory.
+
+        The others call `fill` as well, because it may communicate, and drop its values.
+        """
         target = torch.empty_like(self.raw) if self.writable is None else self.writable
         fill(target.zero_())
         self.wait_for_readers()
