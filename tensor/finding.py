@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from ..ops.torch_internals import tree_leaves, tree_map
 from ..utils.module_buffers import untouched_buffers
+from .heads import Heads, heads_of, ranges_of_layer, set_counts
 from .plan import ParallelPlan
+from .quiet_runs import without_cache
 from .styles import ParallelStyle, StyleName, is_linear
 
 SAMPLES, LENGTH = 2, 8  # of the random input
@@ -52,9 +54,11 @@ def _plan_of_block(model: nn.Module, block: nn.Module) -> ParallelPlan:
         ):
             real = _with_values(block)
             for inputs in _inputs(model, block):
-                run = _run(real, tree_map(_valued, inputs))
+                values = tree_map(_valued, inputs)
+                again = tree_map(without_cache, values)
+                run = _run(real, values)
                 if run is not None:
-                    return _pairs(real, run)
+                    return _pairs(real, run, again)
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -105,7 +109,12 @@ def _inputs(model: nn.Module, block: nn.Module) -> Iterator[Inputs]:
     if norm is not None and len(list(norm.parameters(recurse=False))):
         width = next(norm.parameters(recurse=False)).numel()
     ids = torch.arange(SAMPLES * LENGTH, device=param.device).view(SAMPLES, LENGTH) % 7 + 1
-    for call in (lambda: model(input_ids=ids), lambda: model(ids)):
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: model(input_ids=ids),
+        lambda: model(ids),
+        lambda: model(input_ids=ids, decoder_input_ids=ids),
+    )
+    for call in calls:
         found = _arguments(block, call)
         if found is not None:
             yield found
@@ -139,8 +148,7 @@ def _run(block: nn.Module, inputs: Inputs) -> _Run | None:
     with _watched(block, run):
         try:
             result = block.forward(*args, **kwargs)
-            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            run.ends.extend(leaf for leaf in leaves if leaf.requires_grad)
+            run.ends.extend(_tensors(result))
             _sources([*run.ends, *run.inputs.values()], run.outputs)
         except Exception:  # the block needs other inputs, or writes to what its backward needs
             return None
@@ -174,8 +182,8 @@ def _watched(block: nn.Module, run: _Run) -> Iterator[None]:
 # -- what depends on what ---------------------------------------------------------------------------------
 
 
-def _pairs(block: nn.Module, run: _Run) -> ParallelPlan:
-    """The layers between which activations can be cut."""
+def _pairs(block: nn.Module, run: _Run, inputs: Inputs) -> ParallelPlan:
+    """The layers between which activations can be cut. inputs: for another run of the block."""
     found: ParallelPlan = {}
     in_end = _sources(run.ends, run.outputs)
     users = {name: _sources([given], run.outputs) for name, given in run.inputs.items()}
@@ -187,10 +195,66 @@ def _pairs(block: nn.Module, run: _Run) -> ParallelPlan:
             run.inputs[name], {source: run.outputs[source] for source in sorted(sources)}
         )
         styles = probe.styles(name)
-        if styles:
+        if styles and _runs_cut(block, name, styles, run, inputs):
             found |= styles
             found |= _between(block, run.inputs[name])
     return found
+
+
+def _runs_cut(block: nn.Module, name: str, styles: ParallelPlan, run: _Run, inputs: Inputs) -> bool:
+    """Whether the block runs with the first of two slices of the layers in `styles`, as a rank runs it.
+
+    It does not where numbers of heads, parameters or inputs of all heads stay whole on each rank.
+    name: the layer that is cut by rows. inputs: of the block.
+    """
+    modules = dict(block.named_modules())
+    columns: dict[str, list[int]] = {}
+    counts: list[tuple[nn.Module, Heads]] = []
+    for parent in {layer.rpartition(".")[0] for layer in styles}:
+        layers = {n: (modules[n], s) for n, s in styles.items() if n.rpartition(".")[0] == parent}
+        heads = heads_of(modules[parent], layers)
+        if heads is not None:
+            counts.append((modules[parent], heads))
+        for layer, (module, style) in layers.items():
+            first, *_ = ranges_of_layer(layer, module, style, heads, 2)
+            columns[layer] = [column for bounds in first for column in range(*bounds)]
+    outputs = {layer: out.detach() for layer, out in run.outputs.items()}
+    outputs |= {layer: outputs[layer][..., columns[layer]] for layer in styles if layer != name}
+    share: list[Tensor] = []
+
+    def whole_input(_: nn.Module, args: tuple[Any, ...]) -> Tensor:
+        share.append(args[0])
+        return run.inputs[name].detach()
+
+    hooks = [modules[name].register_forward_pre_hook(whole_input)]
+    for layer, out in outputs.items():
+        hooks.append(modules[layer].register_forward_hook(lambda *_, out=out: out.clone()))
+    attributes = [(parent.__dict__, dict(parent.__dict__)) for parent, _ in counts]
+    try:
+        for module, own_heads in counts:
+            set_counts(module, own_heads, 2, 0)
+        with torch.no_grad():
+            ends = _tensors(block.forward(*inputs[0], **inputs[1]))
+    except Exception:  # shapes do not fit
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for current, before in attributes:
+            current.update(before)
+    wanted = [run.inputs[name][..., columns[name]], *run.ends]
+    return len(share) == 1 and _are_close([*share, *ends], wanted)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _are_close(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return len(first) == len(second) and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, atol=1e-2, equal_nan=True)
+        for a, b in zip(first, second, strict=True)
+    )
 
 
 def _sources(tensors: Sequence[Tensor], outputs: Mapping[str, Tensor]) -> set[str]:

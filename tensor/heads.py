@@ -25,6 +25,7 @@ COUNTS = (
     "n_heads",
     "num_attention_heads",
     "num_key_value_heads",
+    "num_kv_heads",
     "nheads",
 )
 SIZES = ("split_size", "embed_dim", "inner_dim", "hidden_size_per_rank")

@@ -35,7 +35,7 @@ from .proof_values import (
     rounded_otherwise,
     standing_in,
 )
-from .quiet_runs import Holding, alone
+from .quiet_runs import Holding, alone, without_cache
 from .regions import layers_in, regions
 from .shares import ranks_with_copies
 from .slicing import Slice, Sliced
@@ -414,8 +414,7 @@ def _run(
     leaves: list[Tensor] = []
 
     def fresh(value: Any) -> Any:
-        if hasattr(value, "get_seq_length") and hasattr(value, "update"):
-            return None  # a cache of keys and values would grow
+        value = without_cache(value)
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         if not value.requires_grad:

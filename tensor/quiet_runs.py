@@ -6,6 +6,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +38,11 @@ def uncompiled() -> AbstractContextManager[None]:
     return stance
 
 
+def without_cache(value: Any) -> Any:
+    """None for a cache of keys and values, which another run would let grow; else `value`."""
+    return None if hasattr(value, "get_seq_length") and hasattr(value, "update") else value
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, `model` is in evaluation mode; afterwards each module is in its own mode again."""
@@ -49,4 +55,4 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-__all__ = ["Holding", "alone", "evaluating", "uncompiled"]
+__all__ = ["Holding", "alone", "evaluating", "uncompiled", "without_cache"]
