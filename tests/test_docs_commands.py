@@ -45,12 +45,14 @@ NOT_RUN = {
     r"--include localhost:0,2": "needs three GPUs",
     r"first/run\.py": "installs xds; tests/test_wheel.py reads its commands",
     r"^pip|^uv|^python3 -m venv|^source|^pytest|^ruff|^mypy|^mkdocs build": ".ci/run runs it",
+    r"^pyproject-build|^twine": ".ci/run runs it",
     r"^mkdocs serve": "serves until it is stopped",
     r"^deepspeed|^accelerate launch|torchrun": "another launcher: tests/migration/ compares with it",
     r"^python benchmarks/": "takes minutes",
     r"--resume_from_checkpoint": "after 100 steps; tests/test_examples.py resumes earlier",
     r"^nvidia-smi|collect_env": "another program",
     r"^python -m pytest|^python script\.py|^xds (\S+ )+script\.py": "not meant to be typed",
+    r"^python -m xds$": "another name of `xds`",
     r"^python -m xds.*docs": "writes the page that tests compare",
 }
 # options that make a script's run a matter of seconds
