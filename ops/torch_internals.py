@@ -7,6 +7,7 @@ A new version of torch may move or change them. No other file of xds imports a p
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ NO_BACKWARD = -1
 
 # whether a transform of torch.func, such as vmap, is active
 in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def outside_of_functorch() -> AbstractContextManager[Any]:
+    """Inside, no transform of torch.func is active."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 # the attribute of a module that `module(...)` calls; one of the instance comes before the class's
@@ -90,6 +98,7 @@ __all__ = [
     "in_backward",
     "in_functorch",
     "num_users",
+    "outside_of_functorch",
     "outside_of_graphs",
     "tree_flatten",
     "tree_leaves",

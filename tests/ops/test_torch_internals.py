@@ -75,6 +75,13 @@ def test_trees_transforms_and_graphs():
     seen = torch.func.vmap(lambda x: x + internals.in_functorch())(torch.zeros(2))
     assert seen.tolist() == [1.0, 1.0] and not internals.in_functorch()
 
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        with internals.outside_of_functorch():
+            assert not internals.in_functorch()
+        return x + internals.in_functorch()
+
+    assert torch.func.vmap(outside)(torch.zeros(2)).tolist() == [1.0, 1.0]
+
     @internals.outside_of_graphs
     def compiling() -> bool:
         return torch.compiler.is_compiling()

@@ -250,6 +250,57 @@ def test_autograd_grad_and_vmap_beside_training() -> None:
     run_ranks(beside_training, 2)
 
 
+def by_vmap(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.vmap(model)(x).square().mean()
+
+
+def by_jvp(model: nn.Module, x: Tensor) -> Tensor:
+    value, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    return value.square().mean() + slope.square().mean()
+
+
+def by_vjp(model: nn.Module, x: Tensor) -> Tensor:
+    value, pull = torch.func.vjp(model, x)
+    return value.square().mean() + pull(torch.ones_like(value))[0].square().mean()
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def transformed() -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    section = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    for loss_of in (by_vmap, by_jvp, by_vjp):
+        plain = layers()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        given = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": sgd,
+            "zero_optimization": section,
+        }
+        engine = xds.initialize(layers(), given)
+        for _ in range(2):
+            loss_of(plain, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.backward(loss_of(engine.module, x))
+            engine.step()
+        torch.testing.assert_close(engine.full_state_dict(rank0_only=False), plain.state_dict())
+        with pytest.raises(xds.UsageError, match="deepcopy of a Linear .* is not whole"):
+            torch.optim.swa_utils.AveragedModel(engine.module)
+        with xds.zero.GatheredParameters(list(engine.module.parameters())):
+            average = torch.optim.swa_utils.AveragedModel(engine.module)
+        torch.testing.assert_close(average(x), plain(x))
+        engine.destroy()
+
+
+def test_transforms_of_the_model_train_and_a_copy_of_it_in_shards_is_one_sentence() -> None:
+    run_ranks(transformed, 2)
+
+
 DTYPES = (
     *("float64", "float16", "bfloat16", "complex64", "bool", "uint8", "int8", "int16", "int32"),
     *("int64", "uint16", "uint32", "float8_e4m3fn"),

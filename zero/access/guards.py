@@ -133,6 +133,7 @@ class Guards:
                         partial(_after_state_dict, self._leniency)
                     ),
                     module.register_load_state_dict_pre_hook(_before_load_state_dict),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_post_hook(_NotCopied(self._leniency, module)),  # type: ignore[no-untyped-call]
                 ]
             elif any(owner.is_read_only(param) for param in own):
                 self._handles.append(
@@ -205,6 +206,32 @@ class _Kept:
         pass
 
     def __deepcopy__(self, memo: object) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+@final
+class _NotCopied:
+    """A hook that does nothing, until the module is copied while it has parameters in parts."""
+
+    def __init__(self, leniency: Leniency, module: nn.Module) -> None:
+        self._leniency = leniency
+        self._module = weakref.ref(module)
+
+    def __call__(self, *_: object) -> None:
+        pass
+
+    def __deepcopy__(self, memo: object) -> _Kept:
+        module = self._module()
+        hidden, why = ([], "") if module is None else _hidden(module)
+        if hidden and not self._leniency.lets_parts_out:  # there copies are whole
+            raise UsageError(
+                f"copy.deepcopy of a {type(module).__name__} whose parameters are {why}, as by AveragedModel: "
+                f"{hidden[0]} is not whole on this rank; copy the model before xds.initialize, and load "
+                "engine.full_state_dict(rank0_only=False) into the copy, on every rank"
+            )
         return _Kept()
 
     def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:

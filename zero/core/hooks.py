@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...ops.torch_internals import tree_leaves, tree_map
+from ...ops.torch_internals import in_functorch, outside_of_functorch, tree_leaves, tree_map
 from ...utils.replaying import is_replaying
 from .backward_pass import BackwardPass
 from .gather import Gatherer
@@ -149,6 +149,11 @@ class UnitHooks:
         gatherer = self._gatherer
         if self._skips_hooks:
             return
+        if in_functorch():
+            # hooks see no gradients of a transform's tensors, and a gather writes to tensors it does not have
+            unit.is_kept_until_update |= torch.is_grad_enabled()
+            with outside_of_functorch():
+                return self._pre_forward(unit, module, (), {})
         if not gatherer.in_backward:
             if unit.is_root and module is unit.modules[0]:
                 gatherer.begin_forward()
