@@ -662,6 +662,11 @@ class Engine:
         self._parts.report.saved(save_dir, name, given)
         return True
 
+    @property
+    def last_client_state(self) -> Mapping[str, Any] | None:
+        """What the script gave to its last save, or its last load brought. A save on a signal keeps it."""
+        return self._states.client_state
+
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is being written in the background (checkpoint.async_save).
 

@@ -103,7 +103,7 @@ class SaveOnPreemption(Preemption):
             except XdsError as error:  # the failure of an earlier save does not prevent this one
                 _report(str(error))
             try:
-                engine.save_checkpoint(other.save_dir)
+                engine.save_checkpoint(other.save_dir, client_state=engine.last_client_state)
                 engine.wait_for_checkpoint()
             except XdsError as error:
                 failures.append(error)

@@ -28,6 +28,7 @@ class States:
 
     def __init__(self, parts: Parts, counters: Counters) -> None:
         self.are_released = False  # the engine was destroyed
+        self.client_state: Mapping[str, Any] | None = None  # of the last save or load of the script
         self._parts = parts
         self._counters = counters
         self._host_copies: HostCopies | None = None
@@ -82,7 +83,10 @@ class States:
         if parts.saver is None:
             parts.saver = build_saver(parts.config, parts.sharded.collectives)
         try:
-            return save_checkpoint(parts, self._counters, save_dir, tag, client_state, options)
+            metric = save_checkpoint(parts, self._counters, save_dir, tag, client_state, options)
+            if client_state is not None:
+                self.client_state = dict(client_state)
+            return metric
         except UsageError:
             raise
         except XdsError as error:
@@ -99,7 +103,10 @@ class States:
 
         if self._parts.saver is not None:
             self._parts.saver.wait()
-        return load_checkpoint(self._parts, self._counters, load_dir, tag, options)
+        path, client_state = load_checkpoint(self._parts, self._counters, load_dir, tag, options)
+        if client_state and not options.load_module_only:
+            self.client_state = client_state
+        return path, client_state
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes of model states on this rank."""

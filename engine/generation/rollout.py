@@ -138,7 +138,9 @@ class Rollouts:
         """All units fit into the memory of every rank. A collective at stage 3."""
         sharded = self._sharded
         if sharded.gatherer is None or sharded.defers:
-            self._say("every rank has the whole model; nothing is gathered")
+            is_cut = sharded.flat_groups.mesh.tensor > 1
+            what = "its slices of the model" if is_cut else "the whole model"
+            self._say(f"every rank has {what}; nothing is gathered")
             return True
         needed, spare = _least_room(sharded.collectives, sharded.bytes_to_gather(), limit)
         has_room = needed <= spare

@@ -91,7 +91,7 @@ def test_a_damaged_best_is_followed_by_the_next_best(
     engine.save_checkpoint(tmp_path, "best")  # a script that keeps one of this name itself
     assert best(tmp_path) == 77
     save_all(engine, tmp_path / "none", [None, None])
-    with pytest.raises(xds.UsageError, match="best is not a committed checkpoint"):
+    with pytest.raises(xds.UsageError, match="no checkpoint there was saved with a metric"):
         best(tmp_path / "none")
 
 

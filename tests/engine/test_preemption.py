@@ -391,12 +391,17 @@ def _a_child_is_ended(folder):
 
 
 def _preempted(folder):
-    """A script may catch it and close its things."""
+    """A script may catch it and close its things. Its last client_state is kept: it counts epochs by it."""
     engine = _engine(folder)
+    engine.save_checkpoint(folder, "first", client_state={"epoch": 4})
     os.kill(os.getpid(), signal.SIGTERM)
     caught = _step_until_preempted(engine, match="SIGTERM on rank 0")
     engine.destroy()
     assert caught.code == 143 and os.path.isdir(caught.path)
+    other = _engine(folder)
+    assert other.resume(os.path.dirname(caught.path)) == (caught.path, {"epoch": 4})
+    assert other.last_client_state == {"epoch": 4}
+    other.destroy()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -251,6 +251,11 @@ def read_manifest(load_dir: Path, tag: str) -> Manifest:
     try:
         return parse_file(path)
     except (FileNotFoundError, NotADirectoryError):
+        if tag == BEST and not storage_of(path).is_folder(path.parent):
+            raise UsageError(
+                f'load_checkpoint("{load_dir}", "{BEST}"): no checkpoint there was saved with a metric; give '
+                f"save_checkpoint(metric=...), or another tag; {_there(load_dir)}"
+            ) from None
         kind = DamagedError if storage_of(path).is_folder(path.parent) else UsageError
         raise kind(
             f"{path.parent} is not a committed checkpoint: it has no {MANIFEST}; {_there(load_dir)}"
