@@ -44,6 +44,7 @@ class PackedForwards(Packing):
         self._drops_labels = config.sequence_parallel_size > 1
         self._gets_positions = True
         self._num_forwards = 0
+        self._is_proven = False
         self._is_done = False
         self._was_seen = False
         self._is_of_transformers = any(_attends(module) for module in model.modules())
@@ -93,7 +94,8 @@ class PackedForwards(Packing):
         if self._is_done or not torch.is_grad_enabled():
             return None
         self._num_forwards += 1
-        if self._num_forwards not in ATTEMPTS:
+        due = ATTEMPTS[-1:] if self._is_proven else ATTEMPTS
+        if self._num_forwards not in due:
             return None
         found = self._trial(args, kwargs)
         mine = torch.tensor([found is not None], dtype=torch.int64, device=self._world.device)
@@ -127,15 +129,16 @@ class PackedForwards(Packing):
             name = type(self._model).__name__
             raise UsageError(f"data_packing: {name} {self._problem(found)}remove data_packing")
         self._was_seen = self._was_seen or found.is_seen
-        self._is_done = found.is_proven
-        if self._is_done:
-            self._recent.clear()
+        self._is_proven = self._is_proven or found.is_proven
         self._end_if_last()
 
     def _end_if_last(self) -> None:
-        if self._is_done or self._num_forwards < ATTEMPTS[-1]:
+        if self._num_forwards < ATTEMPTS[-1]:
             return
         self._is_done = True
+        self._recent.clear()
+        if self._is_proven:
+            return
         reason = (
             "none of its tokens depends on another one"
             if self._was_seen

@@ -100,7 +100,10 @@ class PackedInputs:
         return self._with({id(self.ids): ids})
 
     def short(self, positions: Tensor, ids: Tensor) -> Inputs:
-        """Inputs for fewer tokens. positions, ids: [B, n]."""
+        """Inputs for so many tokens. positions, ids: [B, n].
+
+        Values of other columns are some of their own, chosen by token and position.
+        """
         length = positions.shape[1]
         new = {id(self.positions): positions, id(self.ids): ids}
         for name, tensors in self.others.items():
@@ -114,7 +117,8 @@ class PackedInputs:
                 elif name in LABELS and tensor.shape == self.ids.shape:
                     new[id(tensor)] = torch.where(positions == 0, IGNORED, ids).to(tensor.dtype)
                 else:
-                    new[id(tensor)] = tensor[:, :length]
+                    values = tensor.flatten(0, 1)
+                    new[id(tensor)] = values[(7919 * ids.long() + 31 * positions) % len(values)]
         return self._with(new)
 
     def without_positions(self, positions: Tensor, ids: Tensor) -> Inputs:

@@ -1,21 +1,26 @@
 """Proves that a model computes packed samples as if each had its row: no logit of a sample depends on another.
 
-    tokens     0 1 2 3 4 | 0 1 2 3 4 | 0 1 2 3 4      all samples have the same tokens: equal logits
-    odd        0 1 2 3 4 | x x x 3 x | 0 1 2 3 4      other tokens in odd samples: those of even ones stay
-    even       x x x 3 x | 0 1 2 3 4 | x x x 3 x      and the other way round
+    tokens     0 1 2 3 4 | 0 | 0 1 2 3 4 | 0 1        all samples begin with the same tokens: equal logits
+    odd        0 1 2 3 4 | x | 0 1 2 3 4 | x x        other tokens in odd samples: those of even ones stay
+    even       x x x 3 x | 0 | x x x 3 x | 0 1        and the other way round
     alone      0 1 2 3 4                              without position_ids: a model of transformers has its own
 
+Rows are as long as those of the batch, and each has other boundaries. Other columns follow the tokens.
+
 Token 3 stays: how much its logits move within its own sample says how much a leak would move. Where they do not
-move, as those of a head that begins with zeros, a later forward is tried.
+move, as those of a head that begins with zeros, a later forward is tried. The last one is tried in any case, because
+parts that begin with zeros have moved by then.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +30,7 @@ from ...utils.module_buffers import untouched_buffers
 from .inputs import Inputs, PackedInputs
 from .masks import sample_numbers
 
-NUM_SAMPLES, MAX_TOKENS = 3, 48  # of the rows that are made for the proof
+PARTS = 4  # the longest samples of the rows that are made for the proof take a fourth of a row
 NUM_PACKED = 3  # forwards with rows of several samples
 KEPT = 4  # every 4th token stays
 LEAK, LEAK_16_BITS = 1e-3, 0.1  # of what a token of the same sample moves
@@ -64,6 +69,7 @@ class Trial:
     def observing(self, model: nn.Module) -> Iterator[None]:
         """Inside, forwards of `model` leave no trace in it, and their last output for each token is kept."""
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        others = random.getstate(), np.random.get_state()
         devices = [device] if device.type == "cuda" else []
         self._seen: Tensor | None = None
         hooks = [module.register_forward_hook(self._see) for module in model.modules()]
@@ -79,6 +85,8 @@ class Trial:
         finally:
             for hook in hooks:
                 hook.remove()
+            random.setstate(others[0])
+            np.random.set_state(others[1])
 
     def end_run(self) -> None:
         """One forward is over."""
@@ -156,16 +164,15 @@ def trial_of(
         pad: the token of padding.
         has_own_positions: the model makes positions where it gets none.
     """
-    length = min(found.ids.shape[1], MAX_TOKENS)
-    is_short = found.is_plain(columns)
+    size, length = found.ids.shape
+    is_made = found.is_plain(columns)
     tokens = torch.unique(found.ids)
     tokens = tokens[(tokens != pad) & (tokens >= 0)]
-    num_samples = min(NUM_SAMPLES, length // KEPT)
-    if len(tokens) < 2 or (is_short and num_samples < 2):
+    if len(tokens) < 2 or (is_made and length < 2 * KEPT):
         return None
-    if is_short:
-        places = torch.arange(length, device=found.ids.device) % (length // num_samples)
-        positions = places.repeat(len(found.ids), 1)
+    if is_made:
+        rows_of = [places_of(length, row) for row in range(size)]
+        positions = torch.tensor(rows_of, device=found.ids.device)
     else:
         positions = found.positions
         if int(sample_numbers(positions)[:, -1].max()) == 0:
@@ -180,15 +187,33 @@ def trial_of(
     rows = [both[0], torch.where(is_odd, *both[::-1]), torch.where(is_odd, *both)]
     runs = [
         found.short(positions, ids.to(found.ids.dtype))
-        if is_short
+        if is_made
         else found.with_ids(ids.to(found.ids.dtype))
         for ids in rows
     ]
-    num_alone = length // num_samples if is_short and has_own_positions else 0
+    num_alone = longest_of(length) if is_made and has_own_positions else 0
     if num_alone:
         first = rows[0][:, :num_alone].to(found.ids.dtype)
         runs.append(found.without_positions(positions[:, :num_alone], first))
     return Trial(runs, positions, num_alone, dtype)
+
+
+def longest_of(length: int) -> int:
+    """The length of the longest samples of a made row of `length` tokens."""
+    return max(KEPT, length // PARTS)
+
+
+def places_of(length: int, row: int) -> list[int]:
+    """The places of the tokens of a made row in their samples.
+
+    The first sample is one of the longest. Others, also of one token, follow in another order in each row.
+    """
+    longest = longest_of(length)
+    others = [1, longest, max(1, longest // 3), longest, 2]
+    first = row % len(others)
+    lengths = [longest, *others[first:], *others[:first]]
+    places = [place for sample in lengths for place in range(sample)][:length]
+    return places + list(range(length - len(places)))
 
 
 def by_token(value: Any, shape: torch.Size | tuple[int, ...]) -> Tensor | None:

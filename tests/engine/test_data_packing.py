@@ -319,10 +319,14 @@ def test_packed_rows_have_the_loss_and_gradients_of_one_sample_a_row(kind: str) 
 class Own(nn.Module):
     """A model that a user has written: `masks` its samples from each other, or not."""
 
-    def __init__(self, *, masks: bool = True, restarts: bool = True, gates: bool = False) -> None:
+    def __init__(
+        self, *, masks: bool = True, restarts: bool = True, gates: bool = False, leak: str = ""
+    ) -> None:
         super().__init__()
+        self._leak = leak
+        self.scale = nn.Parameter(torch.zeros(()))
         self._masks, self._restarts = masks, restarts
-        self.tokens, self.places = nn.Embedding(VOCAB, 32), nn.Embedding(TOKENS, 32)
+        self.tokens, self.places = nn.Embedding(VOCAB, 32), nn.Embedding(2 * TOKENS, 32)
         self.states, self.out, self.head = (
             nn.Linear(32, 96),
             nn.Linear(32, 32),
@@ -333,23 +337,42 @@ class Own(nn.Module):
             nn.init.zeros_(self.out.bias)
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        kinds: Tensor | None = None,
     ) -> Tensor:
         length = input_ids.shape[1]
         places = torch.arange(length).expand_as(input_ids)
         is_known = position_ids is not None and self._restarts
         x = self.tokens(input_ids) + self.places(position_ids if is_known else places)
         sample = torch.zeros_like(places) if position_ids is None else (position_ids == 0).cumsum(1)
+        if kinds is not None:
+            x = x + self.places(kinds)
         mask = places[:, :, None] >= places[:, None]
-        if self._masks:
+        if self._leak == "boundaries of row 0":
+            sample = sample[:1].expand_as(sample)
+        elif self._leak == "samples of one token" and position_ids is not None:
+            sample = torch.cat([sample[:, :1] * 0, (position_ids.diff() < 0).cumsum(1)], 1)
+        elif self._leak == "fifth sample":
+            sample = sample.clamp(max=4)
+        elif self._leak == "far tokens":
+            mask = mask | (places[:, :, None] - places[:, None] > 16)
+        if self._masks and self._leak != "far tokens":
             mask = mask & (sample[:, :, None] == sample[:, None])
         query, key, value = self.states(x).chunk(3, 2)
         attended = nn.functional.scaled_dot_product_attention(query, key, value, mask)
-        logits = self.head(x + self.out(attended))[:, :-1]
+        x = x + self.out(attended)
+        if self._leak == "another column" and kinds is not None:
+            x = x + 0.1 * self.places(kinds).mean(1, keepdim=True)
+        if self._leak == "a gate that opens":
+            x = x + self.scale * x.mean(1, keepdim=True)
+        logits = self.head(x)[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
 
-def own_model(**how: bool) -> nn.Module:
+def own_model(**how: Any) -> nn.Module:
     torch.manual_seed(0)
     return Own(**how)
 
@@ -398,6 +421,44 @@ def test_a_model_whose_samples_are_not_apart_is_refused_on_every_rank(
     for stage in (0, 3):
         for found in run_ranks(refusal, 2, build, stage, names, {}):
             assert found[0] == steps and says in found[1] and "\n" not in found[1]
+
+
+LEAKS = ("boundaries of row 0", "samples of one token", "fifth sample", "far tokens")
+
+
+class Kinds(Samples):
+    """Each token has a kind as well."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        found = super().__getitem__(index)
+        return {**found, "kinds": [one % 7 for one in found["input_ids"]]}
+
+
+def refused_at(leak: str) -> int:
+    """The steps before the model is refused; 40: it trains."""
+    packing = {"tokens": 64, "columns": {"input_ids": 0, "labels": -100, "kinds": 0}}
+    config = runs.config(samples=2, **(SGD | {"data_packing": packing}))
+    engine = xds.initialize(Own(leak=leak), config, training_data=Kinds())
+    try:
+        for _ in range(40):
+            for batch in engine.training_dataloader:
+                engine.backward(engine(**batch))
+                engine.step()
+                if engine.global_steps == 40:
+                    return 40
+        raise AssertionError
+    except UsageError as error:
+        assert SEES in str(error)
+        return engine.global_steps
+    finally:
+        engine.destroy()
+
+
+def test_leaks_of_some_rows_samples_and_columns_are_seen_and_right_columns_train() -> None:
+    for leak in (*LEAKS, "another column"):
+        assert run_ranks(refused_at, 1, leak) == [0], leak
+    assert run_ranks(refused_at, 1, "a gate that opens") == [31]
+    assert run_ranks(refused_at, 1, "") == [40]
 
 
 def test_a_forward_without_position_ids_is_refused_by_name() -> None:
