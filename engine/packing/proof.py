@@ -8,7 +8,7 @@
 Rows are as long as those of the batch, and each has other boundaries. Other columns follow the tokens.
 
 Token 3 stays: how much its logits move within its own sample says how much a leak would move. Where they do not
-move, as those of a head that begins with zeros, a later forward is tried. The last one is tried in any case, because
+move, as those of a head that begins with zeros, a later forward is tried. The last one is tried in any case:
 parts that begin with zeros have moved by then.
 """
 

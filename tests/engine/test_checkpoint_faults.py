@@ -21,6 +21,7 @@ from torch import nn
 import xds
 from xds.engine.checkpoint.io import storage
 from xds.engine.checkpoint.io.folders import MANIFEST, committed
+from xds.engine.process.process import join, pick_device
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "checkpoint"))
 from kill_runs import Killer, Scenario, Tally  # noqa: E402
@@ -224,6 +225,7 @@ def kill_often(scenario: Scenario, seed: int) -> Tally:
 
 @pytest.mark.slow
 def test_no_kill_loses_or_tears_a_checkpoint() -> None:
+    join(pick_device())  # once: engines of several threads may not open the process group together
     # side by side: a rank whose peer was killed waits three seconds for what the peer may have to say
     with ThreadPoolExecutor(len(SCENARIOS)) as pool:
         tallies = list(pool.map(kill_often, SCENARIOS, range(len(SCENARIOS))))
