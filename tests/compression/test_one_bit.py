@@ -300,7 +300,7 @@ def sums_around_a_step(stage: int, num_backwards: int, load: str, save: str) -> 
     dist.all_reduce(found)
     after, sent = pending(), momentum()
     engine.destroy()
-    return before + found, after, sent
+    return before, before + found, after, sent
 
 
 @pytest.mark.parametrize(("stage", "to", "num_backwards"), [(0, 2, 1), (0, 2, 2), (1, 0, 2)])
@@ -308,8 +308,10 @@ def test_momenta_and_errors_are_kept_by_late_gradients_and_at_another_stage(
     stage: int, to: int, num_backwards: int, tmp_path: Any
 ) -> None:
     folder = str(tmp_path)
-    run_ranks(sums_around_a_step, 2, stage, 1, "", folder)
-    wanted, after, momentum = run_ranks(sums_around_a_step, 2, to, num_backwards, folder, "")[0]
+    saved = run_ranks(sums_around_a_step, 2, stage, 1, "", folder)[0][0]
+    loaded, *found = run_ranks(sums_around_a_step, 2, to, num_backwards, folder, "")[0]
+    assert torch.allclose(loaded, saved, rtol=0, atol=1e-5)
+    wanted, after, momentum = found
     assert torch.allclose(after + 10 * momentum * (0.1 if to else 1), wanted, rtol=0, atol=1e-5)
     # and not much more or less than a tenth was sent
     share = float((momentum @ wanted) / (wanted @ wanted))

@@ -200,6 +200,40 @@ def through_another_engine(stage: int) -> None:
         close(updates_of(engine), want, 0.02, (stage, "two engines"))
 
 
+def measured_between(clips: bool) -> float:
+    """The norm of a step with backward passes of the script's own, after a step whose norm was asked for."""
+    engine = engine_of(0, accumulation=2)
+    for step in range(2):
+        engine(part(step)).backward()
+        if clips and step == 0:
+            engine.clip_grad_norm(1e9)
+        engine.step()
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return norm
+
+
+class Factor(nn.Module):
+    """Its gradient is the input, for each element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, c: float) -> Tensor:
+        return (self.weight * c).sum().float()
+
+
+def sum_beyond_bf16(stage: int) -> None:
+    """In bf16 256 + 1 is 256: sums of micro-batches are wider."""
+    engine = xds.initialize(Factor(), config(stage, "bf16", optimizer="SGD", accumulation=4))
+    for c in (256.0, 1.0, 1.0, 1.0):
+        engine.backward(engine(c))
+        engine.step()
+    assert engine.get_global_grad_norm() == 259 / 2, stage
+    engine.destroy()
+
+
 # -- batch sizes that change ------------------------------------------------------------------------------
 
 
@@ -294,6 +328,7 @@ def at_several_stages(folder: str) -> None:
     for stage in (2, 3):
         own_backwards_held_back(stage)
         resumed(stage, folder)
+        sum_beyond_bf16(stage)
     for stage in (0, 3):
         unscaled_fp16(stage)
     changed_batch(1)
@@ -303,6 +338,10 @@ def at_several_stages(folder: str) -> None:
 
 def test_a_step_is_the_mean_of_its_micro_batches(tmp_path: Path) -> None:
     run_ranks(at_several_stages, 2, str(tmp_path))
+
+
+def test_a_norm_is_measured_anew_after_a_backward() -> None:
+    assert run_ranks(measured_between, 1, True) == run_ranks(measured_between, 1, False)
 
 
 def test_a_step_that_has_begun_ends_as_it_began() -> None:

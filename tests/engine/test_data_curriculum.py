@@ -241,6 +241,12 @@ def test_a_resumed_step_goes_on_inside() -> None:
     rest = next(iter(again))
     assert torch.equal(rest, list(itertools.islice(iter(loader(metrics, 0, 2, 2)), 5))[4])
     assert len(batches) == 4 and not one.resume({"epoch": 1, "samples": 3})
+    # three ranks cannot skip 4 samples: they take the whole step
+    three, whole = [loader(metrics, rank, 3, 2) for rank in range(3)], loader(metrics)
+    assert all(each.resume(position) for each in three)
+    assert whole.resume({"step": 1, "step_samples": 0})
+    rows = torch.cat([row for each in three for row in itertools.islice(iter(each), 2)])
+    assert sorted(rows[:, 0].tolist()) == sorted(next(iter(whole))[:, 0].tolist())
 
 
 def test_the_post_process_function_gets_the_state_of_its_batch(files: Path) -> None:

@@ -107,6 +107,7 @@ def test_a_row_has_whole_samples_with_their_own_positions_and_labels() -> None:
 def test_rows_are_padded_to_a_multiple() -> None:
     widths = {batch["labels"].shape[1] for batch in loader(Samples(longest=3), pad_to=8)}
     assert widths <= {8, 16, 24, 32}
+    assert max(batch["labels"].shape[1] for batch in loader(Samples(), pad_to=24)) <= TOKENS
     for one in loader(Samples(number=1), pad_to=1):
         assert one["input_ids"].shape == (4, Samples(number=1).lengths[0])
 

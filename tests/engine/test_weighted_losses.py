@@ -257,7 +257,7 @@ def test_what_a_refused_load_restores_is_the_same_state() -> None:
 # -- pipelines ------------------------------------------------------------------------------------------------
 
 
-def pipelined(stage: int) -> float:
+def pipelined(stage: int, is_fp16: bool = False) -> float:
     def loss_fn(output: Tensor, labels: tuple[Tensor, Tensor]) -> Any:
         loss = loss_of(output[: len(labels[0])], labels[0])
         return loss, labels[1]
@@ -265,15 +265,18 @@ def pipelined(stage: int) -> float:
     layers = build()
     plain = copy.deepcopy(layers)
     module = PipelineModule(list(layers), loss_fn=loss_fn, partition_method="uniform")
-    config = config_of(stage, accumulation=4, clip=0.05, pipeline={"stages": 2})
+    fp16 = {"enabled": is_fp16, "auto_cast": is_fp16, "initial_scale_power": 8}
+    config = config_of(stage, accumulation=4, clip=0.05, pipeline={"stages": 2}, fp16=fp16)
     engine = xds.initialize(module, config)
+    dtype = next(engine.module.parameters()).dtype
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.2)
     worst = 0.0
 
     def batches(step: int) -> Any:
         for micro_step in range(4):
             draw = torch.Generator().manual_seed(100 * step + 10 * micro_step + engine.dp_rank)
-            yield numbered(draw)
+            x, labels = numbered(draw)
+            yield x.to(dtype), labels
 
     def numbered(draw: torch.Generator) -> Any:
         x, y = torch.randn(3, WIDTH, generator=draw), torch.randn(3, 3, generator=draw)
@@ -307,6 +310,7 @@ def pipelined(stage: int) -> float:
 def test_the_loss_function_of_a_pipeline_returns_the_loss_and_its_number_of_items() -> None:
     for ranks, stage in ((2, 0), (4, 1), (4, 3)):
         assert max(run_ranks(pipelined, ranks, stage)) < 1e-6, (ranks, stage)
+    assert max(run_ranks(pipelined, 2, 0, True)) < 2e-2
 
 
 # -- sequence and tensor ranks --------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from xds.offload.disk import workers
 from xds.offload.disk.creation import create_file
 from xds.offload.disk.extents import Extent, Extents
 from xds.offload.disk.file import DiskFile
+from xds.offload.disk.lru_cache import WRITES_IN_FLIGHT, Evictable, LruCache
 from xds.offload.disk.options import ALIGN_BYTES, DiskOptions, aligned
 from xds.offload.pinned import host_memory
 from xds.utils.errors import UsageError, XdsError
@@ -252,6 +253,27 @@ def test_a_process_ends_with_requests_in_flight_and_without_a_word(tmp_path):
 
 ONE = DiskOptions(block_bytes=8192, queue_depth=1)  # calls in the order of the blocks
 SIZE = 40_960  # five blocks
+
+
+class Item(Evictable):
+    memory_bytes = 1
+
+    def __init__(self, writes: set[Item]) -> None:
+        self._writes = writes
+
+    def evict(self) -> Item:
+        self._writes.add(self)
+        return self
+
+    def wait(self) -> None:
+        self._writes.remove(self)
+
+
+def test_few_evicted_masters_are_written_at_once():
+    cache, writes = LruCache(), set()
+    for _ in range(8):
+        cache.touch(Item(writes))
+        assert len(writes) <= WRITES_IN_FLIGHT
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])

@@ -35,7 +35,7 @@ def build(name: str, tied: bool, heads: int = 4, kv_heads: int = 2) -> nn.Module
         vocab_size=VOCAB,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        pad_token_id=3,  # in the batches, so that a row without a gradient is trained by no rank
+        pad_token_id=45,  # in the batches, in rows of a later rank: no rank trains that row
         tie_word_embeddings=tied,
     )
     return AutoModelForCausalLM.from_config(config)
