@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_new_ranks, run_processes
+from helpers import run_new_ranks, run_processes, run_ranks
 from placed_ranks import placed
 from runs import config
 
@@ -18,7 +18,7 @@ import xds
 from xds.ops.comm.collectives import Collectives
 from xds.ops.comm.config import Communication
 from xds.ops.comm.memory.machines import MachinesBackend
-from xds.ops.comm.opening import member_of, open_collectives
+from xds.ops.comm.opening import PartOf, member_of, open_collectives
 from xds.ops.comm.point_to_point import GlooBackend
 from xds.ops.comm.threads import OrderedThreads
 from xds.ops.watch import reports
@@ -217,6 +217,21 @@ def test_results_are_those_of_the_written_order_and_each_byte_crosses_once(layou
         assert sum(levels["sum"] for levels, _ in ranks) == there * shard
         assert sum(levels["gather"] for levels, _ in ranks) == here * shard
         assert {plain["sum"] for _, plain in ranks} == {there * shard}
+
+
+def bytes_across_of_pairs() -> int:
+    world, pairs = open_collectives(dist.group.WORLD, CPU), [(0, 1), (2, 3)]
+    groups = [dist.new_group(pair) for pair in pairs]
+    at = world.rank // 2
+    by = open_collectives(groups[at], CPU, PartOf(world, pairs[at]))
+    by.set_hosts([0, 0, 1, 1])
+    flat = torch.ones(8)
+    by.all_gather(flat, by.shard_of(flat), buffer=1, kind="gather").wait()
+    return sum(by.sent_across_bytes.values())
+
+
+def test_a_group_inside_a_machine_sends_nothing_across() -> None:
+    assert run_ranks(bytes_across_of_pairs, 4) == [0] * 4
 
 
 def losses_of_stages(layout: str, section: dict[str, Any], *stages: int) -> list[list[float]]:
