@@ -30,7 +30,11 @@ from .manifest import (
 
 @dataclass(frozen=True)
 class JoinedFlats:
-    """The flats of all parts. numbers: for each part, the number here of each of its flats."""
+    """The flats of all parts.
+
+    holders: tuples of ranks, of which each flat's `held_by` is the number. numbers: for each part, the number
+    here of each of its flats.
+    """
 
     flats: tuple[SavedFlat, ...]
     holders: tuple[tuple[int, ...], ...]

@@ -17,7 +17,7 @@ class Added(Enum):
 
     NOT_READY = 1  # the bucket expects more gradients
     READY = 2  # it was the last one that the bucket expects
-    LATE = 3  # the bucket is being sent: nothing was done; see `GradBucket.add_late`
+    LATE = 3  # the bucket is being sent: nothing was done; see `GradBucket.take`
 
 
 @final

@@ -322,7 +322,7 @@ class BackwardPass:
         added = bucket.add(position)
         if added is Added.LATE:
             self._reduction.settle_late(bucket)
-            bucket.add_late(position)
+            bucket.take(position)
         elif added is Added.READY:
             self._completed(unit)
 

@@ -146,11 +146,11 @@ class GradBucket:
         return self.state is BucketState.FILLING
 
     def add(self, position: int) -> Added:
-        """`.grad` of the parameter in slot `position` has arrived."""
-        return self.add_late(position) if self.takes_gradients else Added.LATE
+        """`.grad` of the parameter in slot `position` has arrived: take it, unless it is late."""
+        return self.take(position) if self.takes_gradients else Added.LATE
 
-    def add_late(self, position: int) -> Added:
-        """The same for a gradient that was `Added.LATE`. Nothing is in flight any more."""
+    def take(self, position: int) -> Added:
+        """Take it, also a late one. The buffer is not in flight."""
         if not (self.arrivals.awaits[position] or self._is_small[position]):
             param = self.params[position]
             grad, param.grad = param.grad, None

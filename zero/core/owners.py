@@ -273,6 +273,7 @@ def _fingerprint(value: Tensor | None) -> int:
         return 0
     total = value.detach().double()
     total = total.sum() + total.abs().sum() * 3.0
+    # NaN has many bit patterns: all count as equal
     return int(total.nan_to_num().view(torch.int64))
 
 
