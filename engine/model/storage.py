@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ...offload.host import HostShardStore, HostStore
 from ...offload.interfaces import ShardStore, StateStore
 from ...offload.stores import Stores
-from ...zero.layout.groups import master_dtype
 from ...zero.model.sharded_model import ShardedModel
 from ..checkpoint.agreement import together
 from ..config.config import Config
@@ -121,11 +120,12 @@ def reserve(model: ShardedModel) -> None:
     """
     states = model.stores.states
     for unit in model.units:
-        for params, store in zip(unit.params, unit.master_stores, strict=False):
+        for params, grads, store in zip(unit.params, unit.grads, unit.master_stores, strict=False):
             if store.is_on_host:
                 layout = params.layout
                 numel = layout.shard_numel if model.policy.shards_optimizer else layout.numel
-                states.plan(params.index, numel, master_dtype(params.dtype).itemsize)
+                dtype = grads.group.policy.master_dtype(params.dtype)
+                states.plan(params.index, numel, dtype.itemsize)
     if states.is_on_disk:
         together(model.collectives, "offload to NVMe", states.open)
 

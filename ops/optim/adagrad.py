@@ -45,7 +45,7 @@ class Adagrad(OnePassOptimizer, torch.optim.Adagrad):
         first = self.param_groups[item.group]["initial_accumulator_value"]
         return {
             "step": torch.zeros((), dtype=torch.float32, device=item.master.device),
-            "sum": torch.full_like(item.master, first),
+            "sum": item.new_state().fill_(first),
         }
 
     def one_pass(

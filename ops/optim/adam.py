@@ -60,7 +60,7 @@ class Adam(ShardOptimizer):
     counts_together = True
 
     def states_before(self, item: Item) -> dict[str, Any]:
-        return new_moments(item.master)
+        return new_moments(item)
 
     def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
         """torch's kernel takes them where nothing is cast, and a kernel of a library anywhere."""
@@ -74,12 +74,12 @@ class Adam(ShardOptimizer):
             self._rule.step(update, state, scale, world)
 
 
-def new_moments(master: Tensor) -> dict[str, Tensor]:
+def new_moments(item: Item) -> dict[str, Tensor]:
     """The states of Adam before its first step."""
     return {
-        "step": torch.zeros((), dtype=torch.float32, device=master.device),
-        "exp_avg": torch.zeros_like(master),
-        "exp_avg_sq": torch.zeros_like(master),
+        "step": torch.zeros((), dtype=torch.float32, device=item.master.device),
+        "exp_avg": item.new_state(),
+        "exp_avg_sq": item.new_state(),
     }
 
 

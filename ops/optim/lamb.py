@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.lamb import lamb_apply_, lamb_direction_
+from .adam import new_moments
 from .part_tables import PartTables
 from .scale import Scale
 from .shard_optimizer import ShardOptimizer, Update, World, mark_written
@@ -72,9 +73,7 @@ class Lamb(ShardOptimizer):
         master, grad = update.item.master, update.grad
         state = self._states[master]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            state["exp_avg"] = torch.zeros_like(master)
-            state["exp_avg_sq"] = torch.zeros_like(master)
+            state.update(new_moments(update.item))
         state["step"] += 1
         group = update.group
         cuts = self._tables.cuts_of(update.item)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
 from ..kernels.lion import lion_
 from .scale import Scale
 from .shard_optimizer import Item, OnePassOptimizer, Update
@@ -33,7 +31,7 @@ class Lion(OnePassOptimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     def states_before(self, item: Item) -> dict[str, Any]:
-        return {"exp_avg": torch.zeros_like(item.master)}
+        return {"exp_avg": item.new_state()}
 
     def one_pass(
         self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Scale

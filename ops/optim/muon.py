@@ -109,7 +109,7 @@ class Muon(ShardOptimizer):
         group = update.group
         state = self._states[update.item.master]
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(update.item.master)
+            state["momentum_buffer"] = update.item.new_state()
         grad = update.grad.to(update.item.master.dtype).mul_(scale.value)
         buffer: Tensor = state["momentum_buffer"]
         buffer.lerp_(grad, 1 - group["momentum"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .adam import new_moments
 from .freezing import FixedStep, FreezeRule, VarianceRule
-from .shard_optimizer import Flat, ShardOptimizer, Update, World
+from .shard_optimizer import Flat, Item, ShardOptimizer, Update, World
 
 # states that are numbers
 FROZEN = "frozen_step"  # how many steps the variance has seen, after the last of them
@@ -97,7 +97,7 @@ class OneBitOptimizer(ShardOptimizer, ABC):
         for update in updates:
             state = self._states[update.item.master]
             if not state:
-                state.update(self.new_states(update.item.master))
+                state.update(self.new_states(update.item))
                 if self._frozen_at is not None:  # a load gave no states to padding
                     state[FROZEN] = self._frozen_at
                     self.begin_frozen(state)
@@ -105,9 +105,9 @@ class OneBitOptimizer(ShardOptimizer, ABC):
             self._variances.add(update.item.master, world.flat_of(update.item))
         return moment
 
-    def new_states(self, master: Tensor) -> dict[str, Any]:
+    def new_states(self, item: Item) -> dict[str, Any]:
         """The states of an item before its first step."""
-        return new_moments(master)
+        return new_moments(item)
 
 
 class Moment(NamedTuple):

@@ -24,7 +24,7 @@ from .lamb import clamped
 from .one_bit import Moment, OneBitOptimizer, gets_momentum, most_rates
 from .part_tables import PartTables
 from .scale import Scale
-from .shard_optimizer import PartNumbers, Update, World, mark_written
+from .shard_optimizer import Item, PartNumbers, Update, World, mark_written
 
 COEFF, FACTOR = "lamb_coeff", "last_factor"  # states, a number for each parameter
 FRESH = "exp_avg_sq_fresh"  # the state: the variance that is updated after the freeze
@@ -81,8 +81,8 @@ class OneBitLamb(OneBitOptimizer):
         super().__init__(params, defaults, freeze_step, warmup_steps)
         self._tables = PartTables()
 
-    def new_states(self, master: Tensor) -> dict[str, Any]:
-        return {**new_moments(master), COEFF: PartNumbers(), FACTOR: PartNumbers()}
+    def new_states(self, item: Item) -> dict[str, Any]:
+        return {**new_moments(item), COEFF: PartNumbers(), FACTOR: PartNumbers()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, which makes plain dicts of the numbers by parameter."""

@@ -47,7 +47,7 @@ class SGD(OnePassOptimizer, torch.optim.SGD):
         master = update.item.master
         is_first = "momentum_buffer" not in state
         if is_first and group["momentum"]:
-            state["momentum_buffer"] = torch.empty_like(master)
+            state["momentum_buffer"] = update.item.new_state()
         step = torch.full((), 1.0 if is_first else 2.0, device=master.device)
         sgd_(
             master,

@@ -101,6 +101,7 @@ class Item:
     master: [n] the master weights that the optimizer updates, and the key of its state.
     group: index into the optimizer's param_groups. parts: the parameters in it, in order.
     flat: number of its flat buffer; start: its start in this rank's part of that buffer.
+    state_dtype: of the optimizer's states.
     """
 
     master: Tensor
@@ -108,6 +109,11 @@ class Item:
     parts: tuple[ParamPart, ...]
     flat: int
     start: int
+    state_dtype: torch.dtype
+
+    def new_state(self) -> Tensor:
+        """A state with an element for each of the master, [n]: zeros."""
+        return torch.zeros_like(self.master, dtype=self.state_dtype)
 
     @cached_property
     def runs(self) -> tuple[slice, ...]:

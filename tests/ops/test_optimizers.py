@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,10 +18,12 @@ from models import build, micro_batch
 from runs import config, differing, of_rank, train
 
 import xds
+from xds.engine import initialize
 from xds.engine.config.optimizer import OPTIMIZERS
+from xds.engine.model.precision import policy_of
 from xds.ops.optim import config as optim_config
 from xds.ops.optim.config import REGISTERED
-from xds.ops.optim.shard_optimizer import VECTOR_NUMEL, Item, ParamPart
+from xds.ops.optim.shard_optimizer import VECTOR_NUMEL, Item, ParamPart, ShardOptimizer
 
 LR = 1e-2
 
@@ -181,6 +184,46 @@ def test_sharded_equals_whole(name: str) -> None:
     run_ranks(every, 2, name)
 
 
+def dtypes_of(kind: Any) -> tuple[set[torch.dtype], ...]:
+    """The dtypes of masters and of momentums after two steps."""
+    engine = xds.initialize(build("plain"), config(2, "bf16"), optimizer=kind)
+    train(engine, 2, lambda step, _: of_rank(micro_batch(step, 0, 4)))
+    momentums = {state["m"].dtype for state in engine.optimizer.state.values()}
+    masters = {tensor.dtype for tensor in engine.optimizer.state}
+    engine.destroy()
+    return masters, momentums
+
+
+class Momentum(ShardOptimizer):
+    num_states = 1
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": LR})
+
+    def states_before(self, item: Item) -> dict[str, Any]:
+        return {"m": item.new_state()}
+
+    def update(self, updates: Any, scale: Any, world: Any) -> None:
+        for update in updates:
+            momentum = self.state_of(update.item)["m"].mul_(0.9).add_(update.grad * scale.value)
+            update.item.master.sub_(momentum, alpha=LR)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "masters", "states"),
+    [
+        ({}, torch.float32, torch.float32),
+        ({"states": torch.bfloat16}, torch.float32, torch.bfloat16),
+        ({"masters": torch.bfloat16}, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_masters_and_states_have_the_dtypes_of_the_policy(
+    dtypes: Any, masters: torch.dtype, states: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(initialize, "policy_of", lambda *args: replace(policy_of(*args), **dtypes))
+    assert run_ranks(dtypes_of, 2, Momentum) == [({masters}, {states})] * 2
+
+
 @given(st.lists(st.integers(1, 5 * VECTOR_NUMEL), min_size=1, max_size=6))
 def test_a_run_goes_on_only_after_whole_vectors(lengths: list[int]) -> None:
     """Parameters of any length, each on a boundary of 64 bytes."""
@@ -188,7 +231,7 @@ def test_a_run_goes_on_only_after_whole_vectors(lengths: list[int]) -> None:
     for number, numel in enumerate(lengths):
         parts.append(ParamPart(str(number), (numel,), 0, start, start + numel, 0))
         start += -(-numel // VECTOR_NUMEL) * VECTOR_NUMEL
-    runs = Item(torch.zeros(start), 0, tuple(parts), 0, 0).runs
+    runs = Item(torch.zeros(start), 0, tuple(parts), 0, 0, torch.float32).runs
     ends = {part.stop for part in parts if part.stop % VECTOR_NUMEL} | {parts[-1].stop}
     assert {run.stop for run in runs} == ends
     assert all(any(run.start <= p.start and p.stop <= run.stop for run in runs) for p in parts)

@@ -21,7 +21,7 @@ from ...ops.comm.exchange import all_gather_json
 from ...ops.flat import numel_of
 from ...utils.errors import UsageError
 from ..core.owners import find_owner
-from ..layout.groups import FlatGroups, master_dtype
+from ..layout.groups import FlatGroups
 
 
 def spans_stages(groups: FlatGroups | None) -> bool:
@@ -99,7 +99,7 @@ def _sources(
         if isinstance(value, Tensor):
             first = firsts.setdefault(id(value), groups.names.get(id(value), name))
             own.setdefault(first, value)
-            dtype = _dtype_of(value, full_precision)
+            dtype = _dtype_of(value, groups, full_precision)
             rows.append([name, first, _full_shape(value), str(dtype).removeprefix("torch."), None])
         else:
             rows.append([name, name, [], "", _as_json(value)])
@@ -135,10 +135,12 @@ def _full_shape(value: Tensor) -> list[int]:
     return list(value.shape if owner is None else owner.full_shape(value))  # type: ignore[arg-type]
 
 
-def _dtype_of(value: Tensor, full_precision: bool) -> torch.dtype:
+def _dtype_of(value: Tensor, groups: FlatGroups, full_precision: bool) -> torch.dtype:
     owner = find_owner(value) if full_precision else None
-    has_master = owner is not None and owner.trains(value)  # type: ignore[arg-type]
-    return master_dtype(value.dtype) if has_master else value.dtype
+    param: nn.Parameter = value  # type: ignore[assignment]
+    if owner is None or not owner.trains(param):
+        return value.dtype
+    return groups.of(param).policy.master_dtype(value.dtype)
 
 
 def _to_first(value: Tensor, full_precision: bool) -> Tensor | None:

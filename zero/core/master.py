@@ -45,12 +45,10 @@ class Master:
         has_sent_delta: how they change was sent last, so they are close to the cast master, and not equal.
     """
 
-    def __init__(
-        self, params: ParamBucket, grads: GradBucket, store: MasterStore, dtype: torch.dtype
-    ) -> None:
-        """dtype: of the master weights."""
-        layout = params.layout
-        is_sharded = grads.group.policy.shards_optimizer
+    def __init__(self, params: ParamBucket, grads: GradBucket, store: MasterStore) -> None:
+        layout, policy = params.layout, grads.group.policy
+        dtype = policy.master_dtype(params.dtype)
+        is_sharded = policy.shards_optimizer
         self.rank = rank = grads.group.collectives.rank  # in the group of the buffer
         self.params = params
         self.grads = grads
@@ -76,6 +74,7 @@ class Master:
                 parts=parts_in(pieces, segment.start, segment.stop),
                 flat=params.index,
                 start=segment.start,
+                state_dtype=policy.state_dtype(params.dtype),
             )
             for segment in layout.segments_in(start, stop)
         ]

@@ -33,12 +33,14 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Policy:
-    """What is sharded and in which dtype gradients are summed and sent.
+    """What is sharded, and the dtypes of what a flat buffer holds.
 
     shards_optimizer, shards_grads, shards_params: the stage (Rajbhandari et al., ZeRO, 2020, section 5).
     compute: dtype that floating parameters are cast to; None leaves them as they are.
     accumulate: dtype of gradient sums; None is fp32 for 16-bit parameters, else the parameter's own.
     communicate: dtype in which gradients are sent; None is the parameter's own.
+    masters: dtype of master weights; None is fp32 for 16-bit parameters, else the parameter's own.
+    states: dtype of optimizer states; None is that of the master.
     holds_grads: several micro-batches are summed on the rank before the reduction.
     """
 
@@ -48,6 +50,8 @@ class Policy:
     compute: torch.dtype | None = None
     accumulate: torch.dtype | None = None
     communicate: torch.dtype | None = None
+    masters: torch.dtype | None = None
+    states: torch.dtype | None = None
     holds_grads: bool = False
 
     @classmethod
@@ -88,15 +92,23 @@ class Policy:
 
     def sum_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a parameter are summed."""
-        return self.accumulate or master_dtype(param_dtype)
+        return self.accumulate or _update_dtype(param_dtype)
+
+    def master_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the copy that the optimizer updates."""
+        return self.masters or _update_dtype(param_dtype)
+
+    def state_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of optimizer states that have an element for each of a parameter."""
+        return self.states or self.master_dtype(param_dtype)
 
     def sent_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a parameter are sent."""
         return self.communicate or param_dtype
 
 
-def master_dtype(param_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the copy that the optimizer updates: fp32 for 16-bit parameters, else their own."""
+def _update_dtype(param_dtype: torch.dtype) -> torch.dtype:
+    """fp32 for 16-bit parameters, else their own."""
     return torch.float32 if param_dtype in LOW_PRECISION else param_dtype
 
 

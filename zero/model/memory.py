@@ -11,7 +11,7 @@ from ...offload.interfaces import Shard
 from ...ops.pool import BufferPool
 from ..core.grad_bucket import GradBucket
 from ..core.unit import Unit
-from ..layout.groups import FlatGroups, master_dtype
+from ..layout.groups import FlatGroups
 
 
 @final
@@ -90,8 +90,9 @@ class Memory:
         for grads in self._grads:
             policy, dtype = grads.group.policy, grads.params[0].dtype
             numel, shard_numel = grads.layout.numel, grads.layout.shard_numel
-            master = master_dtype(dtype)
-            state_bytes = (num_states + (master != dtype)) * master.itemsize
+            master = policy.master_dtype(dtype)
+            state_bytes = num_states * policy.state_dtype(dtype).itemsize
+            state_bytes += master.itemsize if master != dtype else 0
             sum_bytes = policy.sum_dtype(dtype).itemsize
             own_bytes += (shard_numel if policy.shards_optimizer else numel) * state_bytes
             own_bytes += (shard_numel if policy.shards_grads else numel) * sum_bytes

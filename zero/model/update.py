@@ -22,7 +22,6 @@ from ...utils.errors import UsageError, XdsError
 from ..core.master import Master, parts_in
 from ..core.optimizer_tensors import FrozenValues, OptimizerTensors, copies_of, states_of_others
 from ..core.reduction import StepStatus
-from ..layout.groups import master_dtype
 from ..layout.layout import Slot
 from .sharded_model import ShardedModel, agree_on_disks
 
@@ -47,7 +46,7 @@ class Updater:
     def __init__(self, model: ShardedModel) -> None:
         self.model = model
         self.masters = [
-            Master(params, grads, store, master_dtype(params.dtype))
+            Master(params, grads, store)
             for unit in model.units
             for params, grads, store in zip(
                 unit.params, unit.grads, unit.master_stores, strict=False
