@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils.errors import DamagedError, UsageError
+from ..utils.progress import progress
 from ..utils.quoting import escaped, plain_lines, printable
 from ..utils.sizes import parse_bytes, size_text
 from .command_line.options import Parser
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 EQUAL, DIFFERENT, SOUND, DAMAGED, USAGE = 0, 1, 0, 1, 2
 _SOURCES = ("auto", "deepspeed", "huggingface", "torch")
-BAR_BYTES = 256 << 20  # a progress bar is shown from this size on
 Run = Callable[[argparse.Namespace], int]
 
 
@@ -83,18 +83,6 @@ def _open(args: argparse.Namespace) -> CheckpointReader:
     from ..engine.checkpoint.io.reader import CheckpointReader
 
     return CheckpointReader(args.dir, args.tag)
-
-
-@contextmanager
-def progress(doing: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr for large work. Yields a function that takes the bytes of each piece."""
-    from tqdm import tqdm
-
-    is_small = total_bytes < BAR_BYTES
-    with tqdm(
-        total=total_bytes, desc=doing, unit="B", unit_scale=True, disable=is_small or None
-    ) as bar:
-        yield lambda count: bar.update(count) and None
 
 
 # -- info ---------------------------------------------------------------------------------------------------

@@ -16,15 +16,17 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ...utils.arguments import shown
 from ...utils.errors import UsageError
+from ...utils.progress import counted
 from ...utils.quoting import quoted
 from ..config.sections import DataPacking
 from .loaders import RankLoader, Resumable, check_indexed
@@ -34,6 +36,7 @@ WINDOW = 4096  # samples that are packed together: bounds the memory
 IGNORED = -100  # the label that a loss leaves out
 LABELS, POSITIONS = "labels", "position_ids"
 
+Item = TypeVar("Item")
 Sample = int | Mapping[str, Any]  # its index in the dataset, or its columns
 
 
@@ -90,6 +93,7 @@ class PackedRows(IterableDataset[Any], Resumable):
         """
         self._dataset, self._packing = dataset, packing
         self._rank, self._world_size = rank, world_size
+        self._shows = rank == 0 and not (dist.is_initialized() and dist.get_rank())
         self._micro_batch_size, self._step_rows = micro_batch_size, step_rows
         self._drop_last = drop_last
         self._is_stream = isinstance(dataset, IterableDataset)
@@ -139,7 +143,10 @@ class PackedRows(IterableDataset[Any], Resumable):
 
     def _whole_steps(self, epoch: int, skip: int) -> Iterator[list[Sample]]:
         """The rows of whole steps after the first `skip` rows of the epoch."""
-        rows = islice(self._rows(epoch), skip, None)
+        rows = self._rows(epoch)
+        passed = islice(rows, skip)
+        for _ in self._counted(passed, "packing again to the resumed row", skip, "rows"):
+            pass
         while step := list(islice(rows, self._step_rows)):
             if len(step) < self._step_rows:
                 if self._drop_last:
@@ -151,10 +158,17 @@ class PackedRows(IterableDataset[Any], Resumable):
     def _rows(self, epoch: int) -> Iterator[list[Sample]]:
         """The samples of each row of the epoch."""
         items = self._items(epoch)
-        while window := list(islice(items, WINDOW)):
+        most = WINDOW if self._is_stream else min(WINDOW, len(self._dataset))
+        while window := list(self._counted(islice(items, most), "packing", most, "samples")):
             fitting = [one for one in window if self._fits(one[0])]
             for row in best_fit([length for length, _ in fitting], self._packing.tokens):
                 yield [fitting[number][1] for number in row]
+
+    def _counted(self, items: Iterator[Item], doing: str, total: int, unit: str) -> Iterator[Item]:
+        """The items, with a progress bar on one process of rank 0."""
+        worker = get_worker_info()
+        shows = self._shows and (worker is None or worker.id == 0)
+        return counted(items, doing, total, unit, is_shown=shows)
 
     def _items(self, epoch: int) -> Iterator[tuple[int, Sample]]:
         """The length of each sample of the epoch, and the sample; its index, where lengths are known."""

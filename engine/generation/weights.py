@@ -28,6 +28,7 @@ from ...ops.flat import numel_of
 from ...ops.weights.files import ENTRIES
 from ...utils.arguments import truth, whole, wrong
 from ...utils.errors import UsageError
+from ...utils.progress import counted
 from ...zero.access.buckets import Wanted, gathered, in_order
 from ...zero.core.owners import find_owner
 from ...zero.model.sharded_model import ShardedModel
@@ -143,7 +144,8 @@ class Weights:
             publication = self._on_rank_0(lambda: _begin(target, cleanup))
             left = {shown: set(names) for shown, names in files.items()}
             held: dict[str, Tensor] = {}
-            for name, tensor in self:
+            shows, total = publication is not None, len(self._wanted)
+            for name, tensor in counted(self, "writing weights", total, "tensors", is_shown=shows):
                 held[name] = tensor.cpu() if publication is not None else tensor[:0]
                 shown = next(iter(left))  # tensors come in the order of the files
                 left[shown].remove(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import xds
 from xds import zero
+from xds.launcher.checkpoint import main as checkpoint_command
 from xds.zero.construction.weights import Weights
 from xds.zero.features.host_copies import HostCopies
 from xds.zero.model.state_memory import StateMemory
@@ -208,3 +210,37 @@ def test_a_rank_reads_its_own_part_of_a_file_only(tmp_path: Path, monkeypatch: A
     monkeypatch.setattr(Weights, "read", counting)
     run_ranks(from_big_file, 4, str(tmp_path))
     assert counts == [2 * 1024 * 64 // 4] * 4
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def long_work(folder: str) -> None:
+    packing = {"tokens": 8, "columns": {"input_ids": 0}}
+    engine = xds.initialize(
+        build("plain"),
+        config(3, data_packing=packing),
+        training_data=[[token] * 5 for token in range(40)],
+    )
+    engine.full_state_dict()
+    engine.weights().save(folder)
+    next(iter(engine.training_dataloader))
+    engine.save_checkpoint(folder)
+
+
+def test_long_work_has_a_progress_bar_on_rank_0(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bars = ("gathering weights:", "writing weights:", "packing:", "export:", "verify:")
+    for delay_seconds, is_terminal in ((0.0, True), (2.0, True), (0.0, False)):
+        screen = Terminal() if is_terminal else io.StringIO()
+        monkeypatch.setattr("sys.stderr", screen)
+        monkeypatch.setattr("xds.utils.progress.DELAY_SECONDS", delay_seconds)
+        folder = str(tmp_path / f"{delay_seconds} {is_terminal}")
+        run_ranks(long_work, 2, folder)
+        assert checkpoint_command(["verify", folder]) == 0
+        assert checkpoint_command(["export", folder, f"{folder}/out", "--to", "torch"]) == 0
+        shown = [screen.getvalue().count(f"{bar}   0%") for bar in bars]
+        assert shown == [int(delay_seconds == 0 and is_terminal)] * len(bars)

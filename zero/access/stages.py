@@ -20,8 +20,11 @@ from ...ops.comm.collectives import Bounds, Collectives
 from ...ops.comm.exchange import all_gather_json
 from ...ops.flat import numel_of
 from ...utils.errors import UsageError
+from ...utils.progress import counted
 from ..core.owners import find_owner
 from ..layout.groups import FlatGroups
+
+GATHERING = "gathering weights"
 
 
 def spans_stages(groups: FlatGroups | None) -> bool:
@@ -79,7 +82,9 @@ def whole_state_dict(
     values: dict[str, Any] = {}
     found: dict[str, Any] = {}
     with torch.no_grad():
-        for source in sources:
+        for source in counted(
+            sources, GATHERING, len(sources), "tensors", is_shown=world.rank == 0
+        ):
             if source.dtype and source.first not in values:
                 value = own.get(source.first)
                 mine = None if value is None else _to_first(value, full_precision)
@@ -179,4 +184,4 @@ def _sent(
     return None if out is None else out.view(dtype).view(source.shape).cpu()
 
 
-__all__ = ["all_names", "groups_of", "spans_stages", "whole_state_dict"]
+__all__ = ["GATHERING", "all_names", "groups_of", "spans_stages", "whole_state_dict"]

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...utils.progress import counted
 from ..core.owners import find_owner
 from ..layout.groups import FlatGroups
-from .stages import spans_stages, whole_state_dict
+from .stages import GATHERING, spans_stages, whole_state_dict
 
 
 def full_state_dict(
@@ -35,8 +36,12 @@ def full_state_dict(
         return whole_state_dict(model, groups, target=target, full_precision=full_precision)
     found: dict[str, Any] = {}
     done: dict[int, Tensor | None] = {}
+    values = model.state_dict(keep_vars=True)
+    shows = groups.world.rank == 0
     with torch.no_grad():
-        for name, value in model.state_dict(keep_vars=True).items():
+        for name, value in counted(
+            values.items(), GATHERING, len(values), "tensors", is_shown=shows
+        ):
             if not isinstance(value, Tensor):
                 found[name] = value
                 continue

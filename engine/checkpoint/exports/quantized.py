@@ -21,6 +21,7 @@ from torch import Tensor
 from ....compression.training.layers import STATES
 from ....utils.arguments import wrong
 from ....utils.errors import UsageError
+from ....utils.progress import counted
 from ....utils.sizes import size_text
 from ....utils.small_files import parse_json, read_small_file
 from ...integrations.optional import need
@@ -89,7 +90,7 @@ def save_quantized(
     first: dict[Any, str] = {}  # the name of each tensor that is written
     before, quantized = 0, 0
     whole: list[str] = []
-    for name, value in state.items():
+    for name, value in counted(state.items(), "quantizing", len(state), "tensors"):
         _check_dense(name, value)
         is_matrix = value.dim() == 2 and name.endswith(".weight") and value.dtype in DTYPES
         stays = kept.search(name) or not value.numel() or (bits == 4 and value.shape[-1] % GROUP)
