@@ -140,6 +140,8 @@ class Counters:
         self.micro_steps = 0  # micro-batches of this rank
         self.skipped_steps = 0  # steps without an update, because gradients were not finite
         self.global_samples = 0  # samples over all ranks
+        self.best_metric: float | None = None  # of the saves; None: none was finite
+        self.saves_since_best = 0  # with a metric; all of them where none was finite
         self.accumulation = accumulation
         self.means = means
         self.micro_batch_size = micro_batch_size
@@ -150,6 +152,14 @@ class Counters:
         num_micro_batches = self.accumulation.count(counts_all=counts_all)
         self.micro_steps += num_micro_batches
         self.global_samples += num_micro_batches * self.micro_batch_size * self._world_size
+
+    def count_save(self, metric: float | None, mode: str) -> None:
+        """A checkpoint was saved with a metric; None: it is not finite. mode: "min" or "max" is better."""
+        before, sign = self.best_metric, -1 if mode == "max" else 1
+        if metric is not None and (before is None or sign * metric < sign * before):
+            self.best_metric, self.saves_since_best = metric, 0
+        else:
+            self.saves_since_best += 1
 
     def train_batch_size(self) -> int:
         """Samples of one optimizer step, over all ranks."""

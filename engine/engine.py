@@ -56,6 +56,7 @@ class Engine:
     micro_steps = CounterAttribute()  # micro-batches of this rank
     skipped_steps = CounterAttribute()
     global_samples = CounterAttribute()
+    saves_since_best = CounterAttribute()  # saves with a metric after the one with the best
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -645,7 +646,7 @@ class Engine:
             the model's own as they are.
         metric: a number that tells how good the model is; the same on every rank, or None on some. A value that
             is not finite counts as the worst. load_checkpoint(folder, "best") takes the best one; of equal ones
-            the earliest.
+            the earliest. `saves_since_best` counts the saves since then.
         keep_best: how many of the best stay, beside the last one and those of checkpoint.keep_last. Others with
             a metric, whose tags differ only in numbers, are removed; 0 removes none.
         mode: "min" where a smaller metric is better, or "max".

@@ -24,6 +24,7 @@ from ..parts import Parts
 from .hyperparameters import check_groups
 from .load_plan import LoadOptions, LoadPlan
 from .random_state import set_random_state
+from .score import Score
 
 log = logging.getLogger("xds")
 
@@ -51,6 +52,7 @@ def set_engine(
     undo.callback(parts.loss_scale.load_state_dict, parts.loss_scale.state_dict())
     parts.loss_scale.load_state_dict(saved["loss_scale"])
     _set_counters(counters, saved["counters"], plan.own.get("means"), options, undo)
+    _set_best(counters, saved["counters"], plan.manifest.score, undo)
     if parts.loader is not None:
         undo.callback(_restore_fields, parts.loader, dict(vars(parts.loader)))
         with _taking(plan, "data"):
@@ -160,6 +162,17 @@ def _set_counters(
     if here != saved["accumulation_steps"]:
         counters.micro_steps = saved["global_steps"] * here
     counters.micro_steps -= counters.micro_steps % here  # a partial step's gradients are not loaded
+
+
+def _set_best(
+    counters: Counters, saved: dict[str, Any], score: Score | None, undo: ExitStack
+) -> None:
+    """Set the record of the best save to that after the save of this checkpoint."""
+    for name, older in (("best_metric", None), ("saves_since_best", 0)):
+        undo.callback(setattr, counters, name, getattr(counters, name))
+        setattr(counters, name, saved.get(name, older))
+    if score is not None:
+        counters.count_save(score.metric, score.mode)
 
 
 __all__ = ["set_engine", "set_own"]

@@ -133,7 +133,10 @@ def save_checkpoint(
         raise
     job = save.job()
     saver.save(job, save.content.entries)
-    return None if job.score is None else job.score.metric
+    if job.score is None:
+        return None
+    counters.count_save(job.score.metric, job.score.mode)
+    return job.score.metric
 
 
 @final
@@ -299,6 +302,8 @@ def _engine_state(parts: Parts, counters: Counters, is_accumulating: bool) -> di
             "accumulation_steps": accumulation.steps_now,
             "accumulated": accumulation.done,
             "is_accumulating": is_accumulating,
+            "best_metric": counters.best_metric,  # of the saves before this one, whose score is not agreed yet
+            "saves_since_best": counters.saves_since_best,
         },
         "loss_scale": parts.loss_scale.state_dict(),
         "optimizer": _optimizer_state(parts.optimizer),

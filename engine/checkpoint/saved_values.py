@@ -38,6 +38,7 @@ class SavedCounters:
     """accumulation_steps: micro-batches per step. is_accumulating: saved within a step.
 
     accumulated: micro-batches of that step already processed; older checkpoints do not contain it.
+    best_metric, saves_since_best: of the saves before this one.
     """
 
     global_steps: Size
@@ -47,6 +48,8 @@ class SavedCounters:
     accumulation_steps: Positive
     is_accumulating: Flag
     accumulated: Size | None = None
+    best_metric: Real | None = None
+    saves_since_best: Size = 0
 
 
 @dataclass(frozen=True)

@@ -159,3 +159,27 @@ def test_a_run_resumes_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         again.resume(tmp_path)
     with pytest.raises(xds.UsageError, match="folder = '' is not the path of a folder"):
         again.resume("")
+
+
+def counts(folder: str) -> None:
+    """A failed save counts for nothing, one without a metric neither; the count is in each checkpoint."""
+    engine, rank = engine_of(1, model=nn.Linear(4, 4)), dist.get_rank()
+    seen = []
+    for metric in (NAN, 3.0, 3.0, 4.0, 2.0, INF, None, 2.5):
+        save_all(engine, Path(folder), [metric if rank == 0 else None])
+        seen.append(engine.saves_since_best)
+    assert seen == [1, 0, 1, 2, 0, 1, 1, 2]
+    with pytest.raises(xds.UsageError):
+        engine.save_checkpoint(folder, metric=float(rank))
+    assert engine.saves_since_best == 2
+    again = engine_of(2, model=nn.Linear(4, 4))
+    for tag, count in ((None, 2), ("best", 0), ("global_step4", 2), ("global_step7", 1)):
+        again.load_checkpoint(folder, tag)
+        assert again.saves_since_best == count
+    again.save_checkpoint(folder, metric=1.0, mode="max")
+    again.save_checkpoint(folder, metric=3.0, mode="max")
+    assert again.saves_since_best == 0
+
+
+def test_saves_since_the_best_are_counted_on_every_rank_and_after_a_resume(tmp_path: Path) -> None:
+    run_ranks(counts, 2, str(tmp_path))
