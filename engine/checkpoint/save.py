@@ -21,7 +21,7 @@ from ...ops.optim.shard_optimizer import kind_of
 from ...ops.weights.tensor_table import check_storable
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
-from ...utils.quoting import printable, quoted
+from ...utils.quoting import quoted
 from ...zero.checkpoint.ranges import Range
 from ...zero.checkpoint.snapshot import Snapshot, StateBlock, name_of
 from ..counters import Counters
@@ -31,7 +31,7 @@ from .agreement import together
 from .format import constants_to_json
 from .hyperparameters import check_state_values
 from .io.folders import check_folder, check_tag, discard, make_folder
-from .io.storage import Claim, storage_of
+from .io.storage import Claim
 from .io.tensor_file import TensorEntry, bytes_of, dense
 from .manifest import FileRecord, RankPart
 from .packing import pack
@@ -127,7 +127,6 @@ def save_checkpoint(
         prepare = partial(save.prepare, save_dir, tag, client_state)
         _, shared = together(collectives, DOING, prepare, save.shared_values)
         save.agree(shared)
-        together(collectives, DOING, save.check_folder)
     except BaseException:
         save.discard_folder()
         raise
@@ -146,8 +145,7 @@ class _Save:
     prepare        refuses what can be refused, collects the content; rank 0 makes the folder
     shared_values  what each rank tells the others: its tag, the folder, checksums of its buffers
     agree          takes one tag, and divides the buffers among the ranks
-    check_folder   refuses ranks that do not see the folder
-    job            what is left to do: write the files, and commit
+    job            what is left to do: see that the folder is there, write the files, and commit
     """
 
     content: _Content
@@ -195,19 +193,6 @@ class _Save:
         self._first_folder = Path(folders[0])
         _add_own(self.content, self._parts, self._counters, list(sums))
 
-    @property
-    def _folder(self) -> Path:
-        return self.save_dir / self._first_folder.name
-
-    def check_folder(self) -> None:
-        """Raises UsageError: this rank does not see the folder that rank 0 has made."""
-        if not storage_of(self.save_dir).is_folder(self._folder):
-            raise UsageError(
-                f"this rank saves in {printable(self.save_dir.absolute())}, where it does not see what rank 0 "
-                f"writes in {printable(self._first_folder.parent)}; give all ranks one folder that every host "
-                "sees"
-            )
-
     def discard_folder(self) -> None:
         """Remove the folder, if this rank has made it."""
         if self._claim is not None:
@@ -220,7 +205,7 @@ class _Save:
         return SaveJob(
             collectives=parts.sharded.collectives,
             save_dir=self.save_dir,
-            folder=self._folder,
+            first_folder=self._first_folder,
             claim=self._claim,
             tag=self._tag,
             save_latest=self._options.save_latest,

@@ -59,7 +59,7 @@ _ANSWER = TypeAdapter(dict[str, Any])
 class SaveJob:
     """One checkpoint to write; everything except the checksums is known. It references no tensor.
 
-    folder: where the ranks write; it becomes save_dir / tag.
+    first_folder: where the ranks write, as rank 0 sees it; it becomes save_dir / tag.
     claim: the lock on the folder, on rank 0, which made it.
     part: this rank's part of the manifest, without its file's length and checksums.
     state: the manifest's `state`, on rank 0.
@@ -67,7 +67,7 @@ class SaveJob:
 
     collectives: Collectives
     save_dir: Path
-    folder: Path
+    first_folder: Path
     claim: Claim | None
     tag: str
     save_latest: bool
@@ -81,6 +81,25 @@ class SaveJob:
     @property
     def is_first(self) -> bool:
         return self.collectives.rank == 0
+
+    @property
+    def folder(self) -> Path:
+        """The same, as this rank sees it."""
+        return self.save_dir / self.first_folder.name
+
+    def check_folder(self) -> None:
+        """Raises UsageError: this rank does not see the folder that rank 0 has made."""
+        if not storage_of(self.save_dir).is_folder(self.folder):
+            raise UsageError(
+                f"this rank saves in {printable(self.save_dir.absolute())}, where it does not see what rank 0 "
+                f"writes in {printable(self.first_folder.parent)}; give all ranks one folder that every host "
+                "sees"
+            )
+
+    def write(self, entries: Sequence[TensorEntry]) -> Sums:
+        """Write this rank's file. Raises what `check_folder` raises."""
+        self.check_folder()
+        return write_tensors(self.path, entries)
 
     @property
     def path(self) -> Path:
@@ -177,7 +196,7 @@ class Saver:
             _, parts = together(
                 job.collectives,
                 DOING,
-                lambda: write_tensors(job.path, entries),
+                partial(job.write, entries),
                 share=job.written,
             )
             together(job.collectives, DOING, lambda: job.commit(parts) if job.is_first else None)
@@ -218,6 +237,7 @@ class Saver:
         size_bytes, failure = 0, ""
         sums: Sums | None = None
         try:
+            job.check_folder()
             size_bytes = image_bytes(entries)
             if any(entry.blocks is not None for entry in entries):
                 sums = write_tensors(job.path, entries)  # a copy could be larger than the memory

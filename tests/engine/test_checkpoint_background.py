@@ -142,6 +142,12 @@ def fail_in_each_way(folder: str) -> None:
         engine.wait_for_checkpoint()
     check(set())
 
+    # rank 1 does not see the folder of rank 0
+    engine.save_checkpoint(root.parent / f"{root.name}_of_rank1" if rank else root, "apart")
+    with pytest.raises(xds.XdsError, match="rank 1 failed: this rank saves in .*_of_rank1.*; give"):
+        engine.wait_for_checkpoint()
+    check(set())
+
     # all is written, and rank 0 cannot give it its name
     with stopped():
         engine.save_checkpoint(folder, "taken")
