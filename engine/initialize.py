@@ -2,7 +2,8 @@
 
 key of the config                      what it adds, imported only then
 -------------------------------------  ---------------------------------------------------------------
-pipeline, tensor_parallel              parallel/division.py chooses pipeline.py and slices.py
+pipeline, tensor_parallel,             parallel/division.py chooses pipeline.py, slices.py and
+expert_parallel                        experts.py
 tensor_parallel.vocab_parallel_lm_head parallel/slices.py: a check of the first losses
 sequence_parallel_size                 parallel/sequences.py
 sequence.tiled_mlp, tiled_loss         parallel/tiles.py
@@ -335,7 +336,7 @@ def _other_forwards(
     recomputing: Recomputing | None,
 ) -> tuple[Cutter | None, list[Callable[[], None]]]:
     """Other forwards of modules. Returns what cuts sequences, and what restores the model's own forwards."""
-    undo = [local.undo, _tiles(local, config), *changes.undo]
+    undo = [local.undo, _reroute_experts(local, config), _tiles(local, config), *changes.undo]
     if recomputing is not None:
         recomputing.begin()
         undo.append(recomputing.end)
@@ -468,6 +469,15 @@ def _tiles(local: LocalModel, config: Config) -> Callable[[], None]:
     from .parallel.tiles import tile_layers
 
     return tile_layers(local, section)
+
+
+def _reroute_experts(local: LocalModel, config: Config) -> Callable[[], None]:
+    """Let modules of experts send tokens to the ranks of their experts; returns what undoes it."""
+    if local.experts is None:
+        return _nothing
+    from .parallel.experts import ExpertLayers
+
+    return ExpertLayers(local.experts, local.groups, config.expert_parallel).undo
 
 
 def _host(

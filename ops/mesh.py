@@ -42,19 +42,27 @@ class Coordinates(NamedTuple):
 class Mesh:
     """All ranks as a grid: `size` = pipe x data x sequence x tensor ranks.
 
+    experts is no axis: so many neighbouring ranks of a pipeline stage share the experts of a layer. It divides
+    the ranks of a stage.
+
     Raises:
-        ValueError: an axis is shorter than 1.
+        ValueError: an axis is shorter than 1, or `experts` does not divide the ranks of a stage.
     """
 
     pipe: int
     data: int
     sequence: int = 1
     tensor: int = 1
+    experts: int = 1
 
     def __post_init__(self) -> None:
         for axis, length in zip(AXES, self.shape, strict=True):
             if length < 1:
                 raise ValueError(f"{SETTINGS.get(axis, axis)} = {length}: must be at least 1")
+        if self.experts < 1 or self.size // self.pipe % self.experts:
+            raise ValueError(
+                f"experts = {self.experts}: must divide the {self.size // self.pipe} ranks of a stage"
+            )
 
     @staticmethod
     def of(world_size: int, *, pipe: int = 1, sequence: int = 1, tensor: int = 1) -> Mesh:
@@ -82,6 +90,25 @@ class Mesh:
     def size(self) -> int:
         """The number of ranks."""
         return math.prod(self.shape)
+
+    @property
+    def has_parts(self) -> bool:
+        """Ranks have different parts of the model: layers, slices of them, or experts."""
+        return self.pipe * self.tensor * self.experts > 1
+
+    def parts(self) -> list[tuple[int, ...]]:
+        """The ranks that have the same part of the model, in the order of their first ranks.
+
+        >>> Mesh(pipe=1, data=2, tensor=2).parts()
+        [(0, 2), (1, 3)]
+        >>> Mesh(pipe=1, data=4, experts=2).parts()
+        [(0, 2), (1, 3)]
+        """
+        found: dict[tuple[int, int, int], list[int]] = {}
+        for rank in range(self.size):
+            place = self.coordinates(rank)
+            found.setdefault((place.pipe, place.tensor, rank % self.experts), []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
 
     def length(self, axes: Axis | Iterable[Axis]) -> int:
         """The number of ranks in a group along one or several axes."""

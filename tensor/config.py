@@ -1,4 +1,4 @@
-"""The sections tensor_parallel and sequence, and the keys of expert parallelism, which is not supported yet."""
+"""The sections tensor_parallel and sequence."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, final
 from pydantic import Field
 
 from ..ops.sparse_attention.config import SparseAttention
-from ..utils.schema.section import Entry, Group, NoEffect, Refused, Report, Section, details
+from ..utils.schema.section import Entry, Group, Refused, Report, Section, details
 from ..utils.schema.values import ANY_CASE, Count, Flag, Names, Natural, Object, Text
 
-_EXPERT = "expert parallelism is not supported yet; set it to false or remove the section"
 _OWN_KEY = "write the number of ranks as tensor_parallel.tp_size"
 
 
@@ -157,23 +156,3 @@ class LongSequences(Section):
                 "a layer that drops tokens must have all tokens of a sample on its rank; set it to 1, or "
                 "data_efficiency.data_routing.random_ltd.enabled to false",
             )
-
-
-TOP_LEVEL_KEYS: dict[str, Entry] = {
-    "expert_parallel": Group(
-        "distributes the experts of a mixture over ranks",
-        {"enabled": Refused(Flag, _EXPERT, harmless=(False,))},
-        details(
-            Any,
-            "autoep_size expert_tensor_parallel_size preset_model moe_layer_pattern "
-            "expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm "
-            "route_scale score_func score_apply combine_impl top_k routed_scaling_factor "
-            "num_expert_groups num_limited_groups load_balance_coeff expert_w1 expert_w2 "
-            "expert_w3 num_experts_attr top_k_attr has_shared_experts shared_experts_pattern "
-            "shared_experts_gate_pattern validate_folding_routing",
-        ),
-    ),
-    "use_data_before_expert_parallelism": NoEffect(
-        Flag, "it only matters with expert parallelism, which is not supported yet", same=(False,)
-    ),
-}

@@ -47,7 +47,7 @@ def parts_of(mesh: Mesh) -> list[tuple[int, ...]]:
     >>> parts_of(Mesh(pipe=1, data=2, tensor=2))
     [(0, 2), (1, 3)]
     """
-    return list(mesh.groups(("data", "sequence")))
+    return mesh.parts()
 
 
 def join_flats(mesh: Mesh, parts: Sequence[Sequence[SavedFlat]]) -> JoinedFlats:
@@ -147,7 +147,7 @@ def joined_manifest(
         holders=joined.holders,
         state=state,
     )
-    if mesh.pipe * mesh.tensor > 1:
+    if mesh.has_parts:
         _check_joined(manifest)
     return manifest
 

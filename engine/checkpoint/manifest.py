@@ -107,6 +107,7 @@ class Manifest:
     """Everything of a checkpoint except the tensors.
 
     mesh: how many ranks there are along each axis; file number r is that of rank r.
+    experts: how many ranks shared the experts of a layer.
     holders: tuples of ranks, ascending: each flat names one, the ranks that hold its shards, in order.
     state: the engine's values; its tensors are in files[0].
     saved_seconds: when it was saved, in Unix time; 0 if the writer did not record it.
@@ -133,11 +134,12 @@ class Manifest:
     nodes: tuple[SavedNode, ...] = ()
     totals: dict[Text, Size] = field(default_factory=dict)
     score: Score | None = None
+    experts: Positive = 1
 
     @property
     def grid(self) -> Mesh:
         """The ranks that wrote it."""
-        return Mesh(**self.mesh)
+        return Mesh(**self.mesh, experts=self.experts)
 
     @property
     def ranges(self) -> list[Range]:
@@ -217,6 +219,7 @@ def new_manifest(
         mesh=lengths_of(mesh),
         holders=holders,
         totals=totals_of(files),
+        experts=mesh.experts,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, final
 from pydantic import BeforeValidator, Field
 
 from ...compression.training.config import CompressionTraining, QuantizeTraining
+from ...experts.config import ExpertParallel
 from ...offload.config import Aio
 from ...ops.comm.config import Communication
 from ...ops.config import Ops
@@ -173,6 +174,7 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointing = nested(ActivationCheckpointing)
     pipeline: Pipeline = nested(Pipeline)
     tensor_parallel: TensorParallel = nested(TensorParallel)
+    expert_parallel: ExpertParallel = nested(ExpertParallel)
     sequence: LongSequences = nested(LongSequences)
     sparse_attention: SparseAttention | None = Field(
         None, description="attention over the blocks of a layout; null: the model's own attention"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...compression import config as compression
+from ...experts import config as experts
 from ...offload import config as offload
 from ...ops.optim.config import FUSED
-from ...tensor import config as tensor
 from ...utils.schema.section import Entry, Group, NoEffect, Refused, details
 from ...utils.schema.values import (
     Count,
@@ -75,5 +75,5 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
     ),
     **offload.TOP_LEVEL_KEYS,
     **compression.TOP_LEVEL_KEYS,
-    **tensor.TOP_LEVEL_KEYS,
+    **experts.TOP_LEVEL_KEYS,
 }

@@ -180,13 +180,14 @@ class Rollouts:
 
     def _share_numbers(self, device: torch.device) -> None:
         """Ranks that have slices of one model sample the same tokens: those of the first of them."""
-        slices = next(iter(self._sharded.flat_groups.slices.values()), None)
-        if slices is None:
+        groups = self._sharded.flat_groups
+        slices = next(iter(groups.slices.values()), None)
+        if slices is None or groups.mesh.tensor == 1:
             return
         states = _states(device)
         for state in states.values():
             moved = state.to(device)
-            slices.tensor.broadcast(moved, 0, "the random numbers of a rollout")
+            slices.group.broadcast(moved, 0, "the random numbers of a rollout")
             state.copy_(moved)
         _set_states(states, device)
 

@@ -16,9 +16,10 @@ from ...zero.layout.discover import found_blocks
 from ...zero.layout.groups import FlatGroups
 from ..config.config import Config
 from ..model.arguments import BlockRuns, is_cut, is_part
-from .flat_groups import BuildPolicy, build_shard_groups, hosts_of, open_flat_groups
+from .flat_groups import BuildPolicy, Division, build_shard_groups, hosts_of, open_flat_groups
 
 if TYPE_CHECKING:
+    from ...experts.cut import Cut
     from ...tensor.proof import Proof
     from ...tensor.quiet_runs import Holding
     from ...tensor.slicing import Sliced
@@ -33,6 +34,7 @@ class LocalModel:
     model, runs: the module and its blocks by stage, as `plan_units` takes them.
     found: the pipeline stage; None without a pipeline.
     sliced, proof: the slices of its layers, and what proves them; None with one tensor rank.
+    experts: this rank's experts of its layers; None: each rank has all.
     groups: of every flat buffer.
     """
 
@@ -41,6 +43,7 @@ class LocalModel:
     found: StageModules | None
     sliced: Sliced | None
     proof: Proof | None
+    experts: Cut | None
     groups: FlatGroups
 
     def start_proof(self, mesh: MeshGroups, holding: Holding) -> None:
@@ -77,7 +80,7 @@ def divide(
     hosts = partial(hosts_of, world)
     shard_groups = build_shard_groups(config, mesh.mesh, hosts, is_first=world.rank == 0)
     tensor = mesh.along("tensor") if config.tensor_parallel.size > 1 else None
-    found, sliced, proof, plan = None, None, None, None
+    found, sliced, proof, plan, experts, num_expert_ranks = None, None, None, None, None, 1
     with agreeing(world, "xds.initialize"):
         runs: BlockRuns = [
             [] if is_part(model) else found_blocks(model, config.zero_optimization.units)
@@ -86,6 +89,10 @@ def divide(
             from .slices import plan_slices, slice_layers
 
             plan = plan_slices(model, runs[0], config)
+        if config.expert_parallel.enabled:
+            from .experts import num_expert_ranks as ranks_of_experts
+
+            num_expert_ranks = ranks_of_experts(model, config.expert_parallel, mesh.mesh)
         if is_cut(model, config):
             from .pipeline import cut
 
@@ -93,9 +100,16 @@ def divide(
             model, runs = found.part.module, found.runs
         if tensor is not None:
             sliced, proof = slice_layers(model, runs, plan, config, tensor, found)
+        if config.expert_parallel.enabled:
+            from .experts import keep_experts
+
+            section = config.expert_parallel
+            experts = keep_experts(model, section, num_expert_ranks, mesh.mesh, world.rank)
     stage = config.zero_optimization.stage
-    groups = open_flat_groups(mesh, world, policy, stage, found, sliced, scheme, shard_groups)
-    return LocalModel(model, runs, found, sliced, proof, groups)
+    shared = experts if num_expert_ranks > 1 else None
+    division = Division(found, sliced, shared)
+    groups = open_flat_groups(mesh, world, policy, stage, division, scheme, shard_groups)
+    return LocalModel(model, runs, found, sliced, proof, experts, groups)
 
 
 __all__ = ["LocalModel", "divide"]

@@ -6,6 +6,7 @@ import logging
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from ...compression.scheme import BuildScheme, CommScheme, ExactScheme
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import all_gather_json, host_numbers
-from ...ops.comm.mesh_groups import AxisGroups, BlocksOf, block_length, blocks_of
+from ...ops.comm.mesh_groups import AxisGroups, BlocksOf, Levels, block_length, blocks_of
 from ...ops.mesh import Axis, Mesh
 from ...utils.errors import UsageError
 from ...zero.layout.groups import FlatGroup, FlatGroups, Policy
@@ -22,6 +23,7 @@ from ...zero.layout.slices import Slices
 from ..config.config import Config
 
 if TYPE_CHECKING:
+    from ...experts.cut import Cut
     from ...tensor.slicing import Sliced
     from .pipeline import StageModules
 
@@ -202,6 +204,19 @@ ALL_RANKS = OneGroup()
 ALL_OF_A_STAGE: tuple[Axis, ...] = ("data", "sequence", "tensor")
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class Division:
+    """What this rank has of a model; None: nothing is cut in this way.
+
+    stages: its pipeline stage. sliced: its slices of layers. experts: its experts.
+    """
+
+    stages: StageModules | None = None
+    sliced: Sliced | None = None
+    experts: Cut | None = None
+
+
 class BuildPolicy(Protocol):
     """The policy of a ZeRO stage over a number of ranks."""
 
@@ -213,23 +228,22 @@ def open_flat_groups(
     world: Collectives,
     policy: BuildPolicy,
     stage: int,
-    found: StageModules | None,
-    sliced: Sliced | None = None,
+    division: Division,
     scheme: BuildScheme = ExactScheme,
     shard_groups: ShardGroups = ALL_RANKS,
 ) -> FlatGroups:
     """The group of every flat buffer. For all ranks.
 
     Args:
-        sliced: what the tensor ranks have cut; None: nothing.
         scheme: how gradients and parameters are sent.
         shard_groups: which data-parallel ranks a buffer is sharded over.
     """
+    found, sliced = division.stages, division.sliced
     num_tensor = mesh.mesh.tensor
     is_one = found is None and num_tensor == 1
     collectives = world if is_one else mesh.along(DATA_AXES)
     data = shard_groups.open(mesh, collectives, policy, stage, scheme)
-    if is_one:
+    if is_one and division.experts is None:
         return FlatGroups(world, data, mesh.mesh)
     by_param: dict[int, FlatGroup] = {}
     # all groups drop parameters or none
@@ -251,15 +265,39 @@ def open_flat_groups(
         group = FlatGroup(shared, sent, kept, number, is_shared=True)
         by_param |= dict.fromkeys(kinds[stages, is_cut], group)
     in_stages = {key for keys in kinds.values() for key in keys}
-    if sliced is not None:
-        for number, key_group in enumerate(_copied(mesh, world, sliced), first + len(kinds)):
-            copies, keys = key_group
-            kept = policy(reached, copies.world_size)
-            group = FlatGroup(copies, scheme(copies), kept, number)
-            by_param |= dict.fromkeys(keys.difference(in_stages), group)
+    copied = [] if sliced is None else _copied(mesh, world, sliced)
+    for number, (copies, keys) in enumerate(copied, first + len(kinds)):
+        kept = policy(reached, copies.world_size)
+        group = FlatGroup(copies, scheme(copies), kept, number)
+        by_param |= dict.fromkeys(keys.difference(in_stages), group)
     names = {} if found is None else dict(found.part.names)
     slices = {} if sliced is None else _slices(mesh, sliced, found)
-    return FlatGroups(world, data, mesh.mesh, by_param, names, slices)
+    grid = mesh.mesh
+    if division.experts is not None:
+        cut = division.experts
+        grid = replace(grid, experts=cut.num_ranks)
+        whole = collectives if num_tensor == 1 else mesh.along(ALL_OF_A_STAGE)
+        # the ranks with the same experts are across the blocks of ranks that share them
+        levels = mesh.blocks(ALL_OF_A_STAGE, whole, cut.num_ranks)
+        kept = policy(reached, levels.across.world_size)
+        number = first + len(kinds) + len(copied)
+        group = FlatGroup(levels.across, scheme(levels.across), kept, number)
+        by_param |= dict.fromkeys(cut.slices, group)
+        slices |= _slices_of_experts(cut, levels)
+    return FlatGroups(world, data, grid, by_param, names, slices)
+
+
+def _slices_of_experts(cut: Cut, levels: Levels) -> dict[int, Slices]:
+    is_first = levels.across.rank == 0
+    return {
+        key: Slices(
+            levels.inside,
+            levels.whole,
+            tuple(Box(one.whole, one.dim, ranges) for ranges in one.by_rank),
+            is_first,
+        )
+        for key, one in cut.slices.items()
+    }
 
 
 def _shared_kinds(
@@ -331,6 +369,7 @@ __all__ = [
     "ALL_RANKS",
     "BuildPolicy",
     "DATA_AXES",
+    "Division",
     "RankHost",
     "Hosts",
     "ShardGroups",

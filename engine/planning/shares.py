@@ -35,7 +35,7 @@ from ..config.config import Config
 from ..model.arguments import BlockRuns, is_cut, is_part
 from ..model.precision import policy_of
 from ..optim.optimizers import Groups, read_groups, split_for_muon
-from ..parallel.flat_groups import RankHost, build_shard_groups, open_flat_groups
+from ..parallel.flat_groups import Division, RankHost, build_shard_groups, open_flat_groups
 from ..parallel.messages import Messages
 from ..parallel.pipeline import StageModules, partition_of, plan_schedule
 from ..parallel.slices import plan_slices, ways_here
@@ -230,8 +230,7 @@ class Shares:
             groups.world if is_one else world,
             build_policy,
             zero.stage,
-            found,
-            sliced if self._config.tensor_parallel.size > 1 else None,
+            Division(found, sliced if self._config.tensor_parallel.size > 1 else None),
             messages.scheme,
             self._shard_groups,
         )

@@ -273,7 +273,7 @@ def test_null_is_the_same_as_no_key_and_auto_too_unless_only_an_integration_know
         assert parse_config(key.config(None)).as_dict() == without, key.path
         found = complaints(key.config("auto"))
         if not found:
-            own = key.path.endswith(("schedule", "ratio", "checkpointing.enabled"))
+            own = key.path.endswith(("schedule", "ratio", "checkpointing.enabled", "autoep_size"))
             assert (
                 own
                 or key.what.get("type") == "string"

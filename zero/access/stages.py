@@ -29,7 +29,7 @@ GATHERING = "gathering weights"
 
 def spans_stages(groups: FlatGroups | None) -> bool:
     """Other ranks have other parts of the model."""
-    return groups is not None and groups.mesh.pipe * groups.mesh.tensor > 1
+    return groups is not None and groups.mesh.has_parts
 
 
 def groups_of(model: nn.Module) -> FlatGroups | None:

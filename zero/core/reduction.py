@@ -154,7 +154,10 @@ class Reduction:
         self.order = sorted(order, key=lambda g: g.group.number if g.group.is_shared else 0)
         self._groups = groups
         self._world = groups.world
-        self._spans_stages = groups.world.world_size > groups.data.everyone.world_size
+        # some buffers are on some ranks only: of stages, of slices, of experts
+        self._has_parts = any(
+            ranks.world_size < groups.world.world_size for ranks in groups.holders
+        )
         everywhere = [
             g for g in self.order if g.group.collectives.world_size == self._world.world_size
         ]
@@ -183,7 +186,7 @@ class Reduction:
     def _count_numel(self) -> int:
         """The elements of all buffers, on the rank that has the most."""
         numel = sum(bucket.layout.numel for bucket in self.order)
-        if not self._spans_stages:
+        if not self._has_parts:
             return numel
         own_numel = torch.tensor([numel], dtype=torch.int64, device=self._world.device)
         return int(self._world.gather_small(own_numel).max())
@@ -343,7 +346,7 @@ class Reduction:
         flags += LATE * any(bucket.is_late for bucket in self.order)
         # made on the device: there is no copy to wait for
         status = torch.cat((means.new_full((1,), flags), means))
-        if self._spans_stages or self._groups.data.policy.shards_optimizer:
+        if self._has_parts or self._groups.data.policy.shards_optimizer:
             return StepStatus(self._by_norms(status, exact=exact), self._numel)
         if not self._norm_is_exchanged and all(
             bucket.total.norm_before_gather for bucket in self.order

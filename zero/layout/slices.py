@@ -1,4 +1,4 @@
-"""Whole tensors of parameters of which every tensor rank has a slice: joined, and read in parts.
+"""Whole tensors of parameters of which ranks of a group have slices: joined, and read in parts.
 
     rank 0  |a a . .|      rank 1  |. . b b|      joined  |a a b b|
             |a a . .|              |. . b b|              |a a b b|
@@ -210,12 +210,13 @@ def reader_of_slice(reader: Reader, box: Box) -> Reader:
 class Slices:
     """The slices of one parameter.
 
-    tensor: the tensor ranks with this rank's data. together: all ranks that hold a slice of the parameter.
-    boxes: by rank of `tensor`.
-    is_first: this is a first data rank, whose slices are joined for a single rank.
+    group: ranks that each have one slice, such as the tensor ranks with this rank's data.
+    together: all ranks that hold a slice of the parameter.
+    boxes: by rank of `group`.
+    is_first: `group` is the first one of its stage, whose slices are joined for a single rank.
     """
 
-    tensor: Collectives
+    group: Collectives
     together: Collectives
     boxes: tuple[Box, ...]
     is_first: bool
@@ -223,15 +224,16 @@ class Slices:
     @property
     def box(self) -> Box:
         """This rank's slice."""
-        return self.boxes[self.tensor.rank]
+        return self.boxes[self.group.rank]
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         return self.box.whole
 
     def join(self, part: Tensor | None, *, for_all: bool) -> Tensor | None:
-        """The whole tensor, on all tensor ranks, or on the first; None elsewhere. `part`: this rank's slice.
+        """The whole tensor, on all ranks of `group`, or on the first; None elsewhere.
 
+        part: this rank's slice.
         Sends: each slice to the ranks that get the whole. Unless `for_all`, only first data ranks take part.
         """
         if not (for_all or self.is_first):
@@ -242,10 +244,10 @@ class Slices:
             for box, first in zip(self.boxes, firsts, strict=True)
         ]
         bounds = list(pairwise([0, *accumulate(sizes)]))
-        sends = firsts[self.tensor.rank] and part is not None
-        device = self.tensor.device
+        sends = firsts[self.group.rank] and part is not None
+        device = self.group.device
         local = part.reshape(-1).to(device) if sends and part is not None else None
-        wanted = for_all or self.tensor.rank == 0
+        wanted = for_all or self.group.rank == 0
         return self._collected(local, part, bounds, wanted=wanted, for_all=for_all)
 
     def _collected(
@@ -259,9 +261,9 @@ class Slices:
     ) -> Tensor | None:
         assert part is not None or local is None
         dtype = torch.float32 if part is None else part.dtype
-        mine = torch.empty(0, dtype=dtype, device=self.tensor.device) if local is None else local
+        mine = torch.empty(0, dtype=dtype, device=self.group.device) if local is None else local
         out = mine.new_empty(bounds[-1][1]) if wanted else None
-        self.tensor.collect(out, mine, bounds, target=None if for_all else 0)
+        self.group.collect(out, mine, bounds, target=None if for_all else 0)
         if out is None:
             return None
         whole = out.new_empty(self.whole_shape)

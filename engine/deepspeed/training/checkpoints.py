@@ -175,7 +175,7 @@ class Checkpoints(ABC):
     def _has_whole_weights(self) -> bool:
         engine = self._engine
         mesh = engine.internals.rank_mesh
-        is_whole = not self.zero_optimization_partition_weights() and mesh.pipe * mesh.tensor == 1
+        is_whole = not self.zero_optimization_partition_weights() and not mesh.has_parts
         return is_whole and not engine.config.checkpoint.async_save
 
     def _model_state(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> dict[str, Any]:

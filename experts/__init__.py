@@ -1,0 +1,1 @@
+"""Mixtures of experts: experts on different ranks, and tokens that are sent to them."""

@@ -1,0 +1,187 @@
+"""Sends tokens to the ranks of their experts, and the sums of their outputs back.
+
+                 forward                                              backward
+    `scatter`    tokens [T, H] -> rows of all ranks [R, H]            `gather`
+    `spread`     rows [R, H] -> pairs of own experts [P, H]           `collect`
+    (experts)    pairs [P, H] -> outputs [P, H]
+    `collect`    outputs [P, H] -> sums for each row [R, H]           `spread`
+    `gather`     rows [R, H] -> sums for each token [T, H]            `scatter`
+
+A row is sent once each way and pass. Before them go the counts of rows and pairs, which the host waits for, and
+the numbers of experts with their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ..ops.comm.collectives import Collectives
+from .routing import OrderedSum, odd_factor, route, tree_places
+
+KIND = "experts"
+Map = Callable[[Tensor], Tensor]
+
+
+@final
+class Trip:
+    """The messages of one call of a layer: all ranks of `group` make the same calls.
+
+    Attributes:
+        experts [P]: the number, among those of this rank, of each pair that it computes.
+        tokens_of_experts: the pairs of each own expert, on the host, or None.
+        rows_sent: the rows for other ranks.
+    """
+
+    def __init__(self, group: Collectives, what: str, top_k_index: Tensor, num_local: int) -> None:
+        """Sends 16 bytes for each pair of ranks, and waits for them.
+
+        what: the layer, in messages. top_k_index: see `route`.
+        """
+        self._group, self._what = group, what
+        self._shape = top_k_index.shape
+        self._num_local = num_local
+        ranks = group.world_size
+        self._sent = sent = route(top_k_index, num_local, ranks)
+        counts = sent.counts.view(-1)
+        if ranks > 1:
+            counts = group.gather_small(counts, what=f"counts of tokens of {what}")
+        table = counts.view(ranks, ranks, 2).tolist()
+        mine = table[group.rank]
+        self._rows_out = [rows for rows, _ in mine]
+        self._pairs_out = [pairs for _, pairs in mine]
+        self._rows_in = [table[rank][group.rank][0] for rank in range(ranks)]
+        self._pairs_in = [table[rank][group.rank][1] for rank in range(ranks)]
+        self.rows_sent = sum(self._rows_out) - self._rows_out[group.rank]
+        num_rows, self._num_pairs = sum(self._rows_out), sum(self._pairs_out)
+        self._tokens = sent.tokens[:num_rows]
+        self._pairs = sent.pairs[: self._num_pairs]
+        self._ordered: OrderedSum | None = None
+
+    def begin(self, top_k_weights: Tensor) -> Tensor:
+        """Send the numbers of experts, and the weights [T, K]. Returns the weight of each pair here [P]."""
+        weights = top_k_weights.reshape(-1)[self._pairs]
+        # numbers and weights are one message, of elements as wide as the weights
+        wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
+        whole = torch.int64 if wide == torch.float64 else torch.int32
+        codes = self._sent.codes[: self._num_pairs].to(whole)
+        message = torch.stack((codes, weights.to(wide).view(whole)), 1)
+        message = self._exchange(message, self._pairs_out, self._pairs_in)
+        code = message[:, 0].long()
+        before = torch.tensor(self._rows_in, device=code.device).cumsum(0)
+        before = torch.nn.functional.pad(before, (1, 0))[:-1]
+        pairs_in = torch.tensor(self._pairs_in, device=code.device)
+        first = before.repeat_interleave(pairs_in, output_size=sum(self._pairs_in))
+        self.experts = code % self._num_local
+        self._row = code // self._num_local + first
+        node = tree_places(self.experts, odd_factor(self._num_local))
+        self._of_rows = OrderedSum(self._row, node, sum(self._rows_in))
+        return message[:, 1].contiguous().view(wide).to(weights.dtype)
+
+    def weights_back(self, grad: Tensor) -> Tensor:
+        """The gradients of weights [T, K], from those of the pairs here [P]."""
+        received = self._exchange(grad.view(-1, 1), self._pairs_in, self._pairs_out)
+        result = grad.new_zeros(self._shape[0] * self._shape[1])
+        result[self._pairs] = received.view(-1)
+        return result.view(self._shape)
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """Tokens [T, H] -> the rows that this rank computes [R, H]."""
+        return self._exchange(values[self._tokens], self._rows_out, self._rows_in)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Rows [R, H] -> the sum of each token's rows [T, H]."""
+        received = self._exchange(rows, self._rows_in, self._rows_out)
+        if self._ordered is None:
+            device = self._tokens.device
+            ranks = torch.arange(self._group.world_size, device=device)
+            counts = torch.tensor(self._rows_out, device=device)
+            rank = ranks.repeat_interleave(counts, output_size=len(self._tokens))
+            node = tree_places(rank, odd_factor(self._group.world_size))
+            self._by_token = torch.argsort(self._tokens, stable=True)
+            place = self._tokens[self._by_token]
+            self._ordered = OrderedSum(place, node[self._by_token], self._shape[0])
+        return self._ordered(received[self._by_token])
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Rows [R, H] -> one for each pair [P, H]."""
+        return rows[self._row]
+
+    def collect(self, outputs: Tensor) -> Tensor:
+        """Outputs of pairs [P, H] -> their sums for each row [R, H]."""
+        return self._of_rows(outputs)
+
+    def computed(self, pairs: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """The outputs of own experts [P, H]. See `travel` for `compute`.
+
+        Under `torch.use_deterministic_algorithms` the pairs of each rank are computed apart, as on that rank
+        without an exchange. Gradients are then added in the order of ranks: autograd begins with the last call.
+        """
+        if not torch.are_deterministic_algorithms_enabled() or self._group.world_size == 1:
+            return compute(pairs, self.experts)
+        sizes = self._pairs_in
+        parts = zip(torch.split(pairs, sizes), torch.split(self.experts, sizes), strict=True)
+        outputs = [compute(*part) for part in reversed(list(parts))]
+        return torch.cat(outputs[::-1])
+
+    def _exchange(self, rows: Tensor, sizes_out: list[int], sizes_in: list[int]) -> Tensor:
+        if self._group.world_size == 1:
+            return rows
+        rows = rows.contiguous()
+        result = rows.new_empty(sum(sizes_in), *rows.shape[1:])
+        outs, parts = list(torch.split(result, sizes_in)), list(torch.split(rows, sizes_out))
+        self._group.all_to_all(outs, parts, what=f"tokens of {self._what}", kind=KIND).wait()
+        return result
+
+
+class _Apply(torch.autograd.Function):
+    """A linear map, whose transposed map is its backward. `anchor` makes it part of every graph."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, there: Map, back: Map) -> Tensor:
+        ctx.back = back
+        return there(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad), None, None, None
+
+
+def applied(value: Tensor, anchor: Tensor, there: Map, back: Map) -> Tensor:
+    """`there(value)`, whose backward is `back`."""
+    result: Tensor = _Apply.apply(value, anchor, there, back)  # type: ignore[no-untyped-call]
+    return result
+
+
+def travel(
+    group: Collectives,
+    what: str,
+    num_local: int,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    compute: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Trip]:
+    """The outputs of all experts of each token, summed by weight [T, H]. For all ranks of `group`.
+
+    Args:
+        num_local: the experts of each rank.
+        inputs: hidden_states [T, H], top_k_index [T, K] with -1 for no expert, top_k_weights [T, K].
+        compute: (inputs [P, H], number of an own expert [P]) -> outputs [P, H].
+    """
+    hidden, top_k_index, top_k_weights = inputs
+    # Ranks without tokens, and experts without, take part in every message of backward.
+    anchor = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())
+    trip = Trip(group, what, top_k_index, num_local)
+    weights = applied(top_k_weights, anchor, trip.begin, trip.weights_back)
+    rows = applied(hidden, anchor, trip.scatter, trip.gather)
+    pairs = applied(rows, anchor, trip.spread, trip.collect)
+    outputs = trip.computed(pairs, compute) * weights.unsqueeze(-1)
+    # the graph of the sums has that of the pairs, whatever `compute` does with them
+    sums = applied(outputs, pairs, trip.collect, trip.spread)
+    found = applied(sums.to(hidden.dtype), anchor, trip.gather, trip.scatter)
+    return found, trip
+
+
+__all__ = ["KIND", "Trip", "travel"]

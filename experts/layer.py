@@ -1,0 +1,160 @@
+"""The forward of an experts module whose experts are on several ranks.
+
+A module of experts is called as transformers 5 calls its own: (hidden_states [T, H], top_k_index [T, K],
+top_k_weights [T, K]) -> [T, H]. The module's own forward computes the experts of this rank, with each pair of a
+token and an expert as a token that has one expert, of weight 1. So activations, gates, biases and kernels stay
+those of the model. Router and shared experts are other modules, and are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.comm.collectives import Collectives
+from ..utils.errors import UsageError
+from .exchange import travel
+
+Forward = Callable[..., Any]  # (module, *args, **kwargs)
+PROOF_TOKENS = 4
+NEAR, NEAR_16_BITS = 1e-4, 3e-2  # relative differences of the proof
+
+
+@final
+class ExpertLayer:
+    """One module of experts: its exchange, its proof, and the tokens of each expert."""
+
+    def __init__(self, name: str, num_experts: int, group: Collectives, setting: str) -> None:
+        """group: the ranks that share the experts. setting: the key and value that asks for it, in messages."""
+        self.name, self.num_experts = name, num_experts
+        self.num_local = num_experts // group.world_size
+        self._group, self._setting = group, setting
+        self._is_proven = False
+        self.rows_sent = 0  # for other ranks, since the begin
+
+    def rerouted(self, forward: Forward) -> Forward:
+        """A forward in place of the module's own."""
+
+        def sent(
+            module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        ) -> Tensor:
+            self._check(hidden_states, top_k_index, top_k_weights)
+            if not self._is_proven:
+                self._is_proven = True
+                self._prove(module, forward, hidden_states, top_k_weights)
+
+            def compute(pairs: Tensor, experts: Tensor) -> Tensor:
+                return self._own(module, forward, pairs, experts)
+
+            inputs = hidden_states, top_k_index, top_k_weights
+            result, trip = travel(self._group, self.name, self.num_local, inputs, compute)
+            self.rows_sent += trip.rows_sent
+            return result
+
+        return sent
+
+    def _own(self, module: nn.Module, forward: Forward, pairs: Tensor, experts: Tensor) -> Tensor:
+        """The outputs of this rank's experts [P, H]; experts [P]: the number of one for each input."""
+        num_pairs = len(pairs)
+        if not num_pairs:  # one token, so that parameters get a gradient, of zeros
+            pairs, experts = pairs.new_zeros(1, pairs.shape[1]), experts.new_zeros(1)
+        if torch.are_deterministic_algorithms_enabled():
+            return self._one_by_one(module, forward, pairs, experts)[:num_pairs]
+        weights = pairs.new_ones(len(pairs), 1)
+        with having(module, self.num_local):
+            outputs: Tensor = forward(module, pairs, experts.unsqueeze(1), weights)
+        return outputs[:num_pairs]
+
+    def _one_by_one(
+        self, module: nn.Module, forward: Forward, pairs: Tensor, experts: Tensor
+    ) -> Tensor:
+        """The same, with a call for each expert: no bit depends on the other experts of this rank.
+
+        A module may sort pairs by expert, and torch's sort puts equal ones in any order.
+        """
+        order = torch.argsort(experts, stable=True)
+        counts = torch.bincount(experts, minlength=self.num_local).tolist()
+        weights = {
+            name: torch.split(param, 1)
+            for name, param in module._parameters.items()
+            if param is not None
+        }
+        outputs = []
+        for number, inputs in enumerate(torch.split(pairs[order], counts)):
+            if len(inputs):
+                one = {name: parts[number] for name, parts in weights.items()}
+                index = experts.new_zeros(len(inputs), 1)
+                with having(module, 1, one):
+                    outputs.append(forward(module, inputs, index, inputs.new_ones(len(inputs), 1)))
+        return torch.cat(outputs)[torch.argsort(order)]
+
+    def _check(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+        """
+        Raises:
+            UsageError: the shapes are not those of a module of experts.
+        """
+        if hidden.dim() != 2 or index.dim() != 2 or index.shape != weights.shape:
+            shapes = ", ".join(str(list(one.shape)) for one in (hidden, index, weights))
+            raise UsageError(
+                f"{self._setting}: {self.name} is called with tensors of the shapes {shapes}, and needs "
+                "hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]; leave this module out with "
+                "expert_parallel.expert_pattern"
+            )
+
+    @torch.no_grad()
+    def _prove(self, module: nn.Module, forward: Forward, hidden: Tensor, weights: Tensor) -> None:
+        """Compare the module's forward on a few tokens with the sum over single experts. For all ranks.
+
+        Raises:
+            UsageError: on every rank of the group: the module does something else with its experts.
+        """
+        num_choices = min(self.num_local, weights.shape[1])
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randn(PROOF_TOKENS, hidden.shape[1], generator=generator).to(hidden)
+        index = torch.rand(PROOF_TOKENS, self.num_local, generator=generator).argsort(1)
+        index = index[:, :num_choices].to(hidden.device)
+        scale = torch.rand(PROOF_TOKENS, num_choices, generator=generator).to(weights)
+        error: Exception | None = None
+        difference = torch.zeros((), dtype=torch.float64)
+        try:
+            with having(module, self.num_local):
+                whole = forward(module, tokens, index, scale)
+            pairs = tokens.repeat_interleave(num_choices, 0)
+            outputs = self._own(module, forward, pairs, index.reshape(-1))
+            parts = (outputs * scale.reshape(-1, 1)).view(PROOF_TOKENS, num_choices, -1).sum(1)
+            size = whole.double().abs().max().clamp(min=1e-30)
+            difference = ((whole.double() - parts.double()).abs().max() / size).cpu()
+        except (RuntimeError, TypeError, ValueError, IndexError) as raised:
+            error, difference = raised, difference.fill_(torch.inf)
+        flag = difference.view(1).to(self._group.device)
+        most = float(self._group.gather_small(flag, what=f"the proof of {self.name}").max())
+        near = NEAR if hidden.dtype.itemsize > 2 else NEAR_16_BITS
+        if not most <= near:
+            why = f" ({type(error).__name__}: {error})" if error is not None else ""
+            raise UsageError(
+                f"{self._setting}: {self.name} ({type(module).__name__}) is not the weighted sum of its "
+                f"experts: one at a time they differ by {most:.1e} of the largest output{why}; leave this "
+                "module out with expert_parallel.expert_pattern, or set autoep_size to 1"
+            ) from error
+
+
+@contextmanager
+def having(
+    module: nn.Module, num_experts: int, weights: Mapping[str, Tensor] | None = None
+) -> Iterator[None]:
+    """Inside, `module` has so many experts, as its forward reads it. weights: in place of its parameters."""
+    before, params = module.num_experts, dict(module._parameters)
+    module.num_experts = num_experts  # type: ignore[assignment]
+    module._parameters.update(weights or {})  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module.num_experts = before
+        module._parameters.update(params)
+
+
+__all__ = ["ExpertLayer", "having"]

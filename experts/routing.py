@@ -1,0 +1,144 @@
+"""Which tokens go to which rank, and the order in which their outputs are summed. Index arithmetic only.
+
+    experts 0 1 | 2 3      two ranks with two experts each
+    token 0  1 3           to rank 0: row 0, for its expert 1     to rank 1: row 0, for its expert 1
+    token 1  2 3                                                  to rank 1: row 1, for its experts 0 and 1
+
+A *pair* is a token and one of its experts. A *row* is a token on its way to a rank that has experts of it. So a
+token is sent once to a rank, however many of its experts are there.
+
+Order of sums. A token's outputs are summed in the tree of the bits of its experts' numbers: experts 2i and
+2i + 1 first, then groups of four, and so on. A rank with a power of two experts holds a node of this tree. So the
+sum has the same bits for each such number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """What a rank sends. Pairs are in the order of (rank, token, expert), rows in that of (rank, token).
+
+    pairs [P]: the place of each pair in the flattened top_k_index; those that go nowhere come last.
+    codes [P]: row in the message x own experts of its rank + number of the expert on that rank.
+    tokens [T * K]: of each row; undefined behind the last one.
+    counts [E, 2]: rows and pairs for each rank.
+    """
+
+    pairs: Tensor
+    codes: Tensor
+    tokens: Tensor
+    counts: Tensor
+
+
+def route(top_k_index: Tensor, num_local: int, num_ranks: int) -> Sent:
+    """Plan the messages of a rank. The host does not wait for the device.
+
+    top_k_index: [T, K], numbers of experts; -1 for none. num_local: the experts of each of `num_ranks` ranks.
+    """
+    num_tokens, num_choices = top_k_index.shape
+    device = top_k_index.device
+    expert = top_k_index.reshape(-1).long()
+    token = torch.arange(num_tokens, device=device).repeat_interleave(num_choices)
+    rank = torch.where(expert < 0, num_ranks, expert // num_local)
+    key = (rank * num_tokens + token) * num_local + expert.clamp(min=0) % num_local
+    key, pairs = torch.sort(key)
+    place = key // num_local  # (rank, token)
+    rank, token = place // max(num_tokens, 1), place % max(num_tokens, 1)
+    is_first = torch.ones_like(place)
+    is_first[1:] = place[1:] != place[:-1]
+    is_first = is_first * (rank < num_ranks)
+    row = is_first.cumsum(0) - 1
+    counts = torch.zeros(num_ranks + 1, 2, dtype=torch.int64, device=device)
+    counts.index_add_(0, rank, torch.stack((is_first, torch.ones_like(is_first)), 1))
+    before = counts[:, 0].cumsum(0) - counts[:, 0]  # rows for earlier ranks
+    codes = (row - before[rank]) * num_local + key % num_local
+    tokens = token.new_zeros(len(token) + 1)
+    tokens[torch.where(rank < num_ranks, row, len(token))] = token  # a row's pairs write one number
+    return Sent(pairs, codes, tokens[:-1], counts[:num_ranks])
+
+
+# -- sums in one order --------------------------------------------------------------------------------------
+
+
+def tree_places(numbers: Tensor, odd: int) -> Tensor:
+    """Numbers whose bits are the tree of sums. odd: the odd factor of how many numbers there are.
+
+    >>> tree_places(torch.arange(6), 3).tolist()
+    [0, 1, 2, 4, 5, 6]
+    """
+    width = (odd - 1).bit_length()
+    return ((numbers // odd) << width) | (numbers % odd)
+
+
+def odd_factor(number: int) -> int:
+    """
+    >>> [odd_factor(number) for number in (1, 8, 12, 7)]
+    [1, 1, 3, 7]
+    """
+    return number // (number & -number)
+
+
+@final
+class OrderedSum:
+    """Sums terms [P, H] to sums [N, H], in an order that does not depend on how terms are split over ranks.
+
+    On a CPU, and under `torch.use_deterministic_algorithms`, the order is the tree. Elsewhere the terms of
+    a sum are added one after the other, which needs no wait of the host.
+    """
+
+    def __init__(self, place: Tensor, node: Tensor, num_sums: int) -> None:
+        """place, node [P]: the sum of each term and its leaf in the tree; sorted by (place, node)."""
+        self._place, self._node, self._num_sums = place, node, num_sums
+
+    def __call__(self, terms: Tensor) -> Tensor:
+        """The sums in the dtype of `terms`; those without terms are 0."""
+        is_tree = terms.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        if not is_tree:
+            lengths = torch.zeros(self._num_sums, dtype=torch.int64, device=terms.device)
+            lengths.index_add_(0, self._place, torch.ones_like(self._place))
+            return torch.segment_reduce(terms, "sum", lengths=lengths, unsafe=True, initial=0)
+        last, merges = self._merges
+        sums = terms.new_zeros(self._num_sums, terms.shape[1])
+        if merges:
+            terms = terms.clone()
+        for into, other in merges:
+            terms.index_copy_(0, into, terms[into] + terms[other])
+        return sums.index_copy_(0, self._place[last], terms[last])
+
+    @cached_property
+    def _merges(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The terms with the sums at the end, and (into, other) of each round: terms[into] += terms[other]."""
+        live = torch.arange(len(self._place), device=self._place.device)
+        place, node = self._place, self._node
+        merges = []
+        while True:
+            is_same = (place[1:] == place[:-1]) & (node[1:] == node[:-1])
+            if bool(is_same.any()):
+                # of three equal leaves (a token that names an expert twice) every second one is merged
+                is_second = _alternate(is_same)
+                merges.append((live[:-1][is_second[1:]], live[1:][is_second[1:]]))
+                live, place, node = live[~is_second], place[~is_second], node[~is_second]
+                continue
+            if len(place) < 2 or not bool((place[1:] == place[:-1]).any()):
+                return live, merges
+            node = node >> 1
+
+
+def _alternate(is_same: Tensor) -> Tensor:
+    """Of each run of equal terms the second, the fourth and so on. is_same [P - 1]: as the term before."""
+    same = torch.cat((is_same.new_zeros(1), is_same))
+    at = torch.arange(len(same), device=same.device)
+    start = torch.where(same, 0, at).cummax(0).values
+    return (at - start) % 2 == 1
+
+
+__all__ = ["OrderedSum", "Sent", "odd_factor", "route", "tree_places"]

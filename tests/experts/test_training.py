@@ -1,0 +1,112 @@
+"""Experts on several ranks train as in one process: losses, norms and parameters, at every stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+from runs import config
+from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import xds
+
+STEPS = 3
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def mixtral() -> Any:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SIZES))
+
+
+def gpt_oss() -> Any:
+    torch.manual_seed(0)
+    return GptOssForCausalLM(GptOssConfig(head_dim=8, pad_token_id=0, **SIZES))
+
+
+MODELS = {"mixtral": mixtral, "gpt_oss": gpt_oss}
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, 61, (2, 9), generator=generator)
+
+
+def plain(name: str, world_size: int) -> tuple[list[tuple[float, float]], dict[str, Any]]:
+    """Losses, norms and parameters of one process with the batches of all ranks."""
+    model = MODELS[name]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(STEPS):
+        loss = 0.0
+        for rank in range(world_size):
+            ids = batch(step, rank)
+            one = model(input_ids=ids, labels=ids).loss / world_size
+            one.backward()
+            loss += one.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss, norm))
+    return found, model.state_dict()
+
+
+def trained(name: str, stage: int, size: int, deterministic: bool = False) -> Any:
+    torch.use_deterministic_algorithms(deterministic)
+    section = {"enabled": True, "autoep_size": size}
+    given = config(stage, optimizer="SGD", params={"lr": 0.1}, expert_parallel=section)
+    engine = xds.initialize(MODELS[name](), given)
+    found = []
+    for step in range(STEPS):
+        ids = batch(step, dist.get_rank())
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    values = engine.state_dict()
+    engine.destroy()
+    return found, values
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_equal_to_one_process(name: str, stage: int) -> None:
+    wanted, params = plain(name, 2)
+    ranks = run_ranks(trained, 2, name, stage, 2)
+    for step, (loss, norm) in enumerate(wanted):
+        mean = sum(found[step][0] for found, _ in ranks) / 2
+        assert mean == pytest.approx(loss, rel=1e-6)
+        assert ranks[0][0][step][1] == pytest.approx(norm, rel=1e-6)
+    for key, value in params.items():
+        torch.testing.assert_close(ranks[0][1][key], value, rtol=1e-5, atol=1e-7)
+
+
+def test_no_bit_depends_on_the_ranks_of_experts() -> None:
+    try:
+        (one, params), (two, others) = (
+            run_ranks(trained, 2, "mixtral", 2, size, True)[0] for size in (1, 2)
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [loss for loss, _ in one] == [loss for loss, _ in two]
+    assert all(torch.equal(params[key], others[key]) for key in params)
+
+
+def test_four_ranks_in_blocks_of_two() -> None:
+    wanted, params = plain("mixtral", 4)
+    ranks = run_ranks(trained, 4, "mixtral", 3, 2)
+    assert ranks[0][0][-1][1] == pytest.approx(wanted[-1][1], rel=1e-6)
+    for key, value in params.items():
+        torch.testing.assert_close(ranks[3][1][key], value, rtol=1e-5, atol=1e-7)
