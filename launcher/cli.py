@@ -106,6 +106,10 @@ def _start(arguments: list[str]) -> int:
 
         print(f"xds {__version__}")
         return 0
+    if not args.command and args.given:
+        raise UsageError(
+            f"no script is named after the options; write `xds {printable(shlex.join(arguments))} train.py`"
+        )
     if not args.command:
         print(help_text(), end="", file=sys.stderr)
         return 2

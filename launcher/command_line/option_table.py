@@ -22,6 +22,7 @@ class Option:
     """One option.
 
     value: the name of its value; "" for a switch.
+    elsewhere: what other launchers call it, in words: suggested to a user who writes it.
     is_torchrun: as in torchrun, the variable PET_... sets it if the command line does not.
     is_free: its value may look like an option of xds (arguments for another program).
     note: logged if the option is given, because it has no effect.
@@ -35,6 +36,7 @@ class Option:
     value: str = ""
     help: str = ""
     aliases: tuple[str, ...] = ()
+    elsewhere: str = ""
     choices: tuple[str, ...] = ()
     is_torchrun: bool = False
     is_free: bool = False
@@ -58,7 +60,9 @@ OPTIONS = (
     Option("--nproc-per-node", _HERE, "N",
         "ranks: a number, gpu, cpu (cores), or auto: one for each GPU, without one 2; on hosts: the first N"
         " slots of each",
-        aliases=("--num-gpus", "--num-accelerators"), is_torchrun=True),
+        aliases=("--num-gpus", "--num-accelerators"), is_torchrun=True,
+        elsewhere="nproc nprocs num-processes num-procs ranks num-ranks world-size gpus ngpus devices"
+        " num-devices n np"),
     Option("--backend", _HERE, "NAME", "nccl, gloo or mpi (default: nccl on GPUs, gloo on CPUs)",
         choices=("nccl", "gloo", "mpi")),
     Option("--log-dir", _HERE, "DIR",
@@ -68,7 +72,8 @@ OPTIONS = (
     Option("--bind-core-list", _HERE, "LIST", "the cores to use, such as 0-3,8 (default: all)"),
 
     Option("--hostfile", _HOSTS, "FILE",
-        "lines such as `worker-1 slots=8` (default: /job/hostfile if it exists)", aliases=("-H",)),
+        "lines such as `worker-1 slots=8` (default: /job/hostfile if it exists)", aliases=("-H",),
+        elsewhere="hosts machinefile hostlist"),
     Option("--include", _HOSTS, "HOSTS", "only these: host[:slot,slot][@host...]; slots also as 0-3",
         aliases=("-i",)),
     Option("--exclude", _HOSTS, "HOSTS", "all but these", aliases=("-e",)),
@@ -82,10 +87,10 @@ OPTIONS = (
     Option("--venv-script", _HOSTS, "FILE", "script to source first on each host, a path on that host"),
     Option("--master-addr", _HOSTS, "ADDRESS",
         "address of the first host (default: the one that xds connects to)",
-        is_torchrun=True),
+        is_torchrun=True, elsewhere="main-process-ip main-address"),
     Option("--master-port", _HOSTS, "PORT",
         "port on the first host (default: a free one; torchrun's rendezvous: 29500)",
-        is_torchrun=True),
+        is_torchrun=True, elsewhere="main-process-port main-port port"),
     Option("--force-multi", _HOSTS, help="use the launcher even if the only host is this one"),
 
     Option("--max-restarts", _RESTARTS, "N", "how many times all ranks are started again (default: 0)",
@@ -98,9 +103,9 @@ OPTIONS = (
         "the config whose elasticity section defines the valid numbers of ranks"),
 
     Option("--nnodes", _EACH, "N",
-        "number of machines, or MIN:MAX", is_torchrun=True),
+        "number of machines, or MIN:MAX", is_torchrun=True, elsewhere="num-machines nodes machines"),
     Option("--node-rank", _EACH, "N", "this machine's number, for the static rendezvous and --no-ssh",
-        is_torchrun=True),
+        is_torchrun=True, elsewhere="machine-rank"),
     Option("--rdzv-backend", _EACH, "NAME", "static (default), c10d, or another of torch's",
         is_torchrun=True),
     Option("--rdzv-endpoint", _EACH, "HOST:PORT", "the rendezvous endpoint (default port with c10d: 29400)",

@@ -13,11 +13,11 @@ import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import NoReturn, final
 
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
+from ...utils.schema.section import nearest
 from .option_table import GROUPS, OPTIONS, Option
 
 USAGE = """\
@@ -49,6 +49,7 @@ killed). All arguments after the script are passed to the script. If a script is
   xds --nnodes 2 --node-rank 0 --master-addr a train.py      (and the same with --node-rank 1 on the other)
 """
 
+SHORTEST_BEGINNING = 3  # letters of an option that tell which one is meant
 _HELP_COLUMN = 28
 _NUMBERS = {  # the least and the largest value, checked also where a run does not use the option
     "max_restarts": (0, 2**31),
@@ -154,7 +155,7 @@ def read(argv: Sequence[str]) -> ParsedArgs:
         name, equals, value = _cut(argument)
         option = _BY_NAME.get(name)
         if option is None:
-            raise UsageError(f"unknown option {printable(name)}{_nearest(name)}")
+            raise UsageError(f"unknown option {printable(name)}{_meant(name)}")
         if not option.value and equals:
             raise UsageError(f"{name} = {printable(value)}: takes no value; write {name} alone")
         if option.value and not equals:
@@ -244,6 +245,15 @@ def _value(name: str, option: Option, following: Sequence[str]) -> str:
     return following[0]
 
 
-def _nearest(name: str) -> str:
-    near = get_close_matches(name[:64], list(_BY_NAME), n=1)
-    return f"; did you mean {near[0]}?" if near else "; see `xds --help`"
+def _meant(name: str) -> str:
+    """What an unknown option may mean: the name in another launcher, a name's first letters, or a near one."""
+    word = name[:64].strip("-").replace("_", "-")
+    names = {each.strip("-"): each for option in OPTIONS for each in (option.name, *option.aliases)}
+    found = [option.name for option in OPTIONS if word in option.elsewhere.split()]
+    if len(word) >= SHORTEST_BEGINNING:
+        works = [option.name for option in OPTIONS if option.help]
+        found = found or [each for each in works if each.startswith(f"--{word}")]
+    found = found or [names[each] for each in nearest(word, names)]
+    if found:
+        return f"; did you mean {' or '.join(found)}?"
+    return "; options of the script come after its name, and those of xds are in `xds --help`"

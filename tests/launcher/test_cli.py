@@ -45,7 +45,15 @@ def test_command_lines(runs):
 
 
 REFUSED = """
---qqq t.py | unknown option --qqq; see `xds --help`
+--qqq t.py | unknown option --qqq; options of the script come after its name
+--stage 3 t.py | unknown option --stage; options of the script come after its name
+--nproc 2 | unknown option --nproc; did you mean --nproc-per-node?
+--num_processes 2 t.py | did you mean --nproc-per-node?
+-np 2 t.py | did you mean --nproc-per-node?
+--host a t.py | did you mean --hostfile?
+--log d t.py | did you mean --log-dir or --log-level?
+--max-restart 2 t.py | did you mean --max-restarts?
+--nproc-per-node 2 | no script is named after the options; write `xds --nproc-per-node 2 train.py`
 --num-gpu 2 t.py | unknown option --num-gpu; did you mean --num-gpus?
 --nproc-per-node 0 t.py | --nproc-per-node = 0: must be a number from 1, auto
 --nproc-per-node | --nproc-per-node: needs a value, N
