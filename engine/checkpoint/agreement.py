@@ -58,20 +58,20 @@ def together(
         raise  # the ranks cannot communicate any more
     except Exception as error:
         failure = error
-        kind = next((at for at, kind in enumerate(KINDS) if isinstance(error, kind)), -1)
+        kind = next((number for number, kind in enumerate(KINDS) if isinstance(error, kind)), -1)
         answer = {"error": failure_text(error), "kind": kind % len(KINDS)}
     answers = all_gather_json(collectives, answer, doing)
-    failed = [(rank, one) for rank, one in enumerate(answers) if "error" in one]
+    failed = [(rank, reply) for rank, reply in enumerate(answers) if "error" in reply]
     if failed:
-        widest = KINDS[max(one["kind"] for _, one in failed)]
+        widest = KINDS[max(reply["kind"] for _, reply in failed)]
         raise widest(_sentence(doing, failed, collectives.world_size)) from failure
     assert failure is None
-    return result, [one["value"] for one in answers]  # type: ignore[return-value]
+    return result, [reply["value"] for reply in answers]  # type: ignore[return-value]
 
 
 def _sentence(doing: str, failed: list[tuple[int, Any]], world_size: int) -> str:
     rank, first = failed[0]
-    if len(failed) == world_size and all(one["error"] == first["error"] for _, one in failed):
+    if len(failed) == world_size and all(reply["error"] == first["error"] for _, reply in failed):
         return f"{doing}: {first['error']}"
     others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
     return f"{doing} failed on rank {rank}{others}: {first['error']}"

@@ -63,11 +63,11 @@ def part_of_json(part: Any) -> RankPart:
     return _PART.validate_python(part)
 
 
-def _fields(one: Any) -> Any:
-    if not is_dataclass(one):
-        raise TypeError(f"a {type(one).__name__} is not JSON")
-    fields = vars(one)
-    if isinstance(one, Slot):  # most are whole tensors, and row-major
+def _fields(record: Any) -> Any:
+    if not is_dataclass(record):
+        raise TypeError(f"a {type(record).__name__} is not JSON")
+    fields = vars(record)
+    if isinstance(record, Slot):  # most are whole tensors, and row-major
         return {key: value for key, value in fields.items() if key not in UNLESS_SET or value}
     return fields
 
@@ -114,8 +114,8 @@ def _typed(text: bytes, source: str) -> Manifest:
                 f"{source} is {shown(raw.get('format'))} version {shown(version)}, and this xds reads {FORMAT} "
                 f"versions 1 and 2: load it with the xds {shown(raw.get('xds'))} that wrote it"
             )
-        found: Manifest = _READER.validate_python(raw)
-        return _upgraded(found) if version == 1 else found
+        manifest: Manifest = _READER.validate_python(raw)
+        return _upgraded(manifest) if version == 1 else manifest
     except ValidationError as error:
         raise DamagedError(f"{source} contradicts itself: {complaint(error)}") from None
     except RecursionError:
@@ -135,7 +135,7 @@ def _upgraded(manifest: Manifest) -> Manifest:
 def _check_values(manifest: Manifest) -> None:
     state = state_of(manifest.state)
     if state.optimizer is None and any(
-        one.key.startswith("state/") for r in manifest.files for one in r.ranges
+        elements.key.startswith("state/") for r in manifest.files for elements in r.ranges
     ):
         raise ValueError("it has states of an optimizer, and no optimizer")
     for number, record in enumerate(manifest.files):
@@ -146,7 +146,10 @@ def _check_values(manifest: Manifest) -> None:
 
 def constants_to_json(constants: list[ConstantRange]) -> list[ConstantRange]:
     """The constants with their values packed as JSON."""
-    return [replace(one, value=pack(one.value, one.key, _no_tensor)) for one in constants]
+    return [
+        replace(constant, value=pack(constant.value, constant.key, _no_tensor))
+        for constant in constants
+    ]
 
 
 def _no_tensor(_: Any) -> Any:
@@ -158,8 +161,8 @@ def catalogue_of(manifest: Manifest, source: str) -> Catalogue:
 
     Raises DamagedError: two ranges hold the same elements; names `source`.
     """
-    packed = [one for record in manifest.files for one in record.constants]
-    constants = [replace(one, value=unpack(one.value, _no_tensor)) for one in packed]
+    packed = [constant for record in manifest.files for constant in record.constants]
+    constants = [replace(constant, value=unpack(constant.value, _no_tensor)) for constant in packed]
     try:
         return Catalogue(manifest.flats, manifest.ranges, constants)
     except ValueError as error:

@@ -68,7 +68,9 @@ def check_groups(kind: str, groups: Iterable[Mapping[str, Any]]) -> None:
 def _check(rule: Value | None, value: Any, where: str) -> None:
     plain = _plain(value)
     if rule is None:
-        if any(isinstance(one, float) and math.isnan(one) for _, one, _ in _leaves(plain, "", "")):
+        if any(
+            isinstance(leaf, float) and math.isnan(leaf) for _, leaf, _ in _leaves(plain, "", "")
+        ):
             raise ValueError(f"{where} is {shown(plain)}, which is no number")
         return
     try:
@@ -93,8 +95,8 @@ def _leaves(value: Any, key: str, where: str) -> Iterator[tuple[str, Any, str]]:
         for name, inner in value.items():
             yield from _leaves(inner, name, f"{where}.{shown(name)[1:-1]}")
     elif isinstance(value, Sequence) and not isinstance(value, str) and key not in POSITIONS:
-        for at, inner in enumerate(value):
-            yield from _leaves(inner, key if key in RATES else "", f"{where}[{at}]")
+        for position, inner in enumerate(value):
+            yield from _leaves(inner, key if key in RATES else "", f"{where}[{position}]")
     else:
         yield key, _plain(value), where
 

@@ -61,9 +61,9 @@ def join_flats(mesh: Mesh, parts: Sequence[Sequence[SavedFlat]]) -> JoinedFlats:
     numbers: list[tuple[int, ...]] = []
     known: dict[_Key, int] = {}  # a slot -> its flat here
     parts_with: list[list[int]] = []  # for each flat here
-    for part, own in enumerate(parts):
-        found = []
-        for flat in own:
+    for part, part_flats in enumerate(parts):
+        part_numbers = []
+        for flat in part_flats:
             number = known.get(_key(flat, flat.slots[0]), len(flats))
             if number == len(flats):
                 for slot in flat.slots:
@@ -76,12 +76,14 @@ def join_flats(mesh: Mesh, parts: Sequence[Sequence[SavedFlat]]) -> JoinedFlats:
                 first = parts_with[number][0]
                 flats[number] = _merged(flats[number], flat, ranks[first], ranks[part])
                 parts_with[number].append(part)
-            found.append(number)
-        numbers.append(tuple(found))
-    held = [tuple(sorted(rank for part in found for rank in ranks[part])) for found in parts_with]
+            part_numbers.append(number)
+        numbers.append(tuple(part_numbers))
+    held = [tuple(sorted(rank for part in same for rank in ranks[part])) for same in parts_with]
     holders = tuple(dict.fromkeys(held)) or (tuple(range(mesh.size)),)
-    at = {one: number for number, one in enumerate(holders)}
-    joined = (replace(flat, held_by=at[one]) for flat, one in zip(flats, held, strict=True))
+    number_of = {holder: number for number, holder in enumerate(holders)}
+    joined = (
+        replace(flat, held_by=number_of[holder]) for flat, holder in zip(flats, held, strict=True)
+    )
     return JoinedFlats(tuple(joined), holders, tuple(numbers))
 
 
@@ -93,12 +95,12 @@ def _key(flat: SavedFlat, slot: Slot) -> _Key:
 
 
 def _merged(
-    one: SavedFlat, two: SavedFlat, first: tuple[int, ...], second: tuple[int, ...]
+    earlier: SavedFlat, later: SavedFlat, first: tuple[int, ...], second: tuple[int, ...]
 ) -> SavedFlat:
     """The same flat of two parts, with the names that either of them has for its parameters."""
-    if replace(one, tied=()) != replace(two, tied=()):
-        raise _twice(one.slots[0].name, first, second)
-    return replace(one, tied=tuple(dict.fromkeys((*one.tied, *two.tied))))
+    if replace(earlier, tied=()) != replace(later, tied=()):
+        raise _twice(earlier.slots[0].name, first, second)
+    return replace(earlier, tied=tuple(dict.fromkeys((*earlier.tied, *later.tied))))
 
 
 def _twice(name: str, first: tuple[int, ...], second: tuple[int, ...]) -> XdsError:
@@ -116,8 +118,10 @@ def renumbered(record: FileRecord, numbers: Sequence[int]) -> FileRecord:
     grads = {str(numbers[int(flat)]): grad for flat, grad in own.get("grads", {}).items()}
     return replace(
         record,
-        ranges=tuple(replace(one, flat=numbers[one.flat]) for one in record.ranges),
-        constants=tuple(replace(one, flat=numbers[one.flat]) for one in record.constants),
+        ranges=tuple(replace(elements, flat=numbers[elements.flat]) for elements in record.ranges),
+        constants=tuple(
+            replace(elements, flat=numbers[elements.flat]) for elements in record.constants
+        ),
         own={**own, "grads": grads} if "grads" in own else own,
     )
 
@@ -136,8 +140,8 @@ def joined_manifest(
         XdsError: the parts of the model do not fit, or elements are in no file.
     """
     ranks = parts_of(mesh)
-    joined = join_flats(mesh, [flats, *(parts[found[0]].flats for found in ranks[1:])])
-    numbers = {rank: joined.numbers[at] for at, found in enumerate(ranks) for rank in found}
+    joined = join_flats(mesh, [flats, *(parts[members[0]].flats for members in ranks[1:])])
+    numbers = {rank: joined.numbers[part] for part, members in enumerate(ranks) for rank in members}
     manifest = new_manifest(
         tag=tag,
         stage=stage,

@@ -106,10 +106,10 @@ def _load(
 ) -> tuple[str, dict[str, Any]]:
     collectives, folder = parts.sharded.collectives, load_dir / tag
     step = partial(together, collectives, DOING)  # on all ranks, or all raise
-    manifest, found = step(
+    manifest, checkpoints = step(
         lambda: read_manifest(load_dir, tag), share=lambda m: [m.tag, m.files[0].path]
     )
-    if any(one != found[0] for one in found):
+    if any(checkpoint != checkpoints[0] for checkpoint in checkpoints):
         raise UsageError(
             f"{DOING}: the ranks find different checkpoints under {folder}: load_dir must be one folder that "
             "all of them share"
@@ -245,8 +245,8 @@ def _find_older(
 
 
 def _of_rank_0(collectives: Collectives, look: Any) -> str | None:
-    found: str | None = together(collectives, DOING, look, share=lambda tag: tag)[1][0]
-    return found
+    tag: str | None = together(collectives, DOING, look, share=lambda value: value)[1][0]
+    return tag
 
 
 # -- before anything changes --------------------------------------------------------------------------------
@@ -310,15 +310,15 @@ def _read_own(plan: LoadPlan, options: LoadOptions) -> None:
 
 def _own_buffers(plan: LoadPlan) -> dict[str, Tensor]:
     """This data rank's buffers, where they differed from those of the first rank."""
-    found = {}
+    buffers = {}
     for name, _ in plan.restore.buffers():
         flat = plan.catalogue.find("buffer", name)
         number = None if flat is None else plan.file_of(flat)
         if number is not None:
             saved = OwnValues.of(plan.manifest.files[number].own).buffers.get(name)
             if saved is not None:
-                found[name] = plan.files[number].tensor(saved.name)
-    return found
+                buffers[name] = plan.files[number].tensor(saved.name)
+    return buffers
 
 
 def _plan_targets(plan: LoadPlan, options: LoadOptions) -> None:

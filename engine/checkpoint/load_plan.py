@@ -113,9 +113,11 @@ def report(plan: LoadPlan) -> StageReport | None:
     if plan.snapshot.mesh.pipe == 1 or any(others):
         return None
     flats = plan.snapshot.flats
-    found = plan.catalogue.compare(flats)
+    differences = plan.catalogue.compare(flats)
     return StageReport(
-        met=plan.catalogue.met(flats), missing=list(found.missing), shapes=list(found.shapes)
+        met=plan.catalogue.met(flats),
+        missing=list(differences.missing),
+        shapes=list(differences.shapes),
     )
 
 
@@ -123,24 +125,27 @@ def check_names(
     plan: LoadPlan, reports: Sequence[StageReport | None], options: LoadOptions
 ) -> None:
     """Check that all stages together have the names and shapes of the checkpoint."""
-    folder, stages = plan.folder, [one for one in reports if one is not None]
+    folder, stages = plan.folder, [stage for stage in reports if stage is not None]
     met = "".join(
-        "1" if "1" in marks else "0" for marks in zip(*(one["met"] for one in stages), strict=True)
+        "1" if "1" in marks else "0"
+        for marks in zip(*(stage["met"] for stage in stages), strict=True)
     )
-    found = plan.catalogue.compare(plan.snapshot.flats, met)
-    found = Differences(
-        missing=tuple(sorted({*found.missing, *(n for s in stages for n in s["missing"])})),
-        extra=found.extra,
-        shapes=tuple(dict.fromkeys((*(t for s in stages for t in s["shapes"]), *found.shapes))),
+    differences = plan.catalogue.compare(plan.snapshot.flats, met)
+    differences = Differences(
+        missing=tuple(sorted({*differences.missing, *(n for s in stages for n in s["missing"])})),
+        extra=differences.extra,
+        shapes=tuple(
+            dict.fromkeys((*(t for s in stages for t in s["shapes"]), *differences.shapes))
+        ),
     )
     sentences = []
-    if found.missing:
-        sentences.append(f"it does not have {some_of(found.missing)}")
-    if found.extra:
-        sentences.append(f"the model does not have {some_of(found.extra)}")
-    if found.shapes:
+    if differences.missing:
+        sentences.append(f"it does not have {some_of(differences.missing)}")
+    if differences.extra:
+        sentences.append(f"the model does not have {some_of(differences.extra)}")
+    if differences.shapes:
         raise UsageError(
-            f"{folder} does not fit this model: {some_of(found.shapes)}; nothing was changed"
+            f"{folder} does not fit this model: {some_of(differences.shapes)}; nothing was changed"
         )
     if sentences and options.load_module_strict:
         raise UsageError(
@@ -211,11 +216,11 @@ def _check_scheduler(scheduler: Any, saved: Any, folder: Path) -> None:
     """Check the state of a schedule of torch, which sets its attributes to whatever the state says."""
     if not isinstance(scheduler, LRScheduler) or not isinstance(saved, dict):
         return
-    own, is_torchs = scheduler.state_dict(), type(scheduler).__module__ == LRScheduler.__module__
+    state, is_torchs = scheduler.state_dict(), type(scheduler).__module__ == LRScheduler.__module__
     for key, value in saved.items():
-        here = own.get(key)
+        here = state.get(key)
         is_number = (is_torchs and _is_number(here)) or key in RATES
-        is_method = key not in own and callable(getattr(scheduler, str(key), None))
+        is_method = key not in state and callable(getattr(scheduler, str(key), None))
         if is_method or key == "optimizer" or (is_number and not _are_alike(here, value)):
             raise UsageError(
                 f"{folder} has {shown(key)} = {shown(value)} in the state of lr_scheduler, and this engine has "
@@ -247,9 +252,9 @@ def _is_number(value: Any) -> bool:
 def check_views(plan: LoadPlan) -> None:
     """Check that elements that share memory have one value in the checkpoint. Call it after reading."""
     wrong = [target.name for target in plan.targets if not target.fits()]
-    own = plan.buffers
+    saved_buffers = plan.buffers
     for name, buffer in plan.restore.buffers():
-        if name in own and not holds(buffer, own[name].to(buffer)):
+        if name in saved_buffers and not holds(buffer, saved_buffers[name].to(buffer)):
             wrong.append(name)
     if wrong:
         raise UsageError(

@@ -145,14 +145,24 @@ class Manifest:
     def ranges(self) -> list[Range]:
         """All ranges, each element once: of the first node that has it."""
         taken: dict[tuple[int, str], list[tuple[int, int]]] = {}
-        found: list[Range] = []
+        kept: list[Range] = []
         for ranks in (node.ranks for node in self.nodes):
-            here = [one for rank in ranks for one in self.files[rank].ranges]
-            fresh = [one for one in here if not _covers(taken.get((one.flat, one.key), []), one)]
-            for one in fresh:
-                taken.setdefault((one.flat, one.key), []).append((one.start, one.stop))
-            found += fresh
-        return found if self.nodes else [one for record in self.files for one in record.ranges]
+            here = [elements for rank in ranks for elements in self.files[rank].ranges]
+            fresh = [
+                elements
+                for elements in here
+                if not _covers(taken.get((elements.flat, elements.key), []), elements)
+            ]
+            for elements in fresh:
+                taken.setdefault((elements.flat, elements.key), []).append(
+                    (elements.start, elements.stop)
+                )
+            kept += fresh
+        return (
+            kept
+            if self.nodes
+            else [elements for record in self.files for elements in record.ranges]
+        )
 
     def holders_of(self, flat: SavedFlat) -> tuple[int, ...]:
         """The ranks that hold the shards of `flat`, in order."""
@@ -169,22 +179,22 @@ class Manifest:
         return int(self.state["counters"]["micro_steps"])
 
 
-def _covers(spans: list[tuple[int, int]], one: Range) -> bool:
-    start = one.start
+def _covers(spans: list[tuple[int, int]], elements: Range) -> bool:
+    start = elements.start
     for low, high in sorted(spans):
         if low <= start < high:
             start = high
-    return start >= one.stop
+    return start >= elements.stop
 
 
 def totals_of(files: Iterable[FileRecord]) -> dict[str, int]:
     """The `totals` of a manifest."""
-    found: dict[str, int] = {}
+    totals: dict[str, int] = {}
     for record in files:
         parts: tuple[Range | ConstantRange, ...] = (*record.ranges, *record.constants)
-        for one in parts:
-            found[one.key] = found.get(one.key, 0) + one.stop - one.start
-    return found
+        for elements in parts:
+            totals[elements.key] = totals.get(elements.key, 0) + elements.stop - elements.start
+    return totals
 
 
 def lengths_of(mesh: Mesh) -> dict[Axis, int]:
@@ -231,12 +241,12 @@ def check_numbers(manifest: Manifest) -> None:
     _check_mesh(manifest)
     _check_flats(manifest.flats, len(manifest.holders))
     _check_files(manifest)
-    found = totals_of(manifest.files)
-    for key in sorted({*found, *manifest.totals}) if manifest.totals else ():
-        here, saved = found.get(key, 0), manifest.totals.get(key, 0)
-        if here != saved:
+    totals = totals_of(manifest.files)
+    for key in sorted({*totals, *manifest.totals}) if manifest.totals else ():
+        written, saved = totals.get(key, 0), manifest.totals.get(key, 0)
+        if written != saved:
             raise ValueError(
-                f"its files have {here} elements of {shown(key)}, and {saved} were saved"
+                f"its files have {written} elements of {shown(key)}, and {saved} were saved"
             )
 
 
@@ -273,9 +283,9 @@ def _check_mesh(manifest: Manifest) -> None:
         _require(fits, ranks, "holders[{}]", number)
     for number, node in enumerate(manifest.nodes):
         _require(node.ranks and _rises(node.ranks), node.ranks, "nodes[{}].ranks", number)
-    found = sorted(rank for node in manifest.nodes for rank in node.ranks)
+    node_ranks = sorted(rank for node in manifest.nodes for rank in node.ranks)
     if manifest.nodes:
-        _require(found == list(range(num_files)), found, "the ranks of nodes")
+        _require(node_ranks == list(range(num_files)), node_ranks, "the ranks of nodes")
 
 
 def _check_flats(flats: Iterable[SavedFlat], num_holders: int) -> None:
@@ -294,16 +304,16 @@ def _check_flats(flats: Iterable[SavedFlat], num_holders: int) -> None:
             is_one = len(flat.slots) == 1 and flat.slots[0].numel == flat.numel
             _require(is_one, len(flat.slots), "flats[{}], a {}: slots", number, flat.kind)
         full = sorted((slot for slot in flat.slots if slot.numel), key=lambda slot: slot.offset)
-        for one, two in pairwise(full):
-            is_same = (one.offset, one.stop) == (two.offset, two.stop)
-            fits = one.stop <= two.offset or is_same
-            _require(fits, two.offset, "flats[{}], {}: offset", number, two.name)
+        for before, after in pairwise(full):
+            is_same = (before.offset, before.stop) == (after.offset, after.stop)
+            fits = before.stop <= after.offset or is_same
+            _require(fits, after.offset, "flats[{}], {}: offset", number, after.name)
         names = {slot.name for slot in flat.slots}
         for _, name in flat.tied:
             _require(name in names, name, "flats[{}].tied", number)
-    for found in by_name.values():
-        if len(found) > 1 or found[0][1].box is not None:
-            _check_slices(found)
+    for slices in by_name.values():
+        if len(slices) > 1 or slices[0][1].box is not None:
+            _check_slices(slices)
 
 
 def _check_slot(number: int, flat: SavedFlat, slot: Slot) -> None:
@@ -328,15 +338,15 @@ def _is_slice(slot: Slot, box: Box) -> bool:
     return rises and ends[-1] <= box.whole[box.dim] and box.shape == slot.shape
 
 
-def _check_slices(found: list[tuple[SavedFlat, Slot]]) -> None:
+def _check_slices(slices: list[tuple[SavedFlat, Slot]]) -> None:
     """Check that slots of one name are slices of one tensor which have no element in common."""
-    boxes = [slot.box for _, slot in found if slot.box is not None]
-    name = found[0][1].name
-    is_one = len(boxes) == len(found) and len({(box.whole, box.dim) for box in boxes}) == 1
+    boxes = [slot.box for _, slot in slices if slot.box is not None]
+    name = slices[0][1].name
+    is_one = len(boxes) == len(slices) and len({(box.whole, box.dim) for box in boxes}) == 1
     _require(is_one, [box.whole for box in boxes][:4], "the slices of {}", name)
-    same = {(flat.kind, flat.trains, flat.dtype, flat.has_values) for flat, _ in found}
+    same = {(flat.kind, flat.trains, flat.dtype, flat.has_values) for flat, _ in slices}
     _require(len(same) == 1, sorted(map(str, same)), "the buffers with slices of {}", name)
-    for before, after in pairwise(sorted(one for box in boxes for one in box.ranges)):
+    for before, after in pairwise(sorted(span for box in boxes for span in box.ranges)):
         _require(before[1] <= after[0], [before, after], "the slices of {}: ranges", name)
 
 
@@ -353,9 +363,11 @@ def _check_files(manifest: Manifest) -> None:
         count = len(record.crc32)
         _require(count == -(-size // chunk), count, "the number of files[{}].crc32", number)
         _check_ranges(number, record, flats, dtypes)
-        for at, constant in enumerate(record.constants):
-            _check_constant((number, at), constant, flats)
-        for flat in {one.flat for one in record.ranges} | {one.flat for one in record.constants}:
+        for place, constant in enumerate(record.constants):
+            _check_constant((number, place), constant, flats)
+        for flat in {elements.flat for elements in record.ranges} | {
+            elements.flat for elements in record.constants
+        }:
             if number not in holders[flats[flat].held_by]:
                 name = flats[flat].slots[0].name if flats[flat].slots else ""
                 raise ValueError(
@@ -372,56 +384,67 @@ def _check_ranges(
 ) -> None:
     size_bytes = 0
     tensors: set[str] = set()
-    for at, one in enumerate(record.ranges):
-        where = (number, at)
-        _require_dtype(one.dtype, "files[{}].ranges[{}].dtype", *where)
-        place = (one.flat, one.start, one.stop)
-        _require(_is_place(one, flats), place, "files[{}].ranges[{}]: flat, start, stop", *where)
-        is_new = one.file == number and one.tensor not in tensors
-        _require(is_new, (one.file, one.tensor), "files[{}].ranges[{}]: file or tensor", *where)
-        fits = _is_key(one, flats[one.flat])
-        fits = fits and dtypes.setdefault((one.flat, one.key), one.dtype) == one.dtype
-        _require(fits, (one.key, one.dtype), "files[{}].ranges[{}]: key or dtype", *where)
-        tensors.add(one.tensor)
-        size_bytes += (one.stop - one.start) * BY_NAME[one.dtype].itemsize
+    for position, elements in enumerate(record.ranges):
+        where = (number, position)
+        _require_dtype(elements.dtype, "files[{}].ranges[{}].dtype", *where)
+        place = (elements.flat, elements.start, elements.stop)
+        _require(
+            _is_place(elements, flats), place, "files[{}].ranges[{}]: flat, start, stop", *where
+        )
+        is_new = elements.file == number and elements.tensor not in tensors
+        _require(
+            is_new, (elements.file, elements.tensor), "files[{}].ranges[{}]: file or tensor", *where
+        )
+        fits = _is_key(elements, flats[elements.flat])
+        fits = (
+            fits
+            and dtypes.setdefault((elements.flat, elements.key), elements.dtype) == elements.dtype
+        )
+        _require(fits, (elements.key, elements.dtype), "files[{}].ranges[{}]: key or dtype", *where)
+        tensors.add(elements.tensor)
+        size_bytes += (elements.stop - elements.start) * BY_NAME[elements.dtype].itemsize
     fits = size_bytes <= record.size_bytes
     _require(fits, record.size_bytes, "files[{}].size_bytes", number)
 
 
-def _is_place(one: Range | ConstantRange, flats: tuple[SavedFlat, ...]) -> bool:
-    return one.flat < len(flats) and one.start < one.stop <= flats[one.flat].numel
+def _is_place(elements: Range | ConstantRange, flats: tuple[SavedFlat, ...]) -> bool:
+    return (
+        elements.flat < len(flats) and elements.start < elements.stop <= flats[elements.flat].numel
+    )
 
 
-def _is_key(one: Range, flat: SavedFlat) -> bool:
+def _is_key(elements: Range, flat: SavedFlat) -> bool:
     if flat.kind == "state":
-        return one.key == f"state/{flat.slots[0].name.rpartition('/')[2]}"
-    if one.key == "value":
-        return one.dtype == flat.dtype or kind_of_number(one.dtype) == kind_of_number(flat.dtype)
-    if one.key in (SERVER, COPY) or one.key.startswith(ERROR):
-        rank = one.key.removeprefix(ERROR)
-        is_known = one.key in (SERVER, COPY) or (rank.isdecimal() and len(rank) <= RANK_DIGITS)
-        return flat.trains and is_known and kind_of_number(one.dtype) == "float"
-    return flat.trains if one.key == "grad" else one.key.startswith("state/")
+        return elements.key == f"state/{flat.slots[0].name.rpartition('/')[2]}"
+    if elements.key == "value":
+        return elements.dtype == flat.dtype or kind_of_number(elements.dtype) == kind_of_number(
+            flat.dtype
+        )
+    if elements.key in (SERVER, COPY) or elements.key.startswith(ERROR):
+        rank = elements.key.removeprefix(ERROR)
+        is_known = elements.key in (SERVER, COPY) or (rank.isdecimal() and len(rank) <= RANK_DIGITS)
+        return flat.trains and is_known and kind_of_number(elements.dtype) == "float"
+    return flat.trains if elements.key == "grad" else elements.key.startswith("state/")
 
 
 def _check_constant(
-    place: tuple[int, int], one: ConstantRange, flats: tuple[SavedFlat, ...]
+    place: tuple[int, int], constant: ConstantRange, flats: tuple[SavedFlat, ...]
 ) -> None:
     where = "files[{}].constants[{}]"
-    numbers = (one.flat, one.start, one.stop)
-    _require(_is_place(one, flats), numbers, f"{where}: flat, start, stop", *place)
-    _require(one.key.startswith("state/"), one.key, f"{where}.key", *place)
-    is_one = len(one.shape) <= MAX_ONES and numel_of(one.shape) == 1
-    _require(is_one, one.shape, f"{where}.shape", *place)
-    value = unpack(one.value, Named)
+    numbers = (constant.flat, constant.start, constant.stop)
+    _require(_is_place(constant, flats), numbers, f"{where}: flat, start, stop", *place)
+    _require(constant.key.startswith("state/"), constant.key, f"{where}.key", *place)
+    is_one = len(constant.shape) <= MAX_ONES and numel_of(constant.shape) == 1
+    _require(is_one, constant.shape, f"{where}.shape", *place)
+    value = unpack(constant.value, Named)
     fits = value is None or isinstance(value, bool | int | float | str)
-    if one.key == "state/step" and isinstance(value, int | float):
+    if constant.key == "state/step" and isinstance(value, int | float):
         fits = 0 <= value < inf
-    if one.dtype is not None:
-        _require_dtype(one.dtype, f"{where}.dtype", *place)
+    if constant.dtype is not None:
+        _require_dtype(constant.dtype, f"{where}.dtype", *place)
         try:
             fits = fits and isinstance(value, bool | int | float)
-            torch.tensor(value if fits else 0, dtype=BY_NAME[one.dtype])
+            torch.tensor(value if fits else 0, dtype=BY_NAME[constant.dtype])
         except (RuntimeError, ValueError, TypeError, OverflowError):
             fits = False
     _require(fits, value, f"{where}.value", *place)
@@ -434,15 +457,15 @@ def check_tensors(manifest: Manifest, number: int, table: Mapping[str, Located])
     """Check that file `number`, with the tensors of `table`, holds what the manifest lists."""
     record, flats = manifest.files[number], manifest.flats
     state = names_in(manifest.state) if number == 0 else ()
-    for name in (*(one.tensor for one in record.ranges), *names_in(record.own), *state):
+    for name in (*(elements.tensor for elements in record.ranges), *names_in(record.own), *state):
         if name not in table:
             raise ValueError(f"there is no tensor {shown(name)} in it")
-    for one in record.ranges:
-        there = table[one.tensor]
-        if there.numel != one.stop - one.start or there.dtype != BY_NAME[one.dtype]:
+    for elements in record.ranges:
+        there = table[elements.tensor]
+        if there.numel != elements.stop - elements.start or there.dtype != BY_NAME[elements.dtype]:
             raise ValueError(
-                f"{shown(one.tensor)} is {list(there.shape)} {there.dtype} and should be "
-                f"[{one.stop - one.start}] {one.dtype}"
+                f"{shown(elements.tensor)} is {list(there.shape)} {there.dtype} and should be "
+                f"[{elements.stop - elements.start}] {elements.dtype}"
             )
     own = OwnValues.of(record.own)
     for name, saved in own.buffers.items():
@@ -461,7 +484,11 @@ def check_own(number: int, own: OwnValues, flats: tuple[SavedFlat, ...]) -> None
     known = _buffers(flats) if own.buffers else {}
     for name in own.buffers:
         _require(name in known, name, "files[{}].own: a buffer", number)
-    training = {str(at): flat for at, flat in enumerate(flats) if flat.trains} if own.grads else {}
+    training = (
+        {str(flat_number): flat for flat_number, flat in enumerate(flats) if flat.trains}
+        if own.grads
+        else {}
+    )
     for key, grad in own.grads.items():
         _require(key in training, key, "files[{}].own: grads", number)
         fits = len(grad.filled) == len(training[key].slots)
@@ -482,11 +509,11 @@ def lacking(manifest: Manifest, catalogue: Catalogue, *, with_optimizer: bool = 
     optimizer states       of a parameter: each for all of its elements, and all that a step needs, or none
     what was not sent      the errors of all ranks of a buffer, or of none
     """
-    found = catalogue.uncovered()
+    names = catalogue.uncovered()
     for flat in manifest.flats if with_optimizer else ():
         if flat.kind == "param" and flat.trains:
-            found += _lacking_of(flat, catalogue, len(manifest.holders_of(flat)))
-    return list(dict.fromkeys(found))
+            names += _lacking_of(flat, catalogue, len(manifest.holders_of(flat)))
+    return list(dict.fromkeys(names))
 
 
 def _lacking_of(flat: SavedFlat, catalogue: Catalogue, num_ranks: int) -> Iterator[str]:
@@ -500,7 +527,11 @@ def _lacking_of(flat: SavedFlat, catalogue: Catalogue, num_ranks: int) -> Iterat
         states = {key for key in keys if key.startswith("state/")}
         # steps alone say nothing: Adafactor has states of other shapes beside them
         if states - {"state/step"}:
-            keys |= min((one for one in _STATES if states <= one), key=len, default=set())
+            keys |= min(
+                (of_optimizer for of_optimizer in _STATES if states <= of_optimizer),
+                key=len,
+                default=set(),
+            )
         if any(key.startswith(ERROR) for key in keys):
             keys |= {f"{ERROR}{rank}" for rank in range(num_ranks)}
         for key in sorted(keys - {"value"}):
@@ -510,6 +541,6 @@ def _lacking_of(flat: SavedFlat, catalogue: Catalogue, num_ranks: int) -> Iterat
 
 def some_of(names: Iterable[str]) -> str:
     """The first names for a message, and how many more there are."""
-    found = list(dict.fromkeys(names))
-    more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
-    return ", ".join(found[:MAX_NAMES]) + more
+    unique = list(dict.fromkeys(names))
+    more = f" and {len(unique) - MAX_NAMES} more" if len(unique) > MAX_NAMES else ""
+    return ", ".join(unique[:MAX_NAMES]) + more

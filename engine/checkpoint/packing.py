@@ -57,7 +57,7 @@ FACTORIES: dict[str, type | None] = {  # of a defaultdict
 }
 KEYS = (bool, int, float, str)
 FLOATS = ("inf", "-inf", "nan")
-DTYPES = {str(one)[6:]: one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+DTYPES = {str(kind)[6:]: kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 MAX_DEPTH = 100  # of nested values: Python's recursion limit also applies to its JSON functions
 SURROUNDING = 8  # levels of the manifest around a packed value
 MAX_BITS = 10_000  # of an integer: Python does not convert much larger ones to text
@@ -113,10 +113,12 @@ def _pack_number(value: int | float, where: str) -> Any:
 def _pack_sequence(
     tag: str, value: Any, where: str, put: Callable[[Tensor], str], depth: int
 ) -> Any:
-    if isinstance(value, set | frozenset):
-        items = [pack(one, f"{where}: an item", put, depth) for one in sorted(value, key=repr)]
+    if isinstance(value, set | frozenset):  # whose order differs between processes
+        items = [pack(item, f"{where}: an item", put, depth) for item in sorted(value, key=repr)]
     else:
-        items = [pack(one, f"{where}[{at}]", put, depth) for at, one in enumerate(value)]
+        items = [
+            pack(item, f"{where}[{position}]", put, depth) for position, item in enumerate(value)
+        ]
     return {tag: items} if tag else items
 
 
@@ -124,7 +126,9 @@ def _pack_mapping(
     tag: str, value: Any, where: str, put: Callable[[Tensor], str], depth: int
 ) -> Any:
     if isinstance(value, Namespace):
-        pairs = [[key, pack(one, f"{where}.{key}", put, depth)] for key, one in vars(value).items()]
+        pairs = [
+            [key, pack(item, f"{where}.{key}", put, depth)] for key, item in vars(value).items()
+        ]
         return {tag: pairs}
     for key in value:
         if not isinstance(key, KEYS):
@@ -132,8 +136,8 @@ def _pack_mapping(
                 f"{where} has the key {key!r}: keys in a checkpoint are text or numbers; convert it"
             )
     pairs = [
-        [pack(key, where, put), pack(one, f"{where}[{key!r}]", put, depth)]
-        for key, one in value.items()
+        [pack(key, where, put), pack(item, f"{where}[{key!r}]", put, depth)]
+        for key, item in value.items()
     ]
     if tag == "$items" and all(isinstance(key, str) and not key.startswith("$") for key in value):
         return dict(pairs)
@@ -222,17 +226,17 @@ def _unpack_mapping(tag: str, content: Any, get: Callable[[str], Any], depth: in
         factory, pairs = content
     if not isinstance(pairs, list) or not isinstance(factory, str) or factory not in FACTORIES:
         raise ValueError(f"{tag} is {shown(content)}")
-    found: dict[Any, Any] = {}
+    mapping: dict[Any, Any] = {}
     for pair in pairs:
         is_pair = isinstance(pair, list) and len(pair) == 2
         key = unpack(pair[0], get, depth) if is_pair else None
         if not isinstance(key, str if tag == "$namespace" else KEYS):
             raise ValueError(f"{tag} has {shown(pair)} for a pair of a key and its value")
-        if key in found:
+        if key in mapping:
             raise ValueError(f"{tag} has the key {shown(key)} twice")
-        found[key] = unpack(pair[1], get, depth)
+        mapping[key] = unpack(pair[1], get, depth)
     if tag == "$namespace":
         made = Namespace()
-        vars(made).update(found)
+        vars(made).update(mapping)
         return made
-    return defaultdict(FACTORIES[factory], found) if tag == "$default" else MAPPINGS[tag](found)
+    return defaultdict(FACTORIES[factory], mapping) if tag == "$default" else MAPPINGS[tag](mapping)

@@ -105,8 +105,8 @@ class _Content:
 
     def drop(self, flats: Collection[int]) -> None:
         """Remove this rank's ranges of `flats`: other ranks save them."""
-        names = {one.tensor for one in self.ranges if one.flat in flats}
-        self.ranges = [one for one in self.ranges if one.flat not in flats]
+        names = {elements.tensor for elements in self.ranges if elements.flat in flats}
+        self.ranges = [elements for elements in self.ranges if elements.flat not in flats]
         self.entries = [entry for entry in self.entries if entry.name not in names]
 
 
@@ -324,8 +324,8 @@ def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> dict[str, Any] 
 
 def _buffer_blocks(snapshot: Snapshot) -> dict[str, StateBlock]:
     flats = snapshot.flats
-    found = [block for block in snapshot.values if flats[block.flat].kind == "buffer"]
-    return {flats[block.flat].slots[0].name: block for block in found}
+    blocks = [block for block in snapshot.values if flats[block.flat].kind == "buffer"]
+    return {flats[block.flat].slots[0].name: block for block in blocks}
 
 
 def _buffer_sums(snapshot: Snapshot) -> dict[str, int]:

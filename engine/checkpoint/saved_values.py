@@ -149,8 +149,8 @@ class OwnValues:
     @classmethod
     def of(cls, packed: Any) -> OwnValues:
         """The values in `packed`. Raises ValueError: it has another form."""
-        found: OwnValues = _read(_OWN, packed, "own")
-        return found
+        values: OwnValues = _read(_OWN, packed, "own")
+        return values
 
 
 _STATE, _SCALE, _OWN = (
@@ -188,7 +188,7 @@ def _read(reader: TypeAdapter[Any], packed: Any, where: str, *inner: str) -> Any
 def complaint(error: ValidationError, where: str = "") -> str:
     """The first error, in one line."""
     first = error.errors(include_url=False)[0]
-    places = [f"[{one}]" if isinstance(one, int) else f".{one}" for one in first["loc"]]
+    places = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]]
     place = (where + "".join(places)).lstrip(".") or "it"
     reason = first["msg"][:1].lower() + first["msg"][1:]
     given = "" if first["type"] == "missing" else f", and is {shown(first['input'])}"
@@ -197,6 +197,6 @@ def complaint(error: ValidationError, where: str = "") -> str:
 
 def names_in(packed: Any) -> Iterator[str]:
     """The names of all tensors in a packed value."""
-    found: list[str] = []
-    unpack(packed, found.append)
-    return iter(found)
+    names: list[str] = []
+    unpack(packed, names.append)
+    return iter(names)

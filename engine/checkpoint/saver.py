@@ -121,9 +121,9 @@ class SaveJob:
 
     def commit(self, parts: Sequence[Any]) -> None:
         """Commit, update `latest`, prune. Only on rank 0, after every rank's file is durable."""
-        found = [part_of_json(part) for part in parts]
+        rank_parts = [part_of_json(part) for part in parts]
         manifest = joined_manifest(
-            self.tag, self.stage, self.mesh, self.part.flats, self.state, found
+            self.tag, self.stage, self.mesh, self.part.flats, self.state, rank_parts
         )
         commit(self.folder, self.save_dir, replace(manifest, score=self.score))
         if self.save_latest:
@@ -303,11 +303,13 @@ class Saver:
         """Commit on rank 0, after every rank has written. Returns the failure, or ""."""
         answers = messages.collect(mine)
         messages.delete(self._old_keys)  # every rank that answered has read them
-        failed = [(rank, one["error"]) for rank, one in enumerate(answers) if "error" in one]
+        failed = [
+            (rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer
+        ]
         failure = f"rank {failed[0][0]} failed: {failed[0][1]}" if failed else ""
         if not failure:
             try:
-                job.commit([one["part"] for one in answers])
+                job.commit([answer["part"] for answer in answers])
             except Exception as error:
                 failure = f"rank 0 failed: {failure_text(error)}"
         job.end(discards=bool(failure))
@@ -319,12 +321,12 @@ class Saver:
         return self._failure
 
 
-def _at_exit(saver: weakref.ref[Saver], pid: int) -> None:
+def _at_exit(reference: weakref.ref[Saver], pid: int) -> None:
     """Exit with code 1 if the script ends normally although its last checkpoint was not saved."""
-    found = saver()
-    if found is None or os.getpid() != pid or not found.unreported_failure():
+    saver = reference()
+    if saver is None or os.getpid() != pid or not saver.unreported_failure():
         return
-    print(f"xds: {found.unreported_failure()}", file=sys.stderr)
+    print(f"xds: {saver.unreported_failure()}", file=sys.stderr)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -444,8 +444,8 @@ class Collectives:
 
     def set_hosts(self, numbers: Sequence[int]) -> None:
         """Count bytes to other hosts from now on. numbers: For each rank of the job, the number of its host."""
-        own = numbers[self.members[self.rank]]
-        self.traffic.is_across = [numbers[rank] != own for rank in self.members]
+        own_host = numbers[self.members[self.rank]]
+        self.traffic.is_across = [numbers[rank] != own_host for rank in self.members]
 
     def count_exact(self, kind: str, shard: Tensor) -> None:
         """Count that a message of `kind` to each rank stands for `shard`, which is not sent itself."""

@@ -66,8 +66,8 @@ def agree(collectives: Collectives, text: str, kind: type[XdsError], doing: str)
         doing: The subject of the error's sentence, e.g. "xds.initialize".
     """
     # decoding leaves out a character that the limit cuts in two
-    own = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-    sent = bytes_to(collectives.device, own)
+    encoded = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    sent = bytes_to(collectives.device, encoded)
     table = collectives.gather_small(sent, what=f"whether {doing} works").view(-1, TEXT_BYTES).cpu()
     if not table[:, 0].any():
         return

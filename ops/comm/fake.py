@@ -55,8 +55,8 @@ class FakeBackend(Backend):
 
     def start_gather_small(self, values: Tensor, buffer: int) -> tuple[Tensor, Handle]:
         # on the host, where they are read
-        found = torch.zeros_like(values, device="cpu") if values.is_meta else values
-        return found.expand(self.world_size, -1), DONE
+        on_host = torch.zeros_like(values, device="cpu") if values.is_meta else values
+        return on_host.expand(self.world_size, -1), DONE
 
     def send(self, tensor: Tensor, peer: int) -> Handle:
         return DONE
@@ -114,9 +114,9 @@ def fake_collectives(
         device: Of values that are exchanged. Each peer then sends what this rank does. None: no values.
     """
     member = Member(None, device or torch.device("cpu"), rank, range(world_size))
-    found = Collectives(FakeBackend(member, axes, num_near, has_values=device is not None))
-    found.traffic = Traffic(world_size, num_near)
-    return found
+    collectives = Collectives(FakeBackend(member, axes, num_near, has_values=device is not None))
+    collectives.traffic = Traffic(world_size, num_near)
+    return collectives
 
 
 def backend_of(collectives: Collectives) -> FakeBackend:
@@ -158,15 +158,17 @@ class FakeGroups(AxisGroups):
     def _open(
         self, groups: Sequence[Sequence[int]], axes: tuple[Axis, ...], use: str = ""
     ) -> Collectives | None:
-        own = next((tuple(ranks) for ranks in groups if self.rank in ranks), None)
-        if own is None:
+        members = next((tuple(ranks) for ranks in groups if self.rank in ranks), None)
+        if members is None:
             return None
-        if (own, axes, use) not in self._found:
-            near = sum(rank != self.rank and rank in self._on_host for rank in own)
-            found = fake_collectives(own.index(self.rank), len(own), axes, near, self._device)
-            self._found[own, axes, use] = found
-            self.opened.append(found)
-        return self._found[own, axes, use]
+        if (members, axes, use) not in self._found:
+            near = sum(rank != self.rank and rank in self._on_host for rank in members)
+            collectives = fake_collectives(
+                members.index(self.rank), len(members), axes, near, self._device
+            )
+            self._found[members, axes, use] = collectives
+            self.opened.append(collectives)
+        return self._found[members, axes, use]
 
 
 __all__ = ["FakeBackend", "FakeGroups", "backend_of", "fake_collectives"]

@@ -40,7 +40,9 @@ def blocks_of(mesh: Mesh, axes: Axis | tuple[Axis, ...], length: int) -> list[tu
     [(0, 2), (4, 6), (1, 3), (5, 7)]
     """
     groups = mesh.groups(axes)
-    return [ranks[at : at + length] for ranks in groups for at in range(0, len(ranks), length)]
+    return [
+        ranks[start : start + length] for ranks in groups for start in range(0, len(ranks), length)
+    ]
 
 
 # -- two levels of a group ----------------------------------------------------------------------------------
@@ -77,9 +79,9 @@ def block_length(hosts: Sequence[int]) -> int:
     >>> block_length([7, 7, 3, 3])
     2
     """
-    starts = [0] + [at for at, (a, b) in enumerate(pairwise(hosts), 1) if a != b]
+    starts = [0] + [rank for rank, (a, b) in enumerate(pairwise(hosts), 1) if a != b]
     length = len(hosts) // len(starts) if hosts else 1
-    is_even = all(start == at * length for at, start in enumerate(starts))
+    is_even = all(start == number * length for number, start in enumerate(starts))
     in_order = len(set(hosts)) == len(starts)
     return length if is_even and in_order and length * len(starts) == len(hosts) else 1
 
@@ -130,8 +132,9 @@ class AxisGroups(ABC):
         """
         size = whole.world_size
         wholes = blocks_of(self.mesh, axes, size)
-        inside = [ranks[at : at + length] for ranks in wholes for at in range(0, size, length)]
-        across = [ranks[at::length] for ranks in wholes for at in range(length)]
+        starts, places = range(0, size, length), range(length)
+        inside = [ranks[start : start + length] for ranks in wholes for start in starts]
+        across = [ranks[place::length] for ranks in wholes for place in places]
         levels = [
             whole if len(groups[0]) == size else self._open_own(groups, axes)
             for groups in (inside, across)
@@ -140,9 +143,9 @@ class AxisGroups(ABC):
 
     def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
         """As `along`, with the ranks whose place on the tensor axis is in the same set as this one's."""
-        at = self.mesh.coordinates
+        coordinates = self.mesh.coordinates
         groups = [
-            [rank for rank in ranks if at(rank).tensor in places]
+            [rank for rank in ranks if coordinates(rank).tensor in places]
             for ranks in self.mesh.groups(axes)
             for places in tensor_sets
         ]
@@ -155,18 +158,19 @@ class AxisGroups(ABC):
         by_slice: Only those with the same place on the tensor axis as this rank.
         """
         axes: tuple[Axis, ...] = ("pipe", "data", "sequence") + (() if by_slice else ("tensor",))
-        at = self.mesh.coordinates
+        coordinates = self.mesh.coordinates
         groups = [
-            [rank for rank in ranks if at(rank).pipe in stages] for ranks in self.mesh.groups(axes)
+            [rank for rank in ranks if coordinates(rank).pipe in stages]
+            for ranks in self.mesh.groups(axes)
         ]
         return self._open(groups, axes)
 
     def _open_own(
         self, groups: Sequence[Sequence[int]], axes: Axis | tuple[Axis, ...], use: str = ""
     ) -> Collectives:
-        found = self._open(groups, (axes,) if isinstance(axes, str) else tuple(axes), use)
-        assert found is not None
-        return found
+        collectives = self._open(groups, (axes,) if isinstance(axes, str) else tuple(axes), use)
+        assert collectives is not None
+        return collectives
 
 
 @final
@@ -222,16 +226,16 @@ class MeshGroups(AxisGroups):
     ) -> Collectives | None:
         for ranks in groups:
             self._make(ranks, use)
-        own = next((ranks for ranks in groups if self.rank in ranks), None)
-        if own is None:
+        members = next((ranks for ranks in groups if self.rank in ranks), None)
+        if members is None:
             return None
         device = self._collectives.device
-        if len(own) == 1:
+        if len(members) == 1:
             return open_collectives(None, device)
-        part_of = PartOf(self._collectives, tuple(own))
-        found = open_collectives(self._make(own, use), device, part_of, self._section)
-        self.opened.append(found)
-        return found
+        part_of = PartOf(self._collectives, tuple(members))
+        collectives = open_collectives(self._make(members, use), device, part_of, self._section)
+        self.opened.append(collectives)
+        return collectives
 
     def _make(self, ranks: Sequence[int], use: str) -> Any:
         if len(ranks) == 1 or (len(ranks) == self.mesh.size and not use):
@@ -255,8 +259,8 @@ class MeshGroups(AxisGroups):
             record.members = tuple(ranks)
             if self.rank not in ranks or dist.get_backend(self._world) != "gloo":
                 return dist.new_group(list(ranks), timeout=self._timeout)
-            at = ranks.index(self.rank)
-            after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
+            place = ranks.index(self.rank)
+            after, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
             made: list[Any] = []
             failed: list[tuple[Exception, int | None]] = []
 

@@ -72,31 +72,31 @@ def member_of(
 
 def open_nccl(member: Member, part_of: PartOf | None = None) -> Collectives:
     """The collectives of torch's own backend, e.g. NCCL."""
-    found = Collectives(NcclBackend(member), part_of)
+    collectives = Collectives(NcclBackend(member), part_of)
     if member.device.type == "cuda":  # waits return before the work is done
-        found.watch.probe = Probe(member.device)
-    return found
+        collectives.watch.probe = Probe(member.device)
+    return collectives
 
 
 def _open_on_host(
     member: Member, group: dist.ProcessGroup, part_of: PartOf | None, section: Communication
 ) -> Collectives:
-    found = Collectives(GlooBackend(member), part_of)
+    collectives = Collectives(GlooBackend(member), part_of)
     if not section.shared_memory:
-        return found
-    neighbours, reason = connect(found)
+        return collectives
+    neighbours, reason = connect(collectives)
     if neighbours is None:
         if reason and part_of is None:  # the reason of a part of a group is that of the whole group
             log.warning("%s: %s", NO_SHARED_MEMORY, reason)
-        return found
+        return collectives
     seconds = timeout_of(group, member.device) or DEFAULT_TIMEOUT_SECONDS
     if len(set(neighbours.hosts)) == 1:
-        found.replace_backend(SharedMemoryBackend(member, neighbours, seconds))
-        return found
+        collectives.replace_backend(SharedMemoryBackend(member, neighbours, seconds))
+        return collectives
     machines = MachinesBackend(member, neighbours, seconds, is_hierarchical=section.hierarchical)
-    found.replace_backend(machines)
-    found.traffic.is_across = machines.is_across
-    return found
+    collectives.replace_backend(machines)
+    collectives.traffic.is_across = machines.is_across
+    return collectives
 
 
 __all__ = ["PartOf", "member_of", "open_collectives", "open_nccl"]

@@ -168,27 +168,27 @@ class PointToPointBackend(Backend):
 
     def _reduce_parts(self, flat: Tensor, tag: int) -> Handle:
         """Add this rank's part, then send the sum to all ranks."""
-        of = self._parts_of(flat)
-        own = of[self.rank]
-        parts = {self.rank: own}
+        flat_parts = self._parts_of(flat)
+        own_part = flat_parts[self.rank]
+        parts = {self.rank: own_part}
         for peer in self._peers:
-            parts[peer] = self._scratch.take(own.numel(), flat.dtype, flat.device)
-        receives = [(peer, parts[peer]) for peer in self._peers if own.numel()]
-        sends = [(peer, of[peer]) for peer in self._peers if of[peer].numel()]
+            parts[peer] = self._scratch.take(own_part.numel(), flat.dtype, flat.device)
+        receives = [(peer, parts[peer]) for peer in self._peers if own_part.numel()]
+        sends = [(peer, flat_parts[peer]) for peer in self._peers if flat_parts[peer].numel()]
 
         def finish() -> None:
-            sum_in_order(own, [parts[rank] for rank in range(self.world_size)], add=False)
+            sum_in_order(own_part, [parts[rank] for rank in range(self.world_size)], add=False)
             for peer in self._peers:
                 self._scratch.give(parts[peer])
-            self._send_sums(of, tag)
+            self._send_sums(flat_parts, tag)
 
         return self._transfer(tag, receives, sends, finish)
 
-    def _send_sums(self, of: Sequence[Tensor], tag: int) -> None:
+    def _send_sums(self, flat_parts: Sequence[Tensor], tag: int) -> None:
         """Send this rank's part to all ranks, and receive theirs."""
-        own = of[self.rank]
-        receives = [(peer, of[peer]) for peer in self._peers if of[peer].numel()]
-        sends = [(peer, own) for peer in self._peers if own.numel()]
+        own_part = flat_parts[self.rank]
+        receives = [(peer, flat_parts[peer]) for peer in self._peers if flat_parts[peer].numel()]
+        sends = [(peer, own_part) for peer in self._peers if own_part.numel()]
         self._transfer(tag, receives, sends).wait()
 
     def _parts_of(self, flat: Tensor) -> list[Tensor]:
@@ -230,9 +230,9 @@ class PointToPointBackend(Backend):
 
     def gather_small(self, values: Tensor, buffer: int) -> Tensor:
         table, tag = self._table_of(values, buffer)
-        own = table[self.rank]
+        own_row = table[self.rank]
         receives = [(peer, table[peer]) for peer in self._peers]
-        self._exchange(tag, receives, [(peer, own) for peer in self._peers])
+        self._exchange(tag, receives, [(peer, own_row) for peer in self._peers])
         return table
 
     def start_gather_small(self, values: Tensor, buffer: int) -> tuple[Tensor, Handle]:

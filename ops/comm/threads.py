@@ -61,8 +61,8 @@ class LightThread:
             self._thread.start()
         done = threading.Lock()
         done.acquire()
-        found: list[BaseException] = []
-        self._jobs.append((job, found, done))
+        errors: list[BaseException] = []
+        self._jobs.append((job, errors, done))
         self._begin.release()
         try:
             done.acquire()
@@ -70,7 +70,7 @@ class LightThread:
         except BaseException:
             self._restart()
             raise
-        return found[0] if found else None
+        return errors[0] if errors else None
 
     def needs(self, thread: _Thread) -> bool:
         """Whether the idle `thread` may get another job."""
@@ -116,11 +116,11 @@ class _Thread(threading.Thread):
                 return
 
     def _serve(self) -> None:
-        job, found, done = self._jobs.pop()
+        job, errors, done = self._jobs.pop()
         try:
             job()
         except BaseException as error:
-            found.append(error)
+            errors.append(error)
         del job  # it refers to tensors
         done.release()
 

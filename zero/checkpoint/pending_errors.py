@@ -64,11 +64,11 @@ class ErrorRestore:
     def _plan(self, master: Master) -> list[Target]:
         flat = self._snapshot.flats[self._snapshot.number_of(master)]
         layout, device = master.params.layout, master.raw.device
-        own = layout.shard_range(master.rank)
-        found = {
+        bounds = layout.shard_range(master.rank)
+        saved_keys = {
             key for piece in pieces(flat, 0, flat.numel) for key in self._catalogue.keys_of(piece)
         }
-        keys = sorted(key for key in found if key.startswith(ERROR))
+        keys = sorted(key for key in saved_keys if key.startswith(ERROR))
         targets: list[Target] = []
 
         def read(key: str, start: int, stop: int, into: Tensor) -> Tensor:
@@ -83,12 +83,12 @@ class ErrorRestore:
         elif keys:
             parts = torch.empty((len(keys), layout.shard_numel), device=device)
             for key, row in zip(keys, parts, strict=True):
-                read(key, *own, row)
-        if SERVER in found:
-            server = read(SERVER, *own, torch.empty(layout.shard_numel, device=device))
-        if COPY in found and master.is_sharded:
+                read(key, *bounds, row)
+        if SERVER in saved_keys:
+            server = read(SERVER, *bounds, torch.empty(layout.shard_numel, device=device))
+        if COPY in saved_keys and master.is_sharded:
             dtype = master.params.dtype
-            copy = read(COPY, *own, torch.empty(layout.shard_numel, dtype=dtype, device=device))
+            copy = read(COPY, *bounds, torch.empty(layout.shard_numel, dtype=dtype, device=device))
         self._plans.append(_Plan(master, error, parts, server, copy))
         return targets
 
@@ -101,29 +101,29 @@ class ErrorRestore:
 
     def finish_values(self) -> None:
         """Set the values that forward computes with, where they are close to the masters. After the states."""
-        for one in self._plans:
-            one.master.has_sent_delta = one.copy is not None
-            if one.copy is not None:
-                one.master.compute.copy_(one.copy)
+        for plan in self._plans:
+            plan.master.has_sent_delta = plan.copy is not None
+            if plan.copy is not None:
+                plan.master.compute.copy_(plan.copy)
 
     def finish(self) -> None:
         """Set the errors. For all ranks: at another number of ranks each sends its part of them."""
-        for one in self._plans:
-            error = one.error if one.parts is None else _spread(one.master, one.parts)
+        for plan in self._plans:
+            error = plan.error if plan.parts is None else _spread(plan.master, plan.parts)
             pending = None
             if error is not None:
                 pending = PendingError(
-                    error, one.server, self._unit, self._steps, self._holds_momentum
+                    error, plan.server, self._unit, self._steps, self._holds_momentum
                 )
-            one.master.grads.reducer.restore(pending)
+            plan.master.grads.reducer.restore(pending)
 
 
 def _spread(master: Master, parts: Tensor) -> Tensor:
     """An equal part of the sum of the errors `parts` [ranks, n], of all elements."""
     collectives, layout = master.params.collectives, master.params.layout
     full = torch.empty(layout.numel, device=parts.device)
-    own = parts.sum(0).div_(master.grads.group.everyone.world_size)
-    collectives.all_gather(full, own, buffer=master.params.index, kind="access").wait()
+    mean = parts.sum(0).div_(master.grads.group.everyone.world_size)
+    collectives.all_gather(full, mean, buffer=master.params.index, kind="access").wait()
     return full
 
 

@@ -156,12 +156,12 @@ class _Index(Generic[Held]):
 
     def __init__(self, ranges: Iterable[Held]) -> None:
         self._sorted: dict[int, dict[str, list[Held]]] = {}
-        for one in ranges:
-            self._sorted.setdefault(one.flat, {}).setdefault(one.key, []).append(one)
+        for elements in ranges:
+            self._sorted.setdefault(elements.flat, {}).setdefault(elements.key, []).append(elements)
         for keys in self._sorted.values():
-            for key, found in keys.items():
-                found.sort(key=lambda one: one.start)
-                for before, after in pairwise(found):
+            for key, of_key in keys.items():
+                of_key.sort(key=lambda elements: elements.start)
+                for before, after in pairwise(of_key):
                     if before.stop > after.start:
                         raise ValueError(f"two ranges of {key} claim element {after.start}")
 
@@ -170,13 +170,13 @@ class _Index(Generic[Held]):
 
     def between(self, flat: int, key: str, start: int, stop: int) -> Iterator[Held]:
         """The ranges that have an element in [start, stop), in order."""
-        found = self._sorted.get(flat, {}).get(key, [])
-        at = bisect_right(found, start, key=lambda one: one.start)
-        for one in found[max(at - 1, 0) :]:
-            if one.start >= stop:
+        in_order = self._sorted.get(flat, {}).get(key, [])
+        following = bisect_right(in_order, start, key=lambda elements: elements.start)
+        for elements in in_order[max(following - 1, 0) :]:
+            if elements.start >= stop:
                 return
-            if one.stop > start:
-                yield one
+            if elements.stop > start:
+                yield elements
 
 
 @final
@@ -240,62 +240,62 @@ class Catalogue:
 
     def group_of(self, param: str) -> int | None:
         """The hyperparameter group of a parameter that was trained."""
-        found = [slot for n, slot in self._places_of("param", param) if self._flats[n].trains]
-        return found[0].group if found else None
+        trained = [slot for n, slot in self._places_of("param", param) if self._flats[n].trains]
+        return trained[0].group if trained else None
 
     def copies(self, piece: TargetPiece, key: str) -> list[Copy]:
         """The copies of the elements of `piece`, without elements that the checkpoint does not have."""
-        found = []
+        copies = []
         for number, slot, runs in self._parts(piece):
             low, high = slot.offset + runs.there, slot.offset + runs.there_stop
-            for one in self._ranges.between(number, key, low, high):
-                inside = (one.start - slot.offset, one.stop - slot.offset)
+            for elements in self._ranges.between(number, key, low, high):
+                inside = (elements.start - slot.offset, elements.stop - slot.offset)
                 for part in clipped(runs.turned(), *inside):
-                    found.append(_copy(one, part, slot, piece))
-        return found
+                    copies.append(_copy(elements, part, slot, piece))
+        return copies
 
     def uncovered(self) -> list[str]:
         """Names of which the checkpoint lacks some element."""
-        found = []
+        names = []
         for (kind, name), places in self._places.items():
             number, slot = places[0]
             key = f"state/{name.rpartition('/')[2]}" if kind == "state" else "value"
             whole = whole_piece(kind, slot)
-            there = self.copies(whole, key)
-            if self._flats[number].has_values and sum(c.total_numel for c in there) != whole.stop:
-                found.append(name)
-        return found
+            copies = self.copies(whole, key)
+            if self._flats[number].has_values and sum(c.total_numel for c in copies) != whole.stop:
+                names.append(name)
+        return names
 
     def keys_of(self, piece: TargetPiece) -> dict[str, str]:
         """Key -> dtype of all ranges in the checkpoint that overlap `piece`."""
-        found = {}
+        dtypes = {}
         for number, low, high in self._spans(piece):
             for key in self._ranges.keys(number):
-                for one in self._ranges.between(number, key, low, high):
-                    found[key] = one.dtype
-        return found
+                for elements in self._ranges.between(number, key, low, high):
+                    dtypes[key] = elements.dtype
+        return dtypes
 
     def numels_of(self, piece: TargetPiece) -> dict[str, int]:
         """Key -> elements of `piece` that the checkpoint has of it, in ranges or as constants."""
-        found: dict[str, int] = {}
+        numels: dict[str, int] = {}
         for number, slot, runs in self._parts(piece):
             low, high = slot.offset + runs.there, slot.offset + runs.there_stop
             for index in (self._ranges, self._constants):
                 for key in index.keys(number):
-                    for one in index.between(number, key, low, high):
-                        inside = (one.start - slot.offset, one.stop - slot.offset)
+                    for elements in index.between(number, key, low, high):
+                        inside = (elements.start - slot.offset, elements.stop - slot.offset)
                         parts = clipped(runs.turned(), *inside)
                         numel = sum(part.count * part.numel for part in parts)
-                        found[key] = found.get(key, 0) + numel
-        return found
+                        numels[key] = numels.get(key, 0) + numel
+        return numels
 
     def constants_of(self, piece: TargetPiece) -> list[ConstantRange]:
         """Every constant that applies to an element of `piece`."""
         return [
-            one
+            constant
             for number, low, high in self._spans(piece)
             for key in self._constants.keys(number)
-            for one in self._constants.between(number, key, low, high)
+            for constant in self._constants.between(number, key, low, high)
         ]
 
     def _spans(self, piece: TargetPiece) -> Iterator[tuple[int, int, int]]:
@@ -324,8 +324,8 @@ class Catalogue:
 
     def met(self, flats: Sequence[SavedFlat]) -> str:
         """One "0" or "1" for each tensor of the checkpoint: "1" if `flats` have its elements."""
-        found = {self._place(flat.kind, slot.name) for flat in flats for slot in flat.slots}
-        spots = {(one[0], one[1].offset) for one in found if one is not None}
+        known = {self._place(flat.kind, slot.name) for flat in flats for slot in flat.slots}
+        spots = {(place[0], place[1].offset) for place in known if place is not None}
         return "".join(
             "1" if (places[0][0], places[0][1].offset) in spots else "0"
             for places in self._places.values()
@@ -336,8 +336,10 @@ class Catalogue:
 
         met_elsewhere: "1" for each tensor that other ranks have, as `met` returns it.
         """
-        own = {(f.kind, s.name): s.whole_shape for f in flats for s in f.slots if f.kind != "state"}
-        saved = {place: self._place(*place) for place in own}
+        model_shapes = {
+            (f.kind, s.name): s.whole_shape for f in flats for s in f.slots if f.kind != "state"
+        }
+        saved = {place: self._place(*place) for place in model_shapes}
         met = {
             (saved_as[0], saved_as[1].offset) for saved_as in saved.values() if saved_as is not None
         }
@@ -360,9 +362,9 @@ class Catalogue:
             ),
             shapes=tuple(
                 f"{name} is {list(saved_as[1].whole_shape)} in the checkpoint and "
-                f"{list(own[kind, name])} in the model"
+                f"{list(model_shapes[kind, name])} in the model"
                 for (kind, name), saved_as in saved.items()
-                if saved_as is not None and saved_as[1].whole_shape != own[kind, name]
+                if saved_as is not None and saved_as[1].whole_shape != model_shapes[kind, name]
             )
             + tuple(
                 f"{place[1]} is {self._flats[saved_as[0]].dtype} in the checkpoint and "
@@ -376,14 +378,14 @@ class Catalogue:
 
 def pieces(flat: SavedFlat, start: int, stop: int) -> list[TargetPiece]:
     """The parts of slots that lie in [start, stop) of `flat`; targets count from `start`."""
-    found = []
+    targets = []
     for slot in flat.slots:
         low, high = overlap((slot.offset, slot.stop), (start, stop))
         if low < high:
             inside = (low - slot.offset, high - slot.offset)
             order = slot.box, slot.channels_last
-            found.append(TargetPiece(flat.kind, slot.name, *inside, low - start, *order))
-    return found
+            targets.append(TargetPiece(flat.kind, slot.name, *inside, low - start, *order))
+    return targets
 
 
 def whole_piece(kind: str, slot: Slot) -> TargetPiece:
@@ -400,22 +402,31 @@ def _common(piece: TargetPiece, slot: Slot) -> list[StridedRuns]:
     if piece.box is not None or slot.box is not None:
         return []  # tensor ranks cut no convolutions
     runs = runs_to_channels_last(shape)
-    return [one.turned() for one in runs] if piece.channels_last else runs
+    return [run.turned() for run in runs] if piece.channels_last else runs
 
 
-def _copy(one: Range, part: StridedRuns, slot: Slot, piece: TargetPiece) -> Copy:
+def _copy(elements: Range, part: StridedRuns, slot: Slot, piece: TargetPiece) -> Copy:
     """The copy of `part`, whose `here` is in the slot and `there` in the tensor of `piece`."""
-    source = slot.offset + part.here - one.start
+    source = slot.offset + part.here - elements.start
     target = piece.target + part.there - piece.start
     steps = part.here_step, part.there_step
-    return Copy(one.file, one.tensor, one.dtype, source, target, part.numel, part.count, *steps)
+    return Copy(
+        elements.file,
+        elements.tensor,
+        elements.dtype,
+        source,
+        target,
+        part.numel,
+        part.count,
+        *steps,
+    )
 
 
 def merged(copies: Sequence[Copy]) -> list[Copy]:
     """The same copies; copies that are adjacent in the file and at the target become one."""
-    found: list[Copy] = []
+    joined: list[Copy] = []
     for copy in copies:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if (
             last is not None
             and last.count == copy.count == 1
@@ -423,10 +434,10 @@ def merged(copies: Sequence[Copy]) -> list[Copy]:
             and last.source + last.numel == copy.source
             and last.target + last.numel == copy.target
         ):
-            found[-1] = replace(last, numel=last.numel + copy.numel)
+            joined[-1] = replace(last, numel=last.numel + copy.numel)
         else:
-            found.append(copy)
-    return found
+            joined.append(copy)
+    return joined
 
 
 def share(flat: SavedFlat, rank: int, world_size: int, turn: int) -> tuple[int, int]:
@@ -441,14 +452,16 @@ def share(flat: SavedFlat, rank: int, world_size: int, turn: int) -> tuple[int, 
     return cut(flat.numel, world_size)[rank]
 
 
-def share_of_replica(own: tuple[int, int], replica: tuple[int, int], turn: int) -> tuple[int, int]:
-    """[start, stop) of the shard `own` that this rank writes. replica: its number, and how many have the shard.
+def share_of_replica(
+    shard: tuple[int, int], replica: tuple[int, int], turn: int
+) -> tuple[int, int]:
+    """[start, stop) of `shard` that this rank writes. replica: its number, and how many have the shard.
 
     Small shards are each written by one replica, in turn by `turn`.
     """
     number, count = replica
-    start, stop = own
+    start, stop = shard
     if stop - start < SPLIT_NUMEL * count:
-        return own if turn % count == number else (start, start)
+        return shard if turn % count == number else (start, start)
     low, high = cut(stop - start, count)[number]
     return start + low, start + high

@@ -85,12 +85,12 @@ class Restore:
                 here = [replace(piece, channels_last=False) for piece in here]
             values = self._constants(here, held)
             for key, dtype in self._keys(here):
-                found = [c for p in here for c in self._catalogue.copies(p, f"state/{key}")]
-                is_whole = sum(c.total_numel for c in found) == sum(p.stop - p.start for p in here)
+                copies = [c for p in here for c in self._catalogue.copies(p, f"state/{key}")]
+                is_whole = sum(c.total_numel for c in copies) == sum(p.stop - p.start for p in here)
                 shape = tuple(held.tensor.shape)
                 tensor, is_fresh = self._tensor_for(held, key, shape, dtype, keeps=is_whole)
                 values[key] = tensor
-                targets.append(target_for(tensor, found, is_fresh=is_fresh))
+                targets.append(target_for(tensor, copies, is_fresh=is_fresh))
             targets += self._plan_whole(held, here, values)
             self._states.append(_NewState(held, values, is_padding=not here))
         self._fill_padding()
@@ -109,55 +109,55 @@ class Restore:
 
     def _keys(self, here: list[TargetPiece]) -> list[tuple[str, str]]:
         """Key and dtype of every per-element state of a range."""
-        found: dict[str, str] = {}
+        dtypes: dict[str, str] = {}
         each = [self._catalogue.keys_of(piece) for piece in here]
         for keys in each:
-            found.update({k: v for k, v in keys.items() if k.startswith("state/")})
+            dtypes.update({k: v for k, v in keys.items() if k.startswith("state/")})
         for piece, keys in zip(here, each, strict=True):
-            for key in found:
-                there = self._catalogue.copies(piece, key) if key in keys else []
-                if sum(copy.total_numel for copy in there) != piece.stop - piece.start:
+            for key in dtypes:
+                copies = self._catalogue.copies(piece, key) if key in keys else []
+                if sum(copy.total_numel for copy in copies) != piece.stop - piece.start:
                     self.missing.append(f"{piece.name}/{key.removeprefix('state/')}")
-        return [(key.removeprefix("state/"), dtype) for key, dtype in found.items()]
+        return [(key.removeprefix("state/"), dtype) for key, dtype in dtypes.items()]
 
     def _constants(self, here: list[TargetPiece], held: Held) -> dict[str, Any]:
         """The values that all elements of a range share; their sources in the checkpoint must agree."""
-        found: dict[str, ConstantRange] = {}
+        shared: dict[str, ConstantRange] = {}
         numbers: dict[str, Any] = {}
         optimizer = self._snapshot.optimizer
         by_part = () if optimizer is None else optimizer.part_states
         for piece in here:
-            for one in self._catalogue.constants_of(piece):
-                key = one.key.removeprefix("state/")
+            for constant in self._catalogue.constants_of(piece):
+                key = constant.key.removeprefix("state/")
                 if key in by_part:
-                    numbers.setdefault(key, PartNumbers())[piece.name] = one.value
+                    numbers.setdefault(key, PartNumbers())[piece.name] = constant.value
                     continue
-                first = found.setdefault(one.key, one)
-                if not _same(first.value, one.value):
+                first = shared.setdefault(constant.key, constant)
+                if not _same(first.value, constant.value):
                     self.problems.append(
-                        f"{one.key.removeprefix('state/')} is {one.value} for {piece.name}, {first.value} for "
-                        "a parameter that shares one number with it in this layout"
+                        f"{constant.key.removeprefix('state/')} is {constant.value} for {piece.name}, "
+                        f"{first.value} for a parameter that shares one number with it in this layout"
                     )
         constants = {
-            key.removeprefix("state/"): self._constant(one, held.tensor)
-            for key, one in found.items()
+            key.removeprefix("state/"): self._constant(constant, held.tensor)
+            for key, constant in shared.items()
         }
         if constants or numbers:
             numbers = {key: PartNumbers() for key in by_part} | numbers
         return constants | numbers
 
-    def _constant(self, one: ConstantRange, tensor: Tensor) -> Any:
-        dtype = one.dtype
-        is_count = one.key == f"state/{STEP}" and isinstance(one.value, int | float)
+    def _constant(self, constant: ConstantRange, tensor: Tensor) -> Any:
+        dtype = constant.dtype
+        is_count = constant.key == f"state/{STEP}" and isinstance(constant.value, int | float)
         optimizer = self._snapshot.optimizer
         assert optimizer is not None
         if dtype is None and is_count and optimizer.counts_in_tensors:
             dtype = "float32"
         if dtype is None:
-            return one.value
-        beside = one.on_device or optimizer.has_scalars_beside(tensor)
+            return constant.value
+        beside = constant.on_device or optimizer.has_scalars_beside(tensor)
         where = tensor.device if beside else torch.device("cpu")
-        return torch.full(one.shape, one.value, dtype=getattr(torch, dtype), device=where)
+        return torch.full(constant.shape, constant.value, dtype=getattr(torch, dtype), device=where)
 
     def _tensor_for(
         self, held: Held, key: str, shape: tuple[int, ...], dtype: str, *, keeps: bool = True
@@ -191,8 +191,8 @@ class Restore:
                 tensor, is_fresh = self._tensor_for(held, key, shape, saved.dtype)
                 piece = TargetPiece("state", full, 0, saved.numel, 0)
                 values[key] = tensor
-                found = self._catalogue.copies(piece, f"state/{key}")
-                targets.append(target_for(tensor, found, is_fresh=is_fresh))
+                copies = self._catalogue.copies(piece, f"state/{key}")
+                targets.append(target_for(tensor, copies, is_fresh=is_fresh))
         return targets
 
     def plan_grads(self) -> list[Target]:
@@ -202,16 +202,16 @@ class Restore:
             layout = master.params.layout
             start, stop = layout.shard_range(master.rank)
             here = self._pieces(self._snapshot.number_of(master), start, stop)
-            found = [copy for piece in here for copy in self._catalogue.copies(piece, "grad")]
-            dtypes = {copy.dtype for copy in found}
-            if found:
+            copies = [copy for piece in here for copy in self._catalogue.copies(piece, "grad")]
+            dtypes = {copy.dtype for copy in copies}
+            if copies:
                 total = torch.empty(
                     layout.shard_numel,
                     dtype=getattr(torch, dtypes.pop()),
                     device=master.tensor.device,
                 )
                 self._grads.append((master.grads, total))
-                targets.append(target_for(total, found, is_fresh=True))
+                targets.append(target_for(total, copies, is_fresh=True))
         return targets
 
     def plan_locals(self, saved: Mapping[str, Any], *, any_held: bool) -> None:
@@ -223,17 +223,17 @@ class Restore:
         for master in self._snapshot.masters:
             flat = self._snapshot.flats[self._snapshot.number_of(master)]
             number = self._catalogue.number_of(flat)
-            one = saved.get(str(number))
-            if number is None or one is None:
+            sums = saved.get(str(number))
+            if number is None or sums is None:
                 continue
             layout = master.params.layout
-            is_same = tuple(one["local"].shape) == (layout.numel,)
+            is_same = tuple(sums["local"].shape) == (layout.numel,)
             orders = [slot.channels_last for slot in layout.slots]
             is_same = is_same and orders == self._catalogue.orders_of(number)
-            if not is_same or len(one["filled"]) != len(layout.slots):
+            if not is_same or len(sums["filled"]) != len(layout.slots):
                 self.problems.append("its unfinished step was saved with other flat buffers")
                 continue
-            self._locals.append((master.grads, one["local"], one["filled"]))
+            self._locals.append((master.grads, sums["local"], sums["filled"]))
 
     def plan_pending_errors(self, unit: float, steps: int, *, holds_momentum: bool) -> list[Target]:
         """Targets for the pending errors. The arguments: see `PendingError`, of the checkpoint."""
@@ -299,8 +299,9 @@ class Restore:
         sharded.wait_published()
 
 
-def _same(one: Any, two: Any) -> bool:
-    return bool(one == two) or (one != one and two != two)  # nan counts as equal to nan
+def _same(first: Any, second: Any) -> bool:
+    # nan counts as equal to nan
+    return bool(first == second) or (first != first and second != second)
 
 
 def _like(state: Any, theirs: Tensor, ours: Tensor) -> Any:

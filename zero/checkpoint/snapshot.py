@@ -143,8 +143,8 @@ class Snapshot:
         """
         group = self._groups[flat]
         if flat < len(self._layouts):
-            own = self._layouts[flat].shard_range(group.collectives.rank)
-            return share_of_replica(own, group.replica, flat)
+            shard = self._layouts[flat].shard_range(group.collectives.rank)
+            return share_of_replica(shard, group.replica, flat)
         everyone = group.everyone
         # stages number a flat that they share differently
         is_data = everyone is self._data.everyone
@@ -228,9 +228,9 @@ class Snapshot:
                 if place is not None:
                     yield self._held(tensor, *place, number)
 
-    def _held(self, tensor: Tensor, master: Master, at: int, group: int) -> Held:
+    def _held(self, tensor: Tensor, master: Master, offset: int, group: int) -> Held:
         layout = master.params.layout
-        start = at + (layout.shard_range(master.rank)[0] if master.is_sharded else 0)
+        start = offset + (layout.shard_range(master.rank)[0] if master.is_sharded else 0)
         number = self.number_of(master)
         slot = None if master.is_sharded else self._slots[number].get(start)
         is_tensor = slot is not None and slot.shape == tensor.shape and slot.box is None
@@ -347,8 +347,8 @@ class Snapshot:
 
     def pending_error_state(self) -> dict[str, Any]:
         """What the errors are, for the manifest: the numbers of `PendingError`, the same for all buffers."""
-        found = (master.grads.reducer.pending_error for master in self.masters)
-        pending = next((pending for pending in found if pending is not None), None)
+        errors = (master.grads.reducer.pending_error for master in self.masters)
+        pending = next((pending for pending in errors if pending is not None), None)
         return {
             "owed_unit": None if pending is None else pending.unit,
             "owed_steps": 0 if pending is None else pending.steps,
@@ -375,12 +375,12 @@ class Snapshot:
 
     def grad_locals(self) -> dict[int, tuple[Tensor, list[bool]]]:
         """By flat: this rank's sums that are not reduced yet, and the slots that have values."""
-        found = {}
+        sums = {}
         for master in self.masters:
             held = master.grads.sums()
             if held.local is not None:
-                found[self.number_of(master)] = (held.local, held.filled)
-        return found
+                sums[self.number_of(master)] = (held.local, held.filled)
+        return sums
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -62,11 +62,11 @@ def _zero_rest(flat: Tensor, copies: list[Copy]) -> None:
         if sum(copy.total_numel for copy in copies) != flat.numel():
             flat.zero_()
         return
-    at = 0
+    filled = 0
     for copy in sorted(copies, key=lambda copy: copy.target):
-        flat[at : copy.target].zero_()
-        at = max(at, copy.target + copy.numel)
-    flat[at:].zero_()
+        flat[filled : copy.target].zero_()
+        filled = max(filled, copy.target + copy.numel)
+    flat[filled:].zero_()
 
 
 __all__ = ["Target", "target_for"]

@@ -313,8 +313,8 @@ class Gatherer:
         """
         dropped = [unit for unit in self._units if not unit.is_unsharded]
         try:
-            for at, unit in enumerate(dropped):
-                for following in dropped[at : at + 2]:
+            for number, unit in enumerate(dropped):
+                for following in dropped[number : number + 2]:
                     following.hold()
                 unit.unshard()
                 self._put_off.discard(unit)

@@ -182,7 +182,7 @@ class GradBucket:
         if not waiting:
             return
         self.total.open_local()
-        if self.local.is_filled and any(self.local.filled[at] for at in waiting):
+        if self.local.is_filled and any(self.local.filled[position] for position in waiting):
             self.total.before_arithmetic(adds=True)  # every slot may have an earlier sum then
         self.local.collect(waiting)
 

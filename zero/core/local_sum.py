@@ -78,7 +78,7 @@ class LocalSum:
     @property
     def waiting(self) -> list[int]:
         """Slots whose gradient is still in `.grad`."""
-        return [at for at, param in enumerate(self.params) if param.grad is not None]
+        return [position for position, param in enumerate(self.params) if param.grad is not None]
 
     @property
     def is_filled(self) -> bool:
@@ -110,16 +110,16 @@ class LocalSum:
         views = self._views
         copied: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for at in waiting:
-            grad, self.params[at].grad = self.params[at].grad, None
+        for position in waiting:
+            grad, self.params[position].grad = self.params[position].grad, None
             assert grad is not None
             if grad.layout != torch.strided:
-                self.add(at, grad)
+                self.add(position, grad)
                 continue
-            into = added if self.filled[at] else copied
-            into[0].append(views[at])
+            into = added if self.filled[position] else copied
+            into[0].append(views[position])
             into[1].append(grad)
-            self.filled[at] = True
+            self.filled[position] = True
         if copied[0]:
             torch._foreach_copy_(*copied)
             if self.factor != 1.0:

@@ -86,9 +86,9 @@ class OptimizerTensors:
 Range = tuple[int, int]
 
 
-def clip(ranges: Iterable[Range], at: int, numel: int) -> list[Range]:
-    """The parts of `ranges` in [at, at + numel), relative to `at`."""
-    clipped = [(max(low - at, 0), min(high - at, numel)) for low, high in ranges]
+def clip(ranges: Iterable[Range], start: int, numel: int) -> list[Range]:
+    """The parts of `ranges` in [start, start + numel), relative to `start`."""
+    clipped = [(max(low - start, 0), min(high - start, numel)) for low, high in ranges]
     return [(low, high) for low, high in clipped if low < high]
 
 
@@ -136,8 +136,8 @@ class FrozenValues:
         for item in master.items:
             if clip(ranges, item.start, item.master.numel()):
                 optimizer.make_states(item)
-        for tensor, at in tensors:
-            inside = clip(ranges, at, tensor.numel())
+        for tensor, offset in tensors:
+            inside = clip(ranges, offset, tensor.numel())
             state = optimizer.states.get(tensor, {}) if inside else {}
             if state:
                 self.keep_state(state, tensor.numel(), inside)
@@ -162,18 +162,18 @@ def _reset_first_states(optimizer: ShardOptimizer, tensor: Tensor, ranges: Seque
 
 
 def states_of_others(
-    optimizer: ShardOptimizer, own: Sequence[Tensor], master: Tensor, group: int
+    optimizer: ShardOptimizer, in_master: Sequence[Tensor], master: Tensor, group: int
 ) -> dict[str, Any] | None:
     """States for a parameter of hyperparameter group `group`, without elements; None before the first step.
 
     First those of the same group: an optimizer may keep other states for other groups.
 
     Args:
-        own: the optimizer's tensors in `master`, whose states are returned as they are.
+        in_master: the optimizer's tensors in `master`, whose states are returned as they are.
     """
     states = optimizer.states
     alike = {id(tensor) for tensor in optimizer.param_groups[group]["params"]}
-    order = sorted([*own, *states], key=lambda tensor: id(tensor) not in alike)
+    order = sorted([*in_master, *states], key=lambda tensor: id(tensor) not in alike)
     source = next((tensor for tensor in order if states.get(tensor)), None)
     if source is None:
         return None
@@ -181,7 +181,7 @@ def states_of_others(
         keys = optimizer.state_keys(optimizer.param_groups[group])
         if keys is not None:
             return dict.fromkeys(keys, master.new_empty(0))
-    if any(tensor is source for tensor in own):
+    if any(tensor is source for tensor in in_master):
         state: dict[str, Any] = states[source]
         return state
     return {

@@ -425,11 +425,13 @@ class ParamBucket:
         """`reshard`, without what user code has written. Returns a name if this rank's part was written."""
         start, stop = self.layout.shard_range(self.collectives.rank)
         changed = [self.layout.slots[position].name for position in self._assigned(self._views)]
-        own, kept = self.collectives.shard_of(self.raw), self.shard.to(self.collectives.device)
-        if not own.view(torch.uint8).equal(kept.view(torch.uint8)):
+        gathered, kept = self.collectives.shard_of(self.raw), self.shard.to(self.collectives.device)
+        if not gathered.view(torch.uint8).equal(kept.view(torch.uint8)):
             pieces = self.layout.pieces_in(start, stop)
             cuts = [(piece.slot.name, slice(piece.start, piece.stop)) for piece in pieces]
-            changed += [name for name, at in cuts if not own[at].equal(kept[at])]
+            changed += [
+                name for name, elements in cuts if not gathered[elements].equal(kept[elements])
+            ]
         self._point_to(self._placeholders)
         self.raw.untyped_storage().resize_(0)
         self._become(ShardState.SHARDED)
@@ -576,8 +578,10 @@ class ParamBucket:
             if all(map(Tensor.is_set_to, self.params, values)):  # nearly always; in each step
                 return []
         pairs = zip(self.params, values, strict=True)
-        changed = [at for at, (param, value) in enumerate(pairs) if not _is_same(param, value)]
-        return [at for at in changed if at not in self._overridden]
+        changed = [
+            position for position, (param, value) in enumerate(pairs) if not _is_same(param, value)
+        ]
+        return [position for position in changed if position not in self._overridden]
 
     def _write_back(self, only: int | None) -> None:
         """Copy this rank's part of the full buffer, or of one slot of it, into the shard."""
@@ -640,9 +644,9 @@ class ParamBucket:
         with NoTorchFunction():
             is_one = only is not None and _is_same(self.params[only], self._placeholders[only])
             changed = [] if is_one else self._assigned(self._placeholders)
-            for at in changed:
-                self.params[at].data = self._placeholders[at]
-            assigned = [self.layout.slots[at].name for at in changed]
+            for position in changed:
+                self.params[position].data = self._placeholders[position]
+            assigned = [self.layout.slots[position].name for position in changed]
         if assigned:
             shown = ", ".join(assigned[:3]) + (", ..." if len(assigned) > 3 else "")
             raise UsageError(f".data of {shown} was assigned while dropped (stage 3): {_REMEDY}")

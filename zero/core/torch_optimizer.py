@@ -35,13 +35,13 @@ class TorchShardOptimizer(ShardOptimizer):
                 place = tensors.of(tensor)
                 if place is None:
                     continue
-                master, at = place
+                master, offset = place
                 item = next(
                     item
                     for item in master.items
-                    if item.start <= at < item.start + item.master.numel()
+                    if item.start <= offset < item.start + item.master.numel()
                 )
-                self._places[id(item.master)].append((tensor, at - item.start))
+                self._places[id(item.master)].append((tensor, offset - item.start))
 
     @property
     def of_script(self) -> torch.optim.Optimizer:
@@ -72,7 +72,7 @@ class TorchShardOptimizer(ShardOptimizer):
     def has_scalars_beside(self, tensor: Tensor) -> bool:
         """torch's read them on the device only if a group is fused or capturable."""
         for group in self.param_groups:
-            if any(one is tensor for one in group["params"]):
+            if any(member is tensor for member in group["params"]):
                 return bool(group.get("fused") or group.get("capturable"))
         return False
 
@@ -85,9 +85,9 @@ class TorchShardOptimizer(ShardOptimizer):
             wide = update.grad.to(update.item.master.dtype)
             if not scale.is_one:
                 wide.mul_(scale.value)
-            for tensor, at in self._places[id(update.item.master)]:
-                own = wide[at : at + tensor.numel()]
-                tensor.grad = shaped(own, tensor.shape, is_channels_last(tensor))
+            for tensor, offset in self._places[id(update.item.master)]:
+                grad = wide[offset : offset + tensor.numel()]
+                tensor.grad = shaped(grad, tensor.shape, is_channels_last(tensor))
         self._given.step()
         for group in self.param_groups:
             for tensor in group["params"]:

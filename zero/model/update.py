@@ -53,7 +53,7 @@ class Updater:
             )
         ]
         self.masters.sort(key=lambda master: master.grads.group.number)
-        place = {id(grads): at for at, grads in enumerate(model.reduction.order)}
+        place = {id(grads): number for number, grads in enumerate(model.reduction.order)}
         self._as_sums_arrive = sorted(self.masters, key=lambda master: place[id(master.grads)])
         self.world = World(model.collectives, tuple(_flat(master) for master in self.masters))
         self.stores = model.stores
@@ -361,18 +361,20 @@ class Updater:
         master.load()
         start = master.params.layout.shard_range(master.rank)[0]
         first = slot.offset - (start if master.is_sharded else 0)
-        for tensor, at in self._tensors_in(master):
+        for tensor, begin in self._tensors_in(master):
             state = self._optimizer.states.get(tensor)
-            if at == first and tensor.shape == slot.shape and not master.is_sharded:
+            if begin == first and tensor.shape == slot.shape and not master.is_sharded:
                 return state or None, None
-            if at < first + slot.numel and first < at + tensor.numel():
-                return state or None, (at, at + tensor.numel())
-        own = [tensor for tensor, _ in self._tensors_in(master)]
-        return states_of_others(self._optimizer, own, master.tensor, slot.group), (0, 0)
+            if begin < first + slot.numel and first < begin + tensor.numel():
+                return state or None, (begin, begin + tensor.numel())
+        tensors = [tensor for tensor, _ in self._tensors_in(master)]
+        return states_of_others(self._optimizer, tensors, master.tensor, slot.group), (0, 0)
 
     def states_in(self, master: Master) -> list[tuple[int, Tensor, dict[str, Any]]]:
         """The optimizer's tensors in `master`: the first element of each, and its states."""
-        return [(at, tensor, self._states_of(tensor)) for tensor, at in self._tensors_in(master)]
+        return [
+            (begin, tensor, self._states_of(tensor)) for tensor, begin in self._tensors_in(master)
+        ]
 
     def _tensors_in(self, master: Master) -> Iterator[tuple[Tensor, int]]:
         """The optimizer's tensors that are ranges of `master`, and their first elements in it."""

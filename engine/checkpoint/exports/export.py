@@ -71,7 +71,7 @@ def export_bytes(reader: CheckpointReader, options: ExportOptions) -> int:
     total = sum(map(options.size_of, options.values(reader)))
     for name in reader.values if options.with_optimizer else ():
         states = reader.states(name).values()
-        total += sum(one.size_bytes for one in states if isinstance(one, Saved))
+        total += sum(state.size_bytes for state in states if isinstance(state, Saved))
     return total
 
 
@@ -101,12 +101,12 @@ def export_folder(
     stem = STEMS[suffix]
     shards: list[list[Saved]] = [[]]
     filled = 0
-    for one in options.values(reader):
-        filled += options.size_of(one)
+    for saved in options.values(reader):
+        filled += options.size_of(saved)
         if shards[-1] and filled > options.max_shard_bytes:
             shards.append([])
-            filled = options.size_of(one)
-        shards[-1].append(one)
+            filled = options.size_of(saved)
+        shards[-1].append(saved)
     count = len(shards)
     names = [f"{stem}-{number + 1:05d}-of-{count:05d}{suffix}" for number in range(count)]
     if count == 1:
@@ -115,8 +115,10 @@ def export_folder(
         for name, shard in zip(names, shards, strict=True):
             write(reader, publication.path / name, shard, options)
         if count > 1:
-            table = {one.name: n for n, shard in zip(names, shards, strict=True) for one in shard}
-            total = sum(options.size_of(one) for shard in shards for one in shard)
+            table = {
+                saved.name: n for n, shard in zip(names, shards, strict=True) for saved in shard
+            }
+            total = sum(options.size_of(saved) for shard in shards for saved in shard)
             index = {"metadata": {"total_size": total}, "weight_map": table}
             text = json.dumps(index, indent=2) + "\n"
             (publication.path / f"{stem}{suffix}.index.json").write_text(text)
@@ -127,36 +129,36 @@ def _write_safetensors(
     reader: CheckpointReader, path: Path, values: Sequence[Saved], options: ExportOptions
 ) -> None:
     # widest elements first: every tensor then begins at a multiple of its element's size
-    ordered = sorted(values, key=lambda one: -options.dtype_of(one).itemsize)
+    ordered = sorted(values, key=lambda saved: -options.dtype_of(saved).itemsize)
     with open(path, "xb") as file:
         file.write(_header(ordered, reader.tied, options))
-        for one in ordered:
-            for piece in reader.pieces(one, options.dtype_of(one), PIECE_BYTES):
+        for saved in ordered:
+            for piece in reader.pieces(saved, options.dtype_of(saved), PIECE_BYTES):
                 file.write(bytes_of(piece))
                 options.on_written(piece.nbytes)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a new file of tensors that are in memory, in any layout and on any device."""
-    ordered = sorted(tensors.items(), key=lambda one: -one[1].itemsize)
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     with open(path, "xb") as file:
-        described = ((name, one.dtype, list(one.shape)) for name, one in ordered)
+        described = ((name, tensor.dtype, list(tensor.shape)) for name, tensor in ordered)
         file.write(make_header(described, HEADER_ALIGN, {"format": "pt"}))
-        for _, one in ordered:
-            file.write(bytes_of(dense(one)))
+        for _, tensor in ordered:
+            file.write(bytes_of(dense(tensor)))
 
 
 def _header(ordered: Sequence[Saved], tied: Mapping[str, str], options: ExportOptions) -> bytes:
-    for one in ordered:
-        if options.dtype_of(one) not in DTYPES:
+    for saved in ordered:
+        if options.dtype_of(saved) not in DTYPES:
             raise UsageError(
-                f"{one.name} is {options.dtype_of(one)}: safetensors files have no such dtype; export with "
+                f"{saved.name} is {options.dtype_of(saved)}: safetensors files have no such dtype; export with "
                 "--dtype, or to torch"
             )
-    names = {one.name for one in ordered}
+    names = {saved.name for saved in ordered}
     # `safetensors.torch.save_model` stores the names of tied tensors in the same way
     metadata = {other: name for other, name in tied.items() if name in names}
-    tensors = ((one.name, options.dtype_of(one), list(one.shape)) for one in ordered)
+    tensors = ((saved.name, options.dtype_of(saved), list(saved.shape)) for saved in ordered)
     return make_header(tensors, HEADER_ALIGN, {"format": "pt", **metadata})
 
 
@@ -167,7 +169,7 @@ def export_torch(reader: CheckpointReader, out: Path, options: ExportOptions) ->
     """Write one file that `torch.load(out, weights_only=True)` opens: the state dict with all its names."""
     tree, sources = state_tree(reader, options, "cpu")
     with published(out, is_folder=False, overwrite=options.overwrite) as part:
-        write_torch_file(part, tree, lambda one: _pieces(reader, sources, options, one))
+        write_torch_file(part, tree, lambda tensor: _pieces(reader, sources, options, tensor))
     return [out.name]
 
 
@@ -175,7 +177,7 @@ def _write_bin(
     reader: CheckpointReader, path: Path, values: Sequence[Saved], options: ExportOptions
 ) -> None:
     tree, sources = _model_tree(reader, values, options, "cpu")
-    write_torch_file(path, tree, lambda one: _pieces(reader, sources, options, one))
+    write_torch_file(path, tree, lambda tensor: _pieces(reader, sources, options, tensor))
 
 
 def _pieces(
@@ -211,13 +213,15 @@ def state_tree(
     for name, number in numbers.items():
         groups[number]["params"].append(name)
         state[name] = {}
-        for key, one in reader.states(name).items():
-            if isinstance(one, Saved):
-                state[name][key] = tensor = torch.empty(one.shape, dtype=one.dtype, device=device)
-                sources[id(tensor)] = one
+        for key, value in reader.states(name).items():
+            if isinstance(value, Saved):
+                state[name][key] = tensor = torch.empty(
+                    value.shape, dtype=value.dtype, device=device
+                )
+                sources[id(tensor)] = value
             else:  # torch's optimizers have their step counts as tensors
-                is_count = key == "step" and isinstance(one, int | float)
-                state[name][key] = torch.tensor(float(one)) if is_count else one
+                is_count = key == "step" and isinstance(value, int | float)
+                state[name][key] = torch.tensor(float(value)) if is_count else value
     return {"model": model, "optimizer": {"state": state, "param_groups": groups}}, sources
 
 
@@ -226,10 +230,10 @@ def _model_tree(
 ) -> tuple[dict[str, Any], dict[int, Saved]]:
     """See `state_tree`: that of some values, and of the names tied to them."""
     model = {
-        one.name: torch.empty(one.shape, dtype=options.dtype_of(one), device=device)
-        for one in values
+        saved.name: torch.empty(saved.shape, dtype=options.dtype_of(saved), device=device)
+        for saved in values
     }
-    sources = {id(model[one.name]): one for one in values}
+    sources = {id(model[saved.name]): saved for saved in values}
     model.update({other: model[name] for other, name in reader.tied.items() if name in model})
     return model, sources
 

@@ -51,7 +51,7 @@ def export_quantized(
     Raises:
         UsageError: torchao is missing, or the checkpoint has masks of compressed training.
     """
-    state = {name: reader.read(one) for name, one in reader.values.items()}
+    state = {name: reader.read(saved) for name, saved in reader.values.items()}
     return save_quantized(state, out, bits, config=config, keep=keep, overwrite=overwrite)
 
 
@@ -172,7 +172,7 @@ def _int4(weight: Tensor) -> Any:
     packed = (steps[:, ::2] & 0xF) | (steps[:, 1::2] << 4)
     dtype = torch.bfloat16  # of torchao's kernels
     scales, zeros = (
-        one.view(rows, -1).t().contiguous().to(dtype) for one in (scale, low + 8 * scale)
+        column.view(rows, -1).t().contiguous().to(dtype) for column in (scale, low + 8 * scale)
     )
     return Int4Tensor(packed.contiguous(), scales, zeros, [1, GROUP], weight.shape)
 
@@ -186,17 +186,17 @@ def _config_text(path: Path | str | None, bits: int, whole: list[str]) -> str:
 
     kind = Int8WeightOnlyConfig(version=2) if bits == 8 else Int4WeightOnlyConfig(group_size=GROUP)
     try:
-        found = parse_json(read_small_file(path))
-        if not isinstance(found, dict):
+        model_config = parse_json(read_small_file(path))
+        if not isinstance(model_config, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError) as error:
         raise UsageError(f"--config {path}: {error}; give the model's config.json") from None
-    found["quantization_config"] = {
+    model_config["quantization_config"] = {
         "quant_method": "torchao",
         "quant_type": {"default": config_to_dict(kind)},
         "modules_to_not_convert": whole or None,
     }
-    return json.dumps(found, indent=2) + "\n"
+    return json.dumps(model_config, indent=2) + "\n"
 
 
 __all__ = ["KEPT", "export_quantized", "save_quantized"]

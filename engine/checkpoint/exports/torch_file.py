@@ -36,22 +36,22 @@ def write_torch_file(
         torch.save(tree, file)
     mapped = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     pairs = zip(_tensors(tree), _tensors(mapped), strict=True)
-    found = [(tensor, there.data_ptr()) for tensor, there in pairs if there.numel()]
+    pointers = [(tensor, there.data_ptr()) for tensor, there in pairs if there.numel()]
     with open(path, "r+b", buffering=0) as file:
         records, done = _records(path, file.fileno()), set()
         # where the file begins in memory: the first tensor is the first record
-        begin = min((pointer for _, pointer in found), default=0) - min(records, default=0)
-        for tensor, pointer in found:
-            at = pointer - begin
-            size_bytes, sums_at = records.get(at, (-1, []))
+        begin = min((pointer for _, pointer in pointers), default=0) - min(records, default=0)
+        for tensor, pointer in pointers:
+            offset = pointer - begin
+            size_bytes, sums_at = records.get(offset, (-1, []))
             if size_bytes != tensor.nbytes:
                 raise XdsError(
                     f"torch {torch.__version__} uses a file layout that this xds does not know; export to "
                     "safetensors instead"
                 )
-            if at not in done:  # tied tensors have one place
-                done.add(at)
-                crc = struct.pack("<I", _fill(file.fileno(), at, bytes_of_tensor(tensor)))
+            if offset not in done:  # tied tensors have one place
+                done.add(offset)
+                crc = struct.pack("<I", _fill(file.fileno(), offset, bytes_of_tensor(tensor)))
                 for place in sums_at:
                     os.pwrite(file.fileno(), crc, place)
 
@@ -67,25 +67,30 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 def _records(path: Path, fd: int) -> dict[int, tuple[int, list[int]]]:
     """The size of each tensor's record in the archive, by its place, and the places of its CRC-32."""
     with zipfile.ZipFile(path) as archive:
-        at, entries = archive.start_dir, archive.infolist()
-    found = {}
+        entry_offset, entries = archive.start_dir, archive.infolist()
+    sizes = {}
     for entry in entries:
         lengths = struct.unpack("<HH", os.pread(fd, LOCAL_BYTES, entry.header_offset)[26:])
         start = entry.header_offset + LOCAL_BYTES + sum(lengths)
         behind = start + entry.file_size
         has_sum = os.pread(fd, len(SUM_FOLLOWS), behind) == SUM_FOLLOWS
         if "/data/" in entry.filename and entry.file_size:
-            found[start] = (entry.file_size, [at + 16, *([behind + 4] if has_sum else [])])
-        at += CENTRAL_BYTES + sum(struct.unpack("<HHH", os.pread(fd, 6, at + 28)))
-    return found
+            sizes[start] = (
+                entry.file_size,
+                [entry_offset + 16, *([behind + 4] if has_sum else [])],
+            )
+        entry_offset += CENTRAL_BYTES + sum(
+            struct.unpack("<HHH", os.pread(fd, 6, entry_offset + 28))
+        )
+    return sizes
 
 
-def _fill(fd: int, at: int, pieces: Iterable[memoryview]) -> int:
-    """Write the pieces from byte `at`; returns their CRC-32."""
+def _fill(fd: int, offset: int, pieces: Iterable[memoryview]) -> int:
+    """Write the pieces from byte `offset`; returns their CRC-32."""
     crc = 0
     for piece in pieces:
         crc = zlib.crc32(piece, crc)
         while piece:
-            count = os.pwrite(fd, piece, at)
-            piece, at = piece[count:], at + count
+            count = os.pwrite(fd, piece, offset)
+            piece, offset = piece[count:], offset + count
     return crc

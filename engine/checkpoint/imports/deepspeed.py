@@ -66,9 +66,9 @@ IMPLEMENTATION = set(
 )
 SWITCHES = {"amsgrad", "maximize", "nesterov", "centered"}
 TYPES = {
-    one.lower(): each.class_name
+    alias.lower(): each.class_name
     for name, each in REGISTERED.items()
-    for one in (name, *each.aliases)
+    for alias in (name, *each.aliases)
 }
 TYPES_BY_STATES = (
     *((each.states, each.class_name) for each in REGISTERED.values() if each.states),
@@ -105,7 +105,7 @@ def read_deepspeed(folder: Path) -> Imported:
     source = _Source(folder)
     source.add_tensors()
     source.set_values()
-    return source.found
+    return source.imported
 
 
 # A tensor for a list or a number may have any number of elements. So it is never iterated or compared.
@@ -229,7 +229,7 @@ def _cut(parts: Sequence[_Part], begins: Sequence[int], start: int, stop: int) -
 
 @final
 class _Source:
-    """The checkpoint in a folder, while it is added to `found`."""
+    """The checkpoint in a folder, while it is added to `imported`."""
 
     def __init__(self, folder: Path) -> None:
         model_files, optim_files = _files(folder)
@@ -242,7 +242,7 @@ class _Source:
         self.config: Named = config if isinstance(config, dict) else {}
         version = self.state.get("ds_version")
         origin = f"DeepSpeed {version if isinstance(version, str) else ''}".strip()
-        self.found = Imported(origin, folder.name, self._stage())
+        self.imported = Imported(origin, folder.name, self._stage())
         self.names = self._all_names()
         self.keys: set[str] = set()  # of the optimizer's states
 
@@ -297,23 +297,23 @@ class _Source:
         module = self.state["module"]
         shapes = self._shapes()
         trained = {name for group in shapes for name in group}
-        layout = self._in_parts if self.found.stage == 3 else self._in_rows
+        layout = self._in_parts if self.imported.stage == 3 else self._in_rows
         for name, shape, group, pieces in layout(shapes) if self.ranks else ():
             value = module.get(name)
             dtype = value.dtype if isinstance(value, Tensor) else torch.float32
             self._add(name, shape, dtype, group, pieces)
         buffers = [name for name in _list(self.state.get("buffer_names")) if name in module]
         frozen = [name for name in self.names if name not in {*trained, *buffers}]
-        if self.found.stage == 3:
+        if self.imported.stage == 3:
             self._add_frozen_parts()
             frozen = []
         for name in frozen:
             if isinstance(module.get(name), Tensor):
-                self.found.add_whole("param", self.names[name], module[name])
+                self.imported.add_whole("param", self.names[name], module[name])
             else:
-                self.found.note(f"{name} in the model's state is not a tensor: left out")
+                self.imported.note(f"{name} in the model's state is not a tensor: left out")
         for name in buffers:
-            self.found.add_whole("buffer", [name], module[name])
+            self.imported.add_whole("buffer", [name], module[name])
 
     def _shapes(self) -> list[dict[str, Shape]]:
         """Names and shapes of every flat tensor of masters, the same on every rank."""
@@ -321,7 +321,7 @@ class _Source:
             return []
         counts = self.ranks[0].raw.get("partition_count", len(self.ranks))
         if isinstance(counts, list | tuple):
-            counts = max((one for one in counts if isinstance(one, int)), default=None)
+            counts = max((number for number in counts if isinstance(number, int)), default=None)
         if not isinstance(counts, int) or counts != len(self.ranks):
             raise UsageError(
                 f"{self.folder} is not complete: {shown(counts)} ranks wrote it, but it has optimizer states "
@@ -334,7 +334,7 @@ class _Source:
                 f"{self.folder} contradicts itself: param_shapes in the model states does not fit the shards"
             )
         tables = map(_table, groups)
-        return [{name: tuple(_list(shape)) for name, shape in one.items()} for one in tables]
+        return [{name: tuple(_list(shape)) for name, shape in table.items()} for table in tables]
 
     def _in_rows(self, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[_Placed]:
         """Every parameter at ZeRO 1 and 2: each group is a row over all ranks."""
@@ -344,30 +344,30 @@ class _Source:
             numels = [part.master.numel() for part in parts]
             # the last ones are saved without padding
             begins = [rank * max(numels) for rank in range(len(parts) + 1)]
-            at = 0
+            offset = 0
             for place, (name, shape) in enumerate(members.items()):
-                cut = _cut(parts, begins, at, at + numel_of(shape))
-                pieces = [(low - at, part, here) for low, part, here in cut]
+                cut = _cut(parts, begins, offset, offset + numel_of(shape))
+                pieces = [(low - offset, part, here) for low, part, here in cut]
                 yield name, shape, parts[0].group, pieces
-                at += numel_of(shape) + (0 if paddings is None else paddings[number][place])
-            self._check_rest(sum(numels) - at, ALIGNMENT * len(parts))
+                offset += numel_of(shape) + (0 if paddings is None else paddings[number][place])
+            self._check_rest(sum(numels) - offset, ALIGNMENT * len(parts))
 
     def _in_parts(self, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[_Placed]:
         """Every parameter at ZeRO 3: each rank has a row with a part of it."""
         begins = [0, *accumulate(part.master.numel() for part in self.ranks[0].parts)]
-        at = 0
+        offset = 0
         for number, members in enumerate(shapes):
             for name, shape in members.items():
                 length = -(-numel_of(shape) // len(self.ranks))
                 pieces = []
-                for rank, own in enumerate(self.ranks):
+                for rank, content in enumerate(self.ranks):
                     first = rank * length
-                    stop = at + min(length, numel_of(shape) - first)
-                    cut = _cut(own.parts, begins, at, stop)
-                    pieces += [(first + low - at, part, here) for low, part, here in cut]
+                    stop = offset + min(length, numel_of(shape) - first)
+                    cut = _cut(content.parts, begins, offset, stop)
+                    pieces += [(first + low - offset, part, here) for low, part, here in cut]
                 yield name, shape, self.ranks[0].parts[number].group, pieces
-                at += length
-        self._check_rest(begins[-1] - at, 0)
+                offset += length
+        self._check_rest(begins[-1] - offset, 0)
 
     def _check_rest(self, numel: int, padding: int) -> None:
         """Check that only padding is left: else each parameter may have got the elements of another."""
@@ -396,12 +396,12 @@ class _Source:
     ) -> None:
         """Add the values and states of a parameter."""
         names = self.names.get(name, [name])
-        flat = self.found.add_flat("param", names, shape, name_of(dtype), group)
+        flat = self.imported.add_flat("param", names, shape, name_of(dtype), group)
         held = 0
         for start, part, here in pieces:
             value = part.master[here]
             held += value.numel()
-            self.found.add_range(flat, "value", start, value)
+            self.imported.add_range(flat, "value", start, value)
             for key, state in part.states.items():
                 self._add_state(flat, key, start, state, here)
         if held != numel_of(shape):
@@ -418,13 +418,13 @@ class _Source:
             and state.numel() >= here.stop
             and key != STEP
         ):
-            self.found.add_range(flat, f"state/{key}", start, state[here])
+            self.imported.add_range(flat, f"state/{key}", start, state[here])
             self.keys.add(key)
             return
         if isinstance(state, Tensor) and state.numel() == 1:
             dtype, state = name_of(state.dtype), state.item()
         if not isinstance(state, bool | int | float):
-            self.found.note(
+            self.imported.note(
                 f"the optimizer state {key!r} is not per element: left out, it starts from zero"
             )
             return
@@ -434,7 +434,7 @@ class _Source:
         # an optimizer of xds keeps its step on the device of the masters, torch's on the CPU
         on_device = isinstance(self.config.get("optimizer"), dict)
         stop = start + here.stop - here.start
-        self.found.add_constant(
+        self.imported.add_constant(
             ConstantRange(flat, f"state/{key}", start, stop, state, dtype, on_device)
         )
         self.keys.add(key)
@@ -443,14 +443,14 @@ class _Source:
 
     def set_values(self) -> None:
         """Set counters, loss scale, hyperparameters, schedule and client state, as far as they are there."""
-        state, found, note = self.state, self.found, self.found.note
+        state, imported, note = self.state, self.imported, self.imported.note
         raw = self.ranks[0].raw if self.ranks else state.get("optimizer")
         steps, skipped, samples = (
             int(state.get(what) or 0)
             for what in ("global_steps", "skipped_steps", "global_samples")
         )
-        found.set_counters(steps, skipped, samples, self._accumulation_steps())
-        found.set_state("loss_scale", _loss_scale(raw, self.config))
+        imported.set_counters(steps, skipped, samples, self._accumulation_steps())
+        imported.set_state("loss_scale", _loss_scale(raw, self.config))
         if self.ranks:
             self._set_optimizer(self.ranks[0].groups)
         elif isinstance(raw, dict):
@@ -467,7 +467,7 @@ class _Source:
             if state.get(key) is not None:
                 note(f"the state of the {what} is left out: xds has none")
         mine = {key: value for key, value in state.items() if key not in RESERVED}
-        found.set_state("client_state", found.storable(mine, "client state"))
+        imported.set_state("client_state", imported.storable(mine, "client state"))
         note(
             "DeepSpeed saves no random generators and no data position: they start from the beginning"
         )
@@ -487,7 +487,7 @@ class _Source:
         """Set the optimizer's class, from the config or by its states, and its hyperparameters."""
         kind = _type_of(self.config.get("optimizer"))
         kind = TYPES.get(kind.lower(), kind) if kind is not None else None
-        kind = kind or next((one for keys, one in TYPES_BY_STATES if keys <= self.keys), None)
+        kind = kind or next((name for keys, name in TYPES_BY_STATES if keys <= self.keys), None)
         if kind is None:
             raise UsageError(
                 f"{self.folder} cannot be imported: its config names no optimizer, and none is known with the "
@@ -501,25 +501,25 @@ class _Source:
                 for key, value in group.items()
                 if key not in IMPLEMENTATION and not (key in SWITCHES and not value)
             }
-            kept.append(self.found.storable(values, "hyperparameter"))
-        self.found.set_state("optimizer", {"type": kind, "groups": kept})
+            kept.append(self.imported.storable(values, "hyperparameter"))
+        self.imported.set_state("optimizer", {"type": kind, "groups": kept})
         try:
             check_groups(kind, kept)
         except ValueError as error:
-            self.found.note(f"{error}: a load will need load_optimizer_states=False")
+            self.imported.note(f"{error}: a load will need load_optimizer_states=False")
 
     def _set_scheduler(self, state: Named) -> None:
         """Set the schedule's class, from the config or by its keys, and its state."""
         kind = _type_of(self.config.get("scheduler"))
         kind = kind or next((name for key, name in SCHEDULES_BY_KEYS.items() if key in state), None)
         if kind is None:
-            self.found.note(
+            self.imported.note(
                 f"the class of the lr schedule (keys {', '.join(map(str, state))}) is not known: it starts "
                 "from the beginning"
             )
             return
-        kept = self.found.storable(state, "of the lr schedule")
-        self.found.set_state("lr_scheduler", {"type": kind, "state": kept})
+        kept = self.imported.storable(state, "of the lr schedule")
+        self.imported.set_state("lr_scheduler", {"type": kind, "state": kept})
 
 
 def _type_of(section: Any) -> str | None:

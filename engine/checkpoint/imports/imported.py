@@ -99,9 +99,9 @@ class Imported:
             self._entries.append(TensorEntry(name, tensor, 0, tensor.numel()))
             self._ranges.append(Range(flat, key, start, stop, 0, name, name_of(tensor.dtype)))
 
-    def add_constant(self, one: ConstantRange) -> None:
+    def add_constant(self, constant: ConstantRange) -> None:
         """Add a number that holds for a range of elements."""
-        self._constants.append(one)
+        self._constants.append(constant)
 
     def note(self, sentence: str) -> None:
         """Add a note for the user, unless it is there already. It may name values of the source."""
@@ -137,16 +137,16 @@ class Imported:
 
     def storable(self, values: Mapping[Any, Any], where: str) -> dict[str, Any]:
         """The `values` that a checkpoint can hold; notes name the others."""
-        found = {}
+        kept = {}
         for key, value in values.items():
             try:
                 pack(value, str(key), lambda _: "")
-                found[str(key)] = value
+                kept[str(key)] = value
             except UsageError as error:
                 is_class = isinstance(value, UnpickledObject)
                 what = f"is a {value.name}" if is_class else f"cannot be kept: {error}"
                 self.note(f"{where} {key!r} {what}: left out")
-        return found
+        return kept
 
     # -- writing ----------------------------------------------------------------------------------------
 
@@ -222,10 +222,10 @@ class Imported:
             storage = entry.tensor.untyped_storage()
             held[storage.data_ptr()] = storage.nbytes()
         if (
-            sum(one.size_bytes for one in self._entries)
+            sum(entry.size_bytes for entry in self._entries)
             > 4 * sum(held.values()) + MAX_EXPANSION_BYTES
         ):
-            worst = max(self._entries, key=lambda one: one.size_bytes)
+            worst = max(self._entries, key=lambda entry: entry.size_bytes)
             place = worst.name.split("/")[-2]
             name = self.flats[int(place)].slots[0].name if place.isdecimal() else "client_state"
             raise UsageError(

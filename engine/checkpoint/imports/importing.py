@@ -53,8 +53,8 @@ def import_checkpoint(
     if kind not in SOURCES:
         raise UsageError(f"--from {kind}: must be one of {', '.join(SOURCES)}")
     try:
-        found = _read(source, tag, kind)
-        folder = found.write(save_dir, found.tag)
+        imported = _read(source, tag, kind)
+        folder = imported.write(save_dir, imported.tag)
     except UsageError as error:  # it may name values of the source
         raise type(error)(escaped(str(error))) from error.__cause__
     except OSError:
@@ -64,8 +64,8 @@ def import_checkpoint(
             f"{printable(source)} does not have the form of DeepSpeed 0.19's checkpoints or of weights, which "
             f"xds reads: {printable(f'{type(error).__name__}: {error}')}"
         ) from error
-    numel = sum(flat.numel for flat in found.flats)
-    return ImportReport(folder, found.origin, len(found.flats), numel, tuple(found.notes))
+    numel = sum(flat.numel for flat in imported.flats)
+    return ImportReport(folder, imported.origin, len(imported.flats), numel, tuple(imported.notes))
 
 
 def _read(source: Path, tag: str | None, kind: str) -> Imported:
@@ -97,32 +97,32 @@ def _of_weights(path: Path, tag: str) -> Imported:
     model uses. Both are determined when the checkpoint is loaded.
     """
     weights = read_weights(path)
-    tensors, found = weights.tensors, Imported(path.name, tag)
+    tensors, imported = weights.tensors, Imported(path.name, tag)
     for note in weights.notes:
-        found.note(note)
+        imported.note(note)
     if not tensors:
         raise UsageError(f"{path} holds no tensors by name: there is nothing to import")
     if all(name.startswith(DISTRIBUTED) for name in tensors):
-        found.note(
+        imported.note(
             f"every name began with {DISTRIBUTED!r}, which DistributedDataParallel adds: removed"
         )
-        tensors = {name.removeprefix(DISTRIBUTED): one for name, one in tensors.items()}
+        tensors = {name.removeprefix(DISTRIBUTED): tensor for name, tensor in tensors.items()}
     for names in _by_memory(tensors):
-        found.add_whole(EITHER, names, tensors[names[0]])
-    found.note(
+        imported.add_whole(EITHER, names, tensors[names[0]])
+    imported.note(
         "there are only weights: optimizer states, counters and random generators start from the beginning"
     )
-    return found
+    return imported
 
 
 def _by_memory(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """The names in order, grouped by equal memory."""
-    found: dict[Any, list[str]] = {}
+    names: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         bits = (tensor.is_conj(), tensor.is_neg())
         view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), bits)
-        found.setdefault(view if tensor.numel() else name, []).append(name)
-    return list(found.values())
+        names.setdefault(view if tensor.numel() else name, []).append(name)
+    return list(names.values())
 
 
 def _tag_folder(source: Path, tag: str | None) -> Path:

@@ -60,14 +60,14 @@ class _Span:
         return target.view(torch.uint8)[low - self.start : high - self.start]
 
     @torch.inference_mode()  # of this thread; the receiver may be made in this mode
-    def deliver(self, found: Tensor, at: int) -> None:
-        """Copy the wanted elements in `found`, bytes of the file from `at` on, to the target."""
-        low, high = max(at, self.start), min(at + len(found), self.stop)
+    def deliver(self, data: Tensor, begin: int) -> None:
+        """Copy the wanted elements in `data`, bytes of the file from `begin` on, to the target."""
+        low, high = max(begin, self.start), min(begin + len(data), self.stop)
         if self.target is None or low >= high:
             return
         size = self.dtype.itemsize
         first, last = (low - self.start) // size, (high - self.start) // size
-        values = found[low - at : high - at].view(self.dtype)
+        values = data[low - begin : high - begin].view(self.dtype)
         if self.runs is None:
             self.target[first:last].copy_(values)
             return
@@ -226,14 +226,16 @@ class CheckedFile:
                 by_chunk.setdefault(chunk, []).append(span)
         most = max(SEGMENT_BYTES // size, 1)
         chunks = sorted(by_chunk)
-        at = 0
-        while at < len(chunks):
-            end = at + 1
-            while end < len(chunks) and end - at < most and chunks[end] == chunks[end - 1] + 1:
+        position = 0
+        while position < len(chunks):
+            end = position + 1
+            while (
+                end < len(chunks) and end - position < most and chunks[end] == chunks[end - 1] + 1
+            ):
                 end += 1
-            here = dict.fromkeys(span for chunk in chunks[at:end] for span in by_chunk[chunk])
-            yield chunks[at], chunks[end - 1] + 1, list(here)
-            at = end
+            here = dict.fromkeys(span for chunk in chunks[position:end] for span in by_chunk[chunk])
+            yield chunks[position], chunks[end - 1] + 1, list(here)
+            position = end
 
     def _read_chunks(
         self, opened: OldFile, first: int, last: int, spans: list[_Span], sums: bool
@@ -242,8 +244,8 @@ class CheckedFile:
         size = self._record.chunk_bytes
         low, high = first * size, min(last * size, self._record.size_bytes)
         memory = spans[0].memory(low, high) if len(spans) == 1 else None
-        found = self._buffer(high - low) if memory is None else memory
-        view = bytes_of(found)
+        data = self._buffer(high - low) if memory is None else memory
+        view = bytes_of(data)
         try:
             count = opened.fill(view, low)
         except OSError as error:  # a bad sector
@@ -251,18 +253,18 @@ class CheckedFile:
         if count < len(view):
             raise DamagedError(f"{self.path} ends too early: the checkpoint is damaged")
         for number in range(first, last) if sums else ():
-            at = (number - first) * size
-            if zlib.crc32(view[at : at + size]) != self._record.crc32[number]:
-                stop = min(low + at + size, high)
+            begin = (number - first) * size
+            if zlib.crc32(view[begin : begin + size]) != self._record.crc32[number]:
+                stop = min(low + begin + size, high)
                 raise DamagedError(
-                    f"{self.path} is damaged: bytes {low + at} to {stop} do not match their checksum; load "
+                    f"{self.path} is damaged: bytes {low + begin} to {stop} do not match their checksum; load "
                     "another checkpoint"
                 )
         if memory is None:
             for span in spans:
-                span.deliver(found, low)
+                span.deliver(data, low)
             if sums and max(span.stop for span in spans) <= high:
-                self._kept = last - 1, found[(last - 1 - first) * size :].clone()
+                self._kept = last - 1, data[(last - 1 - first) * size :].clone()
         return high - low
 
     def _buffer(self, size_bytes: int) -> Tensor:

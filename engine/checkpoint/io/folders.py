@@ -62,7 +62,9 @@ def check_tag(tag: Any) -> str:
             f": it names a folder inside save_dir, so it must not be empty, {LATEST!r} or {MANIFEST!r}, begin "
             "with a dot or contain a slash; rename it"
         )
-    elif name != name.strip() or any(unicodedata.category(one) in UNWRITTEN for one in name):
+    elif name != name.strip() or any(
+        unicodedata.category(character) in UNWRITTEN for character in name
+    ):
         wrong = (
             ": it names a folder, so it must not begin or end with a space, nor contain control characters; "
             "rename it"
@@ -294,13 +296,15 @@ def committed(save_dir: Path) -> list[Manifest]:
     Each has the folder's name as its tag. Hidden and uncommitted folders are left out. Checkpoints whose
     manifest is unreadable, or with a missing file or a wrong file length, are left out with a warning.
     """
-    found = newest_first(_manifests(save_dir))
-    return [manifest for manifest in found if _is_there(save_dir / manifest.tag, manifest)]
+    manifests = newest_first(_manifests(save_dir))
+    return [manifest for manifest in manifests if _is_there(save_dir / manifest.tag, manifest)]
 
 
 def _is_there(folder: Path, manifest: Manifest) -> bool:
     """Its files are there, with their lengths."""
-    for path, size_bytes in ((folder / one.path, one.size_bytes) for one in manifest.files):
+    for path, size_bytes in (
+        (folder / record.path, record.size_bytes) for record in manifest.files
+    ):
         if storage_of(path).size_of(path) != size_bytes:
             log.warning("%s is left out: %s is missing or has another length", folder, path)
             return False
@@ -308,42 +312,49 @@ def _is_there(folder: Path, manifest: Manifest) -> bool:
 
 
 def _manifests(save_dir: Path) -> list[Manifest]:
-    found = []
+    manifests = []
     for tag in _tags(save_dir):
         try:
-            found.append(replace(read_manifest(save_dir, tag), tag=tag))
+            manifests.append(replace(read_manifest(save_dir, tag), tag=tag))
         except (UsageError, OSError) as error:
             log.warning("%s is left out: %s", save_dir / tag, error)
-    return found
+    return manifests
 
 
-def newest_first(found: Iterable[Manifest]) -> list[Manifest]:
+def newest_first(unsorted: Iterable[Manifest]) -> list[Manifest]:
     """Sort by steps, then by micro-batches, then by the numbers in tags of the same kind.
 
     The clock decides only between tags of different kinds ("best", "global_step7") of the same step and
     micro-batch.
     """
-    manifests = list(found)
+    manifests = list(unsorted)
     times: dict[tuple[int, int, str], float] = {}  # by (steps, micro-batches, kind)
-    for one in manifests:
-        times[_place(one)] = max(times.get(_place(one), 0.0), one.saved_seconds)
+    for manifest in manifests:
+        times[_place(manifest)] = max(times.get(_place(manifest), 0.0), manifest.saved_seconds)
 
-    def age(one: Manifest) -> tuple[int, int, float, str, list[int], str]:
-        steps, micro_steps, kind = _place(one)
-        return steps, micro_steps, times[_place(one)], kind, _numbers(one.tag), one.tag
+    def age(manifest: Manifest) -> tuple[int, int, float, str, list[int], str]:
+        steps, micro_steps, kind = _place(manifest)
+        return (
+            steps,
+            micro_steps,
+            times[_place(manifest)],
+            kind,
+            _numbers(manifest.tag),
+            manifest.tag,
+        )
 
     return sorted(manifests, key=age, reverse=True)
 
 
 def best_first(newest_first: Sequence[Manifest]) -> list[Manifest]:
     """Those with a score, the best one first; of equal ones the earliest. The newest score says the mode."""
-    scored = [one for one in reversed(newest_first) if one.score is not None]
+    scored = [manifest for manifest in reversed(newest_first) if manifest.score is not None]
     if not scored or scored[-1].score is None:
         return []
     sign = -1 if scored[-1].score.mode == "max" else 1
 
-    def badness(one: Manifest) -> float:
-        metric = None if one.score is None else one.score.metric
+    def badness(manifest: Manifest) -> float:
+        metric = None if manifest.score is None else manifest.score.metric
         return math.inf if metric is None else sign * metric
 
     return sorted(scored, key=badness)
@@ -354,8 +365,8 @@ def kind_of(tag: str) -> str:
     return re.sub(r"[0-9]+", "0", tag)
 
 
-def _place(one: Manifest) -> tuple[int, int, str]:
-    return one.global_steps, one.micro_steps, kind_of(one.tag)
+def _place(manifest: Manifest) -> tuple[int, int, str]:
+    return manifest.global_steps, manifest.micro_steps, kind_of(manifest.tag)
 
 
 def _numbers(tag: str) -> list[int]:
@@ -367,17 +378,17 @@ def newest_checkpoint(save_dir: str | Path) -> str | None:
 
     It can be newer than the tag in `latest`: a save can be killed before it updates `latest`.
     """
-    found = committed(check_folder("save_dir", save_dir))
-    return found[0].tag if found else None
+    manifests = committed(check_folder("save_dir", save_dir))
+    return manifests[0].tag if manifests else None
 
 
 def meant_tag(save_dir: Path, tag: str, left_out: Collection[str] = ()) -> str:
     """`tag`; for "best" that of the best checkpoint not in `left_out`, unless one was saved as "best"."""
     if tag != BEST or storage_of(save_dir).is_folder(save_dir / tag):
         return tag
-    there = newest_first(_manifests(save_dir))  # also damaged ones: a load says so
-    ranked = best_first(there)
-    return next((found.tag for found in ranked if found.tag not in left_out), tag)
+    manifests = newest_first(_manifests(save_dir))  # also damaged ones: a load says so
+    ranked = best_first(manifests)
+    return next((manifest.tag for manifest in ranked if manifest.tag not in left_out), tag)
 
 
 def older_checkpoint(save_dir: Path, tag: str, left_out: Collection[str]) -> str | None:
@@ -386,14 +397,14 @@ def older_checkpoint(save_dir: Path, tag: str, left_out: Collection[str]) -> str
     If the manifest of `tag` is unreadable, the step in its name decides (`global_step300`). Without a step in
     the name, all checkpoints qualify.
     """
-    found = committed(save_dir)
-    order = [one.tag for one in newest_first(_manifests(save_dir))]
+    manifests = committed(save_dir)
+    order = [manifest.tag for manifest in newest_first(_manifests(save_dir))]
     if tag in order:
         older = order[order.index(tag) :]
-        found = [one for one in found if one.tag in older]
+        manifests = [manifest for manifest in manifests if manifest.tag in older]
     elif match := STEP.fullmatch(tag):
-        found = [one for one in found if one.global_steps < int(match[1])]
-    return next((one.tag for one in found if one.tag not in left_out), None)
+        manifests = [manifest for manifest in manifests if manifest.global_steps < int(match[1])]
+    return next((manifest.tag for manifest in manifests if manifest.tag not in left_out), None)
 
 
 def prune(save_dir: Path, tag: str, keep_last: int) -> None:
@@ -405,18 +416,18 @@ def prune(save_dir: Path, tag: str, keep_last: int) -> None:
     hidden name before its files are removed, so a visible checkpoint is always complete.
     """
     kind = kind_of(tag)
-    there = [found for found in committed(save_dir) if kind_of(found.tag) == kind]
-    steps = next((found.global_steps for found in there if found.tag == tag), 0)
-    same = [found for found in there if found.global_steps <= steps]
+    manifests = [manifest for manifest in committed(save_dir) if kind_of(manifest.tag) == kind]
+    steps = next((manifest.global_steps for manifest in manifests if manifest.tag == tag), 0)
+    same = [manifest for manifest in manifests if manifest.global_steps <= steps]
     ranked = best_first(same)
-    newest = next((found.score for found in same if found.score is not None), None)
+    newest = next((manifest.score for manifest in same if manifest.score is not None), None)
     keep_best = 0 if newest is None else newest.keep_best
-    stay: set[str | None] = {tag, *(found.tag for found in ranked[: max(keep_best, 1)])}
+    stay: set[str | None] = {tag, *(manifest.tag for manifest in ranked[: max(keep_best, 1)])}
     old_ones = same[keep_last:] if keep_last else ranked if keep_best else []
     with suppress(DamagedError):
         stay.add(read_latest(save_dir))
     storage = storage_of(save_dir)
-    for old in {found.tag for found in old_ones} - stay:
+    for old in {manifest.tag for manifest in old_ones} - stay:
         try:
             aside = save_dir / hidden(old)
             storage.rename(save_dir / old, aside)

@@ -87,13 +87,13 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
         return folder, meant_tag(folder, check_tag(tag))
     if storage.size_of(folder / MANIFEST) >= 0:
         return folder.parent, folder.name
-    found = read_latest(folder)
-    if found is not None:
-        return folder, found
-    there = [printable(one.tag) for one in committed(folder)]
+    named = read_latest(folder)
+    if named is not None:
+        return folder, named
+    tags = [printable(manifest.tag) for manifest in committed(folder)]
     raise UsageError(
         f"{path} has no file `latest`: "
-        + (f"give a tag; there are {', '.join(there)}" if there else "there is no checkpoint in it")
+        + (f"give a tag; there are {', '.join(tags)}" if tags else "there is no checkpoint in it")
     )
 
 
@@ -147,8 +147,8 @@ class CheckpointReader:
 
     def state(self) -> dict[str, Any]:
         """Counters, loss scale, optimizer (type and groups), scheduler, data position, client_state."""
-        found: dict[str, Any] = unpack(self.manifest.state, lambda name: self.file(0).tensor(name))
-        return found
+        state: dict[str, Any] = unpack(self.manifest.state, lambda name: self.file(0).tensor(name))
+        return state
 
     def states(self, name: str) -> dict[str, Any]:
         """The optimizer's states of a parameter by key: `Saved`, a number, or a 0-d tensor."""
@@ -156,24 +156,24 @@ class CheckpointReader:
         if value is None or value.kind != "param":
             return {}
         piece = self._catalogue.whole("param", name)
-        found: dict[str, Any] = {}
-        for one in self._catalogue.constants_of(piece):
-            whole = one.value
-            found[one.key] = (
+        states: dict[str, Any] = {}
+        for constant in self._catalogue.constants_of(piece):
+            whole = constant.value
+            states[constant.key] = (
                 whole
-                if one.dtype is None
-                else torch.full(one.shape, whole, dtype=BY_NAME[one.dtype])
+                if constant.dtype is None
+                else torch.full(constant.shape, whole, dtype=BY_NAME[constant.dtype])
             )
         for key, text in self._catalogue.keys_of(piece).items():
             if key.startswith("state/"):
-                found[key] = Saved("param", name, key, value.shape, *(BY_NAME[text],) * 2, True)
+                states[key] = Saved("param", name, key, value.shape, *(BY_NAME[text],) * 2, True)
         for full in self._catalogue.states_of(name):
             flat = self._catalogue.flat_of("state", full)
             key = f"state/{full.removeprefix(f'{name}/')}"
-            found[key] = Saved(
+            states[key] = Saved(
                 "state", full, key, flat.slots[0].shape, *(BY_NAME[flat.dtype],) * 2, True
             )
-        return {key.removeprefix("state/"): one for key, one in found.items()}
+        return {key.removeprefix("state/"): constant for key, constant in states.items()}
 
     def groups(self) -> dict[str, int]:
         """The number of the parameter group of every trainable parameter."""
@@ -209,13 +209,13 @@ class CheckpointReader:
 
     def _copies(self, saved: Saved, start: int, stop: int) -> list[Copy]:
         piece = TargetPiece(saved.kind, saved.name, start, stop, 0)
-        found = self._catalogue.copies(piece, saved.key)
-        if sum(copy.total_numel for copy in found) != stop - start:
+        copies = self._catalogue.copies(piece, saved.key)
+        if sum(copy.total_numel for copy in copies) != stop - start:
             raise DamagedError(
                 f"{self.folder / MANIFEST} contradicts itself: elements of {saved.name} ({saved.key}) are in "
                 "no file"
             )
-        return merged(found)
+        return merged(copies)
 
     def file(self, number: int) -> CheckedFile:
         """The file of rank `number`, open."""
@@ -242,9 +242,9 @@ def chosen(reader: CheckpointReader, *, exclude_frozen: bool) -> Mapping[str, Sa
             reader.left_out[0],
         )
     return {
-        name: one
-        for name, one in reader.values.items()
-        if one.kind != "param" or one.trains or not exclude_frozen or not one.numel
+        name: saved
+        for name, saved in reader.values.items()
+        if saved.kind != "param" or saved.trains or not exclude_frozen or not saved.numel
     }
 
 
@@ -265,11 +265,11 @@ def get_fp32_state_dict(
         UsageError: there is no such checkpoint. DamagedError: a file of it is damaged; the message names it.
     """
     with CheckpointReader(dir, tag) as reader:
-        found = {
-            name: reader.read(one, torch.float32 if one.dtype.is_floating_point else None)
-            for name, one in chosen(reader, exclude_frozen=exclude_frozen_parameters).items()
+        state_dict = {
+            name: reader.read(saved, torch.float32 if saved.dtype.is_floating_point else None)
+            for name, saved in chosen(reader, exclude_frozen=exclude_frozen_parameters).items()
         }
         for other, name in reader.tied.items():
-            if name in found:
-                found[other] = found[name]
-        return found
+            if name in state_dict:
+                state_dict[other] = state_dict[name]
+        return state_dict

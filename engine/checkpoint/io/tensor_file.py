@@ -108,11 +108,11 @@ def copy_image(entries: Sequence[TensorEntry], memory: Tensor) -> None:
     ordered = _in_order(entries)
     header = _header(ordered)
     memory[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-    at = len(header)
+    offset = len(header)
     for entry in ordered:
-        target = memory[at : at + entry.size_bytes].view(entry.tensor.dtype)
+        target = memory[offset : offset + entry.size_bytes].view(entry.tensor.dtype)
         target.copy_(entry.values, non_blocking=True)
-        at += entry.size_bytes
+        offset += entry.size_bytes
     if any(entry.tensor.is_cuda for entry in ordered):
         torch.cuda.current_stream().synchronize()
 
@@ -124,7 +124,7 @@ def write_image(path: Path, memory: Tensor, on_written: Callable[[int], None]) -
     Raises OSError: from the file system; a partial file may remain.
     """
     view = bytes_of(memory)
-    blocks = (view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES))
+    blocks = (view[offset : offset + BLOCK_BYTES] for offset in range(0, len(view), BLOCK_BYTES))
     return write_blocks(path, len(view), blocks, None, on_written)
 
 
@@ -185,21 +185,21 @@ def write_blocks(
         pool: works on DEPTH blocks at a time; None: one after the other, without another thread.
     Raises OSError: from the file system; a partial file may remain.
     """
-    chunk_bytes, at = chunk_bytes_of(size_bytes), 0
+    chunk_bytes, offset = chunk_bytes_of(size_bytes), 0
     crcs: list[int] = []
     file = storage_of(path).create(path, size_bytes)
     pending: deque[Future[list[int]]] = deque()
     try:
         for block in blocks:
             if pool is None:
-                crcs += _write_summed(file, block, at, chunk_bytes)
+                crcs += _write_summed(file, block, offset, chunk_bytes)
             else:
-                pending.append(pool.submit(_write_summed, file, block, at, chunk_bytes))
+                pending.append(pool.submit(_write_summed, file, block, offset, chunk_bytes))
                 if len(pending) == DEPTH:
                     crcs += pending.popleft().result()
-            at += len(block)
+            offset += len(block)
             if on_written is not None:
-                on_written(at)
+                on_written(offset)
         for future in pending:
             crcs += future.result()
         file.sync()
@@ -216,11 +216,11 @@ def packed(pieces: Iterable[memoryview], size_bytes: int) -> Iterator[memoryview
     buffers = cycle([memoryview(mmap.mmap(-1, block_bytes)) for _ in range(DEPTH)])
     buffer, filled = next(buffers), 0
     for piece in pieces:
-        at = 0
-        while at < len(piece):
-            part = piece[at : at + block_bytes - filled]
+        offset = 0
+        while offset < len(piece):
+            part = piece[offset : offset + block_bytes - filled]
             buffer[filled : filled + len(part)] = part
-            at, filled = at + len(part), filled + len(part)
+            offset, filled = offset + len(part), filled + len(part)
             if filled == block_bytes:
                 yield buffer
                 buffer, filled = next(buffers), 0
@@ -228,8 +228,8 @@ def packed(pieces: Iterable[memoryview], size_bytes: int) -> Iterator[memoryview
         yield buffer[:filled]
 
 
-def _write_summed(file: NewFile, block: memoryview, at: int, chunk_bytes: int) -> list[int]:
-    """Write all of `block` at byte `at`; the CRC-32 of its chunks. Sums and writes release the GIL."""
+def _write_summed(file: NewFile, block: memoryview, offset: int, chunk_bytes: int) -> list[int]:
+    """Write all of `block` at byte `offset`; the CRC-32 of its chunks. Sums and writes release the GIL."""
     crcs = [zlib.crc32(block[i : i + chunk_bytes]) for i in range(0, len(block), chunk_bytes)]
-    file.write(block, at)
+    file.write(block, offset)
     return crcs

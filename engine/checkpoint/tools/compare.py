@@ -24,7 +24,7 @@ class Difference(NamedTuple):
 
 def compare_bytes(a: CheckpointReader, b: CheckpointReader) -> int:
     """How many bytes of `a` a comparison reads."""
-    return sum(one.size_bytes for _, one, _ in _pairs(a, b) if isinstance(one, Saved))
+    return sum(saved.size_bytes for _, saved, _ in _pairs(a, b) if isinstance(saved, Saved))
 
 
 def differences(
@@ -36,11 +36,11 @@ def differences(
     `on_read` is called with the bytes of each piece of `a`.
     """
     yield from _only(a.values, b.values)
-    for name, one, two in _pairs(a, b):
-        if isinstance(one, Saved) and isinstance(two, Saved):
-            yield from _differ(name, a, b, one, two, on_read)
+    for name, first, second in _pairs(a, b):
+        if isinstance(first, Saved) and isinstance(second, Saved):
+            yield from _differ(name, a, b, first, second, on_read)
         else:
-            yield from _unlike(name, one, two)
+            yield from _unlike(name, first, second)
     here, there = _flat(a.state()), _flat(b.state())
     yield from _only(here, there)
     for name in here:
@@ -67,20 +67,20 @@ def _differ(
     name: str,
     a: CheckpointReader,
     b: CheckpointReader,
-    one: Saved,
-    two: Saved,
+    first: Saved,
+    second: Saved,
     on_read: Callable[[int], None],
 ) -> Iterator[Difference]:
-    if one.shape != two.shape:
-        text = f"{list(one.shape)} in the first, {list(two.shape)} in the second"
+    if first.shape != second.shape:
+        text = f"{list(first.shape)} in the first, {list(second.shape)} in the second"
         yield Difference(name, text)
         return
-    if one.dtype != two.dtype:
-        names = [str(saved.dtype).removeprefix("torch.") for saved in (one, two)]
+    if first.dtype != second.dtype:
+        names = [str(saved.dtype).removeprefix("torch.") for saved in (first, second)]
         yield Difference(name, f"{names[0]} in the first, {names[1]} in the second")
     count, largest = 0, 0.0
-    for here, there in zip(_pieces(a, one), _pieces(b, two), strict=True):
-        on_read(here.numel() * one.dtype.itemsize)
+    for here, there in zip(_pieces(a, first), _pieces(b, second), strict=True):
+        on_read(here.numel() * first.dtype.itemsize)
         if torch.equal(here, there):  # quick
             continue
         differ = ~_equal(here, there)
@@ -90,13 +90,13 @@ def _differ(
             gap = (here.to(exact) - there.to(exact)).abs()[differ].nan_to_num(nan=torch.inf)
             largest = max(largest, float(gap.max()))
     if count:
-        text = f"{count} of {one.numel} elements differ, by at most {largest:.3g}"
+        text = f"{count} of {first.numel} elements differ, by at most {largest:.3g}"
         yield Difference(name, text, largest)
 
 
-def _equal(one: Tensor, two: Tensor) -> Tensor:
+def _equal(first: Tensor, second: Tensor) -> Tensor:
     """Which elements are equal, or both NaN."""
-    return (one == two) | ((one != one) & (two != two))
+    return (first == second) | ((first != first) & (second != second))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -118,23 +118,25 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     items: list[tuple[Any, Any]] = [*(value.items() if isinstance(value, Mapping) else pairs)]
     if not items:
         return {name: value}
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, inner in items:
-        found.update(_flat(inner, f"{name}.{key}" if name else str(key)))
-    return found
+        leaves.update(_flat(inner, f"{name}.{key}" if name else str(key)))
+    return leaves
 
 
-def _unlike(name: str, one: Any, two: Any) -> Iterator[Difference]:
+def _unlike(name: str, first: Any, second: Any) -> Iterator[Difference]:
     """The difference of two values, one of which is no tensor of a file."""
-    if isinstance(one, Tensor) and isinstance(two, Tensor):
-        is_same = one.shape == two.shape
-        is_same = is_same and bool(_equal(one.to(_wide(one.dtype)), two.to(_wide(two.dtype))).all())
-    elif isinstance(one, Tensor | Saved) or isinstance(two, Tensor | Saved):
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        is_same = first.shape == second.shape
+        is_same = is_same and bool(
+            _equal(first.to(_wide(first.dtype)), second.to(_wide(second.dtype))).all()
+        )
+    elif isinstance(first, Tensor | Saved) or isinstance(second, Tensor | Saved):
         is_same = False
     else:  # packed values have one meaning for NaN and arrays
-        is_same = _packed(one) == _packed(two)
+        is_same = _packed(first) == _packed(second)
     if not is_same:
-        yield Difference(name, f"{_shown(one)} in the first, {_shown(two)} in the second")
+        yield Difference(name, f"{_shown(first)} in the first, {_shown(second)} in the second")
 
 
 def _packed(value: Any) -> Any:

@@ -66,7 +66,7 @@ class MachinesBackend(InMemoryBackend):
             for host in sorted(set(hosts))
         ]
         self._own = next(ranks for ranks in self._machines if self.rank in ranks)
-        self._place = {rank: at for ranks in self._machines for at, rank in enumerate(ranks)}
+        self._place = {rank: place for ranks in self._machines for place, rank in enumerate(ranks)}
         self._beside = {rank: len(ranks) for ranks in self._machines for rank in ranks}
         self._arrived = BufferPool(partial(_empty, neighbours.segment))
 
@@ -107,8 +107,8 @@ class MachinesBackend(InMemoryBackend):
 
     def _part(self, shard: Tensor, rank: int) -> Tensor:
         """The part of a shard that `rank` handles for its machine."""
-        at, count, numel = self._place[rank], self._beside[rank], shard.numel()
-        return shard[numel * at // count : numel * (at + 1) // count]
+        place, count, numel = self._place[rank], self._beside[rank], shard.numel()
+        return shard[numel * place // count : numel * (place + 1) // count]
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, buffer: int, add: bool) -> Handle:
         if not self._reduces_on_levels(flat):
@@ -128,22 +128,22 @@ class MachinesBackend(InMemoryBackend):
     def _reducing(self, flat: Tensor, tag: int) -> _Reducing:
         """Start to add inside the machine. The caller lets a thread call `exchange`."""
         shard = self.shard_of(flat)
-        found = {self._own[0]: self._scratch.take(shard.numel(), flat.dtype, flat.device)}
-        parts = [(self.rank * shard.numel(), found[self._own[0]])]
+        sums = {self._own[0]: self._scratch.take(shard.numel(), flat.dtype, flat.device)}
+        parts = [(self.rank * shard.numel(), sums[self._own[0]])]
         shards = [(rank, self.shard_of(flat, rank)) for rank in self._across]
         sent = [(rank, self._part(shard, self.rank)) for rank, shard in shards]
         whole = sum(part.numel() for _, part in sent)
         scratch = self._scratch.take(whole, flat.dtype, flat.device)
-        sends, at = [], 0
+        sends, offset = [], 0
         for rank, part in sent:
-            sends.append((rank, scratch[at : at + part.numel()]))
+            sends.append((rank, scratch[offset : offset + part.numel()]))
             parts.append((int(part.storage_offset() - flat.storage_offset()), sends[-1][1]))
-            at += part.numel()
+            offset += part.numel()
         receives = []
         for ranks in self._machines:
             if ranks is not self._own:
-                found[ranks[0]] = self._scratch.take(shard.numel(), flat.dtype, flat.device)
-                receives += [(rank, self._part(found[ranks[0]], rank)) for rank in ranks]
+                sums[ranks[0]] = self._scratch.take(shard.numel(), flat.dtype, flat.device)
+                receives += [(rank, self._part(sums[ranks[0]], rank)) for rank in ranks]
         inside = self.memory.sum(tag, flat, parts)
 
         def exchange(works: Works) -> None:
@@ -151,7 +151,7 @@ class MachinesBackend(InMemoryBackend):
             _settle(inside)
             post(self, works, tag, [], _filled(sends))
 
-        return _Reducing(exchange, found, (scratch, *found.values()))
+        return _Reducing(exchange, sums, (scratch, *sums.values()))
 
     def _give_back(self, buffers: Sequence[Tensor]) -> None:
         for buffer in buffers:
@@ -177,10 +177,10 @@ class MachinesBackend(InMemoryBackend):
         targets = {rank: self._part(self.shard_of(flat, rank), self.rank) for rank in self._across}
         whole = sum(part.numel() for part in targets.values())
         received = self._arrived.take(whole, flat.dtype, flat.device)
-        receives, at = [], 0
+        receives, offset = [], 0
         for rank, part in targets.items():
-            receives.append((rank, received[at : at + part.numel()]))
-            at += part.numel()
+            receives.append((rank, received[offset : offset + part.numel()]))
+            offset += part.numel()
         sends = [(rank, self._part(shard, rank)) for rank in self._across]
 
         @torch.no_grad()
@@ -287,8 +287,8 @@ class MachinesBackend(InMemoryBackend):
         if operation == "reduce_scatter":
             if not self._reduces_on_levels(flat):
                 return None
-            at, count = self._place[self.rank], len(self._own)
-            return len(self._across) * (numel * (at + 1) // count - numel * at // count)
+            place, count = self._place[self.rank], len(self._own)
+            return len(self._across) * (numel * (place + 1) // count - numel * place // count)
         is_on_levels = self.is_hierarchical or operation == "publish_shared"
         return (len(self._machines) - 1) * numel if is_on_levels else None
 

@@ -36,13 +36,13 @@ class Neighbours:
     """
 
     def __init__(
-        self, found: Segment, ranks: Sequence[int], hosts: Sequence[int], handle: int
+        self, segment: Segment, ranks: Sequence[int], hosts: Sequence[int], handle: int
     ) -> None:
-        self.segment = found
+        self.segment = segment
         self.ranks = tuple(ranks)
         self.hosts = tuple(hosts)
         self.handle = handle
-        weakref.finalize(self, _close, found, handle).atexit = False
+        weakref.finalize(self, _close, segment, handle).atexit = False
 
 
 def connect(collectives: Collectives) -> tuple[Neighbours | None, str]:
@@ -50,62 +50,64 @@ def connect(collectives: Collectives) -> tuple[Neighbours | None, str]:
 
     Returns: The neighbours; and the reason why there are none, on the one rank that logs it.
     """
-    own, why = None, ""
+    own_segment, why = None, ""
     try:
-        own = segment()
+        own_segment = segment()
     except NoSegment as error:
         why = str(error)
     handles: list[int | None] = [None] * collectives.world_size
-    found = None
+    neighbours = None
     try:
-        found, why = _connect(collectives, own, why, handles)
+        neighbours, why = _connect(collectives, own_segment, why, handles)
     finally:
-        if found is None and own is not None:
+        if neighbours is None and own_segment is not None:
             for peer in filter(None, handles):
-                own.native.release_peer(peer)
-    return found, why
+                own_segment.native.release_peer(peer)
+    return neighbours, why
 
 
 def _connect(
     collectives: Collectives,
-    own: Segment | None,
+    own_segment: Segment | None,
     why: str,
     handles: list[int | None],
 ) -> tuple[Neighbours | None, str]:
     """As `connect`. `handles` gets the peers that are mapped, by rank."""
     rank, size = collectives.rank, collectives.world_size
-    token = own.token if own is not None else (0, 0)
-    mine = [host_key(), os.getpid(), own.fd if own else -1, *map(_signed, token)]
-    mine += [
-        own.size_bytes if own else 0,
+    token = own_segment.token if own_segment is not None else (0, 0)
+    own_row = [host_key(), os.getpid(), own_segment.fd if own_segment else -1, *map(_signed, token)]
+    own_row += [
+        own_segment.size_bytes if own_segment else 0,
         _signed(int.from_bytes(os.urandom(8), "big")),
         os.getuid(),
     ]
-    table = collectives.gather_small(torch.tensor(mine), what=_WHAT).tolist()
-    hosts = [next(at for at, row in enumerate(table) if row[0] == one[0]) for one in table]
-    ranks = [at for at in range(size) if hosts[at] == hosts[rank]]
+    table = collectives.gather_small(torch.tensor(own_row), what=_WHAT).tolist()
+    hosts = [
+        next(first for first, other in enumerate(table) if other[0] == row[0]) for row in table
+    ]
+    ranks = [peer for peer in range(size) if hosts[peer] == hosts[rank]]
     if len(set(hosts)) == size:
         return None, ""
-    if own is not None and size <= MAX_RANKS:
+    if own_segment is not None and size <= MAX_RANKS:
         for peer in ranks:
             if peer != rank and not why:
                 try:
-                    handles[peer] = _open(own, table[peer], table[rank][7])
+                    handles[peer] = _open(own_segment, table[peer], table[rank][7])
                 except NoSegment as error:
                     why = f"rank {peer} is on this machine, but {error}"
-    elif own is not None:
+    elif own_segment is not None:
         why = f"the group has {size} ranks, more than {MAX_RANKS}"
-    state = _FINE if not why else _NO_SEGMENT if own is None else _NOT_OPENED
+    state = _FINE if not why else _NO_SEGMENT if own_segment is None else _NOT_OPENED
     states = collectives.gather_small(torch.tensor([state]), what=_WHAT).flatten().tolist()
     if any(states):
         # a rank without a segment knows more than one that does not find it
         teller = states.index(max(states))
         on = f"on rank {rank}: " if rank else ""
         return None, on + why if rank == teller else ""
-    assert own is not None
+    assert own_segment is not None
     identity = _unsigned(table[0][6])
-    group = own.native.open_group(identity, rank, size, (c_void_p * size)(*handles))
-    return Neighbours(own, ranks, hosts, group), ""
+    group = own_segment.native.open_group(identity, rank, size, (c_void_p * size)(*handles))
+    return Neighbours(own_segment, ranks, hosts, group), ""
 
 
 def _close(of: Segment, group: int) -> None:
@@ -113,11 +115,11 @@ def _close(of: Segment, group: int) -> None:
         of.native.close_group(group)
 
 
-def _open(own: Segment, row: Sequence[int], uid: int) -> int:
+def _open(segment: Segment, row: Sequence[int], uid: int) -> int:
     """Map the peer's segment. row: What the peer has sent. Raises NoSegment."""
     _, pid, fd, first, second, size_bytes, _, their_uid = row
     token = _unsigned(first), _unsigned(second)
-    native = own.native
+    native = segment.native
     known = native.find_peer(*token)
     if known is not None:
         return int(known)
@@ -125,7 +127,7 @@ def _open(own: Segment, row: Sequence[int], uid: int) -> int:
         raise NoSegment("has no shared memory")
     pidfd = _pidfd(pid)  # first: that of the process whose file is opened after it
     try:
-        return _map(own, row, pidfd, _file_of(row, uid))
+        return _map(segment, row, pidfd, _file_of(row, uid))
     except NoSegment:
         if pidfd >= 0:
             os.close(pidfd)
@@ -145,15 +147,15 @@ def _file_of(row: Sequence[int], uid: int) -> int:
         ) from error
 
 
-def _map(own: Segment, row: Sequence[int], pidfd: int, file: int) -> int:
+def _map(segment: Segment, row: Sequence[int], pidfd: int, file: int) -> int:
     """Map the peer's segment from its file, which is closed then."""
     _, pid, _, first, second, size_bytes, _, _ = row
-    native, data_bytes = own.native, size_bytes - own.control_bytes
+    native, data_bytes = segment.native, size_bytes - segment.control_bytes
     try:
-        if os.fstat(file).st_size != size_bytes or own.size_bytes != size_bytes:
+        if os.fstat(file).st_size != size_bytes or segment.size_bytes != size_bytes:
             raise NoSegment(f"process {pid} here is another one (a container of its own)")
-        control = native.map(file, 0, own.control_bytes, True)
-        data = native.map(file, own.control_bytes, data_bytes, False)
+        control = native.map(file, 0, segment.control_bytes, True)
+        data = native.map(file, segment.control_bytes, data_bytes, False)
     finally:
         os.close(file)
     peer = None
@@ -162,9 +164,9 @@ def _map(own: Segment, row: Sequence[int], pidfd: int, file: int) -> int:
         peer = native.open_peer(control, data, data_bytes, pid, pidfd, *token)
     if peer is not None:
         return int(peer)
-    for at, length in ((control, own.control_bytes), (data, data_bytes)):
-        if at:
-            native.unmap(at, length)
+    for address, length in ((control, segment.control_bytes), (data, data_bytes)):
+        if address:
+            native.unmap(address, length)
     if not control or not data:
         raise NoSegment("its memory cannot be mapped (ulimit -v)")
     raise NoSegment(f"process {pid} here is another one (a container of its own)")

@@ -244,8 +244,8 @@ def _open_in_folder() -> int:
 
 
 def _free_bytes() -> int:
-    found = os.statvfs(SHM_FOLDER)
-    return found.f_bavail * found.f_frsize
+    file_system = os.statvfs(SHM_FOLDER)
+    return file_system.f_bavail * file_system.f_frsize
 
 
 def reserve(fd: int, offset: int, size_bytes: int) -> None:
