@@ -24,6 +24,7 @@ from ..zero.core.backward_pass import IN_ROLLOUT
 from .counters import Accumulation, CounterAttribute, Counters
 from .internals import Internals
 from .parts import Parts
+from .process.process import local_rank
 from .states import States
 from .steps.batch_loop import Loop
 from .steps.training_step import TrainingStep
@@ -65,8 +66,8 @@ class Engine:
         self.optimizer: Any = parts.optimizer  # None: a frozen model, which only infers
         self.training_dataloader = parts.loader
         self.device = parts.device
-        self.monitor = parts.monitor
-        self.local_rank = parts.local_rank
+        self.monitor = parts.report.monitor
+        self.local_rank = local_rank()
         self.global_rank = parts.sharded.collectives.rank
         self.world_size = parts.sharded.collectives.world_size
         mesh = parts.sharded.flat_groups.mesh

@@ -109,7 +109,7 @@ from .parts import (
     Parts,
     Preemption,
 )
-from .process.process import is_launched, join, local_rank, pick_device, timeout_seconds
+from .process.process import is_launched, join, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport
 from .telemetry.screen import log_notes, log_start, show_messages
@@ -283,7 +283,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     if device.type == "cpu":
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     loss_scale = build_loss_scale(config.fp16, skips_overflow=config.bf16.skips_overflow)
-    means = StepMeans(device, mesh.mesh.pipe / mesh.mesh.size)
+    means = StepMeans(device, mesh.mesh.pipe / mesh.mesh.size, _refuses_weights(config))
     gradient_factor = GradientFactor(config, mesh.mesh, loss_scale, means)
     if messages is not None:
         messages.bind(optimizer, updater, gradient_factor.without_weights)
@@ -304,14 +304,10 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         loss_scale=loss_scale,
         means=means,
         gradient_factor=gradient_factor,
-        refuses_weights=_refuses_weights(config),
         loss_check=_loss_check(config),
         kept_units=_kept_units(sharded, model),
         autocast=_autocast(config, device),
         cast_inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
-        device=device,
-        local_rank=local_rank(),
-        monitor=monitor,
         report=StepReport(config, device, monitor, mesh.opened, sharded, record),
         loader=loader,
         undo=[undo_storing, *undo],

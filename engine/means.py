@@ -31,9 +31,14 @@ Weight = float | Tensor  # a scalar
 class StepMeans:
     """The weights and losses of the micro-batches of one step on this rank, and then those of all ranks."""
 
-    def __init__(self, device: torch.device, share: float) -> None:
-        """share: of this rank in the mean over all ranks that compute losses."""
+    def __init__(self, device: torch.device, share: float, refused_by: str = "") -> None:
+        """
+        Args:
+            share: of this rank in the mean over all ranks that compute losses.
+            refused_by: the setting with which losses cannot have weights; "": none.
+        """
         self.loss = math.nan  # the mean of the last step
+        self._refused_by = refused_by
         self._device, self._share = device, share
         self._forget()
 
@@ -66,6 +71,21 @@ class StepMeans:
         self._is_weighted, self._has_all = weight is not None, loss is not None
         self._weights = [] if weight is None else [weight]
         self._losses = [torch.full((), loss or 0.0, dtype=torch.float64, device=self._device)]
+
+    def checked(self, weight: Any) -> Weight:
+        """`weight` of a loss, if it is valid.
+
+        Raises:
+            UsageError: it is not, or the config computes no means, or messages keep errors of gradients, whose
+                divisor comes too late.
+        """
+        if self._refused_by:
+            raise UsageError(
+                f"backward: weight does not work with {self._refused_by}: the sum of all weights, which "
+                "divides gradients, is known after they are sent; multiply the loss yourself, or change the "
+                "config"
+            )
+        return _checked(weight)
 
     def begin(self, *, is_weighted: bool) -> None:
         """A backward begins.
@@ -178,7 +198,7 @@ def weighted(loss: Tensor, weight: Weight | None) -> Tensor:
     return wide * weight if weight else torch.zeros_like(wide)
 
 
-def checked_weight(weight: Any) -> Weight:
+def _checked(weight: Any) -> Weight:
     """Raises UsageError unless `weight` is 0 or a number that fp32 holds, or a tensor of one element."""
     need = f"a finite number of items, 0 or {LEAST} to {1 / LEAST:g}, or a tensor with one"
     if isinstance(weight, Tensor):
@@ -196,4 +216,4 @@ def checked_weight(weight: Any) -> Weight:
     return float(weight)
 
 
-__all__ = ["UNIT", "StepMeans", "Weight", "checked_weight", "weighted"]
+__all__ = ["UNIT", "StepMeans", "Weight", "weighted"]

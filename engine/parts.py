@@ -17,7 +17,7 @@ from .config.config import Config
 from .counters import Counters
 from .means import StepMeans
 from .optim.loss_scale import GradientFactor, LossScale
-from .telemetry.report import Monitor, StepReport
+from .telemetry.report import StepReport
 
 if TYPE_CHECKING:
     from ..zero.core.reduction import StepStatus
@@ -193,14 +193,10 @@ class Parts:
     loss_scale: LossScale
     means: StepMeans
     gradient_factor: GradientFactor
-    refuses_weights: str  # a setting with which losses cannot have weights; "": none
     loss_check: LossCheck
     kept_units: KeptUnits
     autocast: Callable[[], AbstractContextManager[Any]]
     cast_inputs: torch.dtype | None
-    device: torch.device
-    local_rank: int
-    monitor: Monitor
     report: StepReport
     loader: Any
     undo: list[Callable[[], None]]  # for the end, the last one first
@@ -212,6 +208,11 @@ class Parts:
     packing: Packing
     opened: list[Collectives]  # of all groups that this engine uses
     loop: LoopFactory
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+        return self.sharded.collectives.device
 
 
 def _nothing() -> None:

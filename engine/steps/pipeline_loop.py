@@ -244,7 +244,7 @@ class PipelineLoop(Loop):
     def _loss_of(self, result: Any) -> tuple[Tensor, Weight | None]:
         """The loss in the result of the last stage, and its weight if there is one."""
         if isinstance(result, WeightedLoss):
-            return loss_of(result.loss), self._step.checked_weight(result.weight)
+            return loss_of(result.loss), self._step.means.checked(result.weight)
         return loss_of(result), None
 
     def _forward(self, batches: Sequence[Any], **how: Any) -> PipelineOutputs:

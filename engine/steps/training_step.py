@@ -20,7 +20,7 @@ from ...zero.core.backward_pass import BackwardRules, ScriptBackward
 from ...zero.core.reduction import Scope, StepStatus
 from ..counters import Counters
 from ..data.batches import as_inputs, check_loss, move
-from ..means import UNIT, Weight, checked_weight
+from ..means import UNIT, Weight
 from ..optim.loss_scale import mark, running_loss_scale, scaled_backward
 from ..parts import Parts
 from ..states import States
@@ -144,7 +144,7 @@ class TrainingStep(BackwardRules):
         """
         check_loss(loss)
         if weight is not None:
-            weight = self.checked_weight(weight)
+            weight = self.means.checked(weight)
             divides = False
         self.means.begin(is_weighted=weight is not None)
         self._parts.loss_check.check(loss)
@@ -176,21 +176,6 @@ class TrainingStep(BackwardRules):
         if weight is None:
             self._report.add_loss(result)
         return result
-
-    def checked_weight(self, weight: Any) -> Weight:
-        """`weight` of a loss, if it is valid.
-
-        Raises:
-            UsageError: it is not, or the config computes no means, or messages keep errors of gradients, whose
-                divisor comes too late.
-        """
-        refused = self._parts.refuses_weights
-        if refused:
-            raise UsageError(
-                f"backward: weight does not work with {refused}: the sum of all weights, which divides "
-                "gradients, is known after they are sent; multiply the loss yourself, or change the config"
-            )
-        return checked_weight(weight)
 
     def begin_stages(self) -> None:
         """Before a run of pipeline stages."""

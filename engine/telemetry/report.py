@@ -124,7 +124,7 @@ class StepReport:
         self.timers = Timers(device, enabled=config.wall_clock_breakdown)
         self.throughput = Throughput(device, enabled=rates.enabled, synchronized=rates.synchronized)
         self._config = config
-        self._monitor = monitor
+        self.monitor = monitor
         self._profiler: StepProfiler | None = None
         self._record = record
         self._memory: MemoryPoints | None = None
@@ -191,11 +191,11 @@ class StepReport:
         memory = [] if self._memory is None else self._memory.take_lines()
         every = self._config.steps_per_print
         prints = every is not None and engine.global_steps % every == 0 and engine.global_rank == 0
-        if not prints and not self._monitor.takes_steps:
+        if not prints and not self.monitor.takes_steps:
             return
         loss = _sum_of(losses)
-        if self._monitor.takes_steps:
-            self._monitor.write_step(self._events(engine, loss, milliseconds))
+        if self.monitor.takes_steps:
+            self.monitor.write_step(self._events(engine, loss, milliseconds))
         if prints:
             for line in [self._line(engine, loss), *self._times(milliseconds), *memory]:
                 log.info("%s", line)
