@@ -88,9 +88,11 @@ setup(
         "test": [
             *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "safetensors", "hjson"),
             *("transformers>=5", "accelerate", "peft", "scikit-learn", "torchao"),
+            "cloudpickle",
         ],
         "release": ["build", "twine"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material", "mkdocstrings[python]"],
+        "notebook": ["cloudpickle"],
         "plot": ["matplotlib"],
         "vision": ["scikit-learn"],
         "torchao": ["torchao>=0.18", "safetensors"],

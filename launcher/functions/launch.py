@@ -10,6 +10,9 @@ where this process has.
 
 from __future__ import annotations
 
+import io
+import linecache
+import marshal
 import os
 import pickle
 import signal
@@ -19,11 +22,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import IO, Any
 
+from ...engine.integrations.optional import need
 from ...utils.errors import UsageError, XdsError
 from ...utils.quoting import printable
-from .by_value import dumps
 
 CALL = "call.pickle"
 # the kernel sends SIGTERM to the command when this process ends, even by SIGKILL
@@ -60,7 +64,8 @@ def launch(
     Returns: what the function has returned, on each rank.
 
     Raises:
-        UsageError: the function, an argument or a global cannot be sent; or this process is a rank itself.
+        UsageError: cloudpickle is not installed; the function, an argument or a global cannot be sent; or this
+            process is a rank itself.
         XdsError: a rank has failed. The report of the failure is on standard error.
     """
     name = getattr(function, "__qualname__", type(function).__name__)
@@ -89,13 +94,36 @@ def launch(
 
 
 def _pickled(name: str, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+    """What `read_call` reads. pickle alone sends names: no other process can import what a notebook defines."""
+    cloudpickle = need("cloudpickle", f"xds.launch({name})", "notebook")
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(
+                value, CodeType
+            ):  # cloudpickle leaves out its file, which tracebacks show
+                return marshal.loads, (marshal.dumps(value),)
+            return super().reducer_override(value)
+
+    call = io.BytesIO()
+    cells = [file for file in list(linecache.cache) if not os.path.exists(file)]
+    sources = {file: linecache.getlines(file) for file in cells}  # for tracebacks
     try:
-        return dumps((function, tuple(args), kwargs, list(sys.path)))
+        Pickler(call).dump((function, tuple(args), kwargs))
+        return pickle.dumps((list(sys.path), sources, call.getvalue()))
     except Exception as error:
         raise UsageError(
             f"xds.launch({name}): the function, or what it reads, cannot be sent to new processes: "
             f"{printable(str(error))}; create such objects inside the function"
         ) from error
+
+
+def read_call(data: bytes) -> Any:
+    """The function, its arguments and keyword arguments. Sets `sys.path`, by which the rest is found."""
+    sys.path[:], sources, call = pickle.loads(data)
+    for file, lines in sources.items():
+        linecache.cache.setdefault(file, (sum(map(len, lines)), None, lines, file))
+    return pickle.loads(call)
 
 
 def _run(command: list[str]) -> int:
@@ -132,4 +160,4 @@ def _copy(source: IO[bytes], stream: Any) -> None:
         stream.flush()
 
 
-__all__ = ["launch"]
+__all__ = ["CALL", "launch", "read_call"]

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-import pickle
-import sys
 from pathlib import Path
 
+from ...engine.integrations.optional import need
 from ...utils.errors import UsageError
-from .by_value import loads
-from .launch import CALL
+from .launch import CALL, read_call
 
 
 def main(script: str) -> None:
     """Call the function in the folder of `script`, the rank's `__main__`."""
     folder = Path(script).parent
-    function, args, kwargs, sys.path[:] = loads((folder / CALL).read_bytes())
+    function, args, kwargs = read_call((folder / CALL).read_bytes())
     result = function(*args, **kwargs)
     rank = os.environ["RANK"]
     try:
-        pickled = pickle.dumps(result)
+        pickled = need("cloudpickle", "xds.launch", "notebook").dumps(result)
     except Exception as error:
         name = getattr(function, "__qualname__", "function")
         raise UsageError(

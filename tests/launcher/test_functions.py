@@ -13,7 +13,6 @@ import pytest
 
 import xds
 from xds.launcher.functions import launch as module
-from xds.launcher.functions.by_value import dumps
 from xds.utils.messages import write_stderr
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "notebook" / "train.ipynb"
@@ -72,14 +71,16 @@ def scope() -> dict[str, Any]:
 
 def test_another_process_calls_a_function_with_all_that_it_names(tmp_path: Path) -> None:
     names = scope()
-    (tmp_path / "call").write_bytes(dumps((names["train"], names["Options"](2.0))))
+    (tmp_path / "call").write_bytes(
+        module._pickled("", names["train"], (2,), {"options": names["Options"](2.0)})
+    )
     text = (
-        "from xds.launcher.functions.by_value import loads\n"
-        f"train, options = loads(open({str(tmp_path / 'call')!r}, 'rb').read())\n"
-        "print(train(2, options=options))"
+        "from xds.launcher.functions.launch import read_call\n"
+        f"train, args, kwargs = read_call(open({str(tmp_path / 'call')!r}, 'rb').read())\n"
+        "print(train(*args, **kwargs), train.__code__.co_filename)"
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
-    assert (done.stderr, done.stdout) == ("", "[6, 4, 120, 1, 4.0, 120]\n")
+    assert (done.stderr, done.stdout) == ("", "[6, 4, 120, 1, 4.0, 120] <cell 1>\n")
 
 
 def test_what_cannot_be_sent_a_call_in_a_rank_and_a_failed_rank_are_errors(
