@@ -69,8 +69,8 @@ class Header:
 
     @classmethod
     def of(cls, flow: Flow) -> Header:
-        found = [_Leaf(tuple(x.shape), x.dtype, x.requires_grad) for x in flow.leaves]
-        return cls(tuple(found), flow.spec)
+        leaves = [_Leaf(tuple(x.shape), x.dtype, x.requires_grad) for x in flow.leaves]
+        return cls(tuple(leaves), flow.spec)
 
     def to_bytes(self) -> bytes:
         rows = [[x.shape, str(x.dtype).removeprefix("torch."), x.needs_grad] for x in self.leaves]
@@ -234,20 +234,20 @@ class Channel:
 
     def _take_header(self, sender: int) -> None:
         """Read the header that is on its way, and start to receive what follows it. The host waits for it."""
-        found = self._headers.pop(sender)
-        found.handle.wait()
-        header = Header.from_bytes(self._read(found))
-        self._known[found.stage, self._inputs[found.micro_batch]] = header
-        self._post_leaves(header, found.stage, found.micro_batch)
+        pending = self._headers.pop(sender)
+        pending.handle.wait()
+        header = Header.from_bytes(self._read(pending))
+        self._known[pending.stage, self._inputs[pending.micro_batch]] = header
+        self._post_leaves(header, pending.stage, pending.micro_batch)
         self._start_due(sender)
 
-    def _read(self, found: _HeaderOnItsWay) -> bytes:
-        data = bytes_of(found.first)
+    def _read(self, pending: _HeaderOnItsWay) -> bytes:
+        data = bytes_of(pending.first)
         length = int.from_bytes(data[:LENGTH_BYTES], "little")
         rest = LENGTH_BYTES + length - HEADER_BYTES
         if rest > 0:
             more = torch.empty(rest, dtype=torch.uint8, device=self._device)
-            before, micro_batch = found.stage - 1, found.micro_batch
+            before, micro_batch = pending.stage - 1, pending.micro_batch
             self._receive(self._forward, more, before, before, micro_batch, "header").wait()
             data += bytes_of(more)
         return data[LENGTH_BYTES : LENGTH_BYTES + length]
@@ -289,9 +289,9 @@ class Channel:
     # -- both -------------------------------------------------------------------------------------------
 
     def _send(
-        self, ways: DirectionGroups, tensor: Tensor, peer: int, at: tuple[int, int], subject: str
+        self, ways: DirectionGroups, tensor: Tensor, peer: int, place: tuple[int, int], subject: str
     ) -> None:
-        stage, micro_batch = at
+        stage, micro_batch = place
         sender = stage + 1 if subject == "gradients" else stage
         handle = ways.towards(peer, self._rank).send(
             _sendable(tensor),
@@ -326,9 +326,9 @@ class Channel:
 
 def _sendable(tensor: Tensor) -> Tensor:
     """The memory of a tensor, without its graph; as bytes where a backend may not send its dtype."""
-    found = tensor.detach() if tensor.requires_grad else tensor
-    found = found if found.is_contiguous() else found.contiguous()
-    return found if found.dtype in SENT_AS_IT_IS else found.view(-1).view(torch.uint8)
+    memory = tensor.detach() if tensor.requires_grad else tensor
+    memory = memory if memory.is_contiguous() else memory.contiguous()
+    return memory if memory.dtype in SENT_AS_IT_IS else memory.view(-1).view(torch.uint8)
 
 
 __all__ = ["JOINS", "Channel", "Header", "Ranks", "DirectionGroups"]

@@ -130,12 +130,12 @@ class WeightGrads:
         self, param: nn.Parameter, grad: Tensor, uses: Counter[int], sums: dict[int, Tensor]
     ) -> None:
         """Add to the sum of `param`; hand it over if this is the last use."""
-        own, grad = id(param), grad.to(param.dtype)
-        if own in sums:
-            grad = sums.pop(own).add_(grad)
-        uses[own] -= 1
-        if uses[own]:
-            sums[own] = grad
+        key, grad = id(param), grad.to(param.dtype)
+        if key in sums:
+            grad = sums.pop(key).add_(grad)
+        uses[key] -= 1
+        if uses[key]:
+            sums[key] = grad
         else:
             self._sink(param, grad)
 
@@ -163,9 +163,9 @@ class WeightGrads:
 
 def _linear_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The layers to prepare, each once; not those whose parameters another kind of module uses as well."""
-    found = dict.fromkeys(module for top in modules for module in top.modules())
-    layers = [module for module in found if _is_linear(module)]
-    others = set(found).difference(layers)
+    submodules = dict.fromkeys(module for top in modules for module in top.modules())
+    layers = [module for module in submodules if _is_linear(module)]
+    others = set(submodules).difference(layers)
     used_otherwise = {id(param) for module in others for param in module._parameters.values()}
     return [
         layer
@@ -218,8 +218,8 @@ def _deferrable(base: type[nn.Module], owner: WeightGrads) -> type[nn.Module]:
         return result
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        found: Any = object.__reduce_ex__(self, max(int(protocol), 2))
-        _, args, *state = found
+        reduced: Any = object.__reduce_ex__(self, max(int(protocol), 2))
+        _, args, *state = reduced
         return (_new, (base, *args[1:]), *state)  # copies and pickles are plain layers
 
     names = {
@@ -227,10 +227,10 @@ def _deferrable(base: type[nn.Module], owner: WeightGrads) -> type[nn.Module]:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
-    own: dict[str, Any] = {"forward": forward}
+    methods: dict[str, Any] = {"forward": forward}
     if has_product:
-        own = {"slice_product": product, "defers_weight_grads": True}
-    return type(base.__name__, (base,), {**names, **own, "__reduce_ex__": __reduce_ex__})
+        methods = {"slice_product": product, "defers_weight_grads": True}
+    return type(base.__name__, (base,), {**names, **methods, "__reduce_ex__": __reduce_ex__})
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:
@@ -300,16 +300,16 @@ class _Linear(torch.autograd.Function):
             weight = weight.to(dy.dtype)
             matrix = weight if ctx.is_transposed else weight.t()
             dx = input_grad(dy, matrix, is_by_columns=ctx.x_is_by_columns)
-        own = _Entry(
+        entry = _Entry(
             *(ctx.params[0], ctx.params[1], x, dy, 0 if x is None else x._version),
             is_transposed=ctx.is_transposed,
             is_by_columns=ctx.weight_is_by_columns,
             is_flat=ctx.is_flat,
         )
-        if ctx.owner.keep(own):
+        if ctx.owner.keep(entry):
             return dx, None, None, None, None
-        dw = _weight_grad(own).to(own.weight.dtype) if own.weight is not None else None
-        db = _bias_grad(own).to(own.bias.dtype) if own.bias is not None else None
+        dw = _weight_grad(entry).to(entry.weight.dtype) if entry.weight is not None else None
+        db = _bias_grad(entry).to(entry.bias.dtype) if entry.bias is not None else None
         return dx, dw, db, None, None
 
 

@@ -33,14 +33,14 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 def find_plan(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> ParallelPlan:
     """Module name -> how it is cut, for the layers of `blocks`; {}: nothing was found."""
-    found: ParallelPlan = {}
+    plan: ParallelPlan = {}
     kinds: dict[Any, ParallelPlan] = {}
     for name, block in blocks:
         kind = (type(block), tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
         if kind not in kinds:
             kinds[kind] = _plan_of_block(model, block)
-        found |= {f"{name}.{inner}": style for inner, style in kinds[kind].items()}
-    return found
+        plan |= {f"{name}.{inner}": style for inner, style in kinds[kind].items()}
+    return plan
 
 
 def _plan_of_block(model: nn.Module, block: nn.Module) -> ParallelPlan:
@@ -115,19 +115,19 @@ def _inputs(model: nn.Module, block: nn.Module) -> Iterator[Inputs]:
         lambda: model(input_ids=ids, decoder_input_ids=ids),
     )
     for call in calls:
-        found = _arguments(block, call)
-        if found is not None:
-            yield found
+        arguments = _arguments(block, call)
+        if arguments is not None:
+            yield arguments
     generator = torch.Generator().manual_seed(1)
     for shape in ((SAMPLES, LENGTH, width), (SAMPLES * LENGTH, width)):
         yield (torch.randn(shape, generator=generator).to(param),), {}
 
 
 def _arguments(block: nn.Module, call: Callable[[], Any]) -> Inputs | None:
-    found: list[Inputs] = []
+    calls: list[Inputs] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append((args, kwargs))
+        calls.append((args, kwargs))
         raise _Reached
 
     hook = block.register_forward_pre_hook(keep, with_kwargs=True)
@@ -138,7 +138,7 @@ def _arguments(block: nn.Module, call: Callable[[], Any]) -> Inputs | None:
         pass
     finally:
         hook.remove()
-    return found[0] if found else None
+    return calls[0] if calls else None
 
 
 def _run(block: nn.Module, inputs: Inputs) -> _Run | None:
@@ -184,21 +184,21 @@ def _watched(block: nn.Module, run: _Run) -> Iterator[None]:
 
 def _pairs(block: nn.Module, run: _Run, inputs: Inputs) -> ParallelPlan:
     """The layers between which activations can be cut. inputs: for another run of the block."""
-    found: ParallelPlan = {}
+    plan: ParallelPlan = {}
     in_end = _sources(run.ends, run.outputs)
     users = {name: _sources([given], run.outputs) for name, given in run.inputs.items()}
     for name, sources in users.items():
         others = {source for other, used in users.items() if other != name for source in used}
-        if not sources or sources & (in_end | others | set(found)):
+        if not sources or sources & (in_end | others | set(plan)):
             continue  # nothing before it, or something whole depends on it as well
         probe = _Probe(
             run.inputs[name], {source: run.outputs[source] for source in sorted(sources)}
         )
         styles = probe.styles(name)
         if styles and _runs_cut(block, name, styles, run, inputs):
-            found |= styles
-            found |= _between(block, run.inputs[name])
-    return found
+            plan |= styles
+            plan |= _between(block, run.inputs[name])
+    return plan
 
 
 def _runs_cut(block: nn.Module, name: str, styles: ParallelPlan, run: _Run, inputs: Inputs) -> bool:
@@ -301,7 +301,10 @@ class _Probe:
         if units < 2:
             return {}
         runs = {source: _runs(columns) for source, columns in self._columns(0, size).items()}
-        parts = {source: tuple(units * length for _, length in own) for source, own in runs.items()}
+        parts = {
+            source: tuple(units * length for _, length in runs_of_source)
+            for source, runs_of_source in runs.items()
+        }
         step = max(1, units // MOST_PROBES)
         for unit in {*range(0, units, step), units - 1}:
             for source, columns in self._columns(unit * size, size).items():
@@ -310,13 +313,15 @@ class _Probe:
         for source, sizes in parts.items():
             if sum(sizes) != self._sources[source].shape[-1]:
                 return {}
-        is_column = size == 1 and all(length == 1 for own in runs.values() for _, length in own)
+        is_column = size == 1 and all(
+            length == 1 for runs_of_source in runs.values() for _, length in runs_of_source
+        )
         kept = 0 if is_column else units
-        found = {name: ParallelStyle(StyleName.ROWWISE, (self._width,), kept)}
+        styles = {name: ParallelStyle(StyleName.ROWWISE, (self._width,), kept)}
         for source, sizes in parts.items():
             style_name = StyleName.COLWISE if len(sizes) == 1 else StyleName.PACKED_COLWISE
-            found[source] = ParallelStyle(style_name, sizes, kept)
-        return found
+            styles[source] = ParallelStyle(style_name, sizes, kept)
+        return styles
 
     def _unit_size(self) -> int:
         """The fewest columns after which the dependence is on other columns of every source."""
@@ -331,11 +336,11 @@ class _Probe:
         part = (self._given * self._seed).narrow(-1, start, count).float().sum()
         tensors = list(self._sources.values())
         grads = torch.autograd.grad(part, tensors, retain_graph=True, allow_unused=True)
-        found = {}
+        columns = {}
         for name, grad in zip(self._sources, grads, strict=True):
             used = [] if grad is None else grad.flatten(0, -2).ne(0).any(0).nonzero()[:, 0].tolist()
-            found[name] = set(used)
-        return found
+            columns[name] = set(used)
+        return columns
 
 
 def _are_disjoint(first: Mapping[str, set[int]], second: Mapping[str, set[int]]) -> bool:
@@ -350,24 +355,24 @@ def _runs(columns: set[int]) -> list[tuple[int, int]]:
     >>> _runs({0, 1, 4, 5, 6})
     [(0, 2), (4, 3)]
     """
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for column in sorted(columns):
-        if found and column == sum(found[-1]):
-            found[-1] = (found[-1][0], found[-1][1] + 1)
+        if runs and column == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
         else:
-            found.append((column, 1))
-    return found
+            runs.append((column, 1))
+    return runs
 
 
 def _expected(parts: Sequence[int], units: int, unit: int) -> set[int]:
     """The columns of `unit` in packed parts of these sizes."""
-    found: set[int] = set()
-    at = 0
+    columns: set[int] = set()
+    offset = 0
     for size in parts:
         length = size // units
-        found.update(range(at + unit * length, at + (unit + 1) * length))
-        at += size
-    return found
+        columns.update(range(offset + unit * length, offset + (unit + 1) * length))
+        offset += size
+    return columns
 
 
 __all__ = ["find_plan"]

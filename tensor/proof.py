@@ -93,10 +93,13 @@ class Proof:
         """
         self._blocks: dict[str, tuple[nn.Module, nn.Module]] = {}  # name -> the block, its copy
         self._hooks: list[Any] = []
-        found = regions(styles, [name for name, _ in blocks])
-        self._regions = frozenset(found)
+        region_names = regions(styles, [name for name, _ in blocks])
+        self._regions = frozenset(region_names)
         kinds: set[Any] = set()
-        for name, block in [*blocks, *((at, model.get_submodule(at)) for at in found)]:
+        for name, block in [
+            *blocks,
+            *((region, model.get_submodule(region)) for region in region_names),
+        ]:
             layers = layers_in(name, styles)
             kind = kind_of(block, layers)
             if layers and kind not in kinds:
@@ -122,13 +125,18 @@ class Proof:
         self._blocks = {}
 
     def _prove(
-        self, case: _Case, at: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        case: _Case,
+        hook_number: int,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         if not case.block.training:
             return
         case.num_forwards += 1
         if case.num_forwards in ATTEMPTS and (case.run(args, kwargs) or case.is_last_attempt):
-            self._hooks[at].remove()
+            self._hooks[hook_number].remove()
 
     def stop(self) -> None:
         """Prove nothing any more."""
@@ -213,33 +221,33 @@ class _Case:
 
     def _run_whole(self, inputs: Inputs, *, can_fail: bool) -> _Run | None:
         """can_fail: None on all ranks where it raises on one."""
-        found = None
+        run = None
         try:
-            found = self._of_own_tokens(_run(self._whole, *inputs))
+            run = self._of_own_tokens(_run(self._whole, *inputs))
         except Exception:  # any: it is raised again in the block's own dtype
             if not can_fail:
                 raise
         if can_fail:
-            said = torch.tensor([found is None], device=self._group.device).long()
+            said = torch.tensor([run is None], device=self._group.device).long()
             if self._group.gather_small(said, what="the proof of slices").any():
                 return None
-        return found
+        return run
 
     def _judge(self, mine: _Run, theirs: _Run, again: _Run) -> bool:
         noise = _noise(theirs, again)
-        found = self._difference(mine, theirs, noise)
+        difference = self._difference(mine, theirs, noise)
         is_finite = all(bool(out.isfinite().all()) for out in theirs.outputs[""])
         shows = all(grad is not None and bool(grad.any()) for grad in theirs.params.values())
         said = torch.tensor(
-            [bool(found) and is_finite, not (is_finite and shows)], device=self._group.device
+            [bool(difference) and is_finite, not (is_finite and shows)], device=self._group.device
         )
         table = self._group.gather_small(said.long(), what="the proof of slices")
         differs, is_open = table.any(0).tolist()
         if differs:
             raise UsageError(
                 f"tensor_parallel: {self._called} computes something else in {self._group.world_size} slices "
-                f"than whole: {found or 'another rank says where'}; correct tensor_parallel.plan, or write one "
-                "where the plan is the model's own"
+                f"than whole: {difference or 'another rank says where'}; correct tensor_parallel.plan, or "
+                "write one where the plan is the model's own"
             )
         return not is_open
 
@@ -248,19 +256,22 @@ class _Case:
         """There is no later one. Data ranks have to gather a region at the same time, so it has one attempt."""
         return self.is_region or self.num_forwards >= ATTEMPTS[-1]
 
-    def _all_tokens(self, own: Tensor) -> Tensor:
+    def _all_tokens(self, activations: Tensor) -> Tensor:
         """The activations of all ranks, for the whole copy."""
         assert self.tokens is not None
-        whole = self.tokens.gathered(own.detach(), f"the input of {self.name}")
-        return whole.requires_grad_(own.requires_grad)
+        whole = self.tokens.gathered(activations.detach(), f"the input of {self.name}")
+        return whole.requires_grad_(activations.requires_grad)
 
     def _of_own_tokens(self, run: _Run) -> _Run:
         """What this rank should have found, from a run with all tokens."""
         if self.tokens is None:
             return run
-        own = self.tokens.of_own
-        outputs = run.outputs | {"": [own(one) for one in run.outputs[""]]}
-        inputs = [one if one is None or one.dim() != 3 else own(one) for one in run.inputs]
+        of_own = self.tokens.of_own
+        outputs = run.outputs | {"": [of_own(tensor) for tensor in run.outputs[""]]}
+        inputs = [
+            tensor if tensor is None or tensor.dim() != 3 else of_own(tensor)
+            for tensor in run.inputs
+        ]
         return _Run(outputs, inputs, run.params)
 
     def _with_own_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -294,13 +305,13 @@ class _Case:
 
     def _own_parts(self, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """The slices of this rank, of whole parameters."""
-        found = dict(params)
+        sliced = dict(params)
         for name, param in self.block.named_parameters():
             piece = self._sliced.slices.get(id(param))
             if piece is not None:
                 parts = _parts(params[name].data, piece, self._group.rank)
-                found[name] = nn.Parameter(torch.cat(parts, piece.dim), param.requires_grad)
-        return found
+                sliced[name] = nn.Parameter(torch.cat(parts, piece.dim), param.requires_grad)
+        return sliced
 
     def _assembled(self, mine: Tensor, piece: Slice) -> Tensor:
         """The whole tensor, from the slices of all ranks."""
@@ -344,10 +355,10 @@ class _Case:
         for a, b in zip(mine.outputs[""], theirs.outputs[""], strict=False):
             if a.shape != b.shape:
                 return f"its output is {list(a.shape)} and not {list(b.shape)}"
-        for at, (own, wanted) in enumerate(zip(mine.inputs, theirs.inputs, strict=True)):
-            scale = _Scale(noise=noise.inputs[at])
-            if own is not None and wanted is not None and not _is_close(own, wanted, scale):
-                return f"the gradient of its input {at} differs"
+        for number, (grad, wanted) in enumerate(zip(mine.inputs, theirs.inputs, strict=True)):
+            scale = _Scale(noise=noise.inputs[number])
+            if grad is not None and wanted is not None and not _is_close(grad, wanted, scale):
+                return f"the gradient of its input {number} differs"
         return others
 
     def _differing_grad(self, mine: _Run, theirs: _Run, noise: _Noise) -> str:
@@ -358,16 +369,16 @@ class _Case:
             float(b.abs().max()) for b in theirs.params.values() if b is not None and b.numel()
         ]
         small = SMALL * max(grads, default=0.0)
-        found = ""
+        difference = ""
         for name, wanted in theirs.params.items():
             if wanted is None:  # on all ranks
                 continue
-            own = mine.params[name]
-            grad = wanted.new_zeros(params[name].shape) if own is None else own
+            own_grad = mine.params[name]
+            grad = wanted.new_zeros(params[name].shape) if own_grad is None else own_grad
             scale = _Scale(small, noise.params[name])
             if not self._has_close_grad(params[name], grad, wanted, scale):
-                found = found or f"the gradient of {name} differs"
-        return found
+                difference = difference or f"the gradient of {name} differs"
+        return difference
 
     def _has_close_grad(
         self, param: nn.Parameter, mine: Tensor, theirs: Tensor, scale: _Scale
@@ -419,8 +430,8 @@ def _run(
             return copy.deepcopy(value)
         if not value.requires_grad:
             return value.detach()
-        own = value.detach()
-        leaves.append((rounded_otherwise(own) if rounds else own).requires_grad_())
+        detached = value.detach()
+        leaves.append((rounded_otherwise(detached) if rounds else detached).requires_grad_())
         return leaves[-1]
 
     modules = dict(block.named_modules())
@@ -448,7 +459,7 @@ def _run(
         for hook in hooks:  # after backward: a recomputed forward needs the same graph
             hook.remove()
     by_name = dict(zip(params, grads[len(leaves) :], strict=True))
-    kept = {name: [out.detach() for out in found] for name, found in outputs.items()}
+    kept = {name: [out.detach() for out in outs] for name, outs in outputs.items()}
     return _Run(kept, list(grads[: len(leaves)]), by_name)
 
 
@@ -457,11 +468,11 @@ def _seeds(outputs: Sequence[Tensor], tokens: Tokens | None) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     if tokens is None:
         return [torch.randn(out.shape, generator=generator).to(out) for out in outputs]
-    found = []
+    seeds = []
     for out in outputs:
         shape = [len(out), out.shape[1] * tokens.num_ranks, *out.shape[2:]]
-        found.append(tokens.of_own(torch.randn(shape, generator=generator).to(out)))
-    return found
+        seeds.append(tokens.of_own(torch.randn(shape, generator=generator).to(out)))
+    return seeds
 
 
 def _keeping(outputs: dict[str, list[Tensor]], name: str) -> Callable[..., None]:
@@ -492,10 +503,10 @@ def _is_close(a: Tensor, b: Tensor, scale: _Scale | None = None) -> bool:
     return float((a - b).abs().max()) <= max(limit, NOISE * scale.noise)
 
 
-def _noise(one: _Run, other: _Run) -> _Noise:
+def _noise(first: _Run, second: _Run) -> _Noise:
     """The largest difference of each gradient of two runs."""
-    params = {name: _largest_difference(a, other.params[name]) for name, a in one.params.items()}
-    pairs = zip(one.inputs, other.inputs, strict=True)
+    params = {name: _largest_difference(a, second.params[name]) for name, a in first.params.items()}
+    pairs = zip(first.inputs, second.inputs, strict=True)
     return _Noise([_largest_difference(a, b) for a, b in pairs], params)
 
 

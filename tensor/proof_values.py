@@ -115,17 +115,17 @@ def standing_in(
         instead[id(param)] = nn.Parameter(values, params[name].requires_grad)
     for name, buffer in module.named_buffers():
         instead[id(buffer)] = buffers[name].clone()
-    owned: list[dict[str, Any]] = []
-    for one in module.modules():
-        owned += [one._parameters, one._buffers]
-    kept = [(own, dict(own)) for own in owned]
+    tables: list[dict[str, Any]] = []
+    for submodule in module.modules():
+        tables += [submodule._parameters, submodule._buffers]
+    kept = [(table, dict(table)) for table in tables]
     try:
-        for own, before in kept:
-            own.update({n: instead[id(t)] for n, t in before.items() if t is not None})
+        for table, before in kept:
+            table.update({n: instead[id(t)] for n, t in before.items() if t is not None})
         yield
     finally:
-        for own, before in kept:
-            own.update(before)
+        for table, before in kept:
+            table.update(before)
 
 
 __all__ = [

@@ -31,12 +31,12 @@ CHECKED_BACKWARDS = 2
 LABELS = ("labels", "targets", "target", "label")
 
 
-def own_rows(ids: Tensor, own: Range, size: int) -> tuple[Tensor, Tensor]:
+def own_rows(ids: Tensor, own_range: Range, size: int) -> tuple[Tensor, Tensor]:
     """(numbers of own rows [...], which ids have one [...]) of `ids` [...] in a vocabulary of `size`.
 
     Ids of other ranks become 0. What is outside of the vocabulary stays as it is, so that a look-up refuses it.
     """
-    start, stop = own
+    start, stop = own_range
     mine = (ids >= start) & (ids < stop)
     outside = (ids < 0) | (ids >= size)
     rows = torch.where(mine, ids - start, torch.where(outside, ids, 0))
@@ -60,18 +60,18 @@ class Vocabulary:
             None  # of the forward that runs; None: its forward takes none
         )
 
-    def logits(self, own: Tensor, *, is_training: bool) -> Tensor:
+    def logits(self, columns: Tensor, *, is_training: bool) -> Tensor:
         """[..., own columns], for `cross_entropy`; [..., all columns] where this forward computes no loss."""
         keeps = is_training if self.has_labels is None else self.has_labels
         _thread.latest = weakref.ref(self) if keeps else _Thread.latest
         if not keeps:
-            return self.exchange.gather(own, self.widths)
-        if own.requires_grad:
-            own.register_hook(self._check_used)  # type: ignore[no-untyped-call]
-            node: Any = own.grad_fn
+            return self.exchange.gather(columns, self.widths)
+        if columns.requires_grad:
+            columns.register_hook(self._check_used)  # type: ignore[no-untyped-call]
+            node: Any = columns.grad_fn
             if node is not None:
                 node.metadata[_HEAD] = self
-        return own
+        return columns
 
     def _check_used(self, _: Tensor) -> None:
         """In backward: no loss came from own columns, so the model has treated them as all."""
@@ -82,11 +82,11 @@ class Vocabulary:
                 "vocab_parallel_lm_head to false"
             )
 
-    def highest(self, own: Tensor) -> Tensor:
+    def highest(self, columns: Tensor) -> Tensor:
         """[N] of own columns -> the largest over the ranks."""
         group = self.exchange.collectives
-        every = [torch.empty_like(own) for _ in range(group.world_size)]
-        group.all_to_all(every, [own] * len(every), what=self._what, kind=KIND).wait()
+        every = [torch.empty_like(columns) for _ in range(group.world_size)]
+        group.all_to_all(every, [columns] * len(every), what=self._what, kind=KIND).wait()
         return torch.stack(every).amax(0)
 
     def sums(self, *terms: Tensor) -> Tensor:
@@ -102,8 +102,8 @@ class Vocabulary:
     def losses(self, logits: Tensor, targets: Tensor, ignored: int, smoothing: float) -> Tensor:
         """The loss of each token [N], zero where it is ignored; `logits` [N, own columns], `targets` [N]."""
         self._is_used = True
-        found: Tensor = _Losses.apply(logits, targets, self, ignored, smoothing)  # type: ignore[no-untyped-call]
-        return found
+        losses: Tensor = _Losses.apply(logits, targets, self, ignored, smoothing)  # type: ignore[no-untyped-call]
+        return losses
 
 
 _HEAD = "xds.tensor.Vocabulary"  # in the metadata of the node that has computed own columns: whose they are
@@ -130,16 +130,16 @@ def check_uses_of_logits(loss: Tensor) -> bool:
     Raises:
         UsageError: it uses others, so a rank would take its columns for all.
     """
-    found = False
+    uses_losses = False
     for node in _behind(loss, around=_LOSSES):
-        found |= node.name() == _LOSSES
+        uses_losses |= node.name() == _LOSSES
         if _HEAD in node.metadata:
             raise UsageError(
                 "tensor_parallel.vocab_parallel_lm_head = true: a rank has some columns of the logits, and a "
                 "part of the loss is computed from them without xds.tensor.cross_entropy; set "
                 "vocab_parallel_lm_head to false"
             )
-    return found
+    return uses_losses
 
 
 def _behind(tensor: Tensor, around: str = "") -> Iterator[Any]:
@@ -150,17 +150,17 @@ def _behind(tensor: Tensor, around: str = "") -> Iterator[Any]:
         node = waiting.popleft()
         yield node
         if node.name() != around:
-            found = [after for after, _ in node.next_functions if after not in seen]
-            seen.update(found)
-            waiting += dict.fromkeys(found)
+            following = [after for after, _ in node.next_functions if after not in seen]
+            seen.update(following)
+            waiting += dict.fromkeys(following)
 
 
 def _vocabulary_of(logits: Tensor) -> Vocabulary | None:
     """Whose own columns `logits` are; None: they have all columns."""
     near = (node.metadata.get(_HEAD) for node in islice(_behind(logits), _NODES))
-    found = next((head for head in near if head is not None), None) or _thread.latest()
-    is_own = found is not None and logits.shape[-1] == found.own[1] - found.own[0]
-    return found if is_own else None
+    vocabulary = next((head for head in near if head is not None), None) or _thread.latest()
+    is_own = vocabulary is not None and logits.shape[-1] == vocabulary.own[1] - vocabulary.own[0]
+    return vocabulary if is_own else None
 
 
 class _Losses(torch.autograd.Function):
@@ -193,13 +193,13 @@ class _Losses(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, rows, mine, is_valid, log_sum = ctx.saved_tensors
         # the probabilities of own columns
-        found = logits.to(log_sum.dtype).sub(log_sum[:, None]).exp_()
+        grad_logits = logits.to(log_sum.dtype).sub(log_sum[:, None]).exp_()
         if ctx.smoothing:
-            found.sub_(ctx.smoothing / ctx.size)
-        share = mine.to(found.dtype).mul_(ctx.smoothing - 1)
-        found.scatter_add_(1, rows[:, None], share[:, None])
-        found.mul_((grad * is_valid)[:, None])
-        return found.to(logits.dtype), None, None, None, None
+            grad_logits.sub_(ctx.smoothing / ctx.size)
+        share = mine.to(grad_logits.dtype).mul_(ctx.smoothing - 1)
+        grad_logits.scatter_add_(1, rows[:, None], share[:, None])
+        grad_logits.mul_((grad * is_valid)[:, None])
+        return grad_logits.to(logits.dtype), None, None, None, None
 
 
 _LOSSES = f"{_Losses.__name__}Backward"
@@ -250,11 +250,11 @@ def cross_entropy(
     flat = labels.reshape(-1)
     losses = vocabulary.losses(rows, flat, ignore_index, label_smoothing)
     if reduction == "none":
-        found = losses.view(labels.shape)
+        loss = losses.view(labels.shape)
     else:
-        found = losses.sum()
-        found = found if reduction == "sum" else found / (flat != ignore_index).sum()
-    return found.to(logits.dtype)
+        loss = losses.sum()
+        loss = loss if reduction == "sum" else loss / (flat != ignore_index).sum()
+    return loss.to(logits.dtype)
 
 
 @final
@@ -342,8 +342,8 @@ class LossOfModel:
 
 
 def _head_of(module: Any) -> nn.Module | None:
-    found = getattr(module, "get_output_embeddings", lambda: None)()
-    return found if isinstance(found, nn.Module) else None
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    return head if isinstance(head, nn.Module) else None
 
 
 __all__ = [

@@ -193,7 +193,7 @@ def read_groups(model: nn.Module, source: Iterable[Any] | None) -> Groups:
     if entries and not isinstance(entries[0], dict):
         named = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
         entries = [{"params": named}]
-    own = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name for name, param in model.named_parameters()}
     options: list[Named] = []
     index: dict[int, int] = {}
     problems: list[str] = []
@@ -206,20 +206,23 @@ def read_groups(model: nn.Module, source: Iterable[Any] | None) -> Groups:
         for param in params:
             if not isinstance(param, Tensor):
                 raise wrong(f"model_parameters, group {number}", param, _GROUPS)
-            if id(param) not in own:
+            if id(param) not in names:
                 problems.append(
                     f"parameter group {number} holds a tensor of shape {tuple(param.shape)} that is not a "
                     "parameter of the model"
                 )
             elif index.setdefault(id(param), number) != number:
                 problems.append(
-                    f"{own[id(param)]} is in parameter groups {index[id(param)]} and {number}: "
+                    f"{names[id(param)]} is in parameter groups {index[id(param)]} and {number}: "
                     "leave it in one"
                 )
     if problems:
         raise UsageError("; ".join(problems[:5]))
     trained = {id(param) for param in model.parameters() if param.requires_grad}
-    return Groups(tuple(options), {key: at for key, at in index.items() if key in trained})
+    return Groups(
+        tuple(options),
+        {key: number_of_group for key, number_of_group in index.items() if key in trained},
+    )
 
 
 def split_for_muon(model: nn.Module, groups: Groups) -> Groups:
@@ -236,7 +239,9 @@ def split_for_muon(model: nn.Module, groups: Groups) -> Groups:
     options: list[Named] = []
     for entry in groups.options:
         options += [{**entry, "use_muon": True}, {**entry, "use_muon": False}]
-    index = {key: 2 * at + (0 if key in matrices else 1) for key, at in groups.index.items()}
+    index = {
+        key: 2 * number + (0 if key in matrices else 1) for key, number in groups.index.items()
+    }
     return Groups(tuple(options), index)
 
 
@@ -247,14 +252,14 @@ def named_optimizer(
     params = {k: v for k, v in section.params.items() if k not in ENGINE_FLAGS}
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
-    own = REGISTERED.get(section.type)
-    if own is not None and not own.is_torchs:
-        return own.load()(_entries(updater, groups), **params, **more)
+    registration = REGISTERED.get(section.type)
+    if registration is not None and not registration.is_torchs:
+        return registration.load()(_entries(updater, groups), **params, **more)
     kind = getattr(torch.optim, section.type)
-    if own is not None:  # torch's kernel is used where it can be
+    if registration is not None:  # torch's kernel is used where it can be
         places = {(master.raw.device, master.raw.dtype) for master in updater.masters}
         if updater.casts or not all(has_fused(kind, *place) for place in places):
-            return own.load()(_entries(updater, groups), **params)
+            return registration.load()(_entries(updater, groups), **params)
         params["fused"] = True
     try_optimizer(kind, params)
     return _over(kind, updater, groups, f'optimizer.type = "{section.type}"', params)
@@ -301,7 +306,8 @@ def _of_factory(
     held_of = tensors.tensors_of if updater.world.is_sharded else tensors.whole_params
     held = [held_of(number) for number in range(len(groups.options))]
     entries = [
-        {"params": own, **options} for own, options in zip(held, groups.options, strict=True)
+        {"params": tensors_of_group, **options}
+        for tensors_of_group, options in zip(held, groups.options, strict=True)
     ]
     built = make(entries)
     if not isinstance(built, torch.optim.Optimizer):
@@ -310,7 +316,7 @@ def _of_factory(
     wanted = _layout_for(type(built), updater, name, allow_untested)
     if wanted == held_of:
         return built
-    if [list(map(id, own)) for own in held] == [
+    if [list(map(id, tensors_of_group)) for tensors_of_group in held] == [
         list(map(id, group["params"])) for group in built.param_groups
     ]:
         _replace_params(built, [wanted(number) for number in range(len(held))])
@@ -328,8 +334,8 @@ def _replace_params(given: torch.optim.Optimizer, params: Sequence[list[Tensor]]
     Raises:
         UsageError: its constructor has made states of other tensors.
     """
-    for group, own in zip(given.param_groups, params, strict=True):
-        group["params"] = own
+    for group, tensors in zip(given.param_groups, params, strict=True):
+        group["params"] = tensors
     if type(given) is torch.optim.Adagrad:  # it makes its states in the constructor
         given.state = torch.optim.Adagrad(given.param_groups, **given.defaults).state
     elif any(isinstance(key, Tensor) and state for key, state in given.state.items()):
@@ -369,7 +375,7 @@ def load_kernels(
             "set it to false, and ops run their torch versions"
         )
     devices = [device] if updater.stores.host is None else [device, torch.device("cpu")]
-    names = {optimizer_library(one) for one in devices} - {""}
+    names = {optimizer_library(kind) for kind in devices} - {""}
     for name in sorted(names) if section.native and (gains or section.require) else ():
         load(name, require=section.require)
 
@@ -383,7 +389,9 @@ def _over(
     allow_untested: bool = False,
 ) -> torch.optim.Optimizer:
     tensors_of = _layout_for(kind, updater, name, allow_untested)
-    entries = [{"params": tensors_of(at), **options} for at, options in enumerate(groups.options)]
+    entries = [
+        {"params": tensors_of(number), **options} for number, options in enumerate(groups.options)
+    ]
     return kind(entries, **params)
 
 
@@ -440,8 +448,8 @@ def _elementwise_names() -> str:
 
 def _entries(updater: Updater, groups: Groups) -> list[Named]:
     return [
-        {"params": updater.optimizer_tensors.tensors_of(at), **options}
-        for at, options in enumerate(groups.options)
+        {"params": updater.optimizer_tensors.tensors_of(number), **options}
+        for number, options in enumerate(groups.options)
     ]
 
 
@@ -469,9 +477,9 @@ def count_states(section: OptimizerSection | None, given: Any) -> int:
 
 
 def _of_section(section: OptimizerSection) -> int:
-    own = REGISTERED.get(section.type)
-    if own is not None:
-        return own.load().num_states
+    registration = REGISTERED.get(section.type)
+    if registration is not None:
+        return registration.load().num_states
     params = {k: v for k, v in section.params.items() if k not in ENGINE_FLAGS}
     return _of_class(getattr(torch.optim, section.type), [{}], params)
 

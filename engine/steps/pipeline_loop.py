@@ -221,10 +221,10 @@ class PipelineLoop(Loop):
         ):
             with sequences.whole():
                 self._pipeline.channel.begin([("proof, whole", shapes)])
-                wanted = self._mean(self._forward([short]), 1)
+                whole = self._mean(self._forward([short]), 1)
             self._pipeline.channel.begin([("proof, cut", shapes)])
-            found = self._mean(self._forward([short]), 1)
-        sequences.proof.compare(found, wanted)
+            in_cuts = self._mean(self._forward([short]), 1)
+        sequences.proof.compare(in_cuts, whole)
         self._pipeline.channel.begin(_inputs("train_batch", batches))
 
     @contextmanager
@@ -323,11 +323,11 @@ class PipelineLoop(Loop):
             repeated = self._repeated
             with self._parts.sharded.collectives.publishing_errors("the data loader"):
                 converted = self._converted(repeated)
-                found = [next(converted) for _ in range(count)]
+                batches = [next(converted) for _ in range(count)]
         else:
             converted = self._converted(data_iter)
-            found = share_batches(self._pipeline.pipe, converted, count, device, call)
-        return [self._packed(move(batch, device)) for batch in found]
+            batches = share_batches(self._pipeline.pipe, converted, count, device, call)
+        return [self._packed(move(batch, device)) for batch in batches]
 
     def _packed(self, batch: Any) -> Any:
         """The batch with what packed rows need."""
@@ -340,14 +340,14 @@ class PipelineLoop(Loop):
         The host waits once, before it starts the step.
         """
         number = -1 if problem else _number_of(inputs)
-        mine = torch.full((1,), number, dtype=torch.int64, device=self._parts.device)
+        own_number = torch.full((1,), number, dtype=torch.int64, device=self._parts.device)
         collectives = self._parts.sharded.collectives
-        table = collectives.gather_small(mine, what="shapes of the batches").view(-1).tolist()
+        table = collectives.gather_small(own_number, what="shapes of the batches").view(-1).tolist()
         if problem is not None:
             raise problem
         rows = len(table) // self._pipeline.pipe.world_size
-        columns = [table[at::rows] for at in range(rows)]  # each is one pipeline
-        differs = [at for at, column in enumerate(columns) if len({*column}) > 1]
+        columns = [table[place::rows] for place in range(rows)]  # each is one pipeline
+        differs = [place for place, column in enumerate(columns) if len({*column}) > 1]
         if self._parts.sharded.flat_groups.data.everyone.rank in differs:
             raise self._other_shapes(inputs)
         ranks = [rank for rank, number in enumerate(table) if number < 0] or differs
@@ -359,9 +359,11 @@ class PipelineLoop(Loop):
 
     def _other_shapes(self, inputs: Sequence[Hashable]) -> UsageError:
         """For all stages of one pipeline, where loaders of stages give batches of different shapes."""
-        seen = moved(torch.tensor([_number_of(found) for found in inputs]), self._parts.device)
+        seen = moved(torch.tensor([_number_of(shapes) for shapes in inputs]), self._parts.device)
         table = self._pipeline.pipe.gather_small(seen, what="shapes of each batch").tolist()
-        number = next(at for at, found in enumerate(zip(*table, strict=True)) if len({*found}) > 1)
+        number = next(
+            batch for batch, numbers in enumerate(zip(*table, strict=True)) if len({*numbers}) > 1
+        )
         return UsageError(
             f"micro-batch {number} has other shapes on the first stage than on another: every stage "
             "reads training_data itself, so its loader must give the same batches on all stages; seed its "

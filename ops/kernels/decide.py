@@ -71,8 +71,8 @@ def square_sum(flat: Tensor, param_dtype: torch.dtype | None = None) -> Tensor:
     param_dtype: of the parameters; None takes `flat`'s.
     """
     is_narrow = (param_dtype or flat.dtype) in (torch.float16, torch.bfloat16)
-    found: Tensor = (_square_sum if is_narrow else square_sum_reference)(flat)
-    return found
+    total: Tensor = (_square_sum if is_narrow else square_sum_reference)(flat)
+    return total
 
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_

@@ -105,8 +105,8 @@ class OneBitLamb(OneBitOptimizer):
         for update, direction in zip(updates, directions, strict=True):
             cuts = self._tables.cuts_of(update.item)
             lr = float(update.group["lr"])
-            found = [0.0 if name is None else lr * ratios[name] for name in cuts.names]
-            rates = moved(torch.tensor(found, dtype=torch.float32), direction.device)
+            values = [0.0 if name is None else lr * ratios[name] for name in cuts.names]
+            rates = moved(torch.tensor(values, dtype=torch.float32), direction.device)
             lamb_apply_(update.item.master, direction, update.out, cuts.bounds, rates, None)
             mark_written(update)
 
@@ -116,8 +116,8 @@ class OneBitLamb(OneBitOptimizer):
         self, updates: Sequence[Update], scale: Scale, world: World
     ) -> tuple[list[Tensor], dict[str, float]]:
         """LAMB's directions, each [n], and ratios by parameter. Adds the ratios to their means."""
-        found = [self._direction(update, scale) for update in updates]
-        figures = [norms for _, norms in found]
+        pairs = [self._direction(update, scale) for update in updates]
+        figures = [norms for _, norms in pairs]
         table = self._tables.over_ranks(updates, figures, world, lambda every: every.sum(0))
         groups = {part.name: update.group for update in updates for part in update.item.parts}
         ratios = {name: clamped(squares, groups[name]) for name, squares in table.items()}
@@ -128,7 +128,7 @@ class OneBitLamb(OneBitOptimizer):
                 # as in DeepSpeed: 1 stands for a parameter or a direction of zeros
                 if ratio != 1.0:
                     means[part.name] = beta * means.get(part.name, 0.0) + (1.0 - beta) * ratio
-        return [direction for direction, _ in found], ratios
+        return [direction for direction, _ in pairs], ratios
 
     def _direction(self, update: Update, scale: Scale) -> tuple[Tensor, Tensor]:
         master, grad, group = update.item.master, update.grad, update.group
@@ -159,11 +159,11 @@ class OneBitLamb(OneBitOptimizer):
         self, updates: Sequence[Update], scale: Scale, world: World, moment: Moment
     ) -> tuple[list[Tensor], dict[str, float]]:
         """The directions, each [n], and the ratios by parameter."""
-        found = [
+        pairs = [
             self._frozen_direction(update, scale, moment, is_momentum=gets_momentum(update, world))
             for update in updates
         ]
-        table = self._tables.over_ranks(updates, [figures for _, figures in found], world, _joined)
+        table = self._tables.over_ranks(updates, [figures for _, figures in pairs], world, _joined)
         ratios: dict[str, float] = {}
         for update in updates:
             state, group = self._states[update.item.master], update.group
@@ -171,7 +171,7 @@ class OneBitLamb(OneBitOptimizer):
                 last = state[FACTOR].get(part.name, 1.0)
                 now = state[FACTOR][part.name] = _factor(table[part.name], last, group)
                 ratios[part.name] = state[COEFF].get(part.name, 0.0) * now
-        return [direction for direction, _ in found], ratios
+        return [direction for direction, _ in pairs], ratios
 
     def _frozen_direction(
         self, update: Update, scale: Scale, moment: Moment, *, is_momentum: bool
@@ -214,13 +214,13 @@ def _joined(every: Tensor) -> Tensor:
 
 def _factor(figures: Sequence[float], last: float, group: dict[str, Any]) -> float:
     """The factor of a parameter's ratio from its figures over all ranks, and from the one before."""
-    plain, direction, found = figures[0] ** 0.5, figures[1] ** 0.5, figures[2]
+    plain, direction, factor = figures[0] ** 0.5, figures[1] ** 0.5, figures[2]
     if group["weight_decay"] and direction:
         share = min(1.0, plain / direction)
-        found = found * share + 1.0 - share
-    found = min(max(found, group["factor_min"]), group["factor_max"])
+        factor = factor * share + 1.0 - share
+    factor = min(max(factor, group["factor_min"]), group["factor_max"])
     threshold = group["factor_threshold"]
-    return float(min(max(found, last * (1.0 - threshold)), last * (1.0 + threshold)))
+    return float(min(max(factor, last * (1.0 - threshold)), last * (1.0 + threshold)))
 
 
 __all__ = ["OneBitLamb"]

@@ -48,10 +48,10 @@ class PartTables:
         rows = self._rows_of.get(item)
         if rows is None or rows.device != item.master.device:
             numbers = self._rows(world)
-            found = [
+            row_numbers = [
                 len(numbers) if name is None else numbers[name] for name in self.cuts_of(item).names
             ]
-            rows = moved(torch.tensor(found, dtype=torch.int64), item.master.device)
+            rows = moved(torch.tensor(row_numbers, dtype=torch.int64), item.master.device)
             self._rows_of[item] = rows
         return rows
 
@@ -75,16 +75,16 @@ class PartTables:
         device = figures[0].device if figures else world.collectives.device
         width = figures[0].shape[1] if figures else 1
         table = torch.zeros(num_rows, width, dtype=torch.float64, device=device)
-        for update, found in zip(updates, figures, strict=True):
+        for update, of_update in zip(updates, figures, strict=True):
             # with some masters on the host, figures are in both places
-            table.index_add_(0, self.rows_of(update.item, world).to(device), found.to(device))
+            table.index_add_(0, self.rows_of(update.item, world).to(device), of_update.to(device))
         table[-1].zero_()  # what gaps have added
         sharded = [flat for flat in world.flats if flat.is_sharded]
         for collectives in dict.fromkeys(flat.collectives for flat in sharded):
-            own = self._own_rows(collectives, world, device)
-            sent = table[own].view(-1).to(collectives.device)
+            own_rows = self._own_rows(collectives, world, device)
+            sent = table[own_rows].view(-1).to(collectives.device)
             every = collectives.gather_small(sent).view(collectives.world_size, -1, width)
-            table[own] = join(every).to(device)
+            table[own_rows] = join(every).to(device)
         return table
 
     def over_ranks(
@@ -95,14 +95,16 @@ class PartTables:
         join: Callable[[Tensor], Tensor],
     ) -> dict[str, list[float]]:
         """The same on the host, for every parameter of `updates`. Waits for the device."""
-        found = self.table(updates, figures, world, join).tolist()
+        table = self.table(updates, figures, world, join).tolist()
         rows = self._rows(world)
-        return {part.name: found[rows[part.name]] for one in updates for part in one.item.parts}
+        return {
+            part.name: table[rows[part.name]] for update in updates for part in update.item.parts
+        }
 
     def _rows(self, world: World) -> dict[str, int]:
         if not self._numbers:
             names = [part.name for flat in world.flats for part in flat.parts]
-            self._numbers = {name: at for at, name in enumerate(names)}
+            self._numbers = {name: number for number, name in enumerate(names)}
         return self._numbers
 
     def _own_rows(self, collectives: Collectives, world: World, device: torch.device) -> Tensor:
@@ -111,8 +113,8 @@ class PartTables:
         if rows is None:
             flats = [f for f in world.flats if f.is_sharded and f.collectives is collectives]
             numbers = self._rows(world)
-            found = [numbers[part.name] for flat in flats for part in flat.parts]
-            rows = self._own[collectives, device] = moved(torch.tensor(found), device)
+            row_numbers = [numbers[part.name] for flat in flats for part in flat.parts]
+            rows = self._own[collectives, device] = moved(torch.tensor(row_numbers), device)
         return rows
 
 

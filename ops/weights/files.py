@@ -61,11 +61,11 @@ def find_weights(source: Path) -> Path | None:
     if isfile(source):
         return source
     names = [named] if (named := explicit_entry(source)) else ENTRIES
-    found = next((source / name for name in names if isfile(source / name)), None)
-    if found is not None and (reason := hindrance(source)):
-        raise UsageError(f"{printable(source)} {reason}; remove it, or give {printable(found)}")
+    entry = next((source / name for name in names if isfile(source / name)), None)
+    if entry is not None and (reason := hindrance(source)):
+        raise UsageError(f"{printable(source)} {reason}; remove it, or give {printable(entry)}")
     adapter = source / ADAPTER
-    return adapter if found is None and isfile(adapter) else found
+    return adapter if entry is None and isfile(adapter) else entry
 
 
 def hindrance(folder: Path) -> str:
@@ -97,9 +97,9 @@ def read_weights(path: Path) -> FileWeights:
         UsageError: a file is missing or damaged, or names code to execute.
     """
     if not path.name.endswith(INDEX):
-        found = FileWeights(path)
-        found.tensors.update(_read_file(path, found.notes))
-        return found
+        weights = FileWeights(path)
+        weights.tensors.update(_read_file(path, weights.notes))
+        return weights
     file_of = _read_index(path)
     while True:
         try:
@@ -114,17 +114,18 @@ def read_weights(path: Path) -> FileWeights:
 
 def _read_files(path: Path, file_of: Mapping[str, str]) -> FileWeights:
     """The tensors of an index. file_of: name -> file."""
-    found = FileWeights(path)
+    weights = FileWeights(path)
     content = {
-        file: _read_file(path.parent / file, found.notes) for file in sorted(set(file_of.values()))
+        file: _read_file(path.parent / file, weights.notes)
+        for file in sorted(set(file_of.values()))
     }
-    for name, file in sorted(file_of.items(), key=lambda one: one[1]):
+    for name, file in sorted(file_of.items(), key=lambda item: item[1]):
         if name not in content[file]:
             raise UsageError(
                 f"{path.parent / file} has no {printable(name)}, which {path.name} says it has"
             )
-        found.tensors[name] = content[file][name]
-    return found
+        weights.tensors[name] = content[file][name]
+    return weights
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -183,7 +184,7 @@ def _state_dict(path: Path, notes: list[str]) -> dict[str, Tensor]:
 
 
 def _has_tensors(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(isinstance(one, Tensor) for one in value.values())
+    return isinstance(value, Mapping) and any(isinstance(item, Tensor) for item in value.values())
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
@@ -197,14 +198,14 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         )
     except ValueError as error:
         raise UsageError(f"{path} is damaged: {error}") from None
-    found = {}
+    tensors = {}
     for name, there in table.items():
         if there.numel:  # else it has no bytes, and its offset does not matter
-            at = data_at + there.start
-            flat = torch.frombuffer(memory, dtype=there.dtype, count=there.numel, offset=at)
-            if at % there.dtype.itemsize:
+            offset = data_at + there.start
+            flat = torch.frombuffer(memory, dtype=there.dtype, count=there.numel, offset=offset)
+            if offset % there.dtype.itemsize:
                 flat = flat.clone()  # rare: the writer did not align it
-            found[name] = flat.view(there.shape)
+            tensors[name] = flat.view(there.shape)
         else:
-            found[name] = torch.empty(there.shape, dtype=there.dtype)
-    return found
+            tensors[name] = torch.empty(there.shape, dtype=there.dtype)
+    return tensors

@@ -87,13 +87,15 @@ class StageRun:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = str(structure) + "".join("t" if isinstance(leaf, Tensor) else "-" for leaf in leaves)
         if self.trace is not None:
-            known = [at for at, tensor in enumerate(tensors) if self.trace.depends(tensor)]
+            known = [
+                position for position, tensor in enumerate(tensors) if self.trace.depends(tensor)
+            ]
             self._senders[key] = tuple(known)
         # where this run is not followed and takes another way, all tensors are sent, now and later
         sent = self._senders.setdefault(key, tuple(range(len(tensors))))
-        self._check_graph([tensors[at] for at in sent])
+        self._check_graph([tensors[position] for position in sent])
         text = json.dumps({"tensors": len(tensors), "sent": sent})
-        raise StageEnd(Flow(tuple(tensors[at] for at in sent), text))
+        raise StageEnd(Flow(tuple(tensors[position] for position in sent), text))
 
     def _check_graph(self, sent: list[Tensor]) -> None:
         """A reentrant checkpoint around blocks of two stages would leave the outputs without a graph."""
@@ -120,7 +122,7 @@ class StageRun:
     def _put_arrived(self, module: nn.Module, leaves: list[Any], structure: Any) -> None:
         assert self._arrived is not None
         spec = json.loads(self._arrived.spec)
-        places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        places = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if len(places) != spec["tensors"]:
             raise UsageError(
                 f"pipeline stage {self.stage}: its first block gets {len(places)} tensors here, "
@@ -146,9 +148,9 @@ class StageRun:
 
     def _replace(self, leaves: list[Any]) -> None:
         """Replace what arrived at the first block in the arguments of a later one."""
-        for at, leaf in enumerate(leaves):
+        for position, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and self._replaced:
-                leaves[at] = self._replaced.get(_key(leaf), leaf)
+                leaves[position] = self._replaced.get(_key(leaf), leaf)
         self._check_arrived(leaves)
 
     def _check_arrived(self, leaves: list[Any]) -> None:

@@ -169,8 +169,8 @@ class Access(ParamOwner):
         place.flat.take_edits(place.position)
         first = self._first(place, is_whole=is_whole)
         stored = self._cut(place, master.tensor, first=first, is_whole=is_whole)
-        at = int(stored.local.storage_offset()) - int(master.tensor.storage_offset())
-        master.take_edits(at, at + stored.local.numel())
+        begin = int(stored.local.storage_offset()) - int(master.tensor.storage_offset())
+        master.take_edits(begin, begin + stored.local.numel())
         return stored
 
     def compute(self, param: nn.Parameter) -> ShardView:
@@ -192,8 +192,8 @@ class Access(ParamOwner):
         slot, layout = place.slot, place.flat.layout
         bounds = [_overlap(slot, *layout.shard_range(rank)) for rank in range(layout.world_size)]
         start, stop = (0, slot.numel) if is_whole else bounds[place.flat.collectives.rank]
-        at = slot.offset - first
-        local = held[at + start : at + stop] if stop > start else held[:0]
+        begin = slot.offset - first
+        local = held[begin + start : begin + stop] if stop > start else held[:0]
         slices = self._slices_of(place.flat.params[place.position])
         return ShardView(slot.shape, local, bounds, is_whole, slices, slot.channels_last)
 
@@ -205,8 +205,9 @@ class Access(ParamOwner):
         self.num_writes += 1
         place = self._places.get(id(param))
         if place is None:
-            own, held = self.compute(param).own(reader), self._slices.get(id(param), param.data)
-            write(held, own(0, held.numel()).view(held.shape))
+            own_reader = self.compute(param).own(reader)
+            held = self._slices.get(id(param), param.data)
+            write(held, own_reader(0, held.numel()).view(held.shape))
             if id(param) in self._slices:  # it is whole for now
                 write(param.data, reader(0, param.numel()).view(param.shape))
             return
@@ -233,13 +234,15 @@ class Access(ParamOwner):
             self.compute(param).write(reader, place.flat.collectives.rank)
 
     @staticmethod
-    def _write_whole(param: nn.Parameter, place: _Place, reader: Reader, own: Reader) -> None:
-        """Set the values that are gathered now. own: a reader of this rank's slice."""
+    def _write_whole(
+        param: nn.Parameter, place: _Place, reader: Reader, own_reader: Reader
+    ) -> None:
+        """Set the values that are gathered now. own_reader: a reader of this rank's slice."""
         flat = place.flat
         if flat.is_overridden(place.position):  # inside GatheredParameters
             write(param.data, reader(0, param.data.numel()).view(param.data.shape))
         if flat.shards_params and flat.is_unsharded:
-            flat.raw[place.slot.offset : place.slot.stop].copy_(own(0, place.slot.numel))
+            flat.raw[place.slot.offset : place.slot.stop].copy_(own_reader(0, place.slot.numel))
 
     def _write_shared(self, place: _Place, reader: Reader) -> None:
         """Set the values that forwards compute with: one rank of each machine writes all of them."""
@@ -268,9 +271,9 @@ class Access(ParamOwner):
         with torch.no_grad():
             master = self.value(param)
             kept = master.local.clone()
-            own = master.own(reader)
-            given = own(*master.range_of(place.flat.collectives.rank)).to(kept.device)
-            changed = given != kept.to(place.flat.dtype)
+            own_reader = master.own(reader)
+            new = own_reader(*master.range_of(place.flat.collectives.rank)).to(kept.device)
+            changed = new != kept.to(place.flat.dtype)
             self.write(param, reader)
             master.local.copy_(torch.where(changed, master.local, kept))
 
@@ -286,10 +289,10 @@ class Access(ParamOwner):
         flat.sender.forget()
         master.wait()
         with torch.no_grad():
-            own = self.compute(param).own(reader)
+            own_reader = self.compute(param).own(reader)
             flat.memory.wait_for_readers()
             self._write_compute(param, place, reader)
-            self._write_whole(param, place, reader, own)
+            self._write_whole(param, place, reader, own_reader)
         flat.is_written = True
 
     @staticmethod
@@ -411,10 +414,10 @@ class Access(ParamOwner):
         if sums.local is None or not sums.filled[place.position]:
             return None
         slot = place.slot
-        own = sums.local.narrow(0, slot.offset, slot.numel)
-        own = shaped(own, slot.shape, slot.channels_last)
-        wide = torch.float32 if own.dtype in LOW_PRECISION else own.dtype
-        return own.to(wide, copy=True).mul_(self._step.gradient_factor.of_own())
+        grad = sums.local.narrow(0, slot.offset, slot.numel)
+        grad = shaped(grad, slot.shape, slot.channels_last)
+        wide = torch.float32 if grad.dtype in LOW_PRECISION else grad.dtype
+        return grad.to(wide, copy=True).mul_(self._step.gradient_factor.of_own())
 
     def gradient_factor(self) -> float:
         """The factor on a sum of gradients before clipping, usually 1 / (ranks x loss scale)."""

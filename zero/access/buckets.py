@@ -87,22 +87,24 @@ class _Flight:
 
     def __init__(self, wanted: Sequence[Wanted], group: Collectives, memory: _Memory) -> None:
         self._wanted = wanted
-        self._views = [view for one in wanted if (view := one.held()[1]) is not None]
+        self._views = [view for item in wanted if (view := item.held()[1]) is not None]
         sizes = [[stop - start for start, stop in view.bounds] for view in self._views]
         totals = [sum(row[rank] for row in sizes) for rank in range(group.world_size)]
         starts = [0, *accumulate(totals)]
         self._places = []  # of each tensor, the ranges of its pieces
-        at = starts[:-1]
+        begins = starts[:-1]
         for row in sizes:
-            self._places.append([(at[rank], at[rank] + n) for rank, n in enumerate(row) if n])
-            at = [place + n for place, n in zip(at, row, strict=True)]
+            self._places.append(
+                [(begins[rank], begins[rank] + n) for rank, n in enumerate(row) if n]
+            )
+            begins = [place + n for place, n in zip(begins, row, strict=True)]
         self._flat = memory.take(starts[-1], wanted[0].dtype, group.device)
         parts = [self._flat[starts[rank] : starts[rank + 1]] for rank in range(group.world_size)]
-        own = parts[group.rank]
+        own_part = parts[group.rank]
         begin = 0
         for view in self._views:
             start, stop = view.bounds[group.rank]
-            own[begin : begin + stop - start].copy_(view.local)
+            own_part[begin : begin + stop - start].copy_(view.local)
             begin += stop - start
         outs = [part.view(torch.uint8) for part in parts]
         sent = [outs[group.rank]] * group.world_size
@@ -113,8 +115,8 @@ class _Flight:
     def land(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors. The message has arrived when the first one is asked for."""
         self._handle.wait()
-        for one, view, places in zip(self._wanted, self._views, self._places, strict=True):
-            yield one.name, _joined(view, self._piece(places))
+        for item, view, places in zip(self._wanted, self._views, self._places, strict=True):
+            yield item.name, _joined(view, self._piece(places))
 
     def _piece(self, places: list[tuple[int, int]]) -> Tensor:
         adjacent = all(a[1] == b[0] for a, b in zip(places, places[1:], strict=False))
@@ -146,28 +148,30 @@ def in_order(wanted: Sequence[Wanted]) -> list[Wanted]:
     queues: dict[tuple[int, int], list[Wanted]] = {}
     others: list[Wanted] = []
     keys: dict[int, int] = {}
-    for one in wanted:
-        _, view = one.held()
+    for item in wanted:
+        _, view = item.held()
         if view is None or view.is_whole or view.slices is not None:
-            others.append(one)
+            others.append(item)
             continue
         sizes = [stop - start for start, stop in view.bounds]
-        group = one.group()
+        group = item.group()
         key = (id(group), sizes.index(max(sizes)))
         keys.setdefault(id(group), len(keys))
-        queues.setdefault(key, []).append(one)
-    found: list[Wanted] = []
+        queues.setdefault(key, []).append(item)
+    ordered: list[Wanted] = []
     for group_id in keys:
-        own = {rank: queue for (which, rank), queue in sorted(queues.items()) if which == group_id}
-        taken = dict.fromkeys(own, 0)
-        at = dict.fromkeys(own, 0)
-        while waiting := [rank for rank in own if at[rank] < len(own[rank])]:
-            rank = min(waiting, key=lambda one: (taken[one], one))
-            item = own[rank][at[rank]]
-            found.append(item)
+        of_group = {
+            rank: queue for (which, rank), queue in sorted(queues.items()) if which == group_id
+        }
+        taken = dict.fromkeys(of_group, 0)
+        positions = dict.fromkeys(of_group, 0)
+        while waiting := [rank for rank in of_group if positions[rank] < len(of_group[rank])]:
+            rank = min(waiting, key=lambda sender: (taken[sender], sender))
+            item = of_group[rank][positions[rank]]
+            ordered.append(item)
             taken[rank] += numel_of(item.shape) * item.dtype.itemsize
-            at[rank] += 1
-    return found + others
+            positions[rank] += 1
+    return ordered + others
 
 
 def gathered(wanted: Sequence[Wanted], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
@@ -205,27 +209,27 @@ def _started(bucket: Sequence[Wanted], memory: _Memory) -> _Flight | None:
 
 
 def _whole(bucket: Sequence[Wanted]) -> Iterator[tuple[str, Tensor]]:
-    for one in bucket:
-        _, view = one.held()
+    for item in bucket:
+        _, view = item.held()
         if view is None or view.slices is None:
-            yield one.name, one.tensor.detach().to(one.dtype)
+            yield item.name, item.tensor.detach().to(item.dtype)
         else:
-            yield one.name, _joined(view, view.local.to(one.dtype))
+            yield item.name, _joined(view, view.local.to(item.dtype))
 
 
 def _buckets(wanted: Sequence[Wanted], bucket_bytes: int) -> list[list[Wanted]]:
-    found: list[list[Wanted]] = []
+    buckets: list[list[Wanted]] = []
     kind: tuple[int, torch.dtype] | None = None
     taken_bytes = 0
-    for one in wanted:
-        own = id(one.group()), one.dtype
-        size_bytes = numel_of(one.shape) * one.dtype.itemsize
-        if own != kind or taken_bytes + size_bytes > bucket_bytes:
-            found.append([])
-            kind, taken_bytes = own, 0
-        found[-1].append(one)
+    for item in wanted:
+        item_kind = id(item.group()), item.dtype
+        size_bytes = numel_of(item.shape) * item.dtype.itemsize
+        if item_kind != kind or taken_bytes + size_bytes > bucket_bytes:
+            buckets.append([])
+            kind, taken_bytes = item_kind, 0
+        buckets[-1].append(item)
         taken_bytes += size_bytes
-    return found
+    return buckets
 
 
 __all__ = ["Wanted", "gathered", "in_order"]

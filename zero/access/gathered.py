@@ -62,10 +62,10 @@ class GatheredParameters:
         self._holding: list[ParamOwner] = []
 
     def __enter__(self) -> None:
-        found = [(param, resolve_owner(param)) for param in self._params]
+        owners = [(param, resolve_owner(param)) for param in self._params]
         # transformers passes a set, whose order is that of addresses, another one on each rank
         self._held = sorted(
-            ((param, owner) for param, owner in found if owner is not None), key=_place
+            ((param, owner) for param, owner in owners if owner is not None), key=_place
         )
         if self._modifier is None:
             self._hold_units()
@@ -139,15 +139,17 @@ def _edited(overridden: Sequence[tuple[nn.Parameter, ParamOwner]]) -> list[str]:
     by_ranks: dict[Collectives, list[tuple[nn.Parameter, ParamOwner]]] = {}
     for param, owner in overridden:  # of a tied weight more ranks know than of a block
         by_ranks.setdefault(owner.together(param), []).append((param, owner))
-    found = []
+    names = []
     for collectives, held in by_ranks.items():
         flags = [_differs(param, owner) for param, owner in held]
         local = torch.tensor(flags, dtype=torch.uint8, device=collectives.device)
         table = collectives.gather_small(local, buffer=ACCESS_BUFFER).amax(0).tolist()
-        found += [
-            owner.name_of(param) for (param, owner), hit in zip(held, table, strict=True) if hit
+        names += [
+            owner.name_of(param)
+            for (param, owner), is_edited in zip(held, table, strict=True)
+            if is_edited
         ]
-    return found
+    return names
 
 
 def _differs(param: nn.Parameter, owner: ParamOwner) -> bool:

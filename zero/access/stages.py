@@ -38,20 +38,24 @@ def groups_of(model: nn.Module) -> FlatGroups | None:
     return next((owner.flat_groups for owner in owners if owner is not None), None)
 
 
-def all_names(groups: FlatGroups, own: Iterable[tuple[list[str], Tensor]]) -> dict[str, list[str]]:
+def all_names(
+    groups: FlatGroups, own_names: Iterable[tuple[list[str], Tensor]]
+) -> dict[str, list[str]]:
     """First name -> all names, of every tensor of the whole model. A collective of all ranks.
 
     Args:
-        own: the names of each tensor of this rank.
+        own_names: the names of each tensor of this rank.
     """
-    mine = [(groups.names.get(id(tensor), names[0]), names) for names, tensor in own]
+    own_rows = [(groups.names.get(id(tensor), names[0]), names) for names, tensor in own_names]
     is_first = groups.is_first
-    found: dict[str, list[str]] = {}
-    for stage in all_gather_json(groups.world, mine if is_first else [], "the names of a model"):
+    by_first: dict[str, list[str]] = {}
+    for stage in all_gather_json(
+        groups.world, own_rows if is_first else [], "the names of a model"
+    ):
         for first, names in stage:
-            known = found.setdefault(first, [first])
+            known = by_first.setdefault(first, [first])
             known += [name for name in names if name not in known]
-    return found
+    return by_first
 
 
 @dataclass(frozen=True)
@@ -76,34 +80,34 @@ def whole_state_dict(
     Raises:
         UsageError: on every rank: a module's own state is not JSON, so it cannot be sent.
     """
-    own, sources = _sources(model, groups, full_precision)
+    own_tensors, sources = _sources(model, groups, full_precision)
     world = groups.world
     wanted = target in (None, world.rank)
     values: dict[str, Any] = {}
-    found: dict[str, Any] = {}
+    state_dict: dict[str, Any] = {}
     with torch.no_grad():
         for source in counted(
             sources, GATHERING, len(sources), "tensors", is_shown=world.rank == 0
         ):
             if source.dtype and source.first not in values:
-                value = own.get(source.first)
-                mine = None if value is None else _to_first(value, full_precision)
-                values[source.first] = _sent(world, source, mine, target)
-            found[source.name] = values[source.first] if source.dtype else source.plain
-    return found if wanted else {}
+                value = own_tensors.get(source.first)
+                own_value = None if value is None else _to_first(value, full_precision)
+                values[source.first] = _sent(world, source, own_value, target)
+            state_dict[source.name] = values[source.first] if source.dtype else source.plain
+    return state_dict if wanted else {}
 
 
 def _sources(
     model: nn.Module, groups: FlatGroups, full_precision: bool
 ) -> tuple[Mapping[str, Tensor], list[_Source]]:
     """This rank's tensors by first name, and all values of the whole state dict, stage by stage."""
-    own: dict[str, Tensor] = {}
+    own_tensors: dict[str, Tensor] = {}
     firsts: dict[int, str] = {}  # by id of a tensor
     rows: list[Any] = []
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             first = firsts.setdefault(id(value), groups.names.get(id(value), name))
-            own.setdefault(first, value)
+            own_tensors.setdefault(first, value)
             dtype = _dtype_of(value, groups, full_precision)
             rows.append([name, first, _full_shape(value), str(dtype).removeprefix("torch."), None])
         else:
@@ -111,7 +115,7 @@ def _sources(
     is_first = groups.is_first
     tables = all_gather_json(groups.world, rows if is_first else [], "the names of a state dict")
     ranks: dict[str, int] = {}
-    found: dict[str, _Source] = {}
+    sources: dict[str, _Source] = {}
     for rank, table in enumerate(tables):
         for name, first, shape, dtype, plain in table:
             if plain == _UNSENDABLE:
@@ -120,8 +124,8 @@ def _sources(
                     "let get_extra_state return numbers, text, lists and dicts, or a tensor"
                 )
             source = ranks.setdefault(first, rank)
-            found.setdefault(name, _Source(name, first, source, tuple(shape), dtype, plain))
-    return own, list(found.values())
+            sources.setdefault(name, _Source(name, first, source, tuple(shape), dtype, plain))
+    return own_tensors, list(sources.values())
 
 
 _UNSENDABLE = {"$": "unsendable"}

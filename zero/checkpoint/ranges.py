@@ -159,9 +159,9 @@ class _Index(Generic[Held]):
         for elements in ranges:
             self._sorted.setdefault(elements.flat, {}).setdefault(elements.key, []).append(elements)
         for keys in self._sorted.values():
-            for key, of_key in keys.items():
-                of_key.sort(key=lambda elements: elements.start)
-                for before, after in pairwise(of_key):
+            for key, same_key in keys.items():
+                same_key.sort(key=lambda elements: elements.start)
+                for before, after in pairwise(same_key):
                     if before.stop > after.start:
                         raise ValueError(f"two ranges of {key} claim element {after.start}")
 

@@ -98,20 +98,20 @@ def open_weights(source: Any) -> WeightSource:
     if not isinstance(source, str | PathLike):
         raise wrong("weights", source, "a state dict, or the path of a file or folder")
     path = Path(source)
-    found = find_weights(path)
-    if found is None and isdir(path):
+    file = find_weights(path)
+    if file is None and isdir(path):
         raise UsageError(
             f"weights: {printable(path)} holds none of {', '.join((*ENTRIES, ADAPTER))}; give a folder "
             "that a model was saved to, or the path of a file"
         )
-    if found is None:
+    if file is None:
         raise UsageError(
             f"weights: {printable(path)} does not exist; give a file, a folder or a state dict"
         )
-    read = read_weights(found)
+    read = read_weights(file)
     for note in read.notes:
-        log.info("weights: %s: %s", found, printable(note))
-    return Weights(read.tensors, str(found))
+        log.info("weights: %s: %s", file, printable(note))
+    return Weights(read.tensors, str(file))
 
 
 # -- loading into a model ---------------------------------------------------------------------------------
@@ -157,22 +157,24 @@ def match_names(
         slices: id(parameter) -> its slices, where tensor ranks have cut it.
     """
     saved = set(weights.names())
-    own = _names_by_tensor(model)
+    model_names = _names_by_tensor(model)
     others = {name: names for names in whole or () for name in names}
     match = Match()
-    for local, tensor in own:
+    for local, tensor in model_names:
         names = [*local, *(name for name in others.get(local[0], ()) if name not in local)]
-        hit = next((name for name in names if name in saved), None)
-        if hit is None:
+        stored = next((name for name in names if name in saved), None)
+        if stored is None:
             match.missing.append(names[0])
             continue
-        found = slices.get(id(tensor))
-        shape = tuple(tensor.shape) if found is None else found.whole_shape
-        if weights.shape(hit) != shape:
-            match.shapes.append(f"{hit} is {weights.shape(hit)}, in the model {shape}")
+        param_slices = slices.get(id(tensor))
+        shape = tuple(tensor.shape) if param_slices is None else param_slices.whole_shape
+        if weights.shape(stored) != shape:
+            match.shapes.append(f"{stored} is {weights.shape(stored)}, in the model {shape}")
         else:
-            match.found[names[0]] = hit
-    match.extra = sorted(saved - {name for names, _ in own for name in names} - others.keys())
+            match.found[names[0]] = stored
+    match.extra = sorted(
+        saved - {name for names, _ in model_names for name in names} - others.keys()
+    )
     return match
 
 
@@ -256,13 +258,13 @@ def _agree(groups: FlatGroups, match: Match, failure: UsageError | None) -> None
     Raises:
         UsageError: on every rank: one could not read the weights.
     """
-    mine = [str(failure or ""), match.missing, match.shapes]
-    found = all_gather_json(groups.world, mine, "whether weights fit")
-    failed = [rank for rank, (text, *_) in enumerate(found) if text]
+    answer = [str(failure or ""), match.missing, match.shapes]
+    answers = all_gather_json(groups.world, answer, "whether weights fit")
+    failed = [rank for rank, (text, *_) in enumerate(answers) if text]
     if failed:
-        raise failure or UsageError(f"rank {failed[0]}: {found[failed[0]][0]}")
-    match.missing = list(dict.fromkeys(name for _, missing, _ in found for name in missing))
-    match.shapes = list(dict.fromkeys(text for *_, shapes in found for text in shapes))
+        raise failure or UsageError(f"rank {failed[0]}: {answers[failed[0]][0]}")
+    match.missing = list(dict.fromkeys(name for _, missing, _ in answers for name in missing))
+    match.shapes = list(dict.fromkeys(text for *_, shapes in answers for text in shapes))
 
 
 def _check_view(name: str, tensor: Tensor, reader: Reader) -> None:

@@ -95,10 +95,10 @@ class ReplicaCheck:
         table = collectives.gather_small(torch.stack(fingerprints)).tolist()
         columns = list(zip(*table, strict=True))
         places = [(watched, name) for watched in inside for name in watched.names]
-        differing_at = [at for at, column in enumerate(columns) if len(set(column)) > 1]
+        differing_at = [number for number, column in enumerate(columns) if len(set(column)) > 1]
         if not differing_at:
             return ""
-        differing = dict.fromkeys(places[at][0].flat for at in differing_at)
+        differing = dict.fromkeys(places[number][0].flat for number in differing_at)
         for flat in differing:
             if flat.shards_params:
                 flat.start_publish()
