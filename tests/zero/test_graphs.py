@@ -452,6 +452,25 @@ def test_ranks_run_unequal_numbers_of_forwards() -> None:
     run_ranks(unequal, 3, 3)
 
 
+def served(blocks: list[int | None]) -> tuple[int, list[int]]:
+    """Rank r calls block `blocks[r]` alone, or nothing: bytes of weights sent, and of a shard of each block."""
+    engine = start(tiny("plain"))
+    block = blocks[dist.get_rank()]
+    with engine.uneven_forwards(), torch.no_grad():
+        if block is not None:
+            engine.module.blocks[block](torch.ones(1, 24))
+    units = {unit.modules[0]: unit for unit in engine._sharded.units}
+    shards = [
+        sum(flat.shard.nbytes for flat in units[block].params) for block in engine.module.blocks
+    ]
+    return engine.bytes_sent()["all_gather"], shards
+
+
+def test_a_shard_is_sent_to_the_ranks_that_ask_for_it() -> None:
+    for rank, (sent, shards) in enumerate(run_ranks(served, 3, [None, 0, 2])):
+        assert sent == {0: shards[0] + shards[2], 1: shards[2], 2: shards[0]}[rank]
+
+
 def generated() -> int:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
