@@ -8,8 +8,8 @@ A *pair* is a token and one of its experts. A *row* is a token on its way to a r
 token is sent once to a rank, however many of its experts are there.
 
 Order of sums. A token's outputs are summed in the tree of the bits of its experts' numbers: experts 2i and
-2i + 1 first, then groups of four, and so on. A rank with a power of two experts holds a node of this tree. So the
-sum has the same bits for each such number of ranks.
+2i + 1 first, then groups of four, and so on. A rank with a power of two experts holds a node of this tree. So
+the sum has the same bits for each such number of ranks.
 """
 
 from __future__ import annotations
@@ -69,6 +69,9 @@ def route(top_k_index: Tensor, num_local: int, num_ranks: int) -> Sent:
 # -- sums in one order --------------------------------------------------------------------------------------
 
 
+ROOT = 64  # above all bits: the height at which terms of unlike sums meet
+
+
 def tree_places(numbers: Tensor, odd: int) -> Tensor:
     """Numbers whose bits are the tree of sums. odd: the odd factor of how many numbers there are.
 
@@ -106,39 +109,37 @@ class OrderedSum:
             lengths = torch.zeros(self._num_sums, dtype=torch.int64, device=terms.device)
             lengths.index_add_(0, self._place, torch.ones_like(self._place))
             return torch.segment_reduce(terms, "sum", lengths=lengths, unsafe=True, initial=0)
-        last, merges = self._merges
-        sums = terms.new_zeros(self._num_sums, terms.shape[1])
+        firsts, merges = self._merges
         if merges:
             terms = terms.clone()
         for into, other in merges:
-            terms.index_copy_(0, into, terms[into] + terms[other])
-        return sums.index_copy_(0, self._place[last], terms[last])
+            terms.index_add_(0, into, terms[other])
+        if len(firsts) == self._num_sums:
+            return terms[firsts]
+        sums = terms.new_zeros(self._num_sums, terms.shape[1])
+        return sums.index_copy_(0, self._place[firsts], terms[firsts])
 
     @cached_property
     def _merges(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The terms with the sums at the end, and (into, other) of each round: terms[into] += terms[other]."""
-        live = torch.arange(len(self._place), device=self._place.device)
+        """The first term of each sum, and (into, other) of each round: terms[into] += terms[other].
+
+        Two neighbours of a sum meet in the tree at the height of the highest bit in which their leaves differ.
+        There the terms from the right one on, summed so far in its place, are added to those on its left.
+        """
         place, node = self._place, self._node
+        if not len(place):
+            return place, []
+        height = torch.frexp((node[1:] ^ node[:-1]).double()).exponent
+        height = torch.where(place[1:] == place[:-1], height, ROOT)
+        at = torch.arange(1, len(place), device=place.device)
         merges = []
-        while True:
-            is_same = (place[1:] == place[:-1]) & (node[1:] == node[:-1])
-            if bool(is_same.any()):
-                # of three equal leaves (a token that names an expert twice) every second one is merged
-                is_second = _alternate(is_same)
-                merges.append((live[:-1][is_second[1:]], live[1:][is_second[1:]]))
-                live, place, node = live[~is_second], place[~is_second], node[~is_second]
-                continue
-            if len(place) < 2 or not bool((place[1:] == place[:-1]).any()):
-                return live, merges
-            node = node >> 1
-
-
-def _alternate(is_same: Tensor) -> Tensor:
-    """Of each run of equal terms the second, the fourth and so on. is_same [P - 1]: as the term before."""
-    same = torch.cat((is_same.new_zeros(1), is_same))
-    at = torch.arange(len(same), device=same.device)
-    start = torch.where(same, 0, at).cummax(0).values
-    return (at - start) % 2 == 1
+        for level in torch.unique(height).tolist():
+            if level < ROOT:
+                starts = torch.where(height > level, at, 0).cummax(0).values
+                is_here = height == level
+                merges.append((starts[is_here], at[is_here]))
+        firsts = torch.cat((at.new_zeros(1), at[height == ROOT]))
+        return firsts, merges
 
 
 __all__ = ["OrderedSum", "Sent", "odd_factor", "route", "tree_places"]

@@ -89,7 +89,7 @@ class _Content:
 
     def part(self) -> RankPart:
         """This rank's part of the manifest, without its file's length and checksums."""
-        snapshot, place = self.snapshot, self.snapshot.place
+        snapshot = self.snapshot
         record = FileRecord(
             path="",
             size_bytes=0,
@@ -100,7 +100,7 @@ class _Content:
             own=self.own,
         )
         # rank 0 has those of the first part of the model, and gets those of other parts from their first ranks
-        sends_flats = not (place.data or place.sequence)
+        sends_flats = any(ranks[0] == snapshot.rank for ranks in snapshot.mesh.parts())
         return RankPart(record, tuple(snapshot.flats) if sends_flats else ())
 
     def drop(self, flats: Collection[int]) -> None:
