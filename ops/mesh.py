@@ -72,7 +72,7 @@ class Mesh:
             ValueError: `world_size` is not a multiple of the product of the other axes.
 
         >>> Mesh.of(8, pipe=2)
-        Mesh(pipe=2, data=4, sequence=1, tensor=1)
+        Mesh(pipe=2, data=4, sequence=1, tensor=1, experts=1)
         """
         mesh = Mesh(pipe, 1, sequence, tensor)
         if world_size < 1:

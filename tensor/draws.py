@@ -74,8 +74,8 @@ class OwnDraws(Draws):
 def _default(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
-        found: torch.Generator = torch.cuda.default_generators[index]
-        return found
+        generator: torch.Generator = torch.cuda.default_generators[index]
+        return generator
     return torch.default_generator
 
 

@@ -35,15 +35,15 @@ class _Spec(NamedTuple):
 
     def matched(self, names: Sequence[str]) -> set[str]:
         """Those that one of the patterns matches, with or without ".weight" at their end."""
-        found: set[str] = set()
+        layers: set[str] = set()
         ends = [end for name in names for end in (f"{name}.weight", name)]
         for pattern in self.patterns:
             try:
                 hits = matching(pattern, ends)
             except ValueError as error:
                 raise UsageError(f"{self.path}.patterns: {quoted(pattern)} {error}") from None
-            found.update(names[at // 2] for at, is_hit in enumerate(hits) if is_hit)
-        return found
+            layers.update(names[number // 2] for number, is_hit in enumerate(hits) if is_hit)
+        return layers
 
 
 def has_specs(config: Mapping[str, Any] | None) -> bool:
@@ -77,7 +77,7 @@ def read_specs(
         for i, entry in enumerate(config["layer_specs"])
     ]
     asked = [spec for spec in specs if spec is not None]
-    found: ParallelPlan = dict(own)
+    plan: ParallelPlan = dict(own)
     modules = {
         name: module
         for name, module in model.named_modules()
@@ -89,14 +89,14 @@ def read_specs(
             (spec for spec, hits in zip(asked, matched, strict=True) if name in hits), None
         )
         if first is not None:
-            found[name] = _style(first, name, module)
+            plan[name] = _style(first, name, module)
     unused = [spec for spec, hits in zip(asked, matched, strict=True) if not hits]
     if unused and not is_part:
         raise UsageError(
             f"{unused[0].path}.patterns = {list(unused[0].patterns)}: they match no weight of "
             f"{type(model).__name__}; correct them, or remove the entry"
         )
-    return {name: style for name, style in found.items() if style.name is not StyleName.WHOLE}
+    return {name: style for name, style in plan.items() if style.name is not StyleName.WHOLE}
 
 
 def _spec(entry: Any, path: str, kind: str | None) -> _Spec | None:
@@ -107,7 +107,7 @@ def _spec(entry: Any, path: str, kind: str | None) -> _Spec | None:
         if key not in KEYS:
             raise UsageError(f"{path}.{key}: unknown key; the keys here are {', '.join(KEYS)}")
     types = entry.get("model_types")
-    if types and str(kind).lower() not in [str(one).lower() for one in types]:
+    if types and str(kind).lower() not in [str(model_type).lower() for model_type in types]:
         return None
     text = str(entry.get("partition_type", "column"))
     if text not in WORDS:
@@ -125,7 +125,7 @@ def _spec(entry: Any, path: str, kind: str | None) -> _Spec | None:
     patterns = entry["patterns"]
     patterns = [patterns] if isinstance(patterns, str) else patterns
     return _Spec(
-        path, tuple(_pattern(one, path) for one in patterns), style_name, entry.get("shape")
+        path, tuple(_pattern(pattern, path) for pattern in patterns), style_name, entry.get("shape")
     )
 
 
@@ -158,13 +158,13 @@ def _parts(shape: Any, length: int, style_name: StyleName) -> tuple[int, ...] | 
     """The sizes of the packed parts; None: the shape does not fit."""
     if not isinstance(shape, Sequence) or len(shape) != 2:
         return None
-    own = shape[1] if style_name is StyleName.ROWWISE else shape[0]
-    if isinstance(own, Sequence) and not isinstance(own, str):
-        sizes = tuple(int(size) for size in own)
+    sizes_along = shape[1] if style_name is StyleName.ROWWISE else shape[0]
+    if isinstance(sizes_along, Sequence) and not isinstance(sizes_along, str):
+        sizes = tuple(int(size) for size in sizes_along)
         return sizes if sum(sizes) == length and min(sizes) > 0 else None
-    if not isinstance(own, int) or own == 0 or own < -1:
+    if not isinstance(sizes_along, int) or sizes_along == 0 or sizes_along < -1:
         return None
-    count = 1 if own in (-1, length) else own
+    count = 1 if sizes_along in (-1, length) else sizes_along
     return (length // count,) * count if length % count == 0 else None
 
 

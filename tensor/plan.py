@@ -37,11 +37,11 @@ def plan_of_model(model: nn.Module) -> dict[str, str]:
     """The plan of a transformers model, with names from its root; empty where it has none."""
     config = getattr(model, "config", None)
     base: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
-    own: dict[str, str] = dict(getattr(type(model), "_tp_plan", None) or {})
+    head_plan: dict[str, str] = dict(getattr(type(model), "_tp_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and hasattr(model, prefix):
         base = {f"{prefix}.{pattern}": style_name for pattern, style_name in base.items()}
-    return base | own
+    return base | head_plan
 
 
 def check_module(name: str, module: nn.Module, style_name: StyleName) -> None:
@@ -54,7 +54,14 @@ def check_module(name: str, module: nn.Module, style_name: StyleName) -> None:
     if style_name is StyleName.EMBEDDING:
         _check_embedding(name, module)
     elif not is_linear(module):
-        inner = next((at for at, one in module.named_modules() if is_linear(one)), "")
+        inner = next(
+            (
+                inner_name
+                for inner_name, submodule in module.named_modules()
+                if is_linear(submodule)
+            ),
+            "",
+        )
         raise UsageError(
             f"tensor_parallel.plan: {name} is a {type(module).__name__}; only linear layers "
             "(nn.Linear, transformers' Conv1D) can be cut; "
@@ -89,7 +96,7 @@ def _check_embedding(name: str, module: nn.Module) -> None:
 
 def _read(plan: Mapping[str, Any], model: nn.Module, *, is_part: bool) -> ParallelPlan:
     modules = dict(model.named_modules())
-    found: ParallelPlan = {}
+    styles: ParallelPlan = {}
     for pattern, text in plan.items():
         names = [name for name in modules if _matches(pattern, name)]
         if not names and is_part:
@@ -100,10 +107,10 @@ def _read(plan: Mapping[str, Any], model: nn.Module, *, is_part: bool) -> Parall
                 f"tensor_parallel.plan: {pattern!r} matches no module of {type(model).__name__}; its modules "
                 f"have names such as {_example(modules)}"
             )
-        found.update(dict.fromkeys(names, ParallelStyle(style_name)))
-    for name, style in found.items():
+        styles.update(dict.fromkeys(names, ParallelStyle(style_name)))
+    for name, style in styles.items():
         check_module(name, modules[name], style.name)
-    return {name: style for name, style in found.items() if style.name is not StyleName.WHOLE}
+    return {name: style for name, style in styles.items() if style.name is not StyleName.WHOLE}
 
 
 def _style_name(pattern: str, text: Any) -> StyleName:
@@ -139,13 +146,13 @@ def _matches_part(pattern: str, part: str) -> bool:
     if not part.startswith(first):
         return False
     *middle, last = others
-    at = len(first)
+    begin = len(first)
     for piece in middle:  # the first place is the best: it leaves most to the pieces after it
-        at = part.find(piece, at + 1)
-        if at < 0:
+        begin = part.find(piece, begin + 1)
+        if begin < 0:
             return False
-        at += len(piece)
-    return part.endswith(last) and at < len(part) - len(last)
+        begin += len(piece)
+    return part.endswith(last) and begin < len(part) - len(last)
 
 
 def _example(modules: Mapping[str, Any]) -> str:

@@ -32,11 +32,13 @@ def regions(styles: Mapping[str, ParallelStyle], blocks: Sequence[str]) -> list[
     for name, style in styles.items():
         if style.name in BY_HEADS | {StyleName.PARTIAL} and not name.startswith(inside):
             parents.setdefault(name.rpartition(".")[0], set()).add(style.name)
-    found = [at for at, names in parents.items() if names & CUTS_COLUMNS and names & CUTS_ROWS]
-    rest = [at for at in parents if at not in found]
+    around = [
+        parent for parent, names in parents.items() if names & CUTS_COLUMNS and names & CUTS_ROWS
+    ]
+    rest = [parent for parent in parents if parent not in around]
     if rest:
-        found.append(_common(rest))
-    outermost = [at for at in found if not any(_is_in(at, other) for other in found)]
+        around.append(_common(rest))
+    outermost = [parent for parent in around if not any(_is_in(parent, other) for other in around)]
     return sorted(set(outermost))
 
 
@@ -44,7 +46,7 @@ def _common(names: Sequence[str]) -> str:
     """The innermost module that contains all of `names`, or is all of them."""
     parts = [name.split(".") if name else [] for name in names]
     length = 0
-    while all(len(one) > length and one[length] == parts[0][length] for one in parts):
+    while all(len(words) > length and words[length] == parts[0][length] for words in parts):
         length += 1
     return ".".join(parts[0][:length])
 

@@ -34,14 +34,14 @@ def ranges_of(sizes: Sequence[int], units: int, num_ranks: int, rank: int) -> tu
     Raises:
         ValueError: a part is no multiple of `units`.
     """
-    found, at = [], 0
+    ranges, begin = [], 0
     for size in sizes:
         if size % units:
             raise ValueError(f"{size} elements cannot be cut into {units} equal units")
         start, stop = share_of(units, num_ranks, rank)
-        found.append((at + start * (size // units), at + stop * (size // units)))
-        at += size
-    return tuple(found)
+        ranges.append((begin + start * (size // units), begin + stop * (size // units)))
+        begin += size
+    return tuple(ranges)
 
 
 def unit_of(units: int, num_ranks: int, rank: int) -> int:
@@ -71,7 +71,7 @@ def copied_ranges(
     """
     unit = unit_of(units, num_ranks, rank)
     sharing = [other for other in range(num_ranks) if unit_of(units, num_ranks, other) == unit]
-    found, at = [], 0
+    ranges, begin = [], 0
     for size in sizes:
         heads = size // units // head
         start, stop = 0, 1
@@ -81,10 +81,10 @@ def copied_ranges(
                     f"{len(sharing)} ranks share {heads} heads of queries of one head of keys"
                 )
             start, stop = share_of(heads, len(sharing), sharing.index(rank))
-        first = at + unit * (size // units)
-        found.append((first + start * head, first + stop * head))
-        at += size
-    return tuple(found)
+        first = begin + unit * (size // units)
+        ranges.append((first + start * head, first + stop * head))
+        begin += size
+    return tuple(ranges)
 
 
 def ranks_with_copies(by_rank: Sequence[tuple[Range, ...]], rank: int) -> tuple[int, ...]:

@@ -58,13 +58,13 @@ def with_heads(styles: ParallelPlan) -> ParallelPlan:
 
 def cut_names(styles: ParallelPlan, aliases: Mapping[str, str]) -> frozenset[str]:
     """First names of the parameters of a whole model that are cut. `aliases`: every name -> first name."""
-    found = set()
+    params = set()
     for name, style in styles.items():
         if style.name not in KEEPS_WHOLE:
-            found.add(f"{name}.weight")
+            params.add(f"{name}.weight")
             if style.name in CUTS_COLUMNS:
-                found.add(f"{name}.bias")
-    return frozenset(aliases[name] for name in found if name in aliases)
+                params.add(f"{name}.bias")
+    return frozenset(aliases[name] for name in params if name in aliases)
 
 
 def _is_head(
@@ -94,17 +94,17 @@ def with_ties(styles: ParallelPlan, model: nn.Module) -> ParallelPlan:
         for param in module._parameters.values():
             if param is not None:
                 users.setdefault(id(param), {})[name] = module
-    found = dict(styles)
+    changed = dict(styles)
     for modules in users.values():
         if len(modules) < 2 or not any(_cuts(styles, name) for name in modules):
             continue
         alike = _alike(styles, modules)
         for name in modules:
-            found.pop(name, None)
+            changed.pop(name, None)
             if not alike and name in styles and styles[name].name in BY_HEADS:
-                _keep_whole(found, name.rpartition(".")[0])
-        found |= alike
-    return found
+                _keep_whole(changed, name.rpartition(".")[0])
+        changed |= alike
+    return changed
 
 
 def _keep_whole(styles: ParallelPlan, parent: str) -> None:
@@ -124,20 +124,20 @@ def _alike(styles: ParallelPlan, modules: dict[str, nn.Module]) -> ParallelPlan:
     names = {name: styles[name].name for name in modules if name in styles}
     if not {StyleName.EMBEDDING, StyleName.VOCABULARY} & set(names.values()):
         return {}
-    found: ParallelPlan = {}
+    alike: ParallelPlan = {}
     for name, module in modules.items():
         if isinstance(module, nn.Embedding):
             check_module(name, module, StyleName.EMBEDDING)
-            found[name] = ParallelStyle(StyleName.EMBEDDING)
+            alike[name] = ParallelStyle(StyleName.EMBEDDING)
         elif (
             is_linear(module)
             and not is_transposed(module)
             and names.get(name, StyleName.COLWISE_GATHER) in HEADS
         ):
-            found[name] = ParallelStyle(names.get(name, StyleName.COLWISE_GATHER))
+            alike[name] = ParallelStyle(names.get(name, StyleName.COLWISE_GATHER))
         else:
             return {}
-    return found
+    return alike
 
 
 __all__ = ["cut_names", "with_head", "with_heads", "with_ties"]

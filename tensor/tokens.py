@@ -40,13 +40,13 @@ class Tokens:
 
     def gather(self, x: Tensor, what: str) -> Tensor:
         """[B, own tokens, ...] -> [B, all tokens, ...]; backward sums."""
-        found: Tensor = _Gather.apply(x, self, what)  # type: ignore[no-untyped-call]
-        return found
+        tokens: Tensor = _Gather.apply(x, self, what)  # type: ignore[no-untyped-call]
+        return tokens
 
     def leave(self, y: Tensor, what: str) -> Tensor:
         """[B, all tokens, ...] -> the sum over ranks of [B, own tokens, ...]; backward gathers."""
-        found: Tensor = _Leave.apply(y, self, what)  # type: ignore[no-untyped-call]
-        return found
+        sums: Tensor = _Leave.apply(y, self, what)  # type: ignore[no-untyped-call]
+        return sums
 
     def cut(self, x: Tensor, what: str) -> Tensor:
         """[B, all tokens, ...], equal on all ranks -> [B, own tokens, ...]; backward gathers.
@@ -60,13 +60,13 @@ class Tokens:
                 f'tensor_parallel.plan: "sequence_parallel" in {what} with {length} tokens, which {count} '
                 f"ranks cannot share evenly; pad the batch to {length + -length % count} tokens"
             )
-        found: Tensor = _Cut.apply(x, self, what)  # type: ignore[no-untyped-call]
-        return found
+        own_tokens: Tensor = _Cut.apply(x, self, what)  # type: ignore[no-untyped-call]
+        return own_tokens
 
     def join(self, x: Tensor, what: str) -> Tensor:
         """[B, own tokens, ...] -> [B, all tokens, ...]; backward cuts: the gradient is equal on all ranks."""
-        found: Tensor = _Join.apply(x, self, what)  # type: ignore[no-untyped-call]
-        return found
+        tokens: Tensor = _Join.apply(x, self, what)  # type: ignore[no-untyped-call]
+        return tokens
 
     def gathered(self, x: Tensor, what: str) -> Tensor:
         """All ranks' tokens, without autograd."""
@@ -156,10 +156,10 @@ def with_activations(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the block `name` with its activations changed."""
-    at = place_of(name, args, kwargs)
-    if isinstance(at, int):
+    place = place_of(name, args, kwargs)
+    if isinstance(place, int):
         return (change(args[0]), *args[1:]), kwargs
-    return args, kwargs | {at: change(kwargs[at])}
+    return args, kwargs | {place: change(kwargs[place])}
 
 
 def cut_blocks(blocks: Sequence[tuple[str, nn.Module]], tokens: Tokens) -> list[Any]:

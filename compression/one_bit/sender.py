@@ -63,14 +63,14 @@ class OneBitSender(ParamSender):
         self._agree_on_still(flat.device)
         world_size, rank = self._collectives.world_size, self._collectives.rank
         packets = self._packets.empty(world_size, flat.device)
-        own = packets[rank].clone()
+        own_packet = packets[rank].clone()
         difference = self._collectives.shard_of(flat).neg().float()
-        self._packets.pack(values, difference, own)
+        self._packets.pack(values, difference, own_packet)
         self._collectives.count_exact(KIND, self._collectives.shard_of(flat))
         handle = self._collectives.all_gather(
-            packets.view(-1), own, buffer=self._buffer.index, kind=KIND
+            packets.view(-1), own_packet, buffer=self._buffer.index, kind=KIND
         )
-        return Then(handle, lambda: self._apply(packets, flat), kept=own)
+        return Then(handle, lambda: self._apply(packets, flat), kept=own_packet)
 
     def take_written(self, flat: Tensor, shard: Tensor, start: int, stop: int) -> None:
         self._exact.take_written(flat, shard, start, stop)
@@ -98,23 +98,26 @@ class OneBitSender(ParamSender):
         if before is not None and self._still_at == state.variance_steps:
             return
         numel = self._buffer.numel // self._collectives.world_size
-        own = _bits(state.still(self._buffer.index, numel))
-        self._own_still, self._still_at = own, state.variance_steps
+        own_bits = _bits(state.still(self._buffer.index, numel))
+        self._own_still, self._still_at = own_bits, state.variance_steps
         if before is not None:
-            flag = torch.tensor([not own.equal(before)], dtype=torch.uint8, device=device)
+            flag = torch.tensor([not own_bits.equal(before)], dtype=torch.uint8, device=device)
             if not bool(self._collectives.gather_small(flag, what=STILL_KIND).any()):
                 return
-        self._still = self._gather_still(own, device)
+        self._still = self._gather_still(own_bits, device)
 
-    def _gather_still(self, own: Tensor, device: torch.device) -> Tensor | None:
-        """The elements of all parts that do not move; None where that is none but gaps. own: uint8 [n / 8]."""
+    def _gather_still(self, own_bits: Tensor, device: torch.device) -> Tensor | None:
+        """The elements of all parts that do not move; None where that is none but gaps.
+
+        own_bits: uint8 [n / 8].
+        """
         bits = torch.empty(self._buffer.numel // 8, dtype=torch.uint8, device=device)
         index = self._buffer.index
-        self._collectives.all_gather(bits, own, buffer=index, kind=STILL_KIND).wait()
-        found = _bools(bits)
+        self._collectives.all_gather(bits, own_bits, buffer=index, kind=STILL_KIND).wait()
+        is_still = _bools(bits)
         for start, stop in self._buffer.gaps:
-            found[start:stop] = False
-        return bits if bool(found.any()) else None
+            is_still[start:stop] = False
+        return bits if bool(is_still.any()) else None
 
 
 def _bits(flags: Tensor) -> Tensor:

@@ -97,15 +97,15 @@ def make_header(
     """The first bytes of a file with tensors of these names, dtypes and shapes, stored one after another."""
     table: dict[str, Any] = {}
     metadata = dict(metadata)
-    at = 0
+    offset = 0
     for name, dtype, shape in tensors:
-        stop = at + numel_of(shape) * dtype.itemsize
+        stop = offset + numel_of(shape) * dtype.itemsize
         text = DTYPES.get(dtype)
         if text is None:
             text, shape = PAIRS[dtype], [*shape, 2]
             metadata[name] = str(dtype).removeprefix("torch.")
-        table[name] = {"dtype": text, "shape": shape, "data_offsets": [at, stop]}
-        at = stop
+        table[name] = {"dtype": text, "shape": shape, "data_offsets": [offset, stop]}
+        offset = stop
     if metadata:
         table[METADATA] = metadata
     text_bytes = json.dumps(table).encode()
@@ -158,7 +158,9 @@ def read_table(text: bytes, data_bytes: int) -> dict[str, Located]:
 
 def _check_apart(table: Mapping[str, Located]) -> None:
     """Check that no byte belongs to two tensors."""
-    full = sorted((one.start, one.stop, name) for name, one in table.items() if one.numel)
+    full = sorted(
+        (located.start, located.stop, name) for name, located in table.items() if located.numel
+    )
     for (_, stop, before), (start, _, after) in pairwise(full):
         if start < stop:
             raise ValueError(f"{shown(before)} and {shown(after)} have bytes in common")
@@ -186,12 +188,12 @@ def _located(name: str, entry: Any, pairs: Mapping[str, Any], data_bytes: int) -
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def is_possible(shape: Sequence[int]) -> bool:
     """Whether torch can count the elements of a tensor of this shape."""
-    return len(shape) <= MAX_DIMS and prod(one or 1 for one in shape) <= MAX_NUMEL
+    return len(shape) <= MAX_DIMS and prod(size or 1 for size in shape) <= MAX_NUMEL
 
 
 def shown(value: Any) -> str:

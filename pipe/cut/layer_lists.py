@@ -138,10 +138,10 @@ class PipelineLayers(LayerList):
     def result(self, outputs: Any, batch: Any) -> Any:
         if self.root.loss_fn is None:
             return outputs
-        found = self.root.loss_fn(outputs, self._pair(batch)[1])
-        if isinstance(found, tuple | list) and len(found) == 2 and _is_scalar(found[1]):
-            return WeightedLoss(*found)
-        return found
+        loss = self.root.loss_fn(outputs, self._pair(batch)[1])
+        if isinstance(loss, tuple | list) and len(loss) == 2 and _is_scalar(loss[1]):
+            return WeightedLoss(*loss)
+        return loss
 
     def _pair(self, batch: Any) -> tuple[Any, Any]:
         if isinstance(batch, tuple | list) and len(batch) == 2:
@@ -193,9 +193,11 @@ class LayerListPart(Part):
                 for inner, _ in outline.get_submodule(name).named_parameters():
                     holders.setdefault(f"{name}.{inner}", set()).add(placement.rank_of(stage))
         stages = placement.stages_of(rank)
-        own = [index for index, stage in enumerate(stage_of) if stage in stages]
-        layers.keep(own)
-        blocks = _blocks(layers.root, [(layer_names[index], stage_of[index]) for index in own])
+        own_layers = [index for index, stage in enumerate(stage_of) if stage in stages]
+        layers.keep(own_layers)
+        blocks = _blocks(
+            layers.root, [(layer_names[index], stage_of[index]) for index in own_layers]
+        )
         names = names_of_part(whole, layers.root, holders)
         super().__init__(layers.root, blocks, names)
 
@@ -219,15 +221,15 @@ class LayerListPart(Part):
         return
 
 
-def _blocks(root: nn.Module, own: Sequence[tuple[str | None, int]]) -> tuple[Block, ...]:
-    """The layers with parameters, each once. `own`: name and stage of this rank's layers.
+def _blocks(root: nn.Module, layers: Sequence[tuple[str | None, int]]) -> tuple[Block, ...]:
+    """The layers with parameters, each once. `layers`: name and stage of this rank's layers.
 
     A tied layer may be used in two stages of one rank. It is no block then: gradients of a block come from
     one stage only.
     """
     blocks: dict[nn.Module, Block] = {}
     stages: dict[nn.Module, set[int]] = {}
-    for name, stage in own:
+    for name, stage in layers:
         if name is not None:
             module = root.get_submodule(name)
             stages.setdefault(module, set()).add(stage)

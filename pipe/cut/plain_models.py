@@ -55,8 +55,8 @@ class PlainModelPart(Part):
         partition: str | Sequence[int] | None,
         sides: EmbeddingAndHead,
     ) -> None:
-        found = outline_model(model, blocks, placement, partition, sides)
-        around, stage_of, roles = found.around, found.stage_of, found.roles
+        outline = outline_model(model, blocks, placement, partition, sides)
+        around, stage_of, roles = outline.around, outline.stage_of, outline.roles
         last_stage = placement.num_stages - 1
         here = set(placement.stages_of(rank))
         held = [model.get_submodule(name) for name, role in roles.items() if role.stages & here]
@@ -66,15 +66,15 @@ class PlainModelPart(Part):
         self._replace_modules(model, roles, placement.stages_of(rank))
         if not {0, last_stage} & set(placement.stages_of(rank)):
             self._replace_parameters(around)
-        own = tuple(
+        own_blocks = tuple(
             Block(name, module, stage)
             for (name, module), stage in zip(blocks, stage_of, strict=True)
             if stage in placement.stages_of(rank)
         )
-        inside = {module for block in own for module in block.module.modules()}
+        inside = {module for block in own_blocks for module in block.module.modules()}
         outside = [module for module in model.modules() if module not in inside]
         self._runner.outside = Outside(outside, placement.stages_of(rank))
-        super().__init__(model, own, names_of_part(found.whole, model, found.holders))
+        super().__init__(model, own_blocks, names_of_part(outline.whole, model, outline.holders))
 
     def run(self, stage: int, batch: Any, arrived: Flow | None, micro_batch: int) -> Any:
         _check_batch(batch)
@@ -105,10 +105,10 @@ class PlainModelPart(Part):
                 if is_everywhere and not role.is_block:
                     continue  # each call of it is real
                 zeros = None if is_everywhere else self._zeros_of(module, role)
-                own = OwnModule(module, role, zeros)
+                own_module = OwnModule(module, role, zeros)
                 if role.is_block:
-                    self._runner.own_blocks.append(own)
-                self._interceptor.intercept(own)
+                    self._runner.own_blocks.append(own_module)
+                self._interceptor.intercept(own_module)
             else:
                 zeros = self._zeros_of(module, role)
                 replaced[id(module)] = StandIn(self._runner, role, zeros)
@@ -215,7 +215,7 @@ def _check_not_compiled(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]
 def _configs(model: nn.Module) -> list[Any]:
     config = getattr(model, "config", None)
     inner = [getattr(config, name, None) for name in ("text_config", "vision_config")]
-    return [found for found in (config, *inner) if found is not None]
+    return [entry for entry in (config, *inner) if entry is not None]
 
 
 def _check_batch(batch: Any) -> None:

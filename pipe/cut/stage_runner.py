@@ -155,16 +155,18 @@ class StageRunner:
         """Forget what arrived for this stage and micro-batch."""
         self._kept.pop((stage, micro_batch), None)
 
-    def call_own(self, own: OwnModule, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_own(
+        self, own_module: OwnModule, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """A call of a module that this rank has; `call` is the module's own."""
-        stage_run, role, zeros = self._current, own.role, own.zeros
+        stage_run, role, zeros = self._current, own_module.role, own_module.zeros
         if stage_run is None:
             return call(*args, **kwargs)
         if self._runs_here(role, stage_run):
-            return self._really(own, call, stage_run, args, kwargs)
+            return self._run_own(own_module, call, stage_run, args, kwargs)
         if zeros is not None:
-            zeros.train(own.module.training)
-        return self._instead(role, stage_run, zeros, args, kwargs)
+            zeros.train(own_module.module.training)
+        return self._stand_in(role, stage_run, zeros, args, kwargs)
 
     def call_stand_in(self, role: ModuleRole, zeros: ZeroOutputs, args: Any, kwargs: Any) -> Any:
         """A call of a module that another rank has."""
@@ -172,7 +174,7 @@ class StageRunner:
             raise UsageError(
                 f"{role.name} is on another pipeline rank; call engine.train_batch() or engine.eval_batch()"
             )
-        return self._instead(role, self._current, zeros, args, kwargs)
+        return self._stand_in(role, self._current, zeros, args, kwargs)
 
     def tensor_of(self, role: ModuleRole, name: str, value: Tensor) -> Tensor:
         """What a model's forward gets when it reads a parameter of a module that another rank has."""
@@ -181,8 +183,8 @@ class StageRunner:
             return value
         if stage_run.has_begun or stage_run.stage == 0:
             raise self._wrong_side(role, stage_run, f"reads {role.name}.{name}")
-        one = torch.zeros((), dtype=value.dtype, device=self.dtype_sync.device)
-        zeros = one.expand(value.shape)
+        zero = torch.zeros((), dtype=value.dtype, device=self.dtype_sync.device)
+        zeros = zero.expand(value.shape)
         if stage_run.trace is not None:
             stage_run.trace.mark(zeros)
         return zeros
@@ -190,9 +192,9 @@ class StageRunner:
     def _is_trained(self, stage: int) -> bool:
         return any(
             param.requires_grad
-            for own in self.own_blocks
-            if stage in own.role.stages
-            for param in own.module.parameters()
+            for block in self.own_blocks
+            if stage in block.role.stages
+            for param in block.module.parameters()
         )
 
     def _runs_here(self, role: ModuleRole, stage_run: StageRun) -> bool:
@@ -201,12 +203,18 @@ class StageRunner:
         # a module that runs on both sides: on the last stage, its call before the blocks is the first stage's
         return role.is_block or stage_run.stage == 0 or stage_run.has_begun
 
-    def _really(
-        self, own: OwnModule, call: Callable[..., Any], stage_run: StageRun, args: Any, kwargs: Any
+    def _run_own(
+        self,
+        own_module: OwnModule,
+        call: Callable[..., Any],
+        stage_run: StageRun,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
-        if not own.role.is_block:
+        """Run a module of this stage: a block gets what has arrived."""
+        if not own_module.role.is_block:
             return call(*args, **kwargs)
-        args, kwargs = stage_run.enter(own.module, args, kwargs)
+        args, kwargs = stage_run.enter(own_module.module, args, kwargs)
         if stage_run.trace is None or stage_run.is_recomputing:
             return call(*args, **kwargs)
         with stage_run.trace.paused():
@@ -214,7 +222,7 @@ class StageRunner:
         stage_run.trace.mark(outputs)
         return outputs
 
-    def _instead(
+    def _stand_in(
         self,
         role: ModuleRole,
         stage_run: StageRun,
@@ -222,6 +230,7 @@ class StageRunner:
         args: Any,
         kwargs: Any,
     ) -> Any:
+        """A call of a module of another stage: zeros for its outputs; one of a later stage ends this run."""
         if role.is_block and min(role.stages) > stage_run.stage:
             stage_run.leave(args, kwargs)
         is_early = (role.is_block or 0 in role.stages) and stage_run.stage > 0

@@ -85,14 +85,14 @@ def short_batch(
             return None
         inputs = {key: x for key, x in inputs.items() if key != "shift_labels"}
         inputs[name_of_labels] = labels
-    found = dict(inputs)
+    short = dict(inputs)
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
-            found[name] = value[: samples if len(value) == size else None, :tokens]
-    found.pop("num_items_in_batch", None)
-    if "use_cache" in found:
-        found["use_cache"] = False
-    return found
+            short[name] = value[: samples if len(value) == size else None, :tokens]
+    short.pop("num_items_in_batch", None)
+    if "use_cache" in short:
+        short["use_cache"] = False
+    return short
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -108,7 +108,10 @@ def skips_padding(model: nn.Module) -> bool:
     if getattr(getattr(model, "config", None), "model_type", None) in COUNT_PADDING:
         return False
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    return any("attention_mask" in inspect.signature(at.forward).parameters for at in embeddings)
+    return any(
+        "attention_mask" in inspect.signature(embedding.forward).parameters
+        for embedding in embeddings
+    )
 
 
 def positions_of(mask: Tensor) -> Tensor:
@@ -147,28 +150,30 @@ def cut_batch(
             f"{setting}: attention_mask must have the shape [samples, tokens], because each rank builds the "
             "mask of its heads; pass such a mask, or position_ids that begin at 0 for each document"
         )
-    found = dict(inputs)
-    are_given = found.get("position_ids") is not None
+    own_inputs = dict(inputs)
+    are_given = own_inputs.get("position_ids") is not None
     if not are_given:
         plain = torch.arange(length, device=ids.device).unsqueeze(0)
-        found["position_ids"] = plain if mask is None or not without_padding else positions_of(mask)
-    positions = found["position_ids"]
+        own_inputs["position_ids"] = (
+            plain if mask is None or not without_padding else positions_of(mask)
+        )
+    positions = own_inputs["position_ids"]
     if positions.dim() != 2:
         raise UsageError(
             f"{setting}: position_ids has {positions.dim()} dimensions; pass one position for each token"
         )
-    if found.get("shift_labels") is None:
-        found["shift_labels"] = shifted(inputs["labels"])
-    if found.get("num_items_in_batch") is None:
-        found["num_items_in_batch"] = (found["shift_labels"] != IGNORED).sum()
+    if own_inputs.get("shift_labels") is None:
+        own_inputs["shift_labels"] = shifted(inputs["labels"])
+    if own_inputs.get("num_items_in_batch") is None:
+        own_inputs["num_items_in_batch"] = (own_inputs["shift_labels"] != IGNORED).sum()
     tokens = shares(length, world_size)
     first, end = tokens[rank]
-    for name, value in found.items():
+    for name, value in own_inputs.items():
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
-            found[name] = value[:, first:end].contiguous()
-    found["use_cache"] = False
+            own_inputs[name] = value[:, first:end].contiguous()
+    own_inputs["use_cache"] = False
     is_one_document = not are_given and mask is None
-    return found, WholeBatch(tokens, size, mask, positions, is_one_document=is_one_document)
+    return own_inputs, WholeBatch(tokens, size, mask, positions, is_one_document=is_one_document)
 
 
 __all__ = ["WholeBatch", "cut_batch", "positions_of", "shifted", "short_batch", "skips_padding"]

@@ -56,15 +56,15 @@ class Visibility:
         if self.window is not None and keys[0] <= queries[1] - 1 - self.window:
             near = columns > rows - self.window
             mask = near if mask is None else mask & near
-        found = None if mask is None else mask[None, None]
+        visible = None if mask is None else mask[None, None]
         if self.kept is not None:
             kept = self.kept[:, None, None, keys[0] : keys[1]]
-            found = kept if found is None else found & kept
+            visible = kept if visible is None else visible & kept
         if self.documents is not None:
             of_queries, of_keys = (self.documents[:, a:b] for a, b in (queries, keys))
             same = (of_queries[:, :, None] == of_keys[:, None])[:, None]
-            found = same if found is None else found & same
-        return found
+            visible = same if visible is None else visible & same
+        return visible
 
 
 def attend(tensors: Tensors, mask: Tensor | None, scale: float) -> Result:
@@ -120,8 +120,8 @@ def gradients(
     of_scores = _grouped(of_scores, key).to(key.dtype)
     of_key = torch.matmul(of_scores.transpose(-2, -1), _grouped(query, key))
     of_query = torch.matmul(of_scores, key).view_as(query)
-    found = (of_query.to(weights.dtype), of_key.to(weights.dtype), of_value.to(weights.dtype))
-    return found
+    result = (of_query.to(weights.dtype), of_key.to(weights.dtype), of_value.to(weights.dtype))
+    return result
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -131,11 +131,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """[B, H, n, m]."""
-    found = (
+    scores = (
         torch.matmul(_grouped(query, key), key.transpose(-2, -1)).to(wide(query.dtype)).mul_(scale)
     )
-    found = found.view(*query.shape[:3], key.shape[2])
-    return found if mask is None else found.masked_fill_(~mask, NONE)
+    scores = scores.view(*query.shape[:3], key.shape[2])
+    return scores if mask is None else scores.masked_fill_(~mask, NONE)
 
 
 def _grouped(x: Tensor, key: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ class Ring:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[B, H, n, D] queries, [B, K, n, D] keys and values of own tokens -> [B, H, n, D]. For all ranks."""
-        found: Tensor = _Ring.apply(query, key, value, self)  # type: ignore[no-untyped-call]
-        return found
+        output: Tensor = _Ring.apply(query, key, value, self)  # type: ignore[no-untyped-call]
+        return output
 
     @property
     def queries(self) -> Range:
@@ -76,16 +76,19 @@ class Ring:
 
     def visits(self, keys: Pair) -> Iterator[tuple[int, Pair | None]]:
         """Each distance and the keys and values from there, own ones first; None: not seen by this rank."""
-        packed, own, distances = pack(*keys, self.dtype), self.layout.own, self.distances
+        packed, place, distances = pack(*keys, self.dtype), self.layout.own, self.distances
         started = [self._start(packed, keys, distance) for distance in distances[:1]]
         yield 0, keys
         for step, distance in enumerate(distances):
-            found, handle = started.pop()
+            received, handle = started.pop()
             handle.wait()
             for following in distances[step + 1 : step + 2]:
                 started.append(self._start(packed, keys, following))
-            is_seen = self._sees(own, own - distance)
-            yield distance, (unpack(found, keys, self._length(own - distance)) if is_seen else None)
+            is_seen = self._sees(place, place - distance)
+            yield (
+                distance,
+                (unpack(received, keys, self._length(place - distance)) if is_seen else None),
+            )
 
     def _length(self, block: int) -> int:
         first, end = self.layout.blocks[block]
@@ -93,27 +96,27 @@ class Ring:
 
     def _start(self, packed: Tensor, like: Pair, distance: int) -> tuple[Tensor, Handle]:
         """Send own keys `distance` places on, and receive those from as far before."""
-        own = self.layout.own
+        place = self.layout.own
         numel = 0
-        if self._sees(own, own - distance):
-            numel = _numel(like, self._length(own - distance))
-        sent = packed if self._sees(own + distance, own) else packed[:0]
-        return self._exchange(sent, own + distance, own - distance, numel, "keys of attention")
+        if self._sees(place, place - distance):
+            numel = _numel(like, self._length(place - distance))
+        sent = packed if self._sees(place + distance, place) else packed[:0]
+        return self._exchange(sent, place + distance, place - distance, numel, "keys of attention")
 
     def return_gradients(self, grads: Pair | None, sums: Pair, like: Pair, distance: int) -> None:
         """Send gradients of keys back to their owner, and add those of own keys to `sums`.
 
         grads: None where this rank did not see these keys. like: own keys and values.
         """
-        own = self.layout.own
+        place = self.layout.own
         dtype = self.dtype or like[0].dtype
         sent = like[0].new_empty(0, dtype=dtype) if grads is None else pack(*grads, dtype)
-        numel = _numel(like, self._length(own)) if self._sees(own + distance, own) else 0
-        to, source = own - distance, own + distance
-        found, handle = self._exchange(sent, to, source, numel, "gradients of keys")
+        numel = _numel(like, self._length(place)) if self._sees(place + distance, place) else 0
+        to, source = place - distance, place + distance
+        received, handle = self._exchange(sent, to, source, numel, "gradients of keys")
         handle.wait()
         if numel:
-            for total, part in zip(sums, unpack(found, sums, self._length(own)), strict=True):
+            for total, part in zip(sums, unpack(received, sums, self._length(place)), strict=True):
                 total += part
 
     def _exchange(
@@ -122,12 +125,12 @@ class Ring:
         """One message to a block and one from another, of `numel` elements. Empty ones are not sent."""
         parts = [sent.new_empty(0) for _ in range(self.group.world_size)]
         outs = [sent.new_empty(0) for _ in parts]
-        found = sent.new_empty(numel)
+        received = sent.new_empty(numel)
         if sent.numel():
             parts[self.layout.ring[to]] = sent
         if numel:
-            outs[self.layout.ring[source]] = found
-        return found, self.group.all_to_all(outs, parts, what=what, kind=KIND)
+            outs[self.layout.ring[source]] = received
+        return received, self.group.all_to_all(outs, parts, what=what, kind=KIND)
 
     def parts(self, distance: int, device: torch.device) -> Iterator[Part]:
         """Own queries, and the keys from `distance` that they see, in parts of at most `ROWS` queries."""
@@ -152,8 +155,8 @@ class _Ring(torch.autograd.Function):
                 continue
             for rows, columns, mask in ring.parts(distance, query.device):
                 tensors = _near(query, keys, rows, columns)
-                found = attend(tensors, mask, ring.scale)
-                merged = merge((output[:, :, rows], log_sum[:, :, rows]), found)
+                partial = attend(tensors, mask, ring.scale)
+                merged = merge((output[:, :, rows], log_sum[:, :, rows]), partial)
                 output[:, :, rows], log_sum[:, :, rows] = merged
         output = output.to(query.dtype)
         ctx.ring = ring
@@ -175,9 +178,9 @@ class _Ring(torch.autograd.Function):
                 assert keys is not None and sums is not None
                 tensors = _near(query, keys, rows, columns)
                 of_rows = (grad[:, :, rows], log_sum[:, :, rows], products[:, :, rows])
-                found = gradients(tensors, *of_rows, mask, ring.scale)
-                of_query[:, :, rows] += found[0]
-                for total, part in zip(sums, found[1:], strict=True):
+                grads = gradients(tensors, *of_rows, mask, ring.scale)
+                of_query[:, :, rows] += grads[0]
+                for total, part in zip(sums, grads[1:], strict=True):
                     total[:, :, columns] += part
             if distance:
                 ring.return_gradients(sums, (of_key, of_value), (key, value), distance)

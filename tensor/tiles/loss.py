@@ -174,15 +174,15 @@ class _TiledLoss(torch.autograd.Function):
                 "tiled_loss: a second backward over the same loss is not possible, because the first one has "
                 "used up the gradients; call tiled_loss again"
             )
-        ctx.is_spent, found, ctx.gradients = True, ctx.gradients, None
+        ctx.is_spent, gradients, ctx.gradients = True, ctx.gradients, None
         factor = grad.float() * ctx.factor
         of_weight, of_bias = ctx.dtypes
-        hidden = found.hidden
+        hidden = gradients.hidden
         if hidden is not None:
             _scale(hidden, factor, ctx.call.tiles)
             hidden = hidden.view(ctx.shape)
-        weight = None if found.weight is None else found.weight.mul_(factor).to(of_weight)
-        bias = None if found.bias is None else found.bias.mul_(factor).to(of_bias)
+        weight = None if gradients.weight is None else gradients.weight.mul_(factor).to(of_weight)
+        bias = None if gradients.bias is None else gradients.bias.mul_(factor).to(of_bias)
         return None, hidden, weight, bias, None
 
 

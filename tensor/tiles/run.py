@@ -77,11 +77,11 @@ def run_in_tiles(
 
 
 def _tensors(argument: str, values: Any) -> list[Any]:
-    found = items(f"run_in_tiles: {argument}", values, "a list of tensors")
-    for value in found:
+    tensors = items(f"run_in_tiles: {argument}", values, "a list of tensors")
+    for value in tensors:
         if not (value is None or isinstance(value, Tensor)):
             raise wrong(f"run_in_tiles: one of {argument}", value, "a tensor")
-    return found
+    return tensors
 
 
 def _length(sequences: Sequence[Tensor | None], dim: int) -> int:
@@ -227,18 +227,18 @@ class _Replay:
         if not self._is_checked:
             self._check(leaves, targets)
         outputs, parts = self._parts(leaves, grads)
-        wanted = [at for at, need in enumerate(needs) if need]
+        wanted = [number for number, need in enumerate(needs) if need]
         if not outputs or not wanted:
             return
-        found = torch.autograd.grad(
-            outputs, [targets[at] for at in wanted], parts, allow_unused=True
+        tile_grads = torch.autograd.grad(
+            outputs, [targets[number] for number in wanted], parts, allow_unused=True
         )
-        for at, grad in zip(wanted, found, strict=True):
-            if at >= call.num_sequences:
-                self._sums[at - call.num_sequences].add(grad)
+        for number, grad in zip(wanted, tile_grads, strict=True):
+            if number >= call.num_sequences:
+                self._sums[number - call.num_sequences].add(grad)
             elif grad is not None:
-                if (rows := self._rows[at]) is None:
-                    rows = self._rows[at] = torch.zeros_like(self._sequences[at])
+                if (rows := self._rows[number]) is None:
+                    rows = self._rows[number] = torch.zeros_like(self._sequences[number])
                 call.tile_of(rows, start, size).copy_(grad)
 
     def _parts(
@@ -247,10 +247,10 @@ class _Replay:
         """The outputs of a tile that have a gradient, and their gradients."""
         outputs, parts = [], []
         dim = self._call.output_dim
-        for at, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
+        for number, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
             if isinstance(leaf, Tensor) and grad is not None and leaf.requires_grad:
-                offset = self._offsets.get(at, 0)
-                self._offsets[at] = offset + leaf.shape[dim]
+                offset = self._offsets.get(number, 0)
+                self._offsets[number] = offset + leaf.shape[dim]
                 outputs.append(leaf)
                 parts.append(grad.narrow(dim, offset, leaf.shape[dim]))
         return outputs, parts

@@ -192,15 +192,15 @@ def materialise(
         for _, module, initialisers in on_meta:
             cut: list[tuple[Tensor, Slices]] = []
             for _, tensor in _meta_tensors(module):
-                found = None if slices is None else slices.get(id(tensor))
-                shape = tensor.shape if found is None else found.whole_shape
+                param_slices = None if slices is None else slices.get(id(tensor))
+                shape = tensor.shape if param_slices is None else param_slices.whole_shape
                 make_real(tensor, torch.empty(shape, dtype=tensor.dtype, device="cpu"))
-                if found is not None:
-                    cut.append((tensor, found))
+                if param_slices is not None:
+                    cut.append((tensor, param_slices))
             for initialise in initialisers:
                 initialise()
-            for tensor, found in cut:
-                tensor.data = taken(tensor.data, found.box)
+            for tensor, param_slices in cut:
+                tensor.data = taken(tensor.data, param_slices.box)
             if construction is not None:
                 construction.add_module(module)
 
@@ -217,15 +217,15 @@ def _children_first(
 
 
 def _initialisers(module: nn.Module, owner: nn.Module) -> list[Callable[[], None]]:
-    found = [
+    initialisers = [
         getattr(module, name)
         for name in ("reset_parameters", "_reset_parameters")
         if callable(getattr(module, name, None))
     ][:1]
     if callable(getattr(owner, "_init_weights", None)):
         by_owner: Callable[[nn.Module], None] = owner._init_weights  # type: ignore[assignment]
-        found.append(partial(by_owner, module))
-    return found
+        initialisers.append(partial(by_owner, module))
+    return initialisers
 
 
 def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
