@@ -232,8 +232,20 @@ class SingleRankSum(ReducedSum):
         self._local.continue_sum(saved.to(self._local.device))
 
 
+class _InStore(ReducedSum):
+    """The sum that this rank has is in the host's store."""
+
+    @property
+    def sums(self) -> Tensor | None:
+        return self.store.total()
+
+    def restore(self, saved: Tensor) -> None:
+        self.store.put(saved)
+        self.has_sum = True
+
+
 @final
-class SingleRankHost(ReducedSum):
+class SingleRankHost(_InStore):
     """One rank: local sums are copied to the host, in the parameters' dtype while each slot has one gradient.
 
     More than a copy is computed in the dtype of sums, whatever the buffer's dtype was.
@@ -262,27 +274,15 @@ class SingleRankHost(ReducedSum):
         self._send_to_host(local, local)
         self._local.detach()
 
-    @property
-    def sums(self) -> Tensor | None:
-        return self.store.total()
-
-    def restore(self, saved: Tensor) -> None:
-        self.store.put(saved)
-        self.has_sum = True
-
 
 class _OverRanks(ReducedSum):
     """Several ranks: each has the shard `_reduced` [n] of the sum, possibly as a part of the local sum."""
 
-    def __init__(
-        self, group: FlatGroup, local: LocalSum, reducer: GradientReducer, store: GradStore
-    ) -> None:
-        super().__init__(group, local, reducer, store)
-        self._reduced: Tensor | None = None
-        # for `held_bytes`, also between steps: of the last one on a device, if it had memory of its own
-        self._reduced_bytes = 0
-        self._payload: Tensor | None = None  # the local sum in the dtype that is sent
-        self._handle: Handle | None = None  # of the reduction or the gather in flight
+    _reduced: Tensor | None = None
+    # for `held_bytes`, also between steps: of the last one on a device, if it had memory of its own
+    _reduced_bytes = 0
+    _payload: Tensor | None = None  # the local sum in the dtype that is sent
+    _handle: Handle | None = None  # of the reduction or the gather in flight
 
     @property
     def _is_in_local(self) -> bool:
@@ -387,12 +387,7 @@ class _OverRanks(ReducedSum):
 class ReplicatedSum(_OverRanks):
     """Every rank has all sums, in the local sum, or in the host's store."""
 
-    def __init__(
-        self, group: FlatGroup, local: LocalSum, reducer: GradientReducer, store: GradStore
-    ) -> None:
-        super().__init__(group, local, reducer, store)
-        # of the gather that follows the reduction in flight
-        self._next_handle: Handle | None = None
+    _next_handle: Handle | None = None  # of the gather that follows the reduction in flight
 
     def _send(self, local: Tensor, reduced: Tensor, *, adds: bool) -> None:
         if local.dtype == self._local.dtypes.sent and not adds:
@@ -476,7 +471,7 @@ class ShardedSum(_OverRanks):
 
 
 @final
-class ShardedHost(_OverRanks):
+class ShardedHost(_InStore, _OverRanks):
     """Each rank's shard is copied to the host's store, and its buffers return to the pool."""
 
     sees_all = False
@@ -505,14 +500,6 @@ class ShardedHost(_OverRanks):
         zeros = self._new_reduced().zero_()
         self.has_sum = True
         self._send_to_host(zeros, zeros)
-
-    @property
-    def sums(self) -> Tensor | None:
-        return self.store.total()
-
-    def restore(self, saved: Tensor) -> None:
-        self.store.put(saved)
-        self.has_sum = True
 
 
 __all__ = [
