@@ -1,0 +1,151 @@
+"""Random routings, hostile ones too: what ranks compute together against one process.
+
+`compare(seed)` runs one case on ranks that are threads, and raises AssertionError where anything differs.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+from torch import Tensor
+
+from xds.experts.exchange import travel
+from xds.ops.comm.opening import open_collectives
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a layer with `experts` experts on `ranks` ranks. tokens: of each rank."""
+
+    ranks: int
+    experts: int
+    choices: int
+    width: int
+    tokens: tuple[int, ...]
+    kind: str
+    dtype: torch.dtype
+    index_dtype: torch.dtype
+    seed: int
+
+
+KINDS = ("uniform", "skewed", "one expert", "one rank", "dropped", "all dropped", "twice", "local")
+
+
+def draw(seed: int) -> Case:
+    rng = random.Random(seed)
+    ranks = rng.choice((1, 2, 3, 4))
+    local = rng.choice((1, 1, 2, 3, 4, 8))
+    tokens = tuple(rng.choice((0, 1, 2, 5, 17, 33)) for _ in range(ranks))
+    return Case(
+        ranks,
+        ranks * local,
+        rng.randint(1, min(8, ranks * local)),
+        rng.choice((1, 3, 8)),
+        tokens,
+        rng.choice(KINDS),
+        rng.choice((torch.float32, torch.float32, torch.float64, torch.bfloat16)),
+        rng.choice((torch.int64, torch.int32)),
+        seed,
+    )
+
+
+def routing(case: Case, rank: int) -> Tensor:
+    """The choices of a rank's tokens, [T, K]."""
+    generator = torch.Generator().manual_seed(case.seed * 10 + rank)
+    count, shape = case.tokens[rank], (case.tokens[rank], case.choices)
+    scores = torch.rand(count, case.experts, generator=generator)
+    if case.kind == "skewed":
+        scores = scores * torch.arange(1, case.experts + 1) ** 2
+    index = scores.topk(case.choices, dim=-1).indices
+    local = case.experts // case.ranks
+    if case.kind == "one expert":
+        index = torch.where(torch.arange(case.choices) == 0, case.experts - 1, -1).expand(shape)
+    elif case.kind == "one rank":
+        index = torch.randint(local, shape, generator=generator)
+    elif case.kind == "dropped":
+        index = torch.where(torch.rand(shape, generator=generator) < 0.5, -1, index)
+    elif case.kind == "all dropped":
+        index = torch.full(shape, -1)
+    elif case.kind == "twice":
+        index = index[:, :1].expand(shape)
+    elif case.kind == "local":
+        index = rank * local + torch.randint(local, shape, generator=generator)
+    return index.to(case.index_dtype).contiguous()
+
+
+def inputs(case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden_states, top_k_index, top_k_weights, and the gradient of the output, of a rank."""
+    generator = torch.Generator().manual_seed(case.seed * 10 + rank)
+    shape = case.tokens[rank], case.width
+    hidden, grad = (torch.randn(shape, generator=generator).to(case.dtype) for _ in range(2))
+    weights = torch.rand(case.tokens[rank], case.choices, generator=generator).to(case.dtype)
+    return hidden, routing(case, rank), weights, grad
+
+
+def matrices(case: Case) -> Tensor:
+    """The experts: matrices, [E, H, H]."""
+    generator = torch.Generator().manual_seed(case.seed)
+    return torch.randn(case.experts, case.width, case.width, generator=generator).to(case.dtype)
+
+
+def on_ranks(case: Case) -> Any:
+    rank, local = dist.get_rank(), case.experts // case.ranks
+    group = open_collectives(dist.group.WORLD if case.ranks > 1 else None, CPU)
+    hidden, index, weights, grad = inputs(case, rank)
+    hidden.requires_grad_()
+    weights.requires_grad_()
+    own = matrices(case)[rank * local : (rank + 1) * local].requires_grad_()
+
+    def compute(pairs: Tensor, experts: Tensor) -> Tensor:
+        return torch.bmm(pairs.unsqueeze(1), own[experts]).squeeze(1)
+
+    output, trip = travel(group, "a layer", local, (hidden, index, weights), compute)
+    output.backward(grad)
+    grads = hidden.grad, weights.grad, torch.zeros_like(own) if own.grad is None else own.grad
+    return output.detach(), *grads, trip.rows_sent
+
+
+def wanted(case: Case) -> Any:
+    """The same in one process in fp64, by the definition."""
+    experts = matrices(case).double().requires_grad_()
+    found = []
+    for rank in range(case.ranks):
+        hidden, index, weights, grad = inputs(case, rank)
+        x, w = hidden.double().requires_grad_(), weights.double().requires_grad_()
+        output = torch.zeros(x.shape, dtype=torch.float64)
+        for choice in range(case.choices):
+            chosen = index[:, choice].long()
+            one = torch.bmm(x.unsqueeze(1), experts[chosen.clamp(min=0)]).squeeze(1)
+            factor = torch.where(chosen < 0, 0.0, w[:, choice])
+            output = output + one * factor.unsqueeze(1)
+        output.backward(grad.double())
+        local = case.experts // case.ranks
+        places = [{int(e) // local for e in row if e >= 0} for row in index]
+        rows_sent = sum(len(place - {rank}) for place in places)
+        found.append((output.detach(), x.grad, w.grad, rows_sent))
+    assert experts.grad is not None
+    return found, experts.grad
+
+
+def compare(seed: int) -> Case:
+    case = draw(seed)
+    ranks = run_ranks(on_ranks, case.ranks, case)
+    one, experts = wanted(case)
+    near = 4e-2 if case.dtype == torch.bfloat16 else 1e-5
+    local = case.experts // case.ranks
+    for rank, (output, x_grad, w_grad, e_grad, rows_sent) in enumerate(ranks):
+        own = experts[rank * local : (rank + 1) * local]
+        pairs = zip((output, x_grad, w_grad, e_grad), (*one[rank][:3], own), strict=True)
+        for what, (got, exact) in enumerate(pairs):
+            size = max(1.0, float(exact.abs().max()) if exact.numel() else 0.0)
+            close = torch.allclose(got.double(), exact, rtol=near, atol=near * size)
+            assert close, (case, rank, "output hidden weights experts".split()[what])
+        assert rows_sent == one[rank][3], (case, rank, rows_sent, one[rank][3])
+    return case

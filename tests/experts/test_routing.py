@@ -1,0 +1,39 @@
+"""Tokens are sent once to a rank, and their sums have one order: arithmetic and random routings."""
+
+import pytest
+import torch
+from random_routings import KINDS, compare
+
+from xds.experts.routing import OrderedSum, route, tree_places
+
+
+def test_a_token_is_sent_once_to_a_rank() -> None:
+    sent = route(torch.tensor([[1, 3], [2, 3], [-1, 0]]), num_local=2, num_ranks=2)
+    assert sent.counts.tolist() == [[2, 2], [2, 3]]  # rows and pairs for each rank
+    assert sent.tokens[:4].tolist() == [0, 2, 0, 1]
+    assert sent.codes[:5].tolist() == [0 * 2 + 1, 1 * 2 + 0, 0 * 2 + 1, 1 * 2 + 0, 1 * 2 + 1]
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(8, (1, 2, 4, 8)), (12, (1, 2, 4)), (6, (1, 2))])
+def test_sums_have_the_same_bits_on_any_power_of_two_of_ranks(experts: int, ranks: tuple) -> None:
+    generator = torch.Generator().manual_seed(0)
+    index = torch.rand(50, experts, generator=generator).topk(4).indices.sort(1).values
+    terms = torch.randn(50, 4, 3, generator=generator)
+    odd = experts // (experts & -experts)
+    results = []
+    for size in ranks:
+        local = experts // size
+        token = torch.arange(50).repeat_interleave(4)
+        rank = index.view(-1) // local
+        row_of = token * size + rank
+        rows = OrderedSum(row_of, tree_places(index.view(-1) % local, odd), 50 * size)
+        sums = rows(terms.view(-1, 3))
+        has_terms = torch.zeros(50 * size, dtype=torch.bool).index_fill_(0, row_of, True)
+        place = torch.arange(50 * size)[has_terms]
+        results.append(OrderedSum(place // size, place % size, 50)(sums[has_terms]))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_random_routings_are_those_of_one_process() -> None:
+    kinds = {compare(seed).kind for seed in range(60)}
+    assert kinds == set(KINDS)
