@@ -11,7 +11,7 @@ from typing import final
 
 @final
 class GradientUnit:
-    """The factor of now: the mean over the ranks, without the loss scale."""
+    """The factor on a sum of scaled gradients that makes it their mean over the ranks, unscaled."""
 
     def __init__(self) -> None:
         self._read: Callable[[], float] = _one

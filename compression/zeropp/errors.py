@@ -67,7 +67,7 @@ class Errors(ABC):
 
 @final
 class NoErrors(Errors):
-    """What is lost is lost."""
+    """What a message loses is not kept."""
 
     are_kept = False
     held_bytes = 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels.lamb import lamb_apply_, lamb_direction_
 from .adam import new_moments
-from .part_tables import PartTables
+from .part_tables import Cuts, PartTables
 from .scale import Scale
 from .shard_optimizer import ShardOptimizer, Update, World, mark_written
 
@@ -68,34 +68,38 @@ class Lamb(ShardOptimizer):
             mark_written(update)
 
     def _direction(self, update: Update, scale: Scale) -> tuple[Tensor, Tensor]:
-        """Adam's direction plus decay, [n], in the gradient's memory if its dtype allows it, and the squared
-        norms, [cuts, 2], of master and direction."""
-        master, grad = update.item.master, update.grad
-        state = self._states[master]
+        state = self._states[update.item.master]
         if not state:
             state.update(new_moments(update.item))
         state["step"] += 1
-        group = update.group
-        cuts = self._tables.cuts_of(update.item)
-        direction = grad if grad.dtype == master.dtype else torch.empty_like(master)
-        norms = torch.zeros(len(cuts.names), 2, dtype=torch.float64, device=master.device)
-        lamb_direction_(
-            master,
-            grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            direction,
-            norms,
-            cuts.bounds,
-            state["step"],
-            scale.on(master.device),
-            None,
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            group["bias_correction"],
-        )
-        return direction, norms
+        return lamb_direction(update, state, self._tables.cuts_of(update.item), scale)
+
+
+def lamb_direction(
+    update: Update, state: dict[str, Any], cuts: Cuts, scale: Scale
+) -> tuple[Tensor, Tensor]:
+    """Adam's direction plus decay, [n], in the gradient's memory if its dtype allows it, and the squared norms,
+    [cuts, 2], of master and direction. state["step"] counts this step."""
+    master, grad, group = update.item.master, update.grad, update.group
+    direction = grad if grad.dtype == master.dtype else torch.empty_like(master)
+    norms = torch.zeros(len(cuts.names), 2, dtype=torch.float64, device=master.device)
+    lamb_direction_(
+        master,
+        grad,
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        direction,
+        norms,
+        cuts.bounds,
+        state["step"],
+        scale.on(master.device),
+        None,
+        *group["betas"],
+        group["eps"],
+        group["weight_decay"],
+        group["bias_correction"],
+    )
+    return direction, norms
 
 
 def _ratios(table: Tensor, group: dict[str, Any]) -> Tensor:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..flat import moved
-from ..kernels.lamb import lamb_apply_, lamb_direction_
+from ..kernels.lamb import lamb_apply_
 from .adam import new_moments
-from .lamb import clamped
+from .lamb import clamped, lamb_direction
 from .one_bit import Moment, OneBitOptimizer, gets_momentum, most_rates
 from .part_tables import PartTables
 from .scale import Scale
@@ -116,7 +116,12 @@ class OneBitLamb(OneBitOptimizer):
         self, updates: Sequence[Update], scale: Scale, world: World
     ) -> tuple[list[Tensor], dict[str, float]]:
         """LAMB's directions, each [n], and ratios by parameter. Adds the ratios to their means."""
-        pairs = [self._direction(update, scale) for update in updates]
+        items = [update.item for update in updates]
+        places = [(self._states[item.master], self._tables.cuts_of(item)) for item in items]
+        pairs = [
+            lamb_direction(update, *place, scale)
+            for update, place in zip(updates, places, strict=True)
+        ]
         figures = [norms for _, norms in pairs]
         table = self._tables.over_ranks(updates, figures, world, lambda every: every.sum(0))
         groups = {part.name: update.group for update in updates for part in update.item.parts}
@@ -129,29 +134,6 @@ class OneBitLamb(OneBitOptimizer):
                 if ratio != 1.0:
                     means[part.name] = beta * means.get(part.name, 0.0) + (1.0 - beta) * ratio
         return [direction for direction, _ in pairs], ratios
-
-    def _direction(self, update: Update, scale: Scale) -> tuple[Tensor, Tensor]:
-        master, grad, group = update.item.master, update.grad, update.group
-        state, cuts = self._states[master], self._tables.cuts_of(update.item)
-        direction = grad if grad.dtype == master.dtype else torch.empty_like(master)
-        norms = torch.zeros(len(cuts.names), 2, dtype=torch.float64, device=master.device)
-        lamb_direction_(
-            master,
-            grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            direction,
-            norms,
-            cuts.bounds,
-            state["step"],
-            scale.on(master.device),
-            None,
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            group["bias_correction"],
-        )
-        return direction, norms
 
     # -- after it ---------------------------------------------------------------------------------------
 

@@ -155,7 +155,9 @@ class UnitHooks:
             with outside_of_functorch():
                 return self._pre_forward(unit, module, (), {})
         if not gatherer.in_backward:
-            if unit.is_root and module is unit.modules[0]:
+            if (
+                unit.is_root and module is unit.modules[0]
+            ):  # the whole model; others are run inside of it
                 gatherer.begin_forward()
                 self._without_graph.clear()
             gatherer.note_use(unit)

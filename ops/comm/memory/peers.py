@@ -154,6 +154,7 @@ def _map(segment: Segment, row: Sequence[int], pidfd: int, file: int) -> int:
     try:
         if os.fstat(file).st_size != size_bytes or segment.size_bytes != size_bytes:
             raise NoSegment(f"process {pid} here is another one (a container of its own)")
+        # the last argument: whether this process may write there
         control = native.map(file, 0, segment.control_bytes, True)
         data = native.map(file, segment.control_bytes, data_bytes, False)
     finally:
