@@ -9,7 +9,7 @@ timeline         steps 3, 30, 300, ... of a process   forwards, backwards and up
 value            the script writes monitor events     their names and values
 saved            a checkpoint is saved                its path, and its metric
 failure          the launcher has found one           its report; see launcher/ranks/run_folder.py
-end              engine.destroy()
+end              engine.destroy(), or the process ends without a failure
 
 Each line has the number of its engine, `run`, so that `xds report` can tell two that write at the same time.
 The host waits for the device only at a timeline: the mean of the losses comes with the norm of the gradients.
@@ -27,6 +27,7 @@ import shlex
 import socket
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -100,6 +101,7 @@ class RunRecord:
         self._num_steps = 0
         self._used_at = 0.0
         self._file = -1
+        self._at_exit: Any = None
         self._run = os.urandom(4).hex()
         self._started_at = time.time()
         self._loss = math.nan
@@ -175,8 +177,7 @@ class RunRecord:
         if self._file < 0:
             return
         self._write_use()
-        self._append(kind="end", time=time.time())
-        os.close(self._file)
+        self._at_exit()
         self._file = -1
         seconds = time.time() - self._started_at
         loss = "" if math.isnan(self._loss) else f", loss {self._loss:.4f}"
@@ -198,6 +199,7 @@ class RunRecord:
             self._folder.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
             self._file = open_no_link(str(self._folder / FILE), flags)
+            self._at_exit = weakref.finalize(self, _end, self._file, self._run, os.getpid())
             if os.fstat(self._file).st_size:
                 os.write(self._file, b"\n")  # after what a killed run has half written
         except (OSError, ValueError) as error:
@@ -239,9 +241,9 @@ class RunRecord:
         if self._file < 0:
             return
         try:
-            text = json.dumps(line | {"run": self._run}, ensure_ascii=False)
-            os.write(self._file, text.encode(errors="replace") + b"\n")  # no halves of characters
+            _write(self._file, line | {"run": self._run})
         except OSError as error:
+            self._at_exit.detach()
             os.close(self._file)
             self._file = -1
             log.warning("report_folder: %s cannot be written any more: %s", FILE, error.strerror)
@@ -279,6 +281,21 @@ class RunRecord:
             }
         ranks = all_gather_json(self._collectives, mine, "the timeline of a step")
         self._append(kind="timeline", step=step, time=time.time(), ranks=ranks[:MOST_RANKS])
+
+
+def _write(file: int, line: dict[str, Any]) -> None:
+    text = json.dumps(line, ensure_ascii=False)
+    os.write(file, text.encode(errors="replace") + b"\n")  # no halves of characters
+
+
+def _end(file: int, run: str, pid: int) -> None:
+    """End a record: at `close`, or where the script ends without `engine.destroy()`."""
+    if os.getpid() == pid and not hasattr(
+        sys, "last_type"
+    ):  # not in a fork, nor after an exception
+        with contextlib.suppress(OSError):
+            _write(file, {"kind": "end", "time": time.time(), "run": run})
+    os.close(file)
 
 
 def _changed(config: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:

@@ -80,6 +80,7 @@ def main() -> None:
         _write_failure(error_file, f"exit code {outcome.code}", text, outcome.code, log)
     except BaseException as error:
         outcome.code = 1
+        sys.last_type = type(error)  # as python does: handlers at exit see that it failed
         _write_failure(
             error_file, f"{type(error).__name__}: {error}", _traceback_text(error), 1, log
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -257,6 +258,26 @@ def test_two_engines_write_one_record_and_any_command(
     assert run.damaged == 0 and run.start.command == "xds train.py --name ?\u2028"
     assert list(run.steps) == [1, 2, 3] and run.loss[-1] == pytest.approx(loss)
     assert list(run.values) == ["of engine 1"] and run.foreign and run.state == "end"
+
+
+def train_without_end(folder: str) -> None:
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD"}}
+    engine = xds.initialize(torch.nn.Linear(8, 8), config | {"report_folder": folder})
+    engine.backward(engine(torch.ones(4, 8)).sum())
+    engine.step()
+    del engine
+    gc.collect()
+
+
+def test_a_run_without_destroy_has_ended_unless_an_exception_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys, "last_type", raising=False)
+    for name, said in (("ended", "The run has ended"), ("raised", "or was killed")):
+        run_ranks(train_without_end, 1, str(tmp_path / name))
+        run = read_run(str(tmp_path / name))
+        assert list(run.steps) == [1] and said in page_of(run, name, run.last_time)
+        monkeypatch.setattr(sys, "last_type", ValueError, raising=False)  # as after an exception
 
 
 FAILS_ONCE = """
