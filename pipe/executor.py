@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .channel import Channel, Header
 from .cut.part import Flow, Part
-from .schedules.actions import COMPUTE, Action, Op, Table
+from .schedules.actions import COMPUTE, Action, Op, Placement, Table
 from .weight_grads import WeightGrads
 
 
@@ -279,14 +279,14 @@ class Executor:
     # -- the placement ----------------------------------------------------------------------------------
 
     @property
-    def _placement(self) -> Any:
+    def _placement(self) -> Placement:
         assert self._table is not None
         return self._table.placement
 
     def _is_local(self, stage: int) -> bool:
         """`stage` and the next one are both on this rank."""
         rank_of = self._placement.rank_of
-        return bool(rank_of(stage) == rank_of(stage + 1))
+        return rank_of(stage) == rank_of(stage + 1)
 
 
 def _is_reduced_next(row: Sequence[Action], at: int) -> bool:
