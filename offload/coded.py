@@ -44,7 +44,7 @@ class CodedShard(Shard):
         self._queue = queue
         self._exact = list(exact)
         kept = [values[start:stop] for start, stop in exact]
-        kept_numel = sum(one.numel() for one in kept)
+        kept_numel = sum(part.numel() for part in kept)
         self._kept = host_memory(kept_numel * values.itemsize, pin=pin).view(values.dtype)
         if kept:
             torch.cat(kept, out=self._kept)
@@ -72,10 +72,10 @@ class CodedShard(Shard):
         def copy() -> None:  # what it allocates belongs to the queue's stream
             scales, codes = self._parts(self.tensor.to(target.device, non_blocking=True))
             dequantize_(codes[None], scales[None], target, BITS, BLOCK_NUMEL, 1.0)
-            kept, at = self._kept.to(target.device, non_blocking=True), 0
+            kept, offset = self._kept.to(target.device, non_blocking=True), 0
             for start, stop in self._exact:
-                target[start:stop].copy_(kept[at : at + stop - start])
-                at += stop - start
+                target[start:stop].copy_(kept[offset : offset + stop - start])
+                offset += stop - start
 
         return self._queue.run(copy)
 

@@ -113,7 +113,7 @@ def this_machine(root: Path = Path("/")) -> Machine:
     """What the kernel says; without its files each core is a physical core of node 0."""
     if not hasattr(os, "sched_getaffinity"):
         number = os.cpu_count() or 1
-        return Machine(tuple(Core(0, at, at) for at in range(number)), number)
+        return Machine(tuple(Core(0, core, core) for core in range(number)), number)
     usable = os.sched_getaffinity(0)
     nodes = _nodes(root / "sys/devices/system/node")
     cores = (

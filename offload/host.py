@@ -48,12 +48,12 @@ class RotatingBuffers:
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An undefined [numel] tensor. Waits for the reader that its buffer had before."""
-        at = self._next
-        self._readers[at].wait()
+        number = self._next
+        self._readers[number].wait()
         need_bytes = numel * dtype.itemsize
-        if self._buffers[at].numel() < need_bytes:
-            self._buffers[at] = host_memory(need_bytes, pin=self._pin)
-        return self._buffers[at][:need_bytes].view(dtype)
+        if self._buffers[number].numel() < need_bytes:
+            self._buffers[number] = host_memory(need_bytes, pin=self._pin)
+        return self._buffers[number][:need_bytes].view(dtype)
 
     def set_reader(self, reader: JobHandle) -> None:
         """The tensor that `take` returned last is read until `reader` is done."""

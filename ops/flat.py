@@ -24,10 +24,10 @@ def cut(numel: int, parts: int) -> list[tuple[int, int]]:
     return [(min(i * length, numel), min((i + 1) * length, numel)) for i in range(parts)]
 
 
-def overlap(one: tuple[int, int], within: tuple[int, int]) -> tuple[int, int]:
-    """The intersection of the ranges `one` and `within`; an empty range inside `within` where there is none."""
-    start = min(max(one[0], within[0]), within[1])
-    return start, max(start, min(one[1], within[1]))
+def overlap(span: tuple[int, int], within: tuple[int, int]) -> tuple[int, int]:
+    """The intersection of the ranges `span` and `within`; an empty range in `within` where there is none."""
+    start = min(max(span[0], within[0]), within[1])
+    return start, max(start, min(span[1], within[1]))
 
 
 def chunks(numel: int, on_cpu: bool) -> Iterator[slice]:
@@ -179,8 +179,8 @@ def take_edits(master: Tensor, narrow: Tensor) -> None:
         wide.copy_(torch.where(differs, written.to(wide.dtype), wide))
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def _same_bits(tensor: Tensor, other: Tensor) -> bool:
     """Whether two 16-bit tensors are equal. Comparing 64-bit words, where aligned, is four times as fast."""
-    starts = (int(one.storage_offset()), int(other.storage_offset()), one.numel())
+    starts = (int(tensor.storage_offset()), int(other.storage_offset()), tensor.numel())
     word = torch.int16 if any(start % 4 for start in starts) else torch.int64
-    return torch.equal(one.view(word), other.view(word))
+    return torch.equal(tensor.view(word), other.view(word))

@@ -150,8 +150,8 @@ class Executor:
         self._outcome, self.max_in_flight = PipelineOutputs(), 0
         row = table.rows[rank]
         try:
-            for at, action in enumerate(row):
-                self._do(action, row, at)
+            for place, action in enumerate(row):
+                self._do(action, row, place)
             self._channel.finish()
         finally:
             self._states.release_all()
@@ -166,10 +166,10 @@ class Executor:
         self._grads.clear()
         self._weight_grads.clear()
 
-    def _do(self, action: Action, row: Sequence[Action], at: int) -> None:
+    def _do(self, action: Action, row: Sequence[Action], place: int) -> None:
         op, stage, micro_batch = action.op, action.stage, action.micro_batch
         if op is Op.BACKWARD:
-            self._backward(stage, micro_batch, splits=False, reduces=_is_reduced_next(row, at))
+            self._backward(stage, micro_batch, splits=False, reduces=_is_reduced_next(row, place))
         elif op is Op.INPUT:
             self._backward(stage, micro_batch, splits=True, reduces=False)
         elif op in self._of_stages:
@@ -289,10 +289,10 @@ class Executor:
         return rank_of(stage) == rank_of(stage + 1)
 
 
-def _is_reduced_next(row: Sequence[Action], at: int) -> bool:
-    """The reduction of the stage of row[at] comes before its next computation."""
-    for action in row[at + 1 :]:
-        if action.op is Op.REDUCE and action.stage == row[at].stage:
+def _is_reduced_next(row: Sequence[Action], place: int) -> bool:
+    """The reduction of the stage of row[place] comes before its next computation."""
+    for action in row[place + 1 :]:
+        if action.op is Op.REDUCE and action.stage == row[place].stage:
             return True
         if action.op in COMPUTE:
             return False

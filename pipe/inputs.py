@@ -44,11 +44,11 @@ def _masks(name: str, value: Any) -> bool:
         return False
     if value.device.type == "cpu":  # it may share memory that others write to
         return bool(flag())
-    version, found = _seen.get(value, (-1, False))
+    version, masks = _seen.get(value, (-1, False))
     if version != _version(value):
-        found = bool(flag())
-        _seen[value] = (_version(value), found)
-    return bool(found)
+        masks = bool(flag())
+        _seen[value] = (_version(value), masks)
+    return bool(masks)
 
 
 def _flag(name: str, value: Any) -> Callable[[], Tensor] | None:
@@ -72,10 +72,10 @@ _seen: Any = WeakTensorKeyDictionary()
 
 def look_at(batches: Sequence[Any]) -> None:
     """Learn what `kind` needs of tensors on a device: the host waits once for all of them."""
-    found = [pair for batch in batches for pair in _flags(batch)]
-    if found:
-        said = torch.stack([flag() for _, flag in found]).tolist()
-        for (value, _), flag in zip(found, said, strict=True):
+    flags = [pair for batch in batches for pair in _flags(batch)]
+    if flags:
+        values = torch.stack([flag() for _, flag in flags]).tolist()
+        for (value, _), flag in zip(flags, values, strict=True):
             _seen[value] = (_version(value), bool(flag))
 
 

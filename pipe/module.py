@@ -69,8 +69,8 @@ class PipelineModule(nn.Module):
         dynamic_shape: bool = False,
     ) -> None:
         super().__init__()
-        found = items("layers", layers, "a list of modules, functions and LayerSpec objects")
-        self.layers = tuple(found)  # a tuple: torch does not register its modules
+        listed = items("layers", layers, "a list of modules, functions and LayerSpec objects")
+        self.layers = tuple(listed)  # a tuple: torch does not register its modules
         _check_layers(self.layers)
         self._names = tuple(self._find_name(index) for index in range(len(self.layers)))
         if topology is not None:
@@ -210,10 +210,10 @@ class PipelineModule(nn.Module):
         return built
 
     def _build_own_stages(self, num_ranks: int) -> None:
-        found = _rank_and_world()
-        if found is None or found[1] % num_ranks:
+        place = _rank_and_world()
+        if place is None or place[1] % num_ranks:
             return
-        rank, world_size = found
+        rank, world_size = place
         pipe_rank = rank // (world_size // num_ranks)
         if self._topology is not None:
             pipe_rank = self._topology.get_coord(rank).pipe
@@ -221,8 +221,8 @@ class PipelineModule(nn.Module):
         num_stages = num_ranks * len(stages)
         sizes = self.layer_sizes()
         bounds = partition_layers(self.partition_method, sizes, num_stages)
-        own = [i for s in stages for i in range(bounds[s], bounds[s + 1])]
-        self.keep(own)
+        own_layers = [i for s in stages for i in range(bounds[s], bounds[s + 1])]
+        self.keep(own_layers)
         self.bounds = bounds
         self._note_place(pipe_rank, bounds, stages)
 
@@ -319,8 +319,8 @@ class PipelineModule(nn.Module):
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         self._build_all()
-        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
-        return found
+        modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return modules
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         self._build_all()

@@ -162,9 +162,9 @@ def _least_squares(stages: _Stages, limit: float) -> list[list[int]]:
                 continue
             stop = (low + high) // 2
             for start in range(first, min(last + 1, stop)):
-                own = stages.cost(start, stop, stage)
-                if own <= limit and squares[start] + own * own < nearest[stop]:
-                    nearest[stop], chosen[stop] = squares[start] + own * own, start
+                cost = stages.cost(start, stop, stage)
+                if cost <= limit and squares[start] + cost * cost < nearest[stop]:
+                    nearest[stop], chosen[stop] = squares[start] + cost * cost, start
             waiting.append((low, stop, first, chosen[stop] if nearest[stop] < inf else last))
             if nearest[stop] < inf:  # else no more layers fit into the stages so far
                 waiting.append((stop + 1, high, chosen[stop], last))
@@ -195,18 +195,18 @@ def _matches(partition: str, layers: Sequence[LayerSize]) -> list[int]:
         raise UsageError(
             f"pipeline.partition = {quoted(partition)}: what follows type: {error}"
         ) from None
-    found = [int(hits[layer.class_name]) for layer in layers]
-    if not any(found):
+    matches = [int(hits[layer.class_name]) for layer in layers]
+    if not any(matches):
         names = ", ".join(kinds)
         raise UsageError(
             f'pipeline.partition = "{partition}" matches no layer; the layers\' classes are {names}'
         )
-    return found
+    return matches
 
 
 def _checked(bounds: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
     whole = tuple(items("pipeline.partition", bounds, "a method, or a list of bounds"))
-    if any(type(one) is not int for one in whole):
+    if any(type(bound) is not int for bound in whole):
         raise wrong("pipeline.partition", bounds, "a list of whole numbers")
     rises = all(a < b for a, b in zip(whole[:-1], whole[1:], strict=True))
     if len(whole) != num_stages + 1 or whole[0] != 0 or whole[-1] != num_layers or not rises:

@@ -212,7 +212,7 @@ class _Pass:
 
     def __init__(self, loss_scale: float) -> None:
         self.loss_scale: float | None = loss_scale  # None: it has ended
-        _passes[:] = [one for one in _passes if _scale_of(one) is not None]
+        _passes[:] = [reference for reference in _passes if _scale_of(reference) is not None]
         _passes.append(ref(self))
 
     def end(self) -> None:
@@ -223,9 +223,9 @@ class _Pass:
 _passes: list[ReferenceType[_Pass]] = []
 
 
-def _scale_of(one: ReferenceType[_Pass]) -> float | None:
-    found = one()
-    return None if found is None else found.loss_scale
+def _scale_of(reference: ReferenceType[_Pass]) -> float | None:
+    running = reference()
+    return None if running is None else running.loss_scale
 
 
 @contextmanager
@@ -250,4 +250,7 @@ def mark(loss: Tensor, loss_scale: float) -> None:
 
 def running_loss_scale() -> float | None:
     """The loss scale of the running backward pass; None if its loss was not scaled."""
-    return next((scale for one in reversed(_passes) if (scale := _scale_of(one)) is not None), None)
+    return next(
+        (scale for reference in reversed(_passes) if (scale := _scale_of(reference)) is not None),
+        None,
+    )

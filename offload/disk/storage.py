@@ -311,10 +311,10 @@ class DiskStorage(StateStorage, Evictable):
         return self._region_of(tensor) is not None
 
     def blocks_of(self, tensor: Tensor) -> Blocks | None:
-        found = self._region_of(tensor)
-        if found is None or self._memory is not None:
+        place = self._region_of(tensor)
+        if place is None or self._memory is not None:
             return None
-        region, first = found
+        region, first = place
 
         def blocks(start: int, stop: int) -> Iterator[Tensor]:
             if self._memory is not None:  # it was loaded since
@@ -324,10 +324,10 @@ class DiskStorage(StateStorage, Evictable):
             if self._written is not None:
                 self._transfers.noting_failure(self._written.wait)
             size = self._dtype.itemsize
-            at = region * self._region_bytes + first * size
+            begin = region * self._region_bytes + first * size
             extent = self.extent
             for block in read_blocks(
-                self._transfers.file, extent, at + start * size, at + stop * size
+                self._transfers.file, extent, begin + start * size, begin + stop * size
             ):
                 yield block.view(self._dtype)
 

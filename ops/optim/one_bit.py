@@ -71,12 +71,12 @@ class OneBitOptimizer(ShardOptimizer, ABC):
     def largest_of(self, *names: str) -> list[float]:
         """States that are numbers, at least 0 and equal where there are any. For all ranks."""
         first: dict[str, Any] = next((state for state in self._states.values() if state), {})
-        own = [first.get(name, 0) for name in names]
+        own_numbers = [first.get(name, 0) for name in names]
         collectives = self.world.collectives
-        values = torch.tensor(own, dtype=torch.float64, device=collectives.device)
+        values = torch.tensor(own_numbers, dtype=torch.float64, device=collectives.device)
         table = collectives.gather_small(values, what="the step of the optimizer")
-        found: list[float] = table.amax(0).tolist()
-        return found
+        largest: list[float] = table.amax(0).tolist()
+        return largest
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """As in the base class. Freezes the variance after its last step."""
@@ -174,12 +174,12 @@ class _Variances:
 
     def norm(self) -> float:
         collectives = self._optimizer.world.collectives
-        own = torch.zeros(1, dtype=torch.float64, device=collectives.device)
+        own_sum = torch.zeros(1, dtype=torch.float64, device=collectives.device)
         for tensor, flat in self._flats.items():
             holders = 1 if flat.is_sharded else flat.collectives.world_size
             variance = self._optimizer._states[tensor]["exp_avg_sq"]
-            own += variance.sum(dtype=torch.float64) / holders
-        return float(collectives.gather_small(own, what="the norm of the variance").sum())
+            own_sum += variance.sum(dtype=torch.float64) / holders
+        return float(collectives.gather_small(own_sum, what="the norm of the variance").sum())
 
 
 __all__ = [

@@ -58,29 +58,29 @@ class CallInterceptor:
         self._own: dict[int, OwnModule] = {}
         self._kinds: dict[type[nn.Module], type[nn.Module]] = {}  # class -> its subclass
 
-    def intercept(self, own: OwnModule) -> None:
+    def intercept(self, own_module: OwnModule) -> None:
         """Direct the calls of a module."""
-        kind = type(own.module)
+        kind = type(own_module.module)
         if kind not in self._kinds:
             self._kinds[kind] = self._subclass(kind)
-        self._own[id(own.module)] = own
-        own.module.__class__ = self._kinds[kind]
+        self._own[id(own_module.module)] = own_module
+        own_module.module.__class__ = self._kinds[kind]
 
     def restore(self) -> None:
         """Give the classes back, unless something else has changed them since."""
         classes = {directed: kind for kind, directed in self._kinds.items()}
-        for own in self._own.values():
-            kind = classes.get(type(own.module))
+        for own_module in self._own.values():
+            kind = classes.get(type(own_module.module))
             if kind is not None:
-                own.module.__class__ = kind
+                own_module.module.__class__ = kind
         self._own.clear()
 
     def _subclass(self, kind: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            own = self._own.get(id(module))
-            if own is None:  # a copy of a module, or after `restore`
+            own_module = self._own.get(id(module))
+            if own_module is None:  # a copy of a module, or after `restore`
                 return kind.__call__(module, *args, **kwargs)
-            return self._runner.call_own(own, partial(kind.__call__, module), args, kwargs)
+            return self._runner.call_own(own_module, partial(kind.__call__, module), args, kwargs)
 
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         return type(kind.__name__, (kind,), {"__call__": call, **names})

@@ -85,9 +85,9 @@ class InParts(Tensor):
 
 
 def _plain(given: Any) -> Any:
-    def plain(one: InParts) -> Tensor:
-        one._sentence.say()
-        return one.as_subclass(Tensor)
+    def plain(tensor: InParts) -> Tensor:
+        tensor._sentence.say()
+        return tensor.as_subclass(Tensor)
 
     return tree_map_only(InParts, plain, given)
 
@@ -123,8 +123,8 @@ class Guards:
             register_module_module_registration_hook(self._module_registered),
         ]
         for module in model.modules():
-            own = list(module.parameters(recurse=False))
-            if any(defers or _is_in_parts(param) for param in own):
+            params = list(module.parameters(recurse=False))
+            if any(defers or _is_in_parts(param) for param in params):
                 self._handles += [
                     module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
                         partial(_before_state_dict, self._leniency)
@@ -135,7 +135,7 @@ class Guards:
                     module.register_load_state_dict_pre_hook(_before_load_state_dict),  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_post_hook(_NotCopied(self._leniency, module)),  # type: ignore[no-untyped-call]
                 ]
-            elif any(owner.is_read_only(param) for param in own):
+            elif any(owner.is_read_only(param) for param in params):
                 self._handles.append(
                     module.register_load_state_dict_pre_hook(_before_load_shared)  # type: ignore[no-untyped-call]
                 )
@@ -246,15 +246,15 @@ def _is_in_parts(param: nn.Parameter) -> bool:
 
 def _hidden(module: nn.Module) -> tuple[list[str], str]:
     """Names of parameters in parts that no context has gathered; and why they are in parts."""
-    found = []
+    names = []
     why = IN_SHARDS
     for name, param in module.named_parameters(recurse=False):
         owner = find_owner(param)
         how = "" if owner is None else owner.why_in_parts(param)
         if owner is not None and how and not owner.is_overridden(param):
-            found.append(name)
+            names.append(name)
             why = IN_SLICES if IN_SLICES in (how, why) else how
-    return found, why
+    return names, why
 
 
 def _settle(module: nn.Module) -> None:
@@ -316,8 +316,8 @@ def _before_load_state_dict(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
 ) -> None:
     _settle(module)
-    found, why = _hidden(module)
-    hidden = [name for name in found if prefix + name in state_dict]
+    names, why = _hidden(module)
+    hidden = [name for name in names if prefix + name in state_dict]
     if hidden:
         raise UsageError(
             f"load_state_dict() into a module whose parameters are {why}: {prefix}{hidden[0]} is "

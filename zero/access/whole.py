@@ -34,7 +34,7 @@ def full_state_dict(
     """
     if spans_stages(groups):
         return whole_state_dict(model, groups, target=target, full_precision=full_precision)
-    found: dict[str, Any] = {}
+    state_dict: dict[str, Any] = {}
     done: dict[int, Tensor | None] = {}
     values = model.state_dict(keep_vars=True)
     shows = groups.world.rank == 0
@@ -43,13 +43,13 @@ def full_state_dict(
             values.items(), GATHERING, len(values), "tensors", is_shown=shows
         ):
             if not isinstance(value, Tensor):
-                found[name] = value
+                state_dict[name] = value
                 continue
             if id(value) not in done:
                 done[id(value)] = _on_cpu(value, target, full_precision)
-            found[name] = done[id(value)]
+            state_dict[name] = done[id(value)]
     wanted = all(value is not None for value in done.values())
-    return found if wanted else {}
+    return state_dict if wanted else {}
 
 
 def _on_cpu(value: Tensor, target: int | None, full_precision: bool) -> Tensor | None:

@@ -129,13 +129,13 @@ class SliceStore(ParamOwner):
         is_plain = target.is_contiguous()
         flat = target.view(-1) if is_plain else target.new_empty(target.numel())
         longest = max(stop - start for start, stop in bounds)
-        for at in range(0, longest, CHUNK_NUMEL):
-            parts = [(min(a + at, b), min(a + at + CHUNK_NUMEL, b)) for a, b in bounds]
+        for offset in range(0, longest, CHUNK_NUMEL):
+            parts = [(min(a + offset, b), min(a + offset + CHUNK_NUMEL, b)) for a, b in bounds]
             ends = [0]
             for start, stop in parts:
                 ends.append(ends[-1] + stop - start)
             packed = piece.local.new_empty(ends[-1])
-            local = piece.local[at : at + CHUNK_NUMEL]
+            local = piece.local[offset : offset + CHUNK_NUMEL]
             self.collectives.collect(packed, local, list(zip(ends[:-1], ends[1:], strict=True)))
             for (start, stop), begin in zip(parts, ends[:-1], strict=True):
                 flat[start:stop] = packed[begin : begin + stop - start]

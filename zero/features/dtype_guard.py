@@ -43,14 +43,14 @@ class DtypeGuard:
         with NoTorchFunction():
             is_changed = any([param.dtype is not dtype for param, dtype in self._dtypes])
         if is_changed:
-            changed = [(flat, at) for flat in self._flats for at in flat.other_dtypes()]
+            changed = [(flat, position) for flat in self._flats for position in flat.other_dtypes()]
             self._backward_pass.hook_gradients()
             for _, param, dtype in self._frozen:
                 param.data = param.data.to(dtype)
-            flat, at = changed[0]
+            flat, position = changed[0]
             raise UsageError(
-                f"{flat.layout.slots[at].name} and {len(changed) - 1} more parameters changed their dtype "
-                f"after xds.initialize (module.float(), .half(), .to(dtype)): the engine computes in "
+                f"{flat.layout.slots[position].name} and {len(changed) - 1} more parameters changed their "
+                f"dtype after xds.initialize (module.float(), .half(), .to(dtype)): the engine computes in "
                 f"{flat.dtype}, and they are {flat.dtype} again; choose the precision by fp16, bf16 or "
                 "torch_autocast in the config"
             )

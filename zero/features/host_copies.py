@@ -32,8 +32,8 @@ class HostCopies:
 
     def holds(self, tensor: Tensor) -> bool:
         """The values of `tensor` are here."""
-        own = tensor.untyped_storage()._cdata
-        return any(storage._cdata == own for storage, _ in self._moved)
+        storage_id = tensor.untyped_storage()._cdata
+        return any(storage._cdata == storage_id for storage, _ in self._moved)
 
     def move_to_host(self, tensors: Iterable[Tensor]) -> None:
         """Copy the storages of `tensors` to the host (each once, completely) and resize them to 0."""

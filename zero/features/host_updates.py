@@ -49,7 +49,9 @@ class HostUpdate:
         same = (self.scale, self.frozen) == (other.scale, other.frozen)
         same = same and self.takes_edits == other.takes_edits
         used = {item.group for item in self.master.items}
-        return same and all(_is_same_group(self.groups[at], other.groups[at]) for at in used)
+        return same and all(
+            _is_same_group(self.groups[number], other.groups[number]) for number in used
+        )
 
     def write_in_place(self, grad: Tensor, values: Tensor | None, old: Olds = None) -> None:
         """Update the master, and where there is a cast `values` as well. In the thread.
@@ -91,10 +93,10 @@ class HostUpdate:
         return frozen
 
 
-def _is_same_group(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    names = one.keys() - {"params"}
+def _is_same_group(group: dict[str, Any], other: dict[str, Any]) -> bool:
+    names = group.keys() - {"params"}
     return names == other.keys() - {"params"} and all(
-        one[name] is other[name] or bool(one[name] == other[name]) for name in names
+        group[name] is other[name] or bool(group[name] == other[name]) for name in names
     )
 
 

@@ -36,14 +36,14 @@ class SharedMemory(ParamMemory):
 
     is_shared = True
 
-    def __init__(self, found: SharedFlat, collectives: Collectives, buffer: int) -> None:
-        self.raw = found.values
-        self.own = collectives.shard_of(found.writable)
-        self.num_holders = found.num_ranks
+    def __init__(self, shared: SharedFlat, collectives: Collectives, buffer: int) -> None:
+        self.raw = shared.values
+        self.own = collectives.shard_of(shared.writable)
+        self.num_holders = shared.num_ranks
         self.sender = _SharedSender(self)
-        self.writable = found.writable if found.is_filler else None
-        self._found = found
-        self._address = found.values.data_ptr()
+        self.writable = shared.writable if shared.is_filler else None
+        self._shared = shared
+        self._address = shared.values.data_ptr()
         self._collectives = collectives
         self._buffer = buffer
 
@@ -80,7 +80,7 @@ class SharedMemory(ParamMemory):
     def publish(self) -> Handle:
         """Start to let all ranks read what each one has written to its part."""
         return self._collectives.publish_shared(
-            self._found.writable, buffer=self._buffer, kind="all_gather"
+            self._shared.writable, buffer=self._buffer, kind="all_gather"
         )
 
     def release(self) -> Tensor:

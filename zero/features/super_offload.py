@@ -35,8 +35,8 @@ class _States:
         self._optimizer = optimizer
         self._dicts = [dict(optimizer.states.get(item.master, {})) for item in master.items]
         self._flat = [
-            (at, key, value)
-            for at, state in enumerate(self._dicts)
+            (number, key, value)
+            for number, state in enumerate(self._dicts)
             for key, value in state.items()
             if isinstance(value, Tensor) and value.dim()
         ]
@@ -58,8 +58,8 @@ class _States:
         master, new = self._master, buffers.memory
         self._old = [master.raw.detach(), *(value.detach() for _, _, value in self._flat)]
         states: list[dict[str, Tensor]] = [{} for _ in master.items]
-        for (at, key, _), old in zip(self._flat, self._old[1:], strict=True):
-            states[at][key] = old
+        for (number, key, _), old in zip(self._flat, self._old[1:], strict=True):
+            states[number][key] = old
         self._move(new)
         buffers.memory = [_bytes_of(old) for old in self._old]
         return [

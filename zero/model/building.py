@@ -124,7 +124,7 @@ class Builder:
         shards = self._stores.shards
         if not shards.is_on_disk:
             return
-        kinds = [found for plan in plans for found in self._kinds(plan) if not found[0].group]
+        kinds = [of_kind for plan in plans for of_kind in self._kinds(plan) if not of_kind[0].group]
         for index, (kind, entries) in enumerate(kinds):
             layout = self._layout(entries, self._flat_groups.data)
             shards.plan(index, layout.shard_numel, kind.dtype.itemsize)
@@ -144,7 +144,7 @@ class Builder:
             is_single = numel_of(self._flat_groups.shapes_of(param)[0]) == 1
             kind = _Kind(id(param) in self._groups, is_single, dtype, group.number)
             kinds.setdefault(kind, []).append((self._flat_groups.name_of(param, name), param))
-        return sorted(kinds.items(), key=lambda found: (not found[0].trains, found[0].group))
+        return sorted(kinds.items(), key=lambda item: (not item[0].trains, item[0].group))
 
     def _layout(self, entries: _Entries, group: FlatGroup) -> FlatLayout:
         box_of = self._flat_groups.box_of

@@ -65,8 +65,8 @@ class ShardedModel:
         self.stores = stores
         shares_params = config.shared_parameters
         builder = Builder(groups, flat_groups, self._pool, stores, shares_params=shares_params)
-        found = [found_blocks(model, config.units)] if runs is None else runs
-        self.units = builder.build(model, found, config.unit_min_numel)
+        block_runs = [found_blocks(model, config.units)] if runs is None else runs
+        self.units = builder.build(model, block_runs, config.unit_min_numel)
         self._flats = [flat for unit in self.units for flat in unit.params]
         self.trainable = [
             (unit, params, grads)
@@ -308,7 +308,9 @@ class ShardedModel:
                 if flat.is_on_host and flat.may_be_resharded and flat.dtype in CODED_DTYPES:
                     mine = flat.layout.shard_range(flat.collectives.rank)
                     pieces = flat.layout.pieces_in(*mine)
-                    kept = [(one.start, one.stop) for one in pieces if len(one.slot.shape) < 2]
+                    kept = [
+                        (piece.start, piece.stop) for piece in pieces if len(piece.slot.shape) < 2
+                    ]
                     coded = self.stores.shards.coded(flat.shard, kept)
                     exact.append((flat, flat.exchange_shard(coded)))
             yield

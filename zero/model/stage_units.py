@@ -85,9 +85,9 @@ class StageUnits:
 
     def scope(self, stage: int, *, reduces: bool) -> Scope:
         """Of a backward through `stage`; `reduces`: no other one follows in this step."""
-        own = self._grads(stage)
-        computed = own | self._shared.union(self._root.grads)
-        return Scope(computed, own if reduces else frozenset())
+        of_stage = self._grads(stage)
+        computed = of_stage | self._shared.union(self._root.grads)
+        return Scope(computed, of_stage if reduces else frozenset())
 
     def reduce(self, stage: int) -> None:
         """Start to reduce what the backward passes of `stage` have held back."""

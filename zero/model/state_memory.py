@@ -60,9 +60,9 @@ class StateMemory:
         device = updater.world.collectives.device
         states = updater.states_in(master)
         master.move(updater.stores.device, device)
-        for at, tensor, state in states:
-            own = master.raw[at : at + tensor.numel()]
-            tensor.data = shaped(own, tensor.shape, is_channels_last(tensor))
+        for begin, tensor, state in states:
+            values = master.raw[begin : begin + tensor.numel()]
+            tensor.data = shaped(values, tensor.shape, is_channels_last(tensor))
             for value in state.values():
                 if isinstance(value, Tensor) and (
                     value.dim() or optimizer.has_scalars_beside(tensor)

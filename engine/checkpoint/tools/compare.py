@@ -41,11 +41,11 @@ def differences(
             yield from _differ(name, a, b, first, second, on_read)
         else:
             yield from _unlike(name, first, second)
-    here, there = _flat(a.state()), _flat(b.state())
-    yield from _only(here, there)
-    for name in here:
-        if name in there:
-            yield from _unlike(name, here[name], there[name])
+    first_state, second_state = _flat(a.state()), _flat(b.state())
+    yield from _only(first_state, second_state)
+    for name in first_state:
+        if name in second_state:
+            yield from _unlike(name, first_state[name], second_state[name])
 
 
 def _only(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
