@@ -189,7 +189,8 @@ class Engine:
     def _end_step(self, *, by_optimizer: bool) -> None:
         is_boundary = self._step.step(self.lr_scheduler, by_optimizer=by_optimizer)
         if is_boundary:
-            self._parts.compressing.advance(self.global_steps - self.skipped_steps)
+            for follower in self._parts.after_steps:
+                follower.advance(self.global_steps - self.skipped_steps)
             self._parts.report.step(self)
             self._parts.preemption.boundary()  # the failure of an earlier save does not prevent this one
         if self._parts.saver is not None:
@@ -708,7 +709,8 @@ class Engine:
         options = LoadOptions(*what, load_module_only, fallback)
         found = self._states.load(load_dir, tag, options)
         if found[0] is not None:
-            self._parts.compressing.resume(self.global_steps - self.skipped_steps)
+            for follower in self._parts.after_steps:
+                follower.resume(self.global_steps - self.skipped_steps)
         if found[0] is not None and not load_module_only:
             self._batches.forget()
         return found

@@ -100,7 +100,7 @@ from .optim.optimizers import (
 )
 from .parallel.division import LocalModel, divide
 from .parts import (
-    Compressing,
+    AfterSteps,
     KeptUnits,
     LoopFactory,
     LossCheck,
@@ -188,7 +188,8 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     engine = Engine(parts)
     parts.report.follow(engine)
     parts.preemption.begin(engine)
-    parts.compressing.begin()
+    for follower in parts.after_steps:
+        follower.begin()
     _show_start(parts, optimizer)
     return engine
 
@@ -293,6 +294,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         loader = _loader(given.training_data, given.collate_fn, config, mesh, collectives)
         packing = _packing(model, config, loader, collectives)
         scheduler = _scheduler(config, given.lr_scheduler, optimizer, loader) if optimizer else None
+    balances = [] if local.experts is None else [local.experts.balance]
     return Parts(
         config=config,
         module=model,
@@ -308,14 +310,14 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         kept_units=_kept_units(sharded, model),
         autocast=_autocast(config, device),
         cast_inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
-        report=StepReport(config, device, monitor, mesh.opened, sharded, record),
+        report=StepReport(config, device, monitor, mesh.opened, sharded, record, balances),
         loader=loader,
         undo=[undo_storing, *undo],
         compiler=compiler,
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
         schedules=changes.schedules,
-        compressing=_compressing(model) if compresses else Compressing(),
+        after_steps=[*([_compressing(model)] if compresses else []), *balances],
         packing=packing,
         opened=mesh.opened,
         loop=_loop(local, mesh, config, sharded, cutter),
@@ -332,7 +334,8 @@ def _other_forwards(
     recomputing: Recomputing | None,
 ) -> tuple[Cutter | None, list[Callable[[], None]]]:
     """Other forwards of modules. Returns what cuts sequences, and what restores the model's own forwards."""
-    undo = [local.undo, _reroute_experts(local, config), _tiles(local, config), *changes.undo]
+    local.begin()
+    undo = [local.undo, _tiles(local, config), *changes.undo]
     if recomputing is not None:
         recomputing.begin()
         undo.append(recomputing.end)
@@ -388,7 +391,7 @@ def _compresses(model: nn.Module, config: Config, given: _Given) -> bool:
     return True
 
 
-def _compressing(model: nn.Module) -> Compressing:
+def _compressing(model: nn.Module) -> AfterSteps:
     from .model.compressed_training import Compression
 
     return Compression(model)
@@ -465,15 +468,6 @@ def _tiles(local: LocalModel, config: Config) -> Callable[[], None]:
     from .parallel.tiles import tile_layers
 
     return tile_layers(local, section)
-
-
-def _reroute_experts(local: LocalModel, config: Config) -> Callable[[], None]:
-    """Let modules of experts send tokens to the ranks of their experts; returns what undoes it."""
-    if local.experts is None:
-        return _nothing
-    from .parallel.experts import ExpertLayers
-
-    return ExpertLayers(local.experts, local.groups, config.expert_parallel).undo
 
 
 def _host(

@@ -137,20 +137,17 @@ class Packing:
         return
 
 
-class Compressing:
-    """What becomes of weights as training proceeds: by default nothing."""
+class AfterSteps(Protocol):
+    """What follows each step: the schedule of compressed weights, the tokens of experts."""
 
     def begin(self) -> None:
         """The engine is ready. A collective."""
-        return
 
     def advance(self, step: int) -> None:
         """So many steps have updated the parameters. A collective."""
-        return
 
     def resume(self, step: int) -> None:
-        """The same after a load, which has brought masks."""
-        return
+        """The same after a load."""
 
 
 class LossCheck:
@@ -204,7 +201,7 @@ class Parts:
     saver: CheckpointWriter | None  # None: no checkpoint was saved yet; `States` makes it
     preemption: Preemption
     schedules: ModelSchedules
-    compressing: Compressing
+    after_steps: Sequence[AfterSteps]
     packing: Packing
     opened: list[Collectives]  # of all groups that this engine uses
     loop: LoopFactory

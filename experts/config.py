@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, final
 from pydantic import Field
 
 from ..utils.schema.section import Entry, NoEffect, Refused, Section, details
-from ..utils.schema.values import ANY_CASE, Count, Flag, Natural
+from ..utils.schema.values import ANY_CASE, Count, Flag, Natural, NonNegative
 
 _MODEL = "the model's own router, gates and activation are used"
 _OWN = "tokens travel by all_to_all of torch.distributed"
@@ -46,7 +46,7 @@ class ExpertParallel(Section):
         ),
         **_unused("groups of ranks are checked always", Flag, "validate_folding_routing"),
         "comm_backend": Refused(Any, f'{_OWN}; set it to "comm"', harmless=("comm", None)),
-        **details(Any, "moe_layer_pattern router_pattern load_balance_coeff"),
+        **details(Any, "moe_layer_pattern router_pattern"),
     }
 
     enabled: Flag = Field(False, description="experts of a mixture are on different ranks")
@@ -55,6 +55,11 @@ class ExpertParallel(Section):
     )
     expert_pattern: str | None = Field(
         None, description="glob of the names of the modules of experts; null: all that are found"
+    )
+    load_balance_coeff: NonNegative = Field(
+        0.0,
+        description="how far the bias of a router moves in a step, up for experts with fewer tokens than the "
+        "mean of all ranks; 0: not at all",
     )
 
     @property

@@ -35,6 +35,7 @@ class ExpertLayer:
         self._group, self._setting = group, setting
         self._is_proven = False
         self.rows_sent = 0  # for other ranks, since the begin
+        self._counts: Tensor | None = None
 
     def rerouted(self, forward: Forward) -> Forward:
         """A forward in place of the module's own."""
@@ -53,6 +54,8 @@ class ExpertLayer:
             inputs = hidden_states, top_k_index, top_k_weights
             result, trip = travel(self._group, self.name, self.num_local, inputs, compute)
             self.rows_sent += trip.rows_sent
+            if module.training and torch.is_grad_enabled():
+                self._count(trip.experts, top_k_index)
             return result
 
         return sent
@@ -91,6 +94,21 @@ class ExpertLayer:
                 with having(module, 1, one):
                     outputs.append(forward(module, inputs, index, inputs.new_ones(len(inputs), 1)))
         return torch.cat(outputs)[torch.argsort(order)]
+
+    def _count(self, experts: Tensor, top_k_index: Tensor) -> None:
+        """Add the tokens of own experts, and the pairs of own tokens that go nowhere."""
+        if self._counts is None:
+            self._counts = experts.new_zeros(self.num_experts + 1)
+        places = experts + self._group.rank * self.num_local
+        self._counts.index_add_(0, places, torch.ones_like(places))
+        self._counts[-1] += (top_k_index < 0).sum()
+
+    def take_counts(self) -> Tensor:
+        """Tokens by expert that this rank has computed since the last call, and dropped pairs [E + 1]."""
+        counts, self._counts = self._counts, None
+        if counts is None:
+            counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=self._group.device)
+        return counts
 
     def _check(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         """

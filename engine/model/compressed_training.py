@@ -27,14 +27,13 @@ from ...utils.errors import UsageError
 from ...zero.access.full import get_full_param
 from ...zero.core.owners import find_owner
 from ..config.config import Config, parse_config
-from ..parts import Compressing
 from .arguments import is_part
 
 log = logging.getLogger("xds")
 
 
 @final
-class Compression(Compressing):
+class Compression:
     """Runs the schedule of one engine's compressed layers, with masks from whole weights at every stage."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -19,10 +19,10 @@ from ..model.arguments import BlockRuns, is_cut, is_part
 from .flat_groups import BuildPolicy, Division, build_shard_groups, hosts_of, open_flat_groups
 
 if TYPE_CHECKING:
-    from ...experts.cut import Cut
     from ...tensor.proof import Proof
     from ...tensor.quiet_runs import Holding
     from ...tensor.slicing import Sliced
+    from .experts import ExpertLayers
     from .pipeline import StageModules
 
 
@@ -34,7 +34,7 @@ class LocalModel:
     model, runs: the module and its blocks by stage, as `plan_units` takes them.
     found: the pipeline stage; None without a pipeline.
     sliced, proof: the slices of its layers, and what proves them; None with one tensor rank.
-    experts: this rank's experts of its layers; None: each rank has all.
+    experts: the layers whose experts are on several ranks; None: there are none.
     groups: of every flat buffer.
     """
 
@@ -43,7 +43,7 @@ class LocalModel:
     found: StageModules | None
     sliced: Sliced | None
     proof: Proof | None
-    experts: Cut | None
+    experts: ExpertLayers | None
     groups: FlatGroups
 
     def start_proof(self, mesh: MeshGroups, holding: Holding) -> None:
@@ -54,8 +54,15 @@ class LocalModel:
         if self.proof is not None and self.sliced is not None:
             self.proof.start(self.sliced, mesh.along("tensor"), mesh.opened, holding)
 
+    def begin(self) -> None:
+        """Reroute the forwards of experts."""
+        if self.experts is not None:
+            self.experts.begin()
+
     def undo(self) -> None:
-        """Give the modules their classes back."""
+        """Give the modules their classes and forwards back."""
+        if self.experts is not None:
+            self.experts.undo()
         if self.sliced is not None:
             self.sliced.undo()
         if self.proof is not None:
@@ -109,7 +116,13 @@ def divide(
     shared = experts if num_expert_ranks > 1 else None
     division = Division(found, sliced, shared)
     groups = open_flat_groups(mesh, world, policy, stage, division, scheme, shard_groups)
-    return LocalModel(model, runs, found, sliced, proof, experts, groups)
+    layers = None
+    if experts is not None:
+        from .experts import ExpertLayers
+
+        with agreeing(world, "xds.initialize"):
+            layers = ExpertLayers(model, experts, groups, config.expert_parallel)
+    return LocalModel(model, runs, found, sliced, proof, layers, groups)
 
 
 __all__ = ["LocalModel", "divide"]

@@ -7,6 +7,7 @@ from typing import final
 
 from torch import nn
 
+from ...experts.balance import Balance, find_bias
 from ...experts.config import ExpertParallel
 from ...experts.cut import Cut, check_size, cut_experts, find_experts, fitting_size
 from ...experts.layer import ExpertLayer
@@ -42,16 +43,34 @@ def keep_experts(
 
 @final
 class ExpertLayers:
-    """The rerouted modules of experts of one engine."""
+    """The modules of experts of one engine, rerouted from `begin` to `undo`.
 
-    def __init__(self, cut: Cut, groups: FlatGroups, section: ExpertParallel) -> None:
+    balance: the tokens of each expert.
+    """
+
+    def __init__(
+        self, model: nn.Module, cut: Cut, groups: FlatGroups, section: ExpertParallel
+    ) -> None:
+        """
+        Raises:
+            UsageError: the section evens out tokens, and a router has no bias.
+        """
         group = _group_of(cut, groups)
+        self._modules = [one.module for one in cut.found]
         self.layers = [
             ExpertLayer(one.name, one.num_experts, group, section.setting) for one in cut.found
         ]
-        self._undo: list[Callable[[], None]] = [
-            replace_forwards([one.module], layer.rerouted)
-            for one, layer in zip(cut.found, self.layers, strict=True)
+        coefficient, biases = section.load_balance_coeff, []
+        if coefficient:
+            biases = [find_bias(model, one.name, one.num_experts) for one in cut.found]
+        self.balance = Balance(self.layers, groups.world, biases, coefficient)
+        self._undo: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Reroute the forward of each module."""
+        self._undo = [
+            replace_forwards([module], layer.rerouted)
+            for module, layer in zip(self._modules, self.layers, strict=True)
         ]
 
     def undo(self) -> None:

@@ -5,6 +5,7 @@ kind of a line   when                                 what
 start            an engine is made                    command, config, versions, ranks, device
 step             each optimizer step                  loss, learning rate, norm of the gradients
 use              once a second, after a step          memory of rank 0, bytes that it has sent by kind
+experts          once a second, after a step          the tokens of each expert in that step
 timeline         steps 3, 30, 300, ... of a process   forwards, backwards and update on each rank, in time
 value            the script writes monitor events     their names and values
 saved            a checkpoint is saved                its path, and its metric
@@ -59,6 +60,12 @@ _LIBRARIES = (
 )
 
 log = logging.getLogger("xds")
+
+
+class Measured(Protocol):
+    """What a feature has measured in the last step."""
+
+    def line(self) -> dict[str, Any]: ...
 
 
 class Recorded(Protocol):
@@ -139,7 +146,7 @@ class RunRecord:
         names = [str(action) for action in row if action.op in COMPUTE]
         self._labels = [""] * (len(self._spans) - len(names)) + names
 
-    def step(self, engine: Recorded) -> None:
+    def step(self, engine: Recorded, measured: Sequence[Measured] = ()) -> None:
         """An optimizer step has ended."""
         self._num_steps += 1
         spans, self._spans = self._spans, None
@@ -156,6 +163,8 @@ class RunRecord:
             )
             if now - self._used_at >= USE_SECONDS:
                 self._write_use()
+                for each in measured:
+                    self._append(step=engine.global_steps, **each.line())
         if spans is not None:
             self._write_timeline(engine.global_steps, spans)
         if str(self._num_steps + 1).rstrip("0") == "3":  # 3, 30, 300, ...

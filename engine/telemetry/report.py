@@ -103,6 +103,19 @@ class Reported(Protocol):
     def loss_scale(self) -> float: ...
 
 
+class Measured(Protocol):
+    """What a feature has measured in the last step, the same on all ranks."""
+
+    def events(self) -> list[tuple[str, float]]:
+        """Names and values for monitors."""
+
+    def text(self) -> str:
+        """For a line of the log."""
+
+    def line(self) -> dict[str, Any]:
+        """For the record: a line, with its kind."""
+
+
 @final
 class StepReport:
     """Collects losses and timings during a step and reports them after it."""
@@ -115,6 +128,7 @@ class StepReport:
         opened: Sequence[Collectives],
         sharded: ShardedModel,
         record: RunRecord | None = None,
+        measured: Sequence[Measured] = (),
     ) -> None:
         """For all ranks: each says which host it is on.
 
@@ -142,6 +156,7 @@ class StepReport:
             from .traffic import SentBytes
 
             self._traffic = SentBytes(opened, sharded, host_numbers(sharded.collectives))
+        self._measured = measured
         self._losses: list[Tensor] = []
         self._collects = monitor.takes_steps or config.steps_per_print is not None
 
@@ -186,7 +201,7 @@ class StepReport:
         self.throughput.step(engine.train_batch_size())
         losses, self._losses = self._losses, []
         if self._record is not None:
-            self._record.step(engine)
+            self._record.step(engine, self._measured)
         milliseconds = breakdown(self.timers.take_milliseconds())
         memory = [] if self._memory is None else self._memory.take_lines()
         every = self._config.steps_per_print
@@ -219,7 +234,8 @@ class StepReport:
         if self._config.fp16.enabled:
             events.append(("Train/Samples/loss_scale", engine.loss_scale, at))
         sent = self._traffic.events() if self._traffic is not None else ()
-        events += [(f"Train/Samples/{name}", value, at) for name, value in sent]
+        measured = [event for each in self._measured for event in each.events()]
+        events += [(f"Train/Samples/{name}", value, at) for name, value in [*sent, *measured]]
         return events + [
             (f"Train/Samples/elapsed_time_ms_{EVENT_NAMES[name]}", value, at)
             for name, value in milliseconds.items()
@@ -238,6 +254,7 @@ class StepReport:
             parts.append(f"{rates.last:.1f} samples/s")
         if self._traffic is not None:
             parts.append(self._traffic.text())
+        parts += [each.text() for each in self._measured]
         if self._config.memory_breakdown:
             use = memory_use(engine.device)
             parts.append(

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 from ...utils.sizes import size_text
 from .charts import KINDS, chart, curve, number_text, shown, timeline
-from .records import Run, Start
+from .records import Experts, Run, Start
 
 MOST_ROWS = 30
+MOST_EXPERTS = 1024  # of a layer
 TOKENS = "tokens_per_sample"  # the name of a value by which the page multiplies samples
 _SPEEDS = 400
 _STYLE = """
@@ -172,6 +173,8 @@ def _sections(run: Run) -> Iterator[tuple[str, str]]:
         heading = f"Step {last.step} in time"
         staged = any(span.label for each in last.ranks for span in each.spans)
         yield f"Pipeline: {heading.lower()}" if staged else heading, _timeline(run)
+    if run.experts is not None:
+        yield f"Tokens of experts in step {run.experts.step}", _experts(run.experts)
     yield "Bytes sent by rank 0", _traffic(run)
     yield "Starts, failures and checkpoints", _events(run)
     start = run.start
@@ -206,6 +209,32 @@ def _traffic(run: Run) -> str:
         for kind, size in found
     ]
     return f"<table>{''.join(rows)}</table>"
+
+
+def _experts(found: Experts) -> str:
+    """A row for each layer, with a bar for each expert."""
+    rows = []
+    for layer in found.layers[:MOST_ROWS]:
+        counts, total = layer.counts[:MOST_EXPERTS], sum(layer.counts)
+        if not total:
+            continue
+        tall = max(layer.counts)
+        bars = "".join(
+            f'<rect x="{at}" y="{1 - count / tall:.3f}" width=".8" height="{count / tall:.3f}"/>'
+            for at, count in enumerate(counts)
+        )
+        picture = (
+            f'<svg class=a viewBox="0 0 {len(counts)} 1" preserveAspectRatio=none height=28>'
+            f"<g class=fill>{bars}</g></svg>"
+        )
+        share = layer.dropped / (total + layer.dropped)
+        rows.append(
+            f"<tr><th>{shown(layer.name, 60)}<td class=wide>{picture}"
+            f"<td>{tall * len(layer.counts) / total:.2f} x mean<td>{share:.1%} dropped"
+        )
+    hidden = len(found.layers) - MOST_ROWS
+    more = f"<p>{hidden} more layers are not shown." if hidden > 0 else ""
+    return f"<table>{''.join(rows)}</table>{more}" if rows else ""
 
 
 def _events(run: Run) -> str:

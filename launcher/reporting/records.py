@@ -82,6 +82,22 @@ class Use(_Line):
     steps: float
 
 
+class Layer(BaseModel):
+    """The tokens of each expert of a layer, and the choices that were dropped."""
+
+    name: str
+    counts: list[Annotated[int, Field(ge=0)]]
+    dropped: Annotated[int, Field(ge=0)] = 0
+
+
+class Experts(_Line):
+    """The experts of all layers in one step."""
+
+    kind: Literal["experts"]
+    step: int
+    layers: list[Layer]
+
+
 class Span(NamedTuple):
     """A region of a step: forward, backward, reduce, step or evaluation. Times are in milliseconds."""
 
@@ -118,7 +134,7 @@ class Event(_Line):
     text: str = ""
 
 
-_Kinds = Start | _Step | _Value | Use | Timeline | Event
+_Kinds = Start | _Step | _Value | Use | Experts | Timeline | Event
 _LINE = TypeAdapter[_Kinds](Annotated[_Kinds, Field(discriminator="kind")])
 
 
@@ -137,7 +153,7 @@ class Run:
     steps, samples, times, loss, rates, norms: a number for each step; NaN where it is not known.
     values: what the script wrote: samples and values, by name.
     memory: of rank 0: after which steps, bytes in use, and the most so far.
-    breaks: indices of the first steps of later processes. start, use: the last ones.
+    breaks: indices of the first steps of later processes. start, use, experts: the last ones.
     damaged: lines that were skipped. foreign: lines of another engine, which still wrote after the last start.
     """
 
@@ -152,6 +168,7 @@ class Run:
         default_factory=lambda: (_numbers(), _numbers(), _numbers())
     )
     use: Use | None = None
+    experts: Experts | None = None
     timelines: list[Timeline] = field(default_factory=list)
     breaks: list[int] = field(default_factory=list)
     start: Start = field(default_factory=Start)
@@ -231,14 +248,8 @@ class _Reader:
             self._step(found)
         elif isinstance(found, _Value):
             self._value(found)
-        elif isinstance(found, Use):
-            run.use = found
-            if run.steps:
-                new = (run.steps[-1], found.memory_bytes, found.peak_bytes)
-                for column, value in zip(run.memory, new, strict=True):
-                    column.append(value)
-        elif isinstance(found, Timeline):
-            run.timelines = [*run.timelines[1 - MOST_TIMELINES :], found]
+        elif isinstance(found, Use | Experts | Timeline):
+            self._measured(found)
         else:
             if isinstance(found, Start):
                 if run.start.run:
@@ -248,6 +259,19 @@ class _Reader:
                 run.num_starts += 1
             run.events = [*run.events[1 - MOST_EVENTS :], found]
             run.last_time = max(run.last_time, found.time)
+
+    def _measured(self, found: Use | Experts | Timeline) -> None:
+        run = self._run
+        if isinstance(found, Experts):
+            run.experts = found
+        elif isinstance(found, Timeline):
+            run.timelines = [*run.timelines[1 - MOST_TIMELINES :], found]
+        else:
+            run.use = found
+            if run.steps:
+                new = (run.steps[-1], found.memory_bytes, found.peak_bytes)
+                for column, value in zip(run.memory, new, strict=True):
+                    column.append(value)
 
     def _step(self, found: _Step) -> None:
         run = self._run
@@ -304,4 +328,14 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
             yield line
 
 
-__all__ = ["Event", "RankTimeline", "Run", "Span", "Start", "Timeline", "Use", "read_run"]
+__all__ = [
+    "Event",
+    "Experts",
+    "RankTimeline",
+    "Run",
+    "Span",
+    "Start",
+    "Timeline",
+    "Use",
+    "read_run",
+]
