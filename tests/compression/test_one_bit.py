@@ -18,6 +18,7 @@ from xds.compression.one_bit.phase import MomentumRange, OneBitState, Phase
 from xds.compression.one_bit.reducer import OneBitReducer
 from xds.compression.scheme import Buffer
 from xds.ops.comm.opening import open_collectives
+from xds.ops.optim.freezing import VarianceRule
 from xds.zero import get_full_param
 
 CHUNK = 2048
@@ -365,6 +366,35 @@ def test_the_variance_freezes_when_it_has_settled_and_the_rate_no_longer_rises()
     assert found[0] == found[1] and 5 < found[0] < 29 and (found[0] + 1) % 5 == 0
     warmup = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 22}}}
     assert run_ranks(auto, 2, warmup)[0] >= 24
+
+
+class Norms:
+    """Variances whose 1-norm is given. Also of a checkpoint: it keeps `norm_before`."""
+
+    norm_before: float | None = None
+    now = 0.0
+
+    def norm(self) -> float:
+        return self.now
+
+
+def frozen_after(norm_of: Any, warmup_steps: int = 0) -> int:
+    """The first step after which the variance stays; 0: it never does. norm_of: corrected, by step."""
+    beta2, variances = 0.8, Norms()
+    for step in range(1, 31):
+        variances.now = norm_of(step) * (1 - beta2**step)
+        # a new rule for each step, as after a load
+        if VarianceRule(beta2, warmup_steps).after(step, variances):
+            return step
+    return 0
+
+
+def test_norms_are_compared_as_if_the_variance_had_not_begun_at_0() -> None:
+    assert frozen_after(lambda step: 3.0) == 10  # the second one of every 5 steps
+    assert frozen_after(lambda step: 3.0, 20) == 20
+    assert frozen_after(lambda step: 0.0) == 0
+    for rate, wanted in ((0.97, 10), (1.03, 10), (0.95, 0), (1.05, 0)):
+        assert frozen_after(lambda step, rate=rate: rate ** (step // 5)) == wanted, rate
 
 
 def report(stage: int) -> None:

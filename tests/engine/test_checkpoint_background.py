@@ -258,22 +258,6 @@ def test_keep_last_removes_older_ones_of_the_same_kind(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 6
 
 
-def test_keep_last_never_removes_what_latest_names_nor_what_was_just_saved(tmp_path: Path) -> None:
-    engine = engine_of(0, checkpoint={"keep_last": 1})
-    engine.global_steps = 3
-    engine.save_checkpoint(tmp_path)
-    engine.global_steps = 4
-    engine.save_checkpoint(tmp_path, save_latest=False)
-    assert tags(tmp_path) == ["global_step3", "global_step4"]
-    engine.global_steps = 1
-    engine.save_checkpoint(tmp_path)  # a run that begins anew in the same folder
-    assert tags(tmp_path) == ["global_step1", "global_step3", "global_step4"]
-    engine.global_steps = 2
-    engine.save_checkpoint(tmp_path)
-    assert tags(tmp_path) == ["global_step2", "global_step3", "global_step4"]
-    assert xds.newest_checkpoint(tmp_path) == "global_step4"  # by the step; `latest` names step 2
-
-
 # -- ranks that wait for one another ------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints with a metric: which is the best, which stay, and what a run resumes from."""
+"""Which checkpoints stay, which of those with a metric is the best, and what a run resumes from."""
 
 from __future__ import annotations
 
@@ -74,6 +74,22 @@ def test_the_best_stay_beside_the_last(  # noqa: PLR0913
     assert steps_in(tmp_path) == stay
     assert best(tmp_path) == the_best
     assert tiny().load_checkpoint(tmp_path)[0] == f"{tmp_path}/global_step{len(metrics)}"
+
+
+def test_keep_last_never_removes_what_latest_names_nor_what_was_just_saved(tmp_path: Path) -> None:
+    engine = tiny(keep_last=1)
+    engine.global_steps = 3
+    engine.save_checkpoint(tmp_path)
+    engine.global_steps = 4
+    engine.save_checkpoint(tmp_path, save_latest=False)
+    assert steps_in(tmp_path) == [3, 4]
+    engine.global_steps = 1
+    engine.save_checkpoint(tmp_path)  # a run that begins anew in the same folder
+    assert steps_in(tmp_path) == [1, 3, 4]
+    engine.global_steps = 2
+    engine.save_checkpoint(tmp_path)
+    assert steps_in(tmp_path) == [2, 3, 4]
+    assert xds.newest_checkpoint(tmp_path) == "global_step4"  # by the step; `latest` names step 2
 
 
 def test_a_damaged_best_is_followed_by_the_next_best(

@@ -497,6 +497,30 @@ def test_the_proof_changes_no_bit_of_the_training() -> None:
     assert run_ranks(proven, 2, True) == run_ranks(proven, 2, False)
 
 
+def after_an_error(stage: int) -> None:
+    """A packed forward that raises leaves no mask for plain forwards of as many tokens."""
+    config = runs.config(stage, samples=2, **SGD)
+    engine = xds.initialize(model_of("llama"), config, training_data=Samples(number=40))
+    batch = next(iter(engine.training_dataloader))
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    with torch.no_grad():
+        before = engine(input_ids=batch["input_ids"]).logits
+        handle = engine.module.model.norm.register_forward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            engine(**batch)
+        handle.remove()
+        assert engine(input_ids=batch["input_ids"]).logits.equal(before)
+    engine.destroy()
+
+
+def test_after_an_error_in_a_packed_forward_plain_rows_are_whole_again() -> None:
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    run_ranks(after_an_error, 1, 0)
+
+
 def losses_of_train_batch(more: dict[str, Any]) -> list[float]:
     config = runs.config(1, samples=2, accumulation=2, data_packing={"tokens": TOKENS}) | more
     engine = xds.initialize(model_of("llama"), config, training_data=Samples())

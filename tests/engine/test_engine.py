@@ -140,6 +140,9 @@ def data(stage: int) -> None:
     before = {n: p.detach().clone() for n, p in engine.module.named_parameters() if p.numel()}
     held = engine.eval_batch(iter(engine.training_dataloader))
     assert torch.isfinite(held) and engine.module.training
+    engine.module.eval()
+    held = engine.eval_batch(iter(engine.training_dataloader))
+    assert torch.isfinite(held) and not engine.module.training
     assert not differing(dict(engine.module.named_parameters()), before)
     engine.destroy()
 

@@ -165,13 +165,17 @@ def calls(schedule: str) -> dict[str, Any]:
 
     loss, outputs = engine.eval_batch(some(3), 3, return_logits=True)
     nothing, again = engine.eval_batch(some(3), 3, return_logits=True, compute_loss=False)
+    was_training = engine.module.training
+    engine.module.eval()
+    again_loss = engine.eval_batch(some(3), 3)
     found = {
         "place": (engine.stage_id, engine.num_stages),
         "ends": (engine.is_first_stage(), engine.is_last_stage()),
         "loss": loss.item(),
         "outputs": outputs,
-        "same": nothing is None and str(again) == str(outputs),
+        "same": nothing is None and str(again) == str(outputs) and again_loss == loss,
         "each": engine.eval_batch(some(3), 3, reduce_output=None),
+        "modes": (was_training, engine.module.training),
         "trained": engine.train_batch(some(4)).item(),
     }
     engine.destroy()
@@ -204,6 +208,7 @@ def test_evaluation_gives_losses_everywhere_and_outputs_on_the_last_stage(
         assert found["loss"] == pytest.approx(torch.stack(losses[:3]).mean().item(), rel=1e-6)
         assert found["trained"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
         assert found["same"]
+        assert found["modes"] == (True, False)
         if found["ends"][1]:
             torch.testing.assert_close(found["outputs"], outputs[:3])
             torch.testing.assert_close(found["each"], losses[:3])

@@ -17,6 +17,7 @@ from helpers import run_ranks
 from pipeline_runs import LENGTH, WIDTH, Model, batches, config_of, reference, worst
 from runs import PRECISIONS
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import xds
 
@@ -161,17 +162,36 @@ FLAT = tuple[int, int, int, bool]  # elements, bytes of one, ranks, in the root 
 
 @dataclass(frozen=True)
 class Counted:
-    """One rank's bytes of a step by kind, its flat buffers, its micro-batches in flight."""
+    """One rank's bytes of a step by kind, its flat buffers, its micro-batches in flight.
+
+    held: the most micro-batches of which inputs that had arrived were in memory.
+    """
 
     sent: dict[str, int]
     flats: list[FLAT]
     in_flight: int
+    held: int
+
+
+def watch_arrived(channel: Any) -> list[int]:
+    """How many inputs are in memory, each time that one has arrived."""
+    take, arrived, counts = channel.take_forward, [], []
+
+    def watched(stage: int, micro_batch: int) -> Any:
+        flow = take(stage, micro_batch)
+        arrived.append(StorageWeakRef(flow.leaves[0].untyped_storage()))
+        counts.append(sum(not storage.expired() for storage in arrived))
+        return flow
+
+    channel.take_forward = watched
+    return counts
 
 
 def count(case: Case, reduce: str) -> Counted:
     config = case.config()
     config["pipeline"]["reduce"] = reduce
     engine = xds.initialize(case.model(), config)
+    held = watch_arrived(engine._batches._pipeline.channel)
     seen = []
     for step in range(3):  # the first sends headers as well
         engine.train_batch(iter(batches(step, engine.dp_rank, COUNT, SAMPLES)))
@@ -183,7 +203,7 @@ def count(case: Case, reduce: str) -> Counted:
         for flat in unit.params
     ]
     in_flight = engine._batches._executor.max_in_flight
-    found = Counted(sent, flats, in_flight)
+    found = Counted(sent, flats, in_flight, max(held, default=0))
     engine.destroy()
     return found
 
@@ -208,6 +228,7 @@ def check(case: Case, reduce: str = "step") -> None:
         each = reduce == "micro_batch" and case.stage >= 2
         check_sent(found, case, rank, COUNT if each else 1)
         assert found.in_flight == min(COUNT, case.pipe - rank // case.data)
+        assert found.held == (found.in_flight if rank >= case.data else 0)
 
 
 def test_a_step_reduces_and_gathers_once_and_each_micro_batch_sends_a_multiple() -> None:
