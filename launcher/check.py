@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from ..engine.config.auto import trainer_values
 from ..engine.config.batch import COMPUTED, MICRO, TRAIN, mesh_of
@@ -25,6 +25,8 @@ FILLED = (
     'A Trainer or an Accelerator fills in "auto", other scripts need values. Checked with the defaults of '
     "TrainingArguments, --auto KEY=VALUE tries others"
 )
+
+IDLE = "Accepted without effect"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
         )
     except ConfigError as error:
         print(f"xds check: {error}", file=sys.stderr)
+        _print(IDLE, (f"{path}: {why}" for path, why in error.without_effect), sys.stderr)
         return 2
     if options.json:
         print(json.dumps(_as_json(config, filled), indent=2))
@@ -55,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     print("  all other keys have their defaults; --json prints every value")
     _print(FILLED, (f"{path} = {shown(value)}" for path, value in filled.items()))
     _print("Notes", config.notes)
-    _print("Accepted without effect", (f"{path}: {why}" for path, why in config.without_effect))
+    _print(IDLE, (f"{path}: {why}" for path, why in config.without_effect))
     print("\ndocs/differences.md lists what DeepSpeed 0.19 does otherwise")
     return 0
 
@@ -83,11 +86,11 @@ def _as_json(config: Config, filled: Iterable[str]) -> dict[str, Any]:
     return result
 
 
-def _print(title: str, lines: Iterable[str]) -> None:
-    """Print a section, if it has lines."""
+def _print(title: str, lines: Iterable[str], file: TextIO | None = None) -> None:
+    """Print a section, if it has lines; None is standard output."""
     text = "\n".join(f"  {escaped(line)}" for line in lines)
     if text:
-        print(f"\n{title}:\n{text}")
+        print(f"\n{title}:\n{text}", file=file)
 
 
 def choices(config: Config) -> Iterator[str]:

@@ -12,6 +12,7 @@ XdsError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from .quoting import plain_lines, printable
 
@@ -60,17 +61,24 @@ class BuildError(XdsError):
 class ConfigError(XdsError, ValueError):
     """One or more problems of a config, each with its full key path.
 
-    The text lists the first `LISTED_COMPLAINTS` of them; `complaints` has them all.
+    The text lists the first `LISTED_COMPLAINTS` of them; `complaints` has them all. `without_effect` has the other
+    keys that were seen to have none, and why; the text has not.
     """
 
-    def __init__(self, complaints: Sequence[str], source: str = "config") -> None:
+    def __init__(
+        self,
+        complaints: Sequence[str],
+        source: str = "config",
+        without_effect: Sequence[tuple[str, str]] = (),
+    ) -> None:
         self.complaints = tuple(map(plain_lines, complaints))
         self.source = source
+        self.without_effect = tuple(without_effect)
         listed = list(self.complaints[:LISTED_COMPLAINTS])
         if len(listed) < len(self.complaints):
             listed.append(f"... and {len(self.complaints) - len(listed)} more")
         many = "" if len(self.complaints) == 1 else f"{len(self.complaints)} problems\n  - "
         super().__init__(f"{printable(source)}: {many}" + "\n  - ".join(listed))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...], str]]:
-        return ConfigError, (self.complaints, self.source)
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[Any, ...]]:
+        return ConfigError, (self.complaints, self.source, self.without_effect)

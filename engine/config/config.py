@@ -367,12 +367,12 @@ def parse_config(
         fill_auto(data, {} if auto is None else auto, canonical_path, report)
     read = read_section(Config, data, "", report)
     if read is None or report.complaints:
-        raise ConfigError(report.complaints, name)
+        raise ConfigError(report.complaints, name, report.without_effect)
     for section in (read.optimizer, read.scheduler):
         if section is not None and not report.complaints:
             section.check(report)
     if report.complaints:
-        raise ConfigError(report.complaints, name)
+        raise ConfigError(report.complaints, name, report.without_effect)
     zero = read.zero_optimization.canonical(report)
     config = read.model_copy(update={"zero_optimization": zero})
     config.check_sections(report)
@@ -386,7 +386,7 @@ def parse_config(
         report.complaints.extend(each for each in wrong if each not in report.complaints)
         results.update(sizes)
     if report.complaints:
-        raise ConfigError(report.complaints, name)
+        raise ConfigError(report.complaints, name, report.without_effect)
     results.update(
         source=name, notes=tuple(report.notes), without_effect=tuple(report.without_effect)
     )

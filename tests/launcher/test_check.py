@@ -45,6 +45,15 @@ def test_it_prints_the_choices_and_what_has_no_effect(path, capsys):
     assert any(line.startswith("gradient_clipping is not given") for line in lines)
 
 
+def test_keys_without_effect_are_told_beside_mistakes(capsys):
+    for wrong in ({"train_batch_size": 0}, {"train_micro_batch_size_per_gpu": 5}, {"sequence": 2}):
+        assert main([json.dumps(CONFIG | wrong), "--world-size", "8"]) == 2
+        out, err = capsys.readouterr()
+        problems, idle = err.split("\n\nAccepted without effect:\n")
+        assert out == "" and next(iter(wrong)) in problems
+        assert idle.startswith("  zero_optimization.contiguous_gradients: ")
+
+
 def test_what_a_trainer_fills_in_is_no_error_and_stays_auto(capsys):
     config = {
         "train_batch_size": "auto",
