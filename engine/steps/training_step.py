@@ -328,7 +328,6 @@ class TrainingStep(BackwardRules):
                 self._accumulation.done,
                 self._accumulation.steps_now,
             )
-        self._clipping = None
         self.means.end()
         self._sharded.backward_pass.drop()
         self._accumulation.forget()
