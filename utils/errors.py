@@ -61,8 +61,8 @@ class BuildError(XdsError):
 class ConfigError(XdsError, ValueError):
     """One or more problems of a config, each with its full key path.
 
-    The text lists the first `LISTED_COMPLAINTS` of them; `complaints` has them all. `without_effect` has the other
-    keys that were seen to have none, and why; the text has not.
+    The text lists the first `LISTED_COMPLAINTS` of them; `complaints` has them all.
+    `without_effect` has other keys, which are right and have no effect, and why; the text has not.
     """
 
     def __init__(
