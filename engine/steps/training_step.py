@@ -160,7 +160,7 @@ class TrainingStep(BackwardRules):
             try:
                 factor: Weight = self._scale.value / divisor
                 if weight is not None:
-                    factor = weight * (factor / UNIT)
+                    factor = weight * (factor / UNIT)  # near 1; the update makes up for it
                 scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
                 with (
                     self._sharded.collectives.publishing_errors("backward"),

@@ -177,6 +177,7 @@ class _Run:
         return []
 
     def _values(self, receive: Op, action: Action, neighbour: int) -> list[Action]:
+        """What brings the values of stage `neighbour`: a message, or on the same rank what computes them."""
         placement, micro_batch = self._table.placement, action.micro_batch
         if placement.rank_of(neighbour) == placement.rank_of(action.stage):
             made = (
@@ -189,6 +190,7 @@ class _Run:
         return [Action(receive, action.stage, micro_batch), Action(send, neighbour, micro_batch)]
 
     def _maker(self, stage: int, micro_batch: int) -> Action:
+        """What computes the gradient of the inputs: a whole backward, or the first part of a split one."""
         whole = Action(Op.BACKWARD, stage, micro_batch)
         return whole if whole in self._done else Action(Op.INPUT, stage, micro_batch)
 

@@ -81,7 +81,7 @@ class Master:
         self.state_storage: StateStorage = store.state_storage(
             params.index, self._tensor, holds_master=self.has_compute_copy
         )
-        for item in self.items:
+        for item in self.items:  # on a disk the values leave memory, also those of the items' views
             self.state_storage.add_view(item.master, item.start)
 
     def _use_store(self, store: MasterStore) -> None:
