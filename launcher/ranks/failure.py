@@ -126,7 +126,8 @@ def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
         how = f"killed by {_signal_name(first.signum)}, {how}"
     lines = [f"xds: rank {first.rank} failed on {first.host}: {how} (pid {first.pid})"]
     if first.text:
-        lines.append(folded(first.text.rstrip("\n")))
+        text = first.text.rstrip("\n")
+        lines.append(_sentence_first(text) or folded(text))
     elif first.tail:
         lines += ["  last lines of its output:", *(f"  | {line}" for line in first.tail)]
     if first.signum in _SIGNAL_HINTS:
@@ -152,8 +153,30 @@ def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
 
 
 _FRAME = re.compile(r'  File "(.*)", line \d+, in ')
-_OWN_FOLDERS = tuple({f"{folder}/" for folder in (_ROOT, _ROOT.resolve())})
+_PACKAGE = [path.parent.name for path in _ROOT.glob("*/__init__.py")]  # the root may hold examples
+_OWN_FOLDERS = tuple({f"{root}/{name}/" for root in (_ROOT, _ROOT.resolve()) for name in _PACKAGE})
 _PASSES_ON = "/torch/nn/modules/module.py"  # calls a module's forward, and nothing else
+_CHAINED = re.compile(r"\n\n(?:The above exception was|During handling of the above).*\n\n")
+_OWN_ERROR = re.compile(r"^xds\.utils\.errors\.(?=\w+: )", re.MULTILINE)
+
+
+def _sentence_first(traceback: str) -> str:
+    """For an error of xds: its sentence, and the frames that are not of xds; "" for others.
+
+    Its sentence says what is wrong; what raised it inside xds is in the log.
+    """
+    blocks = _CHAINED.split(traceback)
+    if not all(map(_OWN_ERROR.search, blocks)):
+        return ""
+    frames, sentence = _OWN_ERROR.split(blocks[-1], maxsplit=1)
+    lines, is_shown = [sentence], False
+    for line in frames.rstrip("\n").split("\n"):
+        found = _FRAME.match(line)
+        if found is not None:
+            is_shown = not (found[1].startswith(_OWN_FOLDERS) or found[1].endswith(_PASSES_ON))
+        if is_shown and line.strip(" ^~"):
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def folded(traceback: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import xds
 from xds.launcher.ranks.failure import (
     Failure,
     Kind,
@@ -76,6 +77,37 @@ def test_the_report_of_a_traceback():
         "xds: rank 3 failed as well",
         "xds: full output of rank 2: /logs/rank2.log",
     ]
+
+
+def text_of(function):
+    with pytest.raises(Exception) as raising:
+        function()
+    return "".join(traceback.format_exception(raising.value))
+
+
+def wraps(error):
+    try:
+        raise error
+    except type(error) as cause:
+        raise xds.UsageError("the second sentence") from cause
+
+
+def test_an_error_of_xds_is_its_sentence_and_where_the_script_calls():
+    wrong = {"zero_optimization": {"stage": 7}, "x": 1}
+    told = report([raised(0, text_of(lambda: xds.Config.load(wrong)), 1.0)], []).splitlines()
+    assert told[1:4] == [
+        "ConfigError: config: 2 problems",
+        "  - x = 1: unknown key; remove it, or see docs/config.md for the keys",
+        "  - zero_optimization.stage = 7: must be 0, 1, 2 or 3",
+    ]
+    assert "test_failure.py" in told[4] and "xds.Config.load(wrong)" in told[-1]
+    assert not any("/engine/" in line or "^^^" in line for line in told)
+    told = report([raised(0, text_of(lambda: wraps(xds.UsageError("the first"))), 1.0)], [])
+    assert told.splitlines()[1] == "UsageError: the second sentence" and "cause" in told
+    assert "The above exception" not in told
+    text = text_of(lambda: wraps(ValueError("of the script")))  # what a script raises stays
+    told = report([raised(0, text, 1.0)], [])
+    assert "ValueError: of the script\n" in told and told.count("Traceback") == 2
 
 
 def test_a_script_that_needs_deepspeed_is_told_the_option():
