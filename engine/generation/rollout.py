@@ -138,16 +138,13 @@ class Rollouts:
         """All units fit into the memory of every rank. A collective at stage 3."""
         sharded = self._sharded
         if sharded.gatherer is None or sharded.defers:
-            is_cut = sharded.flat_groups.mesh.tensor > 1
-            what = "its slices of the model" if is_cut else "the whole model"
-            self._say(f"every rank has {what}; nothing is gathered")
             return True
         needed, spare = _least_room(sharded.collectives, sharded.bytes_to_gather(), limit)
         has_room = needed <= spare
         num_units = sum(unit.may_be_resharded for unit in sharded.units)
-        if has_room:
+        if has_room and num_units:  # a small model has all its parameters on every rank
             self._say(f"{num_units} units are gathered once a rollout, {size_text(needed)} a rank")
-        else:
+        if not has_room:
             self._say(
                 f"{num_units} units are streamed{how}, each one gathered for each token, because all of them "
                 f"take {size_text(needed)} a rank and {size_text(spare)} may be used; a larger batch costs no "
