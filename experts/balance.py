@@ -63,6 +63,7 @@ class Balance:
         self._rows: list[int] = []  # of this rank's layers
         self._most = 0
         self._totals: Tensor | None = None
+        self._step = 0
 
     def begin(self) -> None:
         """The engine is ready. A collective: agree on the layers of all pipeline stages."""
@@ -82,7 +83,9 @@ class Balance:
             totals[row, : layer.num_experts] = counts[:-1]
             totals[row, -1] = counts[-1]
         self._world.sum(totals, what="tokens of experts", kind="control")
-        self._totals = totals
+        self._totals, is_applied, self._step = totals, step > self._step, step
+        if not is_applied:  # the step was skipped
+            return
         for row, layer, bias in zip(self._rows, self._layers, self._biases, strict=False):
             counts = totals[row, : layer.num_experts]
             with torch.no_grad():
@@ -90,7 +93,7 @@ class Balance:
 
     def resume(self, step: int) -> None:
         """The same after a load."""
-        self._totals = None
+        self._totals, self._step = None, step
 
     # -- what is reported -------------------------------------------------------------------------------
 

@@ -257,6 +257,10 @@ validation = [{"x": torch.randn(4, 8)} for _ in range(12)]
         is_process=True,
     ),
     "docs/sparse-attention.md": Setup(),
+    "docs/experts.md": Setup(
+        "import torch\nfrom torch import nn",
+        world_size=1,
+    ),
     "docs/tiles.md": Setup(
         BLOCKS
         + """

@@ -60,6 +60,7 @@ TINY = {
     "examples/first/train.py": "",
     "examples/gpt/train.py": "--layers 2 --width 32 --heads 2 --context 16 --steps 2 --sample 4",
     "examples/pipeline/train.py": "--layers 4 --width 32 --heads 2 --context 16 --steps 2",
+    "examples/moe/train.py": "--layers 2 --width 20 --experts 4 --steps 2",
     "examples/3d/train.py": "--layers 4 --width 32 --heads 4 --context 16 --steps 2",
     "examples/huggingface/train.py": "--context 16 --steps 2 --sample 4",
     "examples/huggingface/trainer.py": "--context 16 --max_steps 2 --eval_steps 2 --save_steps 2",
@@ -135,7 +136,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "pipeline.json").write_text(blocks(ROOT / "docs" / "pipelines.md", "json")[0])
     (folder / "elastic.json").write_text(blocks(ROOT / "docs" / "launching.md", "json")[-1])
     (folder / "hosts").write_text("node-1 slots=8\nnode-2 slots=8\n")
-    for name in ("first", "gpt", "pipeline", "huggingface", "3d", "vision"):
+    for name in ("first", "gpt", "moe", "pipeline", "huggingface", "3d", "vision"):
         (folder / "runs" / name).mkdir(parents=True)
         line = {"kind": "step", "step": 1, "samples": 1, "time": 1.0}
         (folder / "runs" / name / "run.jsonl").write_text(json.dumps(line))

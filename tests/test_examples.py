@@ -322,6 +322,19 @@ def test_the_pipeline_resumes_with_another_schedule_and_stage(tmp_path: Path) ->
     assert line in (folder / "README.md").read_text()
 
 
+def test_a_mixture_trains_on_two_ranks_and_resumes(tmp_path: Path) -> None:
+    folder = EXAMPLES / "moe"
+    tiny = "--layers 2 --width 20 --experts 4 --checkpoints saved"
+    for steps in (2, 4):
+        options = [*tiny.split(), "--data", str(text_in(tmp_path)), "--steps", str(steps)]
+        warm(2).run(run_script, str(folder / "train.py"), str(tmp_path), *options)
+    rows = curve_of(tmp_path, "moe")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    (layer, _) = read_run(str(tmp_path / "runs" / "moe")).experts.layers
+    assert sum(layer.counts) == 2 * 8 * 128 * 2  # ranks, samples, tokens, choices
+    assert "xds --nproc-per-node 2 examples/moe/train.py" in (folder / "README.md").read_text()
+
+
 @pytest.mark.slow
 def test_a_model_of_transformers_trains_and_samples(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -196,15 +196,16 @@ BARRED = (
     *(
         "xds.zero.features.super_offload",
         "xds.pipe.",
+        "xds.experts.",
         "xds.tensor.",
         "xds.compression.",
         "xds.offload.",
     ),
 )
-PLAIN = ("pipe.config", "tensor.config", "compression.config", "offload.config")
+PLAIN = ("pipe.config", "tensor.config", "experts.config", "compression.config", "offload.config")
 PLAIN += ("compression.training", "compression.training.config")
 PLAIN += ("compression.scheme", "offload.stores", "offload.interfaces")
-MOST_MODULES = 164
+MOST_MODULES = 166
 
 
 def loaded_by_a_run():

@@ -116,6 +116,7 @@ FLOORS = (  # from the top; a room is a folder and what it does
         ("zero", "shards states over ranks"),
         ("pipe", "cuts models into stages"),
         ("tensor", "cuts layers and tokens"),
+        ("experts", "sends tokens to experts"),
     ),
     (("offload", "states in host memory, on disks"), ("compression", "messages of fewer bits")),
     (("ops", "collectives, flat optimizers, native kernels, the watcher"),),
