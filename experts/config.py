@@ -7,11 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import Field
 
-from ..utils.schema.section import Entry, NoEffect, Refused, Section, details
-from ..utils.schema.values import ANY_CASE, Count, Flag, Natural, NonNegative
+from ..utils.schema.section import Entry, NoEffect, Refused, Section
+from ..utils.schema.values import ANY_CASE, Count, Flag, Natural, NonNegative, Number
 
 _MODEL = "the model's own router, gates and activation are used"
 _OWN = "tokens travel by all_to_all of torch.distributed"
+_LIST = "for experts in an nn.ModuleList"
+Auto = Annotated[Literal["auto"], ANY_CASE]
 
 
 def _unused(why: str, kind: Any, names: str) -> dict[str, Entry]:
@@ -22,19 +24,15 @@ def _unused(why: str, kind: Any, names: str) -> dict[str, Entry]:
 class ExpertParallel(Section):
     """Experts of a mixture are on different ranks, and tokens are sent to them."""
 
-    own_auto: ClassVar[frozenset[str]] = frozenset({"autoep_size"})
+    own_auto: ClassVar[frozenset[str]] = frozenset(
+        {"autoep_size", "top_k", "score_func", "score_apply", "routed_scaling_factor"}
+    )
     others: ClassVar[Mapping[str, Entry]] = {
         "expert_tensor_parallel_size": Refused(
             Count, "an expert is whole on its rank; set it to 1", harmless=(1,)
         ),
-        **_unused("experts are found by how they are called", Any, "preset_model num_experts_attr"),
-        **_unused(
-            _MODEL,
-            Any,
-            "top_k_attr top_k score_func score_apply route_norm route_scale routed_scaling_factor "
-            "num_expert_groups num_limited_groups expert_activation gate_up_impl expert_w1 expert_w2 "
-            "expert_w3 has_shared_experts shared_experts_pattern shared_experts_gate_pattern",
-        ),
+        **_unused("experts are found by how they are called", Any, "preset_model"),
+        **_unused(_MODEL, Any, "expert_activation gate_up_impl expert_w1 expert_w2 expert_w3"),
         **_unused(
             "the model chooses how it multiplies, in transformers by experts_implementation",
             Flag,
@@ -46,15 +44,57 @@ class ExpertParallel(Section):
         ),
         **_unused("groups of ranks are checked always", Flag, "validate_folding_routing"),
         "comm_backend": Refused(Any, f'{_OWN}; set it to "comm"', harmless=("comm", None)),
-        **details(Any, "moe_layer_pattern router_pattern"),
     }
 
     enabled: Flag = Field(False, description="experts of a mixture are on different ranks")
-    autoep_size: Natural | Annotated[Literal["auto"], ANY_CASE] = Field(
+    autoep_size: Natural | Auto = Field(
         1, description="ranks that share the experts of a layer; 0 and auto: as many as fit"
     )
+    moe_layer_pattern: str | None = Field(
+        None,
+        description="regular expression or glob of the names of blocks with experts; null: all",
+    )
     expert_pattern: str | None = Field(
-        None, description="glob of the names of the modules of experts; null: all that are found"
+        None,
+        description="glob of the names of modules or lists of experts; null: all that are found",
+    )
+    router_pattern: str | None = Field(
+        None, description=f"glob of the name of a router in its block; null: found ({_LIST})"
+    )
+    num_experts_attr: str | None = Field(
+        None, description=f"attribute of model.config with the number of experts ({_LIST})"
+    )
+    top_k: Count | Auto = Field("auto", description=f"experts of a token ({_LIST})")
+    top_k_attr: str | None = Field(
+        None, description=f"attribute of model.config with the experts of a token ({_LIST})"
+    )
+    score_func: Annotated[Literal["auto", "softmax", "sigmoid"], ANY_CASE] = Field(
+        "auto", description=f"makes scores of logits ({_LIST})"
+    )
+    score_apply: Annotated[Literal["auto", "pre", "post"], ANY_CASE] = Field(
+        "auto", description=f"weights multiply the inputs or the outputs of experts ({_LIST})"
+    )
+    route_norm: Flag | None = Field(
+        None, description=f"weights of a token are divided by their sum ({_LIST})"
+    )
+    route_scale: Number = Field(1.0, description=f"factor of all weights; 1.0: found ({_LIST})")
+    routed_scaling_factor: Number | Auto = Field(
+        "auto", description=f"the same, before route_scale ({_LIST})"
+    )
+    num_expert_groups: Count | None = Field(
+        None, description=f"groups of neighbouring experts ({_LIST})"
+    )
+    num_limited_groups: Count | None = Field(
+        None, description=f"groups from which a token chooses ({_LIST})"
+    )
+    has_shared_experts: Flag | None = Field(
+        None, description=f"a block has experts that all tokens go to; null: found ({_LIST})"
+    )
+    shared_experts_pattern: str | None = Field(
+        None, description=f"glob of the name of shared experts in their block ({_LIST})"
+    )
+    shared_experts_gate_pattern: str | None = Field(
+        None, description=f"glob of the name of the gate of shared experts ({_LIST})"
     )
     load_balance_coeff: NonNegative = Field(
         0.0,

@@ -1,21 +1,26 @@
-"""Finds the modules of experts of a model, and keeps this rank's experts of each.
+"""Finds the experts of a model, and keeps this rank's experts of each layer.
 
-A module of experts has its weights in tensors whose first dimension is the number of experts, and is called as
-`layer.py` says: transformers marks such classes. What is cut stays the same parameter, with a smaller tensor.
+A module of experts is called as `layer.py` says; transformers marks such classes. Its weights are in tensors
+whose first dimension is the number of experts, or in the equal children of one nn.ModuleList. A block has a
+router and such a list, and a forward of its own: `block.py`. What is cut stays the same parameter, with a
+smaller tensor; an expert of another rank keeps no elements.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import gcd
-from typing import final
+from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..utils.errors import UsageError
+from .config import ExpertParallel
+from .conventions import Block, Convention, is_matrix_of
 
 CONTRACT = ("hidden_states", "top_k_index", "top_k_weights")
 Range = tuple[int, int]
@@ -24,11 +29,32 @@ Range = tuple[int, int]
 @final
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A module of experts: its name in the model, and how many experts it has."""
+    """A module of experts, or a block with a list of them: its name in the model, and how many experts it has.
+
+    experts: the list of its experts; None: they are in stacked tensors. block: its parts; None: it is no block.
+    """
 
     name: str
     module: nn.Module
     num_experts: int
+    experts: nn.ModuleList | None = None
+    block: Block | None = None
+
+    @property
+    def experts_name(self) -> str:
+        """The name of the module or list of experts, beside which the router is."""
+        return self.name if self.block is None else _joined(self.name, self.block.experts)
+
+    def named_params(self) -> Iterator[tuple[str, int | None, nn.Parameter]]:
+        """The name in the model of each parameter of experts, and of which expert it is; None: of all."""
+        if self.experts is None:
+            for name, param in self.module.named_parameters(recurse=False):
+                yield _joined(self.name, name), None, param
+            return
+        prefix = next(n for n, m in self.module.named_modules() if m is self.experts)
+        for number, expert in enumerate(self.experts):
+            for name, param in expert.named_parameters():
+                yield _joined(self.name, prefix, str(number), name), number, param
 
 
 @final
@@ -45,37 +71,101 @@ class CutExperts:
 @final
 @dataclass
 class Cut:
-    """What cutting has made. slices: id(parameter) -> its cut. num_ranks: that share the experts."""
+    """What cutting has made. slices: id(parameter) -> its cut. num_ranks: that share the experts.
+
+    conventions: of the blocks, by name.
+    """
 
     num_ranks: int
     found: Sequence[Found]
     slices: dict[int, CutExperts] = field(default_factory=dict)
+    conventions: Mapping[str, Convention] = field(default_factory=dict)
 
 
-def find_experts(model: nn.Module, pattern: str | None) -> list[Found]:
-    """The modules of experts of `model`. pattern: a glob of their names; None: all.
+def _joined(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+# -- finding --------------------------------------------------------------------------------------------------
+
+
+def find_experts(model: nn.Module, section: ExpertParallel) -> list[Found]:
+    """The modules of experts of `model`, and its blocks with lists of experts, without those around others.
 
     Raises:
-        UsageError: `pattern` matches no module, or one that is no module of experts.
+        UsageError: a pattern matches nothing, or a module that cannot be cut.
     """
-    found = []
+    found: list[Found] = []
+    whys: list[str] = []
     for name, module in model.named_modules():
-        if pattern is not None and not fnmatchcase(name, pattern):
-            continue
-        why = why_not(module)
-        if not why:
-            found.append(Found(name, module, int(module.num_experts)))
-        elif pattern is not None:
+        is_named = section.moe_layer_pattern is not None and _names_block(section, name)
+        candidate = _candidate(model, name, module, section, is_named=is_named)
+        if isinstance(candidate, Found):
+            found.append(candidate)
+        elif is_named or (section.expert_pattern and _names(section.expert_pattern, name)):
+            whys.append(f"{name} ({type(module).__name__}) {candidate}")
+    found = [f for f in found if not any(_is_inside(g.name, f.name) for g in found if g is not f)]
+    for key in ("moe_layer_pattern", "expert_pattern"):
+        pattern = getattr(section, key)
+        if pattern is not None and not found:
+            why = f"{whys[0]}" if whys else "it matches none of the model's experts"
             raise UsageError(
-                f"expert_parallel.expert_pattern = {pattern!r}: {name} ({type(module).__name__}) {why}; "
-                "give a pattern of modules of experts, or remove it"
+                f"expert_parallel.{key} = {pattern!r}: {why}; give a pattern of blocks with experts such as "
+                '"*.mlp" (expert_pattern: of their experts, "*.mlp.experts"), or remove it'
             )
-    if pattern is not None and not found:
-        raise UsageError(
-            f"expert_parallel.expert_pattern = {pattern!r} matches no module of the model; give a glob such "
-            'as "*.mlp.experts", or remove it'
-        )
     return found
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
+
+
+def _candidate(
+    model: nn.Module, name: str, module: nn.Module, section: ExpertParallel, *, is_named: bool
+) -> Found | str:
+    """The experts of `module`, or why there are none, as a predicate. is_named: the config names this block."""
+    parent = name.rpartition(".")[0]
+    why = why_not(module)
+    if not why:
+        asked = section.moe_layer_pattern is None or _names_block(section, parent) or is_named
+        if not asked or not _names(section.expert_pattern, name):
+            return "is left out"
+        experts = list_in(module)
+        numbers = getattr(module, "num_experts", None) if experts is None else len(experts)
+        return Found(name, module, int(numbers or 0), experts)
+    if section.moe_layer_pattern is not None and not is_named:
+        return why
+    if isinstance(module, nn.ModuleList):
+        return "is a list, and its experts are called by another module"
+    block = _block(name, module, section)
+    if isinstance(block, str):
+        return block
+    experts = module.get_submodule(block.experts)
+    assert isinstance(experts, nn.ModuleList)
+    key = section.num_experts_attr
+    stated = getattr(getattr(model, "config", None), key, None) if key is not None else len(experts)
+    if stated != len(experts):
+        raise UsageError(
+            f"expert_parallel.num_experts_attr = {key!r}: model.config has {stated} there, and {name} has "
+            f"{len(experts)} experts; remove the key"
+        )
+    return Found(name, module, len(experts), experts, block)
+
+
+def _names(pattern: str | None, name: str) -> bool:
+    """`pattern` is a glob of the name in the model, or of its last part; None: of all."""
+    last = name.rpartition(".")[2]
+    return pattern is None or fnmatchcase(name, pattern) or fnmatchcase(last, pattern)
+
+
+def _names_block(section: ExpertParallel, name: str) -> bool:
+    pattern = section.moe_layer_pattern
+    if pattern is None or fnmatchcase(name, pattern):
+        return True
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:
+        return False
 
 
 def why_not(module: nn.Module) -> str:
@@ -84,16 +174,121 @@ def why_not(module: nn.Module) -> str:
     is_marked = hasattr(module, "_is_expert_parallel")
     if names != CONTRACT and not is_marked:
         return f"is not called with ({', '.join(CONTRACT)})"
+    own = dict(module.named_parameters(recurse=False))
+    if not own:
+        experts = list_in(module)
+        return (
+            "has no parameters of its own, and no list of experts"
+            if experts is None
+            else unequal(experts)
+        )
     num_experts = getattr(module, "num_experts", None)
     if not isinstance(num_experts, int) or num_experts < 1:
         return "has no attribute num_experts"
-    own = dict(module.named_parameters(recurse=False))
-    if not own:
-        return "has no parameters of its own"
     others = [name for name, param in own.items() if param.shape[:1] != (num_experts,)]
     if others:
         return f"has the parameter {others[0]}, whose first dimension is not num_experts = {num_experts}"
     return ""
+
+
+def list_in(module: nn.Module, name: str = "", pattern: str | None = None) -> nn.ModuleList | None:
+    """The only list of two or more modules with parameters: `module` itself, or its child.
+
+    pattern: of the list, in a model where `module` has this name.
+    """
+    children = {"": module} if isinstance(module, nn.ModuleList) else dict(module.named_children())
+    lists = [
+        child
+        for key, child in children.items()
+        if isinstance(child, nn.ModuleList)
+        and len(child) > 1
+        and any(True for _ in child.parameters())
+        and _names(pattern, _joined(name, key))
+    ]
+    return lists[0] if len(lists) == 1 else None
+
+
+def unequal(experts: nn.ModuleList) -> str:
+    """Why the modules of a list are no equal experts, as a predicate; "": they are."""
+    kinds = [
+        (type(one), [(name, p.shape, p.dtype) for name, p in one.named_parameters()])
+        for one in experts
+    ]
+    for number, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            return f"has experts that differ: 0 and {number} have other classes, names or shapes"
+    scalars = [name for name, shape, _ in kinds[0][1] if not shape]
+    if scalars:
+        return (
+            f"has experts with the parameter {scalars[0]} without dimensions; give it the shape [1]"
+        )
+    params = [id(param) for one in experts for param in one.parameters()]
+    return "has experts that share parameters" if len(set(params)) < len(params) else ""
+
+
+def _block(name: str, module: nn.Module, section: ExpertParallel) -> Block | str:
+    """The parts of a block; or why it is none, as a predicate."""
+    experts = list_in(module, name, section.expert_pattern)
+    if experts is None:
+        return "has no nn.ModuleList of two or more experts, or several"
+    why = unequal(experts)
+    if why:
+        return why
+    children = {key: child for key, child in module.named_children() if child is not experts}
+    routers = [
+        key
+        for key, child in children.items()
+        if _names(section.router_pattern, key)
+        and any(is_matrix_of(param, len(experts)) for param in child.parameters())
+    ]
+    lines = [key for key in routers if isinstance(children[key], nn.Linear)]
+    routers = lines if len(lines) == 1 else routers
+    if len(routers) != 1:
+        several = f"several of {', '.join(routers)}" if routers else "no child"
+        return (
+            f"has {several} with a matrix [{len(experts)}, H] that makes a number for each expert; set "
+            "expert_parallel.router_pattern to the name of its router"
+        )
+    others = {
+        key: child
+        for key, child in children.items()
+        if key != routers[0] and any(True for _ in child.parameters())
+    }
+    is_gate = section.shared_experts_gate_pattern
+    gates = [
+        key
+        for key, child in others.items()
+        if (_names(is_gate, key) if is_gate is not None else _has_one_output(child))
+    ]
+    shared = [
+        key for key in others if key not in gates and _names(section.shared_experts_pattern, key)
+    ]
+    if section.has_shared_experts is False:
+        gates, shared = [], []
+    experts_name = next(key for key, child in module.named_children() if child is experts)
+    router = routers[0]
+    gate = gates[0] if gates and shared else None
+    bias = _bias(module, router, len(experts))
+    return Block(name, module, router, experts_name, tuple(shared), gate, bias)
+
+
+def _has_one_output(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features == 1
+
+
+def _bias(module: nn.Module, router: str, num_experts: int) -> tuple[str, str] | None:
+    """See `Block.bias`."""
+    for owner in ("", router):
+        part = module.get_submodule(owner)
+        tensors: dict[str, Any] = {**part._parameters, **part._buffers}
+        for name, tensor in tensors.items() if not isinstance(part, nn.Linear) else ():
+            is_one = isinstance(tensor, Tensor) and tensor.shape == (num_experts,)
+            if is_one and tensor.is_floating_point():
+                return owner, name
+    return None
+
+
+# -- sizes, and cutting ---------------------------------------------------------------------------------------
 
 
 def fitting_size(found: Sequence[Found], num_ranks: int) -> int:
@@ -111,8 +306,8 @@ def check_size(found: Sequence[Found], size: int, num_ranks: int, setting: str) 
     """
     if not found:
         raise UsageError(
-            f"{setting}: the model has no module of experts, which is called with ({', '.join(CONTRACT)}); "
-            "set expert_parallel.enabled to false"
+            f"{setting}: the model has no module of experts, which is called with ({', '.join(CONTRACT)}), and "
+            "no block with a router and an nn.ModuleList of equal experts; set expert_parallel.enabled to false"
         )
     if num_ranks % size:
         raise UsageError(
@@ -132,12 +327,19 @@ def cut_experts(found: Sequence[Found], size: int, rank: int) -> Cut:
     cut = Cut(size, found)
     for one in found:
         share = one.num_experts // size
-        by_rank = tuple(((at * share, (at + 1) * share),) for at in range(size))
-        for name, param in one.module.named_parameters(recurse=False):
-            full = f"{one.name}.{name}" if one.name else name
-            cut.slices[id(param)] = CutExperts(full, tuple(param.shape), 0, by_rank)
-            if size > 1:
-                param.data = param.data[rank * share : (rank + 1) * share].clone()
+        for name, number, param in one.named_params():
+            whole = tuple(param.shape)
+            by_rank: tuple[tuple[Range, ...], ...]
+            if number is None:
+                by_rank = tuple(((at * share, (at + 1) * share),) for at in range(size))
+            else:
+                by_rank = tuple(
+                    ((0, whole[0] if number // share == at else 0),) for at in range(size)
+                )
+            cut.slices[id(param)] = CutExperts(name, whole, 0, by_rank)
+            (start, stop) = by_rank[rank][0]
+            if (start, stop) != (0, whole[0]):
+                param.data = param.data[start:stop].clone()
     return cut
 
 

@@ -162,6 +162,7 @@ def travel(
     num_local: int,
     inputs: tuple[Tensor, Tensor, Tensor],
     compute: Callable[[Tensor, Tensor], Tensor],
+    weighs_inputs: bool = False,
 ) -> tuple[Tensor, Trip]:
     """The outputs of all experts of each token, summed by weight [T, H]. For all ranks of `group`.
 
@@ -169,6 +170,7 @@ def travel(
         num_local: the experts of each rank.
         inputs: hidden_states [T, H], top_k_index [T, K] with -1 for no expert, top_k_weights [T, K].
         compute: (inputs [P, H], number of an own expert [P]) -> outputs [P, H].
+        weighs_inputs: weights multiply the inputs; else the outputs.
     """
     hidden, top_k_index, top_k_weights = inputs
     # Ranks without tokens, and experts without, take part in every message of backward.
@@ -177,7 +179,10 @@ def travel(
     weights = applied(top_k_weights, anchor, trip.begin, trip.weights_back)
     rows = applied(hidden, anchor, trip.scatter, trip.gather)
     pairs = applied(rows, anchor, trip.spread, trip.collect)
-    outputs = trip.computed(pairs, compute) * weights.unsqueeze(-1)
+    if weighs_inputs:
+        outputs = trip.computed((pairs * weights.unsqueeze(-1)).to(pairs.dtype), compute)
+    else:
+        outputs = trip.computed(pairs, compute) * weights.unsqueeze(-1)
     # the graph of the sums has that of the pairs, whatever `compute` does with them
     sums = applied(outputs, pairs, trip.collect, trip.spread)
     found = applied(sums.to(hidden.dtype), anchor, trip.gather, trip.scatter)

@@ -9,7 +9,7 @@ those of the model. Router and shared experts are other modules, and are not tou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
+from .cut import Found
 from .exchange import travel
 
 Forward = Callable[..., Any]  # (module, *args, **kwargs)
@@ -28,10 +29,14 @@ NEAR, NEAR_16_BITS = 1e-4, 3e-2  # relative differences of the proof
 class ExpertLayer:
     """One module of experts: its exchange, its proof, and the tokens of each expert."""
 
-    def __init__(self, name: str, num_experts: int, group: Collectives, setting: str) -> None:
+    def __init__(self, found: Found, group: Collectives, setting: str) -> None:
         """group: the ranks that share the experts. setting: the key and value that asks for it, in messages."""
-        self.name, self.num_experts = name, num_experts
-        self.num_local = num_experts // group.world_size
+        self.name, self.num_experts = found.name, found.num_experts
+        self.num_local = found.num_experts // group.world_size
+        first = group.rank * self.num_local
+        self._experts = found.experts
+        self._children = list(found.experts or ())[first : first + self.num_local]
+        self.weighs_inputs = False  # an expert gets its tokens times their weights
         self._group, self._setting = group, setting
         self._is_proven = False
         self.rows_sent = 0  # for other ranks, since the begin
@@ -52,7 +57,9 @@ class ExpertLayer:
                 return self._own(module, forward, pairs, experts)
 
             inputs = hidden_states, top_k_index, top_k_weights
-            result, trip = travel(self._group, self.name, self.num_local, inputs, compute)
+            result, trip = travel(
+                self._group, self.name, self.num_local, inputs, compute, self.weighs_inputs
+            )
             self.rows_sent += trip.rows_sent
             if module.training and torch.is_grad_enabled():
                 self._count(trip.experts, top_k_index)
@@ -68,9 +75,30 @@ class ExpertLayer:
         if torch.are_deterministic_algorithms_enabled():
             return self._one_by_one(module, forward, pairs, experts)[:num_pairs]
         weights = pairs.new_ones(len(pairs), 1)
-        with having(module, self.num_local):
+        with self._having(module):
             outputs: Tensor = forward(module, pairs, experts.unsqueeze(1), weights)
         return outputs[:num_pairs]
+
+    @contextmanager
+    def _having(
+        self,
+        module: nn.Module,
+        number: int | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> Iterator[None]:
+        """Inside, `module` has the experts of this rank alone; or of them expert `number`, with `weights`."""
+        if self._experts is None:
+            with having(module, self.num_local if number is None else 1, weights):
+                yield
+            return
+        children = self._children if number is None else [self._children[number]]
+        with having(module, len(children)) if hasattr(module, "num_experts") else nullcontext():
+            every = self._experts._modules
+            self._experts._modules = {str(at): child for at, child in enumerate(children)}
+            try:
+                yield
+            finally:
+                self._experts._modules = every
 
     def _one_by_one(
         self, module: nn.Module, forward: Forward, pairs: Tensor, experts: Tensor
@@ -84,14 +112,14 @@ class ExpertLayer:
         weights = {
             name: torch.split(param, 1)
             for name, param in module._parameters.items()
-            if param is not None
+            if param is not None and self._experts is None
         }
         outputs = []
         for number, inputs in enumerate(torch.split(pairs[order], counts)):
             if len(inputs):
                 one = {name: parts[number] for name, parts in weights.items()}
                 index = experts.new_zeros(len(inputs), 1)
-                with having(module, 1, one):
+                with self._having(module, number, one):
                     outputs.append(forward(module, inputs, index, inputs.new_ones(len(inputs), 1)))
         return torch.cat(outputs)[torch.argsort(order)]
 
@@ -139,7 +167,7 @@ class ExpertLayer:
         error: Exception | None = None
         difference = torch.zeros((), dtype=torch.float64)
         try:
-            with having(module, self.num_local):
+            with self._having(module):
                 whole = forward(module, tokens, index, scale)
             pairs = tokens.repeat_interleave(num_choices, 0)
             outputs = self._own(module, forward, pairs, index.reshape(-1))

@@ -64,9 +64,10 @@ def join_flats(mesh: Mesh, parts: Sequence[Sequence[SavedFlat]]) -> JoinedFlats:
     for part, part_flats in enumerate(parts):
         part_numbers = []
         for flat in part_flats:
-            number = known.get(_key(flat, flat.slots[0]), len(flats))
+            slots = [slot for slot in flat.slots if slot.numel or slot.box is None]
+            number = known.get(_key(flat, slots[0]), len(flats))
             if number == len(flats):
-                for slot in flat.slots:
+                for slot in slots:
                     first = known.setdefault(_key(flat, slot), number)
                     if first != number:
                         raise _twice(slot.name, ranks[parts_with[first][0]], ranks[part])

@@ -330,11 +330,12 @@ def _check_slot(number: int, flat: SavedFlat, slot: Slot) -> None:
 
 
 def _is_slice(slot: Slot, box: Box) -> bool:
-    """The box is not empty, inside the whole tensor, and has the shape of the slot."""
+    """The box is inside the whole tensor, and has the shape of the slot; an empty one has the range (0, 0)."""
     if not is_possible(box.whole) or box.dim >= len(box.whole) or not box.ranges:
         return False
     ends = [end for ends in box.ranges for end in ends]
     rises = all(start < stop for start, stop in box.ranges) and ends == sorted(ends)
+    rises = rises or box.ranges == ((0, 0),)
     return rises and ends[-1] <= box.whole[box.dim] and box.shape == slot.shape
 
 

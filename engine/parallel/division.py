@@ -97,9 +97,9 @@ def divide(
 
             plan = plan_slices(model, runs[0], config)
         if config.expert_parallel.enabled:
-            from .experts import num_expert_ranks as ranks_of_experts
+            from .experts import keep_experts, plan_experts
 
-            num_expert_ranks = ranks_of_experts(model, config.expert_parallel, mesh.mesh)
+            layers, num_expert_ranks = plan_experts(model, config.expert_parallel, mesh.mesh)
         if is_cut(model, config):
             from .pipeline import cut
 
@@ -108,10 +108,8 @@ def divide(
         if tensor is not None:
             sliced, proof = slice_layers(model, runs, plan, config, tensor, found)
         if config.expert_parallel.enabled:
-            from .experts import keep_experts
-
             section = config.expert_parallel
-            experts = keep_experts(model, section, num_expert_ranks, mesh.mesh, world.rank)
+            experts = keep_experts(model, section, layers, num_expert_ranks, world.rank)
     stage = config.zero_optimization.stage
     shared = experts if num_expert_ranks > 1 else None
     division = Division(found, sliced, shared)

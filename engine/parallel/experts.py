@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import final
 
 from torch import nn
 
 from ...experts.balance import Balance, find_bias
+from ...experts.block import ExpertBlock
 from ...experts.config import ExpertParallel
-from ...experts.cut import Cut, check_size, cut_experts, find_experts, fitting_size
+from ...experts.conventions import find_convention
+from ...experts.cut import Cut, Found, check_size, cut_experts, find_experts, fitting_size
 from ...experts.layer import ExpertLayer
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.opening import open_collectives
@@ -18,27 +21,36 @@ from ...zero.layout.groups import FlatGroups
 from ..model.forwards import replace_forwards
 
 
-def num_expert_ranks(model: nn.Module, section: ExpertParallel, mesh: Mesh) -> int:
-    """How many ranks share the experts of each layer of `model`, which is whole.
+def plan_experts(model: nn.Module, section: ExpertParallel, mesh: Mesh) -> tuple[list[Found], int]:
+    """The experts of `model`, which is whole, and how many ranks share those of a layer.
 
     Raises:
         UsageError: the model has no experts, or they cannot be shared as the config says.
     """
-    found = find_experts(model, section.expert_pattern)
+    found = find_experts(model, section)
     num_ranks = mesh.size // mesh.pipe
     size = section.autoep_size
     if size in (0, "auto"):
         size = fitting_size(found, num_ranks)
     check_size(found, int(size), num_ranks, section.setting)
-    return int(size)
+    return found, int(size)
 
 
 def keep_experts(
-    model: nn.Module, section: ExpertParallel, size: int, mesh: Mesh, rank: int
+    model: nn.Module, section: ExpertParallel, found: Sequence[Found], size: int, rank: int
 ) -> Cut:
-    """Keep the experts of `rank` in `model`, which may be a pipeline stage."""
-    found = find_experts(model, None if mesh.pipe > 1 else section.expert_pattern)
-    return cut_experts(found, size, rank % size)
+    """Keep the experts of `rank` in `model`, which may be a pipeline stage. found: in the whole model.
+
+    Raises:
+        UsageError: a block does something else with its experts than what is known.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found = [replace(f, name=names[f.module]) for f in found if f.module in names]
+    config = getattr(model, "config", None)
+    conventions = {
+        f.name: find_convention(f.block, section, config) for f in found if f.block is not None
+    }
+    return replace(cut_experts(found, size, rank % size), conventions=conventions)
 
 
 @final
@@ -56,13 +68,17 @@ class ExpertLayers:
             UsageError: the section evens out tokens, and a router has no bias.
         """
         group = _group_of(cut, groups)
-        self._modules = [one.module for one in cut.found]
-        self.layers = [
-            ExpertLayer(one.name, one.num_experts, group, section.setting) for one in cut.found
+        self._modules = [f.module for f in cut.found]
+        self._rerouted: list[ExpertLayer | ExpertBlock] = [
+            ExpertLayer(f, group, section.setting)
+            if f.block is None
+            else ExpertBlock(f, f.block, cut.conventions[f.name], group, section)
+            for f in cut.found
         ]
+        self.layers = [r.layer if isinstance(r, ExpertBlock) else r for r in self._rerouted]
         coefficient, biases = section.load_balance_coeff, []
         if coefficient:
-            biases = [find_bias(model, one.name, one.num_experts) for one in cut.found]
+            biases = [find_bias(model, f.experts_name, f.num_experts) for f in cut.found]
         self.balance = Balance(self.layers, groups.world, biases, coefficient)
         self._undo: list[Callable[[], None]] = []
 
@@ -70,7 +86,7 @@ class ExpertLayers:
         """Reroute the forward of each module."""
         self._undo = [
             replace_forwards([module], layer.rerouted)
-            for module, layer in zip(self._modules, self.layers, strict=True)
+            for module, layer in zip(self._modules, self._rerouted, strict=True)
         ]
 
     def undo(self) -> None:
@@ -86,4 +102,4 @@ def _group_of(cut: Cut, groups: FlatGroups) -> Collectives:
     return open_collectives(None, groups.world.device) if slices is None else slices.group
 
 
-__all__ = ["ExpertLayers", "keep_experts", "num_expert_ranks"]
+__all__ = ["ExpertLayers", "keep_experts", "plan_experts"]

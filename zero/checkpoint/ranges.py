@@ -197,7 +197,8 @@ class Catalogue:
         self._places: dict[tuple[str, str], list[_Place]] = {}
         for number, flat in enumerate(flats):
             for slot in flat.slots:
-                self._places.setdefault((flat.kind, slot.name), []).append((number, slot))
+                if slot.numel or slot.box is None:  # of an empty slice other flats have elements
+                    self._places.setdefault((flat.kind, slot.name), []).append((number, slot))
         self._tied = {
             (flat.kind, other): self._places[flat.kind, name]
             for flat in flats
@@ -230,9 +231,9 @@ class Catalogue:
 
     def number_of(self, flat: SavedFlat) -> int | None:
         """The number of the flat that begins with the same slot; None: there is none."""
-        slots = flat.slots
-        places = self._places_of(flat.kind, slots[0].name) if slots else ()
-        return next((number for number, slot in places if slot.box == slots[0].box), None)
+        first = next((slot for slot in flat.slots if slot.numel), None)
+        places = () if first is None else self._places_of(flat.kind, first.name)
+        return next((number for number, slot in places if slot.box == first.box), None)
 
     def orders_of(self, number: int) -> list[bool]:
         """For each slot of flat `number`, whether its elements are saved as channels_last."""

@@ -27,7 +27,7 @@ class Arrivals:
     Nearly all slots get one gradient. For them the hook calls `add_awaited` alone.
 
     awaits: the slot expects its only gradient, which may stay in `.grad` until all have arrived.
-    remaining: slots that are not complete.
+    remaining: slots that are not complete. One without elements, a slice of which other ranks have all, is.
     has_frozen: some parameters were frozen after `initialize`, so they get no gradient in this backward.
     """
 
@@ -45,7 +45,10 @@ class Arrivals:
         self.has_frozen = False
         self._params = params
         self._is_small, self._is_large = is_small, is_large
-        self._expected = [1] * len(params)  # number of arrivals that make each slot complete
+        self._has_elements = [param.numel() > 0 for param in params]
+        self._expected = [1] * len(
+            params
+        )  # number of arrivals that make each slot complete; 0: none
         self._counts = [0] * len(params)  # without those of `awaits`
         # `awaits` as `open` set it: a slot that is True here and False in `awaits` has had its gradient
         self._awaited_at_open = [False] * len(params)
@@ -58,16 +61,17 @@ class Arrivals:
         """A backward starts. Its gradients arrive after `open`."""
         seen = self._seen()
         self._expected = [
-            (count or 1) if param.requires_grad else 0
-            for param, count in zip(self._params, seen, strict=True)
+            (count or has_elements) if param.requires_grad else 0
+            for param, count, has_elements in zip(
+                self._params, seen, self._has_elements, strict=True
+            )
         ]
         self._has_counts = self._has_counts or any(seen)
         self._counts = [0] * len(self._params)
         self._next = 0
         self._close()
-        num_frozen = self._expected.count(0)
-        self.has_frozen = num_frozen > 0
-        self.remaining = len(self._params) - num_frozen
+        self.has_frozen = not all(param.requires_grad for param in self._params)
+        self.remaining = len(self._params) - self._expected.count(0)
 
     def open(self) -> None:
         """From now on gradients are counted."""
@@ -115,8 +119,8 @@ class Arrivals:
     @property
     def absent(self) -> list[nn.Parameter]:
         """Parameters that need a gradient and have none in the running or last backward."""
-        slots = zip(self._params, self._seen(), strict=True)
-        return [param for param, seen in slots if param.requires_grad and not seen]
+        slots = zip(self._params, self._expected, self._seen(), strict=True)
+        return [param for param, expected, seen in slots if expected and not seen]
 
     @property
     def is_complete(self) -> bool:

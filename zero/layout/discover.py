@@ -76,7 +76,7 @@ def plan_units(
         own = tuple(
             (names[key], param)
             for key, param in params.items()
-            if owners[key] == 1 and key not in outside and param.numel()
+            if owners[key] == 1 and key not in outside and numel_of(param)
         )
         if own:
             units.append(UnitPlan(_joint_name(group), tuple(m for _, m in group), own))
@@ -84,7 +84,7 @@ def plan_units(
     rest = tuple(
         (name, param)
         for name, param in model.named_parameters()
-        if id(param) not in taken and param.numel()
+        if id(param) not in taken and numel_of(param)
     )
     return units, UnitPlan("", _modules_of(model, rest), rest)
 

@@ -181,15 +181,17 @@ class FlatGroups:
         found = self.slices.get(id(param))
         return None if found is None else found.box
 
-    def shapes_of(self, param: nn.Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The smallest and the largest slice that a tensor rank has of `param`: equal on all tensor ranks.
-
-        What decides the structure that ranks share is taken from these, as slices may be uneven.
-        """
+    def all_shapes_of(self, param: nn.Parameter) -> list[tuple[int, ...]]:
+        """The slices that ranks have of `param`, by their rank; of a whole parameter one shape."""
         found = self.slices.get(id(param))
-        if found is None:
-            return tuple(param.shape), tuple(param.shape)
-        shapes = sorted((box.shape for box in found.boxes), key=numel_of)
+        return [tuple(param.shape)] if found is None else [box.shape for box in found.boxes]
+
+    def shapes_of(self, param: nn.Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The smallest and the largest slice that a rank has of `param`: equal on all ranks.
+
+        What decides the structure that ranks share is taken from these, as slices may be uneven, or empty.
+        """
+        shapes = sorted(self.all_shapes_of(param), key=numel_of)
         return shapes[0], shapes[-1]
 
     def of(self, param: nn.Parameter) -> FlatGroup:

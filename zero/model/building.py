@@ -141,7 +141,7 @@ class Builder:
         for name, param in plan.params:
             dtype = self._policy.param_dtype(param.dtype)
             group = self._flat_groups.of(param)
-            is_single = numel_of(self._flat_groups.shapes_of(param)[0]) == 1
+            is_single = 1 in map(numel_of, self._flat_groups.shapes_of(param))
             kind = _Kind(id(param) in self._groups, is_single, dtype, group.number)
             kinds.setdefault(kind, []).append((self._flat_groups.name_of(param, name), param))
         return sorted(kinds.items(), key=lambda item: (not item[0].trains, item[0].group))
@@ -163,12 +163,16 @@ class Builder:
         )
 
     def _most_numel(self, entries: _Entries, group: FlatGroup) -> int:
-        """The elements of the buffer with `entries` on the tensor rank that has the most."""
-        shapes = {name: self._flat_groups.shapes_of(param)[1] for name, param in entries}
-        largest = [
-            ParamEntry(name, shapes[name], self._groups.get(id(p), 0)) for name, p in entries
-        ]
-        return plan_flat(largest, group.collectives.world_size).numel
+        """The elements of the buffer with `entries` on the rank of those with slices that has the most."""
+        shapes = [self._flat_groups.all_shapes_of(param) for _, param in entries]
+        numels = []
+        for rank in range(max(map(len, shapes))):
+            parts = [
+                ParamEntry(name, of_ranks[min(rank, len(of_ranks) - 1)], self._groups.get(id(p), 0))
+                for (name, p), of_ranks in zip(entries, shapes, strict=True)
+            ]
+            numels.append(plan_flat(parts, group.collectives.world_size).numel)
+        return max(numels)
 
     def _number(self, group: FlatGroup) -> int:
         """The number of a new buffer: the same on all ranks of its group, and used once on each."""

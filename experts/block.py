@@ -1,0 +1,105 @@
+"""The forward of a block whose experts are in an nn.ModuleList on several ranks.
+
+    router -> choice and weights by the block's convention -> the experts, on their ranks -> + shared experts
+
+The block's own forward would call each expert of the list, and this rank has some of them only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.comm.collectives import Collectives
+from ..utils.errors import UsageError
+from .config import ExpertParallel
+from .conventions import Block, Convention, bias_of, logits_in
+from .cut import Found
+from .layer import ExpertLayer, Forward
+
+
+@final
+class ExpertBlock:
+    """One block with a list of experts."""
+
+    def __init__(
+        self,
+        found: Found,
+        block: Block,
+        convention: Convention,
+        group: Collectives,
+        section: ExpertParallel,
+    ) -> None:
+        """group: the ranks that share the experts."""
+        self.layer = ExpertLayer(found, group, section.setting)
+        self.layer.weighs_inputs = convention.weighs_inputs
+        self._block, self._convention, self._setting = block, convention, section.setting
+        self._experts = self.layer.rerouted(weighted_sum)
+        own = inspect.signature(type(block.module).forward).parameters
+        self._input = list(own)[1]  # the name of its first argument
+
+    def rerouted(self, forward: Forward) -> Forward:
+        """A forward in place of the block's own."""
+
+        def sent(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inputs = {**dict(zip(("", *range(1, len(args))), args, strict=False)), **kwargs}
+            hidden = inputs.pop("", None)
+            hidden = inputs.pop(self._input, None) if hidden is None else hidden
+            others = [str(name) for name, value in inputs.items() if value is not None]
+            if others or not isinstance(hidden, Tensor):
+                raise UsageError(
+                    f"{self._setting}: {self._block.name} is called with more than {self._input} "
+                    f"({', '.join(others)}); call it with one tensor, or leave it out with "
+                    "expert_parallel.moe_layer_pattern"
+                )
+            return self._computed(module, hidden)
+
+        return sent
+
+    def _computed(self, module: nn.Module, hidden: Tensor) -> Any:
+        block, convention = self._block, self._convention
+        shape = hidden.shape
+        tokens = hidden.reshape(-1, shape[-1])
+        child = module.get_submodule
+        output = child(block.router)(tokens if convention.is_flat else hidden)
+        bias = None if block.bias is None else bias_of(module, block.bias)
+        index, weights = convention.choose(output, bias)
+        result = self._experts(child(block.experts), tokens, index, weights.to(tokens.dtype))
+        for name in block.shared if convention.has_shared else ():
+            shared = child(name)(tokens)
+            if convention.has_gate and block.gate is not None:
+                shared = torch.sigmoid(child(block.gate)(tokens)) * shared
+            result = result + shared
+        result = result.reshape(shape)
+        if convention.form is None:
+            return result
+        logits = logits_in(output)
+        parts = {"output": result, "logits": logits}
+        return tuple(_with_dims(parts[kind], shape, num_dims) for kind, num_dims in convention.form)
+
+
+def _with_dims(value: Tensor | None, shape: torch.Size, num_dims: int) -> Tensor:
+    """`value` with tokens in as many dimensions as the block itself returns."""
+    assert value is not None
+    tokens = shape[:-1] if num_dims == len(shape) else (shape[:-1].numel(),)
+    return value.reshape(*tokens, value.shape[-1])
+
+
+def weighted_sum(
+    experts: nn.ModuleList, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The sum of weight x output of each token's experts [T, H]. An expert without tokens is not called."""
+    number, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    counts = torch.bincount(number, minlength=len(experts)).tolist()
+    tokens = hidden_states.repeat_interleave(top_k_index.shape[1], 0)[order]
+    outputs = [
+        experts[at](part) for at, part in enumerate(torch.split(tokens, counts)) if len(part)
+    ]
+    weighed = torch.cat(outputs) * top_k_weights.reshape(-1, 1)[order]
+    return weighed[torch.argsort(order)].view(*top_k_index.shape, -1).sum(1)
+
+
+__all__ = ["ExpertBlock", "weighted_sum"]
