@@ -254,8 +254,8 @@ class _Copy:
             memo[id(block.child(block.gate))] = self.gate
         configs = [owner.config for owner in (module, router) if hasattr(owner, "config")]
         memo |= {id(config): config for config in configs}
-        kept = [*module.parameters(recurse=False), *router.parameters()]
-        kept += [buffer for buffer in (*module.buffers(recurse=False), *router.buffers())]
+        kept: list[Tensor] = [*module.parameters(recurse=False), *router.parameters()]
+        kept += [*module.buffers(recurse=False), *router.buffers()]
         for tensor in kept:
             if tensor.is_floating_point():
                 value = torch.randn(tensor.shape, generator=generator)

@@ -102,6 +102,11 @@ def find_experts(model: nn.Module, section: ExpertParallel) -> list[Found]:
         candidate = _candidate(model, name, module, section, is_named=is_named)
         if isinstance(candidate, Found):
             found.append(candidate)
+        elif is_named and list_in(module) is not None and list_in(module) is not module:
+            raise UsageError(
+                f"expert_parallel.moe_layer_pattern = {section.moe_layer_pattern!r}: {name} "
+                f"({type(module).__name__}) {candidate}; give a pattern without this module"
+            )
         elif is_named or (section.expert_pattern and _names(section.expert_pattern, name)):
             whys.append(f"{name} ({type(module).__name__}) {candidate}")
     found = [f for f in found if not any(_is_inside(g.name, f.name) for g in found if g is not f)]
@@ -140,16 +145,16 @@ def _candidate(
     block = _block(name, module, section)
     if isinstance(block, str):
         return block
-    experts = module.get_submodule(block.experts)
-    assert isinstance(experts, nn.ModuleList)
+    listed = module.get_submodule(block.experts)
+    assert isinstance(listed, nn.ModuleList)
     key = section.num_experts_attr
-    stated = getattr(getattr(model, "config", None), key, None) if key is not None else len(experts)
-    if stated != len(experts):
+    stated = getattr(getattr(model, "config", None), key, None) if key is not None else len(listed)
+    if stated != len(listed):
         raise UsageError(
             f"expert_parallel.num_experts_attr = {key!r}: model.config has {stated} there, and {name} has "
-            f"{len(experts)} experts; remove the key"
+            f"{len(listed)} experts; remove the key"
         )
-    return Found(name, module, len(experts), experts, block)
+    return Found(name, module, len(listed), listed, block)
 
 
 def _names(pattern: str | None, name: str) -> bool:

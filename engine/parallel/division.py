@@ -99,7 +99,10 @@ def divide(
         if config.expert_parallel.enabled:
             from .experts import keep_experts, plan_experts
 
-            layers, num_expert_ranks = plan_experts(model, config.expert_parallel, mesh.mesh)
+            mixtures, num_expert_ranks = plan_experts(model, config.expert_parallel, mesh.mesh)
+            listed = {expert for mixture in mixtures for expert in mixture.experts or ()}
+            # ranks call different ones, so none is a unit
+            runs = [[block for block in run if block[1] not in listed] for run in runs]
         if is_cut(model, config):
             from .pipeline import cut
 
@@ -109,7 +112,7 @@ def divide(
             sliced, proof = slice_layers(model, runs, plan, config, tensor, found)
         if config.expert_parallel.enabled:
             section = config.expert_parallel
-            experts = keep_experts(model, section, layers, num_expert_ranks, world.rank)
+            experts = keep_experts(model, section, mixtures, num_expert_ranks, world.rank)
     stage = config.zero_optimization.stage
     shared = experts if num_expert_ranks > 1 else None
     division = Division(found, sliced, shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,7 +132,259 @@ def check(ranks: Any, wanted: Any, params: dict[str, Tensor]) -> None:
         torch.testing.assert_close(ranks[-1][1][name], value, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("world_size", "size"), [(2, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("world_size", "size", "stage"),
+    [(2, 1, 3), (2, 2, 0), (2, 2, 2), (2, 2, 3), (4, 2, 1), (4, 2, 3), (4, 4, 2)],
+)
 def test_equal_to_one_process(world_size: int, size: int, stage: int) -> None:
     check(run_ranks(trained, world_size, Model, stage, size), *plain(Model(), world_size))
+
+
+class Other(nn.Module):
+    """A block that chooses and weighs in another way: see the parameters of the tests."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.how = {"score": "softmax", "norm": False, "before": False, "groups": 0, **how}
+        top_k, scale, groups = how.get("top_k", 2), how.get("scale", 1.0), self.how["groups"]
+        self.num_experts_per_tok, self.routed_scaling_factor = top_k, scale
+        self.n_group, self.topk_group = max(groups, 1), 1
+        self.router = Chooser(top_k) if "chooses" in how else nn.Linear(WIDTH, EXPERTS)
+        if groups:
+            self.register_buffer("e_score_correction_bias", torch.zeros(EXPERTS))
+        self.mlps = nn.ModuleList([Expert() for _ in range(EXPERTS)])
+        nn.init.zeros_(self.mlps[0].w2.weight)
+        self.shared = Expert() if "shared" in how else None
+        self.shared_gate = nn.Linear(WIDTH, 1, bias=False) if "gate" in how else None
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        groups = self.how["groups"]
+        logits = self.router(x)
+        scores = logits.softmax(-1) if self.how["score"] == "softmax" else logits.sigmoid()
+        ranked = scores
+        if groups:
+            ranked = (scores + self.e_score_correction_bias).view(len(x), groups, -1)
+            best = ranked.topk(2, -1).values.sum(-1).argmax(-1)
+            mask = nn.functional.one_hot(best, groups).bool().unsqueeze(-1)
+            ranked = ranked.masked_fill(~mask, -torch.inf).flatten(1)
+        index = ranked.topk(self.num_experts_per_tok, -1).indices
+        weights = scores.gather(-1, index)
+        if self.how["norm"]:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return index, weights * self.routed_scaling_factor
+
+    def forward(self, x: Tensor) -> Any:
+        shape, x = x.shape, x.flatten(0, -2)
+        if self.training and "jitter" in self.how:
+            x = x * torch.empty_like(x).uniform_(0.9, 1.1)
+        chosen = self.router(x) if isinstance(self.router, Chooser) else self.choose(x)
+        index, weights = chosen[:2]
+        outputs = []
+        for token, numbers, scales in zip(x, index.tolist(), weights, strict=True):
+            parts = [
+                self.mlps[n](token[None] * w)
+                if self.how["before"]
+                else self.mlps[n](token[None]) * w
+                for n, w in zip(numbers, scales, strict=True)
+            ]
+            outputs.append(torch.cat(parts).sum(0))
+        output = torch.stack(outputs)
+        if self.shared is not None:
+            gate = 1.0 if self.shared_gate is None else self.shared_gate(x).sigmoid()
+            output = output + gate * self.shared(x)
+        return (output.view(shape), weights.sum()) if "loss" in self.how else output.view(shape)
+
+
+class Chooser(nn.Module):
+    """A router that returns the choice, as DeepSeek's own code."""
+
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        weights, index = (x @ self.weight.T).softmax(-1).topk(self.top_k, -1)
+        return index, weights, None
+
+
+def other(**how: Any) -> nn.Module:
+    return Model(lambda: Other(**how))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "sum of weights is free": {},
+    "sigmoid, scale": {"score": "sigmoid", "norm": True, "scale": 2.5},
+    "shared": {"shared": True, "top_k": 1},
+    "shared, gate": {"shared": True, "gate": True, "top_k": 3},
+    "weights before": {"before": True, "score": "sigmoid"},
+    "groups": {"groups": 2, "score": "sigmoid", "norm": True},
+    "router chooses": {"chooses": True},
+}
+
+
+@pytest.mark.parametrize("how", sorted(OTHERS))
+def test_other_blocks(how: str) -> None:
+    def make() -> nn.Module:
+        return other(**OTHERS[how])
+
+    check(run_ranks(trained, 2, make, 2, 2), *plain(make(), 2))
+
+
+# -- an expert without tokens, checkpoints, single parameters -------------------------------------------------
+
+
+def without_first() -> nn.Module:
+    """No token chooses expert 0."""
+    model = Model()
+    for layer in model.layers:
+        layer.norm.bias.data.fill_(3.0)
+        layer.mlp.gate.weight.data[0].fill_(-9.0)
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_expert_without_tokens(stage: int) -> None:
+    check(run_ranks(trained, 2, without_first, stage, 2), *plain(without_first(), 2))
+
+
+def saved(folder: Path) -> Any:
+    engine = xds.initialize(Model(), config(2, expert_parallel={"enabled": True, "autoep_size": 2}))
+    values = _step(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    values = _step(engine, 2, 3), engine.state_dict()
+    engine.destroy()
+    return values
+
+
+def loaded(folder: Path, stage: int, size: int) -> Any:
+    given = config(stage, expert_parallel={"enabled": True, "autoep_size": size})
+    model = Model()
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    engine = xds.initialize(model, given)
+    engine.load_checkpoint(folder)
+    values = _step(engine, 2, 3), engine.state_dict()
+    engine.destroy()
+    return values
+
+
+def _step(engine: Any, first: int, last: int) -> list[float]:
+    for step in range(first, last):
+        engine.backward(engine(batch(step, dist.get_rank())))
+        engine.step()
+    return engine.get_global_grad_norm()
+
+
+def test_loads_at_other_sizes(tmp_path: Path) -> None:
+    norm, values = run_ranks(saved, 4, tmp_path)[0]
+    for stage, size in ((3, 1), (0, 4)):
+        found, others = run_ranks(loaded, 4, tmp_path, stage, size)[3]
+        assert found == pytest.approx(norm, rel=1e-6)
+        for name, value in values.items():
+            torch.testing.assert_close(others[name], value, rtol=1e-4, atol=1e-6)
+
+
+def single_params(size: int) -> dict[str, Tensor]:
+    given = config(3, "bf16", expert_parallel={"enabled": True, "autoep_size": size})
+    engine = xds.initialize(Model(), given)
+    engine.backward(engine(batch(0, dist.get_rank())))
+    found = {}
+    named = list(engine.module.named_parameters())
+    for name, param in named:
+        found[f"{name} grad"] = xds.zero.get_full_grad(param)
+    engine.step()
+    for name, param in named:
+        found[f"{name} state"] = xds.zero.get_full_optimizer_state(param, "exp_avg")
+    with xds.zero.GatheredParameters([param for _, param in named], modifier_rank=1):
+        for _, param in named:
+            param.data.mul_(1 + dist.get_rank())
+    for name, param in named:
+        found[name] = xds.zero.get_full_param(param)
+    engine.destroy()
+    return found
+
+
+def test_parameters_of_other_ranks() -> None:
+    wanted = run_ranks(single_params, 2, 1)[0]
+    for found in run_ranks(single_params, 2, 2):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=0.05, atol=0.02)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------
+
+
+def refused(make: Any, keys: dict[str, Any]) -> str:
+    with pytest.raises(xds.UsageError) as caught:
+        xds.initialize(make(), given(2, **{"size": 2, **keys}))
+    return str(caught.value)
+
+
+def unequal() -> nn.Module:
+    model = Model()
+    model.layers[0].mlp.experts[1].w1 = nn.Linear(WIDTH, 32, bias=False)
+    return model
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (
+        Model,
+        {"moe_layer_pattern": "layers.*.moe"},
+        "moe_layer_pattern = 'layers.*.moe': it matches none",
+    ),
+    (Model, {"expert_pattern": "*.ffns"}, "expert_pattern = '*.ffns': it matches none"),
+    (
+        Model,
+        {"router_pattern": "wg", "moe_layer_pattern": r"layers\.\d+\.mlp"},
+        "has no child with a matrix",
+    ),
+    (Model, {"top_k": 5}, "a token chooses 5 experts, and layers.0.mlp has 4"),
+    (Model, {"top_k": 1}, "none of the known ways"),
+    (Model, {"score_func": "sigmoid"}, "none of the known ways"),
+    (unequal, {"moe_layer_pattern": "*.mlp"}, "0 and 1 have other classes, names or shapes"),
+    (lambda: other(jitter=True), {}, "none of the known ways"),
+    (lambda: other(loss=True), {}, "none of the known ways"),
+    (lambda: nn.Linear(2, 2), {}, "no module of experts"),
+]
+
+
+@pytest.mark.parametrize(("make", "keys", "message"), REFUSED)
+def test_refused(make: Any, keys: dict[str, Any], message: str) -> None:
+    first, second = run_ranks(refused, 2, make, keys)
+    assert message in first
+    assert message in second
+
+
+def test_size_that_does_not_divide() -> None:
+    for text in run_ranks(refused, 3, Model, {"size": 3}):
+        assert "layers.0.mlp has 4" in text
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {
+            "moe_layer_pattern": r"layers\.\d+\.mlp",
+            "expert_pattern": "experts",
+            "router_pattern": "gate",
+        },
+        {
+            "expert_pattern": "*.mlp.experts",
+            "top_k": 2,
+            "score_func": "softmax",
+            "route_norm": True,
+        },
+    ],
+)
+def test_named_parts(keys: dict[str, Any]) -> None:
+    def built() -> list[str]:
+        engine = xds.initialize(Model(), given(2, 2, **keys))
+        numels = [
+            param.numel()
+            for param in engine.module.layers[0].mlp.experts[dist.get_rank()].parameters()
+        ]
+        engine.destroy()
+        return numels
+
+    assert run_ranks(built, 2)[1][0] == 0

@@ -232,7 +232,9 @@ class Catalogue:
     def number_of(self, flat: SavedFlat) -> int | None:
         """The number of the flat that begins with the same slot; None: there is none."""
         first = next((slot for slot in flat.slots if slot.numel), None)
-        places = () if first is None else self._places_of(flat.kind, first.name)
+        if first is None:
+            return None
+        places = self._places_of(flat.kind, first.name)
         return next((number for number, slot in places if slot.box == first.box), None)
 
     def orders_of(self, number: int) -> list[bool]:
