@@ -49,7 +49,9 @@ class Trip:
         counts = sent.counts.view(-1)
         if ranks > 1:
             counts = group.gather_small(counts, what=f"counts of tokens of {what}")
-        table = counts.view(ranks, ranks, 2).tolist()
+        # the device has the table as well: sizes that it needs are no copies from the host
+        self._on_device = counts.view(ranks, ranks, 2)
+        table = self._on_device.tolist()
         mine = table[group.rank]
         self._rows_out = [rows for rows, _ in mine]
         self._pairs_out = [pairs for _, pairs in mine]
@@ -71,9 +73,8 @@ class Trip:
         message = torch.stack((codes, weights.to(wide).view(whole)), 1)
         message = self._exchange(message, self._pairs_out, self._pairs_in)
         code = message[:, 0].long()
-        before = torch.tensor(self._rows_in, device=code.device).cumsum(0)
-        before = torch.nn.functional.pad(before, (1, 0))[:-1]
-        pairs_in = torch.tensor(self._pairs_in, device=code.device)
+        rows_in, pairs_in = self._on_device[:, self._group.rank].unbind(1)
+        before = rows_in.cumsum(0) - rows_in  # rows of earlier ranks
         first = before.repeat_interleave(pairs_in, output_size=sum(self._pairs_in))
         self.experts = code % self._num_local
         self._row = code // self._num_local + first
@@ -96,9 +97,8 @@ class Trip:
         """Rows [R, H] -> the sum of each token's rows [T, H]."""
         received = self._exchange(rows, self._rows_in, self._rows_out)
         if self._ordered is None:
-            device = self._tokens.device
-            ranks = torch.arange(self._group.world_size, device=device)
-            counts = torch.tensor(self._rows_out, device=device)
+            counts = self._on_device[self._group.rank, :, 0]
+            ranks = torch.arange(self._group.world_size, device=counts.device)
             rank = ranks.repeat_interleave(counts, output_size=len(self._tokens))
             node = tree_places(rank, odd_factor(self._group.world_size))
             self._by_token = torch.argsort(self._tokens, stable=True)
