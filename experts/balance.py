@@ -15,17 +15,12 @@ from torch import Tensor, nn
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.exchange import all_gather_json
 from ..utils.errors import UsageError
+from .config import BIASES
 from .layer import ExpertLayer
-
-BIASES = (
-    "e_score_correction_bias",
-    "expert_bias",
-    "expert_biases",
-)  # of the choice, in transformers
 
 
 def find_bias(model: nn.Module, layer: str, num_experts: int) -> Tensor:
-    """The bias by which the router beside the module of experts `layer` chooses; not trained.
+    """The bias, a buffer, by which the router beside the module of experts `layer` chooses.
 
     Raises:
         UsageError: there is none.
@@ -33,12 +28,12 @@ def find_bias(model: nn.Module, layer: str, num_experts: int) -> Tensor:
     block = model.get_submodule(layer.rpartition(".")[0])
     found = [
         tensor
-        for name, tensor in [*block.named_buffers(), *block.named_parameters()]
+        for name, tensor in block.named_buffers()
         if name.rpartition(".")[2] in BIASES and tensor.shape == (num_experts,)
     ]
     if len(found) != 1:
         raise UsageError(
-            f"expert_parallel.load_balance_coeff: the router of {layer} has no bias by which it chooses "
+            f"expert_parallel.load_balance_coeff: the router of {layer} has no buffer by which it chooses "
             f"({', '.join(BIASES)}); use a model that has one, or the model's own balancing loss, and remove "
             "the key"
         )
@@ -137,4 +132,4 @@ def imbalance(counts: Sequence[int]) -> float:
     return max(counts) * len(counts) / total if total else 0.0
 
 
-__all__ = ["BIASES", "Balance", "find_bias", "imbalance"]
+__all__ = ["Balance", "find_bias", "imbalance"]

@@ -13,6 +13,8 @@ from ..utils.schema.values import ANY_CASE, Count, Flag, Natural, NonNegative, N
 _MODEL = "the model's own router, gates and activation are used"
 _OWN = "tokens travel by all_to_all of torch.distributed"
 _LIST = "for experts in an nn.ModuleList"
+# names of the buffers that routers add to scores for the choice alone, in models of transformers
+BIASES = ("e_score_correction_bias", "expert_bias", "expert_biases")
 Auto = Annotated[Literal["auto"], ANY_CASE]
 
 
@@ -114,4 +116,4 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
     ),
 }
 
-__all__ = ["TOP_LEVEL_KEYS", "ExpertParallel"]
+__all__ = ["BIASES", "TOP_LEVEL_KEYS", "ExpertParallel"]

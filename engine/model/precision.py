@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
+from ...experts.config import BIASES
 from ...zero.layout.groups import Policy
 from ..config.config import Config
 
@@ -57,6 +58,7 @@ def buffers_that_follow(model: nn.Module) -> list[Tensor]:
     - Rotary frequencies. An angle is position x frequency, and with 8 bits of precision it is off by radians at
       position 1000. Their modules compute in fp32 and cast the result, as `transformers` does with
       `dtype=bfloat16`.
+    - Biases by which routers choose experts. They move in steps that 16 bits would round away.
     - Buffers that the model names in `_keep_in_fp32_modules_strict`.
     - Buffers of modules without parameters whose dtype differs from the model's: their author chose it.
     - Buffers of 8 bits, which are scales or have one elsewhere. Parameters of 8 bits keep their dtype too.
@@ -71,7 +73,7 @@ def buffers_that_follow(model: nn.Module) -> list[Tensor]:
     for module in model.modules():
         has_params = any(True for _ in module.parameters(recurse=False))
         for name, buffer in module.named_buffers(recurse=False):
-            is_kept_by_name = name.endswith(FREQUENCIES) or name in named
+            is_kept_by_name = name.endswith(FREQUENCIES) or name in named or name in BIASES
             is_chosen = not has_params and buffer.dtype != usual
             is_float = buffer.is_floating_point() and buffer.itemsize > 1
             if is_float and not is_kept_by_name and not is_chosen:

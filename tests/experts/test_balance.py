@@ -92,6 +92,19 @@ def test_a_router_without_a_bias_is_refused() -> None:
 
     section = {"enabled": True, "load_balance_coeff": 0.01}
     with pytest.raises(
-        xds.UsageError, match="the router of model.layers.0.mlp.experts has no bias"
+        xds.UsageError, match="the router of model.layers.0.mlp.experts has no buffer"
     ):
         xds.initialize(mixtral(), config(0, expert_parallel=section))
+
+
+def test_a_bias_keeps_its_precision_in_16_bits() -> None:
+    class Router(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = torch.nn.Linear(4, 8)
+            self.register_buffer("expert_bias", torch.full((8,), 1.001))
+
+    router = Router()
+    engine = xds.initialize(router, config(0, "bf16"))
+    assert router.expert_bias.dtype == torch.float32 and router.expert_bias[0] == 1.001
+    engine.destroy()
