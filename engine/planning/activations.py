@@ -20,7 +20,7 @@ from ...ops.comm.fake import FakeGroups, backend_of
 from ...ops.mesh import Axis
 from ...ops.torch_internals import tree_leaves
 from ..model.forwards import Forward, replace_forwards
-from .models import FusedAttention, ShapesOnly
+from .models import FusedKernels, ShapesOnly
 
 BEFORE = -1
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")  # of a block among the others
@@ -41,14 +41,14 @@ class Activations:
     inputs: block number -> bytes of its arguments, which a recomputed block keeps instead.
     flows: block number -> bytes of those of its arguments that a stage before it would send.
     sent: block number -> bytes that this rank sends inside of the layers, by kind.
-    axes: kind -> the axes of the mesh along which it is sent.
+    groups: kind -> the axes of the mesh along which it is sent, and over how many neighbouring ranks there.
     """
 
     kept: Counter[int] = field(default_factory=Counter)
     inputs: Counter[int] = field(default_factory=Counter)
     flows: Counter[int] = field(default_factory=Counter)
     sent: dict[int, Counter[str]] = field(default_factory=dict)
-    axes: dict[str, tuple[Axis, ...]] = field(default_factory=dict)
+    groups: dict[str, tuple[tuple[Axis, ...], int]] = field(default_factory=dict)
 
 
 @final
@@ -93,7 +93,8 @@ class Observer:
         found: Counter[str] = Counter()
         for group in self._groups.opened:
             found.update(group.sent_bytes)
-            self.found.axes.update(dict.fromkeys(group.sent_bytes, backend_of(group).axes))
+            ranks = backend_of(group).axes, group.world_size
+            self.found.groups.update(dict.fromkeys(group.sent_bytes, ranks))
         return found
 
     def _begin(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -196,7 +197,7 @@ def observe(
     """
     repeated = Repeated(blocks)
     observer = Observer(model, blocks, groups)
-    with repeated.skipped(), observer.watching(), FusedAttention(), ShapesOnly():
+    with repeated.skipped(), observer.watching(), FusedKernels(), ShapesOnly():
         call().backward()  # type: ignore[no-untyped-call]
     for param in model.parameters():
         param.grad = None

@@ -47,12 +47,17 @@ class WithoutValues(TorchFunctionMode):
 
 
 @final
-class FusedAttention(TorchFunctionMode):
-    """Attention keeps what its fused kernels keep. On the meta device torch would keep all weights."""
+class FusedKernels(TorchFunctionMode):
+    """Kernels that the meta device lacks keep what those of other devices keep.
+
+    There torch would keep all weights of attention, and multiplies groups of rows in bf16 only.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if getattr(func, "__name__", "") == "_grouped_mm":
+            return args[0].mm(args[1][0])
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         given = inspect.signature(_sdpa).bind(*args, **(kwargs or {}))
@@ -280,7 +285,7 @@ def model_source(
 __all__ = [
     "FolderModel",
     "FunctionModel",
-    "FusedAttention",
+    "FusedKernels",
     "ModelSource",
     "ShapesOnly",
     "meta_device",

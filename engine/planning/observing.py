@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,11 @@ from ..model.forwards import Forward, replace_forwards
 from ..model.recompute import Recomputing
 from ..parallel.sequences import by_name, check_sequences, token_cuts
 from .activations import Activations, observe
-from .models import FusedAttention, ModelSource, ShapesOnly
+from .models import FusedKernels, ModelSource, ShapesOnly
 from .shares import Shares, sliced_here
+
+if TYPE_CHECKING:
+    from ...experts.expected import ExpectedLayer
 
 NOT_COUNTED = "activations are not counted"
 
@@ -36,6 +39,15 @@ class Observations:
         self._shares = shares
         self._config = config
         self._mesh = mesh
+        self._experts: list[ExpectedLayer] = []
+
+    @property
+    def notes(self) -> list[str]:
+        """What the messages and activations of experts depend on."""
+        if self._shares.num_expert_ranks == 1:
+            return []
+        found = [layer.most for layer in self._experts if layer.most]
+        return found[:1] or ["experts: their messages are not counted, as the model does not run"]
 
     def of(self, tensors: Sequence[int]) -> dict[int, Activations] | str:
         """What a micro-batch keeps and sends, by tensor coordinate; else a note why it is not known."""
@@ -63,6 +75,7 @@ class Observations:
             for param in model.parameters() if dtype else []:
                 if param.is_floating_point():
                     param.data = param.data.to(dtype)
+            self._expect_tokens(groups)
             with _own_tokens(model, batch, self._config, groups) as own:
                 call = partial(_loss, model, own)
                 run = partial(observe, model, blocks, groups, call)
@@ -75,6 +88,20 @@ class Observations:
                     recomputing.end()
                     undo_inner()
             return found
+
+    def _expect_tokens(self, groups: FakeGroups) -> None:
+        """Experts of one rank get as many tokens as uniform routing sends."""
+        experts = self._shares.keep_experts(self._shares.model, groups)
+        if experts is None:
+            return
+        from ...experts.expected import ExpectedLayer
+
+        group = self._shares.group_of_experts(groups)
+        self._experts = [
+            ExpectedLayer(each.name, each.num_experts, group) for each in experts.found
+        ]
+        for each, layer in zip(experts.found, self._experts, strict=True):
+            replace_forwards([each.module], layer.rerouted)
 
 
 @contextmanager
@@ -95,7 +122,7 @@ def _on_meta(forward: Forward) -> Forward:
     """`forward` on the meta device, also where backward runs it again: its thread has no modes of its own."""
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        with FusedAttention(), ShapesOnly():
+        with FusedKernels(), ShapesOnly():
             return forward(*args, **kwargs)
 
     return again

@@ -93,8 +93,10 @@ class _Planner:
         self._note_what_is_estimated()
         shares = self._shares.all()
         firsts = sorted({share.tensors[0] for share in shares})
-        seen = Observations(self._source, self._shares, self._config, self._mesh).of(firsts)
+        observations = Observations(self._source, self._shares, self._config, self._mesh)
+        seen = observations.of(firsts)
         self._notes += [seen] if isinstance(seen, str) else []
+        self._notes += observations.notes
         by_tensor = {} if isinstance(seen, str) else seen
         line = self._timeline(shares)
         ranks = [
@@ -106,7 +108,7 @@ class _Planner:
         return Plan(
             name=self._source.name,
             config=self._config,
-            mesh=self._mesh,
+            mesh=replace(self._mesh, experts=self._shares.num_expert_ranks),
             ranks_per_host=self._ranks_per_host,
             num_parameters=numel,
             ranks=tuple(ranks),
@@ -184,7 +186,10 @@ class _Planner:
                 sent.update(self._flow_messages(share, rank, seen, all_numbers))
             sums = sent_by(seen, own, is_first=0 in share.stages)
             for kind, size in sums.items():
-                sent[kind] = spread(size * self._steps, share.groups.along(seen.axes[kind]))
+                axes, num_ranks = seen.groups[kind]
+                whole = share.groups.along(axes)
+                group = share.groups.blocks(axes, whole, num_ranks).inside
+                sent[kind] = spread(size * self._steps, group)
         return RankPlan(share, rank, share.held, activations, sent)
 
     def _repeats(self, share: Share, line: Timeline | None) -> tuple[int, Mapping[str, int]]:

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
 
+from ...ops.comm.collectives import Collectives
 from ...ops.comm.fake import FakeGroups, backend_of, fake_collectives
 from ...ops.mesh import Mesh
 from ...pipe.cut.cutting import cut_model
@@ -35,12 +36,21 @@ from ..config.config import Config
 from ..model.arguments import BlockRuns, is_cut, is_part
 from ..model.precision import policy_of
 from ..optim.optimizers import Groups, read_groups, split_for_muon
-from ..parallel.flat_groups import Division, RankHost, build_shard_groups, open_flat_groups
+from ..parallel.flat_groups import (
+    ALL_OF_A_STAGE,
+    Division,
+    RankHost,
+    build_shard_groups,
+    open_flat_groups,
+)
 from ..parallel.messages import Messages
 from ..parallel.pipeline import StageModules, partition_of, plan_schedule
 from ..parallel.slices import plan_slices, ways_here
 from .models import ModelSource, ShapesOnly, meta_device
 from .objects import FlatMessages, RankObjects, Sent
+
+if TYPE_CHECKING:
+    from ...experts.cut import Cut
 
 
 @final
@@ -95,6 +105,7 @@ class Shares:
         model: the whole model, on the meta device.
         blocks: name and module of its blocks.
         schedule: of the pipeline; None: the model is not cut.
+        num_expert_ranks: that share the experts of a layer.
     """
 
     def __init__(
@@ -127,6 +138,11 @@ class Shares:
         self._outline: ModelOutline | None = None
         is_sliced = config.tensor_parallel.size > 1
         self.ways = plan_slices(model, self.blocks, config) if is_sliced else None
+        self.num_expert_ranks = 1
+        if config.expert_parallel.enabled:
+            from ..parallel.experts import num_expert_ranks
+
+            self.num_expert_ranks = num_expert_ranks(model, config.expert_parallel, mesh)
         if is_cut(model, config):
             self.schedule = plan_schedule(model, self.blocks, config)
             if not (is_part(model) or isinstance(model, nn.Sequential)):
@@ -159,7 +175,8 @@ class Shares:
                 here = self._at(pipe, left[0])
                 with sliced_here(module, runs, found, self.ways, self._config, here) as cut:
                     equal = [rank for rank in left if _widths(cut, rank) == _widths(cut, left[0])]
-                    built = self._built(module, runs, found, cut, here)
+                    experts = self.keep_experts(module, here)
+                    built = self._built(module, runs, Division(found, cut, experts), here)
                     sharded = built.sharded
                     yield Share(
                         pipe,
@@ -177,6 +194,20 @@ class Shares:
                         None if found is None else self._stage_units(sharded, found),
                     )
                 left = [rank for rank in left if rank not in equal]
+
+    def keep_experts(self, module: nn.Module, groups: FakeGroups) -> Cut | None:
+        """Keep the experts of a rank, of all in `module`; see `unchanged`. None: no rank has experts alone."""
+        if self.num_expert_ranks == 1:
+            return None
+        from ..parallel.experts import keep_experts
+
+        section = self._config.expert_parallel
+        return keep_experts(module, section, self.num_expert_ranks, groups.mesh, groups.rank)
+
+    def group_of_experts(self, groups: FakeGroups) -> Collectives:
+        """The ranks that share the experts of a layer with the rank of `groups`."""
+        whole = groups.along(ALL_OF_A_STAGE)
+        return groups.blocks(ALL_OF_A_STAGE, whole, self.num_expert_ranks).inside
 
     def _at(self, pipe: int, tensor: int) -> FakeGroups:
         return FakeGroups(
@@ -214,8 +245,7 @@ class Shares:
         self,
         module: nn.Module,
         runs: BlockRuns,
-        found: StageModules | None,
-        sliced: Sliced,
+        division: Division,
         groups: FakeGroups,
     ) -> RankObjects:
         zero = self._config.zero_optimization
@@ -224,13 +254,15 @@ class Shares:
         build_policy = partial(policy_of, self._config)
         # ranks agree by values, which tensors of the meta device do not have
         world = fake_collectives(groups.rank, self._mesh.size, backend_of(groups.world).axes)
-        is_one = found is None and self._mesh.tensor == 1
+        is_one = division.stages is None and self._mesh.tensor == 1
+        if self._mesh.tensor == 1:
+            division = replace(division, sliced=None)
         flat_groups = open_flat_groups(
             groups,
             groups.world if is_one else world,
             build_policy,
             zero.stage,
-            Division(found, sliced if self._config.tensor_parallel.size > 1 else None),
+            division,
             messages.scheme,
             self._shard_groups,
         )

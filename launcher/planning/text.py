@@ -23,6 +23,7 @@ MESSAGES = {
     "gradients": "pipeline gradients",
     "tensor sums": "tensor sums",
     "tensor gathers": "tensor gathers",
+    "experts": "tokens of experts",
 }
 
 
@@ -63,12 +64,14 @@ def counted(number: int, what: str) -> str:
 
 def _head(plan: Plan) -> str:
     config = plan.config
+    ranks = plan.mesh.experts
+    experts = f"\n  {ranks} neighbouring ranks share the experts of a layer" if ranks > 1 else ""
     precision = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
     return (
         f"{plan.name}: {plan.num_parameters:,} parameters on {product_text(plan)}\n"
         f"  ZeRO stage {config.zero_optimization.stage}, {precision}, "
         f"{config.gradient_accumulation_steps} x {counted(config.train_micro_batch_size_per_gpu, 'sample')} in "
-        f"a step of each data rank, {counted(config.train_batch_size, 'sample')} in all"
+        f"a step of each data rank, {counted(config.train_batch_size, 'sample')} in all{experts}"
     )
 
 

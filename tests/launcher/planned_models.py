@@ -42,6 +42,16 @@ def llama() -> tuple[nn.Module, Any]:
     return AutoModelForCausalLM.from_config(config), {"input_ids": tokens, "labels": tokens}
 
 
+def mixture() -> tuple[nn.Module, Any]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 997}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    tokens = torch.randint(0, 997, (SAMPLES, 256), generator=torch.Generator().manual_seed(0))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
 def layers() -> nn.Module:
     """A list of layers, of which each rank builds its own."""
     return PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(5)], loss_fn=mean)
@@ -79,7 +89,7 @@ def run(build: str, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, i
     count, seen = engine.gradient_accumulation_steps(), []
     for step in range(2):  # the first proves the slices and sends shapes
         given = batches(step, engine.dp_rank, count, SAMPLES)
-        if build == "llama":
+        if build in ("llama", "mixture"):
             given = [found[1]] * count
         if build == "layers":
             given = [(torch.ones(SAMPLES, 8), torch.ones(SAMPLES))] * count

@@ -100,6 +100,30 @@ def test_bytes_equal_those_of_real_ranks(name: str) -> None:
         assert [each.share.tensors for each in plan.ranks] == [(0,), (1, 2)]
 
 
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [
+        (2, {"zero_optimization": {"stage": 3}, "activation_checkpointing": {"enabled": True}}),
+        (4, {"bf16": {"enabled": True}}),
+    ],
+)
+def test_experts_on_several_ranks_and_the_expected_messages_of_tokens(
+    size: int, more: dict[str, Any]
+) -> None:
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    section = {"enabled": True, "autoep_size": size}
+    config = config_of(2, count=2, expert_parallel=section) | more
+    plan, ranks = plan_of("mixture", config, 4), run_ranks(run, 4, "mixture", config)
+    planned = plan.ranks[0].sent
+    mean = sum(sent["experts"] for _, sent in ranks) / 4
+    assert planned["experts"].total == pytest.approx(mean, rel=0.03)
+    for _, sent in ranks:
+        sent["experts"] = planned["experts"].total
+    compare(plan, ranks, "experts")
+    assert len(plan.notes) == 1
+    assert f"it would get {512 * size:,} rows and {1024 * size:,} pairs" in plan.notes[0]
+
+
 def test_muon_holds_whole_matrices_on_some_ranks_which_a_note_says() -> None:
     config = config_of(2, "bf16", optimizer="Muon")
     plan = plan_of("plain", config, 2)

@@ -1,0 +1,118 @@
+"""The messages of experts where routing is uniform, for a plan: shapes alone, nothing is computed or sent.
+
+A token chooses K of the experts, each choice equally often. A rank then has one of them with the probability
+1 - C(n - n/E, K) / C(n, K), where n is the number of experts and E that of the ranks that share them.
+"""
+
+from __future__ import annotations
+
+from math import comb
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.comm.collectives import Collectives
+from .exchange import KIND
+from .layer import Forward, having
+
+Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of what goes to each rank
+
+
+def row_share(num_experts: int, num_ranks: int, choices: int) -> float:
+    """The share of its tokens that a rank sends to each rank.
+
+    >>> round(4 * row_share(128, 4, 8) / 8, 3)  # rows for each pair
+    0.454
+    """
+    others = num_experts - num_experts // num_ranks
+    return 1 - comb(others, choices) / comb(num_experts, choices)
+
+
+class _Message(torch.autograd.Function):
+    """A tensor of another shape. `there` and `back` are what is sent to each rank for it, and its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        shape: tuple[int, ...],
+        group: Collectives,
+        there: Part | None,
+        back: Part | None,
+    ) -> Tensor:
+        ctx.group, ctx.shape, ctx.back = group, value.shape, back
+        _send(group, there, value)
+        return value.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _send(ctx.group, ctx.back, grad)
+        return grad.new_empty(ctx.shape), None, None, None, None
+
+
+def _send(group: Collectives, part: Part | None, like: Tensor) -> None:
+    if part is not None:
+        parts = [torch.empty(part[0], dtype=part[1], device=like.device)] * group.world_size
+        group.all_to_all(parts, parts, what="tokens of experts", kind=KIND)
+
+
+@final
+class ExpectedLayer:
+    """A module of experts, which has those of one rank: its forward in a plan.
+
+    most: the rows and pairs of a call that a rank gets at most; "" before the first call.
+    """
+
+    def __init__(self, name: str, num_experts: int, group: Collectives) -> None:
+        """group: the ranks that share the experts."""
+        self.most = ""
+        self._name, self._num_experts, self._group = name, num_experts, group
+
+    def rerouted(self, forward: Forward) -> Forward:
+        """A forward in place of the module's own, on the meta device."""
+        ranks, local = self._group.world_size, self._num_experts // self._group.world_size
+
+        def sent(
+            module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        ) -> Tensor:
+            (tokens, width), choices = hidden_states.shape, top_k_index.shape[1]
+            num_rows = round(tokens * row_share(self._num_experts, ranks, choices))
+            num_pairs = round(tokens * choices / ranks)
+            self._describe(tokens, choices, num_rows, num_pairs)
+            rows, pairs = (ranks * num_rows, width), (ranks * num_pairs, width)
+            dtype = top_k_weights.dtype
+            number = torch.int64 if dtype == torch.float64 else torch.int32
+            numbers, grads = ((num_pairs, 2), number), ((num_pairs, 1), dtype)
+            weights = self._message(top_k_weights, pairs[:1], numbers, grads)
+            part = ((num_rows, width), hidden_states.dtype)
+            inputs = self._message(self._message(hidden_states, rows, part, part), pairs)
+            index = top_k_index.new_empty(pairs[0], 1)
+            with having(module, local):
+                outputs = forward(module, inputs, index, weights.new_ones(pairs[0], 1))
+            sums = self._message(outputs * weights.unsqueeze(-1), rows).to(hidden_states.dtype)
+            return self._message(sums, (tokens, width), part, part)
+
+        return sent
+
+    def _message(
+        self,
+        value: Tensor,
+        shape: tuple[int, ...],
+        there: Part | None = None,
+        back: Part | None = None,
+    ) -> Tensor:
+        result: Tensor = _Message.apply(value, shape, self._group, there, back)  # type: ignore[no-untyped-call]
+        return result
+
+    def _describe(self, tokens: int, choices: int, num_rows: int, num_pairs: int) -> None:
+        ranks = self._group.world_size
+        most = ranks * tokens, ranks * tokens * min(choices, self._num_experts // ranks)
+        self.most = (
+            f"experts: messages and activations are those of uniform routing, of {ranks * num_rows:,} rows and "
+            f"{ranks * num_pairs:,} pairs of a token and an expert in a call of {self._name}. If all tokens chose "
+            f"experts of one rank, it would get {most[0]:,} rows and {most[1]:,} pairs"
+        )
+
+
+__all__ = ["ExpectedLayer", "row_share"]
