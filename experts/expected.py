@@ -110,8 +110,8 @@ class ExpectedLayer:
         most = ranks * tokens, ranks * tokens * min(choices, self._num_experts // ranks)
         self.most = (
             f"experts: messages and activations are those of uniform routing, of {ranks * num_rows:,} rows and "
-            f"{ranks * num_pairs:,} pairs of a token and an expert in a call of {self._name}. If all tokens chose "
-            f"experts of one rank, it would get {most[0]:,} rows and {most[1]:,} pairs"
+            f"{ranks * num_pairs:,} pairs of a token and an expert in a call of {self._name}. If all tokens "
+            f"chose experts of one rank, it would get {most[0]:,} rows and {most[1]:,} pairs"
         )
 
 

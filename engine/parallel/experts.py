@@ -44,13 +44,18 @@ def keep_experts(
     Raises:
         UsageError: a block does something else with its experts than what is known.
     """
-    names = {module: name for name, module in model.named_modules()}
-    found = [replace(f, name=names[f.module]) for f in found if f.module in names]
+    found = found_in(model, found)
     config = getattr(model, "config", None)
     conventions = {
         f.name: find_convention(f.block, section, config) for f in found if f.block is not None
     }
     return replace(cut_experts(found, size, rank % size), conventions=conventions)
+
+
+def found_in(model: nn.Module, found: Sequence[Found]) -> list[Found]:
+    """Those of `found`, in a whole model, that are in its part `model`, with their names there."""
+    names = {module: name for name, module in model.named_modules()}
+    return [replace(f, name=names[f.module]) for f in found if f.module in names]
 
 
 @final
@@ -102,4 +107,4 @@ def _group_of(cut: Cut, groups: FlatGroups) -> Collectives:
     return open_collectives(None, groups.world.device) if slices is None else slices.group
 
 
-__all__ = ["ExpertLayers", "keep_experts", "plan_experts"]
+__all__ = ["ExpertLayers", "found_in", "keep_experts", "plan_experts"]

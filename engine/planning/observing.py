@@ -97,10 +97,9 @@ class Observations:
         from ...experts.expected import ExpectedLayer
 
         group = self._shares.group_of_experts(groups)
-        self._experts = [
-            ExpectedLayer(each.name, each.num_experts, group) for each in experts.found
-        ]
-        for each, layer in zip(experts.found, self._experts, strict=True):
+        stacked = [each for each in experts.found if each.experts is None]
+        self._experts = [ExpectedLayer(each.name, each.num_experts, group) for each in stacked]
+        for each, layer in zip(stacked, self._experts, strict=True):
             replace_forwards([each.module], layer.rerouted)
 
 

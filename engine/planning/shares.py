@@ -50,7 +50,7 @@ from .models import ModelSource, ShapesOnly, meta_device
 from .objects import FlatMessages, RankObjects, Sent
 
 if TYPE_CHECKING:
-    from ...experts.cut import Cut
+    from ...experts.cut import Cut, Found
 
 
 @final
@@ -139,10 +139,11 @@ class Shares:
         is_sliced = config.tensor_parallel.size > 1
         self.ways = plan_slices(model, self.blocks, config) if is_sliced else None
         self.num_expert_ranks = 1
+        self._experts: list[Found] = []
         if config.expert_parallel.enabled:
-            from ..parallel.experts import num_expert_ranks
+            from ..parallel.experts import plan_experts
 
-            self.num_expert_ranks = num_expert_ranks(model, config.expert_parallel, mesh)
+            self._experts, self.num_expert_ranks = plan_experts(model, config.expert_parallel, mesh)
         if is_cut(model, config):
             self.schedule = plan_schedule(model, self.blocks, config)
             if not (is_part(model) or isinstance(model, nn.Sequential)):
@@ -199,10 +200,11 @@ class Shares:
         """Keep the experts of a rank, of all in `module`; see `unchanged`. None: no rank has experts alone."""
         if self.num_expert_ranks == 1:
             return None
-        from ..parallel.experts import keep_experts
+        from ...experts.cut import cut_experts
+        from ..parallel.experts import found_in
 
-        section = self._config.expert_parallel
-        return keep_experts(module, section, self.num_expert_ranks, groups.mesh, groups.rank)
+        size = self.num_expert_ranks
+        return cut_experts(found_in(module, self._experts), size, groups.rank % size)
 
     def group_of_experts(self, groups: FakeGroups) -> Collectives:
         """The ranks that share the experts of a layer with the rank of `groups`."""
