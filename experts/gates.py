@@ -115,7 +115,7 @@ def top2(
     l_aux = (_mean(gates) * _share(first_counts, num_tokens)).mean() * num_experts * num_experts
     if drop_tokens:
         capacity = capacity_of(num_tokens, num_experts, capacity_factor * 2, min_capacity)
-        kept = keep_first(routed.t(), num_experts, capacity).t()
+        kept = places(routed.t(), num_experts).t() < capacity
         routed = torch.where(kept, routed, -1)
     return Routes(routed, _scaled(_weights(gates, routed)), l_aux, counts)
 
@@ -149,7 +149,7 @@ def topk(
         if drop_policy == "probs":
             kept = keep_largest(routed, scores.detach(), num_experts, capacity)
         else:
-            kept = keep_first(routed, num_experts, capacity)
+            kept = places(routed, num_experts) < capacity
         routed = torch.where(kept, routed, -1)
     return Routes(routed, _scaled(_weights(gates, routed)), l_aux, counts)
 
@@ -175,17 +175,14 @@ def capacity_of(num_tokens: int, num_experts: int, factor: float, min_capacity: 
     return max(int(np.ceil(share)), int(min_capacity))
 
 
-def keep_first(routed: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Which routes are among the first `capacity` of their expert, in the order of the elements of `routed`.
+def places(routed: Tensor, num_experts: int) -> Tensor:
+    """How many routes to the same expert come before each, in the order of the elements of `routed`.
 
     routed: experts, of any shape; -1 for none. The result has its shape.
     """
     expert, order = (routed.reshape(-1) + 1).sort(stable=True)
-    starts = _starts(expert, num_experts)
-    place = torch.arange(len(expert), device=expert.device) - starts[expert]
-    kept = torch.empty_like(order, dtype=torch.bool)
-    kept[order] = (place < capacity) & (expert > 0)
-    return kept.view(routed.shape)
+    place = torch.arange(len(expert), device=expert.device) - _starts(expert, num_experts)[expert]
+    return torch.empty_like(order).scatter_(0, order, place).view(routed.shape)
 
 
 def keep_largest(routed: Tensor, scores: Tensor, num_experts: int, capacity: int) -> Tensor:
@@ -271,4 +268,14 @@ def _scaled(weights: Tensor) -> Tensor:
     return weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
 
 
-__all__ = ["NOISES", "POLICIES", "Routes", "jitter", "top1", "top2", "topk"]
+__all__ = [
+    "NOISES",
+    "POLICIES",
+    "Routes",
+    "capacity_of",
+    "jitter",
+    "places",
+    "top1",
+    "top2",
+    "topk",
+]

@@ -1,6 +1,6 @@
 """DeepSpeed's names that xds does not implement: each can be imported, derived from and compared.
 
-Scripts import more names than they use (`MoE` for one isinstance test, an optimizer for one branch).
+Scripts import more names than they use (a layer for one isinstance test, an optimizer for one branch).
 So an import alone must not fail. Calling such a name, or reading its attributes, raises one sentence.
 Any name of a known module has a stand-in. Here are the reasons, by name and by module.
 """
@@ -14,8 +14,8 @@ from typing import Any, NoReturn, final
 from ...utils.errors import UsageError
 
 _MOE = (
-    "expert parallelism is not supported yet; experts in a plain nn.ModuleList train at every stage, with all "
-    "experts on each rank"
+    "the layer deepspeed.moe.layer.MoE and the functions of deepspeed.moe.utils are there; experts of other "
+    "models are found by the config's section expert_parallel, see docs/experts.md"
 )
 _ONE_BIT_ADAM = (
     'its messages belong to the engine: set optimizer.type to "OneBitAdam" or "OneBitLamb" in '

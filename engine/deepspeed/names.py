@@ -102,7 +102,12 @@ NAMES: dict[str, str] = {
     "inference.config": "library.inference: DeepSpeedInferenceConfig; config: DtypeEnum",
     "inference.engine": "library.inference: InferenceEngine",
     "launcher.runner": "launcher: main EXPORT_ENVS DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE",
-    "moe.utils": "library.small: is_moe_param split_params_into_different_moe_groups_for_optimizer",
+    "moe.experts": "library.moe: Experts",
+    "moe.layer": "library.moe: MoE MOELayer TopKGate Experts",
+    "moe.sharded_moe": "library.moe: MOELayer TopKGate",
+    "moe.utils": "library.moe: has_moe_layers is_moe_param split_params_into_shared_and_expert_params "
+    "split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer "
+    "is_moe_param_group configure_moe_param_groups MoE",
     "ops": "library.ops: __compatible_ops__=COMPATIBLE_OPS",
     "ops.adam": "library.ops: FusedAdam DeepSpeedCPUAdam",
     "ops.adam.cpu_adam": "library.ops: DeepSpeedCPUAdam",
@@ -226,7 +231,7 @@ compression.{basic_layer,config,constants,utils}
 elasticity.{config,constants,elastic_agent,elasticity,utils}
 accelerator.abstract_accelerator launcher.{constants,launch,launcher_helper,multinode_runner}
 linear.{config,context_manager,optimized_linear,quantization}
-moe.{experts,layer,mappings,sharded_moe}
+moe.{ep_count,ep_experts,ep_kernels,ep_repack,ep_router,ep_tp_dispatch,fused_expert_layout,mappings}
 monitor.{comet,config,csv_monitor,monitor,tensorboard,utils,wandb}
 nebula.{config,constants}
 nvme

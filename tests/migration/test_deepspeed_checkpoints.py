@@ -20,7 +20,6 @@ import xds
 import xds.deepspeed as deepspeed
 from xds.deepspeed.checkpoint import ds_to_universal
 from xds.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from xds.deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from xds.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from xds.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from xds.deepspeed.utils import zero_to_fp32
@@ -224,12 +223,3 @@ def test_copies_for_torch_save_keep_one_tensor_for_two_names() -> None:
     assert found["a"].untyped_storage().nbytes() == 8 and found["c"] == ("x", 1)
     twice = clone_tensors_for_torch_save([flat, flat])
     assert twice[0] is twice[1] and twice[0] is not flat
-
-
-def test_groups_of_a_model_without_experts() -> None:
-    model = Tied()
-    groups = split_params_into_different_moe_groups_for_optimizer({"params": model.parameters()})
-    assert len(groups) == 1 and groups[0]["params"] == list(model.parameters())
-    model.first.bias.allreduce = False  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="expert parallelism is not supported"):
-        split_params_into_different_moe_groups_for_optimizer(groups)

@@ -75,6 +75,17 @@ SIGNATURES = {
     "load_lr_scheduler_states load_module_only custom_load_fn",
     "runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss.apply": "fn x y mask shards "
     "compute_params output_reduction",
+    "moe.layer.MoE": "hidden_size expert num_experts ep_size k capacity_factor eval_capacity_factor "
+    "min_capacity use_residual noisy_gate_policy drop_tokens use_rts use_tutel "
+    "enable_expert_tensor_parallelism top2_2nd_expert_sampling",
+    "moe.layer.MoE.forward": "hidden_states used_token",
+    "moe.sharded_moe.TopKGate": "model_dim num_experts k capacity_factor eval_capacity_factor min_capacity "
+    "noisy_gate_policy drop_tokens use_rts ep_group top2_2nd_expert_sampling",
+    "moe.sharded_moe.TopKGate.forward": "input used_token sparse_routes use_tutel",
+    "moe.experts.Experts": "expert num_local_experts expert_group_name",
+    "moe.utils.has_moe_layers": "m",
+    "moe.utils.split_params_into_different_moe_groups_for_optimizer": "param_groups max_group_size",
+    "moe.utils.configure_moe_param_groups": "model_parameters",
     "DeepSpeedEngine.save_16bit_model": "save_dir save_filename exclude_frozen_parameters",
 }
 # the names that real scripts use: path -> whether it is refused when it is used
@@ -90,7 +101,7 @@ for _line in TABLE.replace("\n  ", " ").splitlines():
 GENERAL = ("xds has no such internal state", "it has no counterpart")
 FEW = 2  # what so few scripts use is only imported
 STAND_INS = [
-    *("moe.layer.MoE", "moe.experts.Experts", "linear.optimized_linear.OptimizedLinear"),
+    *("moe.mappings.drop_tokens", "linear.optimized_linear.OptimizedLinear"),
     "runtime.hybrid_engine.DeepSpeedHybridEngine",
     *("inference.v2.engine_v2.InferenceEngineV2", "compile.util.get_deepcompile_handle"),
 ]
@@ -159,8 +170,8 @@ def test_every_reason_is_a_sentence_without_an_end() -> None:
 
 
 def test_placeholders_have_the_names_that_they_replace() -> None:
-    found = placeholder("moe.layer", "MoE")
-    assert (found.__module__, found.__name__) == ("xds.deepspeed.moe.layer", "MoE")
+    found = placeholder("moe.mappings", "drop_tokens")
+    assert (found.__module__, found.__name__) == ("xds.deepspeed.moe.mappings", "drop_tokens")
     assert not hasattr(found, "build")
 
 

@@ -60,17 +60,20 @@ ACTIVATE = "from xds.engine.deepspeed.stand_in import activate; activate()\n"
 
 
 def test_a_stand_in_can_be_caught_compared_and_derived_from() -> None:
-    moe: Any = import_module("xds.deepspeed.moe.layer").MoE
-    assert isinstance(moe, Missing) and moe is import_module("xds.deepspeed.moe").layer.MoE
+    layer: Any = import_module("xds.deepspeed.linear.optimized_linear").OptimizedLinear
+    module = import_module("xds.deepspeed.linear").optimized_linear
+    assert isinstance(layer, Missing) and layer is module.OptimizedLinear
 
-    class Mine(moe):  # type: ignore[misc]
+    class Mine(layer):  # type: ignore[misc]
         size = 3
 
         def __init__(self) -> None:
             raise RuntimeError("not reached")
 
-    assert Mine.size == 3 and not isinstance(3, moe)
-    with pytest.raises(xds.UsageError, match=r"^deepspeed\.moe\.layer\.MoE is not covered"):
+    assert Mine.size == 3 and not isinstance(3, layer)
+    with pytest.raises(
+        xds.UsageError, match=r"^deepspeed\.linear\.\w+\.OptimizedLinear is not covered"
+    ):
         Mine()
 
 

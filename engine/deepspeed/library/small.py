@@ -1,4 +1,4 @@
-"""Small functions and classes of DeepSpeed that scripts use: of its folders runtime, utils, moe, and others."""
+"""Small functions and classes of DeepSpeed that scripts use: of its folders runtime, utils, and others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from itertools import pairwise
@@ -23,7 +23,6 @@ from ....utils.errors import UsageError
 from ....utils.version import __version__
 from ...process.process import pick_device
 from ...telemetry.memory import memory_line
-from ..errors import raises_theirs
 from ..names import VERSION as version
 from .accelerator import get_accelerator
 from .log import print_rank_0
@@ -250,32 +249,6 @@ class OnDevice:
         self._stack.close()
 
 
-# -- deepspeed.moe.utils ----------------------------------------------------------------------------------
-
-
-def is_moe_param(param: Tensor) -> bool:
-    """DeepSpeed's mark of a parameter that not all data ranks share: `param.allreduce = False`."""
-    return not getattr(param, "allreduce", True)
-
-
-@raises_theirs
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: Group | tuple[Group, ...] | list[Group], max_group_size: float = 178956971
-) -> list[Group]:
-    """The groups as a list: every parameter is shared by all data ranks, so none is split.
-
-    Args:
-        max_group_size: of a group of experts; without effect.
-    Raises:
-        UsageError: a parameter is marked as an expert's.
-    """
-    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
-    for group in groups:
-        group["params"] = list(group["params"])
-        _refuse_experts(group["params"])
-    return groups
-
-
 def recursive_getattr(model: Any, module_name: str) -> Any:
     """The module of this dotted name."""
     for name in module_name.split("."):
@@ -287,14 +260,6 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     """Let the dotted name `module_name` of the model be `module`."""
     parent, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, parent) if parent else model, name, module)
-
-
-def _refuse_experts(params: Iterable[Tensor]) -> None:
-    if any(is_moe_param(param) for param in params):
-        raise UsageError(
-            "a parameter has allreduce = False, which marks experts of DeepSpeed: expert parallelism is not "
-            "supported yet; experts in a plain nn.ModuleList train at every stage, all on each rank"
-        )
 
 
 __all__ = ["DeepSpeedDataLoader"]

@@ -90,10 +90,7 @@ _ANSWERS: dict[str, Any] = {
 _ATTRIBUTES: dict[str, Any] = {
     "enable_backward_allreduce": True,
     "gradient_average": True,
-    "has_moe_layers": False,
     "losses": None,
-    "moe_layers": [],
-    "num_experts": [],
 }
 
 _BATCH_SIZES = (
@@ -256,6 +253,22 @@ class Values:
     @property
     def collate_fn(self) -> Any:
         return self.__dict__["_collate_fn"]
+
+    @property
+    def has_moe_layers(self) -> bool:
+        return bool(self.moe_layers)
+
+    @property
+    def moe_layers(self) -> list[Any]:
+        """The modules `MoE` of the model."""
+        from ..library.moe import MoE
+
+        return [one for one in self.module.modules() if isinstance(one, MoE)]
+
+    @property
+    def num_experts(self) -> list[int]:
+        """Of each `MoE`."""
+        return [one.num_experts for one in self.moe_layers]
 
     @property
     def param_names(self) -> dict[Tensor, str]:
