@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -30,6 +31,7 @@ from .errors import raises_theirs
 from .library import groups as groups
 from .library.comm import init_distributed
 from .library.log import logger
+from .library.moe import MoE
 from .library.sequences import DistributedAttention as TheirAttention
 from .library.sequences import UlyssesGroups
 from .names import VERSION
@@ -216,6 +218,7 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         checked = checked.with_sequences(num_sequence, in_eval=getattr(mpu, "cuts_in_eval", True))
     checked = checked.with_tensor_ranks(_tensor_ranks.pop(model, checked.tensor_parallel.size))
     checked = _without_tensor_ranks_in_batch(checked, dist.get_world_size())
+    checked = _with_expert_ranks(checked, model, dist.get_world_size())
     checked = with_schedule_for(checked, model, dist.get_world_size())
     is_made = isinstance(optimizer, torch.optim.Optimizer)
     end_older_engine(model)
@@ -357,6 +360,17 @@ def _without_tensor_ranks_in_batch(config: Config, world_size: int) -> Config:
     )
     update = {"train_batch_size": samples, "notes": (*config.notes, note)}
     return config.model_copy(update=update)
+
+
+def _with_expert_ranks(config: Config, model: nn.Module, world_size: int) -> Config:
+    """`ep_size` of the layers `MoE` says how many ranks share experts, where the config does not."""
+    sizes = [one.ep_size for one in model.modules() if isinstance(one, MoE)]
+    size = math.gcd(world_size, *sizes) if sizes else 1
+    if size == 1 or "enabled" in config.expert_parallel.model_fields_set:
+        return config
+    section = config.expert_parallel.model_copy(update={"enabled": True, "autoep_size": size})
+    note = f"expert_parallel.enabled is not given: {size} ranks share experts, as ep_size of the layers says"
+    return config.model_copy(update={"expert_parallel": section, "notes": (*config.notes, note)})
 
 
 def _sequence_ranks(mpu: Any, mesh_param: Any, config: Config, model: nn.Module) -> int:

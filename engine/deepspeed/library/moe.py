@@ -161,7 +161,7 @@ class Experts(nn.Module):
         num_choices = top_k_index.shape[1]
         numbers, order = (top_k_index.reshape(-1) + 1).sort(stable=True)
         counts = torch.bincount(numbers, minlength=self.num_experts + 1).tolist()
-        routes = order.split(counts)
+        routes = torch.split(order, counts)
         outputs = []
         for expert, route in zip(self.deepspeed_experts, routes[1:], strict=True):
             tokens = hidden_states[route // num_choices]
