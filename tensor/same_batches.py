@@ -52,11 +52,16 @@ class SameBatches:
         batches, states = zip(*numbers, strict=True)
         other = _first_other(batches)
         if other is not None:
+            remedy = "draw them with one seed, or read them in one order"
+            if model.training:
+                remedy = (
+                    "let the sampler use engine.dp_rank and engine.dp_world_size, or pass training_data"
+                    f"{self._stock()}"
+                )
             raise UsageError(
                 f"{self._setting} = {self._group.world_size}: ranks 0 and {other} of a "
                 f"{self._kind} group got different batches; they compute parts of one model, so give "
-                "them the same: let the "
-                f"sampler use engine.dp_rank and engine.dp_world_size, or pass training_data{self._stock()}"
+                f"them the same: {remedy}"
             )
 
         other = _first_other(states)

@@ -371,8 +371,10 @@ def refused() -> None:
     is_refused("must be one of", Mlps(), {"blocks.*.down": "columnwise"})
     is_refused("only linear layers", Mlps(), {"blocks.*.norm": "colwise"})
     engine = xds.initialize(Mlps(), config_of(PACKED))
-    with pytest.raises(xds.UsageError, match="different batches"):
-        engine(torch.full((4, 10), float(engine.global_rank)))
+    for is_training, remedy in ((True, "let the sampler use"), (False, "with one seed")):
+        engine.train(is_training)
+        with pytest.raises(xds.UsageError, match=f"different batches.*{remedy}"):
+            engine(torch.full((4, 10), float(engine.global_rank)))
     engine.destroy()
     is_refused("build the model again", engine.module, PACKED)
     x = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
