@@ -748,7 +748,7 @@ def _give_values(
         )
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         construction = None if keeps_whole else Construction(store or SliceStore(collectives))
-        materialise(model, construction, groups.slices)
+        materialise(model, construction, groups)
 
 
 # -- what every engine has ------------------------------------------------------------------------------

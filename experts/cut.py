@@ -327,8 +327,8 @@ def check_size(found: Sequence[Found], size: int, num_ranks: int, setting: str) 
             )
 
 
-def cut_experts(found: Sequence[Found], size: int, rank: int) -> Cut:
-    """Keep the experts of `rank`, of `size` ranks."""
+def plan_cut(found: Sequence[Found], size: int) -> Cut:
+    """The parts of `size` ranks. Nothing is cut yet."""
     cut = Cut(size, found)
     for one in found:
         share = one.num_experts // size
@@ -342,10 +342,14 @@ def cut_experts(found: Sequence[Found], size: int, rank: int) -> Cut:
                     ((0, whole[0] if number // share == at else 0),) for at in range(size)
                 )
             cut.slices[id(param)] = CutExperts(name, whole, 0, by_rank)
-            (start, stop) = by_rank[rank][0]
-            if (start, stop) != (0, whole[0]):
-                param.data = param.data[start:stop].clone()
     return cut
+
+
+def keep_part(param: nn.Parameter, piece: CutExperts, rank: int) -> None:
+    """Keep the part of `rank`. The parameter is whole."""
+    start, stop = piece.by_rank[rank][0]
+    if (start, stop) != (0, piece.whole[0]):
+        param.data = param.data[start:stop].clone()
 
 
 __all__ = [
@@ -353,7 +357,8 @@ __all__ = [
     "CutExperts",
     "Found",
     "check_size",
-    "cut_experts",
     "find_experts",
     "fitting_size",
+    "keep_part",
+    "plan_cut",
 ]

@@ -12,11 +12,21 @@ from ...experts.balance import Balance, find_bias
 from ...experts.block import ExpertBlock
 from ...experts.config import ExpertParallel
 from ...experts.conventions import find_convention
-from ...experts.cut import Cut, Found, check_size, cut_experts, find_experts, fitting_size
+from ...experts.cut import (
+    Cut,
+    Found,
+    check_size,
+    find_experts,
+    fitting_size,
+    keep_part,
+    plan_cut,
+)
 from ...experts.layer import ExpertLayer
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.opening import open_collectives
 from ...ops.mesh import Mesh
+from ...zero.construction.slices import SliceStore
+from ...zero.core.owners import find_owner
 from ...zero.layout.groups import FlatGroups
 from ..model.forwards import replace_forwards
 
@@ -39,7 +49,9 @@ def plan_experts(model: nn.Module, section: ExpertParallel, mesh: Mesh) -> tuple
 def keep_experts(
     model: nn.Module, section: ExpertParallel, found: Sequence[Found], size: int, rank: int
 ) -> Cut:
-    """Keep the experts of `rank` in `model`, which may be a pipeline stage. found: in the whole model.
+    """Keep the experts of `rank` in `model`, which may be a pipeline stage. For all ranks.
+
+    found: in the whole model.
 
     Raises:
         UsageError: a block does something else with its experts than what is known.
@@ -49,7 +61,14 @@ def keep_experts(
     conventions = {
         f.name: find_convention(f.block, section, config) for f in found if f.block is not None
     }
-    return replace(cut_experts(found, size, rank % size), conventions=conventions)
+    cut = replace(plan_cut(found, size), conventions=conventions)
+    for f in found:
+        for _, _, param in f.named_params():
+            owner = find_owner(param)
+            if isinstance(owner, SliceStore) and size > 1:  # one after the other is whole
+                owner.unshard(param)
+            keep_part(param, cut.slices[id(param)], rank % size)
+    return cut
 
 
 def found_in(model: nn.Module, found: Sequence[Found]) -> list[Found]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes, run_ranks
 from runs import config
 from torch import Tensor, nn
 
@@ -310,6 +310,40 @@ def test_parameters_of_other_ranks() -> None:
     for found in run_ranks(single_params, 2, 2):
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=0.05, atol=0.02)
+
+
+class DrawnModel(Model):
+    """Its initial values can be drawn module by module, as those of transformers."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight)
+
+
+def built(stage: int) -> list[dict[str, Tensor]]:
+    found = []
+    for context in (torch.device("meta"), xds.zero.Init(given(stage, 1))):
+        with context:
+            model = DrawnModel()
+        torch.manual_seed(7)
+        engine = xds.initialize(model, given(stage, 2))
+        found.append(engine.state_dict())
+        engine.destroy()
+    return found
+
+
+def test_built_on_meta_and_in_init() -> None:
+    torch.manual_seed(7)
+    plainly = DrawnModel()
+    drawn = DrawnModel()
+    torch.manual_seed(7)
+    for module in (m for m in drawn.modules() if isinstance(m, nn.Linear | nn.Embedding)):
+        module.reset_parameters()
+        drawn._init_weights(module)
+    for on_meta, in_init in run_processes(built, 2, 3):
+        for name, value in plainly.state_dict().items():
+            assert in_init[name].equal(value), name
+            assert on_meta[name].equal(drawn.state_dict()[name]), name
 
 
 # -- what is refused ------------------------------------------------------------------------------------------
