@@ -13,7 +13,7 @@ experts. So the values of the model are not needed, and weights that begin as ze
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, final
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from ..utils.errors import UsageError
 from .config import ExpertParallel
 
-BATCH, TOKENS = 2, 5  # of the proof
+BATCH, TOKENS = 2, 16  # of the proof
 NEAR = 1e-4  # relative difference of two results that are equal
 MOST_TRIED = 16  # choices of a token that are tried where no attribute names their number
+Groups = tuple[int, int, int, float]
 SCORES = {"softmax": (True,), "sigmoid": (False,), "auto": (True, False)}  # is it a softmax
 TOP_K_NAMES = ("top_k", "num_experts_per_tok", "topk", "k", "num_selected_experts", "moe_top_k")
 SCALE_NAMES = ("routed_scaling_factor", "route_scale")
@@ -64,7 +65,8 @@ class Convention:
     """What a block computes from the output of its router.
 
     is_softmax: of the scores; else the sigmoid. None: the router returns numbers of experts, and weights.
-    groups: (number of groups, groups that a token keeps, scores of a group that are summed); None: no groups.
+    groups: (number of groups, groups that a token keeps, scores of a group that are summed, the score in its
+        other groups); None: no groups.
     weighs_inputs: experts get weight * x.
     is_flat: the router is called with [T, H]; else with the input of the block.
     has_shared, has_gate: shared experts are added; times the sigmoid of the gate.
@@ -76,7 +78,7 @@ class Convention:
     top_k: int
     normalizes: bool = False
     scale: float = 1.0
-    groups: tuple[int, int, int] | None = None
+    groups: Groups | None = None
     has_bias: bool = False
     weighs_inputs: bool = False
     is_flat: bool = False
@@ -125,13 +127,15 @@ def choices_in(output: Any) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _within_groups(scores: Tensor, num_groups: int, num_kept: int, num_best: int) -> Tensor:
-    """The scores [T, N], with -inf outside of the best groups of neighbouring experts."""
+def _within_groups(
+    scores: Tensor, num_groups: int, num_kept: int, num_best: int, other: float
+) -> Tensor:
+    """The scores [T, N], with `other` outside of the best groups of neighbouring experts."""
     grouped = scores.view(len(scores), num_groups, -1)
     value = grouped.topk(min(num_best, grouped.shape[-1]), -1).values.sum(-1)
     kept = torch.zeros_like(value, dtype=torch.bool)
     kept.scatter_(-1, value.topk(num_kept, -1).indices, True)
-    return grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).view_as(scores)
+    return grouped.masked_fill(~kept.unsqueeze(-1), other).view_as(scores)
 
 
 # -- the conventions that are tried ---------------------------------------------------------------------------
@@ -183,7 +187,7 @@ class _Hints:
         named = [float(number) for name in SCALE_NAMES for number in self._numbers(name)]
         return list(dict.fromkeys([*named, 1.0]))
 
-    def groups(self) -> list[tuple[int, int, int] | None]:
+    def groups(self) -> list[Groups | None]:
         section = self._section
         given = (section.num_expert_groups, section.num_limited_groups)
         numbers = [
@@ -192,9 +196,10 @@ class _Hints:
             else [int(n) for name in names for n in self._numbers(name)]
             for number, names in zip(given, GROUP_NAMES, strict=True)
         ]
-        tried: list[tuple[int, int, int] | None] = [
-            (count, kept, best)
+        tried: list[Groups] = [
+            (count, kept, best, other)
             for count, kept, best in product(*numbers, (2, 1))
+            for other in (-torch.inf, 0.0)
             if 1 <= kept <= count and count > 1 and self._block.num_experts % count == 0
         ]
         is_asked = given[0] is not None
@@ -213,8 +218,8 @@ def _tried(block: Block, hints: _Hints, section: ExpertParallel) -> Iterator[Con
     for weighs_inputs in applied:
         if section.score_func == "auto":
             yield Convention(None, 1, weighs_inputs=weighs_inputs)
-        for groups, has_bias, is_softmax, normalizes, scale, top_k in product(
-            hints.groups(), biases, SCORES[section.score_func], norms, hints.scales(), hints.top_k()
+        for top_k, groups, has_bias, is_softmax, normalizes, scale in product(
+            hints.top_k(), hints.groups(), biases, SCORES[section.score_func], norms, hints.scales()
         ):
             yield Convention(
                 is_softmax, top_k, normalizes, scale, groups, has_bias, weighs_inputs=weighs_inputs
@@ -246,6 +251,7 @@ class _Copy:
         module, router = block.module, block.child(block.router)
         self.width = width = _width_of(router, block.num_experts)
         self.experts = [_StandIn(width, generator) for _ in range(block.num_experts)]
+        self._a, self._b = (torch.stack([getattr(e, name) for e in self.experts]) for name in "ab")
         self.shared = {name: _StandIn(width, generator) for name in block.shared}
         self.gate = None if block.gate is None else _StandIn(width, generator, is_gate=True)
         memo: dict[int, Any] = {id(block.child(block.experts)): nn.ModuleList(self.experts)}
@@ -257,7 +263,10 @@ class _Copy:
         kept: list[Tensor] = [*module.parameters(recurse=False), *router.parameters()]
         kept += [*module.buffers(recurse=False), *router.buffers()]
         for tensor in kept:
-            if tensor.is_floating_point():
+            if not tensor.is_floating_point():
+                value = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu()
+                memo[id(tensor)] = value.clone()
+            else:
                 value = torch.randn(tensor.shape, generator=generator)
                 value = value / max(value.shape[-1], 1) ** 0.5 if value.dim() > 1 else value
                 is_param = isinstance(tensor, nn.Parameter)
@@ -270,17 +279,29 @@ class _Copy:
 
     def own(self, *, trains: bool) -> Any:
         """What the block itself computes."""
-        self.module.train(trains)
+        self._begin(trains=trains)
         try:
             return self.module(self.hidden)
         except (RuntimeError, ValueError, IndexError):  # it may want tokens in one dimension
             return self.module(self.hidden.flatten(0, 1))
 
+    def routed(self, *, is_flat: bool, trains: bool) -> Any:
+        """The output of the router, with the draws of `own`; None: it cannot be called so."""
+        self._begin(trains=trains)
+        try:
+            return self.router(self.hidden.flatten(0, 1) if is_flat else self.hidden)
+        except (RuntimeError, ValueError, IndexError):
+            return None
+
+    def _begin(self, *, trains: bool) -> None:
+        self.module.train(trains)
+        torch.manual_seed(0)  # a router may add noise in training
+
     def output(self, convention: Convention, router_output: Any) -> Tensor:
         """What the block computes by `convention` [T, H]."""
         x = self.hidden.flatten(0, 1)
         index, weights = convention.choose(router_output, self.bias)
-        a, b = (torch.stack([getattr(one, name) for one in self.experts])[index] for name in "ab")
+        a, b = self._a[index], self._b[index]
         rows = x.unsqueeze(1)
         if convention.weighs_inputs:
             result = torch.tanh(rows * weights.unsqueeze(-1) * a + b).sum(1)
@@ -303,25 +324,24 @@ def find_convention(block: Block, section: ExpertParallel, model_config: Any) ->
         UsageError: none of those that the config allows.
     """
     hints = _Hints(block, section, model_config)
-    tried = list(_tried(block, hints, section))
     why = "none of the known ways to choose and weigh experts gives its output"
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.device("cpu"),
+    ):
         try:
             clone = _Copy(block)
             own = clone.own(trains=True)
-            parts = own if isinstance(own, tuple | list) else (own,)
-            for convention, router_output in _with_routers(clone, block, tried):
-                form = _form(clone, convention, router_output, parts)
-                if form is not None:
-                    found = replace(
-                        convention, form=form if isinstance(own, tuple | list) else None
-                    )
-                    again = clone.own(trains=False)
-                    again = again if isinstance(again, tuple | list) else (again,)
-                    if all(_equal(a, b) for a, b in zip(parts, again, strict=True)):
+            for convention, output in _with_routers(clone, block, _tried(block, hints, section)):
+                found = _fitted(clone, convention, output, own)
+                if found is not None:
+                    output = clone.routed(is_flat=found.is_flat, trains=False)
+                    if _fitted(clone, convention, output, clone.own(trains=False)) == found:
                         return found
                     why = "it computes something else in training than in evaluation"
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except Exception as error:
             why = f"its forward cannot be tried ({type(error).__name__}: {error})"
     raise UsageError(
         f"{section.setting}: {block.name} ({type(block.module).__name__}): {why}; give its module of experts a "
@@ -331,24 +351,19 @@ def find_convention(block: Block, section: ExpertParallel, model_config: Any) ->
 
 
 def _with_routers(
-    clone: _Copy, block: Block, tried: Sequence[Convention]
+    clone: _Copy, block: Block, tried: Iterable[Convention]
 ) -> Iterator[tuple[Convention, Any]]:
     """Each convention with the output of the router, called in both ways, and with each set of others."""
     others = [(False, False)]
     if block.shared:
         others = [(True, block.gate is not None), (True, False), (False, False)]
-    clone.module.train(True)
-    for is_flat in (False, True):
-        try:
-            output = clone.router(clone.hidden.flatten(0, 1) if is_flat else clone.hidden)
-        except (RuntimeError, ValueError, IndexError):
-            continue
-        logits = logits_in(output)
-        has_logits = logits is not None and logits.shape[-1] == block.num_experts
-        for convention in tried:
-            fits = (
-                has_logits if convention.is_softmax is not None else choices_in(output) is not None
-            )
+    outputs = [(is_flat, clone.routed(is_flat=is_flat, trains=True)) for is_flat in (False, True)]
+    for convention in tried:
+        for is_flat, output in outputs:
+            logits = logits_in(output)
+            fits = logits is not None and logits.shape[-1] == block.num_experts
+            if convention.is_softmax is None:
+                fits = choices_in(output) is not None
             for has_shared, has_gate in dict.fromkeys(others) if fits else ():
                 yield (
                     replace(convention, is_flat=is_flat, has_shared=has_shared, has_gate=has_gate),
@@ -356,14 +371,14 @@ def _with_routers(
                 )
 
 
-def _form(
-    clone: _Copy, convention: Convention, router_output: Any, parts: Sequence[Any]
-) -> tuple[tuple[str, int], ...] | None:
-    """What each part of the block's result is; None: `convention` does not give it."""
+def _fitted(
+    clone: _Copy, convention: Convention, router_output: Any, own: Any
+) -> Convention | None:
+    """`convention`, with the form of the block's result `own`; None: it does not give it."""
     output = clone.output(convention, router_output)
     logits = logits_in(router_output)
     form = []
-    for part in parts:
+    for part in own if isinstance(own, tuple | list) else (own,):
         if not isinstance(part, Tensor) or not part.dim():
             return None
         rows = part.reshape(-1, part.shape[-1])
@@ -375,7 +390,7 @@ def _form(
             form.append(("logits", part.dim()))
         else:
             return None
-    return tuple(form)
+    return replace(convention, form=tuple(form) if isinstance(own, tuple | list) else None)
 
 
 def _equal(one: Any, two: Any) -> bool:

@@ -81,6 +81,12 @@ class Cut:
     slices: dict[int, CutExperts] = field(default_factory=dict)
     conventions: Mapping[str, Convention] = field(default_factory=dict)
 
+    def params(self) -> Iterator[nn.Parameter]:
+        """All parameters of experts."""
+        for one in self.found:
+            for _, _, param in one.named_params():
+                yield param
+
 
 def _joined(*names: str) -> str:
     return ".".join(name for name in names if name)

@@ -62,12 +62,11 @@ def keep_experts(
         f.name: find_convention(f.block, section, config) for f in found if f.block is not None
     }
     cut = replace(plan_cut(found, size), conventions=conventions)
-    for f in found:
-        for _, _, param in f.named_params():
-            owner = find_owner(param)
-            if isinstance(owner, SliceStore) and size > 1:  # one after the other is whole
-                owner.unshard(param)
-            keep_part(param, cut.slices[id(param)], rank % size)
+    for param in cut.params():
+        owner = find_owner(param)
+        if isinstance(owner, SliceStore) and size > 1:  # one after the other is whole
+            owner.unshard(param)
+        keep_part(param, cut.slices[id(param)], rank % size)
     return cut
 
 

@@ -200,11 +200,14 @@ class Shares:
         """Keep the experts of a rank, of all in `module`; see `unchanged`. None: no rank has experts alone."""
         if self.num_expert_ranks == 1:
             return None
-        from ...experts.cut import cut_experts
+        from ...experts.cut import keep_part, plan_cut
         from ..parallel.experts import found_in
 
         size = self.num_expert_ranks
-        return cut_experts(found_in(module, self._experts), size, groups.rank % size)
+        cut = plan_cut(found_in(module, self._experts), size)
+        for param in cut.params():
+            keep_part(param, cut.slices[id(param)], groups.rank % size)
+        return cut
 
     def group_of_experts(self, groups: FakeGroups) -> Collectives:
         """The ranks that share the experts of a layer with the rank of `groups`."""
