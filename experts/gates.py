@@ -185,6 +185,8 @@ def places(routed: Tensor, num_experts: int) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, place).view(routed.shape)
 
 
+# an op: it waits for the device, and torch.compile does not look inside
+@torch.library.custom_op("xds::keep_largest_scores", mutates_args=())
 def keep_largest(routed: Tensor, scores: Tensor, num_experts: int, capacity: int) -> Tensor:
     """Which routes have the `capacity` largest scores of their expert.
 
@@ -210,6 +212,11 @@ def keep_largest(routed: Tensor, scores: Tensor, num_experts: int, capacity: int
         is_chosen[column.topk(capacity).indices] = True
         kept[routes] = is_chosen[tokens]
     return kept.view(routed.shape)
+
+
+@keep_largest.register_fake
+def _(routed: Tensor, scores: Tensor, num_experts: int, capacity: int) -> Tensor:
+    return torch.empty_like(routed, dtype=torch.bool)
 
 
 def _undecided(bits: Tensor, starts: Tensor, capacity: int) -> Tensor:

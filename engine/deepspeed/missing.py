@@ -155,7 +155,7 @@ MISSING_METHODS: dict[str, str] = {
     "clip_fp32_gradients": "step() clips; set gradient_clipping, or call engine.clip_grad_norm(max_norm)",
     **dict.fromkeys(("tensor_parallel_config", "get_tensor_parallel_rank"), _TENSOR),
     "swap_tensor_config": _OFFLOAD,
-    "load_moe_state_dict": _MOE,
+    "load_moe_state_dict": "engine.load_checkpoint loads experts too",
     "get_optimizer_configuration": "engine.config has the section optimizer",
     **dict.fromkeys(
         ("loaded_checkpoint_mp_world_size", "loaded_checkpoint_dp_world_size"), _CHECKPOINT_TOOLS

@@ -49,6 +49,15 @@ def test_random_tokens_are_kept_and_unused_ones_go_nowhere() -> None:
     assert routes.exp_counts.tolist() == [50, 0]
 
 
+def test_a_gate_compiles_as_one_graph() -> None:
+    logits = torch.rand(64, 4, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    plain = gates.top1(logits, 1.0, 4)
+    compiled = torch.compile(gates.top1, backend="eager", fullgraph=True)
+    torch.manual_seed(1)
+    assert torch.equal(compiled(logits, 1.0, 4).top_k_index, plain.top_k_index)
+
+
 def test_no_tokens_have_no_loss() -> None:
     for routes in (
         gates.top1(torch.zeros(0, 4), 1.0, 0),
