@@ -105,6 +105,12 @@ class ExpertParallel(Section):
     )
 
     @property
+    def num_ranks(self) -> int:
+        """The ranks that share the experts of a layer; 1 also where the model decides."""
+        size = self.autoep_size
+        return size if self.enabled and isinstance(size, int) and size else 1
+
+    @property
     def setting(self) -> str:
         """The key and its value, for messages."""
         return f"expert_parallel.autoep_size = {self.autoep_size}"

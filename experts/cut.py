@@ -150,7 +150,7 @@ def _candidate(
         return "is a list, and its experts are called by another module"
     block = _block(name, module, section)
     if isinstance(block, str):
-        return block
+        return f"{why}, and {block}"
     listed = module.get_submodule(block.experts)
     assert isinstance(listed, nn.ModuleList)
     key = section.num_experts_attr
@@ -320,17 +320,32 @@ def check_size(found: Sequence[Found], size: int, num_ranks: int, setting: str) 
             f"{setting}: the model has no module of experts, which is called with ({', '.join(CONTRACT)}), and "
             "no block with a router and an nn.ModuleList of equal experts; set expert_parallel.enabled to false"
         )
-    if num_ranks % size:
-        raise UsageError(
-            f"{setting}: it must divide the {num_ranks} data, sequence and tensor ranks of a stage; "
-            f"set it to {fitting_size(found, num_ranks)}, or to 0 for as many as fit"
-        )
     for one in found:
         if one.num_experts % size:
             raise UsageError(
                 f"{setting}: it must divide the experts of every layer, and {one.name} has "
                 f"{one.num_experts}; set it to {fitting_size(found, num_ranks)}, or to 0 for as many as fit"
             )
+
+
+def check_choices(model: nn.Module, found: Sequence[Found], setting: str) -> None:
+    """
+    Raises:
+        UsageError: a router is to choose more experts than its layer has; the model's forward would fail.
+    """
+    for one in found:
+        block = model.get_submodule(one.experts_name.rpartition(".")[0])
+        for name, module in block.named_modules():
+            choices = getattr(module, "top_k", None)
+            if type(choices) is int and choices > one.num_experts:
+                where = ".".join(
+                    part for part in (one.experts_name.rpartition(".")[0], name) if part
+                )
+                raise UsageError(
+                    f"{setting}: {where}.top_k = {choices} is more than the {one.num_experts} experts of "
+                    f"{one.experts_name}; set the model's number of experts of a token (num_experts_per_tok) "
+                    f"to at most {one.num_experts}"
+                )
 
 
 def plan_cut(found: Sequence[Found], size: int) -> Cut:
@@ -362,6 +377,7 @@ __all__ = [
     "Cut",
     "CutExperts",
     "Found",
+    "check_choices",
     "check_size",
     "find_experts",
     "fitting_size",

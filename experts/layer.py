@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
-from .cut import Found
+from .cut import CONTRACT, Found
 from .exchange import travel
 
 Forward = Callable[..., Any]  # (module, *args, **kwargs)
@@ -45,10 +45,8 @@ class ExpertLayer:
     def rerouted(self, forward: Forward) -> Forward:
         """A forward in place of the module's own."""
 
-        def sent(
-            module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-        ) -> Tensor:
-            self._check(hidden_states, top_k_index, top_k_weights)
+        def sent(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            hidden_states, top_k_index, top_k_weights = self._inputs(args, kwargs)
             if not self._is_proven:
                 self._is_proven = True
                 self._prove(module, forward, hidden_states, top_k_weights)
@@ -138,18 +136,29 @@ class ExpertLayer:
             counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=self._group.device)
         return counts
 
-    def _check(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
-        """
+    def _inputs(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tensors of a call: hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K].
+
         Raises:
-            UsageError: the shapes are not those of a module of experts.
+            UsageError: the module is called otherwise.
         """
-        if hidden.dim() != 2 or index.dim() != 2 or index.shape != weights.shape:
-            shapes = ", ".join(str(list(one.shape)) for one in (hidden, index, weights))
-            raise UsageError(
-                f"{self._setting}: {self.name} is called with tensors of the shapes {shapes}, and needs "
-                "hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]; leave this module out with "
-                "expert_parallel.expert_pattern"
-            )
+        given = {**dict(zip(CONTRACT, args, strict=False)), **kwargs}
+        hidden, index, weights = (given.pop(name, None) for name in CONTRACT)
+        is_called_so = not given and len(args) <= len(CONTRACT)
+        if is_called_so and all(isinstance(one, Tensor) for one in (hidden, index, weights)):
+            if hidden.dim() == 2 == index.dim() and index.shape == weights.shape:
+                return hidden, index, weights
+        parts = [*args, *kwargs.values()]
+        shapes = [
+            list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in parts
+        ]
+        raise UsageError(
+            f"{self._setting}: {self.name} is called with {', '.join(map(str, shapes))}, and needs tensors "
+            "hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]; leave this module out with "
+            "expert_parallel.expert_pattern"
+        )
 
     @torch.no_grad()
     def _prove(self, module: nn.Module, forward: Forward, hidden: Tensor, weights: Tensor) -> None:

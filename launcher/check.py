@@ -105,6 +105,8 @@ def choices(config: Config) -> Iterator[str]:
     )
     if config.pipeline.stages > 1:
         yield _cut(config)
+    if config.expert_parallel.enabled:
+        yield _experts(config)
     if " x " in _product(config):
         yield f"ranks: {_product(config)} = {_counted(config.world_size, 'rank')}"
     yield from _differences(config, "")
@@ -148,6 +150,21 @@ def _cut(config: Config) -> str:
     return (
         f"pipeline: {section.stages} stages{chunks}, in the order of {shown(section.schedule)}; "
         f"{config.model_ranks} ranks hold one model{waits}"
+    )
+
+
+def _experts(config: Config) -> str:
+    section = config.expert_parallel
+    if section.autoep_size in (0, "auto"):
+        return "experts: as many neighbouring ranks as fit share the experts of a layer"
+    if section.num_ranks == 1:
+        return (
+            "experts: every rank has all experts; autoep_size = 0 puts them on as many ranks as fit"
+        )
+    size, ranks = section.num_ranks, config.world_size // config.pipeline.stages
+    return (
+        f"experts: {size} neighbouring ranks share the experts of a layer, so each expert is on {ranks // size} "
+        f"of the {ranks} ranks of a stage"
     )
 
 

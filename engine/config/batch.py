@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...experts.config import ExpertParallel
 from ...ops.mesh import Mesh
 from ...pipe.config import Pipeline
 from ...tensor.config import TensorParallel
@@ -51,6 +52,7 @@ def batch_of(config: Any, world_size: int) -> tuple[list[str], dict[str, int]]:
         )
     complaints = [*complaints, *_wrong_micro_batches(config.pipeline, steps)]
     complaints += _wrong_shard_groups(config.zero_optimization, mesh)
+    complaints += _wrong_expert_ranks(config.expert_parallel, mesh.size // mesh.pipe)
     wanted = config.data_parallel_size
     if wanted is not None and wanted != mesh.data:
         complaints.append(
@@ -85,11 +87,25 @@ def _wrong_shard_groups(zero: Any, mesh: Mesh) -> list[str]:
     if size <= 0 or zero.stage == 0 or ranks % size == 0:
         return []
     named = DATA_RANKS if mesh.sequence == 1 else "data-parallel and sequence ranks"
-    fits = [str(number) for number in range(1, min(ranks, MOST_TRIED) + 1) if ranks % number == 0]
     return [
         f"zero_optimization.mics_shard_size = {size}: must divide the number of {named} ({ranks}), so that "
-        f"every shard group has as many ranks; set it to {' or '.join(fits[:8])}, or start a multiple of {size}"
+        f"every shard group has as many ranks; set it to {_divisors(ranks)}, or start a multiple of {size}"
     ]
+
+
+def _wrong_expert_ranks(section: ExpertParallel, ranks: int) -> list[str]:
+    """Complaints about `ranks` ranks of a pipeline stage that are no multiple of those that share experts."""
+    if ranks % section.num_ranks == 0:
+        return []
+    return [
+        f"{section.setting}: must divide the data, sequence and tensor ranks of a pipeline stage ({ranks}); "
+        f"set it to {_divisors(ranks)}, to 0 for as many as fit, or start a multiple of {section.num_ranks}"
+    ]
+
+
+def _divisors(number: int) -> str:
+    found = [str(part) for part in range(1, min(number, MOST_TRIED) + 1) if number % part == 0]
+    return " or ".join(found[:8])
 
 
 def solve_batch(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cache
+from math import lcm
 from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import BeforeValidator, Field
@@ -380,7 +381,9 @@ def parse_config(
     results: dict[str, Any] = {"auto_keys": tuple(report.auto_keys)}
     note_auto(report, config.model_copy(update=results), canonical_path)
     if one_replica:
-        world_size = config.model_ranks
+        # of experts on several ranks, each rank has a part of the model
+        stages = config.pipeline.stages
+        world_size = stages * lcm(config.model_ranks // stages, config.expert_parallel.num_ranks)
     if world_size is not None:
         wrong, sizes = batch_of(config.model_copy(update=results), world_size)
         report.complaints.extend(each for each in wrong if each not in report.complaints)

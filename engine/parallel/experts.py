@@ -15,6 +15,7 @@ from ...experts.conventions import find_convention
 from ...experts.cut import (
     Cut,
     Found,
+    check_choices,
     check_size,
     find_experts,
     fitting_size,
@@ -43,6 +44,7 @@ def plan_experts(model: nn.Module, section: ExpertParallel, mesh: Mesh) -> tuple
     if size in (0, "auto"):
         size = fitting_size(found, num_ranks)
     check_size(found, int(size), num_ranks, section.setting)
+    check_choices(model, found, section.setting)
     return found, int(size)
 
 
