@@ -163,8 +163,8 @@ def _experts(config: Config) -> str:
         )
     size, ranks = section.num_ranks, config.world_size // config.pipeline.stages
     return (
-        f"experts: {size} neighbouring ranks share the experts of a layer, so each expert is on {ranks // size} "
-        f"of the {ranks} ranks of a stage"
+        f"experts: {size} neighbouring ranks share the experts of a layer, so each expert is on "
+        f"{ranks // size} of the {ranks} ranks of a stage"
     )
 
 
