@@ -172,10 +172,14 @@ class OptimizerSection(Protocol):
 
 @dataclass(frozen=True)
 class Groups:
-    """The parameter groups: `options[i]` holds the hyperparameters of group i; `index[id(param)]` is i."""
+    """The parameter groups: `options[i]` holds the hyperparameters of group i; `index[id(param)]` is i.
+
+    stacks: id of the parameters that are matrices, one after the other.
+    """
 
     options: tuple[Named, ...]
     index: dict[int, int]
+    stacks: frozenset[int] = frozenset()
 
 
 _GROUPS = 'parameters of the model, or dicts with the key "params" that hold some'
@@ -229,20 +233,37 @@ def split_for_muon(model: nn.Module, groups: Groups) -> Groups:
     """Split every group in two: matrices, which Muon updates, and the rest, which AdamW updates.
 
     As in DeepSpeed, a matrix is a parameter of two or more dimensions whose name does not contain one of
-    `NOT_FOR_MUON` (embeddings and the head).
+    `NOT_FOR_MUON` (embeddings and the head). Of three dimensions it is a stack of matrices, one for each expert,
+    unless it is a convolution's. A parameter beside a stack that has a vector for each matrix is its bias.
     """
+    stacks, biases = _stacked(model)
     matrices = {
         id(param)
         for name, param in model.named_parameters()
         if param.dim() >= 2 and not any(word in name.lower() for word in NOT_FOR_MUON)
     }
+    matrices -= biases
     options: list[Named] = []
     for entry in groups.options:
         options += [{**entry, "use_muon": True}, {**entry, "use_muon": False}]
     index = {
         key: 2 * number + (0 if key in matrices else 1) for key, number in groups.index.items()
     }
-    return Groups(tuple(options), index)
+    return Groups(tuple(options), index, frozenset(stacks & matrices))
+
+
+def _stacked(model: nn.Module) -> tuple[set[int], set[int]]:
+    """id of the parameters of `model` that are stacks of matrices, and of the vectors beside them."""
+    stacks: set[int] = set()
+    biases: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.modules.conv._ConvNd):
+            continue
+        own = list(module.parameters(recurse=False))
+        lengths = {param.shape[0] for param in own if param.dim() == 3}
+        stacks.update(id(param) for param in own if param.dim() == 3)
+        biases.update(id(param) for param in own if param.dim() == 2 and param.shape[0] in lengths)
+    return stacks, biases
 
 
 def named_optimizer(
@@ -253,6 +274,8 @@ def named_optimizer(
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
     registration = REGISTERED.get(section.type)
+    if section.type == "Muon":
+        more["stacks"] = _stacks_of_muon(updater, groups)
     if registration is not None and not registration.is_torchs:
         return registration.load()(_entries(updater, groups), **params, **more)
     kind = getattr(torch.optim, section.type)
@@ -263,6 +286,25 @@ def named_optimizer(
         params["fused"] = True
     try_optimizer(kind, params)
     return _over(kind, updater, groups, f'optimizer.type = "{section.type}"', params)
+
+
+def _stacks_of_muon(updater: Updater, groups: Groups) -> list[str]:
+    """The names of the stacks of matrices.
+
+    Raises:
+        UsageError: a rank has a part of a matrix.
+    """
+    names = []
+    for master in updater.masters:
+        for param, slot in zip(master.params.params, master.params.layout.slots, strict=True):
+            if id(param) in groups.stacks:
+                names.append(slot.name)
+            elif slot.box is not None and groups.options[slot.group]["use_muon"]:
+                raise UsageError(
+                    f'optimizer.type = "Muon": it needs whole matrices, and each rank has a part of {slot.name}; '
+                    "choose AdamW, or set expert_parallel.autoep_size to 1"
+                )
+    return names
 
 
 def client_optimizer(
@@ -438,7 +480,8 @@ def _check_slices(
     )
     raise UsageError(
         f"{name}: this optimizer may use norms or the shape of a whole parameter, and tensor_parallel.tp_size "
-        f"> 1 cuts it; use one of {_elementwise_names()} or Lion, set tp_size to 1{hint}"
+        f"or expert_parallel.autoep_size > 1 cuts it; use one of {_elementwise_names()} or Lion, set both "
+        f"keys to 1{hint}"
     )
 
 

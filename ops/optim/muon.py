@@ -6,6 +6,8 @@ updated by AdamW with `adam_lr`, `betas` and `eps`. The defaults of both halves 
 
     momentum on the shard -> direction (bf16) --all_gather--> whole matrices -> orthogonalise -> own part
 
+A parameter in `stacks` is a matrix for each place of dimension 0, such as the experts of a mixture.
+
 In addition to stages 0-3, a step sends the flat buffer once in bf16: 2 (world_size - 1) / world_size bytes per
 element. A matrix that is divided between ranks is orthogonalised on each of them.
 """
@@ -13,7 +15,7 @@ element. A matrix that is divided between ranks is orthogonalised on each of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -47,8 +49,12 @@ class Muon(ShardOptimizer):
         adam_lr: float | None = None,
         betas: Sequence[float] = (0.9, 0.95),
         eps: float = 1e-10,
+        stacks: Collection[str] = (),
     ) -> None:
-        """A group's own `lr` comes first, then `muon_lr` or `adam_lr`, then `lr`, then 0.02 or 3e-4."""
+        """A group's own `lr` comes first, then `muon_lr` or `adam_lr`, then `lr`, then 0.02 or 3e-4.
+
+        stacks: the names of parameters of three dimensions that are matrices, one after the other.
+        """
         defaults = {
             "lr": _first_given(muon_lr, lr, MUON_LR),
             "momentum": momentum,
@@ -65,6 +71,7 @@ class Muon(ShardOptimizer):
             if isinstance(entry, dict) and not entry.get("use_muon", True):
                 entries[number] = {"lr": _first_given(adam_lr, lr, ADAM_LR), **entry}
         super().__init__(entries, defaults)
+        self._stacks = frozenset(stacks)
         self._adam = Adam([dict(group) for group in self.param_groups])
         # one shared list of groups and one state, so that LR schedules and checkpoints use a single optimizer
         self._adam.param_groups = self.param_groups
@@ -122,12 +129,18 @@ class Muon(ShardOptimizer):
         numel = math.prod(part.shape)
         # channels_last permutes the columns, and so those of the result
         matrix = direction[:numel].view(part.shape[0], -1)
+        first, stop = part.param_start, part.param_start + part.stop - part.start
+        if part.name in self._stacks:
+            matrix = direction[:numel].view(part.shape)
+            each = math.prod(part.shape[1:])
+            own_matrices = slice(first // each, -(-stop // each))
+            matrix = matrix[own_matrices]
+            first, stop = first - own_matrices.start * each, stop - own_matrices.start * each
         step = orthogonalize(matrix, group["ns_steps"]).reshape(-1)
-        adjusted = lr * math.sqrt(max(1.0, matrix.shape[0] / matrix.shape[1]))
+        adjusted = lr * math.sqrt(max(1.0, matrix.shape[-2] / matrix.shape[-1]))
         own = update.item.master[part.start : part.stop]
         own.mul_(1 - lr * group["weight_decay"])
-        taken = step[part.param_start : part.param_start + own.numel()]
-        own.add_(taken.to(own), alpha=-adjusted)
+        own.add_(step[first:stop].to(own), alpha=-adjusted)
 
 
 def _first_given(*values: float | None) -> float:
@@ -135,18 +148,19 @@ def _first_given(*values: float | None) -> float:
 
 
 def orthogonalize(matrix: Tensor, num_steps: int) -> Tensor:
-    """Nearly the orthogonal factor of `matrix` [m, n] (singular values in about [0.7, 1.2]), in bf16.
+    """Nearly the orthogonal factor of `matrix` [..., m, n] (singular values in about [0.7, 1.2]), in bf16.
 
     The quintic Newton-Schulz iteration X <- a X + (b A + c A^2) X with A = X X^T.
     """
     a, b, c = COEFFICIENTS
+    add = torch.addmm if matrix.dim() == 2 else torch.baddbmm
     x = matrix.bfloat16()
-    is_tall = x.shape[0] > x.shape[1]
+    is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:
-        x = x.T
-    x = x / x.norm().clamp(min=EPS)
+        x = x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for _ in range(num_steps):
-        gram = x @ x.T
-        poly = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, poly, x, beta=a)
-    return x.T if is_tall else x
+        gram = x @ x.mT
+        poly = add(gram, gram, gram, beta=b, alpha=c)
+        x = add(x, poly, x, beta=a)
+    return x.mT if is_tall else x
