@@ -49,6 +49,7 @@ class ExpertLayer:
             hidden_states, top_k_index, top_k_weights = self._inputs(args, kwargs)
             if not self._is_proven:
                 self._is_proven = True
+                list(stacked_values(module))  # PEFT keeps what is read first, and a proof has no graph
                 self._prove(module, forward, hidden_states, top_k_weights)
 
             def compute(pairs: Tensor, experts: Tensor) -> Tensor:
@@ -107,11 +108,9 @@ class ExpertLayer:
         """
         order = torch.argsort(experts, stable=True)
         counts = torch.bincount(experts, minlength=self.num_local).tolist()
-        weights = {
-            name: torch.split(param, 1)
-            for name, param in module._parameters.items()
-            if param is not None and self._experts is None
-        }
+        weights = {}
+        if self._experts is None:
+            weights = {name: torch.split(value, 1) for name, value in stacked_values(module)}
         outputs = []
         for number, inputs in enumerate(torch.split(pairs[order], counts)):
             if len(inputs):
@@ -197,19 +196,34 @@ class ExpertLayer:
             ) from error
 
 
+def stacked_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights of all experts of `module`, as its forward reads them. PEFT computes some of them."""
+    names = [*module._parameters, *getattr(module, "parametrizations", ())]
+    for name in names:
+        value = getattr(module, name)
+        if value is not None:
+            yield name, value
+
+
 @contextmanager
 def having(
     module: nn.Module, num_experts: int, weights: Mapping[str, Tensor] | None = None
 ) -> Iterator[None]:
-    """Inside, `module` has so many experts, as its forward reads it. weights: in place of its parameters."""
-    before, params = module.num_experts, dict(module._parameters)
+    """Inside, `module` has so many experts, as its forward reads it. weights: in place of its own."""
+    before, params, kind = module.num_experts, dict(module._parameters), type(module)
     module.num_experts = num_experts  # type: ignore[assignment]
-    module._parameters.update(weights or {})  # type: ignore[arg-type]
+    if weights:
+        if hasattr(module, "parametrizations"):  # its class reads computed weights
+            module.__class__ = kind.__mro__[1]
+        module._parameters.update(weights)  # type: ignore[arg-type]
     try:
         yield
     finally:
         module.num_experts = before
-        module._parameters.update(params)
+        if weights:
+            module.__class__ = kind
+            module._parameters.clear()
+            module._parameters.update(params)
 
 
 __all__ = ["ExpertLayer", "having"]

@@ -121,12 +121,12 @@ class Deltas:
                 "engine.weights(merge_adapters=True): an adapter changes a weight that is tied to another "
                 f"layer, which does not see the adapter; {REMEDY}"
             )
-        if groups.slices and self._layers:
-            raise UsageError(
-                "engine.weights(merge_adapters=True): tensor_parallel has cut the layers of the adapters; "
-                f"{REMEDY}"
-            )
         tuned = {id(p): p for layer in self._layers.values() for p in _tuned(layer)}
+        if not groups.slices.keys().isdisjoint([*self._layers, *tuned]):
+            raise UsageError(
+                "engine.weights(merge_adapters=True): tensor_parallel or expert_parallel has cut layers of the "
+                f"adapters; {REMEDY}"
+            )
         for param in tuned.values():
             owner = find_owner(param)
             if owner is not None and not owner.compute(param).is_full:

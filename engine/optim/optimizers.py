@@ -233,7 +233,7 @@ def split_for_muon(model: nn.Module, groups: Groups) -> Groups:
     """Split every group in two: matrices, which Muon updates, and the rest, which AdamW updates.
 
     As in DeepSpeed, a matrix is a parameter of two or more dimensions whose name does not contain one of
-    `NOT_FOR_MUON` (embeddings and the head). Of three dimensions it is a stack of matrices, one for each expert,
+    `NOT_FOR_MUON` (embeddings and the head). Of three dimensions it is a stack of matrices, such as experts,
     unless it is a convolution's. A parameter beside a stack that has a vector for each matrix is its bias.
     """
     stacks, biases = _stacked(model)
@@ -299,9 +299,13 @@ def _stacks_of_muon(updater: Updater, groups: Groups) -> list[str]:
         for param, slot in zip(master.params.params, master.params.layout.slots, strict=True):
             if id(param) in groups.stacks:
                 names.append(slot.name)
-            elif slot.box is not None and groups.options[slot.group]["use_muon"]:
+            elif (
+                groups.options[slot.group]["use_muon"]
+                and slot.numel
+                and slot.shape != slot.whole_shape
+            ):
                 raise UsageError(
-                    f'optimizer.type = "Muon": it needs whole matrices, and each rank has a part of {slot.name}; '
+                    f'optimizer.type = "Muon": it needs whole matrices, and a rank has a part of {slot.name}; '
                     "choose AdamW, or set expert_parallel.autoep_size to 1"
                 )
     return names
