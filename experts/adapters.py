@@ -12,15 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..utils.errors import UsageError
 from .cut import Cut, CutExperts
 
 
-def cut_adapters(model: nn.Module, cut: Cut, rank: int) -> None:
-    """Keep the adapters of the experts that `cut` has left to `rank`, and add them to it.
+def add_adapters(model: nn.Module, cut: Cut) -> None:
+    """Add the adapters of the experts to `cut`. Their parameters are cut later, as those of experts.
 
     Raises:
         UsageError: an adapter has no part for each expert.
@@ -52,8 +51,7 @@ def cut_adapters(model: nn.Module, cut: Cut, rank: int) -> None:
                 )
                 full = f"{name}.{table}.{adapter}.weight"
                 cut.slices[id(param)] = CutExperts(full, whole, dim, by_rank)
-                parts = [param.data.narrow(dim, a, b - a) for a, b in by_rank[rank]]
-                param.data = torch.cat(parts, dim).contiguous()
+                cut.adapters.append(param)
         wrapper.num_experts = size
 
 

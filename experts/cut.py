@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from math import gcd
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from ..utils.errors import UsageError
@@ -60,7 +61,7 @@ class Found:
 @final
 @dataclass(frozen=True)
 class CutExperts:
-    """A parameter of experts: rank r of those that share them has `by_rank[r]` of dimension 0 of `whole`."""
+    """A parameter of experts: rank r of those that share them has `by_rank[r]` of dimension `dim` of `whole`."""
 
     name: str
     whole: tuple[int, ...]
@@ -73,19 +74,21 @@ class CutExperts:
 class Cut:
     """What cutting has made. slices: id(parameter) -> its cut. num_ranks: that share the experts.
 
-    conventions: of the blocks, by name.
+    conventions: of the blocks, by name. adapters: parameters of adapters of experts.
     """
 
     num_ranks: int
     found: Sequence[Found]
     slices: dict[int, CutExperts] = field(default_factory=dict)
     conventions: Mapping[str, Convention] = field(default_factory=dict)
+    adapters: list[nn.Parameter] = field(default_factory=list)
 
     def params(self) -> Iterator[nn.Parameter]:
         """All parameters of experts."""
         for one in self.found:
             for _, _, param in one.named_params():
                 yield param
+        yield from self.adapters
 
 
 def _joined(*names: str) -> str:
@@ -368,9 +371,10 @@ def plan_cut(found: Sequence[Found], size: int) -> Cut:
 
 def keep_part(param: nn.Parameter, piece: CutExperts, rank: int) -> None:
     """Keep the part of `rank`. The parameter is whole."""
-    start, stop = piece.by_rank[rank][0]
-    if (start, stop) != (0, piece.whole[0]):
-        param.data = param.data[start:stop].clone()
+    ranges, dim = piece.by_rank[rank], piece.dim
+    if ranges != ((0, piece.whole[dim]),):
+        parts = [param.data.narrow(dim, start, stop - start) for start, stop in ranges]
+        param.data = torch.cat(parts, dim)
 
 
 __all__ = [

@@ -49,7 +49,9 @@ class ExpertLayer:
             hidden_states, top_k_index, top_k_weights = self._inputs(args, kwargs)
             if not self._is_proven:
                 self._is_proven = True
-                list(stacked_values(module))  # PEFT keeps what is read first, and a proof has no graph
+                list(
+                    stacked_values(module)
+                )  # PEFT keeps what is read first, and a proof has no graph
                 self._prove(module, forward, hidden_states, top_k_weights)
 
             def compute(pairs: Tensor, experts: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import final
 
 from torch import nn
 
-from ...experts.adapters import cut_adapters
+from ...experts.adapters import add_adapters
 from ...experts.balance import Balance, find_bias
 from ...experts.block import ExpertBlock
 from ...experts.config import ExpertParallel
@@ -64,17 +64,13 @@ def keep_experts(
     conventions = {
         f.name: find_convention(f.block, section, config) for f in found if f.block is not None
     }
-<<<<<<< HEAD
     cut = replace(plan_cut(found, size), conventions=conventions)
+    add_adapters(model, cut)
     for param in cut.params():
         owner = find_owner(param)
         if isinstance(owner, SliceStore) and size > 1:  # one after the other is whole
             owner.unshard(param)
         keep_part(param, cut.slices[id(param)], rank % size)
-=======
-    cut = replace(cut_experts(found, size, rank % size), conventions=conventions)
-    cut_adapters(model, cut, rank % size)
->>>>>>> 4a789f28 (LoRA of PEFT on stacked experts is cut with them)
     return cut
 
 

@@ -200,11 +200,13 @@ class Shares:
         """Keep the experts of a rank, of all in `module`; see `unchanged`. None: no rank has experts alone."""
         if self.num_expert_ranks == 1:
             return None
+        from ...experts.adapters import add_adapters
         from ...experts.cut import keep_part, plan_cut
         from ..parallel.experts import found_in
 
         size = self.num_expert_ranks
         cut = plan_cut(found_in(module, self._experts), size)
+        add_adapters(module, cut)
         for param in cut.params():
             keep_part(param, cut.slices[id(param)], groups.rank % size)
         return cut
