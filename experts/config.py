@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, Protocol, final
 
 from pydantic import Field
 
-from ..utils.schema.section import Entry, NoEffect, Refused, Section
+from ..utils.schema.section import Entry, NoEffect, Refused, Report, Section
 from ..utils.schema.values import ANY_CASE, Count, Flag, Natural, NonNegative, Number
 
 _MODEL = "the model's own router, gates and activation are used"
@@ -20,6 +20,24 @@ Auto = Annotated[Literal["auto"], ANY_CASE]
 
 def _unused(why: str, kind: Any, names: str) -> dict[str, Entry]:
     return {name: NoEffect(kind, why) for name in names.split()}
+
+
+class Tiles(Protocol):
+    """The section `sequence`."""
+
+    @property
+    def tiled_mlp(self) -> bool | int: ...
+
+
+class Neighbours(Protocol):
+    """What the rules of this section read of the rest of the config."""
+
+    @property
+    def needs_whole_tensors(self) -> bool: ...
+    @property
+    def optimizer_type(self) -> str: ...
+    @property
+    def sequence(self) -> Tiles: ...
 
 
 @final
@@ -114,6 +132,26 @@ class ExpertParallel(Section):
     def setting(self) -> str:
         """The key and its value, for messages."""
         return f"expert_parallel.autoep_size = {self.autoep_size}"
+
+    def check_with(self, config: Neighbours, report: Report) -> None:
+        """See `Section.check_with`. What needs whole tensors, or equal numbers of calls on all ranks."""
+        if not self.enabled:
+            return
+        # Muon updates one matrix after the other, and each is whole on its rank
+        if self.autoep_size != 1 and config.needs_whole_tensors and config.optimizer_type != "Muon":
+            report.complain(
+                "optimizer.type",
+                config.optimizer_type,
+                f"it uses norms of whole tensors, and {self.setting} gives each rank some of the experts in a "
+                "tensor; choose an optimizer such as AdamW or Muon, or set autoep_size to 1",
+            )
+        if config.sequence.tiled_mlp is not False:
+            report.complain(
+                "sequence.tiled_mlp",
+                config.sequence.tiled_mlp,
+                "ranks may have unequal numbers of tiles, and all take part in each exchange of tokens; "
+                "set it to false, or expert_parallel.enabled to false",
+            )
 
 
 TOP_LEVEL_KEYS: dict[str, Entry] = {

@@ -1,0 +1,159 @@
+"""Experts on several ranks with other features: LoRA on experts, Muon, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+from peft import LoraConfig, get_peft_model
+from runs import config
+from test_training import batch, mixtral
+from torch import Tensor, nn
+
+import xds
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft calls what transformers renames
+STEPS = 3
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+
+
+def with_adapters() -> Any:
+    """A mixture with LoRA on both stacked parameters of its experts, and on a layer of its attention."""
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], target_parameters=targets)
+    model = get_peft_model(mixtral(), lora)
+    draw = torch.Generator().manual_seed(5)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:  # PEFT's zeros would leave lora_A without gradients
+            param.data.copy_(torch.randn(param.shape, generator=draw) * 0.02)
+    return model
+
+
+def trained(build: Callable[[], nn.Module], given: dict[str, Any]) -> Any:
+    """Losses, norms and whole parameters."""
+    engine = xds.initialize(build(), given)
+    found = []
+    for step in range(STEPS):
+        ids = batch(step, dist.get_rank())
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    values = engine.state_dict()
+    engine.destroy()
+    return found, values
+
+
+def one_process(build: Callable[[], nn.Module], world_size: int) -> tuple[list[float], Any]:
+    """Norms and parameters of plain PyTorch, with SGD."""
+    model: Any = build()
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    norms = []
+    for step in range(STEPS):
+        for rank in range(world_size):
+            ids = batch(step, rank)
+            (model(input_ids=ids, labels=ids).loss / world_size).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(params, 1e9).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, model.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lora_on_stacked_experts_is_cut_with_them(stage: int) -> None:
+    norms, params = one_process(with_adapters, 4)
+    given = config(stage, optimizer="SGD", params={"lr": 0.1}, **EXPERTS)
+    ranks = run_ranks(trained, 4, with_adapters, given)
+    found, values = ranks[3]
+    assert [norm for _, norm in found] == pytest.approx(norms, rel=1e-5)
+    for key, value in params.items():
+        torch.testing.assert_close(values[key], value, rtol=1e-5, atol=1e-7)
+
+
+def test_adapters_of_experts_under_deterministic_algorithms() -> None:
+    norms, _ = one_process(with_adapters, 2)
+    given = config(2, optimizer="SGD", params={"lr": 0.1}, **EXPERTS)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found, _ = run_ranks(trained, 2, with_adapters, given)[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [norm for _, norm in found] == pytest.approx(norms, rel=1e-5)
+
+
+# -- Muon -----------------------------------------------------------------------------------------------------
+
+
+class Stacked(nn.Module):
+    """Experts in a stack, or one after the other."""
+
+    def __init__(self, is_stack: bool) -> None:
+        super().__init__()
+        values = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
+        self.weight = nn.Parameter(values) if is_stack else None
+        self.each = nn.ParameterList([] if is_stack else [value.clone() for value in values])
+        self.bias = nn.Parameter(torch.zeros(3, 6)) if is_stack else None
+        self.biases = nn.ParameterList([] if is_stack else [torch.zeros(6) for _ in range(3)])
+        self.conv = nn.Conv1d(6, 2, 3)
+        self.conv.weight.data.fill_(0.1)
+        self.conv.bias.data.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.each if self.weight is None else self.weight
+        biases = self.biases if self.bias is None else self.bias
+        y = torch.stack([x @ w.T + b for w, b in zip(weights, biases, strict=True)], 2)
+        return self.conv(y).square().sum()
+
+
+def updated(is_stack: bool, stage: int) -> list[Tensor]:
+    engine = xds.initialize(Stacked(is_stack), config(stage, optimizer="Muon"))
+    for step in range(2):
+        draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        engine.backward(engine(torch.randn(2, 4, generator=draw)))
+        engine.step()
+    values = engine.state_dict()
+    engine.destroy()
+    if is_stack:
+        return [values["weight"], values["bias"], values["conv.weight"]]
+    each = [torch.stack([values[f"{name}.{i}"] for i in range(3)]) for name in ("each", "biases")]
+    return [*each, values["conv.weight"]]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_muon_takes_a_stack_for_matrices(stage: int) -> None:
+    for value, wanted in zip(
+        run_ranks(updated, 2, True, stage)[0], run_ranks(updated, 2, False, stage)[0], strict=True
+    ):
+        torch.testing.assert_close(value, wanted, rtol=0, atol=2e-4)  # bf16, and lr = 0.01
+
+
+def test_muon_with_experts_on_several_ranks_is_muon_without() -> None:
+    params = {"optimizer": "Muon", "params": {"lr": 0.01}}
+    wanted, values = run_ranks(trained, 2, mixtral, config(2, **params))[0]
+    found, others = run_ranks(trained, 2, mixtral, config(2, **params, **EXPERTS))[0]
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in wanted], rel=1e-5)
+    for key in [key for key in values if "experts" in key]:
+        torch.testing.assert_close(others[key], values[key], rtol=0, atol=1e-3)
+
+
+def test_muon_refuses_parts_of_matrices() -> None:
+    given = config(2, optimizer="Muon", **EXPERTS)
+    with pytest.raises(AssertionError, match=r"it needs whole matrices, and a rank has a part of"):
+        run_ranks(trained, 2, with_adapters, given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"optimizer": "Lamb"}, "uses norms of whole tensors, and expert_parallel.autoep_size = 2"),
+        ({"sequence": {"tiled_mlp": True}}, "sequence.tiled_mlp = true: ranks may have unequal"),
+    ],
+)
+def test_what_a_config_cannot_combine(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(xds.ConfigError, match=sentence):
+        xds.Config.load(config(2, **changes, **EXPERTS))
