@@ -61,4 +61,4 @@ def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-__all__ = ["cut_adapters"]
+__all__ = ["add_adapters"]

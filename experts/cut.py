@@ -61,7 +61,10 @@ class Found:
 @final
 @dataclass(frozen=True)
 class CutExperts:
-    """A parameter of experts: rank r of those that share them has `by_rank[r]` of dimension `dim` of `whole`."""
+    """A parameter of experts: rank r of those that share them has ranges `by_rank[r]` of dimension `dim`.
+
+    whole: the shape of the tensor before.
+    """
 
     name: str
     whole: tuple[int, ...]

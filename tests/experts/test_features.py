@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 import xds
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft calls what transformers renames
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # peft calls what transformers renames
 STEPS = 3
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 
