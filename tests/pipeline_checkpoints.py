@@ -218,7 +218,8 @@ Place = tuple[str, str]  # a name, and which of its tensors
 class Saved:
     """What all ranks of a cut held when it was saved."""
 
-    def __init__(self, cut: Cut, ranks: list[Held]) -> None:
+    def __init__(self, cut: Any, ranks: list[Held]) -> None:
+        """cut: a `Cut`, or another with its mesh and tag."""
         self.cut = cut
         self.mesh = cut.mesh
         self.ranks = ranks
@@ -238,25 +239,32 @@ class Saved:
             for part in found[::-1]:  # the first rank's buffers stay
                 whole[part.at] = part.values
 
-    def differences(self, cut: Cut, ranks: list[Held]) -> list[str]:
-        """What ranks of `cut` that loaded it hold differently; a name for each."""
+    def differences(self, cut: Any, ranks: list[Held], *, values_only: bool = False) -> list[str]:
+        """What ranks of `cut` that loaded it hold differently; a name for each.
+
+        values_only: parameters and buffers alone were loaded.
+        """
         found = []
         mesh = cut.mesh
         covered: dict[Place, set[int]] = {}
         for rank, held in enumerate(ranks):
             data = mesh.coordinates(rank).data
-            if held.facts != self.ranks[0].facts:
+            if held.facts != self.ranks[0].facts and not values_only:
                 found.append(f"rank {rank}: {held.facts}, saved {self.ranks[0].facts}")
-            if cut.data == self.cut.data:
+            if cut.data == self.cut.data and not values_only:
                 source = rank if mesh == self.mesh else self.mesh.rank_at(data=data)
                 if held.generators != self.ranks[source].generators:
                     found.append(f"rank {rank}: the random generators")
             for part in held.parts:
+                if values_only and part.key != "value":
+                    continue
                 covered.setdefault((part.name, part.key), set()).update(part.at.tolist())
                 wanted = self._wanted(part, data if cut.data == self.cut.data else 0)
                 if not torch.equal(part.values, wanted.to(part.values.dtype)):
                     found.append(f"rank {rank}: {part.name} {part.key} at {part.at[0]}")
         for place, values in self.whole.items():
+            if values_only and place[1] != "value":
+                continue
             if place[1] != "state/step" and len(covered.get(place, ())) != values.numel():
                 found.append(f"{place} is on no rank")
         return found
