@@ -272,8 +272,7 @@ def load_weights(
             tensor, reader = tensors[name], weights.reader(stored)
             if id(tensor) in slices and find_owner(tensor) is None:
                 reader = reader_of_slice(reader, slices[id(tensor)].box)
-            is_apart = groups is not None and groups.differs_on_data_ranks(id(tensor))
-            _overwrite(tensor, reader, None if is_apart else store)
+            _overwrite(tensor, reader, store)
 
 
 def _agree(groups: FlatGroups, match: Match, failure: UsageError | None) -> None:
