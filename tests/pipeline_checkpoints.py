@@ -244,17 +244,12 @@ class Saved:
 
         values_only: parameters and buffers alone were loaded.
         """
-        found = []
+        found: list[str] = []
         mesh = cut.mesh
         covered: dict[Place, set[int]] = {}
         for rank, held in enumerate(ranks):
             data = mesh.coordinates(rank).data
-            if held.facts != self.ranks[0].facts and not values_only:
-                found.append(f"rank {rank}: {held.facts}, saved {self.ranks[0].facts}")
-            if cut.data == self.cut.data and not values_only:
-                source = rank if mesh == self.mesh else self.mesh.rank_at(data=data)
-                if held.generators != self.ranks[source].generators:
-                    found.append(f"rank {rank}: the random generators")
+            found += [] if values_only else self._others(cut, rank, held)
             for part in held.parts:
                 if values_only and part.key != "value":
                     continue
@@ -263,10 +258,21 @@ class Saved:
                 if not torch.equal(part.values, wanted.to(part.values.dtype)):
                     found.append(f"rank {rank}: {part.name} {part.key} at {part.at[0]}")
         for place, values in self.whole.items():
-            if values_only and place[1] != "value":
-                continue
-            if place[1] != "state/step" and len(covered.get(place, ())) != values.numel():
+            is_wanted = place[1] == "value" if values_only else place[1] != "state/step"
+            if is_wanted and len(covered.get(place, ())) != values.numel():
                 found.append(f"{place} is on no rank")
+        return found
+
+    def _others(self, cut: Any, rank: int, held: Held) -> list[str]:
+        """Counters and random generators that differ."""
+        found = []
+        if held.facts != self.ranks[0].facts:
+            found.append(f"rank {rank}: {held.facts}, saved {self.ranks[0].facts}")
+        if cut.data == self.cut.data:
+            data = cut.mesh.coordinates(rank).data
+            source = rank if cut.mesh == self.mesh else self.mesh.rank_at(data=data)
+            if held.generators != self.ranks[source].generators:
+                found.append(f"rank {rank}: the random generators")
         return found
 
     def _wanted(self, part: Part, data: int) -> Tensor:

@@ -32,9 +32,7 @@ class Experts(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * INNER) * 0.3)
         self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) * 0.3)
 
-    def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         result = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
             tokens, place = torch.where(top_k_index == expert)
@@ -121,8 +119,8 @@ class Cut:
         return f"{layout}-{kind}-{self.offload}{'-async' if self.is_async else ''}"
 
 
-def engine_of(cut: Cut, seed: int, **changes: Any) -> Any:
-    torch.manual_seed(seed)
+def engine_of(cut: Cut, seed: int, in_init: bool = False, **changes: Any) -> Any:
+    """in_init: the model is built in `zero.Init`."""
     zero: dict[str, Any] = {
         "stage": cut.stage,
         "unit_min_numel": 0,
@@ -144,8 +142,20 @@ def engine_of(cut: Cut, seed: int, **changes: Any) -> Any:
         config["pipeline"] = {"stages": cut.pipe}
     if cut.tensor > 1:
         config["tensor_parallel"] = {"tp_size": cut.tensor, "plan": {"head": "colwise_gathered"}}
-    model = Net(tied=cut.tied, frozen=cut.frozen)
+    torch.manual_seed(seed)
+    with xds.zero.Init(config | changes, enabled=in_init):
+        model = Net(tied=cut.tied, frozen=cut.frozen)
     return xds.initialize(model, config | changes, training_data=samples())
+
+
+def values_of(cut: Cut) -> list[dict[str, Tensor]]:
+    """The values of a model that is built in plain PyTorch, and of the same in `zero.Init`."""
+    found = []
+    for in_init in (False, True):
+        engine = engine_of(cut, 0, in_init)
+        found.append(engine.full_state_dict(rank0_only=False))
+        engine.destroy()
+    return found
 
 
 def write(folder: str, cut: Cut) -> Held:

@@ -4,8 +4,8 @@
     experts.{0..7}.w1.weight [F, H]    stack, join with w3     experts.gate_up_proj [8, 2F, H]
     embed_out.weight                   rename                  lm_head.weight
 
-`from_pretrained` reads files by this table, and `save_pretrained` writes by it. Here it is applied one tensor of
-the model at a time. A rank that reads some experts of a stacked tensor reads the files of these alone.
+`from_pretrained` reads files by this table, and `save_pretrained` writes by it. Here it is applied to one
+tensor of the model at a time. A rank that needs some experts of a stacked tensor reads these alone.
 """
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ class Converted(WeightSource):
         try:
             made = conversion.run(tensors, self._whole)
         except Exception:  # the table's own; names are compared afterwards
-            self._renamed |= {
-                name: name for names in conversion.sources.values() for name in names
-            }
+            self._renamed |= {name: name for names in conversion.sources.values() for name in names}
             return
         for name, value in made.items():
             shape = tuple(value.shape)
