@@ -736,8 +736,7 @@ def _give_values(
     from ..zero.construction.weights import load_weights
 
     collectives = groups.data.everyone
-    in_slices = SliceStore(collectives, reads_late=reads_late, groups=groups)
-    store = in_slices if policy.shards_params else None
+    store = SliceStore(collectives, reads_late=reads_late) if policy.shards_params else None
     if weights is not None:
         load_weights(
             model,
@@ -748,8 +747,8 @@ def _give_values(
             optional=optional_states(model),
         )
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
-        construction = None if keeps_whole else Construction(in_slices)
-        materialise(model, construction, groups.slices)
+        construction = None if keeps_whole else Construction(store or SliceStore(collectives))
+        materialise(model, construction, groups)
 
 
 # -- what every engine has ------------------------------------------------------------------------------

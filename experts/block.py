@@ -13,12 +13,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
-from .config import ExpertParallel
 from .conventions import Block, Convention, bias_of, logits_in
-from .cut import Found
-from .layer import ExpertLayer, Forward
+from .layer import ExpertLayer, Forward, stand_in
 
 
 @final
@@ -27,16 +24,15 @@ class ExpertBlock:
 
     def __init__(
         self,
-        found: Found,
         block: Block,
         convention: Convention,
-        group: Collectives,
-        section: ExpertParallel,
+        layer: ExpertLayer,
+        setting: str,
     ) -> None:
-        """group: the ranks that share the experts."""
-        self.layer = ExpertLayer(found, group, section.setting)
+        """layer: of its experts. setting: see there."""
+        self.layer = layer
         self.layer.weighs_inputs = convention.weighs_inputs
-        self._block, self._convention, self._setting = block, convention, section.setting
+        self._block, self._convention, self._setting = block, convention, setting
         self._experts = self.layer.rerouted(weighted_sum)
         own = inspect.signature(type(block.module).forward).parameters
         self._input = list(own)[1]  # the name of its first argument
@@ -45,37 +41,53 @@ class ExpertBlock:
         """A forward in place of the block's own."""
 
         def sent(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            hidden, *others = args or (kwargs.pop(self._input, None),)
-            given = [value for value in (*others, *kwargs.values()) if value is not None]
-            if given or not isinstance(hidden, Tensor):
+            inputs = {**dict(zip(("", *range(1, len(args))), args, strict=False)), **kwargs}
+            hidden = inputs.pop("", None)
+            hidden = inputs.pop(self._input, None) if hidden is None else hidden
+            others = [str(name) for name, value in inputs.items() if value is not None]
+            if others or not isinstance(hidden, Tensor):
                 raise UsageError(
-                    f"{self._setting}: {self._block.name} is called with more or less than one tensor "
-                    f"{self._input}; call it so, or leave it out with expert_parallel.moe_layer_pattern"
+                    f"{self._setting}: {self._block.name} is called with more than {self._input} "
+                    f"({', '.join(others)}); call it with one tensor, or leave it out with "
+                    "expert_parallel.moe_layer_pattern"
                 )
-            return self._computed(module, hidden)
+            return _computed(self._block, self._convention, self._experts, module, hidden)
 
         return sent
 
-    def _computed(self, module: nn.Module, hidden: Tensor) -> Any:
-        block, convention = self._block, self._convention
-        shape = hidden.shape
-        tokens = hidden.reshape(-1, shape[-1])
-        child = module.get_submodule
-        output = child(block.router)(tokens if convention.is_flat else hidden)
-        bias = None if block.bias is None else bias_of(module, block.bias)
-        index, weights = convention.choose(output, bias)
-        result = self._experts(child(block.experts), tokens, index, weights.to(tokens.dtype))
-        for name in block.shared if convention.has_shared else ():
-            shared = child(name)(tokens)
-            if convention.has_gate and block.gate is not None:
-                shared = torch.sigmoid(child(block.gate)(tokens)) * shared
-            result = result + shared
-        result = result.reshape(shape)
-        if convention.form is None:
-            return result
-        logits = logits_in(output)
-        parts = {"output": result, "logits": logits}
-        return tuple(_with_dims(parts[kind], shape, num_dims) for kind, num_dims in convention.form)
+
+def block_stand_in(block: Block, convention: Convention) -> Forward:
+    """A forward in place of the block's own, which reads no expert."""
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        return _computed(block, convention, stand_in, module, hidden)
+
+    return forward
+
+
+def _computed(
+    block: Block, convention: Convention, experts: Forward, module: nn.Module, hidden: Tensor
+) -> Any:
+    """What the forward of `module`, which is `block` or a copy of it, computes with `experts`."""
+    shape = hidden.shape
+    tokens = hidden.reshape(-1, shape[-1])
+    child = module.get_submodule
+    output = child(block.router)(tokens if convention.is_flat else hidden)
+    bias = None if block.bias is None else bias_of(module, block.bias)
+    index, weights = convention.choose(output, bias)
+    result = experts(child(block.experts), tokens, index, weights.to(tokens.dtype))
+    for name in block.shared if convention.has_shared else ():
+        shared = child(name)(tokens)
+        if convention.has_gate and block.gate is not None:
+            shared = torch.sigmoid(child(block.gate)(tokens)) * shared
+        result = result + shared
+    result = result.reshape(shape)
+    if convention.form is None:
+        return result
+    logits = logits_in(output)
+    parts = {"output": result, "logits": logits}
+    return tuple(_with_dims(parts[kind], shape, num_dims) for kind, num_dims in convention.form)
 
 
 def _with_dims(value: Tensor | None, shape: torch.Size, num_dims: int) -> Tensor:
@@ -99,4 +111,4 @@ def weighted_sum(
     return weighed[torch.argsort(order)].view(*top_k_index.shape, -1).sum(1)
 
 
-__all__ = ["ExpertBlock", "weighted_sum"]
+__all__ = ["ExpertBlock", "block_stand_in", "weighted_sum"]

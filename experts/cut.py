@@ -87,9 +87,11 @@ class Cut:
     adapters: list[nn.Parameter] = field(default_factory=list)
 
     def params(self) -> Iterator[nn.Parameter]:
-        """All parameters of experts, each once: layers may share them."""
-        own = [param for one in self.found for _, _, param in one.named_params()]
-        yield from {id(param): param for param in [*own, *self.adapters]}.values()
+        """All parameters of experts."""
+        for one in self.found:
+            for _, _, param in one.named_params():
+                yield param
+        yield from self.adapters
 
 
 def _joined(*names: str) -> str:
@@ -99,8 +101,12 @@ def _joined(*names: str) -> str:
 # -- finding --------------------------------------------------------------------------------------------------
 
 
-def find_experts(model: nn.Module, section: ExpertParallel) -> list[Found]:
+def find_experts(
+    model: nn.Module, section: ExpertParallel, *, is_part: bool = False
+) -> list[Found]:
     """The modules of experts of `model`, and its blocks with lists of experts, without those around others.
+
+    is_part: the model has the layers of one pipeline stage only, so a pattern may match nothing.
 
     Raises:
         UsageError: a pattern matches nothing, or a module that cannot be cut.
@@ -122,7 +128,7 @@ def find_experts(model: nn.Module, section: ExpertParallel) -> list[Found]:
     found = [f for f in found if not any(_is_inside(g.name, f.name) for g in found if g is not f)]
     for key in ("moe_layer_pattern", "expert_pattern"):
         pattern = getattr(section, key)
-        if pattern is not None and not found:
+        if pattern is not None and not (found or is_part):
             why = f"{whys[0]}" if whys else "it matches none of the model's experts"
             raise UsageError(
                 f"expert_parallel.{key} = {pattern!r}: {why}; give a pattern of blocks with experts such as "

@@ -62,9 +62,18 @@ class Trip:
         self._tokens = sent.tokens[:num_rows]
         self._pairs = sent.pairs[: self._num_pairs]
         self._ordered: OrderedSum | None = None
+        self._weights: Tensor | None = None
 
     def begin(self, top_k_weights: Tensor) -> Tensor:
-        """Send the numbers of experts, and the weights [T, K]. Returns the weight of each pair here [P]."""
+        """Send the numbers of experts, and the weights [T, K]. Returns the weight of each pair here [P].
+
+        A recomputation sends nothing here: it has the weights of the forward.
+        """
+        if self._weights is None:
+            self._weights = self._first_weights(top_k_weights)
+        return self._weights.clone()
+
+    def _first_weights(self, top_k_weights: Tensor) -> Tensor:
         weights = top_k_weights.reshape(-1)[self._pairs]
         # numbers and weights are one message, of elements as wide as the weights
         wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
@@ -157,25 +166,21 @@ def applied(value: Tensor, anchor: Tensor, there: Map, back: Map) -> Tensor:
 
 
 def travel(
-    group: Collectives,
-    what: str,
-    num_local: int,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    trip: Trip,
+    hidden: Tensor,
+    top_k_weights: Tensor,
     compute: Callable[[Tensor, Tensor], Tensor],
     weighs_inputs: bool = False,
-) -> tuple[Tensor, Trip]:
-    """The outputs of all experts of each token, summed by weight [T, H]. For all ranks of `group`.
+) -> Tensor:
+    """The outputs of all experts of each token, summed by weight [T, H]. For all ranks of the group of `trip`.
 
     Args:
-        num_local: the experts of each rank.
-        inputs: hidden_states [T, H], top_k_index [T, K] with -1 for no expert, top_k_weights [T, K].
+        hidden, top_k_weights: [T, H], [T, K].
         compute: (inputs [P, H], number of an own expert [P]) -> outputs [P, H].
         weighs_inputs: weights multiply the inputs; else the outputs.
     """
-    hidden, top_k_index, top_k_weights = inputs
     # Ranks without tokens, and experts without, take part in every message of backward.
     anchor = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())
-    trip = Trip(group, what, top_k_index, num_local)
     weights = applied(top_k_weights, anchor, trip.begin, trip.weights_back)
     rows = applied(hidden, anchor, trip.scatter, trip.gather)
     pairs = applied(rows, anchor, trip.spread, trip.collect)
@@ -185,8 +190,41 @@ def travel(
         outputs = trip.computed(pairs, compute) * weights.unsqueeze(-1)
     # the graph of the sums has that of the pairs, whatever `compute` does with them
     sums = applied(outputs, pairs, trip.collect, trip.spread)
-    found = applied(sums.to(hidden.dtype), anchor, trip.gather, trip.scatter)
-    return found, trip
+    return applied(sums.to(hidden.dtype), anchor, trip.gather, trip.scatter)
 
 
-__all__ = ["KIND", "Trip", "travel"]
+@final
+class Share:
+    """This rank's tokens of activations that all ranks of a group have whole, as those of tensor ranks.
+
+    Gradients of whole activations are equal on all ranks.
+    """
+
+    def __init__(self, group: Collectives, what: str, num_tokens: int) -> None:
+        """what: the layer, in messages."""
+        self._group, self._what = group, what
+        ranks = group.world_size
+        self._lengths = [num_tokens // ranks + (rank < num_tokens % ranks) for rank in range(ranks)]
+        self._start = sum(self._lengths[: group.rank])
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """[tokens of all, ...] -> [own tokens, ...]. Backward joins."""
+        anchor = whole.new_empty(0, requires_grad=torch.is_grad_enabled())
+        return applied(whole, anchor, self.of_own, self._joined)
+
+    def join(self, part: Tensor) -> Tensor:
+        """[own tokens, ...] -> [tokens of all, ...]. Backward cuts."""
+        return applied(part, part.new_empty(0), self._joined, self.of_own)
+
+    def of_own(self, whole: Tensor) -> Tensor:
+        """The rows of own tokens, without a graph."""
+        return whole.narrow(0, self._start, self._lengths[self._group.rank]).clone()
+
+    def _joined(self, part: Tensor) -> Tensor:
+        outs = [part.new_empty(length, *part.shape[1:]) for length in self._lengths]
+        parts = [part.contiguous()] * len(outs)
+        self._group.all_to_all(outs, parts, what=f"shares of {self._what}", kind=KIND).wait()
+        return torch.cat(outs)
+
+
+__all__ = ["KIND", "Share", "Trip", "travel"]

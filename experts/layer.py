@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.comm.collectives import Collectives
+from ..ops.recomputation import FirstCalls
+from ..ops.torch_internals import outside_of_graphs
 from ..utils.errors import UsageError
 from .cut import CONTRACT, Found
-from .exchange import travel
+from .exchange import Share, Trip, travel
 
 Forward = Callable[..., Any]  # (module, *args, **kwargs)
+Compute = Callable[[Tensor, Tensor], Tensor]
 PROOF_TOKENS = 4
 NEAR, NEAR_16_BITS = 1e-4, 3e-2  # relative differences of the proof
 
@@ -29,15 +32,23 @@ NEAR, NEAR_16_BITS = 1e-4, 3e-2  # relative differences of the proof
 class ExpertLayer:
     """One module of experts: its exchange, its proof, and the tokens of each expert."""
 
-    def __init__(self, found: Found, group: Collectives, setting: str) -> None:
-        """group: the ranks that share the experts. setting: the key and value that asks for it, in messages."""
+    def __init__(
+        self, found: Found, group: Collectives, setting: str, together: Collectives | None = None
+    ) -> None:
+        """
+        Args:
+            group: the ranks that share the experts.
+            setting: the key and value that asks for it, in messages.
+            together: ranks that are called with the same tokens, such as tensor ranks; None: there are none.
+        """
         self.name, self.num_experts = found.name, found.num_experts
         self.num_local = found.num_experts // group.world_size
         first = group.rank * self.num_local
         self._experts = found.experts
         self._children = list(found.experts or ())[first : first + self.num_local]
         self.weighs_inputs = False  # an expert gets its tokens times their weights
-        self._group, self._setting = group, setting
+        self._group, self._setting, self._together = group, setting, together
+        self._trips = FirstCalls[Trip]()
         self._is_proven = False
         self.rows_sent = 0  # for other ranks, since the begin
         self._counts: Tensor | None = None
@@ -57,16 +68,30 @@ class ExpertLayer:
             def compute(pairs: Tensor, experts: Tensor) -> Tensor:
                 return self._own(module, forward, pairs, experts)
 
-            inputs = hidden_states, top_k_index, top_k_weights
-            result, trip = travel(
-                self._group, self.name, self.num_local, inputs, compute, self.weighs_inputs
-            )
-            self.rows_sent += trip.rows_sent
-            if module.training and torch.is_grad_enabled():
-                self._count(trip.experts, top_k_index)
-            return result
+            counts = module.training and torch.is_grad_enabled()
+            if self._together is None:
+                return self._sent(hidden_states, top_k_index, top_k_weights, compute, counts)
+            share = Share(self._together, self.name, len(hidden_states))
+            hidden, weights = share.cut(hidden_states), share.cut(top_k_weights)
+            index = share.of_own(top_k_index)
+            return share.join(self._sent(hidden, index, weights, compute, counts))
 
-        return sent
+        return outside_of_graphs(sent)  # a graph has no messages of unknown sizes
+
+    def _sent(
+        self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute, counts: bool
+    ) -> Tensor:
+        """The outputs of own tokens [T, H]. A recomputation has the routing of the forward."""
+
+        def start() -> Trip:
+            return Trip(self._group, self.name, index, self.num_local)
+
+        trip, is_first = self._trips.value(start)
+        result = travel(trip, hidden, weights, compute, self.weighs_inputs)
+        self.rows_sent += trip.rows_sent
+        if counts and is_first:
+            self._count(trip.experts, index)
+        return result
 
     def _own(self, module: nn.Module, forward: Forward, pairs: Tensor, experts: Tensor) -> Tensor:
         """The outputs of this rank's experts [P, H]; experts [P]: the number of one for each input."""
@@ -177,11 +202,10 @@ class ExpertLayer:
         error: Exception | None = None
         difference = torch.zeros((), dtype=torch.float64)
         try:
+            with self._having(module):
+                whole = forward(module, tokens, index, scale)
             pairs = tokens.repeat_interleave(num_choices, 0)
-            with evaluating(module):  # dropout draws other numbers for each call
-                with self._having(module):
-                    whole = forward(module, tokens, index, scale)
-                outputs = self._own(module, forward, pairs, index.reshape(-1))
+            outputs = self._own(module, forward, pairs, index.reshape(-1))
             parts = (outputs * scale.reshape(-1, 1)).view(PROOF_TOKENS, num_choices, -1).sum(1)
             size = whole.double().abs().max().clamp(min=1e-30)
             difference = ((whole.double() - parts.double()).abs().max() / size).cpu()
@@ -208,16 +232,12 @@ def stacked_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` is in evaluation mode."""
-    modes = [(each, each.training) for each in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for each, mode in modes:
-            each.training = mode
+def stand_in(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """A forward in place of experts [T, H], which reads no expert. It is smooth where the choice changes."""
+    places = torch.arange(1, top_k_weights.shape[1] + 1, device=top_k_weights.device)
+    return hidden_states * (top_k_weights * places).sum(1, keepdim=True).to(hidden_states.dtype)
 
 
 @contextmanager
@@ -241,4 +261,4 @@ def having(
             module._parameters.update(params)
 
 
-__all__ = ["ExpertLayer", "having"]
+__all__ = ["ExpertLayer", "having", "stand_in"]

@@ -6,9 +6,10 @@ A new version of torch may move or change them. No other file of xds imports a p
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +67,40 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+class AroundCall(NamedTuple):
+    """A non-reentrant checkpoint that runs. recomputation: which one in backward; None: it is the forward."""
+
+    checkpoint: Any
+    recomputation: Any
+
+
+def checkpoints() -> list[AroundCall]:
+    """The non-reentrant checkpoints in which the present code runs, the innermost one last."""
+    hooks = torch._C._autograd
+    pairs: list[tuple[Any, Any]] = []
+    try:
+        while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+            pairs.insert(0, pair)
+            hooks._pop_saved_tensors_default_hooks()
+    finally:
+        for pair in pairs:
+            hooks._push_saved_tensors_default_hooks(*pair)
+    found = [_checkpoint_of(pack) for pack, _ in pairs]
+    return [around for around in found if around is not None]
+
+
+def _checkpoint_of(pack: Any) -> AroundCall | None:
+    function = inspect.unwrap(pack)
+    if getattr(function, "__module__", "") != "torch.utils.checkpoint":
+        return None
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if "frame" in cells:
+        return AroundCall(cells["frame"].cell_contents, None)
+    if "target_frame_ref" not in cells:
+        return None
+    return AroundCall(cells["target_frame_ref"].cell_contents(), pack)
+
+
 def exchange_inner(wrapper: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
     """Let `wrapper`, a function of `torch.nn.utils.clip_grad`, call `inner` from now on.
 
@@ -86,6 +121,7 @@ def num_users(tensor: Tensor) -> int:
 
 __all__ = [
     "CALL",
+    "AroundCall",
     "NO_BACKWARD",
     "HigherOrderOperator",
     "NoTorchFunction",
@@ -93,6 +129,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "after_backward",
+    "checkpoints",
     "exchange_inner",
     "graph_task_id",
     "in_backward",

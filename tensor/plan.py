@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,21 +16,47 @@ from .styles import ALIASES, KEEPS_WHOLE, REFUSED, ParallelStyle, StyleName, is_
 ParallelPlan = dict[str, ParallelStyle]
 
 
-def read_plan(plan: Mapping[str, Any], model: nn.Module, *, is_part: bool = False) -> ParallelPlan:
+def read_plan(
+    plan: Mapping[str, Any],
+    model: nn.Module,
+    apart: Collection[str] = (),
+    *,
+    is_part: bool = False,
+) -> ParallelPlan:
     """Module name -> how it is cut, for every module that a pattern of tensor_parallel.plan matches.
 
     Args:
+        apart: modules that stay whole: patterns for them, and for what is in them, have no effect.
         is_part: the model has the layers of one pipeline stage only, so a pattern may match nothing.
 
     Raises:
         UsageError: an unknown word, a pattern that matches nothing, or a module that cannot be cut so.
     """
-    return _read(plan, model, is_part=is_part)
+    return _read(_without(plan, apart), model, is_part=is_part)
 
 
-def own_plan(model: nn.Module) -> ParallelPlan:
+def own_plan(model: nn.Module, apart: Collection[str] = ()) -> ParallelPlan:
     """As `read_plan`, for the model's own plan; {}: it has none. A pattern may match nothing."""
-    return _read(plan_of_model(model), model, is_part=True)
+    return _read(_without(plan_of_model(model), apart), model, is_part=True)
+
+
+def is_inside(name: str, modules: Collection[str]) -> bool:
+    """`name` is one of `modules`, or in one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _without(plan: Mapping[str, Any], apart: Collection[str]) -> dict[str, Any]:
+    """`plan` without the patterns for `apart`, also for parameters in them."""
+
+    def is_for(pattern: str, name: str) -> bool:
+        begin = pattern.split(".")[: name.count(".") + 1]
+        return _matches(".".join(begin), name)
+
+    return {
+        pattern: text
+        for pattern, text in plan.items()
+        if not any(is_for(pattern, name) for name in apart)
+    }
 
 
 def plan_of_model(model: nn.Module) -> dict[str, str]:
@@ -160,4 +186,4 @@ def _example(modules: Mapping[str, Any]) -> str:
     return ", ".join(names[len(names) // 2 :][:2]) or "none"
 
 
-__all__ = ["ParallelPlan", "check_module", "own_plan", "plan_of_model", "read_plan"]
+__all__ = ["ParallelPlan", "check_module", "is_inside", "own_plan", "plan_of_model", "read_plan"]

@@ -13,9 +13,10 @@ Where a block cannot run in fp32, as with attention that is made for 16 bits, it
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -25,7 +26,7 @@ from ..ops.comm.collectives import Collectives, counting_as
 from ..ops.torch_internals import tree_leaves, tree_map
 from ..utils.errors import UsageError
 from .kinds import kind_of
-from .plan import ParallelPlan
+from .plan import ParallelPlan, is_inside
 from .proof_values import (
     as_proven,
     computed_in,
@@ -48,6 +49,7 @@ SMALL = 1e-2  # of the largest gradient of a block
 NOISE = 8.0  # times what one rounding of all values changes
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Forward = Callable[..., Any]  # (module, *args, **kwargs)
 
 
 class _Run(NamedTuple):
@@ -84,13 +86,18 @@ class Proof:
         model: nn.Module,
         blocks: Sequence[tuple[str, nn.Module]],
         styles: ParallelPlan,
+        apart: Collection[str] = (),
+        stand_ins: Mapping[str, Forward] | None = None,
     ) -> None:
         """
         Args:
             model: what this rank has of the model.
             blocks: name and module of its blocks.
             styles: the layers that will be cut.
+            apart: modules that are not proven here.
+            stand_ins: forwards that run without them, by the name of a module.
         """
+        self._apart, self._stand_ins = apart, stand_ins or {}
         self._blocks: dict[str, tuple[nn.Module, nn.Module]] = {}  # name -> the block, its copy
         self._hooks: list[Any] = []
         region_names = regions(styles, [name for name, _ in blocks])
@@ -115,6 +122,12 @@ class Proof:
         """
         for name, (block, whole) in self._blocks.items():
             case = _Case(name, block, whole, sliced, group, opened)
+            prefix = f"{name}." if name else ""
+            inner = [n for n, _ in block.named_modules()]
+            case.apart = [n for n in inner if prefix + n in self._apart]
+            case.stand_ins = {
+                n: self._stand_ins[prefix + n] for n in inner if prefix + n in self._stand_ins
+            }
             if name in self._regions:
                 case.is_region = True
                 case.around = partial(alone, block, holding)
@@ -166,6 +179,8 @@ class _Case:
         self._opened = opened
         self.num_forwards = 0  # in training
         self.is_region = False
+        self.apart: Collection[str] = ()
+        self.stand_ins: Mapping[str, Forward] = {}
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.tokens = sliced.tokens.tokens  # of a block whose activations are cut; else None
 
@@ -185,10 +200,11 @@ class _Case:
         self.block.eval()  # no dropout: it draws other numbers where activations are cut
         self._whole.eval()
         try:
-            with exactly(self._group.device):
-                done = self._compared(args, kwargs, as_proven)
-            if done is None:
-                done = self._compared(args, kwargs, lambda value: value)
+            with _having(self.block, self.stand_ins), _having(self._whole, self.stand_ins):
+                with exactly(self._group.device):
+                    done = self._compared(args, kwargs, as_proven)
+                if done is None:
+                    done = self._compared(args, kwargs, lambda value: value)
             assert done is not None
             return done
         finally:
@@ -206,6 +222,7 @@ class _Case:
         params = {
             name: nn.Parameter(enlarged(change(self._gathered(param))), param.requires_grad)
             for name, param in self.block.named_parameters()
+            if not is_inside(name, self.apart)
         }
         buffers = {name: change(buffer) for name, buffer in self.block.named_buffers()}
         with standing_in(self._whole, params, buffers):
@@ -214,7 +231,7 @@ class _Case:
             return None
         # on each rank: attention in it may send
         with standing_in(self._whole, params, buffers, rounded_otherwise):
-            again = self._of_own_tokens(_run(self._whole, *inputs, rounds=True))
+            again = self._of_own_tokens(self._ran(self._whole, *inputs, rounds=True))
         with standing_in(self.block, self._own_parts(params), buffers):
             mine = self._run_sliced(*self._with_own_tokens(*inputs))
         return self._judge(mine, theirs, again)
@@ -223,7 +240,7 @@ class _Case:
         """can_fail: None on all ranks where it raises on one."""
         run = None
         try:
-            run = self._of_own_tokens(_run(self._whole, *inputs))
+            run = self._of_own_tokens(self._ran(self._whole, *inputs))
         except Exception:  # any: it is raised again in the block's own dtype
             if not can_fail:
                 raise
@@ -284,9 +301,20 @@ class _Case:
         assert self.tokens is not None
         return self.tokens.of_own(whole.detach()).requires_grad_(whole.requires_grad)
 
+    def _ran(
+        self,
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tokens: Tokens | None = None,
+        *,
+        rounds: bool = False,
+    ) -> _Run:
+        return _run(block, args, kwargs, tokens, self.apart, rounds=rounds)
+
     def _run_sliced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
         try:
-            return _run(self.block, args, kwargs, self.tokens)
+            return self._ran(self.block, args, kwargs, self.tokens)
         except (RuntimeError, ValueError) as error:
             if type(error) not in (RuntimeError, ValueError):
                 raise  # no shapes that do not fit
@@ -414,13 +442,15 @@ def _run(
     block: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    tokens: Tokens | None = None,
+    tokens: Tokens | None,
+    apart: Collection[str],
     *,
-    rounds: bool = False,
+    rounds: bool,
 ) -> _Run:
     """Forward and backward without the hooks of the block itself.
 
-    tokens: its activations are cut. rounds: round its inputs otherwise.
+    tokens: its activations are cut. apart: modules whose parameters are left out. rounds: round its inputs
+    otherwise.
     """
     leaves: list[Tensor] = []
 
@@ -446,7 +476,11 @@ def _run(
             result = block.forward(*tree_map(fresh, args), **tree_map(fresh, dict(kwargs)))
         del outputs[""]
         outputs[""] = _floats(result)
-        params = {name: param for name, param in block.named_parameters() if param.requires_grad}
+        params = {
+            name: param
+            for name, param in block.named_parameters()
+            if param.requires_grad and not is_inside(name, apart)
+        }
         seeds = _seeds(outputs[""], tokens)
         wanted = [*leaves, *params.values()]
         grads: Sequence[Tensor | None] = [None] * len(wanted)
@@ -461,6 +495,24 @@ def _run(
     by_name = dict(zip(params, grads[len(leaves) :], strict=True))
     kept = {name: [out.detach() for out in outs] for name, outs in outputs.items()}
     return _Run(kept, list(grads[: len(leaves)]), by_name)
+
+
+@contextmanager
+def _having(block: nn.Module, forwards: Mapping[str, Forward]) -> Iterator[None]:
+    """Inside, modules of `block` have these forwards."""
+    before = []
+    for name, forward in forwards.items():
+        module = block.get_submodule(name)
+        before.append((module, module.__dict__.get("forward")))
+        module.forward = MethodType(forward, module)
+    try:
+        yield
+    finally:
+        for module, own in before:
+            if own is None:
+                module.__dict__.pop("forward")
+            else:
+                module.forward = own
 
 
 def _seeds(outputs: Sequence[Tensor], tokens: Tokens | None) -> list[Tensor]:

@@ -106,13 +106,16 @@ def standing_in(
 ) -> Iterator[None]:
     """Inside, `module` has copies of `params` and `buffers`, by name, instead of its own ones, without hooks.
 
+    Parameters without a name there stay.
+
     change: makes the values of a parameter of floating point from those of `params`.
     """
     instead: dict[int, Any] = {}
     for name, param in module.named_parameters():
-        given = params[name].data
-        values = change(given) if given.is_floating_point() else given
-        instead[id(param)] = nn.Parameter(values, params[name].requires_grad)
+        if name in params:
+            given = params[name].data
+            values = change(given) if given.is_floating_point() else given
+            instead[id(param)] = nn.Parameter(values, params[name].requires_grad)
     for name, buffer in module.named_buffers():
         instead[id(buffer)] = buffers[name].clone()
     tables: list[dict[str, Any]] = []
@@ -121,7 +124,7 @@ def standing_in(
     kept = [(table, dict(table)) for table in tables]
     try:
         for table, before in kept:
-            table.update({n: instead[id(t)] for n, t in before.items() if t is not None})
+            table.update({n: instead[id(t)] for n, t in before.items() if id(t) in instead})
         yield
     finally:
         for table, before in kept:

@@ -53,10 +53,13 @@ ALIASES = {
     "colwise_rep": StyleName.COLWISE_GATHER,
     "rowwise_rep": StyleName.ROWWISE_SPLIT,
 }
+EXPERTS = (
+    "experts of a mixture are not cut; expert_parallel.enabled = true puts whole ones on ranks"
+)
 REFUSED = {
-    "moe_": "experts of a mixture are not cut yet",
-    "ep_": "experts of a mixture are not distributed yet",
-    "grouped_gemm": "experts of a mixture are not distributed yet",
+    "moe_": EXPERTS,
+    "ep_": EXPERTS,
+    "grouped_gemm": EXPERTS,
     "local": "layers that are cut without a sum are not supported",
     "mla_": "attention with compressed keys and values is not cut yet",
     "all_reduce": "outputs of modules without weights are not summed yet",

@@ -8,15 +8,25 @@ Names, classes and the state_dict do not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from types import MethodType
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType, MethodType
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ...ops.torch_internals import CALL
 
 Forward = Callable[..., Any]  # (module, *args, **kwargs)
+
+
+class Rerouted(NamedTuple):
+    """Modules whose forward will be another one, by their names, for what looks at the model before.
+
+    whole: modules that keep all their elements. stand_ins: forwards that compute without them.
+    """
+
+    whole: Collection[str] = ()
+    stand_ins: Mapping[str, Forward] = MappingProxyType({})
 
 
 def replace_forwards(

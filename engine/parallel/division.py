@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, final
@@ -16,9 +17,11 @@ from ...zero.layout.discover import found_blocks
 from ...zero.layout.groups import FlatGroups
 from ..config.config import Config
 from ..model.arguments import BlockRuns, is_cut, is_part
+from ..model.forwards import Rerouted
 from .flat_groups import BuildPolicy, Division, build_shard_groups, hosts_of, open_flat_groups
 
 if TYPE_CHECKING:
+    from ...experts.cut import Found
     from ...tensor.proof import Proof
     from ...tensor.quiet_runs import Holding
     from ...tensor.slicing import Sliced
@@ -87,42 +90,59 @@ def divide(
     hosts = partial(hosts_of, world)
     shard_groups = build_shard_groups(config, mesh.mesh, hosts, is_first=world.rank == 0)
     tensor = mesh.along("tensor") if config.tensor_parallel.size > 1 else None
-    found, sliced, proof, plan, experts, num_expert_ranks = None, None, None, None, None, 1
+    found, sliced, proof, plan, experts = None, None, None, None, None
+    section, is_built = config.expert_parallel, not is_part(model)
+    mixtures: Sequence[Found] = ()
+    size, conventions, rerouted = 1, {}, Rerouted()
     with agreeing(world, "xds.initialize"):
-        runs: BlockRuns = [
-            [] if is_part(model) else found_blocks(model, config.zero_optimization.units)
-        ]
-        if tensor is not None:
-            from .slices import plan_slices, slice_layers
+        runs: BlockRuns = [found_blocks(model, config.zero_optimization.units) if is_built else []]
+        if section.enabled and is_built:
+            from .experts import plan_experts
 
-            plan = plan_slices(model, runs[0], config)
-        if config.expert_parallel.enabled:
-            from .experts import keep_experts, plan_experts
-
-            mixtures, num_expert_ranks = plan_experts(model, config.expert_parallel, mesh.mesh)
+            mixtures, size = plan_experts(model, section, mesh.mesh)
             listed = {expert for mixture in mixtures for expert in mixture.experts or ()}
             # ranks call different ones, so none is a unit
             runs = [[block for block in run if block[1] not in listed] for run in runs]
+        if tensor is not None:
+            from .slices import plan_slices, slice_layers
+
+            plan = plan_slices(model, runs[0], config, {f.experts_name for f in mixtures})
         if is_cut(model, config):
             from .pipeline import cut
 
             found = cut(model, runs[0], config, mesh)
             model, runs = found.part.module, found.runs
+    if section.enabled:
+        from .experts import conventions_of, found_in, keep_experts, left_out, plan_stage
+
+        if not is_built:
+            mixtures, size = plan_stage(model, section, mesh.mesh, world)
+    with agreeing(world, "xds.initialize"):
+        if section.enabled:
+            mixtures = found_in(model, mixtures)
+            conventions = conventions_of(model, section, mixtures)
+            rerouted = left_out(mixtures, conventions)
         if tensor is not None:
-            sliced, proof = slice_layers(model, runs, plan, config, tensor, found)
-        if config.expert_parallel.enabled:
-            section = config.expert_parallel
-            experts = keep_experts(model, section, mixtures, num_expert_ranks, world.rank)
+            sliced, proof = slice_layers(model, runs, plan, config, tensor, found, rerouted)
+        if section.enabled:
+            experts = keep_experts(model, mixtures, conventions, size, world.rank)
     stage = config.zero_optimization.stage
-    shared = experts if num_expert_ranks > 1 else None
-    division = Division(found, sliced, shared)
+    # tensor ranks have other tokens in experts
+    is_apart = experts is not None and (size > 1 or tensor is not None)
+    division = Division(found, sliced, experts if is_apart else None)
     groups = open_flat_groups(mesh, world, policy, stage, division, scheme, shard_groups)
     layers = None
     if experts is not None:
         from .experts import ExpertLayers
 
+        cut_tokens = None if sliced is None else sliced.tokens
+        together = {
+            f.name: tensor
+            for f in mixtures
+            if tensor is not None and not (cut_tokens and cut_tokens.of(f.name))
+        }
         with agreeing(world, "xds.initialize"):
-            layers = ExpertLayers(model, experts, groups, config.expert_parallel)
+            layers = ExpertLayers(model, experts, groups, section, together)
     return LocalModel(model, runs, found, sliced, proof, layers, groups)
 
 

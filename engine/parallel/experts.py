@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import final
 
+import torch
 from torch import nn
 
 from ...experts.adapters import add_adapters
 from ...experts.balance import Balance, find_bias
-from ...experts.block import ExpertBlock
+from ...experts.block import ExpertBlock, block_stand_in
 from ...experts.config import ExpertParallel
-from ...experts.conventions import find_convention
+from ...experts.conventions import Convention, find_convention
 from ...experts.cut import (
     Cut,
     Found,
@@ -23,14 +25,15 @@ from ...experts.cut import (
     keep_part,
     plan_cut,
 )
-from ...experts.layer import ExpertLayer
+from ...experts.layer import ExpertLayer, stand_in
 from ...ops.comm.collectives import Collectives
+from ...ops.comm.exchange import agreeing
 from ...ops.comm.opening import open_collectives
 from ...ops.mesh import Mesh
 from ...zero.construction.slices import SliceStore
 from ...zero.core.owners import find_owner
 from ...zero.layout.groups import FlatGroups
-from ..model.forwards import replace_forwards
+from ..model.forwards import Rerouted, replace_forwards
 
 
 def plan_experts(model: nn.Module, section: ExpertParallel, mesh: Mesh) -> tuple[list[Found], int]:
@@ -49,21 +52,52 @@ def plan_experts(model: nn.Module, section: ExpertParallel, mesh: Mesh) -> tuple
     return found, int(size)
 
 
-def keep_experts(
-    model: nn.Module, section: ExpertParallel, found: Sequence[Found], size: int, rank: int
-) -> Cut:
-    """Keep the experts of `rank` in `model`, which may be a pipeline stage. For all ranks.
+def plan_stage(
+    model: nn.Module, section: ExpertParallel, mesh: Mesh, world: Collectives
+) -> tuple[list[Found], int]:
+    """The same where each rank has built its own layers. All stages have one size. **Collective.**
 
-    found: in the whole model.
+    Raises:
+        UsageError: as above; on all ranks.
+    """
+    with agreeing(world, "xds.initialize"):
+        found = find_experts(model, section, is_part=True)
+    own = gcd(*(f.num_experts for f in found))  # 0: no experts here
+    sizes = world.gather_small(torch.tensor([own], device=world.device), what="sizes of mixtures")
+    num_ranks = mesh.size // mesh.pipe
+    size = section.autoep_size
+    if size in (0, "auto"):
+        size = gcd(num_ranks, *sizes.flatten().tolist())
+    with agreeing(world, "xds.initialize"):
+        if found or not sizes.any():
+            check_size(found, int(size), num_ranks, section.setting)
+    return found, int(size)
+
+
+def conventions_of(
+    model: nn.Module, section: ExpertParallel, found: Sequence[Found]
+) -> dict[str, Convention]:
+    """How the blocks with lists of experts choose, by name. found: in `model`.
 
     Raises:
         UsageError: a block does something else with its experts than what is known.
     """
-    found = found_in(model, found)
     config = getattr(model, "config", None)
-    conventions = {
-        f.name: find_convention(f.block, section, config) for f in found if f.block is not None
-    }
+    return {f.name: find_convention(f.block, section, config) for f in found if f.block is not None}
+
+
+def keep_experts(
+    model: nn.Module,
+    found: Sequence[Found],
+    conventions: Mapping[str, Convention],
+    size: int,
+    rank: int,
+) -> Cut:
+    """Keep the experts of `rank`, of `size` ranks. found: in `model`. For all ranks.
+
+    Raises:
+        UsageError: an adapter has no part for each expert.
+    """
     cut = replace(plan_cut(found, size), conventions=conventions)
     add_adapters(model, cut)
     for param in cut.params():
@@ -72,6 +106,15 @@ def keep_experts(
             owner.unshard(param)
         keep_part(param, cut.slices[id(param)], rank % size)
     return cut
+
+
+def left_out(found: Sequence[Found], conventions: Mapping[str, Convention]) -> Rerouted:
+    """What the slices of tensor ranks leave as it is."""
+    forwards = {
+        f.name: stand_in if f.block is None else block_stand_in(f.block, conventions[f.name])
+        for f in found
+    }
+    return Rerouted(frozenset(f.experts_name for f in found), forwards)
 
 
 def found_in(model: nn.Module, found: Sequence[Found]) -> list[Found]:
@@ -88,21 +131,30 @@ class ExpertLayers:
     """
 
     def __init__(
-        self, model: nn.Module, cut: Cut, groups: FlatGroups, section: ExpertParallel
+        self,
+        model: nn.Module,
+        cut: Cut,
+        groups: FlatGroups,
+        section: ExpertParallel,
+        together: Mapping[str, Collectives],
     ) -> None:
         """
+        together: by the name of a module, ranks that call it with the same tokens.
+
         Raises:
             UsageError: the section evens out tokens, and a router has no bias.
         """
         group = _group_of(cut, groups)
         self._modules = [f.module for f in cut.found]
-        self._rerouted: list[ExpertLayer | ExpertBlock] = [
-            ExpertLayer(f, group, section.setting)
-            if f.block is None
-            else ExpertBlock(f, f.block, cut.conventions[f.name], group, section)
-            for f in cut.found
+        self.layers = [
+            ExpertLayer(f, group, section.setting, together.get(f.name)) for f in cut.found
         ]
-        self.layers = [r.layer if isinstance(r, ExpertBlock) else r for r in self._rerouted]
+        self._rerouted = [
+            layer
+            if f.block is None
+            else ExpertBlock(f.block, cut.conventions[f.name], layer, section.setting)
+            for f, layer in zip(cut.found, self.layers, strict=True)
+        ]
         coefficient, biases = section.load_balance_coeff, []
         if coefficient:
             biases = [find_bias(model, f.experts_name, f.num_experts) for f in cut.found]
@@ -129,4 +181,12 @@ def _group_of(cut: Cut, groups: FlatGroups) -> Collectives:
     return open_collectives(None, groups.world.device) if slices is None else slices.group
 
 
-__all__ = ["ExpertLayers", "found_in", "keep_experts", "plan_experts"]
+__all__ = [
+    "ExpertLayers",
+    "conventions_of",
+    "found_in",
+    "keep_experts",
+    "left_out",
+    "plan_experts",
+    "plan_stage",
+]

@@ -209,7 +209,8 @@ ALL_OF_A_STAGE: tuple[Axis, ...] = ("data", "sequence", "tensor")
 class Division:
     """What this rank has of a model; None: nothing is cut in this way.
 
-    stages: its pipeline stage. sliced: its slices of layers. experts: its experts.
+    stages: its pipeline stage. sliced: its slices of layers. experts: its experts, which get other tokens than
+    the rest of the model.
     """
 
     stages: StageModules | None = None
@@ -283,7 +284,8 @@ def open_flat_groups(
         number = first + len(kinds) + len(copied)
         group = FlatGroup(levels.across, scheme(levels.across), kept, number)
         by_param |= dict.fromkeys(cut.slices, group)
-        slices |= _slices_of_experts(cut, levels)
+        if cut.num_ranks > 1:
+            slices |= _slices_of_experts(cut, levels)
     return FlatGroups(world, data, grid, by_param, names, slices)
 
 

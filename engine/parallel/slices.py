@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, final
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...ops.comm.collectives import Collectives
 from ...tensor.finding import find_plan
 from ...tensor.layer_specs import has_specs, keeps_own_plan, read_specs
-from ...tensor.plan import ParallelPlan, own_plan, read_plan
+from ...tensor.plan import ParallelPlan, is_inside, own_plan, read_plan
 from ...tensor.proof import Proof
 from ...tensor.slicing import Sliced, slice_model
 from ...tensor.ties import cut_names, with_head, with_heads, with_ties
@@ -19,6 +19,7 @@ from ...utils.errors import UsageError
 from ...zero.core.owners import find_owner
 from ..config.config import Config
 from ..model.arguments import BlockRuns, is_part
+from ..model.forwards import Rerouted
 from ..parts import LossCheck
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
 Blocks = Sequence[tuple[str, nn.Module]]
 
 
-def plan_slices(model: nn.Module, blocks: Blocks, config: Config) -> ParallelPlan | None:
+def plan_slices(
+    model: nn.Module, blocks: Blocks, config: Config, apart: Collection[str] = ()
+) -> ParallelPlan | None:
     """How the layers of the whole `model` are cut; None: each rank builds its own layers, later.
+
+    apart: modules that stay whole, whatever a plan says.
 
     Raises:
         UsageError: there is no plan, or it does not fit the model.
@@ -41,20 +46,23 @@ def plan_slices(model: nn.Module, blocks: Blocks, config: Config) -> ParallelPla
             f"tensor_parallel.tp_size = {section.size}: the model was built in xds.zero.Init, which spreads "
             "every parameter over all ranks; build it without"
         )
-    return _plan(model, blocks, config, is_stage=False)
+    return _plan(model, blocks, config, apart, is_stage=False)
 
 
-def _plan(model: nn.Module, blocks: Blocks, config: Config, *, is_stage: bool) -> ParallelPlan:
+def _plan(
+    model: nn.Module, blocks: Blocks, config: Config, apart: Collection[str], *, is_stage: bool
+) -> ParallelPlan:
     """DeepSpeed's layer_specs, else the plan of the config, else the model's own, else one that is found."""
     section = config.tensor_parallel
     specs = section.partition_config
     if specs and has_specs(specs):
-        own = own_plan(model) if keeps_own_plan(specs) else {}
+        own = own_plan(model, apart) if keeps_own_plan(specs) else {}
         ways = read_specs(specs, own, model, is_part=is_stage)
     elif section.plan is not None:
-        ways = read_plan(section.plan, model, is_part=is_stage)
+        ways = read_plan(section.plan, model, apart, is_part=is_stage)
     else:
-        ways = own_plan(model) or ({} if is_stage else find_plan(model, blocks))
+        ways = own_plan(model, apart) or ({} if is_stage else find_plan(model, blocks))
+    ways = {name: way for name, way in ways.items() if not is_inside(name, apart)}
     if not ways and not is_stage:
         raise UsageError(
             f"tensor_parallel: {type(model).__name__} has no plan that says how its layers are cut; write "
@@ -73,6 +81,7 @@ def slice_layers(
     config: Config,
     group: Collectives,
     found: StageModules | None,
+    rerouted: Rerouted,
 ) -> tuple[Sliced, Proof]:
     """Keep this rank's slices of the layers that this pipeline stage has. Sends nothing.
 
@@ -80,6 +89,7 @@ def slice_layers(
         plan: from `plan_slices`, of the whole model.
         group: the tensor ranks.
         found: the pipeline stage.
+        rerouted: modules that stay as they are, and are not proven.
 
     Returns:
         the slices, and what proves them in the first forward.
@@ -87,9 +97,9 @@ def slice_layers(
     Raises:
         UsageError: the layers cannot be cut over so many ranks.
     """
-    own = ways_here(model, runs, plan, config, found)
+    own = ways_here(model, runs, plan, config, found, rerouted.whole)
     blocks = [block for run in runs for block in run]
-    proof = Proof(model, blocks, own)
+    proof = Proof(model, blocks, own, rerouted.whole, rerouted.stand_ins)
     overlaps = config.tensor_parallel.tp_overlap_comm
     sliced = slice_model(model, own, group, overlaps=overlaps, blocks=runs)
     if sliced.tokens.names:
@@ -124,6 +134,7 @@ def ways_here(
     plan: ParallelPlan | None,
     config: Config,
     found: StageModules | None,
+    apart: Collection[str] = (),
 ) -> ParallelPlan:
     """How the layers are cut that this pipeline stage has; the arguments are those of `slice_layers`."""
     if plan is not None:
@@ -131,7 +142,7 @@ def ways_here(
     blocks = [block for run in runs for block in run]
     tied = set() if found is None else _tied(found)
     own: ParallelPlan = {}
-    for name, way in _plan(model, blocks, config, is_stage=True).items():
+    for name, way in _plan(model, blocks, config, apart, is_stage=True).items():
         params = model.get_submodule(name).parameters()
         if _has(model, name) and not any(id(param) in tied for param in params):
             own[name] = way

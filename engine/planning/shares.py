@@ -136,14 +136,15 @@ class Shares:
         )
         self.schedule: SchedulePlan | None = None
         self._outline: ModelOutline | None = None
-        is_sliced = config.tensor_parallel.size > 1
-        self.ways = plan_slices(model, self.blocks, config) if is_sliced else None
         self.num_expert_ranks = 1
         self._experts: list[Found] = []
         if config.expert_parallel.enabled:
             from ..parallel.experts import plan_experts
 
             self._experts, self.num_expert_ranks = plan_experts(model, config.expert_parallel, mesh)
+        whole = {f.experts_name for f in self._experts}
+        is_sliced = config.tensor_parallel.size > 1
+        self.ways = plan_slices(model, self.blocks, config, whole) if is_sliced else None
         if is_cut(model, config):
             self.schedule = plan_schedule(model, self.blocks, config)
             if not (is_part(model) or isinstance(model, nn.Sequential)):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helpers import run_ranks
 from torch import Tensor
 
-from xds.experts.exchange import travel
+from xds.experts.exchange import Trip, travel
 from xds.ops.comm.opening import open_collectives
 
 CPU = torch.device("cpu")
@@ -106,7 +106,8 @@ def on_ranks(case: Case) -> Any:
     def compute(pairs: Tensor, experts: Tensor) -> Tensor:
         return torch.bmm(pairs.unsqueeze(1), own[experts]).squeeze(1)
 
-    output, trip = travel(group, "a layer", local, (hidden, index, weights), compute)
+    trip = Trip(group, "a layer", index, local)
+    output = travel(trip, hidden, weights, compute)
     output.backward(grad)
     grads = hidden.grad, weights.grad, torch.zeros_like(own) if own.grad is None else own.grad
     return output.detach(), *grads, trip.rows_sent
