@@ -736,7 +736,8 @@ def _give_values(
     from ..zero.construction.weights import load_weights
 
     collectives = groups.data.everyone
-    store = SliceStore(collectives, reads_late=reads_late) if policy.shards_params else None
+    in_slices = SliceStore(collectives, reads_late=reads_late, groups=groups)
+    store = in_slices if policy.shards_params else None
     if weights is not None:
         load_weights(
             model,
@@ -747,8 +748,8 @@ def _give_values(
             optional=optional_states(model),
         )
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
-        construction = None if keeps_whole else Construction(store or SliceStore(collectives))
-        materialise(model, construction, groups)
+        construction = None if keeps_whole else Construction(in_slices)
+        materialise(model, construction, groups.slices)
 
 
 # -- what every engine has ------------------------------------------------------------------------------

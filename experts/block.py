@@ -41,15 +41,12 @@ class ExpertBlock:
         """A forward in place of the block's own."""
 
         def sent(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            inputs = {**dict(zip(("", *range(1, len(args))), args, strict=False)), **kwargs}
-            hidden = inputs.pop("", None)
-            hidden = inputs.pop(self._input, None) if hidden is None else hidden
-            others = [str(name) for name, value in inputs.items() if value is not None]
-            if others or not isinstance(hidden, Tensor):
+            hidden, *others = args or (kwargs.pop(self._input, None),)
+            given = [value for value in (*others, *kwargs.values()) if value is not None]
+            if given or not isinstance(hidden, Tensor):
                 raise UsageError(
-                    f"{self._setting}: {self._block.name} is called with more than {self._input} "
-                    f"({', '.join(others)}); call it with one tensor, or leave it out with "
-                    "expert_parallel.moe_layer_pattern"
+                    f"{self._setting}: {self._block.name} is called with more or less than one tensor "
+                    f"{self._input}; call it so, or leave it out with expert_parallel.moe_layer_pattern"
                 )
             return _computed(self._block, self._convention, self._experts, module, hidden)
 

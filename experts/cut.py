@@ -87,11 +87,9 @@ class Cut:
     adapters: list[nn.Parameter] = field(default_factory=list)
 
     def params(self) -> Iterator[nn.Parameter]:
-        """All parameters of experts."""
-        for one in self.found:
-            for _, _, param in one.named_params():
-                yield param
-        yield from self.adapters
+        """All parameters of experts, each once: layers may share them."""
+        own = [param for one in self.found for _, _, param in one.named_params()]
+        yield from {id(param): param for param in [*own, *self.adapters]}.values()
 
 
 def _joined(*names: str) -> str:

@@ -202,10 +202,11 @@ class ExpertLayer:
         error: Exception | None = None
         difference = torch.zeros((), dtype=torch.float64)
         try:
-            with self._having(module):
-                whole = forward(module, tokens, index, scale)
             pairs = tokens.repeat_interleave(num_choices, 0)
-            outputs = self._own(module, forward, pairs, index.reshape(-1))
+            with evaluating(module):  # dropout draws other numbers for each call
+                with self._having(module):
+                    whole = forward(module, tokens, index, scale)
+                outputs = self._own(module, forward, pairs, index.reshape(-1))
             parts = (outputs * scale.reshape(-1, 1)).view(PROOF_TOKENS, num_choices, -1).sum(1)
             size = whole.double().abs().max().clamp(min=1e-30)
             difference = ((whole.double() - parts.double()).abs().max() / size).cpu()
@@ -238,6 +239,18 @@ def stand_in(
     """A forward in place of experts [T, H], which reads no expert. It is smooth where the choice changes."""
     places = torch.arange(1, top_k_weights.shape[1] + 1, device=top_k_weights.device)
     return hidden_states * (top_k_weights * places).sum(1, keepdim=True).to(hidden_states.dtype)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Inside, `module` is in evaluation mode."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
 
 
 @contextmanager

@@ -137,6 +137,7 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
         "is_accumulating": counters["is_accumulating"],
         "world_size": manifest.world_size,
         "pipeline_stages": manifest.grid.pipe,
+        **({} if manifest.experts == 1 else {"ranks_that_share_experts": manifest.experts}),
         "stage": manifest.stage,
         "size_bytes": sum(record.size_bytes for record in manifest.files),
         "num_files": len(manifest.files),

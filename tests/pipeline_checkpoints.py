@@ -218,7 +218,8 @@ Place = tuple[str, str]  # a name, and which of its tensors
 class Saved:
     """What all ranks of a cut held when it was saved."""
 
-    def __init__(self, cut: Cut, ranks: list[Held]) -> None:
+    def __init__(self, cut: Any, ranks: list[Held]) -> None:
+        """cut: a `Cut`, or another with its mesh and tag."""
         self.cut = cut
         self.mesh = cut.mesh
         self.ranks = ranks
@@ -238,27 +239,40 @@ class Saved:
             for part in found[::-1]:  # the first rank's buffers stay
                 whole[part.at] = part.values
 
-    def differences(self, cut: Cut, ranks: list[Held]) -> list[str]:
-        """What ranks of `cut` that loaded it hold differently; a name for each."""
-        found = []
+    def differences(self, cut: Any, ranks: list[Held], *, values_only: bool = False) -> list[str]:
+        """What ranks of `cut` that loaded it hold differently; a name for each.
+
+        values_only: parameters and buffers alone were loaded.
+        """
+        found: list[str] = []
         mesh = cut.mesh
         covered: dict[Place, set[int]] = {}
         for rank, held in enumerate(ranks):
             data = mesh.coordinates(rank).data
-            if held.facts != self.ranks[0].facts:
-                found.append(f"rank {rank}: {held.facts}, saved {self.ranks[0].facts}")
-            if cut.data == self.cut.data:
-                source = rank if mesh == self.mesh else self.mesh.rank_at(data=data)
-                if held.generators != self.ranks[source].generators:
-                    found.append(f"rank {rank}: the random generators")
+            found += [] if values_only else self._others(cut, rank, held)
             for part in held.parts:
+                if values_only and part.key != "value":
+                    continue
                 covered.setdefault((part.name, part.key), set()).update(part.at.tolist())
                 wanted = self._wanted(part, data if cut.data == self.cut.data else 0)
                 if not torch.equal(part.values, wanted.to(part.values.dtype)):
                     found.append(f"rank {rank}: {part.name} {part.key} at {part.at[0]}")
         for place, values in self.whole.items():
-            if place[1] != "state/step" and len(covered.get(place, ())) != values.numel():
+            is_wanted = place[1] == "value" if values_only else place[1] != "state/step"
+            if is_wanted and len(covered.get(place, ())) != values.numel():
                 found.append(f"{place} is on no rank")
+        return found
+
+    def _others(self, cut: Any, rank: int, held: Held) -> list[str]:
+        """Counters and random generators that differ."""
+        found = []
+        if held.facts != self.ranks[0].facts:
+            found.append(f"rank {rank}: {held.facts}, saved {self.ranks[0].facts}")
+        if cut.data == self.cut.data:
+            data = cut.mesh.coordinates(rank).data
+            source = rank if cut.mesh == self.mesh else self.mesh.rank_at(data=data)
+            if held.generators != self.ranks[source].generators:
+                found.append(f"rank {rank}: the random generators")
         return found
 
     def _wanted(self, part: Part, data: int) -> Tensor:

@@ -287,10 +287,11 @@ def _check_accumulation(counters: Counters, plan: LoadPlan, folder: Path) -> Non
     mesh = plan.manifest.grid
     stages = f" in {mesh.pipe} pipeline stages" if mesh.pipe > 1 else ""
     stages += f" with tp_size = {mesh.tensor}" if mesh.tensor > 1 else ""
+    stages += f", {mesh.experts} of which share the experts of a layer," if mesh.experts > 1 else ""
     raise UsageError(
         f"{folder} was saved in the middle of an accumulation, by {mesh.size} ranks{stages} with "
         f"gradient_accumulation_steps = {saved['accumulation_steps']}: a partial step loads only with the same "
-        "two numbers; load a checkpoint that was saved after a whole step, or use load_optimizer_states=False"
+        "numbers; load a checkpoint that was saved after a whole step, or use load_optimizer_states=False"
     )
 
 

@@ -278,6 +278,7 @@ def _check_mesh(manifest: Manifest) -> None:
             f"it has the files of {num_files} ranks and should have those of {prod(mesh.values())} "
             f"({lengths}), with world_size {shown(manifest.world_size)}"
         )
+    _require(num_files // mesh["pipe"] % manifest.experts == 0, manifest.experts, "experts")
     for number, ranks in enumerate(manifest.holders):
         fits = ranks and _rises(ranks) and ranks[-1] < num_files
         _require(fits, ranks, "holders[{}]", number)

@@ -105,7 +105,8 @@ def log_start(
         return
     memory = sharded.memory
     own, whole = memory.expected_bytes(num_states)
-    place = " on rank 0" if config.model_ranks > 1 else ""
+    is_part = config.model_ranks > 1 or sharded.flat_groups.mesh.experts > 1
+    place = " on rank 0" if is_part else ""
     run = run_in_words(config, dist.get_world_size())
     log.info(
         "xds %s: %s on %s (%s), %s parameters%s",

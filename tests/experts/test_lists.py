@@ -346,6 +346,43 @@ def test_built_on_meta_and_in_init() -> None:
             assert on_meta[name].equal(drawn.state_dict()[name]), name
 
 
+class Contract(nn.Module):
+    """Its experts have the contract, with a list of equal children, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = OwnExperts(nn.Sequential(Expert(), nn.Dropout(0.5)) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(2, -1)
+        output: Tensor = self.experts(x.flatten(0, 1), index.flatten(0, 1), weights.flatten(0, 1))
+        return output.view_as(x)
+
+
+class OwnExperts(nn.ModuleList):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        output = torch.zeros_like(hidden_states)
+        for number, expert in enumerate(self):
+            token, choice = torch.where(top_k_index == number)
+            outputs = expert(hidden_states[token]) * top_k_weights[token, choice, None]
+            output = output.index_add(0, token, outputs)
+        return output
+
+
+def without_dropout() -> nn.Module:
+    model = Model(Contract)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def test_module_with_a_list() -> None:
+    check(run_ranks(trained, 2, without_dropout, 3, 2), *plain(without_dropout(), 2))
+    run_ranks(trained, 2, lambda: Model(Contract), 3, 2)  # draws of dropout refuse no proof
+
+
 # -- what is refused ------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,6 @@ from torch.utils.hooks import RemovableHandle
 from ...utils.errors import UsageError
 from ..core.owners import clear_pending_owner, find_owner, set_pending_owner
 from ..features.external_params import touched_params
-from ..layout.groups import FlatGroups
 from ..layout.slices import Slices, taken
 from .slices import SliceStore
 
@@ -71,15 +70,11 @@ class Construction(TorchFunctionMode):
                 clear_pending_owner(param)
         self._whole, self._module_ids, self._kept_alive = {}, {}, []
 
-    def add_module(self, module: nn.Module, groups: FlatGroups | None = None) -> None:
-        """Add the parameters of a module that was built outside of the context, submodule by submodule.
-
-        groups: those of which data ranks have different slices stay as they are.
-        """
+    def add_module(self, module: nn.Module) -> None:
+        """Add the parameters of a module that was built outside of the context, submodule by submodule."""
         for inner in module.modules():
             for param in inner.parameters(recurse=False):
-                if groups is None or not groups.differs_on_data_ranks(id(param)):
-                    self._add(param, inner)
+                self._add(param, inner)
 
     # -- hooks that torch calls -------------------------------------------------------------------------
 
@@ -164,7 +159,7 @@ class Construction(TorchFunctionMode):
 
 
 def materialise(
-    model: nn.Module, construction: Construction | None, groups: FlatGroups | None = None
+    model: nn.Module, construction: Construction | None, slices: Mapping[int, Slices] | None = None
 ) -> None:
     """Give a model on the meta device its initial values, module by module.
 
@@ -172,7 +167,7 @@ def materialise(
     - Children come before their parents. Constructors that end with `reset_parameters`, as torch's own do,
       draw in the same order, so values are bit-equal to plain construction.
     - `construction`: None keeps the values whole.
-    - `groups`: of the engine. A parameter with slices is whole while its module draws its values.
+    - `slices`: id(parameter) -> its slices. Such a parameter is whole while its module draws its values.
 
     Raises:
         UsageError: modules with parameters or buffers on meta have no `reset_parameters`; names them.
@@ -193,12 +188,11 @@ def materialise(
             "device: no reset_parameters() to make initial values with; pass weights= to xds.initialize, or "
             "build the model inside xds.zero.Init(config)"
         )
-    slices: Mapping[int, Slices] = {} if groups is None else groups.slices
     with construction or nullcontext():
         for _, module, initialisers in on_meta:
             cut: list[tuple[Tensor, Slices]] = []
             for _, tensor in _meta_tensors(module):
-                param_slices = slices.get(id(tensor))
+                param_slices = None if slices is None else slices.get(id(tensor))
                 shape = tensor.shape if param_slices is None else param_slices.whole_shape
                 make_real(tensor, torch.empty(shape, dtype=tensor.dtype, device="cpu"))
                 if param_slices is not None:
@@ -208,7 +202,7 @@ def materialise(
             for tensor, param_slices in cut:
                 tensor.data = taken(tensor.data, param_slices.box)
             if construction is not None:
-                construction.add_module(module, groups)
+                construction.add_module(module)
 
 
 def _children_first(

@@ -1,4 +1,4 @@
-"""Parameters in slices before an engine exists: rank r holds elements [r*c, (r+1)*c) of each.
+"""Parameters in slices before an engine exists: rank r of its group holds elements [r*c, (r+1)*c) of each.
 
     full  --shard-->  slice [c], param.data = NaN expanded to its shape  --unshard-->  full
 
@@ -20,6 +20,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.flat import cut, numel_of
 from ..core.owners import IN_SHARDS, ParamOwner, ShardView, clear_owner, set_owner
 from ..core.param_bucket import placeholder_like
+from ..layout.groups import FlatGroups
 from ..layout.slices import Reader
 
 CHUNK_NUMEL = 1 << 22  # elements that a rank sends at a time in `move_into`
@@ -51,15 +52,18 @@ class SliceStore(ParamOwner):
         dtype: torch.dtype | None = None,
         *,
         reads_late: bool = False,
+        groups: FlatGroups | None = None,
     ) -> None:
         """
         Args:
+            collectives: the ranks that a parameter is sharded over, unless `groups` has others for it.
             dtype: of floating values; None keeps each parameter's own.
             reads_late: `shard_from` reads a slice when it is needed, for models that do not fit the memory.
         """
         self.collectives = collectives
         self._dtype = dtype
         self._reads_late = reads_late
+        self._groups = groups
         self._slices = WeakTensorKeyDictionary()  # parameter -> _Slice
         self._numbers = 0
 
@@ -69,26 +73,27 @@ class SliceStore(ParamOwner):
 
     def shard(self, param: nn.Parameter) -> None:
         """Keep this rank's slice of rank 0's values and free the parameter. Rank 0 sends the slices."""
+        group = self.group_of(param)
         full = param.data.contiguous().view(-1)
-        full = full.to(device=self.collectives.device, dtype=self._kept_dtype(param.dtype))
-        bounds = self._bounds(full.numel())
-        start, stop = bounds[self.collectives.rank]
+        full = full.to(device=group.device, dtype=self._kept_dtype(param.dtype))
+        bounds = cut(full.numel(), group.world_size)
+        start, stop = bounds[group.rank]
         local = full.new_empty(stop - start)
-        self.collectives.scatter(full, local, bounds)
+        group.scatter(full, local, bounds)
         self._keep(param, param.device, local.dtype, lambda: local)
 
     def shard_from(self, param: nn.Parameter, reader: Reader) -> None:
         """Keep this rank's slice of the values from `reader`; the parameter's own values are not read."""
-        start, stop = self._bounds(param.numel())[self.collectives.rank]
-        dtype = self._kept_dtype(param.dtype)
+        group, dtype = self.group_of(param), self._kept_dtype(param.dtype)
+        start, stop = cut(param.numel(), group.world_size)[group.rank]
 
         def read() -> Tensor:
-            local = torch.empty(stop - start, dtype=dtype, device=self.collectives.device)
+            local = torch.empty(stop - start, dtype=dtype, device=group.device)
             if stop > start:
                 local.copy_(reader(start, stop))
             return local
 
-        piece = self._keep(param, self.collectives.device, dtype, read)
+        piece = self._keep(param, group.device, dtype, read)
         if not self._reads_late:
             assert piece.local is not None
 
@@ -113,7 +118,7 @@ class SliceStore(ParamOwner):
         """Make `param` a full, ordinary parameter again. Every rank sends its slice."""
         piece = self._slices.pop(param)  # type: ignore[no-untyped-call]
         clear_owner(param)
-        full = self._stored(piece).read(self.collectives)
+        full = self._stored(param, piece).read(self.group_of(param))
         assert full is not None
         param.data = full.to(device=piece.device, dtype=piece.dtype)
 
@@ -125,7 +130,8 @@ class SliceStore(ParamOwner):
         """
         piece = self._slices.pop(param)  # type: ignore[no-untyped-call]
         clear_owner(param)
-        bounds = self._bounds(target.numel())
+        group = self.group_of(param)
+        bounds = cut(target.numel(), group.world_size)
         is_plain = target.is_contiguous()
         flat = target.view(-1) if is_plain else target.new_empty(target.numel())
         longest = max(stop - start for start, stop in bounds)
@@ -136,19 +142,22 @@ class SliceStore(ParamOwner):
                 ends.append(ends[-1] + stop - start)
             packed = piece.local.new_empty(ends[-1])
             local = piece.local[offset : offset + CHUNK_NUMEL]
-            self.collectives.collect(packed, local, list(zip(ends[:-1], ends[1:], strict=True)))
+            group.collect(packed, local, list(zip(ends[:-1], ends[1:], strict=True)))
             for (start, stop), begin in zip(parts, ends[:-1], strict=True):
                 flat[start:stop] = packed[begin : begin + stop - start]
         if not is_plain:
             target.copy_(flat.view(target.shape))
 
-    def _bounds(self, numel: int) -> list[tuple[int, int]]:
-        return cut(numel, self.collectives.world_size)
-
-    def _stored(self, piece: _Slice) -> ShardView:
-        return ShardView(piece.shape, piece.local, self._bounds(numel_of(piece.shape)))
+    def _stored(self, param: nn.Parameter, piece: _Slice) -> ShardView:
+        bounds = cut(numel_of(piece.shape), self.group_of(param).world_size)
+        return ShardView(piece.shape, piece.local, bounds)
 
     # -- the interface of ParamOwner -------------------------------------------------------------------------
+
+    def group_of(self, param: nn.Parameter) -> Collectives:
+        group = None if self._groups is None else self._groups.of(param)
+        # stages build what they share in different orders
+        return self.collectives if group is None or group.is_shared else group.everyone
 
     def name_of(self, param: nn.Parameter) -> str:
         return f"parameter {self.number_of(param)} of zero.Init, {tuple(self._slices[param].shape)}"
@@ -157,13 +166,13 @@ class SliceStore(ParamOwner):
         return int(self._slices[param].number)
 
     def value(self, param: nn.Parameter) -> ShardView:
-        return self._stored(self._slices[param])
+        return self._stored(param, self._slices[param])
 
     def compute(self, param: nn.Parameter) -> ShardView:
         return self.value(param)
 
     def write(self, param: nn.Parameter, reader: Reader) -> None:
-        self.value(param).write(reader, self.collectives.rank)
+        self.value(param).write(reader, self.group_of(param).rank)
 
     def why_in_parts(self, param: nn.Parameter) -> str:
         return IN_SHARDS

@@ -129,6 +129,10 @@ class Match:
     extra: list[str] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
 
+    @property
+    def num_problems(self) -> int:
+        return len(self.missing) + len(self.extra) + len(self.shapes)
+
     def check(self, source: str, *, strict: bool, remedy: str) -> None:
         """Raise UsageError where names are missing or extra (with `strict`), or shapes differ."""
         problems = [f"shapes differ: {_some(self.shapes)}"] if self.shapes else []
@@ -176,6 +180,23 @@ def match_names(
         saved - {name for names, _ in model_names for name in names} - others.keys()
     )
     return match
+
+
+def _as_converted(
+    model: nn.Module,
+    weights: WeightSource,
+    match: Match,
+    whole: Sequence[Sequence[str]] | None,
+    slices: Mapping[int, Slices],
+) -> tuple[WeightSource, Match]:
+    """Weights through the conversions of the model's library, where more of them fits then."""
+    from .conversions import converted
+
+    others = converted(weights, model)
+    if others is None:
+        return weights, match
+    matched = match_names(model, others, whole, slices)
+    return (others, matched) if matched.num_problems < match.num_problems else (weights, match)
 
 
 def _names_by_tensor(model: nn.Module) -> list[tuple[list[str], Tensor]]:
@@ -235,6 +256,8 @@ def load_weights(
             weights = open_weights(source)
             all_of = None if whole is None else list(whole.values())
             match = match_names(model, weights, all_of, slices)
+            if match.num_problems:
+                weights, match = _as_converted(model, weights, match, all_of, slices)
             for name, stored in match.found.items():
                 _check_view(name, tensors[name], weights.reader(stored))
         except UsageError as error:
@@ -249,8 +272,7 @@ def load_weights(
             tensor, reader = tensors[name], weights.reader(stored)
             if id(tensor) in slices and find_owner(tensor) is None:
                 reader = reader_of_slice(reader, slices[id(tensor)].box)
-            is_apart = groups is not None and groups.differs_on_data_ranks(id(tensor))
-            _overwrite(tensor, reader, None if is_apart else store)
+            _overwrite(tensor, reader, store)
 
 
 def _agree(groups: FlatGroups, match: Match, failure: UsageError | None) -> None:

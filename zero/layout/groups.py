@@ -194,13 +194,6 @@ class FlatGroups:
         shapes = sorted(self.all_shapes_of(param), key=numel_of)
         return shapes[0], shapes[-1]
 
-    def differs_on_data_ranks(self, key: int) -> bool:
-        """Data ranks have different slices of the parameter with this id: none can send its values to all."""
-        group = self.shared.get(key)
-        return group is not None and not set(self.data.everyone.members) <= set(
-            group.everyone.members
-        )
-
     def of(self, param: nn.Parameter) -> FlatGroup:
         """The group of the buffer that holds `param`."""
         return self.shared.get(id(param), self.data)
