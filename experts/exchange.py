@@ -1,14 +1,12 @@
 """Sends tokens to the ranks of their experts, and the sums of their outputs back.
 
-                 forward                                              backward
-    `scatter`    tokens [T, H] -> rows of all ranks [R, H]            `gather`
-    `spread`     rows [R, H] -> pairs of own experts [P, H]           `collect`
-    (experts)    pairs [P, H] -> outputs [P, H]
-    `collect`    outputs [P, H] -> sums for each row [R, H]           `spread`
-    `gather`     rows [R, H] -> sums for each token [T, H]            `scatter`
+                forward                                                backward
+    `there`     tokens [T, H] -> rows [R, H] -> pairs [P, H]           `there_back`
+    (experts)   pairs of a token and an own expert -> outputs [P, H]
+    `back`      outputs [P, H] -> sums for rows [R, H] -> sums for tokens [T, H]   `back_back`
 
-A row is sent once each way and pass. Before them go the counts of rows and pairs, which the host waits for, and
-the numbers of experts with their weights.
+A row is sent once each way and pass. Before the rows go the counts of rows and pairs, which the host waits for.
+The numbers of experts and their weights travel beside the rows, as do the gradients of weights.
 """
 
 from __future__ import annotations
@@ -64,23 +62,44 @@ class Trip:
         self._ordered: OrderedSum | None = None
         self._weights: Tensor | None = None
 
-    def begin(self, top_k_weights: Tensor) -> Tensor:
-        """Send the numbers of experts, and the weights [T, K]. Returns the weight of each pair here [P].
+    def there(self, top_k_weights: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The weight of each pair here [P] and its inputs [P, H], from weights [T, K] and tokens [T, H].
 
-        A recomputation sends nothing here: it has the weights of the forward.
+        A recomputation sends no weights: it has those of the forward.
         """
+        rows = self._start(hidden[self._tokens], self._rows_out, self._rows_in)
         if self._weights is None:
-            self._weights = self._first_weights(top_k_weights)
-        return self._weights.clone()
+            self._weights = self._pair_weights(top_k_weights)
+        return self._weights.clone(), rows()[self._row]
 
-    def _first_weights(self, top_k_weights: Tensor) -> Tensor:
+    def there_back(self, weight_grads: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of weights [T, K] and tokens [T, H], from those of pairs [P] and inputs [P, H]."""
+        rows = self._start(self._of_rows(grads), self._rows_in, self._rows_out)
+        weights = self._start(weight_grads.view(-1, 1), self._pairs_in, self._pairs_out)
+        result = weight_grads.new_zeros(self._shape[0] * self._shape[1])
+        result[self._pairs] = weights().view(-1)
+        return result.view(self._shape), self._summed(rows())
+
+    def back(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Outputs of pairs [P, H] -> their sums for each token [T, H], which travel in `dtype`."""
+        rows = self._of_rows(outputs).to(dtype)
+        return self._summed(self._start(rows, self._rows_in, self._rows_out)())
+
+    def back_back(self, grads: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradients of outputs [P, H] in `dtype`, from those of tokens [T, H]."""
+        return self._start(grads[self._tokens], self._rows_out, self._rows_in)().to(dtype)[
+            self._row
+        ]
+
+    def _pair_weights(self, top_k_weights: Tensor) -> Tensor:
+        """Send the numbers of experts, and the weights. Returns the weight of each pair here [P]."""
         weights = top_k_weights.reshape(-1)[self._pairs]
         # numbers and weights are one message, of elements as wide as the weights
         wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
         whole = torch.int64 if wide == torch.float64 else torch.int32
         codes = self._sent.codes[: self._num_pairs].to(whole)
         message = torch.stack((codes, weights.to(wide).view(whole)), 1)
-        message = self._exchange(message, self._pairs_out, self._pairs_in)
+        message = self._start(message, self._pairs_out, self._pairs_in)()
         code = message[:, 0].long()
         rows_in, pairs_in = self._on_device[:, self._group.rank].unbind(1)
         before = rows_in.cumsum(0) - rows_in  # rows of earlier ranks
@@ -91,20 +110,8 @@ class Trip:
         self._of_rows = OrderedSum(self._row, node, sum(self._rows_in))
         return message[:, 1].contiguous().view(wide).to(weights.dtype)
 
-    def weights_back(self, grad: Tensor) -> Tensor:
-        """The gradients of weights [T, K], from those of the pairs here [P]."""
-        received = self._exchange(grad.view(-1, 1), self._pairs_in, self._pairs_out)
-        result = grad.new_zeros(self._shape[0] * self._shape[1])
-        result[self._pairs] = received.view(-1)
-        return result.view(self._shape)
-
-    def scatter(self, values: Tensor) -> Tensor:
-        """Tokens [T, H] -> the rows that this rank computes [R, H]."""
-        return self._exchange(values[self._tokens], self._rows_out, self._rows_in)
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """Rows [R, H] -> the sum of each token's rows [T, H]."""
-        received = self._exchange(rows, self._rows_in, self._rows_out)
+    def _summed(self, received: Tensor) -> Tensor:
+        """Rows that came back -> the sum of each token's rows [T, H]."""
         if self._ordered is None:
             counts = self._on_device[self._group.rank, :, 0]
             ranks = torch.arange(self._group.world_size, device=counts.device)
@@ -114,14 +121,6 @@ class Trip:
             place = self._tokens[self._by_token]
             self._ordered = OrderedSum(place, node[self._by_token], self._shape[0])
         return self._ordered(received[self._by_token])
-
-    def spread(self, rows: Tensor) -> Tensor:
-        """Rows [R, H] -> one for each pair [P, H]."""
-        return rows[self._row]
-
-    def collect(self, outputs: Tensor) -> Tensor:
-        """Outputs of pairs [P, H] -> their sums for each row [R, H]."""
-        return self._of_rows(outputs)
 
     def computed(self, pairs: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The outputs of own experts [P, H]. See `travel` for `compute`.
@@ -136,14 +135,52 @@ class Trip:
         outputs = [compute(*part) for part in reversed(list(parts))]
         return torch.cat(outputs[::-1])
 
-    def _exchange(self, rows: Tensor, sizes_out: list[int], sizes_in: list[int]) -> Tensor:
+    def _start(
+        self, rows: Tensor, sizes_out: list[int], sizes_in: list[int]
+    ) -> Callable[[], Tensor]:
+        """Send rows, in the order of ranks. Returns what waits for those of the others, and returns them."""
         if self._group.world_size == 1:
-            return rows
+            return lambda: rows
         rows = rows.contiguous()
         result = rows.new_empty(sum(sizes_in), *rows.shape[1:])
         outs, parts = list(torch.split(result, sizes_in)), list(torch.split(rows, sizes_out))
-        self._group.all_to_all(outs, parts, what=f"tokens of {self._what}", kind=KIND).wait()
-        return result
+        handle = self._group.all_to_all(outs, parts, what=f"tokens of {self._what}", kind=KIND)
+
+        def received() -> Tensor:
+            handle.wait()
+            return result
+
+        return received
+
+
+class _There(torch.autograd.Function):
+    """`Trip.there`. `anchor` makes it part of every graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Tensor, hidden: Tensor, anchor: Tensor, trip: Trip
+    ) -> tuple[Tensor, Tensor]:
+        ctx.trip = trip
+        return trip.there(weights, hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.trip.there_back(*grads), None, None
+
+
+class _Back(torch.autograd.Function):
+    """`Trip.back`. `anchor` makes it part of every graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, outputs: Tensor, anchor: Tensor, trip: Trip, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.trip, ctx.dtype = trip, outputs.dtype
+        return trip.back(outputs, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.trip.back_back(grad, ctx.dtype), None, None, None
 
 
 class _Apply(torch.autograd.Function):
@@ -181,16 +218,14 @@ def travel(
     """
     # Ranks without tokens, and experts without, take part in every message of backward.
     anchor = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())
-    weights = applied(top_k_weights, anchor, trip.begin, trip.weights_back)
-    rows = applied(hidden, anchor, trip.scatter, trip.gather)
-    pairs = applied(rows, anchor, trip.spread, trip.collect)
+    weights, pairs = _There.apply(top_k_weights, hidden, anchor, trip)  # type: ignore[no-untyped-call]
     if weighs_inputs:
         outputs = trip.computed((pairs * weights.unsqueeze(-1)).to(pairs.dtype), compute)
     else:
         outputs = trip.computed(pairs, compute) * weights.unsqueeze(-1)
     # the graph of the sums has that of the pairs, whatever `compute` does with them
-    sums = applied(outputs, pairs, trip.collect, trip.spread)
-    return applied(sums.to(hidden.dtype), anchor, trip.gather, trip.scatter)
+    sums: Tensor = _Back.apply(outputs, pairs, trip, hidden.dtype)  # type: ignore[no-untyped-call]
+    return sums
 
 
 @final
