@@ -117,10 +117,9 @@ class Trip:
             ranks = torch.arange(self._group.world_size, device=counts.device)
             rank = ranks.repeat_interleave(counts, output_size=len(self._tokens))
             node = tree_places(rank, odd_factor(self._group.world_size))
-            self._by_token = torch.argsort(self._tokens, stable=True)
-            place = self._tokens[self._by_token]
-            self._ordered = OrderedSum(place, node[self._by_token], self._shape[0])
-        return self._ordered(received[self._by_token])
+            place, order = torch.sort(self._tokens, stable=True)
+            self._ordered = OrderedSum(place, node[order], self._shape[0], order)
+        return self._ordered(received)
 
     def computed(self, pairs: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The outputs of own experts [P, H]. See `travel` for `compute`.

@@ -69,7 +69,7 @@ def route(top_k_index: Tensor, num_local: int, num_ranks: int) -> Sent:
 # -- sums in one order --------------------------------------------------------------------------------------
 
 
-ROOT = 64  # above all bits: the height at which terms of unlike sums meet
+NODE_BITS = 24  # of a leaf of the tree; terms of unlike sums meet above them
 
 
 def tree_places(numbers: Tensor, odd: int) -> Tensor:
@@ -98,19 +98,26 @@ class OrderedSum:
     a sum are added one after the other, which needs no wait of the host.
     """
 
-    def __init__(self, place: Tensor, node: Tensor, num_sums: int) -> None:
-        """place, node [P]: the sum of each term and its leaf in the tree; sorted by (place, node)."""
-        self._place, self._node, self._num_sums = place, node, num_sums
+    def __init__(
+        self, place: Tensor, node: Tensor, num_sums: int, order: Tensor | None = None
+    ) -> None:
+        """place, node [P]: the sum of each term and its leaf in the tree; sorted by (place, node).
+
+        order [P]: the place of each of these terms among those that are given; None: they are sorted too.
+        """
+        self._place, self._node, self._num_sums, self._order = place, node, num_sums, order
 
     def __call__(self, terms: Tensor) -> Tensor:
         """The sums in the dtype of `terms`; those without terms are 0."""
         is_tree = terms.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        is_own = self._order is not None
+        terms = terms if self._order is None else terms[self._order]
         if not is_tree:
             lengths = torch.zeros(self._num_sums, dtype=torch.int64, device=terms.device)
             lengths.index_add_(0, self._place, torch.ones_like(self._place))
             return torch.segment_reduce(terms, "sum", lengths=lengths, unsafe=True, initial=0)
         firsts, merges = self._merges
-        if merges:
+        if merges and not is_own:
             terms = terms.clone()
         for into, other in merges:
             terms.index_add_(0, into, terms[other])
@@ -124,22 +131,21 @@ class OrderedSum:
         """The first term of each sum, and (into, other) of each round: terms[into] += terms[other].
 
         Two neighbours of a sum meet in the tree at the height of the highest bit in which their leaves differ.
-        There the terms from the right one on, summed so far in its place, are added to those on its left.
+        There the terms from the right one on, summed so far in its place, are added to those on its left: to
+        the first term that has equal bits from this height on.
         """
-        place, node = self._place, self._node
-        if not len(place):
-            return place, []
-        height = torch.frexp((node[1:] ^ node[:-1]).double()).exponent
-        height = torch.where(place[1:] == place[:-1], height, ROOT)
-        at = torch.arange(1, len(place), device=place.device)
-        merges = []
-        for level in torch.unique(height).tolist():
-            if level < ROOT:
-                starts = torch.where(height > level, at, 0).cummax(0).values
-                is_here = height == level
-                merges.append((starts[is_here], at[is_here]))
-        firsts = torch.cat((at.new_zeros(1), at[height == ROOT]))
-        return firsts, merges
+        if not len(self._place):
+            return self._place, []
+        leaf = (self._place << NODE_BITS) | self._node
+        height = torch.frexp((leaf[1:] ^ leaf[:-1]).double()).exponent.clamp(max=NODE_BITS + 1)
+        counts = torch.bincount(height, minlength=NODE_BITS + 2).tolist()
+        height, right = torch.sort(height, stable=True)
+        right = right + 1
+        left = torch.searchsorted(leaf, (leaf[right] >> height) << height)
+        rights = torch.split(right, counts)
+        rounds = zip(torch.split(left, counts), rights, counts[:-1], strict=False)
+        firsts = torch.cat((right.new_zeros(1), rights[-1]))
+        return firsts, [(into, other) for into, other, count in rounds if count]
 
 
 __all__ = ["OrderedSum", "Sent", "odd_factor", "route", "tree_places"]
