@@ -324,14 +324,24 @@ class Engine:
 
     # -- the module -------------------------------------------------------------------------------------
 
-    def uneven_forwards(self) -> AbstractContextManager[None]:
-        """Inside, ranks may run unequal numbers of forwards at stage 3: those that are done serve the others.
+    @contextmanager
+    def uneven_forwards(self) -> Iterator[None]:
+        """Inside, ranks may run unequal numbers of forwards: those that are done serve the others.
 
-        For evaluation on unequal data, and for generation that stops at different lengths; no backward. Each
-        gather costs a small message more. Entry and exit are for all ranks; other stages need nothing.
+        For evaluation on unequal data, and for generation that stops at different lengths; no backward. Entry
+        and exit are for all ranks. Stage 3, and experts on several ranks, need it: each gather of parameters or
+        exchange of tokens costs a small message more.
+
+        Raises:
+            UsageError: experts are on several ranks at stage 3.
         """
         self._states.check_usable()
-        return self._sharded.uneven_forwards()
+        parts, streams = self._parts, self._sharded.gatherer is not None
+        with (
+            parts.uneven.running(parts.autocast, streams=streams),
+            self._sharded.uneven_forwards(),
+        ):
+            yield
 
     @contextmanager
     def generating(

@@ -108,6 +108,7 @@ from .parts import (
     Packing,
     Parts,
     Preemption,
+    UnevenForwards,
 )
 from .process.process import is_launched, join, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
@@ -321,6 +322,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         packing=packing,
         opened=mesh.opened,
         loop=_loop(local, mesh, config, sharded, cutter),
+        uneven=local.experts or UnevenForwards(),
     )
 
 

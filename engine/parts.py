@@ -170,6 +170,19 @@ class KeptUnits:
         return
 
 
+class UnevenForwards:
+    """How ranks run unequal numbers of forwards: by default each alone, where no parameters are gathered."""
+
+    def running(
+        self, autocast: Callable[[], AbstractContextManager[None]], *, streams: bool
+    ) -> AbstractContextManager[None]:
+        """Around these forwards, without backward. For all ranks.
+
+        autocast: around each forward. streams: forwards gather parameters.
+        """
+        return nullcontext()
+
+
 class LoopFactory(Protocol):
     """Makes the loop of train_batch and eval_batch."""
 
@@ -205,6 +218,7 @@ class Parts:
     packing: Packing
     opened: list[Collectives]  # of all groups that this engine uses
     loop: LoopFactory
+    uneven: UnevenForwards
 
     @property
     def device(self) -> torch.device:

@@ -61,4 +61,13 @@ def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-__all__ = ["add_adapters"]
+def outer_module(model: nn.Module, experts: nn.Module) -> nn.Module:
+    """What calls `experts`: PEFT's outermost wrapper around it, or the module itself."""
+    for _, wrapper in _wrappers(model):
+        if wrapper.get_base_layer() is experts:
+            found: nn.Module = wrapper
+            return found
+    return experts
+
+
+__all__ = ["add_adapters", "outer_module"]

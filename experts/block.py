@@ -8,6 +8,7 @@ The block's own forward would call each expert of the list, and this rank has so
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -34,6 +35,7 @@ class ExpertBlock:
         self.layer.weighs_inputs = convention.weighs_inputs
         self._block, self._convention, self._setting = block, convention, setting
         self._experts = self.layer.rerouted(weighted_sum)
+        self.call_experts = partial(self._experts, block.module.get_submodule(block.experts))
         own = inspect.signature(type(block.module).forward).parameters
         self._input = list(own)[1]  # the name of its first argument
 

@@ -29,6 +29,13 @@ class Tiles(Protocol):
     def tiled_mlp(self) -> bool | int: ...
 
 
+class Graphs(Protocol):
+    """The section `zero_optimization`."""
+
+    @property
+    def divergent_graphs(self) -> bool: ...
+
+
 class Neighbours(Protocol):
     """What the rules of this section read of the rest of the config."""
 
@@ -38,6 +45,8 @@ class Neighbours(Protocol):
     def optimizer_type(self) -> str: ...
     @property
     def sequence(self) -> Tiles: ...
+    @property
+    def zero_optimization(self) -> Graphs: ...
 
 
 @final
@@ -144,6 +153,13 @@ class ExpertParallel(Section):
                 config.optimizer_type,
                 f"it uses norms of whole tensors, and {self.setting} gives each rank some of the experts in a "
                 "tensor; choose an optimizer such as AdamW or Muon, or set autoep_size to 1",
+            )
+        if config.zero_optimization.divergent_graphs:
+            report.complain(
+                "zero_optimization.divergent_graphs",
+                True,
+                "ranks that run different modules do not meet in the exchanges of tokens; set it to false, or "
+                "expert_parallel.enabled to false",
             )
         if config.sequence.tiled_mlp is not False:
             report.complain(

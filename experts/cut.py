@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import gcd
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from ..utils.errors import UsageError
 from .config import ExpertParallel
 from .conventions import Block, Convention, is_matrix_of
 
+# modules of experts, and blocks, of which this process has some experts only
+_cut_modules: WeakSet[nn.Module] = WeakSet()
 CONTRACT = ("hidden_states", "top_k_index", "top_k_weights")
 Range = tuple[int, int]
 
@@ -374,6 +377,16 @@ def plan_cut(found: Sequence[Found], size: int) -> Cut:
     return cut
 
 
+def mark_cut(cut: Cut) -> None:
+    """This rank is about to keep some of the experts."""
+    _cut_modules.update(found.module for found in cut.found)
+
+
+def was_cut(module: nn.Module) -> bool:
+    """This rank has some experts of `module` only."""
+    return module in _cut_modules
+
+
 def keep_part(param: nn.Parameter, piece: CutExperts, rank: int) -> None:
     """Keep the part of `rank`. The parameter is whole."""
     ranges, dim = piece.by_rank[rank], piece.dim
@@ -391,5 +404,7 @@ __all__ = [
     "find_experts",
     "fitting_size",
     "keep_part",
+    "mark_cut",
     "plan_cut",
+    "was_cut",
 ]

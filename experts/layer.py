@@ -21,6 +21,7 @@ from ..ops.torch_internals import outside_of_graphs
 from ..utils.errors import UsageError
 from .cut import CONTRACT, Found
 from .exchange import Share, Trip, travel
+from .turns import Turns
 
 Forward = Callable[..., Any]  # (module, *args, **kwargs)
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -50,6 +51,8 @@ class ExpertLayer:
         self._group, self._setting, self._together = group, setting, together
         self._trips = FirstCalls[Trip]()
         self._is_proven = False
+        self.turns: Turns | None = None  # of all layers of the engine
+        self.number = 0  # among these
         self.rows_sent = 0  # for other ranks, since the begin
         self._counts: Tensor | None = None
 
@@ -58,11 +61,11 @@ class ExpertLayer:
 
         def sent(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             hidden_states, top_k_index, top_k_weights = self._inputs(args, kwargs)
+            if self.turns is not None:
+                self.turns.take(self.number, hidden_states, top_k_weights)
             if not self._is_proven:
                 self._is_proven = True
-                list(
-                    stacked_values(module)
-                )  # PEFT keeps what is read first, and a proof has no graph
+                list(stacked_values(module))  # PEFT keeps what is read first; a proof has no graph
                 self._prove(module, forward, hidden_states, top_k_weights)
 
             def compute(pairs: Tensor, experts: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ class Rollouts:
                 self._own_numbers(seed) if own_numbers else nullcontext(),
                 _evaluating(self._parts.module),
                 torch.no_grad(),
+                self._parts.uneven.running(self._parts.autocast, streams=not gathers),
                 self._parts.autocast(),
             ):
                 self.is_running = True

@@ -143,6 +143,12 @@ def check_whole(model: nn.Module) -> None:
             "xds.initialize: an earlier xds.initialize with tensor_parallel.tp_size > 1 has cut the layers of "
             "this model, and a rank has slices only; build the model again"
         )
+    was_cut = _if_loaded("experts.cut", "was_cut")
+    if was_cut is not None and any(was_cut(module) for module in modules):
+        raise UsageError(
+            "xds.initialize: an earlier xds.initialize with expert_parallel has left some experts of this "
+            "model on each rank; build the model again"
+        )
 
 
 # -- every rank has the same config and the same model ---------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import gcd
 from typing import final
@@ -10,7 +11,7 @@ from typing import final
 import torch
 from torch import nn
 
-from ...experts.adapters import add_adapters
+from ...experts.adapters import add_adapters, outer_module
 from ...experts.balance import Balance, find_bias
 from ...experts.block import ExpertBlock, block_stand_in
 from ...experts.config import ExpertParallel
@@ -23,17 +24,21 @@ from ...experts.cut import (
     find_experts,
     fitting_size,
     keep_part,
+    mark_cut,
     plan_cut,
 )
 from ...experts.layer import ExpertLayer, stand_in
+from ...experts.turns import Turns
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import agreeing
 from ...ops.comm.opening import open_collectives
 from ...ops.mesh import Mesh
+from ...utils.errors import UsageError
 from ...zero.construction.slices import SliceStore
 from ...zero.core.owners import find_owner
 from ...zero.layout.groups import FlatGroups
 from ..model.forwards import Rerouted, replace_forwards
+from ..parts import UnevenForwards
 
 
 def plan_experts(model: nn.Module, section: ExpertParallel, mesh: Mesh) -> tuple[list[Found], int]:
@@ -100,6 +105,8 @@ def keep_experts(
     """
     cut = replace(plan_cut(found, size), conventions=conventions)
     add_adapters(model, cut)
+    if size > 1:
+        mark_cut(cut)
     for param in cut.params():
         owner = find_owner(param)
         if isinstance(owner, SliceStore) and size > 1:  # one after the other is whole
@@ -124,7 +131,7 @@ def found_in(model: nn.Module, found: Sequence[Found]) -> list[Found]:
 
 
 @final
-class ExpertLayers:
+class ExpertLayers(UnevenForwards):
     """The modules of experts of one engine, rerouted from `begin` to `undo`.
 
     balance: the tokens of each expert.
@@ -159,6 +166,16 @@ class ExpertLayers:
         if coefficient:
             biases = [find_bias(model, f.experts_name, f.num_experts) for f in cut.found]
         self.balance = Balance(self.layers, groups.world, biases, coefficient)
+        self._turns = Turns(
+            group,
+            [layer.name for layer in self.layers],
+            [
+                r.call_experts if isinstance(r, ExpertBlock) else outer_module(model, f.module)
+                for r, f in zip(self._rerouted, cut.found, strict=True)
+            ],
+        )
+        for number, layer in enumerate(self.layers):
+            layer.number, layer.turns = number, self._turns
         self._undo: list[Callable[[], None]] = []
 
     def begin(self) -> None:
@@ -173,6 +190,21 @@ class ExpertLayers:
         for each in self._undo:
             each()
         self._undo = []
+
+    def running(
+        self, autocast: Callable[[], AbstractContextManager[None]], *, streams: bool
+    ) -> AbstractContextManager[None]:
+        """
+        Raises:
+            UsageError: forwards gather parameters, which waits for other ranks than an exchange of tokens.
+        """
+        if streams and self._turns.has_ranks:
+            raise UsageError(
+                "unequal numbers of forwards, with experts on several ranks and stage 3: forwards would gather "
+                "parameters and exchange tokens, each for other ranks; use engine.generating() with memory for "
+                "all parameters, run equal numbers of forwards, or set zero_optimization.stage to 2"
+            )
+        return self._turns.uneven(autocast)
 
 
 def _group_of(cut: Cut, groups: FlatGroups) -> Collectives:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_processes, run_ranks
 from peft import LoraConfig, get_peft_model
 from runs import config
 from test_training import batch, mixtral
@@ -50,6 +50,14 @@ def trained(build: Callable[[], nn.Module], given: dict[str, Any]) -> Any:
     return found, values
 
 
+def trained_deterministically(build: Callable[[], nn.Module], given: dict[str, Any]) -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return trained(build, given)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def one_process(build: Callable[[], nn.Module], world_size: int) -> tuple[list[float], Any]:
     """Norms and parameters of plain PyTorch, with SGD."""
     model: Any = build()
@@ -70,8 +78,8 @@ def one_process(build: Callable[[], nn.Module], world_size: int) -> tuple[list[f
 def test_lora_on_stacked_experts_is_cut_with_them(stage: int) -> None:
     norms, params = one_process(with_adapters, 4)
     given = config(stage, optimizer="SGD", params={"lr": 0.1}, **EXPERTS)
-    ranks = run_ranks(trained, 4, with_adapters, given)
-    found, values = ranks[3]
+    # what PEFT computes once a forward is kept for all threads of a process
+    found, values = run_processes(trained, 4, with_adapters, given)[3]
     assert [norm for _, norm in found] == pytest.approx(norms, rel=1e-5)
     for key, value in params.items():
         torch.testing.assert_close(values[key], value, rtol=1e-5, atol=1e-7)
@@ -80,11 +88,7 @@ def test_lora_on_stacked_experts_is_cut_with_them(stage: int) -> None:
 def test_adapters_of_experts_under_deterministic_algorithms() -> None:
     norms, _ = one_process(with_adapters, 2)
     given = config(2, optimizer="SGD", params={"lr": 0.1}, **EXPERTS)
-    torch.use_deterministic_algorithms(True)
-    try:
-        found, _ = run_ranks(trained, 2, with_adapters, given)[0]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    found, _ = run_processes(trained_deterministically, 2, with_adapters, given)[0]
     assert [norm for _, norm in found] == pytest.approx(norms, rel=1e-5)
 
 
@@ -153,9 +157,76 @@ def test_muon_refuses_parts_of_matrices() -> None:
     ("changes", "sentence"),
     [
         ({"optimizer": "Lamb"}, "uses norms of whole tensors, and expert_parallel.autoep_size = 2"),
+        ({"zero": {"divergent_graphs": True}}, "do not meet in the exchanges of tokens"),
         ({"sequence": {"tiled_mlp": True}}, "sequence.tiled_mlp = true: ranks may have unequal"),
     ],
 )
 def test_what_a_config_cannot_combine(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(xds.ConfigError, match=sentence):
         xds.Config.load(config(2, **changes, **EXPERTS))
+
+
+# -- unequal numbers of forwards ------------------------------------------------------------------------------
+
+
+def evaluated(stage: int, with_experts: bool) -> tuple[list[float], list[float]]:
+    """Results of rollouts and evaluations, of which each rank runs as many as its number; a step afterwards."""
+    given = config(stage, **(EXPERTS if with_experts else {}))
+    engine = xds.initialize(mixtral(), given)
+    rank = dist.get_rank()
+    prompt = torch.arange(3, 9).view(1, 6) + rank
+    tokens = engine.generate(prompt, max_new_tokens=1 + 2 * rank, do_sample=False)
+    found = [float(token) for token in tokens.flatten()]
+    with engine.generating() as module:
+        for _ in range(rank):
+            found.append(float(module(prompt).logits.sum()))
+    if stage < 3:
+        with engine.uneven_forwards(), torch.no_grad():
+            for step in range(rank):
+                found.append(
+                    engine(input_ids=batch(step, rank), labels=batch(step, rank)).loss.item()
+                )
+    ids = batch(9, rank)
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    engine.destroy()
+    return found, [loss.item(), engine.get_global_grad_norm()]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_run_unequal_numbers_of_forwards(stage: int) -> None:
+    """Rank 0 runs none: it computes its experts for the others."""
+    wanted = run_ranks(evaluated, 4, stage, False)
+    for (found, after), (other, later) in zip(
+        run_ranks(evaluated, 4, stage, True), wanted, strict=True
+    ):
+        assert found == pytest.approx(other, rel=1e-5)
+        assert after == pytest.approx(later, rel=1e-5)
+
+
+def streamed() -> None:
+    engine = xds.initialize(mixtral(), config(3, **EXPERTS))
+    for make in (lambda: engine.generating(memory_limit=0), engine.uneven_forwards):
+        with pytest.raises(xds.UsageError, match="unequal numbers of forwards, with experts"):
+            with make():
+                pass
+
+
+def test_streamed_parameters_and_experts_are_refused() -> None:
+    run_ranks(streamed, 2)
+
+
+# -- a second engine ------------------------------------------------------------------------------------------
+
+
+def twice() -> None:
+    model = mixtral()
+    xds.initialize(model, config(1, **EXPERTS)).destroy()
+    for given in (config(1, **EXPERTS), config(1)):
+        with pytest.raises(xds.UsageError, match="has left some experts of this model on each"):
+            xds.initialize(model, given)
+
+
+def test_a_model_whose_experts_are_cut_is_whole_no_more() -> None:
+    run_ranks(twice, 2)
