@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import gcd
@@ -36,6 +36,7 @@ class Found:
     """A module of experts, or a block with a list of them: its name in the model, and how many experts it has.
 
     experts: the list of its experts; None: they are in stacked tensors. block: its parts; None: it is no block.
+    convention: by which the block routes; None: it is no block, or is not proven yet.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Found:
     num_experts: int
     experts: nn.ModuleList | None = None
     block: Block | None = None
+    convention: Convention | None = None
 
     @property
     def experts_name(self) -> str:
@@ -80,13 +82,12 @@ class CutExperts:
 class Cut:
     """What cutting has made. slices: id(parameter) -> its cut. num_ranks: that share the experts.
 
-    conventions: of the blocks, by name. adapters: parameters of adapters of experts.
+    adapters: parameters of adapters of experts.
     """
 
     num_ranks: int
     found: Sequence[Found]
     slices: dict[int, CutExperts] = field(default_factory=dict)
-    conventions: Mapping[str, Convention] = field(default_factory=dict)
     adapters: list[nn.Parameter] = field(default_factory=list)
 
     def params(self) -> Iterator[nn.Parameter]:

@@ -93,7 +93,7 @@ def divide(
     found, sliced, proof, plan, experts = None, None, None, None, None
     section, is_built = config.expert_parallel, not is_part(model)
     mixtures: Sequence[Found] = ()
-    size, conventions, rerouted = 1, {}, Rerouted()
+    size, rerouted = 1, Rerouted()
     with agreeing(world, "xds.initialize"):
         runs: BlockRuns = [found_blocks(model, config.zero_optimization.units) if is_built else []]
         if section.enabled and is_built:
@@ -113,19 +113,18 @@ def divide(
             found = cut(model, runs[0], config, mesh)
             model, runs = found.part.module, found.runs
     if section.enabled:
-        from .experts import conventions_of, found_in, keep_experts, left_out, plan_stage
+        from .experts import found_in, keep_experts, left_out, plan_stage
 
         if not is_built:
             mixtures, size = plan_stage(model, section, mesh.mesh, world)
     with agreeing(world, "xds.initialize"):
         if section.enabled:
             mixtures = found_in(model, mixtures)
-            conventions = conventions_of(model, section, mixtures)
-            rerouted = left_out(mixtures, conventions)
+            rerouted = left_out(mixtures)
         if tensor is not None:
             sliced, proof = slice_layers(model, runs, plan, config, tensor, found, rerouted)
         if section.enabled:
-            experts = keep_experts(model, mixtures, conventions, size, world.rank)
+            experts = keep_experts(model, mixtures, size, world.rank)
     stage = config.zero_optimization.stage
     # tensor ranks have other tokens in experts
     is_apart = experts is not None and (size > 1 or tensor is not None)

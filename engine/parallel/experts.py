@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from ...experts.adapters import add_adapters, outer_module
 from ...experts.balance import Balance, find_bias
 from ...experts.block import ExpertBlock, block_stand_in
 from ...experts.config import ExpertParallel
-from ...experts.conventions import Convention, find_convention
+from ...experts.conventions import find_convention
 from ...experts.cut import (
     Cut,
     Found,
@@ -40,14 +41,17 @@ from ...zero.layout.groups import FlatGroups
 from ..model.forwards import Rerouted, replace_forwards
 from ..parts import UnevenForwards
 
+log = logging.getLogger("xds")
+
 
 def plan_experts(model: nn.Module, section: ExpertParallel, mesh: Mesh) -> tuple[list[Found], int]:
     """The experts of `model`, which is whole, and how many ranks share those of a layer.
 
     Raises:
-        UsageError: the model has no experts, or they cannot be shared as the config says.
+        UsageError: the model has no experts, or they cannot be shared as the config says; or a block does
+            something else with its experts than what is known.
     """
-    found = find_experts(model, section)
+    found = _proven(model, section)
     num_ranks = mesh.size // mesh.pipe
     size = section.autoep_size
     if size in (0, "auto"):
@@ -66,7 +70,7 @@ def plan_stage(
         UsageError: as above; on all ranks.
     """
     with agreeing(world, "xds.initialize"):
-        found = find_experts(model, section, is_part=True)
+        found = _proven(model, section, is_part=True)
     own = gcd(*(f.num_experts for f in found))  # 0: no experts here
     sizes = world.gather_small(torch.tensor([own], device=world.device), what="sizes of mixtures")
     num_ranks = mesh.size // mesh.pipe
@@ -79,31 +83,36 @@ def plan_stage(
     return found, int(size)
 
 
-def conventions_of(
-    model: nn.Module, section: ExpertParallel, found: Sequence[Found]
-) -> dict[str, Convention]:
-    """How the blocks with lists of experts choose, by name. found: in `model`.
+def _proven(model: nn.Module, section: ExpertParallel, *, is_part: bool = False) -> list[Found]:
+    """The experts of `model`, with the conventions of blocks.
 
-    Raises:
-        UsageError: a block does something else with its experts than what is known.
+    A list beside a matrix with as many rows may be anything: in a model with modules of experts such a block
+    is left whole where no convention fits it, unless the config names it.
     """
-    config = getattr(model, "config", None)
-    return {f.name: find_convention(f.block, section, config) for f in found if f.block is not None}
+    found = find_experts(model, section, is_part=is_part)
+    model_config = getattr(model, "config", None)
+    is_needed = section.moe_layer_pattern is not None or all(f.block is not None for f in found)
+    proven = []
+    for mixture in found:
+        try:
+            if mixture.block is not None:
+                convention = find_convention(mixture.block, section, model_config)
+                mixture = replace(mixture, convention=convention)
+            proven.append(mixture)
+        except UsageError as error:
+            if is_needed:
+                raise
+            log.info("%s is left whole: %s", mixture.name, error)
+    return proven
 
 
-def keep_experts(
-    model: nn.Module,
-    found: Sequence[Found],
-    conventions: Mapping[str, Convention],
-    size: int,
-    rank: int,
-) -> Cut:
+def keep_experts(model: nn.Module, found: Sequence[Found], size: int, rank: int) -> Cut:
     """Keep the experts of `rank`, of `size` ranks. found: in `model`. For all ranks.
 
     Raises:
         UsageError: an adapter has no part for each expert.
     """
-    cut = replace(plan_cut(found, size), conventions=conventions)
+    cut = plan_cut(found, size)
     add_adapters(model, cut)
     if size > 1:
         mark_cut(cut)
@@ -115,10 +124,12 @@ def keep_experts(
     return cut
 
 
-def left_out(found: Sequence[Found], conventions: Mapping[str, Convention]) -> Rerouted:
+def left_out(found: Sequence[Found]) -> Rerouted:
     """What the slices of tensor ranks leave as it is."""
     forwards = {
-        f.name: stand_in if f.block is None else block_stand_in(f.block, conventions[f.name])
+        f.name: stand_in
+        if f.block is None or f.convention is None
+        else block_stand_in(f.block, f.convention)
         for f in found
     }
     return Rerouted(frozenset(f.experts_name for f in found), forwards)
@@ -158,8 +169,8 @@ class ExpertLayers(UnevenForwards):
         ]
         self._rerouted = [
             layer
-            if f.block is None
-            else ExpertBlock(f.block, cut.conventions[f.name], layer, section.setting)
+            if f.block is None or f.convention is None
+            else ExpertBlock(f.block, f.convention, layer, section.setting)
             for f, layer in zip(cut.found, self.layers, strict=True)
         ]
         coefficient, biases = section.load_balance_coeff, []
@@ -215,7 +226,6 @@ def _group_of(cut: Cut, groups: FlatGroups) -> Collectives:
 
 __all__ = [
     "ExpertLayers",
-    "conventions_of",
     "found_in",
     "keep_experts",
     "left_out",

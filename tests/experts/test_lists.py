@@ -231,6 +231,19 @@ def test_other_blocks(how: str) -> None:
     check(run_ranks(trained, 2, make, 2, 2), *plain(make(), 2))
 
 
+def test_no_bit_depends_on_the_ranks_of_experts() -> None:
+    def deterministic(size: int) -> Any:
+        torch.use_deterministic_algorithms(True)
+        return trained(Model, 2, size)
+
+    try:
+        (one, params), (two, others) = (run_ranks(deterministic, 2, size)[0] for size in (1, 2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [loss for loss, _ in one] == [loss for loss, _ in two]
+    assert all(torch.equal(params[name], others[name]) for name in params)
+
+
 # -- an expert without tokens, checkpoints, single parameters -------------------------------------------------
 
 
@@ -370,8 +383,21 @@ class OwnExperts(nn.ModuleList):
         return output
 
 
+class NoMixture(nn.Module):
+    """A list and a matrix with as many rows, which are no experts and no router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.Sequential(*self.parts)(x))
+
+
 def without_dropout() -> nn.Module:
     model = Model(Contract)
+    model.other = NoMixture()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
