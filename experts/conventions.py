@@ -212,7 +212,7 @@ class _Hints:
 
 def _tried(block: Block, hints: _Hints, section: ExpertParallel) -> Iterator[Convention]:
     """All conventions that the config allows, without the flags of shared experts."""
-    norms = (True, False) if section.route_norm is None else (section.route_norm,)
+    norms = (False, True) if section.route_norm is None else (section.route_norm,)
     applied = {"pre": (True,), "post": (False,), "auto": (False, True)}[section.score_apply]
     biases = (True, False) if block.bias is not None else (False,)
     for weighs_inputs in applied:
@@ -278,12 +278,22 @@ class _Copy:
         self.weight = torch.randn(BATCH * TOKENS, width, generator=generator)  # of the gradients
 
     def own(self, *, trains: bool) -> Any:
-        """What the block itself computes."""
+        """What the block itself computes.
+
+        Raises:
+            ValueError: it sets an attribute of its own, which other code may read.
+        """
         self._begin(trains=trains)
+        before = _state_of(self.module)
         try:
-            return self.module(self.hidden)
+            result = self.module(self.hidden)
         except (RuntimeError, ValueError, IndexError):  # it may want tokens in one dimension
-            return self.module(self.hidden.flatten(0, 1))
+            result = self.module(self.hidden.flatten(0, 1))
+        after = _state_of(self.module)
+        written = [name for name in after if after[name] != before.get(name)]
+        if written:
+            raise ValueError(f"it sets self.{written[0]}, which other code may read")
+        return result
 
     def routed(self, *, is_flat: bool, trains: bool) -> Any:
         """The output of the router, with the draws of `own`; None: it cannot be called so."""
@@ -391,6 +401,15 @@ def _fitted(
         else:
             return None
     return replace(convention, form=tuple(form) if isinstance(own, tuple | list) else None)
+
+
+def _state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which objects the attributes of `module` are, and how often tensors were written."""
+    values = {**vars(module), **module._buffers}
+    return {
+        name: (id(value), value._version if isinstance(value, Tensor) else 0)
+        for name, value in values.items()
+    }
 
 
 def _equal(one: Any, two: Any) -> bool:

@@ -192,6 +192,8 @@ class Other(nn.Module):
         if self.shared is not None:
             gate = 1.0 if self.shared_gate is None else self.shared_gate(x).sigmoid()
             output = output + gate * self.shared(x)
+        if "keeps" in self.how:
+            self.balance = weights.sum()
         return (output.view(shape), weights.sum()) if "loss" in self.how else output.view(shape)
 
 
@@ -442,6 +444,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (unequal, {"moe_layer_pattern": "*.mlp"}, "0 and 1 have other classes, names or shapes"),
     (lambda: other(jitter=True), {}, "none of the known ways"),
     (lambda: other(loss=True), {}, "none of the known ways"),
+    (lambda: other(keeps=True), {}, "it sets self.balance"),
     (lambda: nn.Linear(2, 2), {}, "no module of experts"),
 ]
 
