@@ -139,6 +139,36 @@ def find_experts(
     return found
 
 
+def check_found(model: nn.Module, found: Sequence[Found], setting: str) -> None:
+    """
+    Raises:
+        UsageError: nothing was found; it names the module that is most like experts.
+    """
+    if not found:
+        raise UsageError(f"{setting}: {_nearest(model)}; set expert_parallel.enabled to false")
+
+
+def _nearest(model: nn.Module) -> str:
+    """Why the module of `model` that is most like experts is not cut, as a clause."""
+    modules = list(model.named_modules())
+    named = [(name, m) for name, m in modules if "expert" in type(m).__name__.lower()]
+    for name, module in [*named, *((name, m) for name, m in modules if _is_stack(m))]:
+        why = why_not(module)
+        if why:
+            return f"{name} ({type(module).__name__}) {why}, and the model has no other experts"
+    return (
+        f"the model has no module of experts, which is called with ({', '.join(CONTRACT)}), and no block with "
+        "a router and an nn.ModuleList of equal experts"
+    )
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """All its parameters have one first dimension, and some are stacks of matrices."""
+    shapes = [param.shape for param in module.parameters(recurse=False)]
+    is_own = not type(module).__module__.startswith("torch.nn.")
+    return is_own and len({shape[:1] for shape in shapes}) == 1 and max(map(len, shapes)) > 2
+
+
 def _is_inside(name: str, outer: str) -> bool:
     return not outer or name.startswith(f"{outer}.")
 
@@ -211,6 +241,16 @@ def why_not(module: nn.Module) -> str:
     others = [name for name, param in own.items() if param.shape[:1] != (num_experts,)]
     if others:
         return f"has the parameter {others[0]}, whose first dimension is not num_experts = {num_experts}"
+    # of children: a vector is more likely as long as there are experts by chance
+    rows = [
+        name for name, b in module.named_buffers(recurse=False) if b.shape[:1] == (num_experts,)
+    ]
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        is_child = "." in name and not name.startswith("parametrizations.")
+        if is_child and value.dim() > 1 and len(value) == num_experts:
+            rows.append(name)
+    if rows:
+        return f"has {rows[0]} with a row for each expert, which is no parameter of its own"
     return ""
 
 
@@ -327,11 +367,6 @@ def check_size(found: Sequence[Found], size: int, num_ranks: int, setting: str) 
     Raises:
         UsageError: `size` ranks cannot share the experts.
     """
-    if not found:
-        raise UsageError(
-            f"{setting}: the model has no module of experts, which is called with ({', '.join(CONTRACT)}), and "
-            "no block with a router and an nn.ModuleList of equal experts; set expert_parallel.enabled to false"
-        )
     for one in found:
         if one.num_experts % size:
             raise UsageError(
@@ -401,6 +436,7 @@ __all__ = [
     "CutExperts",
     "Found",
     "check_choices",
+    "check_found",
     "check_size",
     "find_experts",
     "fitting_size",

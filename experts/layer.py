@@ -8,7 +8,8 @@ those of the model. Router and shared experts are other modules, and are not tou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -19,7 +20,7 @@ from ..ops.comm.collectives import Collectives
 from ..ops.recomputation import FirstCalls
 from ..ops.torch_internals import outside_of_graphs
 from ..utils.errors import UsageError
-from .cut import CONTRACT, Found
+from .cut import Found
 from .exchange import Share, Trip, travel
 from .turns import Turns
 
@@ -59,8 +60,10 @@ class ExpertLayer:
     def rerouted(self, forward: Forward) -> Forward:
         """A forward in place of the module's own."""
 
+        names = list(inspect.signature(forward).parameters)[1:4]
+
         def sent(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            hidden_states, top_k_index, top_k_weights = self._inputs(args, kwargs)
+            hidden_states, top_k_index, top_k_weights = self._inputs(names, args, kwargs)
             if self.turns is not None:
                 self.turns.take(self.number, hidden_states, top_k_weights)
             if not self._is_proven:
@@ -166,17 +169,19 @@ class ExpertLayer:
         return counts
 
     def _inputs(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tensors of a call: hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K].
+
+        names: of these arguments in the module's own forward.
 
         Raises:
             UsageError: the module is called otherwise.
         """
-        given = {**dict(zip(CONTRACT, args, strict=False)), **kwargs}
-        hidden, index, weights = (given.pop(name, None) for name in CONTRACT)
-        is_called_so = not given and len(args) <= len(CONTRACT)
-        if is_called_so and all(isinstance(one, Tensor) for one in (hidden, index, weights)):
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        hidden, index, weights = (given.pop(name, None) for name in names)
+        has_more = len(args) > len(names) or any(value is not None for value in given.values())
+        if not has_more and all(isinstance(one, Tensor) for one in (hidden, index, weights)):
             if hidden.dim() == 2 == index.dim() and index.shape == weights.shape:
                 return hidden, index, weights
         parts = [*args, *kwargs.values()]
@@ -209,21 +214,23 @@ class ExpertLayer:
             with evaluating(module):  # dropout draws other numbers for each call
                 with self._having(module):
                     whole = forward(module, tokens, index, scale)
-                outputs = self._own(module, forward, pairs, index.reshape(-1))
+                # one at a time: each depends on its own weights alone, not on its number
+                outputs = self._one_by_one(module, forward, pairs, index.reshape(-1))
             parts = (outputs * scale.reshape(-1, 1)).view(PROOF_TOKENS, num_choices, -1).sum(1)
             size = whole.double().abs().max().clamp(min=1e-30)
             difference = ((whole.double() - parts.double()).abs().max() / size).cpu()
-        except (RuntimeError, TypeError, ValueError, IndexError) as raised:
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as raised:
             error, difference = raised, difference.fill_(torch.inf)
         flag = difference.view(1).to(self._group.device)
         most = float(self._group.gather_small(flag, what=f"the proof of {self.name}").max())
-        near = NEAR if hidden.dtype.itemsize > 2 else NEAR_16_BITS
+        is_short = hidden.dtype.itemsize <= 2 or torch.is_autocast_enabled(hidden.device.type)
+        near = NEAR_16_BITS if is_short else NEAR
         if not most <= near:
             why = f" ({type(error).__name__}: {error})" if error is not None else ""
             raise UsageError(
                 f"{self._setting}: {self.name} ({type(module).__name__}) is not the weighted sum of its "
                 f"experts: one at a time they differ by {most:.1e} of the largest output{why}; leave this "
-                "module out with expert_parallel.expert_pattern, or set autoep_size to 1"
+                "module out with expert_parallel.expert_pattern"
             ) from error
 
 

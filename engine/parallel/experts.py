@@ -21,6 +21,7 @@ from ...experts.cut import (
     Cut,
     Found,
     check_choices,
+    check_found,
     check_size,
     find_experts,
     fitting_size,
@@ -52,6 +53,7 @@ def plan_experts(model: nn.Module, section: ExpertParallel, mesh: Mesh) -> tuple
             something else with its experts than what is known.
     """
     found = _proven(model, section)
+    check_found(model, found, section.setting)
     num_ranks = mesh.size // mesh.pipe
     size = section.autoep_size
     if size in (0, "auto"):
@@ -78,7 +80,9 @@ def plan_stage(
     if size in (0, "auto"):
         size = gcd(num_ranks, *sizes.flatten().tolist())
     with agreeing(world, "xds.initialize"):
-        if found or not sizes.any():
+        if not sizes.any():
+            check_found(model, found, section.setting)
+        if found:
             check_size(found, int(size), num_ranks, section.setting)
     return found, int(size)
 

@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, str]] = {
     "ranks": (mixtral, {"autoep_size": 4}, {}, 2, "must divide the data, sequence and tensor ranks"),
     "pattern": (mixtral, {"expert_pattern": "*.ffn"}, {}, 2, "it matches none"),
     "choices": (lambda: mixtral(num_experts_per_tok=5), {}, {}, 2, "top_k = 5 is more than the 4"),
-    "signature": (lambda: Around(Otherwise()), {}, {}, 2, "has no module of experts"),
+    "signature": (lambda: Around(Otherwise()), {}, {}, 2, "(Otherwise) is not called with"),
     "named": (
         *(lambda: Around(Otherwise()), {"expert_pattern": "experts"}, {}, 2),
         "is not called with (hidden_states, top_k_index, top_k_weights)",
