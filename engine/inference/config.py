@@ -48,9 +48,7 @@ Bits = Annotated[Literal[4, 8], needs("4 or 8")]
 Symmetry = Annotated[Literal["symmetric", "asymmetric"], ANY_CASE]
 
 _KERNELS = "it belongs to DeepSpeed's kernels; the layers of the model run as they are"
-_EXPERTS = (
-    "expert parallelism is not supported yet; experts in an nn.ModuleList infer, all on each rank"
-)
+_COUNTS = "the model has as many experts as it has"
 _ACTIVATIONS = "only weights are stored in few bits; activations keep their dtype"
 
 
@@ -135,6 +133,20 @@ class InferenceSlices(Section):
 
 
 @final
+class InferenceExperts(Section):
+    """Experts are on different ranks."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"num_experts": "moe_experts"}
+    others: ClassVar[Mapping[str, Entry]] = {
+        "moe_experts": NoEffect(Items, _COUNTS, same=([1],)),
+        **details(Any, "type ep_mp_group ep_group expert_group"),
+    }
+
+    enabled: Flag = Field(True, description="false: each rank has all experts")
+    ep_size: Count = Field(1, description="ranks that share the experts of a layer")
+
+
+@final
 class CheckpointConfig(Section):
     """Another place of three keys."""
 
@@ -177,17 +189,7 @@ class InferenceConfig(Section):
         "training_mp_size": Refused(
             Count, "merge the slices of the checkpoint before", harmless=(1,)
         ),
-        "moe": Group(
-            "experts over ranks",
-            {
-                "ep_size": Refused(Count, _EXPERTS, harmless=(1,)),
-                "num_experts": Refused(Items, _EXPERTS, harmless=([1],)),
-                "moe_experts": Refused(Items, _EXPERTS, harmless=([1],)),
-            },
-            details(Any, "enabled type ep_mp_group ep_group expert_group"),
-        ),
-        "ep_size": Refused(Count, _EXPERTS, harmless=(1,)),
-        "moe_experts": Refused(Items, _EXPERTS, harmless=([1],)),
+        "moe_experts": NoEffect(Items, _COUNTS, same=([1],)),
         **details(Any, "ep_group ep_mp_group moe_type"),
     }
 
@@ -196,6 +198,8 @@ class InferenceConfig(Section):
         description="of weights and activations; int8: weights of 8 bits, in the model's dtype",
     )
     tensor_parallel: InferenceSlices = nested(InferenceSlices)
+    moe: InferenceExperts = nested(InferenceExperts)
+    ep_size: Count | None = Field(None, description="as moe.ep_size")
     mp_size: Count | None = Field(None, description="old name of tensor_parallel.tp_size")
     mpu: Any = Field(None, description="old name of tensor_parallel.mpu")
     injection_policy: Any = Field(
@@ -269,6 +273,10 @@ class InferenceConfig(Section):
         if self.mp_size and size and self.mp_size != size:
             text = f"tensor_parallel.tp_size is {size}; leave mp_size, its old name, out"
             report.complain("mp_size", self.mp_size, text)
+        experts = self.moe.ep_size
+        if self.ep_size is not None and "ep_size" in self.moe.model_fields_set:
+            if self.ep_size != experts:
+                report.complain("ep_size", self.ep_size, f"moe.ep_size is {experts}; leave one out")
         if self.dtype == "int8" and not (self.quant.enabled and self.quant.weight.enabled):
             report.complain(
                 "dtype", "int8", "quant is not enabled; enable it, or take another dtype"
@@ -304,6 +312,11 @@ class InferenceConfig(Section):
         return (
             self.tensor_parallel.tp_size or self.mp_size or 1
         ) * self.tensor_parallel.enabled or 1
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """The ranks that share the experts of a layer."""
+        return (self.ep_size or self.moe.ep_size) if self.moe.enabled else 1
 
     @property
     def checkpoint_source(self) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -17,7 +18,11 @@ from ...utils.module_buffers import untouched_buffers
 from ..config.config import Config
 from ..engine import Engine
 from ..generation.rollout import asked_tokens
+from ..parts import UnevenForwards
 from .config import InferenceConfig
+
+if TYPE_CHECKING:
+    from ..parallel.division import LocalModel
 
 
 def is_offloaded(config: Config) -> bool:
@@ -29,8 +34,8 @@ def is_offloaded(config: Config) -> bool:
 class InferenceEngine(nn.Module):
     """Runs `module`, of which this rank may have slices or shards. Made by `xds.init_inference`.
 
-    Attributes that it lacks are those of the module. Ranks of one tensor group, and all ranks at stage 3, call
-    `forward` together.
+    Attributes that it lacks are those of the module. Ranks of one tensor group, ranks that share experts, and
+    all ranks at stage 3 call `forward` together. `generate` stops at different lengths.
     """
 
     def __init__(
@@ -41,7 +46,7 @@ class InferenceEngine(nn.Module):
         group: Collectives | None = None,
         streams: Engine | None = None,
         cache: Mapping[str, Any] | None = None,
-        undo: Callable[[], None] | None = None,
+        local: LocalModel | None = None,
         needs_proof: bool = False,
     ) -> None:
         """
@@ -49,7 +54,7 @@ class InferenceEngine(nn.Module):
             group: the ranks that have slices of the same layers; None: layers are whole.
             streams: the engine that gathers the module's parameters; None: they are there.
             cache: arguments that `generate` gets where the caller does not say otherwise.
-            undo: called by `destroy`.
+            local: what other forwards of its layers are from; None: there are none.
             needs_proof: the first forward compares the slices with whole layers.
         """
         super().__init__()
@@ -59,7 +64,9 @@ class InferenceEngine(nn.Module):
         self._streams = streams
         self._memory_limit = 0 if streams is not None and is_offloaded(streams.config) else None
         self._cache = dict(cache or {})
-        self._undo = undo
+        self._local = local
+        experts = None if local is None else local.experts
+        self._uneven = experts or UnevenForwards()
         self._needs_proof = needs_proof
         self._times: list[float] = []
         self._profile_hooks: list[Any] = []
@@ -100,7 +107,8 @@ class InferenceEngine(nn.Module):
         self._share_draws()
         with torch.no_grad():
             if self._streams is None:
-                return generate(*args, **kwargs)
+                with self._uneven.running(nullcontext, streams=False):
+                    return generate(*args, **kwargs)
             if "synced_gpus" in inspect.signature(generate).parameters:
                 kwargs.setdefault("synced_gpus", False)  # the streaming itself keeps ranks in step
             with self._streams.generating(memory_limit=self._memory_limit, own_numbers=False):
@@ -194,8 +202,8 @@ class InferenceEngine(nn.Module):
             hook.remove()
         if self._streams is not None:
             self._streams.destroy()
-        if self._undo is not None:
-            self._undo()
+        if self._local is not None:
+            self._local.undo()
 
     def _check_usable(self) -> None:
         if self._is_destroyed:

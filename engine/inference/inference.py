@@ -88,6 +88,9 @@ def _setup(settings: InferenceConfig, model: nn.Module, num_slices: int) -> Conf
         own = settings.tensor_parallel.plan
         slices["plan"] = plan_of_policy(model, settings.injection_policy) if own is None else own
     sections: dict[str, Any] = {"tensor_parallel": slices, "zero_optimization": settings.zero}
+    if settings.num_expert_ranks > 1:
+        experts = {"enabled": True, "autoep_size": settings.num_expert_ranks}
+        sections["expert_parallel"] = experts
     if settings.dtype in ("fp16", "bf16"):
         sections[settings.dtype] = {"enabled": True}
     try:
@@ -233,13 +236,18 @@ def _placed(
     if is_meta and not is_cut:  # whole weights in memory one at a time
         weights = _in_bits(model, settings, weights)
     local, mesh, world = place(model, setup, weights)
+    local.begin()
     group = mesh.along("tensor") if is_cut else None
     if not settings.keep_module_on_host:
         move_model(local.model, world.device)
     is_proven = True
+    cut = local.groups.slices
+    if local.experts is not None:
+        rest = {id(param) for param in local.model.parameters()} - cut.keys()
+        _check_same_values(local.model, rest, world)
     if group is not None:
         assert local.sliced is not None
-        _check_same_values(local.model, local.sliced.whole, group)
+        _check_same_values(local.model, local.sliced.whole - cut.keys(), group)
         is_proven = settings.keep_module_on_host or _prove(local.model, world.device)
     model.requires_grad_(False)
     if is_cut or not is_meta:
@@ -249,7 +257,7 @@ def _placed(
         cache = _compiled(settings, model, world.device)
     needs_proof = not is_proven and not settings.bit_groups
     return InferenceEngine(
-        model, settings, group=group, cache=cache, undo=local.undo, needs_proof=needs_proof
+        model, settings, group=group, cache=cache, local=local, needs_proof=needs_proof
     )
 
 
@@ -270,7 +278,7 @@ def _in_bits(
 
 
 def _check_same_values(model: nn.Module, whole: set[int], group: Collectives) -> None:
-    """What every tensor rank has whole has the same values: so slices are those of one model. A collective."""
+    """What every rank has whole has the same values: so slices and experts are of one model. A collective."""
     params = [param for param in model.parameters() if id(param) in whole]
     mine = checksum([param.data.view(-1)[:64] for param in params])
     table = group.gather_small(torch.tensor([mine], device=group.device), what="sums of weights")

@@ -217,6 +217,26 @@ def test_streamed_parameters_and_experts_are_refused() -> None:
     run_ranks(streamed, 2)
 
 
+def inferred(stage: int) -> tuple[float, bool, tuple[int, ...]]:
+    """The largest difference of logits, whether tokens are equal, and the shape of a rank's experts."""
+    model, plain = mixtral(), mixtral().eval()
+    engine = xds.init_inference(model, dtype=torch.float32, ep_size=2, zero={"stage": stage})
+    rank = dist.get_rank()
+    prompt = torch.arange(3, 9).view(1, 6) + rank
+    difference = (engine(prompt).logits - plain(prompt).logits).abs().max()
+    given: Any = {"max_new_tokens": 1 + 2 * rank, "do_sample": False}
+    is_equal = torch.equal(engine.generate(prompt, **given), plain.generate(prompt, **given))
+    shape = tuple(model.model.layers[0].mlp.experts.down_proj.shape)
+    engine.destroy()
+    return float(difference), is_equal, shape
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_inference_with_experts_on_several_ranks(stage: int) -> None:
+    for difference, is_equal, shape in run_ranks(inferred, 4, stage):
+        assert difference < 1e-6 and is_equal and shape[0] == 2
+
+
 # -- a second engine ------------------------------------------------------------------------------------------
 
 

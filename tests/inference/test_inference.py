@@ -369,7 +369,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two values": ({"config": {"kernel_inject": True}, "kernel_inject": False}, "kernel_inject"),
     "two sizes": ({"mp_size": 2, "tp": {"tp_size": 4}}, "mp_size"),
     "too few ranks": ({"mp_size": 2}, "1 ranks do not fall"),
-    "experts": ({"moe": {"ep_size": 2}}, "expert parallelism"),
+    "two sizes of experts": ({"ep_size": 2, "moe": {"ep_size": 4}}, "moe.ep_size is 4"),
     "an unknown key": ({"max_tokns": 3}, "max_tokens"),
     "a dtype": ({"dtype": "fp8"}, "int8"),
     "int8 without quant": ({"dtype": "int8", "quant": {"enabled": False}}, "quant"),
