@@ -45,10 +45,9 @@ class Arrivals:
         self.has_frozen = False
         self._params = params
         self._is_small, self._is_large = is_small, is_large
-        self._has_elements = [param.numel() > 0 for param in params]
-        self._expected = [1] * len(
-            params
-        )  # number of arrivals that make each slot complete; 0: none
+        # a slot without elements gets no gradient
+        self._least = [int(param.numel() > 0) for param in params]
+        self._expected = list(self._least)  # number of arrivals that make each slot complete
         self._counts = [0] * len(params)  # without those of `awaits`
         # `awaits` as `open` set it: a slot that is True here and False in `awaits` has had its gradient
         self._awaited_at_open = [False] * len(params)
@@ -61,10 +60,8 @@ class Arrivals:
         """A backward starts. Its gradients arrive after `open`."""
         seen = self._seen()
         self._expected = [
-            (count or has_elements) if param.requires_grad else 0
-            for param, count, has_elements in zip(
-                self._params, seen, self._has_elements, strict=True
-            )
+            (count or least) if param.requires_grad else 0
+            for param, count, least in zip(self._params, seen, self._least, strict=True)
         ]
         self._has_counts = self._has_counts or any(seen)
         self._counts = [0] * len(self._params)
