@@ -1,4 +1,4 @@
-"""Test helper: trains a small Llama with each pair of features, and writes the page of what came of it.
+"""Test helper: trains a small model with each pair of features, and writes the page of what came of it.
 
 PYTHONPATH=tests python tests/feature_pairs.py > docs/combinations.md        (needs transformers; minutes)
 """
@@ -60,7 +60,7 @@ FEATURES: dict[str, dict[str, Any]] = {
             "weight_quantization": {
                 "shared_parameters": {"enabled": True, "quantize_weight_in_forward": True},
                 "different_groups": {
-                    "mlp": {"params": {"start_bits": 8, "target_bits": 8}, "modules": ["mlp"]}
+                    "all": {"params": {"start_bits": 8, "target_bits": 8}, "modules": ["self_attn"]}
                 },
             }
         }
@@ -111,6 +111,7 @@ FEATURES: dict[str, dict[str, Any]] = {
             },
         }
     },
+    "experts": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
     "exact means": {},
     "generation": {},
     "inference": {},
@@ -144,12 +145,13 @@ HEAD = """\
 # Combinations of features
 
 Any two of these features work together, or are refused before training starts. A test trains a small Llama
-for three steps with each pair, on 2 to 8 ranks: losses and gradient norms are those of one process without
-these features, within 1e-5. Where a feature changes the computation (layer drop, sparse attention, 8-bit
-weights, packing, curriculum, exact means), the process has it as well; with 8-bit weights within 0.1 %. Data
-ranks drop different tokens, so token drop is compared with as many data ranks. Generated tokens and the logits
-of inference are compared too. In 16 bits losses are compared, within 1 % for fp16 and 5 % for bf16. So they are
-with compressed messages: within 1 % for qwZ, 5 % for qgZ and 1-bit Adam.
+for three steps with each pair, and a small Mixtral with each pair of experts, on 2 to 8 ranks: losses and
+gradient norms are those of one process without these features, within 1e-5. Where a feature changes the
+computation (layer drop, sparse attention, 8-bit weights, packing, curriculum, exact means), the process has it
+as well; with 8-bit weights within 0.1 %. Data ranks drop different tokens, so token drop is compared with as
+many data ranks. Generated tokens and the logits of inference are compared too. In 16 bits losses are compared,
+within 1 % for fp16 and 5 % for bf16. So they are with compressed messages: within 1 % for qwZ, 5 % for qgZ and
+1-bit Adam.
 
 | feature | config |
 |---|---|"""
@@ -212,18 +214,27 @@ def samples(names: tuple[str, ...]) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def train(names: tuple[str, ...], config: dict[str, Any], data: int = 0) -> tuple[Result, str]:
-    """On each rank: what came of training; or why it is refused. data: take the samples of such ranks."""
+def model_of(names: tuple[str, ...]) -> str:
+    return "mixtral" if "experts" in names else "llama"
+
+
+def train(
+    names: tuple[str, ...], config: dict[str, Any], kind: str, data: int = 0
+) -> tuple[Result, str]:
+    """On each rank: what came of training; or why it is refused.
+
+    kind: of the model. data: take the samples of such ranks.
+    """
     try:
         loaded = samples(names) if {*LOADED} & {*names} else None
-        engine = xds.initialize(build("llama"), config, training_data=loaded)
+        engine = xds.initialize(build(kind), config, training_data=loaded)
         steps, others = [], []
         for step in range(STEPS):
             given: Any = None
             if loaded is None:
-                given = batches("llama", step, engine.dp_rank)
+                given = batches(kind, step, engine.dp_rank)
             if data and loaded is None:
-                given = _joined([batches("llama", step, rank) for rank in range(data)])
+                given = _joined([batches(kind, step, rank) for rank in range(data)])
             loss = (
                 weighted_step(engine, given)
                 if "exact means" in names
@@ -235,7 +246,7 @@ def train(names: tuple[str, ...], config: dict[str, Any], data: int = 0) -> tupl
                 tokens = engine.generate(prompt, max_new_tokens=4, do_sample=False)
                 others += tokens.flatten().tolist()
         if "inference" in names:
-            others += inferred(engine)
+            others += inferred(engine, kind)
         engine.destroy()
     except xds.XdsError as error:
         return ([], []), str(error)
@@ -255,12 +266,12 @@ def weighted_step(engine: xds.Engine, given: Iterator[Any] | None) -> float:
     return engine.mean_loss()
 
 
-def inferred(engine: xds.Engine) -> list[float]:
+def inferred(engine: xds.Engine, kind: str) -> list[float]:
     """Logits of a model that generates, with the weights of `engine`."""
     folder = Path(engine.config.report_folder) / "weights"
     engine.weights().save(folder)
     dist.barrier()
-    made = xds.init_inference(build("llama"), dtype=torch.float32, checkpoint=str(folder))
+    made = xds.init_inference(build(kind), dtype=torch.float32, checkpoint=str(folder))
     with torch.no_grad():
         logits = made(torch.arange(3, 9).view(1, 6)).logits
     dist.barrier()
@@ -273,17 +284,17 @@ def _joined(of_ranks: list[Iterator[dict[str, Tensor]]]) -> Iterator[dict[str, T
         yield {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def reference(names: tuple[str, ...], data: int, folder: str) -> Result:
+def reference(names: tuple[str, ...], data: int, folder: str, kind: str) -> Result:
     """The result of one rank, whose micro-batches have the samples of all `data` ranks.
 
     With a feature whose data ranks draw differently, that of as many ranks at stage 0.
     """
     config = {**in_folder(config_of(names), folder), "report_folder": folder}
     if {*EACH_RANK} & {*names}:
-        result, refusal = run_ranks(train, data, names, config, small_numel=None)[0]
+        result, refusal = run_ranks(train, data, names, config, kind, small_numel=None)[0]
     else:
         config = {**config, "train_micro_batch_size_per_gpu": SAMPLES * data}
-        result, refusal = run_ranks(train, 1, names, config, data, small_numel=None)[0]
+        result, refusal = run_ranks(train, 1, names, config, kind, data, small_numel=None)[0]
     assert not refusal, refusal
     return result
 
@@ -304,13 +315,14 @@ def outcome(names: tuple[str, ...]) -> str:
         world_size, data = ranks_of(config)
         # memory that ranks share, and the compiler, are of a process
         run = run_processes if {"shared", "compile"} & {*names} else run_ranks
-        (steps, others), refusal = run(train, world_size, names, config, small_numel=None)[0]
+        kind = model_of(names)
+        (steps, others), refusal = run(train, world_size, names, config, kind, small_numel=None)[0]
         if refusal:
             return refusal.removeprefix("config: ")
-        wanted: Any = one_process("llama", data)
+        wanted: Any = one_process(kind, data)
         expected: list[float] = []
         if changing:
-            wanted, expected = reference(changing, data, folder)
+            wanted, expected = reference(changing, data, folder, kind)
     near = max(NEAR[name] for name in ("fp32", *names) if name in NEAR)
     if near > NEAR["fp32"]:  # norms of 16 bits are far less exact than losses
         steps, wanted = ([(loss, 1.0) for loss, _ in each] for each in (steps, wanted))
