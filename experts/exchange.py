@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
+from ..utils.errors import UsageError
 from .routing import OrderedSum, odd_factor, route, tree_places
 
 KIND = "experts"
@@ -34,22 +35,34 @@ class Trip:
         rows_sent: the rows for other ranks.
     """
 
-    def __init__(self, group: Collectives, what: str, top_k_index: Tensor, num_local: int) -> None:
-        """Sends 16 bytes for each pair of ranks, and waits for them.
+    def __init__(
+        self, group: Collectives, what: str, top_k_index: Tensor, num_local: int, number: int = 0
+    ) -> None:
+        """Sends 16 bytes for each pair of ranks and 8 to each, and waits for them.
 
-        what: the layer, in messages. top_k_index: see `route`.
+        what: the layer, in messages. top_k_index: see `route`. number: of the layer in the model.
+
+        Raises:
+            UsageError: on all ranks: they call different layers.
         """
         self._group, self._what = group, what
         self._shape = top_k_index.shape
         self._num_local = num_local
         ranks = group.world_size
         self._sent = sent = route(top_k_index, num_local, ranks)
-        counts = sent.counts.view(-1)
+        counts = torch.cat((sent.counts.view(-1), sent.counts.new_full((1,), number))).view(1, -1)
         if ranks > 1:
-            counts = group.gather_small(counts, what=f"counts of tokens of {what}")
+            counts = group.gather_small(counts[0], what=f"counts of tokens of {what}")
         # the device has the table as well: sizes that it needs are no copies from the host
-        self._on_device = counts.view(ranks, ranks, 2)
-        table = self._on_device.tolist()
+        self._on_device = counts[:, :-1].reshape(ranks, ranks, 2)
+        rows = counts.tolist()
+        if any(row[-1] != number for row in rows):
+            raise UsageError(
+                f"expert_parallel: this rank calls {what} while another one calls other experts; give all "
+                "ranks batches that use the same layers, such as images on all of them or on none, or leave "
+                "the layers out with expert_parallel.expert_pattern"
+            )
+        table = [[row[at : at + 2] for at in range(0, 2 * ranks, 2)] for row in rows]
         mine = table[group.rank]
         self._rows_out = [rows for rows, _ in mine]
         self._pairs_out = [pairs for _, pairs in mine]

@@ -90,7 +90,7 @@ class ExpertLayer:
         """The outputs of own tokens [T, H]. A recomputation has the routing of the forward."""
 
         def start() -> Trip:
-            return Trip(self._group, self.name, index, self.num_local)
+            return Trip(self._group, self.name, index, self.num_local, self.number)
 
         trip, is_first = self._trips.value(start)
         result = travel(trip, hidden, weights, compute, self.weighs_inputs)

@@ -152,6 +152,24 @@ def without() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH))
 
 
+class Modal(nn.Module):
+    """As a model that has experts for images alone, and rank 1 has no image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = Model(Experts), Model(Experts)
+
+    def forward(self, values: Tensor) -> Tensor:
+        loss: Tensor = self.text(values) if dist.get_rank() else self.image(values)
+        return loss
+
+
+def test_ranks_that_call_different_experts_stop() -> None:
+    sentences = run_ranks(refused, 2, Modal)
+    for name, sentence in zip(("image", "text"), sentences, strict=True):
+        assert f"this rank calls {name}.experts while another one calls other experts" in sentence
+
+
 REFUSED = {
     otherwise: r"experts \(Otherwise\) is not called with .*, and the model has no other experts",
     with_table: r"experts \(WithTable\) has scale with a row for each expert",
