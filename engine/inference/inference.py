@@ -200,6 +200,11 @@ def _streamed(
     model: nn.Module, settings: InferenceConfig, setup: Config, weights: WeightSource | None
 ) -> InferenceEngine:
     """Parameters in shards, gathered or streamed unit by unit."""
+    if settings.num_expert_ranks > 1 and is_offloaded(setup):
+        raise UsageError(
+            f"ep_size = {settings.num_expert_ranks} with zero.offload_param: ranks stop at different lengths, "
+            "and would wait for one another's parameters and tokens at once; leave one of them out"
+        )
     model.requires_grad_(False)
     weights = _in_bits(model, settings, weights)
     made = initialize(model, setup, weights=weights)

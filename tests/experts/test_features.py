@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_processes, run_ranks
+from helpers import run_ranks
 from peft import LoraConfig, get_peft_model
 from runs import config
 from test_training import batch, mixtral
@@ -52,10 +54,7 @@ def trained(build: Callable[[], nn.Module], given: dict[str, Any]) -> Any:
 
 def trained_deterministically(build: Callable[[], nn.Module], given: dict[str, Any]) -> Any:
     torch.use_deterministic_algorithms(True)
-    try:
-        return trained(build, given)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    return trained(build, given)
 
 
 def one_process(build: Callable[[], nn.Module], world_size: int) -> tuple[list[float], Any]:
@@ -74,22 +73,62 @@ def one_process(build: Callable[[], nn.Module], world_size: int) -> tuple[list[f
     return norms, model.state_dict()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_lora_on_stacked_experts_is_cut_with_them(stage: int) -> None:
-    norms, params = one_process(with_adapters, 4)
-    given = config(stage, optimizer="SGD", params={"lr": 0.1}, **EXPERTS)
-    # what PEFT computes once a forward is kept for all threads of a process
-    found, values = run_processes(trained, 4, with_adapters, given)[3]
+def is_as_one_process(ranks: list[Any]) -> None:
+    norms, params = one_process(with_adapters, len(ranks))
+    found, values = ranks[-1]
     assert [norm for _, norm in found] == pytest.approx(norms, rel=1e-5)
     for key, value in params.items():
         torch.testing.assert_close(values[key], value, rtol=1e-5, atol=1e-7)
 
 
+@pytest.fixture
+def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PEFT computes once a forward is kept for a process, and ranks are its threads."""
+    monkeypatch.setattr(torch.nn.utils.parametrize, "cached", nullcontext)
+
+
+@pytest.mark.usefixtures("without_cache")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lora_on_stacked_experts_is_cut_with_them(stage: int) -> None:
+    given = config(stage, optimizer="SGD", params={"lr": 0.1}, **EXPERTS)
+    is_as_one_process(run_ranks(trained, 4, with_adapters, given))
+
+
+@pytest.mark.usefixtures("without_cache")
 def test_adapters_of_experts_under_deterministic_algorithms() -> None:
-    norms, _ = one_process(with_adapters, 2)
     given = config(2, optimizer="SGD", params={"lr": 0.1}, **EXPERTS)
-    found, _ = run_processes(trained_deterministically, 2, with_adapters, given)[0]
-    assert [norm for _, norm in found] == pytest.approx(norms, rel=1e-5)
+    try:
+        ranks = run_ranks(trained_deterministically, 2, with_adapters, given)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    is_as_one_process(ranks)
+
+
+def test_the_proof_leaves_the_graph_of_adapters() -> None:
+    section = {"enabled": True, "autoep_size": 1}
+    given = config(0, optimizer="SGD", params={"lr": 0.1}, expert_parallel=section)
+    is_as_one_process(run_ranks(trained, 1, with_adapters, given))
+
+
+def saved_and_loaded(folder: str) -> list[str]:
+    """The names of what differs after a load at other ranks of experts and another stage."""
+    engine = xds.initialize(with_adapters(), config(2, **EXPERTS))
+    engine.save_checkpoint(folder)
+    wanted = engine.state_dict()
+    engine.destroy()
+    other = with_adapters()
+    for param in other.parameters():
+        param.data.zero_()
+    section = {"enabled": True, "autoep_size": 4}
+    engine = xds.initialize(other, config(3, expert_parallel=section))
+    engine.load_checkpoint(folder)
+    found = engine.state_dict()
+    engine.destroy()
+    return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+
+
+def test_adapters_of_experts_load_at_other_ranks_of_experts(tmp_path: Path) -> None:
+    assert run_ranks(saved_and_loaded, 4, str(tmp_path)) == [[]] * 4
 
 
 # -- Muon -----------------------------------------------------------------------------------------------------
@@ -223,7 +262,8 @@ def inferred(stage: int) -> tuple[float, bool, tuple[int, ...]]:
     engine = xds.init_inference(model, dtype=torch.float32, ep_size=2, zero={"stage": stage})
     rank = dist.get_rank()
     prompt = torch.arange(3, 9).view(1, 6) + rank
-    difference = (engine(prompt).logits - plain(prompt).logits).abs().max()
+    with torch.no_grad():
+        difference = (engine(prompt).logits - plain(prompt).logits).abs().max()
     given: Any = {"max_new_tokens": 1 + 2 * rank, "do_sample": False}
     is_equal = torch.equal(engine.generate(prompt, **given), plain.generate(prompt, **given))
     shape = tuple(model.model.layers[0].mlp.experts.down_proj.shape)
@@ -235,6 +275,16 @@ def inferred(stage: int) -> tuple[float, bool, tuple[int, ...]]:
 def test_inference_with_experts_on_several_ranks(stage: int) -> None:
     for difference, is_equal, shape in run_ranks(inferred, 4, stage):
         assert difference < 1e-6 and is_equal and shape[0] == 2
+
+
+def offloaded() -> None:
+    given: Any = {"zero": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    with pytest.raises(xds.UsageError, match=r"ep_size = 2 with zero.offload_param"):
+        xds.init_inference(mixtral(), dtype=torch.float32, ep_size=2, **given)
+
+
+def test_inference_with_experts_and_parameters_on_the_host_is_refused() -> None:
+    run_ranks(offloaded, 2)
 
 
 # -- a second engine ------------------------------------------------------------------------------------------
