@@ -141,8 +141,13 @@ class BlockCompiler:
 
     @property
     def _plans(self) -> bool:
-        """The backend decides what is recomputed; "eager" and its kind run a checkpoint as torch does."""
-        return self._settings is not None and not str(self._settings[0]).startswith("eager")
+        """The backend decides what is recomputed; "eager" and its kind run a checkpoint as torch does.
+
+        Experts of other ranks are outside of graphs, and torch compiles no checkpoint around such a call.
+        """
+        if self._settings is None or self._config.expert_parallel.enabled:
+            return False
+        return not str(self._settings[0]).startswith("eager")
 
     def _read(
         self, backend: Backend | None, given: Mapping[str, Any]
