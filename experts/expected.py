@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.comm.collectives import Collectives
+from ..ops.recomputation import FirstCalls
 from .exchange import KIND
 from .layer import Forward, having
 
@@ -68,6 +69,7 @@ class ExpectedLayer:
         """group: the ranks that share the experts."""
         self.most = ""
         self._name, self._num_experts, self._group = name, num_experts, group
+        self._calls = FirstCalls[None]()
 
     def rerouted(self, forward: Forward) -> Forward:
         """A forward in place of the module's own, on the meta device."""
@@ -84,7 +86,8 @@ class ExpectedLayer:
             dtype = top_k_weights.dtype
             number = torch.int64 if dtype == torch.float64 else torch.int32
             numbers, grads = ((num_pairs, 2), number), ((num_pairs, 1), dtype)
-            weights = self._message(top_k_weights, pairs[:1], numbers, grads)
+            is_first = self._calls.value(lambda: None)[1]  # a recomputation sends no numbers again
+            weights = self._message(top_k_weights, pairs[:1], numbers if is_first else None, grads)
             part = ((num_rows, width), hidden_states.dtype)
             inputs = self._message(self._message(hidden_states, rows, part, part), pairs)
             index = top_k_index.new_empty(pairs[0], 1)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from xds.experts.exchange import Trip, travel
 from xds.ops.comm.opening import open_collectives
 
+BYTES_A_PAIR = 64  # of what tells where a pair goes
 CPU = torch.device("cpu")
 
 
@@ -109,8 +113,54 @@ def on_ranks(case: Case) -> Any:
     trip = Trip(group, "a layer", index, local)
     output = travel(trip, hidden, weights, compute)
     output.backward(grad)
+    peak, most = peak_and_bound_of(case)
+    assert peak <= most, (case, rank, peak, most)
     grads = hidden.grad, weights.grad, torch.zeros_like(own) if own.grad is None else own.grad
     return output.detach(), *grads, trip.rows_sent
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the tensors that live at most at once, of those that are made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = self._now_bytes = 0
+        self._seen: dict[int, int] = {}  # storage -> bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._seen:
+                storage = tensor.untyped_storage()
+                self._seen[storage._cdata] = storage.nbytes()
+                self._now_bytes += storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, self._now_bytes)
+                weakref.finalize(storage, self._gone, storage._cdata)
+        return result
+
+    def _gone(self, key: int) -> None:
+        self._now_bytes -= self._seen.pop(key)
+
+
+def peak_and_bound_of(case: Case) -> tuple[int, int]:
+    """Bytes of a trip there and back, without those of experts; and at most, see docs/design/experts.md."""
+    group = open_collectives(dist.group.WORLD if case.ranks > 1 else None, CPU)
+    hidden, index, weights, grad = inputs(case, group.rank)
+    with Live() as live:
+        trip = Trip(group, "a layer", index, case.experts // case.ranks)
+        outputs = travel(trip, hidden.requires_grad_(), weights.requires_grad_(), twice)
+        outputs.backward(grad)
+    own, tokens = len(hidden), sum(case.tokens)
+    pairs = tokens * case.choices
+    rows = 4 * pairs + 2 * tokens + (case.ranks + 1) * own
+    places = BYTES_A_PAIR * (pairs + own * case.choices)
+    return live.peak_bytes, rows * case.width * hidden.itemsize + places + 4096
+
+
+def twice(pairs: Tensor, experts: Tensor) -> Tensor:
+    return pairs * 2
 
 
 def wanted(case: Case) -> Any:

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from random_routings import KINDS, compare
+from helpers import run_ranks
+from random_routings import KINDS, Case, compare, peak_and_bound_of
 
 from xds.experts.routing import OrderedSum, route, tree_places
 
@@ -37,3 +38,12 @@ def test_sums_have_the_same_bits_on_any_power_of_two_of_ranks(experts: int, rank
 def test_random_routings_are_those_of_one_process() -> None:
     kinds = {compare(seed).kind for seed in range(60)}
     assert kinds == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "one expert", "one rank"])
+def test_memory_is_below_the_bound_of_the_design_page(kind: str) -> None:
+    case = Case(4, 16, 4, 256, (64,) * 4, kind, torch.float32, torch.int64, 0)
+    ranks = run_ranks(peak_and_bound_of, 4, case)
+    assert all(peak <= most for peak, most in ranks)
+    if kind == "one rank":  # that gets everything
+        assert ranks[0][0] > 0.8 * ranks[0][1]
