@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ...tensor.styles import is_linear, is_transposed
 from ...utils.errors import UsageError
-from ...zero.construction.weights import WeightSource
+from ...zero.construction.sources import WeightSource
 from .config import GroupQuant
 
 BITS, SCALE, ZERO = "weight_bits", "weight_scale", "weight_zero"

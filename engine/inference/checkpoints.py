@@ -25,7 +25,7 @@ from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ...utils.small_files import parse_json, read_small_file, replace_small_file
-from ...zero.construction.weights import Weights, WeightSource
+from ...zero.construction.sources import Weights, WeightSource
 from ..checkpoint.exports.publish import published
 from ..checkpoint.io.folders import LATEST, named_in
 from ..checkpoint.io.reader import CheckpointReader

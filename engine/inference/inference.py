@@ -28,7 +28,7 @@ from ...tensor.same_batches import checksum
 from ...utils.arguments import wrong
 from ...utils.errors import ConfigError, UsageError
 from ...utils.version import __version__
-from ...zero.construction.weights import WeightSource
+from ...zero.construction.sources import WeightSource
 from ...zero.core.owners import find_owner, is_trained
 from ...zero.model.model_checks import move_model
 from ..config.config import Config

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import xds
 from xds import zero
 from xds.launcher.checkpoint import main as checkpoint_command
-from xds.zero.construction.weights import Weights
+from xds.zero.construction.sources import Weights
 from xds.zero.features.host_copies import HostCopies
 from xds.zero.model.state_memory import StateMemory
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import xds
 from xds.launcher.cli import main
-from xds.zero.construction.weights import Weights
+from xds.zero.construction.sources import Weights
 
 transformers.logging.disable_progress_bar()
 

@@ -10,7 +10,6 @@ tensor of the model at a time. A rank that needs some experts of a stacked tenso
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.flat import numel_of
-from .weights import WeightSource
+from .sources import WeightSource
+
+_LIBRARY_MODEL = ("transformers.modeling_utils", "PreTrainedModel")
 
 
 @final
@@ -190,8 +191,7 @@ class Converted(WeightSource):
 
 def converted(weights: WeightSource, model: nn.Module) -> WeightSource | None:
     """`weights` as transformers would read them into `model`; None: it is not a model of transformers 5."""
-    library = sys.modules.get("transformers")
-    if library is None or not isinstance(model, library.PreTrainedModel):
+    if not any(_LIBRARY_MODEL == (kind.__module__, kind.__name__) for kind in type(model).__mro__):
         return None
     try:
         import transformers.conversion_mapping  # noqa: F401

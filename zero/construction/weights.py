@@ -7,20 +7,15 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from os import PathLike
-from os.path import isdir
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...ops.comm.exchange import all_gather_json
-from ...ops.weights.files import ADAPTER, ENTRIES, find_weights, read_weights
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
@@ -32,86 +27,11 @@ from ..layout.groups import FlatGroups
 from ..layout.slices import Reader, Slices, reader_of_slice
 from .construction import make_real
 from .slices import SliceStore
+from .sources import WeightSource, open_weights
 
 log = logging.getLogger("xds")
 _WHOLE: Mapping[int, Slices] = MappingProxyType({})
 _NOT_STRICT = "strict=False ignores missing and extra names"
-
-
-class WeightSource(ABC):
-    """Named tensors that are read in parts. `source` names them in messages.
-
-    remedy: what to do where they do not fit the model; "": what the caller of `load_weights` says.
-    """
-
-    source: str
-    remedy = ""
-
-    @abstractmethod
-    def names(self) -> Sequence[str]:
-        """Every tensor's name."""
-
-    @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor `name`."""
-
-    @abstractmethod
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor, 1-D."""
-
-    def reader(self, name: str) -> Reader:
-        """A function that reads elements [start, stop) of the tensor `name`."""
-        return lambda start, stop: self.read(name, start, stop)
-
-
-@final
-class Weights(WeightSource):
-    """Tensors in memory, or mapped from files."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], source: str = "the state dict") -> None:
-        self.source = source
-        self._tensors = tensors
-
-    def names(self) -> Sequence[str]:
-        return list(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        tensor = self._tensors[name]
-        if not isinstance(tensor, Tensor):  # a state dict of user code's own
-            raise wrong(f"{self.source}: {printable(name)}", tensor, "a tensor, or left out")
-        return tuple(tensor.shape)
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        return self._tensors[name].detach().reshape(-1)[start:stop]
-
-
-def open_weights(source: Any) -> WeightSource:
-    """The weights in `source`: a state dict, a file, an index, or a folder with one of them; or itself.
-
-    Raises:
-        UsageError: `source` has no readable weights.
-    """
-    if isinstance(source, WeightSource):
-        return source
-    if isinstance(source, Mapping):
-        return Weights({str(name): value for name, value in source.items()})
-    if not isinstance(source, str | PathLike):
-        raise wrong("weights", source, "a state dict, or the path of a file or folder")
-    path = Path(source)
-    file = find_weights(path)
-    if file is None and isdir(path):
-        raise UsageError(
-            f"weights: {printable(path)} holds none of {', '.join((*ENTRIES, ADAPTER))}; give a folder "
-            "that a model was saved to, or the path of a file"
-        )
-    if file is None:
-        raise UsageError(
-            f"weights: {printable(path)} does not exist; give a file, a folder or a state dict"
-        )
-    read = read_weights(file)
-    for note in read.notes:
-        log.info("weights: %s: %s", file, printable(note))
-    return Weights(read.tensors, str(file))
 
 
 # -- loading into a model ---------------------------------------------------------------------------------
@@ -318,11 +238,4 @@ def _overwrite(tensor: Tensor, reader: Reader, store: SliceStore | None) -> None
         write(tensor.data, reader(0, tensor.numel()).view(tensor.shape))
 
 
-__all__ = [
-    "Match",
-    "WeightSource",
-    "Weights",
-    "load_weights",
-    "match_names",
-    "open_weights",
-]
+__all__ = ["Match", "load_weights", "match_names"]
