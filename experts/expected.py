@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..ops.comm.collectives import Collectives
 from ..ops.recomputation import FirstCalls
-from .exchange import KIND
+from .exchange import KIND, Share
 from .layer import Forward, having
 
 Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of what goes to each rank
@@ -65,15 +65,27 @@ class ExpectedLayer:
     most: the rows and pairs of a call that a rank gets at most; "" before the first call.
     """
 
-    def __init__(self, name: str, num_experts: int, group: Collectives) -> None:
-        """group: the ranks that share the experts."""
+    def __init__(
+        self, name: str, num_experts: int, group: Collectives, together: Collectives | None = None
+    ) -> None:
+        """group, together: as those of `ExpertLayer`."""
         self.most = ""
         self._name, self._num_experts, self._group = name, num_experts, group
+        self._together = together
         self._calls = FirstCalls[None]()
 
     def rerouted(self, forward: Forward) -> Forward:
         """A forward in place of the module's own, on the meta device."""
         ranks, local = self._group.world_size, self._num_experts // self._group.world_size
+
+        def shared(
+            module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        ) -> Tensor:
+            if self._together is None:
+                return sent(module, hidden_states, top_k_index, top_k_weights)
+            share = Share(self._together, self._name, len(hidden_states))
+            hidden, weights = share.cut(hidden_states), share.cut(top_k_weights)
+            return share.join(sent(module, hidden, share.of_own(top_k_index), weights))
 
         def sent(
             module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -96,7 +108,7 @@ class ExpectedLayer:
             sums = self._message(outputs * weights.unsqueeze(-1), rows).to(hidden_states.dtype)
             return self._message(sums, (tokens, width), part, part)
 
-        return sent
+        return shared
 
     def _message(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...ops.comm.fake import FakeGroups
 from ...ops.mesh import Mesh
+from ...tensor.slicing import Sliced
 from ...utils.errors import UsageError
 from ..config.config import Config
 from ..data.batches import call_with, loss_of
@@ -71,11 +72,11 @@ class Observations:
         blocks = [module for _, module in shares.blocks]
         dtype = _compute_dtype(self._config)
         gc.collect()  # a graph of another rank's slices knows parameters by the shapes that they had
-        with sliced_here(model, [shares.blocks], None, shares.ways, self._config, groups):
+        with sliced_here(model, [shares.blocks], None, shares.ways, self._config, groups) as cut:
             for param in model.parameters() if dtype else []:
                 if param.is_floating_point():
                     param.data = param.data.to(dtype)
-            self._expect_tokens(groups)
+            self._expect_tokens(groups, cut)
             with _own_tokens(model, batch, self._config, groups) as own:
                 call = partial(_loss, model, own)
                 run = partial(observe, model, blocks, groups, call)
@@ -89,7 +90,7 @@ class Observations:
                     undo_inner()
             return found
 
-    def _expect_tokens(self, groups: FakeGroups) -> None:
+    def _expect_tokens(self, groups: FakeGroups, sliced: Sliced) -> None:
         """Experts of one rank get as many tokens as uniform routing sends."""
         experts = self._shares.keep_experts(self._shares.model, groups)
         if experts is None:
@@ -98,7 +99,16 @@ class Observations:
 
         group = self._shares.group_of_experts(groups)
         stacked = [each for each in experts.found if each.experts is None]
-        self._experts = [ExpectedLayer(each.name, each.num_experts, group) for each in stacked]
+        tensor = groups.along("tensor") if self._mesh.tensor > 1 else None
+        own_tokens = {
+            each.name for each in stacked if sliced.tokens and sliced.tokens.of(each.name)
+        }
+        self._experts = [
+            ExpectedLayer(
+                each.name, each.num_experts, group, None if each.name in own_tokens else tensor
+            )
+            for each in stacked
+        ]
         for each, layer in zip(stacked, self._experts, strict=True):
             replace_forwards([each.module], layer.rerouted)
 

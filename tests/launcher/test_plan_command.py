@@ -104,7 +104,7 @@ def test_bytes_equal_those_of_real_ranks(name: str) -> None:
     ("size", "more"),
     [
         (2, {"zero_optimization": {"stage": 3}, "activation_checkpointing": {"enabled": True}}),
-        (4, {"bf16": {"enabled": True}}),
+        (4, {"bf16": {"enabled": True}, "tensor_parallel": {"tp_size": 2}}),
     ],
 )
 def test_experts_on_several_ranks_and_the_expected_messages_of_tokens(
@@ -121,7 +121,8 @@ def test_experts_on_several_ranks_and_the_expected_messages_of_tokens(
         sent["experts"] = planned["experts"].total
     compare(plan, ranks, "experts")
     assert len(plan.notes) == 1
-    assert f"it would get {512 * size:,} rows and {1024 * size:,} pairs" in plan.notes[0]
+    tokens = 512 * size // plan.mesh.tensor
+    assert f"it would get {tokens:,} rows and {2 * tokens:,} pairs" in plan.notes[0]
 
 
 def test_muon_holds_whole_matrices_on_some_ranks_which_a_note_says() -> None:
