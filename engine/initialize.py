@@ -263,7 +263,9 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         host = _host(config, device, given.optimizer)
         groups = None if is_part(model) else _groups(model, config, given)
     # the part of the model that this rank has
-    keeps_a_part = is_cut(model, config) or config.tensor_parallel.size > 1
+    keeps_a_part = (
+        is_cut(model, config) or config.tensor_parallel.size > 1 or config.expert_parallel.enabled
+    )
     if keeps_a_part or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
     messages, scheme = _messages(config, collectives)

@@ -27,6 +27,7 @@ from xds.ops.weights.safe_pickle import UnpickledObject, read_pickle
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
 TAG = "global_step3"
 MODEL, OPTIM = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+EXPERT = "layer_1_expert_{}_mp_rank_00_model_states.pt"
 
 
 def refused(source: Path, out: Path, says: str) -> None:
@@ -77,7 +78,12 @@ def _picklable(value: Any) -> Any:
 FILES: list[tuple[str, Callable[[Path], object], str]] = [
     ("plain_zero1_fp32", lambda f: (f / "mp_rank_01_model_states.pt").touch(), "tensor-parallel"),
     ("plain_zero1_fp32", lambda f: (f / "layer_00-model_00-model_states.pt").touch(), "pipeline"),
-    ("plain_zero1_fp32", lambda f: (f / "layer_1_expert_0_mp_rank_00.pt").touch(), "experts"),
+    (
+        "plain_zero1_fp32",
+        lambda f: (f / EXPERT.format(1)).touch(),
+        "expert 0 of layer 1 is missing",
+    ),
+    ("plain_zero1_fp32", lambda f: (f / EXPERT.format(0)).touch(), "is not a file that torch.save"),
     ("plain_zero1_fp32", lambda f: (f / "zero").touch(), "ds_to_universal"),
     ("plain_zero1_fp32", lambda f: (f / "offloaded_tensors").touch(), "NVMe"),
     ("plain_zero1_fp32", lambda f: (f / f"bf16_{OPTIM.format(0)}").touch(), "are of one rank"),

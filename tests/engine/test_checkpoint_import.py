@@ -25,6 +25,7 @@ from xds.engine.checkpoint.imports.importing import import_checkpoint
 from xds.engine.checkpoint.io.folders import read_manifest
 from xds.engine.checkpoint.io.reader import CheckpointReader
 from xds.launcher.cli import main
+from xds.ops.flat import numel_of
 from xds.ops.weights.safe_pickle import read_pickle
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
@@ -84,7 +85,7 @@ def in_the_files(key: str) -> dict[tuple[str, str], Tensor]:
     """Masters and moments of a run at stages 1 to 3, read another way: as DeepSpeed's zero_to_fp32 does."""
     folder = DATA / key / TAG
     optim = [read_pickle(path)["optimizer_state_dict"] for path in sorted(folder.glob("*optim*"))]
-    model = read_pickle(sorted(folder.glob("*model*"))[0])
+    model = read_pickle(sorted(folder.glob("*model*"))[-1])
     found: dict[tuple[str, str], Tensor] = {}
     is_3 = "fp32_flat_groups" in optim[0]
     for number, group in enumerate(model["param_shapes"]):
@@ -96,7 +97,7 @@ def in_the_files(key: str) -> dict[tuple[str, str], Tensor]:
         for what, row in rows.items():
             at = 0
             for name, shape in group.items():
-                numel = shape.numel()
+                numel = numel_of(tuple(shape))
                 if is_3:
                     part = -(-numel // len(row))
                     pieces = torch.cat([one[at : at + part] for one in row])
@@ -130,6 +131,46 @@ ROUNDED = [
     ("plain_zero3_fp16", 3, 2),
     ("rich_zero3_bf16", 2, 1),
 ]
+
+
+def load_experts(key: str, folder: Path, size: int) -> tuple[dict[str, Tensor], set[float], float]:
+    """Masters of the whole model, where `size` ranks share experts; after a step, Adam's steps; its loss."""
+    name, _, precision = key.split("_")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    config = recipes.config_of(name, 2, precision, world_size)
+    config["expert_parallel"] = {"enabled": True, "autoep_size": size}
+    model = recipes.build(name)
+    engine = xds.initialize(model, config, model_parameters=recipes.groups_of(name, model))
+    engine.load_checkpoint(folder)
+    assert engine.global_steps == recipes.STEPS_BEFORE
+    values = engine.full_state_dict(rank0_only=False, full_precision=True)
+    loss = engine(recipes.batch_of(recipes.STEPS_BEFORE, rank, world_size))
+    engine.backward(loss)
+    engine.step()
+    steps = {float(state["step"]) for state in engine.optimizer.state.values()}
+    engine.destroy()
+    return values, steps, loss.item()
+
+
+def test_experts_of_deepspeed_load(tmp_path: Path) -> None:
+    """Each rank of DeepSpeed counts its experts from 0; here a parameter has its name in the whole model."""
+    key = "moe_zero2_bf16"
+    wanted = {}
+    for path in (DATA / key / TAG).glob("*model_states.pt"):
+        content = read_pickle(path)
+        wanted |= content.get("module", content)
+    folder = imported(key, tmp_path)
+    masters = in_the_files(key)
+    for size, ranks in ((2, 4), (1, 1)):
+        answers = run_ranks(load_experts, ranks, key, folder, size)
+        if ranks == 4:
+            mean = sum(loss for *_, loss in answers) / ranks
+            assert mean == pytest.approx(RUNS[key]["losses"][0], rel=2e-2)
+        for values, steps, _ in answers:
+            assert values.keys() == wanted.keys()
+            assert all(torch.equal(values[name].bfloat16(), wanted[name]) for name in wanted)
+            assert torch.equal(values["last.weight"].flatten(), masters["last.weight", "value"])
+            assert steps == {recipes.STEPS_BEFORE + 1.0}
 
 
 @pytest.mark.parametrize(("key", "stage", "world_size"), [*EXACT, *ROUNDED])

@@ -3,10 +3,12 @@
     mp_rank_00_model_states.pt                            stages 0 to 2: values, names, counters
     zero_pp_rank_{r}_mp_rank_00_model_states.pt           stage 3: the same; frozen parameters in parts
     [bf16_]zero_pp_rank_{r}_mp_rank_00_optim_states.pt    stages 1 to 3: masters, states, loss scale
+    layer_{l}_expert_{e}_mp_rank_00_model_states.pt       values of one expert of a layer `MoE`
 
 ZeRO 1, 2   a group's parameters in one row, the row divided into equal parts, one per rank
             row      |--- a ---|- b -|.|-------- c --------|..|       . = alignment
             ranks    |------- 0 -------|-------- 1 -----------|
+            a group of experts: a row for each rank of experts, over the ranks that have the same ones
 ZeRO 3      every parameter divided into equal parts; a rank has its parts in one row over all sub-groups
             rank 0   | a0 | b0 | c0 |       rank 1   | a1 | b1 | c1.|
 
@@ -42,9 +44,10 @@ Named = dict[str, Any]
 Shape = tuple[int, ...]
 MODEL_FILE = r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt"
 OPTIM_FILE = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
+EXPERT_FILE = r"layer_(\d+)_expert_(\d+)_mp_rank_00_model_states\.pt"
+EXPERT = r"(.*\.deepspeed_experts\.)(\d+)(\..*)"  # a parameter: its layer, the expert, the rest
 REFUSED_FILES = {
     r"layer_\d+-.*": "it was written by a pipeline",
-    r".*expert_\d+.*|expp_rank_.*": "it has experts (mixture of experts)",
     r"zero|latest_universal": "ds_to_universal wrote it; import the checkpoint that it was made from",
     r"offloaded_tensors": "its optimizer states were on NVMe",
 }
@@ -99,7 +102,7 @@ def read_deepspeed(folder: Path) -> Imported:
 
     Raises:
         UsageError: files are missing or damaged, name code to execute, or have an unsupported layout
-            (tensor, pipeline or expert parallel, NVMe); the message gives the reason.
+            (tensor or pipeline parallel, AutoEP, NVMe); the message gives the reason.
         Other exceptions: a value does not have DeepSpeed's form.
     """
     source = _Source(folder)
@@ -145,6 +148,32 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
                     "one of an older save"
                 )
     return _in_order(folder, "model", model, 1), _in_order(folder, "optimizer", optim, 0)
+
+
+def _experts(folder: Path) -> dict[str, Tensor]:
+    """The values of all experts of layers `MoE`, by their names in the whole model."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if match := re.fullmatch(EXPERT_FILE, path.name):
+            found.setdefault(int(match[1]), {})[int(match[2])] = path
+    values: dict[str, Tensor] = {}
+    for layer, files in found.items():
+        missing = [number for number in range(max(files)) if number not in files]
+        if missing:
+            raise UsageError(
+                f"{folder} is not complete: expert {missing[0]} of layer {layer} is missing"
+            )
+        for path in files.values():
+            content = read_pickle(path)
+            if not isinstance(content, dict) or not all(
+                isinstance(name, str) and isinstance(value, Tensor)
+                for name, value in content.items()
+            ):
+                raise UsageError(
+                    f"{path} is not a file of an expert: it has more than tensors by name"
+                )
+            values |= content
+    return values
 
 
 def _in_order(folder: Path, kind: str, by_rank: Mapping[int, Path], needed: int) -> list[Path]:
@@ -237,6 +266,7 @@ class _Source:
         self.models = [read_pickle(path) for path in model_files]
         self.state: Named = self.models[0]
         self._check_layout()
+        self.state["module"] |= _experts(folder)
         self.ranks = [_read_rank(path) for path in optim_files]
         config = self.state.get("ds_config")
         self.config: Named = config if isinstance(config, dict) else {}
@@ -249,6 +279,11 @@ class _Source:
     def _check_layout(self) -> None:
         if not isinstance(self.state, dict) or not isinstance(self.state.get("module"), dict):
             raise UsageError(f"{self.folder} cannot be imported: its model states have no 'module'")
+        if self.state.get("autoep_layers") or self.state.get("ds_autoep_layers"):
+            raise UsageError(
+                f"{self.folder} cannot be imported: AutoEP wrote it; write the whole weights there with "
+                "save_16bit_model, and import them"
+            )
         parallel = _table(self.state.get("checkpoint_parallel_dimensions"))
         for what, size in (
             ("tensor-parallel", self.state.get("mp_world_size")),
@@ -296,9 +331,10 @@ class _Source:
         """Add masters and states of all that is trained, frozen parameters, and buffers."""
         module = self.state["module"]
         shapes = self._shapes()
-        trained = {name for group in shapes for name in group}
+        trained: set[str] = set()
         layout = self._in_parts if self.imported.stage == 3 else self._in_rows
         for name, shape, group, pieces in layout(shapes) if self.ranks else ():
+            trained.add(name)
             value = module.get(name)
             dtype = value.dtype if isinstance(value, Tensor) else torch.float32
             self._add(name, shape, dtype, group, pieces)
@@ -337,10 +373,15 @@ class _Source:
         return [{name: tuple(_list(shape)) for name, shape in table.items()} for table in tables]
 
     def _in_rows(self, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[_Placed]:
-        """Every parameter at ZeRO 1 and 2: each group is a row over all ranks."""
+        """Every parameter at ZeRO 1 and 2: a group is a row over all ranks, or over those with its experts."""
         paddings = self.ranks[0].raw.get("param_alignment_paddings")
-        for number, members in enumerate(shapes):
-            parts = [rank.parts[number] for rank in self.ranks]
+        rows = [
+            (number, members, expert_rank, ranks)
+            for number, members in enumerate(shapes)
+            for expert_rank, ranks in enumerate(self._rows_of(number))
+        ]
+        for number, members, expert_rank, ranks in rows:
+            parts = [rank.parts[number] for rank in ranks]
             numels = [part.master.numel() for part in parts]
             # the last ones are saved without padding
             begins = [rank * max(numels) for rank in range(len(parts) + 1)]
@@ -348,9 +389,38 @@ class _Source:
             for place, (name, shape) in enumerate(members.items()):
                 cut = _cut(parts, begins, offset, offset + numel_of(shape))
                 pieces = [(low - offset, part, here) for low, part, here in cut]
-                yield name, shape, parts[0].group, pieces
+                yield self._global_name(name, number, expert_rank), shape, parts[0].group, pieces
                 offset += numel_of(shape) + (0 if paddings is None else paddings[number][place])
             self._check_rest(sum(numels) - offset, ALIGNMENT * len(parts))
+
+    def _rows_of(self, number: int) -> list[Sequence[_Rank]]:
+        """The ranks of each row of a group: all, or for each rank of experts those that have its experts."""
+        num_rows = self._num_expert_ranks(number)
+        if self.config.get("use_data_before_expert_parallelism") is True:
+            length = len(self.ranks) // num_rows
+            return [self.ranks[row * length : (row + 1) * length] for row in range(num_rows)]
+        return [self.ranks[row::num_rows] for row in range(num_rows)]
+
+    def _num_expert_ranks(self, number: int) -> int:
+        counts = self.ranks[0].raw.get("partition_count")
+        count = counts[number] if isinstance(counts, list | tuple) else len(self.ranks)
+        if not isinstance(count, int) or count < 1 or len(self.ranks) % count:
+            raise UsageError(
+                f"{self.folder} contradicts itself: a group of parameters is sharded over {shown(count)} of "
+                f"{len(self.ranks)} ranks"
+            )
+        return len(self.ranks) // count
+
+    def _global_name(self, name: str, number: int, expert_rank: int) -> str:
+        """The name of a parameter in the whole model: DeepSpeed counts experts on each rank from 0."""
+        match = re.fullmatch(EXPERT, name)
+        if match is None:
+            return name
+        layer, expert, rest = match.groups()
+        keys = (key for key in self.state["module"] if key.startswith(layer))
+        num_experts = len({key[len(layer) :].partition(".")[0] for key in keys})
+        share = num_experts // self._num_expert_ranks(number)
+        return f"{layer}{expert_rank * share + int(expert)}{rest}"
 
     def _in_parts(self, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[_Placed]:
         """Every parameter at ZeRO 3: each rank has a row with a part of it."""

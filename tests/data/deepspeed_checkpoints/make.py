@@ -1,6 +1,6 @@
 """Makes the checkpoints of this folder with DeepSpeed itself, and records how it went on from them.
 
-    python make.py [--out DIR] [--only NAME]       with DeepSpeed 0.19.8, on two CPU processes
+    python make.py [--out DIR] [--only NAME]       with DeepSpeed 0.19.8, on CPU processes
 
 A run trains three steps, saves, and trains three more, whose losses and gradient norms go to runs.json.
 """
@@ -22,12 +22,14 @@ import torch.multiprocessing as mp
 
 HERE = Path(__file__).resolve().parent
 WORLD_SIZE = 2
+WORLD_SIZES = {"moe": 4}  # two that share experts, twice
 RUNS = [
     *(("plain", stage, "fp32") for stage in (0, 1, 2, 3)),
     *(("plain", stage, "bf16") for stage in (1, 2, 3)),
     *(("plain", stage, "fp16") for stage in (1, 3)),
     *(("rich", stage, "fp32") for stage in (1, 2, 3)),
     ("rich", 3, "bf16"),
+    ("moe", 2, "bf16"),
 ]
 
 
@@ -44,7 +46,8 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             answer = Path(folder) / "answer.json"
-            mp.spawn(_train, (name, stage, precision, folder), WORLD_SIZE)
+            world_size = WORLD_SIZES.get(name, WORLD_SIZE)
+            mp.spawn(_train, (world_size, name, stage, precision, folder), world_size)
             runs[key] = json.loads(answer.read_text())
             answer.unlink()
             for script in Path(folder).glob("*.py"):  # converters that DeepSpeed copies in
@@ -55,12 +58,12 @@ def main() -> None:
         print(key, runs[key]["losses"])
 
 
-def _train(rank: int, name: str, stage: int, precision: str, folder: str) -> None:
-    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
+def _train(rank: int, world_size: int, name: str, stage: int, precision: str, folder: str) -> None:
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     store = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     sys.path.insert(0, str(HERE))
     import deepspeed  # after the environment is set
     from recipes import (
@@ -73,7 +76,7 @@ def _train(rank: int, name: str, stage: int, precision: str, folder: str) -> Non
         groups_of,
     )
 
-    config = config_of(name, stage, precision, WORLD_SIZE)
+    config = config_of(name, stage, precision, world_size)
     config["optimizer"]["params"]["torch_adam"] = True
     config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -83,13 +86,13 @@ def _train(rank: int, name: str, stage: int, precision: str, folder: str) -> Non
     )
 
     def step(number: int) -> tuple[float, float | None]:
-        loss = engine(batch_of(number, rank, WORLD_SIZE))
+        loss = engine(batch_of(number, rank, world_size))
         engine.backward(loss)
         engine.step()
         mean = loss.detach().double()
         dist.all_reduce(mean)
         norm = engine.get_global_grad_norm()  # None where DeepSpeed does not keep it
-        return mean.item() / WORLD_SIZE, None if norm is None else float(norm)
+        return mean.item() / world_size, None if norm is None else float(norm)
 
     for number in range(STEPS_BEFORE):
         step(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -51,15 +52,46 @@ class Rich(nn.Module):
         return F.mse_loss(self.down(y).float(), x.float().flip(-1))
 
 
+class Mixture(nn.Module):
+    """Two layers of four experts, which two ranks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if find_spec("deepspeed"):
+            from deepspeed.moe.layer import MoE
+        else:
+            from xds.deepspeed.moe.layer import MoE
+        wide = nn.Sequential(nn.Linear(WIDTH, 7), nn.GELU(), nn.Linear(7, WIDTH))
+        self.first = MoE(WIDTH, wide, num_experts=4, ep_size=2, use_rts=False, min_capacity=2)
+        self.second = MoE(
+            WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=4, ep_size=2, k=2, min_capacity=2
+        )
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, first, _ = self.first(x.to(self.last.weight.dtype))
+        y, second, _ = self.second(y)
+        loss = F.mse_loss(self.last(y).float(), x.float().flip(-1))
+        return loss + 0.01 * (first + second)
+
+
 def build(name: str) -> nn.Module:
     """The model of a recipe, always with the same numbers."""
     torch.manual_seed(5)
-    return {"plain": Plain, "rich": Rich}[name]()
+    return {"plain": Plain, "rich": Rich, "moe": Mixture}[name]()
 
 
 def groups_of(name: str, model: nn.Module) -> list[dict[str, Any]]:
     """The parameter groups that the recipe trains; "rich" has two, and leaves the frozen layer out."""
     trained = [p for p in model.parameters() if p.requires_grad]
+    if name == "moe":
+        if find_spec("deepspeed"):
+            from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+        else:
+            from xds.deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+        return split_params_into_different_moe_groups_for_optimizer(
+            {"params": trained, "name": "all"}
+        )
     if name == "plain":
         return [{"params": trained}]
     return [
