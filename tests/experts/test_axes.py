@@ -294,6 +294,7 @@ def test_stages_that_build_their_own_layers_agree_on_the_ranks_of_experts() -> N
             assert steps == [pytest.approx(step, rel=1e-5) for step in wanted]
 
 
+@pytest.mark.slow
 def test_a_graph_breaks_at_experts_alone() -> None:
     from torch._dynamo.utils import counters
 

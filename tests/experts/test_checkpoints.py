@@ -219,6 +219,7 @@ def test_experts_of_a_model_on_meta_have_the_values_of_one_rank(stage: int) -> N
         assert all(torch.equal(values[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.slow
 def test_experts_of_a_model_that_init_has_sharded() -> None:
     plain, sharded = run_processes(values_of, 2, Cut(1, 2, 2, 3))[1]
     assert all(torch.equal(sharded[name], value) for name, value in plain.items())

@@ -347,6 +347,7 @@ def built(stage: int) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_built_on_meta_and_in_init() -> None:
     torch.manual_seed(7)
     plainly = DrawnModel()
