@@ -284,12 +284,12 @@ class _Copy:
             ValueError: it sets an attribute of its own, which other code may read.
         """
         self._begin(trains=trains)
-        before = _state_of(self.module)
+        before = state_of(self.module)
         try:
             result = self.module(self.hidden)
         except (RuntimeError, ValueError, IndexError):  # it may want tokens in one dimension
             result = self.module(self.hidden.flatten(0, 1))
-        after = _state_of(self.module)
+        after = state_of(self.module)
         written = [name for name in after if after[name] != before.get(name)]
         if written:
             raise ValueError(f"it sets self.{written[0]}, which other code may read")
@@ -403,7 +403,7 @@ def _fitted(
     return replace(convention, form=tuple(form) if isinstance(own, tuple | list) else None)
 
 
-def _state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+def state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Which objects the attributes of `module` are, and how often tensors were written."""
     values = {**vars(module), **module._buffers}
     return {
@@ -443,4 +443,5 @@ __all__ = [
     "find_convention",
     "is_matrix_of",
     "logits_in",
+    "state_of",
 ]

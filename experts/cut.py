@@ -227,6 +227,8 @@ def why_not(module: nn.Module) -> str:
     is_marked = hasattr(module, "_is_expert_parallel")
     if names != CONTRACT and not is_marked:
         return f"is not called with ({', '.join(CONTRACT)})"
+    if hasattr(module, "parametrizations"):
+        return "has parametrizations of torch.nn.utils.parametrize, which compute its parameters"
     own = dict(module.named_parameters(recurse=False))
     if not own:
         experts = list_in(module)
@@ -413,6 +415,29 @@ def plan_cut(found: Sequence[Found], size: int) -> Cut:
     return cut
 
 
+def check_shared(model: nn.Module, cut: Cut, setting: str) -> None:
+    """
+    Raises:
+        UsageError: a parameter of experts is that of another module too, which would get this rank's part.
+    """
+    stacks = {f.experts or f.module for f in cut.found}
+    within: dict[str, nn.Module | None] = {}  # in which of them a module is, by all names
+    uses: dict[int, tuple[str, nn.Module | None]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        within[name] = module if module in stacks else within.get(name.rpartition(".")[0])
+        for key, param in module._parameters.items():
+            if id(param) not in cut.slices:
+                continue
+            use = _joined(name, key), within[name]
+            first = uses.setdefault(id(param), use)
+            if use[1] is not first[1]:
+                raise UsageError(
+                    f"{setting}: {first[0]} and {use[0]} are one parameter, and experts share none with other "
+                    "modules; give each its own, share the whole module of experts, or set "
+                    "expert_parallel.enabled to false"
+                )
+
+
 def mark_cut(cut: Cut) -> None:
     """This rank is about to keep some of the experts."""
     _cut_modules.update(found.module for found in cut.found)
@@ -437,6 +462,7 @@ __all__ = [
     "Found",
     "check_choices",
     "check_found",
+    "check_shared",
     "check_size",
     "find_experts",
     "fitting_size",

@@ -20,13 +20,14 @@ from ..ops.comm.collectives import Collectives
 from ..ops.recomputation import FirstCalls
 from ..ops.torch_internals import outside_of_graphs
 from ..utils.errors import UsageError
+from .conventions import state_of
 from .cut import Found
 from .exchange import Share, Trip, travel
 from .turns import Turns
 
 Forward = Callable[..., Any]  # (module, *args, **kwargs)
 Compute = Callable[[Tensor, Tensor], Tensor]
-PROOF_TOKENS = 4
+PROOF_TOKENS, CROWD = 4, 64
 NEAR, NEAR_16_BITS = 1e-4, 3e-2  # relative differences of the proof
 
 
@@ -115,15 +116,16 @@ class ExpertLayer:
     def _having(
         self,
         module: nn.Module,
-        number: int | None = None,
+        numbers: Sequence[int] | None = None,
         weights: Mapping[str, Tensor] | None = None,
     ) -> Iterator[None]:
-        """Inside, `module` has the experts of this rank alone; or of them expert `number`, with `weights`."""
+        """Inside, `module` has the experts of this rank alone; or of them `numbers`, with `weights`."""
+        numbers = range(self.num_local) if numbers is None else numbers
         if self._experts is None:
-            with having(module, self.num_local if number is None else 1, weights):
+            with having(module, len(numbers), weights):
                 yield
             return
-        children = self._children if number is None else [self._children[number]]
+        children = [self._children[number] for number in numbers]
         with having(module, len(children)) if hasattr(module, "num_experts") else nullcontext():
             every = self._experts._modules
             self._experts._modules = {str(at): child for at, child in enumerate(children)}
@@ -149,7 +151,7 @@ class ExpertLayer:
             if len(inputs):
                 one = {name: parts[number] for name, parts in weights.items()}
                 index = experts.new_zeros(len(inputs), 1)
-                with self._having(module, number, one):
+                with self._having(module, [number], one):
                     outputs.append(forward(module, inputs, index, inputs.new_ones(len(inputs), 1)))
         return torch.cat(outputs)[torch.argsort(order)]
 
@@ -216,9 +218,10 @@ class ExpertLayer:
                     whole = forward(module, tokens, index, scale)
                 # one at a time: each depends on its own weights alone, not on its number
                 outputs = self._one_by_one(module, forward, pairs, index.reshape(-1))
+                alone, crowd = self._alone_and_in_a_crowd(module, forward, tokens)
             parts = (outputs * scale.reshape(-1, 1)).view(PROOF_TOKENS, num_choices, -1).sum(1)
-            size = whole.double().abs().max().clamp(min=1e-30)
-            difference = ((whole.double() - parts.double()).abs().max() / size).cpu()
+            difference = torch.maximum(_difference(whole, parts), _difference(alone, crowd)).cpu()
+            self._check_state(module, forward, pairs, index.reshape(-1))
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as raised:
             error, difference = raised, difference.fill_(torch.inf)
         flag = difference.view(1).to(self._group.device)
@@ -232,6 +235,53 @@ class ExpertLayer:
                 f"experts: one at a time they differ by {most:.1e} of the largest output{why}; leave this "
                 "module out with expert_parallel.expert_pattern"
             ) from error
+
+    def _alone_and_in_a_crowd(
+        self, module: nn.Module, forward: Forward, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The first expert's outputs [C, H]: of single tokens, and of many tokens when it is the second of two.
+
+        They differ where an expert has a capacity, depends on its other tokens, or on its number.
+        """
+        one, two = {}, {}
+        if self._experts is None:
+            one = {name: value[:1] for name, value in stacked_values(module)}
+            two = {name: torch.cat([value, value]) for name, value in one.items()}
+        crowd = tokens.repeat(CROWD // len(tokens), 1)
+        index = torch.zeros(len(crowd), 1, dtype=torch.int64, device=tokens.device)
+        weights = crowd.new_ones(len(crowd), 1)
+        with self._having(module, [0], one):
+            alone = [forward(module, t, index[:1], weights[:1]) for t in torch.split(tokens, 1)]
+        with self._having(module, [0, 0], two):
+            together = forward(module, crowd, index + 1, weights)
+        return torch.cat(alone).repeat(CROWD // len(tokens), 1), together
+
+    def _check_state(
+        self, module: nn.Module, forward: Forward, pairs: Tensor, experts: Tensor
+    ) -> None:
+        """
+        Raises:
+            ValueError: the forward keeps something, which other ranks would not have.
+        """
+        devices = [pairs.device] if pairs.is_cuda else []
+        values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        with torch.random.fork_rng(devices), evaluating(module), self._having(module):
+            module.train()
+            before = {m: state_of(m) for m in module.modules()}
+            forward(module, pairs, experts.unsqueeze(1), pairs.new_ones(len(pairs), 1))
+            after = {m: state_of(m) for m in before}
+        for buffer, value in values:
+            buffer.copy_(value)
+        for each, state in after.items():
+            changed = [name for name in state if state[name] != before[each].get(name)]
+            if changed:
+                raise ValueError(f"its forward writes self.{changed[0]} of {type(each).__name__}")
+
+
+def _difference(one: Tensor, two: Tensor) -> Tensor:
+    """The largest, over the largest of `one`."""
+    size = one.double().abs().max().clamp(min=1e-30)
+    return (one.double() - two.double()).abs().max() / size
 
 
 def stacked_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

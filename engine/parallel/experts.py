@@ -22,6 +22,7 @@ from ...experts.cut import (
     Found,
     check_choices,
     check_found,
+    check_shared,
     check_size,
     find_experts,
     fitting_size,
@@ -117,6 +118,8 @@ def keep_experts(model: nn.Module, found: Sequence[Found], size: int, rank: int)
         UsageError: an adapter has no part for each expert.
     """
     cut = plan_cut(found, size)
+    if size > 1:
+        check_shared(model, cut, f"expert_parallel.autoep_size = {size}")
     add_adapters(model, cut)
     if size > 1:
         mark_cut(cut)

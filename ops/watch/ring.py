@@ -26,6 +26,8 @@ PACKAGES = (
     "engine",
     "launcher",
     "deepspeed",
+    "experts",
+    "utils",
 )
 _spec = importlib.util.find_spec("torch")  # not imported: `xds check` reads configs without torch
 TORCH = os.path.dirname(os.path.abspath(str(_spec and _spec.origin))) + os.sep
