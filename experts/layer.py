@@ -267,9 +267,11 @@ class ExpertLayer:
         values = [(buffer, buffer.clone()) for buffer in module.buffers()]
         with torch.random.fork_rng(devices), evaluating(module), self._having(module):
             module.train()
+            held = [dict(vars(m)) for m in module.modules()]  # no new value gets their ids
             before = {m: state_of(m) for m in module.modules()}
             forward(module, pairs, experts.unsqueeze(1), pairs.new_ones(len(pairs), 1))
             after = {m: state_of(m) for m in before}
+            held.clear()
         for buffer, value in values:
             buffer.copy_(value)
         for each, state in after.items():

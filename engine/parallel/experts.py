@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import gcd
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from ...experts.cut import (
     mark_cut,
     plan_cut,
 )
-from ...experts.layer import ExpertLayer, stand_in
+from ...experts.layer import ExpertLayer, Forward, stand_in
 from ...experts.turns import Turns
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import agreeing
@@ -204,10 +204,12 @@ class ExpertLayers(UnevenForwards):
         ]
 
     def undo(self) -> None:
-        """Give the modules their own forward back; parameters stay those of this rank's experts."""
+        """Give the modules their own forward back. Where this rank has some experts only, it is refused."""
         for each in self._undo:
             each()
         self._undo = []
+        if self.layers and self.layers[0].num_local < self.layers[0].num_experts:
+            replace_forwards(self._modules, _refused)
 
     def running(
         self, autocast: Callable[[], AbstractContextManager[None]], *, streams: bool
@@ -223,6 +225,18 @@ class ExpertLayers(UnevenForwards):
                 "all parameters, run equal numbers of forwards, or set zero_optimization.stage to 2"
             )
         return self._turns.uneven(autocast)
+
+
+def _refused(forward: Forward) -> Forward:
+    """A forward in place of a module's own, after the engine."""
+
+    def refuse(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(
+            f"{type(module).__name__} has this rank's experts only, and engine.destroy() has ended their "
+            "exchange; call the model before, or load engine.state_dict() into a new model"
+        )
+
+    return refuse
 
 
 def _group_of(cut: Cut, groups: FlatGroups) -> Collectives:

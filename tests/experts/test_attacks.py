@@ -167,3 +167,24 @@ def start(name: str) -> str:
 def test_refused_on_every_rank(name: str) -> None:
     for text in run_ranks(start, EXPERTS if name == "number" else 2, name):
         assert CASES[name][1] in text and text.count("\n") <= 1, text
+
+
+def call_after_destroy(make: Callable[[], nn.Module]) -> tuple[str, Tensor]:
+    torch.manual_seed(0)
+    model = make()
+    engine = xds.initialize(model, config(2, expert_parallel={"enabled": True, "autoep_size": 2}))
+    wanted = engine(torch.ones(6, WIDTH)).detach()
+    values = engine.state_dict()
+    engine.destroy()
+    with pytest.raises(xds.UsageError) as caught:
+        model(torch.ones(6, WIDTH))
+    other = make()
+    other.load_state_dict(values)
+    return str(caught.value), (other(torch.ones(6, WIDTH)) - wanted).abs().max()
+
+
+@pytest.mark.parametrize("make", [Listed, lambda: Model(Experts())])
+def test_a_part_of_the_experts_is_not_called_after_the_engine(make: Any) -> None:
+    for text, difference in run_ranks(call_after_destroy, 2, make):
+        assert "has this rank's experts only" in text
+        assert difference < 1e-6
