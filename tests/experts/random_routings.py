@@ -189,7 +189,8 @@ def compare(seed: int) -> Case:
     case = draw(seed)
     ranks = run_ranks(on_ranks, case.ranks, case)
     one, experts = wanted(case)
-    near = 4e-2 if case.dtype == torch.bfloat16 else 1e-5
+    # gradients of experts are sums over tokens, which this test's own `index` rounds to 16 bits each
+    near = 4e-2 * max(1, sum(case.tokens) / 16) ** 0.5 if case.dtype == torch.bfloat16 else 1e-5
     local = case.experts // case.ranks
     for rank, (output, x_grad, w_grad, e_grad, rows_sent) in enumerate(ranks):
         own = experts[rank * local : (rank + 1) * local]
