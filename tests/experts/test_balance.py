@@ -88,7 +88,7 @@ def test_biases_move_as_in_one_process_and_a_run_shows_the_tokens(tmp_path: Path
 
 def test_a_router_without_a_bias_is_refused() -> None:
     import pytest
-    from test_training import mixtral
+    from test_shared_experts import mixtral
 
     section = {"enabled": True, "load_balance_coeff": 0.01}
     with pytest.raises(

@@ -14,7 +14,7 @@ from helpers import run_processes, run_ranks
 from manifest_damages import rewrite
 from random_loads import Cut, compare, engine_of, random_loads, save, values_of
 from runs import config
-from test_training import MODELS, batch
+from test_shared_experts import MODELS, batch
 from torch import Tensor, nn
 
 import xds

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers import run_ranks
 from peft import LoraConfig, get_peft_model
 from runs import config
-from test_training import batch, mixtral
+from test_shared_experts import batch, mixtral
 from torch import Tensor, nn
 
 import xds
