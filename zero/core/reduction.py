@@ -154,7 +154,7 @@ class Reduction:
         self.order = sorted(order, key=lambda g: g.group.number if g.group.is_shared else 0)
         self._groups = groups
         self._world = groups.world
-        # some buffers are on some ranks only: of stages, of slices, of experts
+        # some buffers are on some ranks only, as those of stages and of slices
         self._has_parts = any(
             ranks.world_size < groups.world.world_size for ranks in groups.holders
         )
