@@ -108,3 +108,29 @@ def test_a_bias_keeps_its_precision_in_16_bits() -> None:
     engine = xds.initialize(router, config(0, "bf16"))
     assert router.expert_bias.dtype == torch.float32 and router.expert_bias[0] == 1.001
     engine.destroy()
+
+
+def test_after_a_load_of_an_earlier_step_biases_move_as_before(tmp_path: Path) -> None:
+    section = {"enabled": True, "load_balance_coeff": COEFFICIENT}
+    engine = xds.initialize(
+        deepseek(), config(0, optimizer="SGD", params={"lr": 0.1}, expert_parallel=section)
+    )
+    bias = engine.module.model.layers[1].mlp.gate.e_score_correction_bias
+
+    def steps(first: int, last: int) -> list[torch.Tensor]:
+        found = []
+        for step in range(first, last):
+            ids = batch(step, 0)
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+            found.append(bias.clone())
+        return found
+
+    steps(0, 1)
+    engine.save_checkpoint(tmp_path)
+    before = steps(1, 4)
+    engine.load_checkpoint(tmp_path)
+    again = steps(1, 4)
+    engine.destroy()
+    assert all(torch.equal(one, other) for one, other in zip(before, again, strict=True))
+    assert not torch.equal(before[0], before[2])
