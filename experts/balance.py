@@ -54,9 +54,8 @@ class Balance:
         """biases: of each layer, or none. coefficient: how far a bias moves in a step."""
         self._layers, self._world = layers, world
         self._biases, self._coefficient = biases, coefficient
-        self._names: list[str] = []  # of the layers of all stages
+        self._sizes: dict[str, int] = {}  # experts of the layers of all stages, by name
         self._rows: list[int] = []  # of this rank's layers
-        self._most = 0
         self._totals: Tensor | None = None
         self._step = 0
 
@@ -64,15 +63,14 @@ class Balance:
         """The engine is ready. A collective: agree on the layers of all pipeline stages."""
         mine = [(layer.name, layer.num_experts) for layer in self._layers]
         parts = all_gather_json(self._world, mine, "the layers with experts")
-        sizes = {name: size for part in parts for name, size in part}
-        self._names = list(sizes)
-        self._rows = [self._names.index(layer.name) for layer in self._layers]
-        self._most = max(sizes.values(), default=0)
+        self._sizes = {name: size for part in parts for name, size in part}
+        places = {name: row for row, name in enumerate(self._sizes)}
+        self._rows = [places[layer.name] for layer in self._layers]
 
     def advance(self, step: int) -> None:
         """So many steps have updated the parameters. A collective: 8 bytes for each expert and rank."""
-        shape, device = (len(self._names), self._most + 1), self._world.device
-        totals = torch.zeros(shape, dtype=torch.float64, device=device)
+        shape = len(self._sizes), max(self._sizes.values(), default=0) + 1
+        totals = torch.zeros(shape, dtype=torch.float64, device=self._world.device)
         for row, layer in zip(self._rows, self._layers, strict=True):
             counts = layer.take_counts()
             totals[row, : layer.num_experts] = counts[:-1]
@@ -87,8 +85,10 @@ class Balance:
                 bias += self._coefficient * torch.sign(counts.mean() - counts).to(bias)
 
     def resume(self, step: int) -> None:
-        """The same after a load."""
+        """The same after a load. Tokens of a step that it has ended do not count."""
         self._totals, self._step = None, step
+        for layer in self._layers:
+            layer.take_counts()
 
     # -- what is reported -------------------------------------------------------------------------------
 
@@ -97,10 +97,9 @@ class Balance:
         if self._totals is None:
             return []
         table = self._totals.long().tolist()
-        sizes = {layer.name: layer.num_experts for layer in self._layers}
         return [
-            (name, row[: sizes.get(name, self._most)], row[-1])
-            for name, row in zip(self._names, table, strict=True)
+            (name, row[:size], row[-1])
+            for (name, size), row in zip(self._sizes.items(), table, strict=True)
         ]
 
     def events(self) -> list[tuple[str, float]]:

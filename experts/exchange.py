@@ -30,8 +30,7 @@ class Trip:
     """The messages of one call of a layer: all ranks of `group` make the same calls.
 
     Attributes:
-        experts [P]: the number, among those of this rank, of each pair that it computes.
-        tokens_of_experts: the pairs of each own expert, on the host, or None.
+        experts [P]: the number, among those of this rank, of each pair that it computes; set by `there`.
         rows_sent: the rows for other ranks.
     """
 

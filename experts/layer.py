@@ -68,9 +68,9 @@ class ExpertLayer:
             if self.turns is not None:
                 self.turns.take(self.number, hidden_states, top_k_weights)
             if not self._is_proven:
-                self._is_proven = True
                 list(stacked_values(module))  # PEFT keeps what is read first; a proof has no graph
                 self._prove(module, forward, hidden_states, top_k_weights)
+                self._is_proven = True
 
             def compute(pairs: Tensor, experts: Tensor) -> Tensor:
                 return self._own(module, forward, pairs, experts)

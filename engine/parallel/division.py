@@ -80,7 +80,7 @@ def divide(
     policy: BuildPolicy,
     scheme: BuildScheme,
 ) -> LocalModel:
-    """StageModules the model into pipeline stages, and its layers into slices. Opens the groups: for all ranks.
+    """Cut the model into pipeline stages, its layers into slices, and its experts. Opens groups: for all ranks.
 
     scheme: how gradients and parameters are sent.
 

@@ -14,6 +14,7 @@ from helpers import run_ranks
 from peft import LoraConfig, get_peft_model
 from runs import config
 from test_shared_experts import batch, mixtral
+from test_shared_experts import trained_with as trained
 from torch import Tensor, nn
 
 import xds
@@ -35,21 +36,6 @@ def with_adapters() -> Any:
         if "lora_B" in name:  # PEFT's zeros would leave lora_A without gradients
             param.data.copy_(torch.randn(param.shape, generator=draw) * 0.02)
     return model
-
-
-def trained(build: Callable[[], nn.Module], given: dict[str, Any]) -> Any:
-    """Losses, norms and whole parameters."""
-    engine = xds.initialize(build(), given)
-    found = []
-    for step in range(STEPS):
-        ids = batch(step, dist.get_rank())
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        found.append((loss.item(), engine.get_global_grad_norm()))
-    values = engine.state_dict()
-    engine.destroy()
-    return found, values
 
 
 def trained_deterministically(build: Callable[[], nn.Module], given: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,7 +141,12 @@ def trained(name: str, stage: int, size: int, deterministic: bool = False) -> An
     torch.use_deterministic_algorithms(deterministic)
     section = {"enabled": True, "autoep_size": size}
     given = config(stage, optimizer="SGD", params={"lr": 0.1}, expert_parallel=section)
-    engine = xds.initialize(MODELS[name](), given)
+    return trained_with(MODELS[name], given)
+
+
+def trained_with(build: Callable[[], Any], given: dict[str, Any]) -> Any:
+    """Losses, norms and whole parameters of a model with the config `given`."""
+    engine = xds.initialize(build(), given)
     found = []
     for step in range(STEPS):
         ids = batch(step, dist.get_rank())
