@@ -169,6 +169,19 @@ def test_refused_on_every_rank(name: str) -> None:
         assert CASES[name][1] in text and text.count("\n") <= 1, text
 
 
+def call_twice() -> None:
+    engine = xds.initialize(
+        Model(WithCapacity()), config(2, expert_parallel={"enabled": True, "autoep_size": 2})
+    )
+    for _ in range(2):
+        with pytest.raises(xds.UsageError, match=SUM):
+            engine(torch.randn(6, WIDTH))
+
+
+def test_what_was_refused_is_refused_again() -> None:
+    run_ranks(call_twice, 2)
+
+
 def call_after_destroy(make: Callable[[], nn.Module]) -> tuple[str, Tensor]:
     torch.manual_seed(0)
     model = make()
