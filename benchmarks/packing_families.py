@@ -12,9 +12,6 @@ script ends with 1 where a model is neither equal nor refused.
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import logging
 import re
 import sys
 import textwrap
@@ -25,7 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import torch  # noqa: E402
-from tiny_models import VOCAB, build, in_fork  # noqa: E402
+from tiny_models import VOCAB, build, run_families  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import CONFIG_MAPPING  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: E402
@@ -175,34 +172,11 @@ def reason(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", help="names of models, as in AutoConfig")
-    parser.add_argument("--read", nargs="*", type=Path, help="what earlier calls have printed")
-    parser.add_argument("--write", type=Path, help="the page of the guide")
-    options = parser.parse_args()
-    if options.read:
-        lines = [line for file in options.read for line in file.read_text().splitlines()]
-        results = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
-    else:
-        logging.disable(logging.WARNING)
-        torch.set_num_threads(1)
-        build("llama")  # what forks share is imported once
-        importlib.import_module("xds.engine.packing.forwards")
-        causal = [
-            name for name, kind in CONFIG_MAPPING.items() if kind in MODEL_FOR_CAUSAL_LM_MAPPING
-        ]
-        results = {}
-        for name in options.only or causal:
-            results[name] = in_fork(compare, name)
-            print(f"{name:24s} {results[name]}", flush=True)
-    if options.write:
-        options.write.write_text(page(results))
-    wrong = [name for name, text in results.items() if kind_of(text) not in HEADINGS]
-    print(
-        f"{len(results)} models, neither equal nor refused: {', '.join(wrong) or 'none'}",
-        file=sys.stderr,
+    causal = [name for name, kind in CONFIG_MAPPING.items() if kind in MODEL_FOR_CAUSAL_LM_MAPPING]
+    shared = ["xds.engine.packing.forwards"]
+    return run_families(
+        __doc__, causal, compare, shared, page, lambda text: kind_of(text) in HEADINGS
     )
-    return bool(wrong)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import logging
 import os
 import re
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -192,3 +197,47 @@ def in_fork(compare: Callable[[str], str], name: str) -> str:
         text = file.read().decode(errors="replace")
     _, status = os.waitpid(child, 0)
     return text or f"FAILS: ended with status {status}"
+
+
+def run_families(
+    doc: str | None,
+    names: Iterable[str],
+    compare: Callable[[str], str],
+    shared: Iterable[str],
+    page: Callable[[dict[str, str]], str],
+    is_known: Callable[[str], bool],
+) -> int:
+    """The command line of a script that compares many models, each in a fork; 1 where a result is unknown.
+
+    Args:
+        doc: of the script. names: of all models. compare: what became of one model, in words.
+        shared: modules that all forks need, imported once.
+        page: the guide's page of the results by name.
+        is_known: the model is equal, or refused, or cannot be tried.
+    """
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--only", nargs="*", help="names of models")
+    parser.add_argument("--read", nargs="*", type=Path, help="what earlier calls have printed")
+    parser.add_argument("--write", type=Path, help="the page of the guide")
+    options = parser.parse_args()
+    results = {}
+    if options.read:
+        lines = [line for file in options.read for line in file.read_text().splitlines()]
+        results = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+    else:
+        logging.disable(logging.WARNING)
+        torch.set_num_threads(1)
+        build("mixtral")
+        for module in shared:
+            importlib.import_module(module)
+        for name in options.only or names:
+            results[name] = in_fork(compare, name)
+            print(f"{name:45s} {results[name]}", flush=True)
+    if options.write:
+        options.write.write_text(page(results))
+    wrong = [name for name, text in results.items() if not is_known(text)]
+    print(
+        f"{len(results)} models, neither equal nor refused: {', '.join(wrong) or 'none'}",
+        file=sys.stderr,
+    )
+    return bool(wrong)

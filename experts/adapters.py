@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from ..ops.boxes import Box
 from ..utils.errors import UsageError
-from .cut import Cut, CutExperts
+from .cut import Cut
 
 
 def add_adapters(model: nn.Module, cut: Cut) -> None:
@@ -25,7 +26,7 @@ def add_adapters(model: nn.Module, cut: Cut) -> None:
         UsageError: an adapter has no part for each expert.
     """
     stacked = {found.module: found for found in cut.found if found.experts is None}
-    for name, wrapper in _wrappers(model):
+    for wrapper in _wrappers(model):
         found = stacked.get(wrapper.get_base_layer())
         if found is None or cut.num_ranks == 1:
             continue
@@ -37,33 +38,30 @@ def add_adapters(model: nn.Module, cut: Cut) -> None:
                 "target_parameters, or set autoep_size to 1"
             )
         for table, dim in (("lora_A", 0), ("lora_B", 1)):
-            for adapter, linear in getattr(wrapper, table).items():
+            for linear in getattr(wrapper, table).values():
                 param = linear.weight
                 whole = tuple(param.shape)
                 num_runs = whole[dim] // num_experts if dim else 1
                 run = whole[dim] // num_runs // num_experts  # elements of one expert in a run
-                by_rank = tuple(
-                    tuple(
-                        (start, start + size * run)
-                        for start in range(other * size * run, whole[dim], num_experts * run)
-                    )
-                    for other in range(cut.num_ranks)
+                own, step = size * run, num_experts * run
+                starts = [range(rank * own, whole[dim], step) for rank in range(cut.num_ranks)]
+                cut.slices[id(param)] = tuple(
+                    Box(whole, dim, tuple((start, start + own) for start in of_rank))
+                    for of_rank in starts
                 )
-                full = f"{name}.{table}.{adapter}.weight"
-                cut.slices[id(param)] = CutExperts(full, whole, dim, by_rank)
                 cut.adapters.append(param)
         wrapper.num_experts = size
 
 
-def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
+def _wrappers(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
         if hasattr(module, "parameter_name") and hasattr(module, "get_base_layer"):
-            yield name, module
+            yield module
 
 
 def outer_module(model: nn.Module, experts: nn.Module) -> nn.Module:
     """What calls `experts`: PEFT's outermost wrapper around it, or the module itself."""
-    for _, wrapper in _wrappers(model):
+    for wrapper in _wrappers(model):
         if wrapper.get_base_layer() is experts:
             found: nn.Module = wrapper
             return found

@@ -17,9 +17,9 @@ from math import gcd
 from typing import Any, final
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 
+from ..ops.boxes import Box, Boxes, taken
 from ..utils.errors import UsageError
 from .config import ExpertParallel
 from .conventions import Block, Convention, is_matrix_of
@@ -27,7 +27,6 @@ from .conventions import Block, Convention, is_matrix_of
 # modules of experts, and blocks, of which this process has some experts only
 _cut_modules: WeakSet[nn.Module] = WeakSet()
 CONTRACT = ("hidden_states", "top_k_index", "top_k_weights")
-Range = tuple[int, int]
 
 
 @final
@@ -51,48 +50,34 @@ class Found:
         """The name of the module or list of experts, beside which the router is."""
         return self.name if self.block is None else _joined(self.name, self.block.experts)
 
-    def named_params(self) -> Iterator[tuple[str, int | None, nn.Parameter]]:
-        """The name in the model of each parameter of experts, and of which expert it is; None: of all."""
+    def params(self) -> Iterator[tuple[int | None, nn.Parameter]]:
+        """The parameters of experts, and of which expert each is; None: of all."""
         if self.experts is None:
-            for name, param in self.module.named_parameters(recurse=False):
-                yield _joined(self.name, name), None, param
+            for param in self.module.parameters(recurse=False):
+                yield None, param
             return
-        prefix = next(n for n, m in self.module.named_modules() if m is self.experts)
         for number, expert in enumerate(self.experts):
-            for name, param in expert.named_parameters():
-                yield _joined(self.name, prefix, str(number), name), number, param
-
-
-@final
-@dataclass(frozen=True)
-class CutExperts:
-    """A parameter of experts: rank r of those that share them has ranges `by_rank[r]` of dimension `dim`.
-
-    whole: the shape of the tensor before.
-    """
-
-    name: str
-    whole: tuple[int, ...]
-    dim: int
-    by_rank: tuple[tuple[Range, ...], ...]
+            for param in expert.parameters():
+                yield number, param
 
 
 @final
 @dataclass
 class Cut:
-    """What cutting has made. slices: id(parameter) -> its cut. num_ranks: that share the experts.
+    """What cutting has made.
 
+    num_ranks: that share the experts. slices: id(parameter) -> the boxes of all of them.
     adapters: parameters of adapters of experts.
     """
 
     num_ranks: int
     found: Sequence[Found]
-    slices: dict[int, CutExperts] = field(default_factory=dict)
+    slices: dict[int, Boxes] = field(default_factory=dict)
     adapters: list[nn.Parameter] = field(default_factory=list)
 
     def params(self) -> Iterator[nn.Parameter]:
         """All parameters of experts, each once: layers may share them."""
-        own = [param for one in self.found for _, _, param in one.named_params()]
+        own = [param for one in self.found for _, param in one.params()]
         yield from {id(param): param for param in [*own, *self.adapters]}.values()
 
 
@@ -402,16 +387,13 @@ def plan_cut(found: Sequence[Found], size: int) -> Cut:
     cut = Cut(size, found)
     for one in found:
         share = one.num_experts // size
-        for name, number, param in one.named_params():
+        for number, param in one.params():
             whole = tuple(param.shape)
-            by_rank: tuple[tuple[Range, ...], ...]
             if number is None:
-                by_rank = tuple(((at * share, (at + 1) * share),) for at in range(size))
+                ranges = [(rank * share, (rank + 1) * share) for rank in range(size)]
             else:
-                by_rank = tuple(
-                    ((0, whole[0] if number // share == at else 0),) for at in range(size)
-                )
-            cut.slices[id(param)] = CutExperts(name, whole, 0, by_rank)
+                ranges = [(0, whole[0] if number // share == rank else 0) for rank in range(size)]
+            cut.slices[id(param)] = tuple(Box(whole, 0, (each,)) for each in ranges)
     return cut
 
 
@@ -448,17 +430,14 @@ def was_cut(module: nn.Module) -> bool:
     return module in _cut_modules
 
 
-def keep_part(param: nn.Parameter, piece: CutExperts, rank: int) -> None:
-    """Keep the part of `rank`. The parameter is whole."""
-    ranges, dim = piece.by_rank[rank], piece.dim
-    if ranges != ((0, piece.whole[dim]),):
-        parts = [param.data.narrow(dim, start, stop - start) for start, stop in ranges]
-        param.data = torch.cat(parts, dim)
+def keep_part(param: nn.Parameter, box: Box) -> None:
+    """Keep the part in `box`. The parameter is whole."""
+    if box.shape != box.whole:
+        param.data = taken(param.data, box)
 
 
 __all__ = [
     "Cut",
-    "CutExperts",
     "Found",
     "check_choices",
     "check_found",

@@ -14,8 +14,9 @@ from typing import final
 
 from torch import nn
 
+from ..ops.boxes import Range
 from ..utils.errors import UsageError
-from .shares import Range, copied_ranges, ranges_of, share_of
+from .shares import copied_ranges, ranges_of, share_of
 from .styles import BY_HEADS, CUTS_COLUMNS, CUTS_ROWS, ParallelStyle
 
 COUNTS = (

@@ -17,10 +17,10 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
+from ..ops.boxes import Range
 from . import overlap
 from .draws import Draws
 from .exchange import Exchange
-from .shares import Range
 from .styles import StyleName, is_transposed
 from .vocabulary import Vocabulary, own_rows
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from ..ops.boxes import Boxes, put, ranks_with_copies, taken
 from ..ops.comm.collectives import Collectives, counting_as
 from ..ops.torch_internals import tree_leaves, tree_map
 from ..utils.errors import UsageError
@@ -38,8 +39,7 @@ from .proof_values import (
 )
 from .quiet_runs import Holding, alone, without_cache
 from .regions import layers_in, regions
-from .shares import ranks_with_copies
-from .slicing import Slice, Sliced
+from .slicing import Sliced
 from .tokens import Tokens, with_activations
 
 KIND = "proof of slices"
@@ -328,48 +328,41 @@ class _Case:
 
     @torch.no_grad()
     def _gathered(self, param: nn.Parameter) -> Tensor:
-        piece = self._sliced.slices.get(id(param))
-        return param.data if piece is None else self._assembled(param.data, piece)
+        boxes = self._sliced.slices.get(id(param))
+        return param.data if boxes is None else self._assembled(param.data, boxes)
 
     def _own_parts(self, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """The slices of this rank, of whole parameters."""
         sliced = dict(params)
         for name, param in self.block.named_parameters():
-            piece = self._sliced.slices.get(id(param))
-            if piece is not None:
-                parts = _parts(params[name].data, piece, self._group.rank)
-                sliced[name] = nn.Parameter(torch.cat(parts, piece.dim), param.requires_grad)
+            boxes = self._sliced.slices.get(id(param))
+            if boxes is not None:
+                part = taken(params[name].data, boxes[self._group.rank])
+                sliced[name] = nn.Parameter(part, param.requires_grad)
         return sliced
 
-    def _assembled(self, mine: Tensor, piece: Slice) -> Tensor:
+    def _assembled(self, mine: Tensor, boxes: Boxes) -> Tensor:
         """The whole tensor, from the slices of all ranks."""
-        whole = mine.new_empty(piece.whole)
-        for rank, values in enumerate(self._of_all(mine, piece)):
-            lengths = [stop - start for start, stop in piece.by_rank[rank]]
-            for place, value in zip(
-                _parts(whole, piece, rank), torch.split(values, lengths, piece.dim), strict=True
-            ):
-                place.copy_(value)
+        whole = mine.new_empty(boxes[0].whole)
+        for box, values in zip(boxes, self._of_all(mine, boxes), strict=True):
+            put(whole, box, values)
         return whole
 
-    def _of_all(self, mine: Tensor, piece: Slice) -> list[Tensor]:
+    def _of_all(self, mine: Tensor, boxes: Boxes) -> list[Tensor]:
         """The slices of all ranks."""
-        shape = list(piece.whole)
-        outs = []
-        for ranges in piece.by_rank:
-            shape[piece.dim] = sum(stop - start for start, stop in ranges)
-            outs.append(mine.new_empty(shape))
+        outs = [mine.new_empty(box.shape) for box in boxes]
         parts = [mine.contiguous()] * len(outs)
-        self._group.all_to_all(outs, parts, what=f"the slices of {piece.name}", kind=KIND).wait()
+        self._group.all_to_all(outs, parts, what=f"slices of {self.name}", kind=KIND).wait()
         return outs
 
-    def _of_copies(self, grad: Tensor, piece: Slice) -> Tensor:
+    def _of_copies(self, grad: Tensor, boxes: Boxes) -> Tensor:
         """The gradient of a slice: the sum over the ranks with copies of it."""
-        if len(set(piece.by_rank)) == len(piece.by_rank):
+        if len(set(boxes)) == len(boxes):
             return grad
-        ranks = ranks_with_copies(piece.by_rank, self._group.rank)
-        grads = self._of_all(grad, piece)
-        return torch.stack([grads[rank] for rank in ranks]).sum(0)
+        grads = self._of_all(grad, boxes)
+        return torch.stack(
+            [grads[rank] for rank in ranks_with_copies(boxes, self._group.rank)]
+        ).sum(0)
 
     # -- the comparison ---------------------------------------------------------------------------------
 
@@ -411,18 +404,14 @@ class _Case:
     def _has_close_grad(
         self, param: nn.Parameter, mine: Tensor, theirs: Tensor, scale: _Scale
     ) -> bool:
-        piece = self._sliced.slices.get(id(param))
-        if piece is not None:
-            parts = _parts(theirs, piece, self._group.rank)
-            return _is_close(self._of_copies(mine, piece), torch.cat(parts, piece.dim), scale)
+        boxes = self._sliced.slices.get(id(param))
+        if boxes is not None:
+            part = taken(theirs, boxes[self._group.rank])
+            return _is_close(self._of_copies(mine, boxes), part, scale)
         if id(param) in self._sliced.partial:
             mine = mine.clone(memory_format=torch.contiguous_format)
             self._group.all_reduce(mine, what="a proven gradient", kind=KIND).wait()
         return _is_close(mine, theirs, scale)
-
-
-def _parts(tensor: Tensor, piece: Slice, rank: int) -> list[Tensor]:
-    return [tensor.narrow(piece.dim, start, stop - start) for start, stop in piece.by_rank[rank]]
 
 
 def _on_meta(block: nn.Module) -> nn.Module:

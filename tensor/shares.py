@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-Range = tuple[int, int]  # [start, stop)
+from ..ops.boxes import Range
 
 
 def share_of(units: int, num_ranks: int, rank: int) -> Range:
@@ -87,9 +87,4 @@ def copied_ranges(
     return tuple(ranges)
 
 
-def ranks_with_copies(by_rank: Sequence[tuple[Range, ...]], rank: int) -> tuple[int, ...]:
-    """The ranks that have what `rank` has, with itself."""
-    return tuple(other for other, ranges in enumerate(by_rank) if ranges == by_rank[rank])
-
-
-__all__ = ["Range", "copied_ranges", "ranges_of", "ranks_with_copies", "share_of", "unit_of"]
+__all__ = ["copied_ranges", "ranges_of", "share_of", "unit_of"]

@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from ..ops.boxes import Box, Boxes, Range, ranks_with_copies, taken
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
 from .draws import CommonDraws, OwnDraws
@@ -24,7 +25,6 @@ from .heads import check_copies, even_ranges, heads_of, ranges_of_layer, set_cou
 from .layers import Region, class_of_embedding, class_of_head, class_of_layer
 from .plan import ParallelPlan
 from .same_batches import SameBatches
-from .shares import Range, ranks_with_copies
 from .styles import CUTS_COLUMNS, CUTS_ROWS, StyleName, cut_dim, length_of
 from .token_blocks import TokenBlocks, cut_tokens
 from .vocabulary import LossOfModel, Vocabulary
@@ -39,22 +39,11 @@ def was_sliced(module: nn.Module) -> bool:
 
 
 @final
-@dataclass(frozen=True)
-class Slice:
-    """A parameter that is cut: rank r has `by_rank[r]` of dimension `dim` of a tensor of shape `whole`."""
-
-    name: str
-    whole: tuple[int, ...]
-    dim: int
-    by_rank: tuple[tuple[Range, ...], ...]
-
-
-@final
 @dataclass
 class Sliced:
     """What cutting a model has made.
 
-    slices: id(parameter) -> the part that this rank has. `undo` gives the modules their classes back.
+    slices: id(parameter) -> the boxes of all tensor ranks. `undo` gives the modules their classes back.
     whole: id of every other parameter, which all tensor ranks hold.
     partial: id of those of them whose gradient on a rank is a part of the sum.
     names: of a pipeline, the first names of what is cut on any stage.
@@ -62,7 +51,7 @@ class Sliced:
     columns: id of a layer whose outputs are gathered or are logits -> the columns of each rank.
     """
 
-    slices: dict[int, Slice] = field(default_factory=dict)
+    slices: dict[int, Boxes] = field(default_factory=dict)
     partial: set[int] = field(default_factory=set)
     whole: set[int] = field(default_factory=set)
     classes: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)
@@ -74,7 +63,7 @@ class Sliced:
 
     def copies(self, key: int, rank: int) -> tuple[int, ...]:
         """The tensor ranks that hold the same part of a parameter as `rank`; `key`: its id."""
-        return ranks_with_copies(self.slices[key].by_rank, rank)
+        return ranks_with_copies(self.slices[key], rank)
 
     def undo(self) -> None:
         """Parameters stay slices."""
@@ -159,7 +148,7 @@ def _slice_embedding(sliced: Sliced, name: str, module: nn.Module, group: Collec
     assert isinstance(module, nn.Embedding)
     size, rank = module.num_embeddings, group.rank
     by_rank = even_ranges(name, size, group.world_size)
-    _keep(sliced, f"{name}.weight", module._parameters["weight"], 0, by_rank, rank)
+    _keep(sliced, module._parameters["weight"], 0, by_rank, rank)
     own = by_rank[rank][0]
     padding = module.padding_idx
     if padding is not None:
@@ -179,7 +168,7 @@ def _slice_head(
     overlaps: bool,
 ) -> None:
     by_rank = even_ranges(name, length_of(module, StyleName.VOCABULARY), group.world_size)
-    _keep_layer(sliced, name, module, StyleName.VOCABULARY, by_rank, group.rank)
+    _keep_layer(sliced, module, StyleName.VOCABULARY, by_rank, group.rank)
     exchange = Exchange(group, name)
     vocabulary = Vocabulary(exchange, _widths(by_rank))
     sliced.losses.append(LossOfModel(model, vocabulary, module))
@@ -207,7 +196,7 @@ def _slice_parent(
     if heads is not None:
         check_copies(parent, heads, layers, ranges)
     for name, (module, style) in layers.items():
-        _keep_layer(sliced, name, module, style.name, ranges[name], group.rank)
+        _keep_layer(sliced, module, style.name, ranges[name], group.rank)
         if style.name in CUTS_COLUMNS:
             region.add(module)
         if style.name is StyleName.COLWISE_GATHER:
@@ -221,7 +210,6 @@ def _slice_parent(
 
 def _keep_layer(
     sliced: Sliced,
-    name: str,
     module: nn.Module,
     style_name: StyleName,
     by_rank: Sequence[tuple[Range, ...]],
@@ -229,16 +217,15 @@ def _keep_layer(
 ) -> None:
     """Keep the slices of the parameters of a linear layer."""
     dim = cut_dim(module, style_name)
-    _keep(sliced, f"{name}.weight", module._parameters["weight"], dim, by_rank, rank)
+    _keep(sliced, module._parameters["weight"], dim, by_rank, rank)
     bias = module._parameters.get("bias")
     if style_name in CUTS_COLUMNS and bias is not None:
-        _keep(sliced, f"{name}.bias", bias, 0, by_rank, rank)
+        _keep(sliced, bias, 0, by_rank, rank)
     _set_features(module, style_name in CUTS_COLUMNS, _widths(by_rank)[rank])
 
 
 def _keep(
     sliced: Sliced,
-    name: str,
     param: nn.Parameter | None,
     dim: int,
     by_rank: Sequence[tuple[Range, ...]],
@@ -247,11 +234,11 @@ def _keep(
     assert param is not None
     before = sliced.slices.get(id(param))
     if before is not None:  # the weight of an embedding and a head
-        assert (before.dim, before.by_rank) == (dim, tuple(by_rank))
+        assert [(box.dim, box.ranges) for box in before] == [(dim, ranges) for ranges in by_rank]
         return
-    sliced.slices[id(param)] = Slice(name, tuple(param.shape), dim, tuple(by_rank))
-    parts = [param.data.narrow(dim, start, stop - start) for start, stop in by_rank[rank]]
-    param.data = torch.cat(parts, dim).contiguous()
+    boxes = tuple(Box(tuple(param.shape), dim, ranges) for ranges in by_rank)
+    sliced.slices[id(param)] = boxes
+    param.data = taken(param.data, boxes[rank])
 
 
 def _widths(by_rank: Sequence[tuple[Range, ...]]) -> list[int]:
@@ -292,4 +279,4 @@ def _set_features(module: nn.Module, cuts_columns: bool, width: int) -> None:
         module.nx = width  # type: ignore[assignment]
 
 
-__all__ = ["Slice", "Sliced", "slice_model", "was_sliced"]
+__all__ = ["Sliced", "slice_model", "was_sliced"]

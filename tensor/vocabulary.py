@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.boxes import Range
 from ..utils.errors import UsageError
 from .exchange import Exchange
-from .shares import Range
 
 KIND = "sums of losses"
 CHECKED_BACKWARDS = 2

@@ -13,11 +13,11 @@ from helpers import run_ranks
 from torch import Tensor, nn
 
 import xds
+from xds.ops.boxes import Box
 from xds.ops.flat import numel_of
 from xds.ops.mesh import Mesh
 from xds.zero.checkpoint.ranges import pieces
 from xds.zero.checkpoint.snapshot import Snapshot
-from xds.zero.layout.layout import Box
 
 VOCAB, WIDTH, LENGTH, STEPS, COUNT = 48, 13, 6, 2, 4
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}

@@ -13,9 +13,6 @@ Each model runs in a fork with a limit of time. The script ends with 1 where one
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -28,7 +25,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "tests")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from helpers import run_ranks  # noqa: E402
-from tiny_models import VOCAB, build, in_fork  # noqa: E402
+from tiny_models import VOCAB, build, run_families  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import CONFIG_MAPPING  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
@@ -329,32 +326,10 @@ def reason(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", help="names of classes")
-    parser.add_argument("--read", nargs="*", type=Path, help="what earlier calls have printed")
-    parser.add_argument("--write", type=Path, help="the page of the guide")
-    options = parser.parse_args()
-    results = {}
-    if options.read:
-        lines = [line for file in options.read for line in file.read_text().splitlines()]
-        results = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
-    else:
-        logging.disable(logging.WARNING)
-        torch.set_num_threads(1)
-        build("mixtral")  # what forks share is imported once
-        for module in ("thread_ranks", "xds.engine.initialize"):
-            importlib.import_module(module)
-        for name in options.only or sorted(classes_with_experts()):
-            results[name] = in_fork(compare, name)
-            print(f"{name:45s} {results[name]}", flush=True)
-    if options.write:
-        options.write.write_text(page(results))
-    wrong = [name for name, text in results.items() if kind_of(text) not in HEADINGS]
-    print(
-        f"{len(results)} models, neither equal nor refused: {', '.join(wrong) or 'none'}",
-        file=sys.stderr,
+    names, shared = sorted(classes_with_experts()), ["thread_ranks", "xds.engine.initialize"]
+    return run_families(
+        __doc__, names, compare, shared, page, lambda text: kind_of(text) in HEADINGS
     )
-    return bool(wrong)
 
 
 if __name__ == "__main__":

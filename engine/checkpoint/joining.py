@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...ops.boxes import Box
 from ...ops.mesh import Mesh
 from ...utils.errors import XdsError
 from ...zero.checkpoint.ranges import Catalogue, SavedFlat
-from ...zero.layout.layout import Box, Slot
+from ...zero.layout.layout import Slot
 from .manifest import (
     FileRecord,
     Manifest,

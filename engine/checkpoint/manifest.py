@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
+from ...ops.boxes import Box
 from ...ops.flat import numel_of
 from ...ops.mesh import AXES, Axis, Mesh
 from ...ops.weights.tensor_table import BY_NAME, Located, is_possible, shown
@@ -38,7 +39,7 @@ from ...zero.checkpoint.ranges import (
     kind_of_number,
     whole_piece,
 )
-from ...zero.layout.layout import Box, Slot
+from ...zero.layout.layout import Slot
 from .io.tensor_file import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .packing import unpack
 from .saved_values import Named, OwnValues, names_in

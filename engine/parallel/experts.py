@@ -127,7 +127,7 @@ def keep_experts(model: nn.Module, found: Sequence[Found], size: int, rank: int)
         owner = find_owner(param)
         if isinstance(owner, SliceStore) and size > 1:  # one after the other is whole
             owner.unshard(param)
-        keep_part(param, cut.slices[id(param)], rank % size)
+        keep_part(param, cut.slices[id(param)][rank % size])
     return cut
 
 

@@ -18,7 +18,6 @@ from ...ops.comm.mesh_groups import AxisGroups, BlocksOf, Levels, block_length, 
 from ...ops.mesh import Axis, Mesh
 from ...utils.errors import UsageError
 from ...zero.layout.groups import FlatGroup, FlatGroups, Policy
-from ...zero.layout.layout import Box
 from ...zero.layout.slices import Slices
 from ..config.config import Config
 
@@ -292,13 +291,8 @@ def open_flat_groups(
 def _slices_of_experts(cut: Cut, levels: Levels) -> dict[int, Slices]:
     is_first = levels.across.rank == 0
     return {
-        key: Slices(
-            levels.inside,
-            levels.whole,
-            tuple(Box(one.whole, one.dim, ranges) for ranges in one.by_rank),
-            is_first,
-        )
-        for key, one in cut.slices.items()
+        key: Slices(levels.inside, levels.whole, boxes, is_first)
+        for key, boxes in cut.slices.items()
     }
 
 
@@ -328,8 +322,8 @@ def _copied(
 
     num_tensor, rank = mesh.mesh.tensor, mesh.coordinate("tensor")
     by_count: dict[int, set[int]] = {}  # number of different slices
-    for key, piece in sliced.slices.items():
-        count = len(set(piece.by_rank))
+    for key, boxes in sliced.slices.items():
+        count = len(set(boxes))
         if count < num_tensor:
             by_count.setdefault(count, set()).add(key)
     mine = torch.zeros(num_tensor, dtype=torch.int64, device=world.device)
@@ -357,8 +351,7 @@ def _slices(mesh: AxisGroups, sliced: Sliced, found: StageModules | None) -> dic
         for ranks in sorted({ranks for name, ranks in shared.items() if name in sliced.names})
     }
     result = {}
-    for key, one in sliced.slices.items():
-        boxes = tuple(Box(one.whole, one.dim, ranges) for ranges in one.by_rank)
+    for key, boxes in sliced.slices.items():
         ranks = shared.get(names.get(key, ""), (mesh.coordinate("pipe"),))
         is_first = mesh.coordinate("pipe") == min(ranks)
         is_first = is_first and not (mesh.coordinate("data") or mesh.coordinate("sequence"))

@@ -209,7 +209,7 @@ class Shares:
         cut = plan_cut(found_in(module, self._experts), size)
         add_adapters(module, cut)
         for param in cut.params():
-            keep_part(param, cut.slices[id(param)], groups.rank % size)
+            keep_part(param, cut.slices[id(param)][groups.rank % size])
         return cut
 
     def group_of_experts(self, groups: FakeGroups) -> Collectives:
@@ -359,9 +359,7 @@ def _block_names(
 
 def _widths(sliced: Sliced, rank: int) -> tuple[int, ...]:
     """The widths of all slices of a tensor rank: ranks with equal ones have equal parts."""
-    return tuple(
-        sum(stop - start for start, stop in each.by_rank[rank]) for each in sliced.slices.values()
-    )
+    return tuple(boxes[rank].length for boxes in sliced.slices.values())
 
 
 __all__ = ["Share", "Shares", "sliced_here", "trained_groups", "unchanged"]

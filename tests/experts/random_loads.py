@@ -141,7 +141,10 @@ def engine_of(cut: Cut, seed: int, in_init: bool = False, **changes: Any) -> Any
     if cut.pipe > 1:
         config["pipeline"] = {"stages": cut.pipe}
     if cut.tensor > 1:
-        config["tensor_parallel"] = {"tp_size": cut.tensor, "plan": {"head": "colwise_gathered"}}
+        config["tensor_parallel"] = {
+            "tp_size": cut.tensor,
+            "plan": {"head": "colwise_gather_output"},
+        }
     torch.manual_seed(seed)
     with xds.zero.Init(config | changes, enabled=in_init):
         model = Net(tied=cut.tied, frozen=cut.frozen)

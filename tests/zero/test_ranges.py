@@ -7,6 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from xds.ops.boxes import Box
 from xds.zero.checkpoint.ranges import (
     Catalogue,
     Copy,
@@ -17,7 +18,7 @@ from xds.zero.checkpoint.ranges import (
     pieces,
     share,
 )
-from xds.zero.layout.layout import Box, ParamEntry, Slot, plan_flat
+from xds.zero.layout.layout import ParamEntry, Slot, plan_flat
 from xds.zero.layout.slices import clipped, common_runs
 
 

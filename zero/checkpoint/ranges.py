@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Generic, TypeVar, final
 
+from ...ops.boxes import Box
 from ...ops.flat import cut, numel_of, overlap
 from ...utils.schema.checked_types import Flag, Size, Text
-from ..layout.layout import Box, Slot
+from ..layout.layout import Slot
 from ..layout.slices import StridedRuns, clipped, common_runs, runs_to_channels_last
 
 ERROR, SERVER, COPY = "error/", "server", "copy"  # keys of pending errors, see pending_errors.py

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from ...offload.interfaces import Blocks, StateStorage
+from ...ops.boxes import Box
 from ...ops.flat import flattened, overlap
 from ...ops.optim.shard_optimizer import PartNumbers
 from ...utils.errors import UsageError
 from ..core.master import Master
 from ..layout.groups import FlatGroup
-from ..layout.layout import Box, FlatLayout, Slot
+from ..layout.layout import FlatLayout, Slot
 from ..model.sharded_model import ShardedModel
 from ..model.update import Updater
 from .ranges import COPY, ERROR, SERVER, ConstantRange, SavedFlat, share, share_of_replica

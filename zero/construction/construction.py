@@ -25,10 +25,11 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from ...ops.boxes import taken
 from ...utils.errors import UsageError
 from ..core.owners import clear_pending_owner, find_owner, set_pending_owner
 from ..features.external_params import touched_params
-from ..layout.slices import Slices, taken
+from ..layout.slices import Slices
 from .slices import SliceStore
 
 

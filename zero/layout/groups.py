@@ -21,11 +21,12 @@ import torch
 from torch import nn
 
 from ...compression.scheme import Buffer, CommScheme
+from ...ops.boxes import Box
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import Levels
 from ...ops.flat import numel_of
 from ...ops.mesh import Mesh
-from .layout import Box, FlatLayout
+from .layout import FlatLayout
 from .slices import Slices
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...ops.boxes import Box
 from ...ops.flat import ALIGN_NUMEL, align_up, numel_of, overlap
 from ...utils.schema.checked_types import Flag, Size, Text
 
@@ -29,29 +30,6 @@ class ParamEntry:
     group: int
     box: Box | None = None
     channels_last: bool = False
-
-
-@dataclass(frozen=True)
-class Box:
-    """The place of a slice in the tensor that it was cut from.
-
-    whole: the shape of that tensor. The slice has the elements [start, stop) of `ranges` of dimension `dim`,
-    in this order, and all elements of the other dimensions.
-    """
-
-    whole: tuple[Size, ...]
-    dim: Size
-    ranges: tuple[tuple[Size, Size], ...]
-
-    @property
-    def length(self) -> int:
-        """The elements of the slice along `dim`."""
-        return sum(stop - start for start, stop in self.ranges)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the slice."""
-        return (*self.whole[: self.dim], self.length, *self.whole[self.dim + 1 :])
 
 
 @dataclass(frozen=True)

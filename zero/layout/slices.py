@@ -16,9 +16,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ...ops.boxes import Box, Boxes, put
 from ...ops.comm.collectives import Collectives
 from ...ops.flat import numel_of, overlap
-from .layout import Box
 
 
 @dataclass(frozen=True)
@@ -169,21 +169,6 @@ def _shared(
 Reader = Callable[[int, int], Tensor]
 
 
-def taken(whole: Tensor, box: Box) -> Tensor:
-    """The slice of `whole`, as a new contiguous tensor."""
-    parts = [whole.narrow(box.dim, start, stop - start) for start, stop in box.ranges]
-    return torch.cat(parts, box.dim).contiguous()
-
-
-def put(whole: Tensor, box: Box, values: Tensor) -> None:
-    """Write a slice to its place in `whole`."""
-    at = 0
-    for start, stop in box.ranges:
-        part = values.narrow(box.dim, at, stop - start)
-        whole.narrow(box.dim, start, stop - start).copy_(part)
-        at += stop - start
-
-
 def reader_of_slice(reader: Reader, box: Box) -> Reader:
     """A reader of the elements of a slice; `reader` reads the whole tensor."""
 
@@ -218,7 +203,7 @@ class Slices:
 
     group: Collectives
     together: Collectives
-    boxes: tuple[Box, ...]
+    boxes: Boxes
     is_first: bool
 
     @property
@@ -279,8 +264,6 @@ __all__ = [
     "Slices",
     "clipped",
     "common_runs",
-    "put",
     "reader_of_slice",
     "runs_to_channels_last",
-    "taken",
 ]
