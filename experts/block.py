@@ -31,10 +31,8 @@ class ExpertBlock:
         setting: str,
     ) -> None:
         """layer: of its experts. setting: see there."""
-        self.layer = layer
-        self.layer.weighs_inputs = convention.weighs_inputs
         self._block, self._convention, self._setting = block, convention, setting
-        self._experts = self.layer.rerouted(weighted_sum)
+        self._experts = layer.rerouted(weighted_sum)
         self.call_experts = partial(self._experts, block.module.get_submodule(block.experts))
         own = inspect.signature(type(block.module).forward).parameters
         self._input = list(own)[1]  # the name of its first argument

@@ -36,11 +36,19 @@ class ExpertLayer:
     """One module of experts: its exchange, its proof, and the tokens of each expert."""
 
     def __init__(
-        self, found: Found, group: Collectives, setting: str, together: Collectives | None = None
+        self,
+        found: Found,
+        number: int,
+        group: Collectives,
+        turns: Turns,
+        setting: str,
+        together: Collectives | None = None,
     ) -> None:
         """
         Args:
+            number: of the layer in the model.
             group: the ranks that share the experts.
+            turns: of all layers of the engine.
             setting: the key and value that asks for it, in messages.
             together: ranks that are called with the same tokens, such as tensor ranks; None: there are none.
         """
@@ -49,12 +57,12 @@ class ExpertLayer:
         first = group.rank * self.num_local
         self._experts = found.experts
         self._children = list(found.experts or ())[first : first + self.num_local]
-        self.weighs_inputs = False  # an expert gets its tokens times their weights
+        # an expert gets its tokens times their weights
+        self._weighs_inputs = found.convention is not None and found.convention.weighs_inputs
+        self._number, self._turns = number, turns
         self._group, self._setting, self._together = group, setting, together
         self._trips = FirstCalls[Trip]()
         self._is_proven = False
-        self.turns: Turns | None = None  # of all layers of the engine
-        self.number = 0  # among these
         self.rows_sent = 0  # for other ranks, since the begin
         self._counts: Tensor | None = None
 
@@ -65,8 +73,7 @@ class ExpertLayer:
 
         def sent(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             hidden_states, top_k_index, top_k_weights = self._inputs(names, args, kwargs)
-            if self.turns is not None:
-                self.turns.take(self.number, hidden_states, top_k_weights)
+            self._turns.take(self._number, hidden_states, top_k_weights)
             if not self._is_proven:
                 list(stacked_values(module))  # PEFT keeps what is read first; a proof has no graph
                 self._prove(module, forward, hidden_states, top_k_weights)
@@ -91,10 +98,10 @@ class ExpertLayer:
         """The outputs of own tokens [T, H]. A recomputation has the routing of the forward."""
 
         def start() -> Trip:
-            return Trip(self._group, self.name, index, self.num_local, self.number)
+            return Trip(self._group, self.name, index, self.num_local, self._number)
 
         trip, is_first = self._trips.value(start)
-        result = travel(trip, hidden, weights, compute, self.weighs_inputs)
+        result = travel(trip, hidden, weights, compute, self._weighs_inputs)
         self.rows_sent += trip.rows_sent
         if counts and is_first:
             self._count(trip.experts, index)

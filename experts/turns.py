@@ -9,28 +9,34 @@ in the calls of the others, until all of them are at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import final
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
-from ..utils.errors import UsageError, XdsError
+from ..utils.errors import UsageError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+class Call(NamedTuple):
+    """A call of a layer, by its number, without tokens: [0, H], [0, K], [0, K]."""
+
+    number: int
+    hidden_states: Tensor
+    top_k_index: Tensor
+    top_k_weights: Tensor
+
+
 @final
 class Turns:
-    """The calls of the layers of one engine, in the order of their numbers."""
+    """Which layers of one engine the ranks call, by their numbers."""
 
-    def __init__(
-        self, group: Collectives, names: Sequence[str], experts: Sequence[Callable[..., object]]
-    ) -> None:
-        """group: the ranks that share experts. names: of the layers. experts: what calls those of each."""
-        self._group, self._names, self._experts = group, names, experts
+    def __init__(self, group: Collectives, names: Sequence[str]) -> None:
+        """group: the ranks that share experts. names: of the layers."""
+        self._group, self._names = group, names
         self._is_open = self._is_serving = False
 
     @property
@@ -38,28 +44,18 @@ class Turns:
         """Other ranks share the experts."""
         return self._group.world_size > 1
 
-    @contextmanager
-    def uneven(self, autocast: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Inside, the ranks may run unequal numbers of forwards, without backward. For all ranks.
+    def open(self) -> bool:
+        """From here to `close` the ranks may call unequal numbers of layers. For all ranks.
 
-        autocast: around forwards.
+        False: they may already, or this rank shares its experts with none.
         """
-        if self._is_open or not self.has_ranks:
-            yield
-            return
-        self._is_open = True
-        try:
-            yield
-        except XdsError:  # of a message: the other ranks have it as well
-            self._is_open = False
-            raise
-        finally:
-            try:
-                if self._is_open:
-                    with torch.no_grad(), autocast():
-                        self._serve()
-            finally:
-                self._is_open = False
+        is_new = self.has_ranks and not self._is_open
+        self._is_open = self._is_open or is_new
+        return is_new
+
+    def close(self) -> None:
+        """The ranks call equal numbers of layers again."""
+        self._is_open = False
 
     def take(self, number: int, hidden: Tensor, weights: Tensor) -> None:
         """This rank is about to call layer `number` with hidden_states [T, H], top_k_weights [T, K].
@@ -72,19 +68,16 @@ class Turns:
         dtypes = DTYPES.index(hidden.dtype), DTYPES.index(weights.dtype)
         self._called([number + 1, hidden.shape[1], weights.shape[1], *dtypes])
 
-    def _serve(self) -> None:
-        """Call layers without tokens, as long as another rank calls them."""
+    def of_others(self) -> Iterator[Call]:
+        """The calls of other ranks, for a rank that has called its last layer: it has to make each of them."""
+        device = self._group.device
         self._is_serving = True
         try:
-            while True:
-                row = self._called([0] * 5)
-                if row is None:
-                    return
+            while self._is_open and (row := self._called([0] * 5)) is not None:
                 number, width, num_choices = row[:3]
-                device = self._group.device
-                index = torch.zeros(0, num_choices, dtype=torch.int64, device=device)
                 hidden = torch.zeros(0, width, dtype=DTYPES[row[3]], device=device)
-                self._experts[number - 1](hidden, index, index.to(DTYPES[row[4]]))
+                index = torch.zeros(0, num_choices, dtype=torch.int64, device=device)
+                yield Call(number - 1, hidden, index, index.to(DTYPES[row[4]]))
         finally:
             self._is_serving = False
 
@@ -102,4 +95,4 @@ class Turns:
         return calls[0] if calls else None
 
 
-__all__ = ["Turns"]
+__all__ = ["Call", "Turns"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from math import gcd
 from typing import Any, final
@@ -36,7 +36,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import agreeing
 from ...ops.comm.opening import open_collectives
 from ...ops.mesh import Mesh
-from ...utils.errors import UsageError
+from ...utils.errors import UsageError, XdsError
 from ...zero.construction.slices import SliceStore
 from ...zero.core.owners import find_owner
 from ...zero.layout.groups import FlatGroups
@@ -171,8 +171,10 @@ class ExpertLayers(UnevenForwards):
         """
         group = _group_of(cut, groups)
         self._modules = [f.module for f in cut.found]
+        self._turns = Turns(group, [f.name for f in cut.found])
         self.layers = [
-            ExpertLayer(f, group, section.setting, together.get(f.name)) for f in cut.found
+            ExpertLayer(f, number, group, self._turns, section.setting, together.get(f.name))
+            for number, f in enumerate(cut.found)
         ]
         self._rerouted = [
             layer
@@ -184,16 +186,10 @@ class ExpertLayers(UnevenForwards):
         if coefficient:
             biases = [find_bias(model, f.experts_name, f.num_experts) for f in cut.found]
         self.balance = Balance(self.layers, groups.world, biases, coefficient)
-        self._turns = Turns(
-            group,
-            [layer.name for layer in self.layers],
-            [
-                r.call_experts if isinstance(r, ExpertBlock) else outer_module(model, f.module)
-                for r, f in zip(self._rerouted, cut.found, strict=True)
-            ],
-        )
-        for number, layer in enumerate(self.layers):
-            layer.number, layer.turns = number, self._turns
+        self._callers = [
+            r.call_experts if isinstance(r, ExpertBlock) else outer_module(model, f.module)
+            for r, f in zip(self._rerouted, cut.found, strict=True)
+        ]
         self._undo: list[Callable[[], None]] = []
 
     def begin(self) -> None:
@@ -211,10 +207,12 @@ class ExpertLayers(UnevenForwards):
         if self.layers and self.layers[0].num_local < self.layers[0].num_experts:
             replace_forwards(self._modules, _refused)
 
+    @contextmanager
     def running(
         self, autocast: Callable[[], AbstractContextManager[None]], *, streams: bool
-    ) -> AbstractContextManager[None]:
-        """
+    ) -> Iterator[None]:
+        """See `UnevenForwards.running`. A rank that is done calls the layers of the others.
+
         Raises:
             UsageError: forwards gather parameters, which waits for other ranks than an exchange of tokens.
         """
@@ -224,7 +222,21 @@ class ExpertLayers(UnevenForwards):
                 "parameters and exchange tokens, each for other ranks; use engine.generating() with memory for "
                 "all parameters, run equal numbers of forwards, or set zero_optimization.stage to 2"
             )
-        return self._turns.uneven(autocast)
+        if not self._turns.open():
+            yield
+            return
+        try:
+            yield
+        except XdsError:  # of a message: the other ranks have it as well
+            self._turns.close()
+            raise
+        finally:
+            try:
+                with torch.no_grad(), autocast():
+                    for number, *inputs in self._turns.of_others():
+                        self._callers[number](*inputs)
+            finally:
+                self._turns.close()
 
 
 def _refused(forward: Forward) -> Forward:
