@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,6 +90,53 @@ def test_a_resumed_run_equals_the_one_that_never_stopped(tmp_path: Path) -> None
     run_ranks(resume_each, 4, str(tmp_path / "mics"), list(MICS_CASES.values()))
     factored = (0, {"optimizer": torch.optim.Adafactor, "lr_scheduler": milestones})
     run_ranks(resume_each, 1, str(tmp_path / "one"), [factored, (0, *HALF_A_STEP)])
+
+
+def test_random_draws_go_on_in_the_middle_of_a_pair(tmp_path: Path) -> None:
+    """gauss() and standard_normal() draw two numbers at a time, and keep the second one."""
+    for num_drawn in (0, 1):
+        engine = engine_of(0)
+        numpy.random.seed(0)
+        drawn = [(random.gauss(), numpy.random.standard_normal()) for _ in range(num_drawn)]
+        assert len(drawn) == num_drawn
+        engine.save_checkpoint(tmp_path)
+        wanted = [(random.gauss(), numpy.random.standard_normal()) for _ in range(3)]
+        engine.load_checkpoint(tmp_path)
+        assert [(random.gauss(), numpy.random.standard_normal()) for _ in range(3)] == wanted
+        engine.destroy()
+
+
+def used_until(engine: Any, what: str) -> None:
+    """Leave an engine with the state of a step that has begun."""
+    weight = 5.0 if what.startswith("weights") else None
+    for number in range(7, 9 if what == "a step and a half" else 8):
+        engine.backward(engine(inputs(number)), weight=weight)
+        engine.step()
+    if what == "weights, and a norm":
+        engine.clip_grad_norm(1e-3)
+    if what == "no step()":
+        engine.backward(engine(inputs(8)))
+
+
+def load_into_used(folder: str, stage: int) -> None:
+    """A load into an engine that has been used is that into a new one."""
+    more = {**FP16, "gradient_accumulation_steps": 2, "scheduler": WARMUP}
+    first = engine_of(stage, **more)
+    train(first, 0, 4)
+    first.save_checkpoint(folder)
+    wanted = train(first, 4, 8)
+    first.destroy()
+    for what in ("weights", "weights, and a norm", "no weights", "no step()"):
+        engine = engine_of(stage, seed=9, **more)
+        used_until(engine, what)
+        engine.load_checkpoint(folder)
+        assert train(engine, 4, 8) == wanted, what
+        engine.destroy()
+
+
+def test_a_load_into_an_engine_within_a_step_is_that_into_a_new_one(tmp_path: Path) -> None:
+    for stage in (0, 3):
+        run_ranks(load_into_used, 2, str(tmp_path / str(stage)), stage)
 
 
 class Sometimes(nn.Module):

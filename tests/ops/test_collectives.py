@@ -17,6 +17,7 @@ from torch import Tensor
 from xds.ops.comm.backend import SingleRank
 from xds.ops.comm.collectives import Collectives
 from xds.ops.comm.config import Communication
+from xds.ops.comm.exchange import EqualParts
 from xds.ops.comm.memory.operations import KINDS as DTYPES
 from xds.ops.comm.memory.shared_memory import SharedMemoryBackend
 from xds.ops.comm.nccl import NcclBackend
@@ -90,6 +91,11 @@ def sums_gathers_and_exchanges(kind: str) -> None:
     outs = [torch.empty(rank) for _ in range(world)]
     collectives.all_to_all(outs, parts, what="heads", kind="exchange").wait()
     assert [out.tolist() for out in outs] == [[10.0 * p + rank] * rank for p in range(world)]
+    halves, whole = EqualParts(collectives, "joins"), values(0, 28).view(4, 7)
+    part = halves.own(whole)
+    # the whole is free while the part is kept
+    assert part.untyped_storage().nbytes() == 4 * part.numel() == 4 * halves.numel_of(28)
+    assert halves.joined(part, whole.shape, "parts").equal(whole)
 
 
 def uneven_parts(kind: str) -> tuple[int, int]:

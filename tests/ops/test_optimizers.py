@@ -224,6 +224,21 @@ def test_masters_and_states_have_the_dtypes_of_the_policy(
     assert run_ranks(dtypes_of, 2, Momentum) == [({masters}, {states})] * 2
 
 
+COUNTED = [name for name, row in REGISTERED.items() if row.load().counts_together]
+
+
+@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=str)
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_step_counts_once(name: str, zero: dict[str, Any]) -> None:
+    settings = config(1, "bf16", optimizer=name, zero=zero)
+    engine = xds.initialize(build("plain"), settings)
+    for taken in (1, 2, 3):
+        train(engine, 1, lambda step, _: micro_batch(step, 0))
+        states = engine.optimizer.state.values()
+        assert [float(state["step"]) for state in states] == [taken] * len(states)
+    engine.destroy()
+
+
 @given(st.lists(st.integers(1, 5 * VECTOR_NUMEL), min_size=1, max_size=6))
 def test_a_run_goes_on_only_after_whole_vectors(lengths: list[int]) -> None:
     """Parameters of any length, each on a boundary of 64 bytes."""

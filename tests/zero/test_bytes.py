@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from helpers import run_ranks
 from models import build, micro_batch
@@ -83,3 +84,42 @@ def test_gradients_that_were_held_back_are_sent_once() -> None:
     for stage in (1, 2):
         for plain, held in run_ranks(sent_after_no_sync, 2, stage):
             assert plain["reduce_scatter"] == held["reduce_scatter"] > 0, stage
+
+
+def refuse(engine: xds.Engine) -> None:
+    with pytest.raises(xds.UsageError, match="Loss scaling is required"):
+        engine(micro_batch(9, 9, 1)).backward()
+
+
+def of_refused(stage: int, accumulation: int, places: tuple[int, ...]) -> Any:
+    """Of three steps: bytes sent; gradients' bytes between steps and norms. Backwards at `places` are refused.
+
+    places: numbers of backwards of each step, of which the last one comes after that of the last micro-batch.
+    """
+    given = config(stage, "fp16", samples=1, accumulation=accumulation)
+    engine = xds.initialize(build("plain"), given)
+    found, sent = [], 0
+    for step in range(3):
+        for micro_step in range(accumulation):
+            if micro_step in places:
+                refuse(engine)
+            engine.backward(engine(micro_batch(step, micro_step, 1)))
+            if micro_step + 1 in places and micro_step + 1 == accumulation:
+                refuse(engine)
+            engine.step()
+        before, sent = sent, engine.bytes_sent()["reduce_scatter"]
+        held_bytes = sum(bucket.held_bytes for bucket in engine._sharded.reduction.order)
+        found.append((sent - before, held_bytes, engine.get_global_grad_norm()))
+    engine.destroy()
+    return found
+
+
+def refused() -> None:
+    for stage, accumulation in ((0, 1), (1, 1), (1, 2), (2, 2), (3, 1)):
+        wanted = of_refused(stage, accumulation, ())
+        for places in ((0,), (accumulation,), (0, accumulation)):
+            assert of_refused(stage, accumulation, places) == wanted, (stage, accumulation, places)
+
+
+def test_a_refused_backward_sends_and_holds_nothing() -> None:
+    run_ranks(refused, 2)

@@ -80,6 +80,29 @@ def test_no_more_is_gathered_at_once_than_the_limits_allow() -> None:
     run_ranks(gathered_under_each, 2)
 
 
+def kept_each_time() -> None:
+    """The bytes that stay gathered after forwards, each time that units are to be kept."""
+    engine = xds.initialize(Model(recomputes=False), config(3))
+    sharded, x = engine._sharded, torch.ones(2, WIDTH)
+    first, *_, root = sharded.units
+    limit_bytes = root.full_bytes + 3 * first.full_bytes
+    ends = [sharded.end_keeping, sharded.gatherer.begin_update, sharded.end_keeping]
+    for number, end in enumerate(ends):
+        sharded.keep_used(limit_bytes)
+        for _ in range(2):
+            with torch.no_grad():
+                engine(x)
+            kept = [unit.full_bytes for unit in sharded.units if unit.is_unsharded]
+            assert sum(kept) == limit_bytes, number
+        end()
+        assert not any(unit.is_unsharded for unit in sharded.units), number
+    engine.destroy()
+
+
+def test_units_that_are_kept_take_the_limit_each_time() -> None:
+    run_ranks(kept_each_time, 2)
+
+
 @pytest.mark.parametrize(
     ("reuse_distance", "max_live_numel", "kept"),
     [

@@ -357,18 +357,19 @@ class BackwardPass:
 
     def _on_first_grad(self, param: nn.Parameter) -> None:
         """The first gradient has arrived: begin user code's backward if none runs, and set the factor."""
+        # sums that arrive meanwhile are those of earlier backwards: this gradient is not one of theirs
+        grad, param.grad = param.grad, None
         try:
             if not self._is_running:
                 self._begin_script_backward(param)
             factor = self._rules.script_factor()
         except BaseException:
-            param.grad = None
             if self._is_running:  # no gradient of this backward is taken
                 with self._closing():
                     self._reduction.end_without_reducing()
                 self.has_seen_one = self._had_seen_one
             raise
-        self._has_factor = True
+        self._has_factor, param.grad = True, grad
         self._reduction.scale_by(factor)
         self._reduction.open()
 
