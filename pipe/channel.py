@@ -6,7 +6,7 @@
 - A header (shapes, dtypes, structure) travels once for each new shape of the input of the model. Both sides
   know the input, so both know when a header is on its way. With `is_dynamic` every message has one.
 - Receives are posted before they are needed, in the order in which the peer sends: NCCL has no tags. What
-  follows a header waits until that is read. Sends are waited for at the end of the step.
+  follows a header waits until that is read. A send keeps its memory until `free`, or the end of the step.
 - Leaves that require no gradient get none sent back.
 - Tensor ranks have equal activations. With `parts` each sends its share, and the receivers exchange theirs.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -29,6 +29,7 @@ from ..ops.comm.handles import Handle
 from ..ops.flat import bytes_of, bytes_to
 from ..utils.errors import UsageError
 from .cut.part import Flow
+from .schedules.actions import Action, Op
 
 JOINS = "pipeline joins"  # the kind of messages between tensor ranks that have parts of activations
 HEADER_BYTES = 1024  # of the first message of a header; a longer one has a second message
@@ -145,7 +146,7 @@ class Channel:
         # by sender: in flight, read before the receives in `_due` start
         self._headers: dict[int, _HeaderOnItsWay] = {}
         self._returning: dict[tuple[int, int], list[tuple[_Leaf, Tensor, Handle]]] = {}
-        self._outgoing: list[Handle] = []
+        self._outgoing: dict[Action, list[Handle]] = {}  # by the send
         self._inputs: Sequence[Hashable] = ()
 
     def begin(self, inputs: Sequence[Hashable]) -> None:
@@ -299,7 +300,8 @@ class Channel:
             what=f"{subject} of micro-batch {micro_batch} from stage {sender}",
             kind=subject,
         )
-        self._outgoing.append(handle)
+        op = Op.SEND_B if subject == "gradients" else Op.SEND_F
+        self._outgoing.setdefault(Action(op, sender, micro_batch), []).append(handle)
 
     def _receive(
         self,
@@ -317,11 +319,15 @@ class Channel:
             what=f"{subject} of micro-batch {micro_batch} from stage {sender}",
         )
 
+    def free(self, sends: Iterable[Action]) -> None:
+        """End the references to what these have sent, which has arrived."""
+        for send in sends:
+            for handle in self._outgoing.pop(send, ()):
+                handle.wait()
+
     def finish(self) -> None:
         """Wait until everything has been sent."""
-        outgoing, self._outgoing = self._outgoing, []
-        for handle in outgoing:
-            handle.wait()
+        self.free(list(self._outgoing))
 
 
 def _sendable(tensor: Tensor) -> Tensor:

@@ -98,6 +98,7 @@ class Executor:
         self._loss_of = loss_of
         self._weight_grads = weight_grads
         self._table: Table | None = None
+        self._answers: dict[Action, list[Action]] = {}  # see Table.answers
         self._rank = 0
         self._batches: Sequence[Any] = ()
         self._factor: float | None = None
@@ -144,6 +145,8 @@ class Executor:
             keeps_outputs: the outcome has what the last layer returned.
             computes_loss: False leaves out the loss; only without backward.
         """
+        if table is not self._table:
+            self._answers = table.answers(rank)
         self._table, self._rank, self._batches = table, rank, batches
         self._factor, self._weight_factor = factor, weight_factor
         self._keeps_outputs, self._computes_loss = keeps_outputs, computes_loss
@@ -234,7 +237,9 @@ class Executor:
         if stage == 0:
             return None
         if not self._is_local(stage - 1):
-            return self._channel.take_forward(stage, micro_batch)
+            arrived = self._channel.take_forward(stage, micro_batch)
+            self._channel.free(self._answers[Action(Op.SEND_F, stage - 1, micro_batch)])
+            return arrived
         flow: Flow = self._flows.pop((stage - 1, micro_batch))
         leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in flow.leaves]
         return Flow(tuple(leaves), flow.spec)
@@ -274,7 +279,9 @@ class Executor:
             return pending.edges, list(self._grads.pop((stage + 1, micro_batch)))
         if pending.header is not None:
             self._channel.post_backward(stage, micro_batch, pending.header)
-        return pending.edges, list(self._channel.take_backward(stage, micro_batch))
+        grads = self._channel.take_backward(stage, micro_batch)
+        self._channel.free(self._answers[Action(Op.SEND_B, stage + 1, micro_batch)])
+        return pending.edges, list(grads)
 
     # -- the placement ----------------------------------------------------------------------------------
 

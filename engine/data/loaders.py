@@ -14,6 +14,8 @@ from torch.utils.data.distributed import DistributedSampler
 from ...utils.errors import UsageError
 from .batches import not_pinned, pinned, pinned_by_torch
 
+SEED_STEP = 0x9E3779B1  # torch's generator uses the low 32 bits; neighbouring ranks stay apart for all epochs
+
 
 class Resumable(ABC):
     """A source of samples that knows at which position of the dataset each iteration begins.
@@ -208,7 +210,7 @@ class RankLoader(DataLoader[Any]):
         start = self._position = self._source.begin()
         if "epoch" in start and self.generator is not None:
             # workers get their seeds from it: an epoch's seeds are the same in a resumed run
-            self.generator.manual_seed(self._seed + (start["epoch"] << 32))
+            self.generator.manual_seed(self._seed + start["epoch"] * SEED_STEP)
         return self._counted(super().__iter__(), start)
 
     def _counted(self, batches: Iterator[Any], start: Mapping[str, int]) -> Iterator[Any]:

@@ -147,6 +147,28 @@ class Table:
     placement: Placement
     num_micro_batches: int
 
+    def answers(self, rank: int) -> dict[Action, list[Action]]:
+        """By the send of each message to `rank`: sends of `rank` that are complete when it arrives.
+
+        The sender has waited for them before. Each is with the first message that tells.
+        """
+        placement, found = self.placement, dict[Action, list[Action]]()
+        for row in self.rows:
+            taken: list[Action] = []
+            for op, stage, micro_batch in row:
+                if op is Op.FORWARD and not placement.is_first(stage):
+                    send = Action(Op.SEND_F, stage - 1, micro_batch)
+                elif op in FLOW_BACK and not placement.is_last(stage):
+                    send = Action(Op.SEND_B, stage + 1, micro_batch)
+                else:
+                    action = Action(op, stage, micro_batch)
+                    if op in SENDS and placement.peer_of(action) == rank:
+                        found[action], taken = taken, []
+                    continue
+                if placement.rank_of(send.stage) == rank:
+                    taken.append(send)
+        return found
+
 
 def computed(rows: Sequence[Sequence[Action]]) -> list[Order]:
     """The compute actions of `rows` alone."""

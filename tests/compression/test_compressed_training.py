@@ -738,6 +738,33 @@ def test_a_batch_without_samples_passes_and_moves_no_range(calibration):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_static_ranges_move_in_training_alone():
+    section = {"activation_quantization": technique(shared={"range_calibration": "static"}, bits=8)}
+    model = nn.Sequential(nn.Linear(4, 3))
+    xds.compression.init_compression(model, config_of(section))
+    xds.compression.CompressionScheduler(model)
+    first, wide, second = torch.randn(5, 4), 100 * torch.randn(5, 4), torch.randn(5, 4)
+    model(first)
+    model.eval()(wide)
+    trained = torch.stack([first.min(), first.max()])
+    assert torch.equal(model[0].x_min_max, trained)
+    model.train()(second)
+    later = torch.stack([second.min(), second.max()])
+    torch.testing.assert_close(model[0].x_min_max, 0.95 * trained + 0.05 * later)
+
+
+def test_stochastic_rounding_depends_on_the_step_alone():
+    shared = {"rounding": "stochastic", "quantize_groups": 1}
+    section = {"weight_quantization": technique(shared=shared, start_bits=4, target_bits=4)}
+    model = nn.Sequential(nn.Linear(16, 16))
+    xds.compression.init_compression(model, config_of(section))
+    found = []
+    for step in (1, 2, 1):
+        model[0].advance(step)
+        found.append(model[0].compressed(model[0].weight, None)[0])
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+
+
 def with_own_optimizer():
     section = {"row_pruning": technique(["up"], shared={"method": "topk"}, dense_ratio=0.5)}
     model = build("plain")

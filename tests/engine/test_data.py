@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from xds import UsageError
 from xds.engine.data.loaders import RepeatingLoader, build_loader
@@ -114,6 +114,33 @@ def test_shapes_and_collate_fn() -> None:
 def test_streams_are_dealt_out_in_whole_rounds(num_workers: int) -> None:
     parts = [sorted(epoch(loader)) for loader in loaders(Stream(10), 4, num_workers=num_workers)]
     assert parts == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+class Seeds(Dataset[int]):
+    """Each sample is the seed of the worker that reads it, from which augmentations are drawn."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        return torch.initial_seed()
+
+
+def test_workers_of_a_resumed_epoch_have_the_seeds_of_an_uninterrupted_run() -> None:
+    whole, resumed = (loaders(Seeds(), 3, num_workers=2) for _ in range(2))
+    seeds = [[epoch(loader) for _ in range(2)] for loader in whole]
+    assert len({seed for ranks in seeds for one in ranks for seed in one}) == 3 * 2 * 2
+    for loader, (_, second) in zip(resumed, seeds, strict=True):
+        assert loader.resume({"epoch": 1, "samples": 12})
+        assert epoch(loader) == second[4:]
+
+
+@pytest.mark.parametrize("dataset", [Stream(12), list(range(12))])
+def test_passes_after_a_resumed_one_are_whole(dataset: Any) -> None:
+    (loader,) = loaders(dataset, 1, shuffle=False)
+    position = loader.position()
+    assert loader.resume({name: 8 if name != "epoch" else 0 for name in position})
+    assert [epoch(loader) for _ in range(3)] == [[8, 9, 10, 11], *[list(range(12))] * 2]
 
 
 def test_repeating_loader_never_ends() -> None:

@@ -150,6 +150,13 @@ def test_a_run_that_stopped_at_the_end_of_an_epoch_begins_the_next_one() -> None
     assert len(list(again)) > 1
 
 
+def test_epochs_after_a_resumed_one_are_whole() -> None:
+    whole, resumed = loader(Samples()), loader(Samples())
+    first, *later = [len(list(whole)) for _ in range(3)]
+    assert resumed.resume({"epoch": 0, "rows": 24})
+    assert [len(list(resumed)) for _ in range(3)] == [first - 24 // 4, *later]  # in fours
+
+
 def test_strided_and_expanded_samples_are_packed_as_their_values() -> None:
     samples = [
         torch.arange(1, 9)[::2],

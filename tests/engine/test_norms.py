@@ -92,6 +92,32 @@ def test_norms_of_any_size() -> None:
     run_ranks(at_every_stage, 2)
 
 
+def clipped_by_turns(stage: int) -> None:
+    """Clipped by the config, below its limit, clipped by the script, and below again: against torch."""
+    engine = engine_of(stage, "fp32", gradient_clipping=1.0)
+    plain = [get_full_param(param).clone().requires_grad_() for param in engine.module.parameters()]
+    optimizer = torch.optim.SGD(plain, lr=LR)
+    for factor, limit in ((100.0, 1.0), (0.1, 1.0), (0.1, 1e-3), (0.1, 1.0), (100.0, 1.0)):
+        backward(engine, factor)
+        for param, own in zip(plain, engine.module.parameters(), strict=True):
+            param.grad = get_full_grad(own).clone()
+        norm = torch.nn.utils.clip_grad_norm_(plain, limit).item()
+        assert (norm > limit) == (factor > 1 or limit < 1)
+        if limit < 1:
+            assert engine.clip_grad_norm(limit) == pytest.approx(norm)
+        engine.step()
+        optimizer.step()
+        assert engine.get_global_grad_norm() == pytest.approx(norm)
+        for param, own in zip(plain, engine.module.parameters(), strict=True):
+            torch.testing.assert_close(get_full_param(own), param.detach(), rtol=1e-6, atol=1e-7)
+    engine.destroy()
+
+
+def test_a_clip_is_that_of_its_own_step() -> None:
+    for stage in (0, 3):
+        run_ranks(clipped_by_turns, 2, stage)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_sums_of_squares_of_any_size(dtype: torch.dtype) -> None:
     """Either the fast sum is right, or `is_in_range` says that it is not; the exact one always is."""

@@ -14,6 +14,7 @@ import xds
 from xds import UsageError
 from xds.engine.config.scheduler import SchedulerConfig
 from xds.engine.optim import schedules
+from xds.engine.optim.variable_batch import VariableBatchSizeLR
 
 
 def adamw(*lrs: float) -> torch.optim.AdamW:
@@ -198,6 +199,19 @@ def test_state_dict_key() -> None:
 def test_refusals(name: str, params: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         schedules.build_scheduler(SchedulerConfig(type=name, params=params), adamw(0.1))
+
+
+def test_rates_of_unequal_batches_follow_a_schedule_of_torch_exactly() -> None:
+    sizes, optimizer = [4, 2, 6, 1], adamw(1.0, 0.5)
+    base = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rates = VariableBatchSizeLR(base, optimizer, sizes, 4)
+    seen = []
+    for _ in range(6):
+        seen.append(rates.get_last_lr())
+        optimizer.step()
+        rates.step()
+    factors = [0.5**step * sizes[step % 4] / 4 for step in range(6)]
+    assert seen == [[factor, 0.5 * factor] for factor in factors]
 
 
 def test_too_few_total_steps_warns() -> None:

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import run_ranks
 from random_routings import KINDS, Case, compare, peak_and_bound_of
 
+from xds.experts.exchange import Trip, travel
 from xds.experts.routing import OrderedSum, route, tree_places
+from xds.ops.comm.opening import open_collectives
 
 
 def test_a_token_is_sent_once_to_a_rank() -> None:
@@ -33,6 +36,24 @@ def test_sums_have_the_same_bits_on_any_power_of_two_of_ranks(experts: int, rank
         place = torch.arange(50 * size)[has_terms]
         results.append(OrderedSum(place // size, place % size, 50)(sums[has_terms]))
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def sent_by_each_run(num_runs: int) -> list[int]:
+    """Bytes of the forwards of one call, of which all but the first are recomputations."""
+    group = open_collectives(dist.group.WORLD, torch.device("cpu"))
+    hidden, index = torch.ones(5, 3), torch.tensor([[0, 2]]).expand(5, 2)  # one on each rank
+    trip, found = Trip(group, "a layer", index, 2), []
+    for _ in range(num_runs):
+        before = sum(group.sent_bytes.values())
+        travel(trip, hidden, torch.ones(5, 2), lambda pairs, experts: pairs)
+        found.append(sum(group.sent_bytes.values()) - before)
+    return found
+
+
+def test_a_recomputation_sends_rows_alone() -> None:
+    for first, second, third in run_ranks(sent_by_each_run, 2, 3):
+        assert first == second + 5 * 8  # a number and a weight of each pair for the other rank
+        assert second == third == 2 * 5 * 3 * 4  # rows there, and their sums back
 
 
 def test_random_routings_are_those_of_one_process() -> None:

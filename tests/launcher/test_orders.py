@@ -8,11 +8,13 @@ import os
 import socket
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from xds.launcher.job import Job, Order, Rendezvous
 from xds.launcher.ranks import elastic
+from xds.launcher.ranks.run_folder import run_folder
 from xds.launcher.remote.messages import MAX_BYTES, pack_orders, unpack_order
 from xds.utils.errors import UsageError
 
@@ -111,3 +113,19 @@ def test_ranks_of_a_host_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> No
         assert elastic._environment(orders(1)[0], num_ranks)["OMP_NUM_THREADS"] == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's choice
     assert "OMP_NUM_THREADS" not in elastic._environment(orders(1)[0], 4)
+
+
+def test_a_rank_that_is_bound_to_cores_has_a_thread_for_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(elastic.os, "sched_getaffinity", lambda _: set(range(9)))
+    monkeypatch.setenv("XDS_CACHE_DIR", str(tmp_path))
+    place = dict.fromkeys(("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"), "1")
+    bound = replace(orders(1)[0], job=replace(orders(1)[0].job, bind_cores=True))
+    for num_ranks, cores in ((9, "8"), (3, "6,7,8")):
+        envs = {rank: {"RANK": str(rank), **place} for rank in range(num_ranks)}
+        with run_folder("") as folder:
+            elastic._RankFiles(folder, bound, num_ranks, {}, {}).reify(envs)
+        last = envs[num_ranks - 1]
+        threads = str(len(cores.split(",")))
+        assert (last["XDS_RANK_CORES"], last["OMP_NUM_THREADS"]) == (cores, threads)

@@ -276,6 +276,17 @@ def test_few_evicted_masters_are_written_at_once():
         assert len(writes) <= WRITES_IN_FLIGHT
 
 
+def test_masters_that_are_held_twice_stay_until_the_outer_hold_ends():
+    cache, writes = LruCache(), set()
+    with cache.hold():
+        for _ in range(4):
+            cache.touch(Item(writes))
+        with cache.hold():
+            cache.touch(Item(writes))
+        assert cache.memory_bytes == 5 and not writes
+    assert cache.memory_bytes == 0
+
+
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("fails_at", [0, 4])
 def test_an_io_error_names_the_operation_the_place_and_the_remedy(tmp_path, operation, fails_at):

@@ -14,6 +14,7 @@ from runs import differing
 
 import xds
 from xds.engine.steps.training_step import NUM_NORMS, Forecast
+from xds.offload import undo_pool
 from xds.offload.undo_pool import UndoPool
 from xds.utils.errors import ConfigError
 
@@ -193,6 +194,21 @@ def test_the_spare_memory_has_a_limit() -> None:
     assert pool.take([4000], 96) is large
     assert pool.take([1000, 500], 24) is small
     assert UndoPool(pin=False).take([1 << 60], 0) is None
+
+
+@pytest.mark.parametrize(("num_ranks", "limit_bytes"), [(None, 1500), ("1", 1500), ("3", 500)])
+def test_ranks_of_a_machine_share_half_of_its_free_memory(
+    num_ranks: str | None, limit_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(undo_pool, "free_host_bytes", lambda: 3000)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if num_ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
+    assert UndoPool(pin=False).take([limit_bytes + 1], 0) is None
+    pool = UndoPool(pin=False)
+    assert pool.take([limit_bytes], 0) is not None
+    pool.release()
+    assert pool.take([1], 0) is None
 
 
 @pytest.mark.parametrize(

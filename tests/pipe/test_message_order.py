@@ -86,7 +86,7 @@ class Sent(Handle):
 
     def wait(self) -> None:
         self._handle.wait()
-        self._waiting.discard(self)
+        self._waiting.remove(self)  # once
 
 
 def step_of_stages() -> None:

@@ -86,6 +86,17 @@ def test_messages_are_sent_at_once_and_received_one_action_ahead():
     ]
 
 
+def test_a_message_says_which_earlier_ones_have_arrived() -> None:
+    table, send_f, send_b = build_table("1f1b", 2, 4), Op.SEND_F, Op.SEND_B
+    assert table.answers(0) == {
+        Action(send_b, 1, number): [Action(send_f, 0, number)] for number in range(4)
+    }
+    assert table.answers(1) == {
+        Action(send_f, 0, number): [Action(send_b, 1, number - 2)] if number > 1 else []
+        for number in range(4)
+    }
+
+
 def test_a_value_that_stays_on_its_rank_needs_no_message():
     middle = build_table("zbv", 2, 2).rows[1]
     assert not {a.stage for a in middle if a.op is Op.SEND_F} & {1}  # stages 1 and 2 are neighbours

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import xds
+from xds.ops.comm.collectives import Collectives
+from xds.ops.comm.handles import Handle, Then
 
 STEPS, COUNT, SAMPLES = 3, 4, 2
 CLIP = 0.5
@@ -234,6 +237,31 @@ def check(case: Case, reduce: str = "step") -> None:
 def test_a_step_reduces_and_gathers_once_and_each_micro_batch_sends_a_multiple() -> None:
     check(Case(2, 2, 1, kind="tied"))
     check(Case(2, 2, 2), "micro_batch")
+
+
+def most_sent(count: int) -> int:
+    """How many tensors that this rank has sent, or sends, are in memory at most at once, of a few sizes."""
+    engine = xds.initialize(Case(2, 1, 0).model(), config_of(2, count))
+    storages, send, most = list[StorageWeakRef](), Collectives.send, 0
+
+    def held(self: Collectives, tensor: Tensor, *args: Any, **how: Any) -> Handle:
+        nonlocal most
+        if how["kind"] != "header":
+            storages.append(StorageWeakRef(tensor.untyped_storage()))
+        most = max(most, sum(not each.expired() for each in storages))
+        # as gloo and NCCL do until somebody waits
+        return Then(send(self, tensor, *args, **how), lambda: None, kept=tensor)
+
+    with mock.patch.object(Collectives, "send", held):
+        for step in range(2):
+            engine.train_batch(iter(batches(step, 0, count)))
+    engine.destroy()
+    return most
+
+
+def test_memory_of_what_is_sent_does_not_grow_with_the_micro_batches() -> None:
+    few, many = (run_ranks(most_sent, 2, count) for count in (2, 8))
+    assert few == many == [4, 4]  # of two micro-batches the values and the mask, or their gradients
 
 
 def peak_of_a_stage(max_live_numel: int) -> tuple[int, int, int]:

@@ -307,4 +307,5 @@ def test_dropout_differs_where_activations_are_cut_and_is_equal_where_they_are_w
     assert state == other
     for (inside, outside), (inside_2, outside_2) in zip(first, second, strict=True):
         assert inside != inside_2 and outside == outside_2
-    assert first[0] != first[1]
+    (inside, outside), (later_inside, later_outside) = first
+    assert inside != later_inside and outside != later_outside

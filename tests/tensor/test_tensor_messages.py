@@ -23,6 +23,7 @@ from xds.ops.comm.threads import LightThread
 from xds.pipe import channel
 from xds.pipe.weight_grads import WeightGrads
 from xds.tensor import compiled, overlap, partition
+from xds.zero import get_full_grad
 
 RECOMPUTED = {"activation_checkpointing": {"enabled": True}}
 
@@ -173,6 +174,35 @@ def test_weights_get_their_gradients_while_the_sum_travels() -> None:
     for seen in run_processes(events_of_a_backward, 2):
         assert seen[-8:] == [*of_mlp[-3:], *of_attention] or seen[-9:] == of_mlp + of_attention
         assert seen == ["start", "weight", "wait", *4 * (of_mlp + of_attention)]
+
+
+def backwards_of_one_graph(count: int) -> tuple[list[Tensor], int]:
+    """The gradients after some backwards of one loss, and the uses that wait for a gradient then."""
+    section = {"tp_size": 2, "plan": PLAN, "tp_overlap_comm": True}
+    config = runs.config(0, optimizer="SGD", params={"lr": 0.1}, tensor_parallel=section)
+    engine, uses = xds.initialize(Mlps(), config), []
+    runs.train(engine, [0, 1, 2], inputs)
+    made = overlap._Uses.__init__
+
+    def noted(self: Any, *args: Any) -> None:
+        uses.append(self)
+        made(self, *args)
+
+    with mock.patch.object(overlap._Uses, "__init__", noted):
+        loss = engine(inputs(3, 0))
+    for number in range(count):
+        engine.backward(loss, retain_graph=number + 1 < count)
+    grads = [get_full_grad(param).clone() for param in engine.module.parameters()]
+    engine.destroy()
+    assert uses
+    return grads, sum(len(each.pairs) for each in uses)
+
+
+def test_a_second_backward_adds_the_same_gradients_once_more() -> None:
+    once, twice = (run_ranks(backwards_of_one_graph, 2, count) for count in (1, 2))
+    for (grads, waiting), (others, still) in zip(once, twice, strict=True):
+        assert waiting == still == 0
+        assert all((2 * one).equal(other) for one, other in zip(grads, others, strict=True))
 
 
 # -- weight gradients that are computed later ---------------------------------------------------------------

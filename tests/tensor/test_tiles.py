@@ -198,6 +198,15 @@ def test_sixteen_bit_gradients_are_summed_in_fp32():
     assert grad.dtype == torch.bfloat16 and grad.item() == 1000  # bf16 itself stops at 256
 
 
+def test_a_gradient_that_autograd_gives_to_two_arguments_is_not_written():
+    x = torch.randn(1, 6, 3)
+    row, other = (torch.zeros(1, 2, 3, requires_grad=True) for _ in range(2))
+    output = run_in_tiles(lambda x, row, other: x + row + other, [x], others=[row, other], tiles=3)
+    factor = torch.arange(1.0, 19.0).view(1, 6, 3)
+    for grad in torch.autograd.grad(output, [row, other], factor):
+        assert torch.equal(grad, factor.view(3, 2, 3).sum(0, keepdim=True))
+
+
 def test_checkpoints_around_tiles_and_tiles_around_checkpoints():
     from torch.utils.checkpoint import checkpoint
 
@@ -239,6 +248,19 @@ def test_a_tiled_loss_equals_cross_entropy(dtype, reduction):
     for ours, theirs in zip(found, want, strict=True):
         assert ours.dtype == dtype
         assert (ours.double() - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def test_a_tiled_loss_of_many_tokens_in_16_bits_sums_its_bias_gradient_in_fp32():
+    hidden, labels = torch.randn(4000, 8), torch.randint(0, 5, (4000,))
+    weight, bias = torch.randn(5, 8), torch.randn(5, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = tiled_loss(hidden, weight, labels, tiles=40, bias=bias, reduction="sum")
+        logits = F.linear(hidden, weight, bias.detach())
+    shares = logits.double().softmax(1) - F.one_hot(labels, 5)
+    (grad,) = torch.autograd.grad(loss, bias)
+    want = shares.sum(0)
+    assert grad.dtype == torch.float32
+    assert ((grad - want) / want).abs().max() <= 1e-5
 
 
 def test_a_loss_without_labels_is_that_of_torch():
