@@ -186,6 +186,9 @@ class Executor:
 
     def _send_forward(self, stage: int, micro_batch: int) -> None:
         flow = self._flows.pop((stage, micro_batch))
+        if self._factor is None:  # nothing comes back; the receiver is at most a round behind
+            round_before = micro_batch - self._placement.num_ranks
+            self._channel.free([Action(Op.SEND_F, stage, round_before)])
         header = self._channel.send_forward(stage, micro_batch, flow)
         if (stage, micro_batch) in self._pending:
             self._pending[stage, micro_batch].header = header

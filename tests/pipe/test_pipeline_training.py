@@ -239,7 +239,7 @@ def test_a_step_reduces_and_gathers_once_and_each_micro_batch_sends_a_multiple()
     check(Case(2, 2, 2), "micro_batch")
 
 
-def most_sent(count: int) -> int:
+def most_sent(count: int, evaluates: bool) -> int:
     """How many tensors that this rank has sent, or sends, are in memory at most at once, of a few sizes."""
     engine = xds.initialize(Case(2, 1, 0).model(), config_of(2, count))
     storages, send, most = list[StorageWeakRef](), Collectives.send, 0
@@ -254,14 +254,17 @@ def most_sent(count: int) -> int:
 
     with mock.patch.object(Collectives, "send", held):
         for step in range(2):
-            engine.train_batch(iter(batches(step, 0, count)))
+            run_batch = engine.eval_batch if evaluates else engine.train_batch
+            run_batch(iter(batches(step, 0, count)))
     engine.destroy()
     return most
 
 
 def test_memory_of_what_is_sent_does_not_grow_with_the_micro_batches() -> None:
-    few, many = (run_ranks(most_sent, 2, count) for count in (2, 8))
-    assert few == many == [4, 4]  # of two micro-batches the values and the mask, or their gradients
+    for evaluates in (False, True):
+        few, many = (run_ranks(most_sent, 2, count, evaluates) for count in (2, 8))
+        assert few == many
+        assert max(few) <= 2 * 2  # of two micro-batches the values and the mask, or their gradients
 
 
 def peak_of_a_stage(max_live_numel: int) -> tuple[int, int, int]:
