@@ -188,6 +188,36 @@ def unscaled_fp16(stage: int) -> None:
     close(updates_of(static), want, 0.02, (stage, "a loss scale of 1"))
 
 
+class Words(nn.Module):
+    """A table whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.table(words)).square().mean()
+
+
+def sparse(stage: int) -> None:
+    """The gradients of a table's rows, in the first micro-batch of a step and in the second."""
+    micro_batches = [torch.tensor([number, number, 4 + dist.get_rank()]) for number in range(3)]
+    plain = Words()
+    for words in micro_batches:
+        (plain(words) / 3).backward()
+    want = plain.table.weight.grad.to_dense()
+    dist.all_reduce(want)
+    for backward in (bare, engine_backward, mixed):
+        engine = engine_of(stage, Words(), accumulation=3)
+        for words in micro_batches:
+            backward(engine, engine(words))
+            engine.step()
+        got = (plain.table.weight.detach() - get_full_param(engine.module.table.weight)) / 0.5
+        close([got], [want / dist.get_world_size()], 1e-5, (stage, backward.__name__))
+        engine.destroy()
+
+
 def through_another_engine(stage: int) -> None:
     """An engine whose gradients come out of another engine's backward unscales them by that one's scale."""
     scales = ({"enabled": True, "initial_scale_power": power} for power in (4, 9))
@@ -331,6 +361,7 @@ def at_several_stages(folder: str) -> None:
         sum_beyond_bf16(stage)
     for stage in (0, 3):
         unscaled_fp16(stage)
+        sparse(stage)
     changed_batch(1)
     through_another_engine(3)
     counted(2)

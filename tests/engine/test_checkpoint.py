@@ -130,6 +130,8 @@ def load_into_used(folder: str, stage: int) -> None:
         engine = engine_of(stage, seed=9, **more)
         used_until(engine, what)
         engine.load_checkpoint(folder)
+        with pytest.raises(xds.UsageError, match=r"without engine\.backward"):
+            engine.step()
         assert train(engine, 4, 8) == wanted, what
         engine.destroy()
 

@@ -364,15 +364,31 @@ class Stubborn(torch.optim.lr_scheduler.LambdaLR):
 
 
 def refuse_on_one_rank(folder: str) -> None:
-    engine = plain_engine(
-        2,
-        model=nn.Linear(4, 4),
-        lr_scheduler=lambda optimizer: Stubborn(optimizer, lambda step: 1 / (1 + step)),
-    )
-    for _ in range(2):
-        engine.backward(engine(torch.ones(1, 4)).sum())
+    """A load within a step, which goes on as if nothing had been loaded."""
+    ends = []
+    for is_tried in (False, True):
+        engine = plain_engine(
+            2,
+            model=nn.Linear(4, 4),
+            accumulation=2,
+            lr_scheduler=lambda optimizer: Stubborn(optimizer, lambda step: 1 / (1 + step)),
+        )
+        for number in range(5):
+            engine.backward(engine(torch.full((1, 4), 1.0 + number)).sum(), weight=1.0 + number)
+            engine.step()
+            if number in (1, 3):
+                engine.save_checkpoint(folder)
+        if is_tried:
+            refuse_to_load(engine, folder)
+        engine.backward(engine(torch.ones(1, 4)).sum(), weight=1.0)
         engine.step()
-        engine.save_checkpoint(folder)
+        ends.append((engine.get_global_grad_norm(), engine.mean_loss(), engine.micro_steps))
+    assert ends[0] == ends[1]
+    engine.load_checkpoint(folder, "global_step1", load_lr_scheduler_states=False)
+    assert engine.global_steps == 1
+
+
+def refuse_to_load(engine: Any, folder: str) -> None:
     weight = engine.full_state_dict(rank0_only=False)["weight"].clone()
     before = (engine.get_lr(), engine._parts.scheduler.state_dict(), engine.global_steps)
     with pytest.raises(
@@ -381,8 +397,6 @@ def refuse_on_one_rank(folder: str) -> None:
         engine.load_checkpoint(folder, "global_step1")
     assert (engine.get_lr(), engine._parts.scheduler.state_dict(), engine.global_steps) == before
     assert torch.equal(engine.full_state_dict(rank0_only=False)["weight"], weight)
-    engine.load_checkpoint(folder, "global_step1", load_lr_scheduler_states=False)
-    assert engine.global_steps == 1
 
 
 def test_a_scheduler_that_refuses_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from xds.engine.data.schedules import LayerDrop
 from xds.engine.dropping.choices import LAYERS, uniform
 
 THETA, GAMMA, STEPS = 0.2, 1.0, 6
+BETWEEN = 4  # a step whose first micro-batch drops a block that the second keeps, and the reverse
 DROPS = {"enabled": True, "theta": THETA, "gamma": GAMMA}
 SAMPLES = 2  # of a rank
 KNOWN = [0.41443811481792625, 0.5662354044752963, 0.320797504894735]
@@ -79,6 +80,8 @@ def test_the_choices_have_every_case():
     assert seen[0] == [1.0] * DEPTH  # theta is 1 at first
     assert [None] * DEPTH in seen  # all are dropped
     assert any(None in one and one != [None] * DEPTH for one in seen)
+    two = zip(keeps(BETWEEN, 0), keeps(BETWEEN, 1), strict=True)
+    assert {(True, False), (False, True)} <= {(a is None, b is None) for a, b in two}
 
 
 def test_the_generator_gives_the_same_numbers_for_ever():
@@ -185,15 +188,15 @@ def test_a_resume_at_another_number_of_ranks_goes_on_exactly(tmp_path, stage, is
         settings = config(stage, samples=size, accumulation=2, progressive_layer_drop=DROPS)
         engine = xds.initialize(build("plain"), settings)
         if first:
-            train(engine, 3, batch)
+            train(engine, BETWEEN, batch)
             if is_between:
-                one(3, 0)
+                one(BETWEEN, 0)
             engine.save_checkpoint(tmp_path)
         else:
             engine.load_checkpoint(tmp_path)
         if is_between:
-            one(3, 1)
-        train(engine, range(3 + is_between, 6), batch)
+            one(BETWEEN, 1)
+        train(engine, range(BETWEEN + is_between, 6), batch)
         found = engine.full_state_dict(rank0_only=False), engine.get_pld_theta()
         engine.destroy()
         return found

@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 from runs import config
-from torch import nn
+from torch import Tensor, nn
 
 import xds
-from xds.ops.kernels.decide import exact_square_sum, is_in_range, square_sum
+from xds.ops.kernels.decide import LEAST_SQUARE, exact_square_sum, is_in_range, square_sum
+from xds.pipe import PipelineModule
 from xds.zero import get_full_grad, get_full_param
 
 WIDTH = 130  # its square has more elements than the threshold below which gradients wait in `.grad`
 LR = 0.5
+PIPELINE = {"stages": 2, "schedule": "gpipe"}
 
 
 def engine_of(stage: int, precision: str, **more: Any) -> xds.Engine:
@@ -116,6 +118,35 @@ def clipped_by_turns(stage: int) -> None:
 def test_a_clip_is_that_of_its_own_step() -> None:
     for stage in (0, 3):
         run_ranks(clipped_by_turns, 2, stage)
+
+
+def near_the_least(stage: int) -> None:
+    """Stages of very unequal sizes compute the norm again together: one alone would wait for ever."""
+    factor = 1.0
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return factor * output.square().mean()
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]
+    numels = [sum(param.numel() for param in layer.parameters()) for layer in layers]
+    module = PipelineModule(layers, loss_fn=loss_fn, partition_method="uniform")
+    params = {"lr": 0.0}
+    changed = config(stage, optimizer="SGD", params=params, pipeline=PIPELINE)
+    engine = xds.initialize(module, changed)
+    batch = (torch.ones(2, WIDTH), torch.ones(2))
+    engine.train_batch(iter([batch]))
+    norm = engine.get_global_grad_norm()
+    # a square between the limits of the two stages
+    factor = math.sqrt(LEAST_SQUARE * math.sqrt(math.prod(numels))) / norm
+    engine.train_batch(iter([batch]))
+    assert engine.get_global_grad_norm() == pytest.approx(factor * norm, rel=1e-5)
+    engine.destroy()
+
+
+def test_unequal_stages_agree_how_the_norm_is_computed() -> None:
+    for stage in (0, 1):
+        run_ranks(near_the_least, 2, stage)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

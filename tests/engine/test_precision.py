@@ -9,7 +9,13 @@ import torch
 from helpers import run_ranks
 
 import xds
-from xds.engine.optim.loss_scale import DynamicScale, NoScale, StaticScale
+from xds.engine.optim.loss_scale import (
+    DynamicScale,
+    NoScale,
+    StaticScale,
+    running_loss_scale,
+    scaled_backward,
+)
 from xds.utils.errors import XdsError
 
 
@@ -80,6 +86,16 @@ def test_static_and_no_scale_stay() -> None:
         before = scale.value
         scale.after_step(overflow=True)
         assert scale.value == before
+
+
+def test_the_scale_is_that_of_the_innermost_backward() -> None:
+    """One engine's backward may run another one's, as a step inside of an autograd function does."""
+    assert running_loss_scale() is None
+    with scaled_backward(8.0):
+        with scaled_backward(2.0):
+            assert running_loss_scale() == 2.0
+        assert running_loss_scale() == 8.0
+    assert running_loss_scale() is None
 
 
 def test_the_scale_stays_in_the_range_of_fp32() -> None:

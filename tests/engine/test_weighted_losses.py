@@ -154,6 +154,11 @@ def misuse(stage: int) -> None:
     if stage:
         with pytest.raises(UsageError, match="clip_grad_norm"):
             xds.zero.get_full_grad(param)
+        engine.clip_grad_norm(math.inf)
+        assert xds.zero.get_full_grad(param) is not None
+        engine.backward(loss_of(engine(x), y), weight=3)  # nor with this one
+        with pytest.raises(UsageError, match="clip_grad_norm"):
+            xds.zero.get_full_grad(param)
     engine.zero_grad()
     backward()  # ends that step
     before = engine.full_state_dict(rank0_only=False)

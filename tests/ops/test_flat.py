@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xds.ops.flat import CHUNK_NUMEL, align_up, chunks, overlap, sum_in_order
+from xds.ops.flat import CHUNK_NUMEL, align_up, chunks, fingerprint, overlap, sum_in_order
 from xds.ops.pool import BufferPool
 
 CPU = torch.device("cpu")
@@ -65,6 +65,10 @@ def test_the_pool_hands_the_same_memory_out_again() -> None:
     assert pool.allocated_bytes == 400
     other = pool.take(10, torch.float32, CPU)
     assert other.data_ptr() != at and pool.allocated_bytes == 440
+    for _ in range(2):  # a buffer that is smaller than its block
+        pool.give(again)
+        assert pool.allocated_bytes == 440
+        again = pool.take(150, torch.bfloat16, CPU)
 
 
 def test_the_pool_replaces_blocks_that_are_too_small() -> None:
@@ -72,6 +76,21 @@ def test_the_pool_replaces_blocks_that_are_too_small() -> None:
     pool.give(pool.take(10, torch.float32, CPU))
     pool.take(1000, torch.float32, CPU)
     assert pool.allocated_bytes == 4000
+
+
+@pytest.mark.parametrize("numel", [8 * CHUNK_NUMEL, 8 * CHUNK_NUMEL + 5])  # in 64 and in 16 bits
+def test_a_fingerprint_changes_where_values_change_or_swap(numel: int) -> None:
+    flat = torch.arange(numel, dtype=torch.float32).bfloat16()
+    before = fingerprint(flat)
+    assert fingerprint(flat.clone()) == before
+    for place in (0, numel // 2, numel - 1):
+        written = flat.clone()
+        written[place] += 1e6
+        assert fingerprint(written) != before
+    swapped, words = flat.clone(), slice(0, 4 * CHUNK_NUMEL)
+    swapped[words] = flat[4 * CHUNK_NUMEL : 8 * CHUNK_NUMEL]
+    swapped[4 * CHUNK_NUMEL : 8 * CHUNK_NUMEL] = flat[words]
+    assert fingerprint(swapped) != before
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +23,16 @@ from xds.engine.config.optimizer import OPTIMIZERS
 from xds.engine.model.precision import policy_of
 from xds.ops.optim import config as optim_config
 from xds.ops.optim.config import REGISTERED
-from xds.ops.optim.shard_optimizer import VECTOR_NUMEL, Item, ParamPart, ShardOptimizer
+from xds.ops.optim.scale import Scale
+from xds.ops.optim.shard_optimizer import (
+    VECTOR_NUMEL,
+    Flat,
+    Item,
+    ParamPart,
+    ShardOptimizer,
+    Update,
+    World,
+)
 
 LR = 1e-2
 
@@ -222,6 +231,38 @@ def test_masters_and_states_have_the_dtypes_of_the_policy(
 ) -> None:
     monkeypatch.setattr(initialize, "policy_of", lambda *args: replace(policy_of(*args), **dtypes))
     assert run_ranks(dtypes_of, 2, Momentum) == [({masters}, {states})] * 2
+
+
+TORCHS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.3}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.5, "weight_decay": 0.1}),
+    ("Adam", {"betas": (0.8, 0.9), "eps": 1e-3}),
+    ("AdamW", {"weight_decay": 0.1, "eps": 1e-3}),
+]
+
+
+@pytest.mark.parametrize(("name", "params"), TORCHS, ids=str)
+def test_the_steps_of_a_class_are_those_of_torchs(name: str, params: dict[str, Any]) -> None:
+    """On masters in fp32, whose values are cast, with gradients that are scaled."""
+    numel, draw = 37, torch.Generator().manual_seed(0)
+    start = torch.randn(numel, generator=draw)
+    part = ParamPart("weight", (numel,), 0, 0, numel, 0)
+    item = Item(start.clone(), 0, (part,), 0, 0, torch.float32)
+    alone: Any = SimpleNamespace(world_size=1)
+    world = World(alone, (Flat(0, numel, (part,), alone, is_sharded=False),))
+    ours = REGISTERED[name].load()([item.master], lr=LR, **params)
+    plain = torch.nn.Parameter(start.clone())
+    torchs = getattr(torch.optim, name)([plain], lr=LR, **params)
+    out = torch.empty(numel, dtype=torch.bfloat16)
+    for _ in range(3):
+        plain.grad = torch.randn(numel, generator=draw)
+        update = Update(item, 4 * plain.grad, out, ours.param_groups[0], has_old=False)
+        ours.update([update], Scale(0.25), world)
+        torchs.step()
+        torch.testing.assert_close(item.master, plain.detach(), rtol=1e-5, atol=1e-6)
+        assert out.equal(item.master.bfloat16())
 
 
 COUNTED = [name for name, row in REGISTERED.items() if row.load().counts_together]

@@ -381,9 +381,11 @@ def in_parts() -> None:
             (loss_of(plain, samples(step, rank)) / 2).backward()
         want = nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
         optimizer.step()
-        engine.backward(loss_of(engine.module, samples(step, dist.get_rank())))
+        kept = samples(step, dist.get_rank()).requires_grad_()
+        engine.backward(loss_of(engine.module, kept))
         engine.step()
         assert engine.get_global_grad_norm() == pytest.approx(want, rel=1e-5)
+        assert not kept._backward_hooks  # a script that uses it again collects none
 
 
 def test_parts_of_the_model_are_called_directly() -> None:

@@ -126,14 +126,16 @@ def plain(kind: type[Net], micro: int, world_size: int = 3) -> list[float]:
     return [one.norm for one in runs.plain(build(kind), 2, parts, optimizer="SGD", lr=0.1)]
 
 
-def start(model: nn.Module, stage: int, micro: int = 1, **zero: Any) -> xds.Engine:
+def start(
+    model: nn.Module, stage: int, micro: int = 1, is_managed: bool = True, **zero: Any
+) -> xds.Engine:
     params = {"lr": 0.1}
     config = runs.config(stage, accumulation=micro, optimizer="SGD", params=params, zero=zero)
-    return xds.initialize(model, config)
+    return xds.initialize(model, config | {"managed_gradient_accumulation": is_managed})
 
 
 def ours(kind: type[Net], case: Case) -> list[float]:
-    engine = start(build(kind), case.stage, case.micro, **case.zero)
+    engine = start(build(kind), case.stage, case.micro, case.is_managed, **case.zero)
     norms = []
     rank = dist.get_rank()
     for step in range(2):
@@ -157,7 +159,10 @@ def ours(kind: type[Net], case: Case) -> list[float]:
 
 
 class Case:
-    """How a model is trained; `reentrant` says which ranks use a reentrant checkpoint."""
+    """How a model is trained; `reentrant` says which ranks use a reentrant checkpoint.
+
+    is_managed: the engine knows which backward is the last of its step.
+    """
 
     def __init__(
         self,
@@ -166,6 +171,7 @@ class Case:
         micro: int = 1,
         reads: bool = False,
         by_script: bool = False,
+        is_managed: bool = True,
         reentrant: Callable[[int], bool] = lambda rank: True,
         **zero: Any,
     ) -> None:
@@ -173,6 +179,7 @@ class Case:
         self.micro = micro
         self.reads = reads
         self.by_script = by_script
+        self.is_managed = is_managed
         self.reentrant = reentrant
         self.zero = zero
 
@@ -240,7 +247,8 @@ class AtWait(Handle):
 
 
 def train_replicas() -> list[list[float]]:
-    return [ours(Twice, Case(stage, mics_shard_size=2)) for stage in (1, 3)]
+    cases = [Case(1, mics_shard_size=2), Case(3, mics_shard_size=2)]
+    return [ours(Twice, case) for case in (*cases, Case(2, is_managed=False, mics_shard_size=2))]
 
 
 def test_a_late_gradient_waits_for_the_sum_over_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +257,7 @@ def test_a_late_gradient_waits_for_the_sum_over_replicas(monkeypatch: pytest.Mon
     monkeypatch.setattr(ReplicatedReducer, "_cross", slow)
     want = pytest.approx(plain(Twice, 1, 4), rel=1e-4)
     for norms in run_ranks(train_replicas, 4):
-        assert norms == [want, want]
+        assert norms == [want, want, want]
 
 
 def leave_nothing() -> list[list[bool]]:
