@@ -91,6 +91,7 @@ from .optim.optimizers import (
     ClientOptimizer,
     Groups,
     as_shard_optimizer,
+    check_masters,
     client_optimizer,
     count_states,
     load_kernels,
@@ -857,6 +858,7 @@ def _optimizer(
         if config.optimizer.type in ONE_BIT_OPTIMIZERS:
             more["warmup_steps"] = warmup_steps(config.scheduler)
         chosen = named_optimizer(config.optimizer, updater, groups, **more)
+    check_masters(chosen, updater)
     load_kernels(config.ops, chosen, updater, device)
     updater.bind(as_shard_optimizer(chosen, updater))
     return chosen

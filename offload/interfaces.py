@@ -159,7 +159,7 @@ class StateStore:
     is_on_disk = False
 
     def plan(self, index: int, numel: int, itemsize: int) -> None:
-        """The master of flat buffer `index` will have `numel` elements of `itemsize` bytes."""
+        """Flat buffer `index`: its master and states will have `numel` elements of at most `itemsize` bytes."""
         return
 
     def open(self) -> None:

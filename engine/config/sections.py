@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, final
 
 from pydantic import AfterValidator, Field
 
+from ...ops.optim.config import REGISTERED
 from ...utils.schema.section import Entry, Group, NoEffect, Refused, Report, Section, nested
 from ...utils.schema.values import (
     ANY_CASE,
@@ -24,6 +25,7 @@ from ...utils.schema.values import (
     checked,
     needs,
 )
+from .optimizer import OptimizerConfig
 
 SCALES = 1e-30, 1e30  # fp32, which scales and unscales, holds these and their inverses
 _SCALE_NEED = f"0 or a number, at least {SCALES[0]:g} and at most {SCALES[1]:g}"
@@ -33,15 +35,14 @@ Scale = Annotated[
     checked(lambda scale: scale == 0 or SCALES[0] <= scale <= SCALES[1]),
 ]
 
-_MASTER = Refused(
-    Flag,
-    "16-bit master weights and optimizer states are not supported yet; set it to false",
-    harmless=(False,),
-)
+ROUNDS_MASTERS = [name for name, each in REGISTERED.items() if each.rounds_masters]
 
 
 class Precisions(Protocol):
     """What the rules of the precisions read of one another."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig | None: ...
 
     @property
     def fp16(self) -> Fp16: ...
@@ -55,11 +56,46 @@ def _half_dtypes(config: Precisions) -> list[str]:
     return [name for name, is_on in sections.items() if is_on]
 
 
-@final
-class Fp16(Section):
-    """Train in fp16 with an fp32 master copy and a loss scale."""
+class Half(Section):
+    """A precision of 16 bits: with fp32 masters, or with the parameters themselves as masters."""
 
-    others: ClassVar[Mapping[str, Entry]] = {"fp16_master_weights_and_grads": _MASTER}
+    enabled: Flag = Field(False)
+    master_rounding: Annotated[Literal["stochastic", "nearest"], ANY_CASE] = Field(
+        "stochastic",
+        description="how 16-bit masters, and their second moments in 16 bits, are rounded; to nearest they "
+        "lose updates below half a unit in the last place",
+    )
+    rounding_seed: Natural = Field(
+        0,
+        description="of stochastic rounding; the same seed gives the same bits on any number of ranks",
+    )
+
+    @property
+    def has_narrow_masters(self) -> bool:
+        """Masters and sums of gradients have 16 bits."""
+        raise NotImplementedError
+
+    def complain_narrow(self, key: str, config: Precisions, report: Report) -> None:
+        """Masters of 16 bits need the precision, and an optimizer that rounds them."""
+        if not self.has_narrow_masters:
+            return
+        section, optimizer = key.partition(".")[0], config.optimizer
+        if not self.enabled:
+            report.complain(
+                key, True, f"needs {section}.enabled; set it to true, or remove the key"
+            )
+        elif optimizer is not None and optimizer.type not in ("", *ROUNDS_MASTERS):
+            names = " and ".join(ROUNDS_MASTERS)
+            report.complain(
+                key,
+                True,
+                f"optimizer.type is {optimizer.type}, but only {names} update 16-bit masters",
+            )
+
+
+@final
+class Fp16(Half):
+    """Train in fp16 with an fp32 master copy and a loss scale."""
 
     enabled: Flag = Field(False, description="parameters and gradients are fp16, the master fp32")
     auto_cast: Flag = Field(False, description="floating-point inputs of forward are cast to fp16")
@@ -83,8 +119,19 @@ class Fp16(Section):
         description="the dynamic loss scale never falls below this; above 0 unless loss_scale is fixed",
     )
 
+    fp16_master_weights_and_grads: Flag = Field(
+        False,
+        description="the parameters are the masters, and gradients are summed in fp16: 12 bytes a parameter "
+        "with fp32 states, instead of 18",
+    )
+
+    @property
+    def has_narrow_masters(self) -> bool:
+        return self.fp16_master_weights_and_grads
+
     def check_with(self, config: Precisions, report: Report) -> None:
         """See `Section.check_with`. A dynamic loss scale cannot fall to 0, and has to grow; a fixed one may."""
+        self.complain_narrow("fp16.fp16_master_weights_and_grads", config, report)
         if self.enabled and config.bf16.enabled:
             report.complain(
                 "fp16.enabled",
@@ -102,15 +149,13 @@ class Fp16(Section):
 
 
 @final
-class Bf16(Section):
+class Bf16(Half):
     """Train in bf16 with an fp32 master copy."""
 
     others: ClassVar[Mapping[str, Entry]] = {
         "immediate_grad_update": NoEffect(
             Flag, "gradients are always accumulated in place immediately", same=(True,)
         ),
-        "bf16_master_weights_and_grads": _MASTER,
-        "bf16_optimizer_states": _MASTER,
     }
     aliases: ClassVar[Mapping[str, str]] = {"check_overflow": "check_grad_overflow"}
 
@@ -118,6 +163,29 @@ class Bf16(Section):
     check_grad_overflow: Flag = Field(
         True, description="a step whose gradients are not finite is skipped"
     )
+    bf16_master_weights_and_grads: Flag = Field(
+        False,
+        description="the parameters are the masters, and gradients are summed in bf16: 12 bytes a parameter "
+        "with fp32 states, instead of 18",
+    )
+    bf16_optimizer_states: Flag = Field(
+        False,
+        description="the moments are bf16: 8 bytes a parameter; needs bf16_master_weights_and_grads",
+    )
+
+    @property
+    def has_narrow_masters(self) -> bool:
+        return self.bf16_master_weights_and_grads
+
+    def check_with(self, config: Precisions, report: Report) -> None:
+        """See `Section.check_with`."""
+        self.complain_narrow("bf16.bf16_master_weights_and_grads", config, report)
+        if self.bf16_optimizer_states and not self.bf16_master_weights_and_grads:
+            report.complain(
+                "bf16.bf16_optimizer_states",
+                True,
+                "needs bf16.bf16_master_weights_and_grads; set it to true as well, or remove the key",
+            )
 
     @property
     def skips_overflow(self) -> bool:

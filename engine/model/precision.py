@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ def policy_of(config: Config, stage: int, world_size: int) -> Policy:
     """The policy of ZeRO stage `stage` over a group of `world_size` ranks."""
     accumulate = config.data_types.grad_accum_dtype
     sent = config.communication_data_type
-    return Policy.of_stage(
+    policy = Policy.of_stage(
         stage,
         world_size=world_size,
         accumulation_steps=config.gradient_accumulation_steps,
@@ -34,6 +35,20 @@ def policy_of(config: Config, stage: int, world_size: int) -> Policy:
         compute=compute_dtype(config),
         accumulate=DTYPES[accumulate] if accumulate else None,
         communicate=DTYPES[sent] if sent else None,
+    )
+    return _with_narrow_masters(policy, config)
+
+
+def _with_narrow_masters(policy: Policy, config: Config) -> Policy:
+    """With 16-bit masters, which are the parameters, where the config asks for them."""
+    half = config.bf16 if config.bf16.enabled else config.fp16
+    if not (half.enabled and half.has_narrow_masters):
+        return policy
+    return replace(
+        policy,
+        masters=policy.compute,
+        states=torch.bfloat16 if config.bf16.bf16_optimizer_states else torch.float32,
+        rounding_seed=half.rounding_seed if half.master_rounding == "stochastic" else None,
     )
 
 

@@ -124,8 +124,11 @@ def reserve(model: ShardedModel) -> None:
             if store.is_on_host:
                 layout = params.layout
                 numel = layout.shard_numel if model.policy.shards_optimizer else layout.numel
-                dtype = grads.group.policy.master_dtype(params.dtype)
-                states.plan(params.index, numel, dtype.itemsize)
+                policy, dtype = grads.group.policy, params.dtype
+                widest = max(
+                    policy.master_dtype(dtype).itemsize, policy.state_dtype(dtype).itemsize
+                )
+                states.plan(params.index, numel, widest)
     if states.is_on_disk:
         together(model.collectives, "offload to NVMe", states.open)
 

@@ -401,6 +401,18 @@ def as_shard_optimizer(optimizer: torch.optim.Optimizer, updater: Updater) -> Sh
     return TorchShardOptimizer(optimizer, updater.optimizer_tensors)
 
 
+def check_masters(optimizer: torch.optim.Optimizer, updater: Updater) -> None:
+    """Raises UsageError: masters have 16 bits, and `optimizer` does not round them itself."""
+    is_narrow = any(m.raw.dtype.itemsize == 2 for m in updater.masters)
+    rounds = isinstance(optimizer, ShardOptimizer) and optimizer.rounds_masters
+    if is_narrow and not rounds:
+        raise UsageError(
+            f"{type(optimizer).__name__} cannot update 16-bit masters, because its rounding would lose small "
+            'updates; set optimizer.type to "AdamW" in the config and pass no optimizer, or remove '
+            "bf16_master_weights_and_grads and fp16_master_weights_and_grads"
+        )
+
+
 def load_kernels(
     section: Ops, optimizer: torch.optim.Optimizer, updater: Updater, device: torch.device
 ) -> None:

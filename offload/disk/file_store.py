@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from .storage import DiskStorage
 from .transfers import Transfers
 
 
-class FileStore(ABC):
+class FileStore:
     """Owns the file of a rank in `folder`, and the tensors that are in its extents."""
 
     def __init__(self, folder: Path, options: DiskOptions, rank: int, *, pin: bool = False) -> None:
@@ -29,10 +28,12 @@ class FileStore(ABC):
         self._transfers = Transfers()
         self._cache = LruCache()
         self._storages: list[DiskStorage] = []
+        self._region_bytes: dict[int, int] = {}
 
-    @abstractmethod
-    def plan(self, index: int, numel: int, itemsize: int) -> None:
-        """Flat buffer `index` will have `numel` elements of `itemsize` bytes: add its extent."""
+    def _plan(self, index: int, region_bytes: int, num_regions: int) -> None:
+        """Flat buffer `index` will have so many regions of so many bytes: add its extent."""
+        self._region_bytes[index] = region_bytes
+        self._extents.add(str(index), num_regions * region_bytes)
 
     def open(self) -> None:
         """Reserve the space for all that is planned. Raises UsageError: see `StateStore.open`."""
@@ -41,7 +42,12 @@ class FileStore(ABC):
     def _state_storage(self, index: int, tensor: Tensor, *, holds_master: bool) -> DiskStorage:
         extent = self._extents[str(index)]
         storage = DiskStorage(
-            self._transfers, self._cache, extent, tensor, holds_master=holds_master
+            self._transfers,
+            self._cache,
+            extent,
+            tensor,
+            region_bytes=self._region_bytes[index],
+            holds_master=holds_master,
         )
         self._storages.append(storage)
         return storage

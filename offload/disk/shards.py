@@ -19,7 +19,7 @@ from ..interfaces import Blocks, JobHandle, Shard, ShardStore, ToDevice
 from ..job_queues import JobQueues
 from ..pinned import host_memory
 from .file_store import FileStore
-from .options import DiskOptions
+from .options import DiskOptions, aligned
 from .storage import DiskStorage
 from .transfers import Transfers, wait_quietly
 
@@ -112,7 +112,7 @@ class DiskShardStore(FileStore, ShardStore):
             self._left_in_memory -= numel
             return
         self._planned.add(index)
-        self._extents.add(str(index), numel * itemsize)
+        self._plan(index, aligned(numel * itemsize), 1)
 
     def add(self, index: int, values: Tensor, to_device: ToDevice) -> Shard:
         if index not in self._planned:

@@ -32,8 +32,7 @@ class DiskStateStore(FileStore, StateStore):
         self._num_states = num_states
 
     def plan(self, index: int, numel: int, itemsize: int) -> None:
-        region_bytes = aligned(numel * itemsize)
-        self._extents.add(str(index), (1 + self._num_states) * region_bytes)
+        self._plan(index, aligned(numel * itemsize), 1 + self._num_states)
 
     def state_storage(self, index: int, master: Tensor, *, holds_master: bool) -> StateStorage:
         return self._state_storage(index, master, holds_master=holds_master)

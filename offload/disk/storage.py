@@ -20,7 +20,6 @@ from .blocks import read_blocks
 from .extents import Extent
 from .file import PendingRequest
 from .lru_cache import Evictable, LruCache
-from .options import aligned
 from .transfers import Transfers, wait_quietly
 
 log = logging.getLogger("xds")
@@ -84,16 +83,17 @@ class DiskStorage(StateStorage, Evictable):
         extent: Extent,
         master: Tensor,
         *,
+        region_bytes: int,
         holds_master: bool,
     ) -> None:
+        """region_bytes: of the master, and of each state."""
         self.extent = extent
         self._transfers = transfers
         self._cache = cache
         self._numel, self._dtype = master.numel(), master.dtype
-        self._placeholder = transfers.placeholder(master.dtype)
-        self._region_bytes = aligned(master.nbytes)
+        self._region_bytes = region_bytes
         self._first = MAIN + 1 if holds_master else MAIN
-        self._num_regions = extent.padded_bytes // self._region_bytes
+        self._num_regions = extent.padded_bytes // region_bytes
         self._num_used = self._first
         self._views: list[tuple[Tensor, int, bool]] = []  # and whether it is channels_last
         self._states: OptimizerStates | None = None
@@ -117,7 +117,7 @@ class DiskStorage(StateStorage, Evictable):
             return
         self._views.append((view, start, is_channels_last(view)))
         if self._memory is None:
-            view.data = self._placeholder.expand(view.shape)
+            view.data = self._placeholder(view)
         else:
             view.data = self._view_of(MAIN, start, view, is_channels_last(view))
 
@@ -227,9 +227,9 @@ class DiskStorage(StateStorage, Evictable):
         """The tensors read as NaN; a slot is free when `pending` is done."""
         memory, self._memory = self._memory, None
         for tensor, _, _ in self._views:
-            tensor.data = self._placeholder.expand(tensor.shape)
+            tensor.data = self._placeholder(tensor)
         for tensor, _, _, _ in self._stored:
-            tensor.data = self._placeholder.expand(tensor.shape)
+            tensor.data = self._placeholder(tensor)
         if self._is_slot:
             assert memory is not None
             self._is_slot = False
@@ -264,7 +264,7 @@ class DiskStorage(StateStorage, Evictable):
         stored_ids = {id(tensor) for tensor, _, _, _ in stored}
         for tensor, _, _, _ in self._stored:
             if id(tensor) not in stored_ids:  # the optimizer has replaced it
-                tensor.data = self._placeholder.expand(tensor.shape)
+                tensor.data = self._placeholder(tensor)
         self._stored = stored
 
     def _warn_kept(self, key: str) -> None:
@@ -282,7 +282,8 @@ class DiskStorage(StateStorage, Evictable):
             isinstance(value, Tensor)
             and value.dim() > 0
             and value.numel() == owner.numel()
-            and value.dtype == self._dtype
+            and value.dtype.is_floating_point
+            and self._numel * value.dtype.itemsize <= self._region_bytes
             and value.device.type == "cpu"
             and (value.is_contiguous() or is_channels_last(value))
         )
@@ -295,11 +296,14 @@ class DiskStorage(StateStorage, Evictable):
         for tensor, region, start, last in self._stored:
             tensor.data = self._view_of(region, start, tensor, last)
 
+    def _placeholder(self, like: Tensor) -> Tensor:
+        return self._transfers.placeholder(like.dtype).expand(like.shape)
+
     def _view_of(self, region: int, start: int, like: Tensor, channels_last: bool) -> Tensor:
         """The place in memory of elements of a region: a tensor of the shape and dtype of `like`."""
         assert self._memory is not None
         first = region * self._region_bytes
-        flat = self._memory[first : first + self._numel * self._dtype.itemsize].view(self._dtype)
+        flat = self._memory[first : first + self._numel * like.dtype.itemsize].view(like.dtype)
         return shaped(flat[start : start + like.numel()], like.shape, channels_last)
 
     def _new_memory(self) -> Tensor:
@@ -323,13 +327,13 @@ class DiskStorage(StateStorage, Evictable):
             self._transfers.raise_failure()
             if self._written is not None:
                 self._transfers.noting_failure(self._written.wait)
-            size = self._dtype.itemsize
+            size = tensor.dtype.itemsize
             begin = region * self._region_bytes + first * size
             extent = self.extent
             for block in read_blocks(
                 self._transfers.file, extent, begin + start * size, begin + stop * size
             ):
-                yield block.view(self._dtype)
+                yield block.view(tensor.dtype)
 
         return blocks
 
@@ -344,8 +348,8 @@ class DiskStorage(StateStorage, Evictable):
 
     @property
     def disk_bytes(self) -> int:
-        stored = [tensor.numel() for tensor, _, _, _ in self._stored]
-        return (self._first * self._numel + sum(stored)) * self._dtype.itemsize
+        stored = sum(tensor.nbytes for tensor, _, _, _ in self._stored)
+        return self._first * self._numel * self._dtype.itemsize + stored
 
     @property
     def memory_bytes(self) -> int:

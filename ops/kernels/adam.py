@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..flat import take_edits
+from ..rounding import drawn, write_rounded
 from .define import define, in_chunks, read_old, scaled, skips
 
 
@@ -37,11 +38,12 @@ def adam_reference(
     old_param: Tensor | None = None,
     old_exp_avg: Tensor | None = None,
     old_exp_avg_sq: Tensor | None = None,
+    draws: Tensor | None = None,
 ) -> None:
     """One step.
 
     Args:
-        param: [n] fp32, the master weights. grad: [n] fp32, bf16 or fp16, not changed.
+        param: [n] fp32, bf16 or fp16, the master weights. grad: [n] fp32, bf16 or fp16, not changed.
         exp_avg, exp_avg_sq: [n], both fp32 or both bf16.
         out: [n] fp32, bf16 or fp16, receives the new values, rounded to nearest even; or None.
         step: fp32 [], the number of this step, from 1 on.
@@ -53,32 +55,37 @@ def adam_reference(
             Those values are copied to `param` first.
         old_param, old_exp_avg, old_exp_avg_sq: where the values before the step are, which are not changed;
             `param`, `exp_avg` and `exp_avg_sq` are undefined then. None: they hold the values themselves.
+        draws: int64 [k, 3], see ops/rounding.py: a `param` of 16 bits, and a bf16 `exp_avg_sq`, are rounded
+            stochastically. None: to nearest even.
     """
     if skips(found_inf):
         return
     read_old((param, old_param), (exp_avg, old_exp_avg), (exp_avg_sq, old_exp_avg_sq))
+    wide = param if param.dtype.itemsize > 2 else param.float()
     if takes_edits and out is not None:
-        take_edits(param, out)
+        take_edits(wide, out)
     first, second = corrections(step, beta1, beta2, applies=bias_correction)
-    wide = scaled(grad, scale, param)
+    gradient = scaled(grad, scale, wide)
     if decoupled:
-        param.mul_(1 - lr * weight_decay)
+        wide.mul_(1 - lr * weight_decay)
     else:
-        wide.add_(param, alpha=weight_decay)
-    mean, square = exp_avg.to(param.dtype), exp_avg_sq.to(param.dtype)
-    mean.lerp_(wide, 1 - beta1)
-    square.mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
-    param.addcdiv_(mean, square.sqrt().div_(second**0.5).add_(eps), value=-lr / first)
+        gradient.add_(wide, alpha=weight_decay)
+    mean, square = exp_avg.to(wide.dtype), exp_avg_sq.to(wide.dtype)
+    mean.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    wide.addcdiv_(mean, square.sqrt().div_(second**0.5).add_(eps), value=-lr / first)
     exp_avg.copy_(mean)
-    exp_avg_sq.copy_(square)
+    numbers = None if draws is None else drawn(draws, int(step), param.numel())
+    write_rounded(exp_avg_sq, square, numbers)
+    write_rounded(param, wide, numbers)
     if out is not None:
-        out.copy_(param)
+        out.copy_(wide)
 
 
 adam_ = define(
     "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? out, "
     "Tensor step, Tensor? scale, Tensor? found_inf, float lr, float beta1, float beta2, float eps, "
     "float weight_decay, bool decoupled, bool bias_correction, bool takes_edits=False, "
-    "Tensor? old_param=None, Tensor? old_exp_avg=None, Tensor? old_exp_avg_sq=None) -> ()",
+    "Tensor? old_param=None, Tensor? old_exp_avg=None, Tensor? old_exp_avg_sq=None, Tensor? draws=None) -> ()",
     in_chunks(adam_reference),
 )

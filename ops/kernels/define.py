@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..flat import chunks
+from ..rounding import rows_from
 
 _NAMESPACE = "xds"
 _library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
@@ -72,7 +73,8 @@ def in_chunks(reference: Callable[..., None]) -> Callable[..., None]:
     """Call an elementwise reference in cache-sized chunks on a CPU, so that its passes read from the cache.
 
     Args:
-        reference: its first argument is a tensor [n], and it works on all its 1-D arguments alike.
+        reference: its first argument is a tensor [n], and it works on all its 1-D arguments alike. Of two
+            dimensions are the rows of random numbers, see ops/rounding.py.
     """
 
     @wraps(reference)
@@ -88,5 +90,6 @@ def in_chunks(reference: Callable[..., None]) -> Callable[..., None]:
 
 
 def _part(argument: Any, piece: slice) -> Any:
-    is_flat = isinstance(argument, Tensor) and argument.dim() == 1
-    return argument[piece] if is_flat else argument
+    if not isinstance(argument, Tensor) or not argument.dim():
+        return argument
+    return argument[piece] if argument.dim() == 1 else rows_from(argument, piece.start)

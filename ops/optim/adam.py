@@ -59,6 +59,8 @@ class Adam(ShardOptimizer):
 
     counts_together = True
 
+    rounds_masters = True
+
     def states_before(self, item: Item) -> dict[str, Any]:
         return new_moments(item)
 
@@ -99,7 +101,7 @@ class AdamRule:
 
     def _is_one_pass(self, update: Update, group: dict[str, Any]) -> bool:
         """Whether there are casts to fuse with the update, and a kernel for it."""
-        if not group["bias_correction"]:
+        if not group["bias_correction"] or update.item.master.dtype.itemsize == 2:
             return True
         has_casts = update.out is not None or update.grad.dtype != update.item.master.dtype
         return has_casts and is_loaded(optimizer_library(update.grad.device))
@@ -124,6 +126,7 @@ class AdamRule:
             group["bias_correction"],
             update.takes_edits,
             *update.old_values(state, "exp_avg", "exp_avg_sq"),
+            draws=update.item.draws,
         )
         mark_written(update)
 

@@ -61,6 +61,7 @@ class Registration:
     states: a checkpoint of another library that names no optimizer, and has these states, is one of it.
     is_elementwise: as the class's; False: an element's update depends on others of the parameter.
     is_torchs: torch's class of this name does the same, and steps where nothing is cast.
+    rounds_masters: as the class's; masters may have 16 bits.
     """
 
     module: str
@@ -70,6 +71,7 @@ class Registration:
     states: frozenset[str] = frozenset()
     is_elementwise: bool = True
     is_torchs: bool = False
+    rounds_masters: bool = False
 
     def load(self) -> type[ShardOptimizer]:
         """The class."""
@@ -122,7 +124,9 @@ _MOMENTS = frozenset(("exp_avg", "exp_avg_sq"))
 
 # the first one with the states of a checkpoint is taken
 REGISTERED: dict[str, Registration] = {
-    "Adam": Registration("adam", "Adam", {**_ADAM, "adam_w_mode": FLAG}, states=_MOMENTS),
+    "Adam": Registration(
+        "adam", "Adam", {**_ADAM, "adam_w_mode": FLAG}, states=_MOMENTS, rounds_masters=True
+    ),
     "AdamW": Registration(
         "adam",
         "Adam",
@@ -134,6 +138,7 @@ REGISTERED: dict[str, Registration] = {
             *("fusedadam", "cpuadam", "deepspeedcpuadam", "adamw_torch", "adamw_hf"),
             *("adamw_torch_fused", "adamw_apex_fused", "torch_adamw"),
         ),
+        rounds_masters=True,
     ),
     "SGD": Registration(
         "sgd",

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...utils.errors import UsageError
 from ..comm.collectives import Collectives
 from ..libraries import is_loaded, optimizer_library
+from ..rounding import draw_rows
 from .scale import Scale
 
 ADDED_GROUP = (
@@ -102,6 +103,7 @@ class Item:
     group: index into the optimizer's param_groups. parts: the parameters in it, in order.
     flat: number of its flat buffer; start: its start in this rank's part of that buffer.
     state_dtype: of the optimizer's states.
+    rounding_seed: of stochastic rounding, for masters of 16 bits; None: they are rounded to nearest.
     """
 
     master: Tensor
@@ -110,6 +112,15 @@ class Item:
     flat: int
     start: int
     state_dtype: torch.dtype
+    rounding_seed: int | None = None
+
+    @cached_property
+    def draws(self) -> Tensor | None:
+        """The keys of its random numbers, see ops/rounding.py; None: it is rounded to nearest."""
+        if self.rounding_seed is None or self.master.dtype.itemsize > 2:
+            return None
+        runs = [(part.start, part.stop, part.param_start, part.name) for part in self.parts]
+        return draw_rows(runs, self.rounding_seed).to(self.master.device)
 
     def new_state(self) -> Tensor:
         """A state with an element for each of the master, [n]: zeros."""
@@ -206,6 +217,7 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
     counts_together = (
         False  # True: states have a tensor "step", which `count_step` counts for all items
     )
+    rounds_masters = False  # True: masters may have 16 bits, see `Item.draws`
     num_states = 2  # tensors of a parameter's size that it keeps for each parameter, at most
     part_states: tuple[str, ...] = ()  # keys of states that are `PartNumbers`
     is_bound = False  # True: an engine steps it, and its groups are complete

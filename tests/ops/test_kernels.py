@@ -25,6 +25,7 @@ from xds.ops.kernels.adam import adam_, adam_reference
 from xds.ops.kernels.decide import decide_reference
 from xds.ops.kernels.quantize import block_count, value_bytes
 from xds.ops.kernels.signs import scale_count, sign_bytes
+from xds.ops.rounding import draw_rows, drawn, write_rounded
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.99, 1e-8, 0.1
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -225,6 +226,71 @@ def test_a_step_has_the_references_values(kernels: Kernels) -> None:
         same(on.states, expected.states, case, 8e-3 if low else 2e-6, 2e-7)
         if on.out is not None:
             assert torch.equal(on.out, on.param.to(on.out.dtype)), case
+
+
+def test_masters_of_16_bits_are_rounded_by_the_number_of_their_element(kernels: Kernels) -> None:
+    """With constants whose arithmetic is exact, so that every implementation has the same bits."""
+    step = torch.tensor(7.0, device=kernels.device)
+    for (numel, offsets), narrow, has_draws in product(
+        shapes(kernels)[1:], (BF16, FP16), (True, False)
+    ):
+        on = operands(RULES["adamw"], kernels, numel, (narrow, BF16, None), offsets=offsets)
+        param, (mean, square) = on.param.to(narrow), on.states
+        on.grad.mul_(8).round_()
+        mean.zero_()
+        square.zero_()
+        third = numel // 3  # runs of odd lengths, and an index beyond 32 bits
+        runs = [
+            (0, third, 2**32 - 5, "a"),
+            (third, 2 * third, 0, "b"),
+            (2 * third + 1, numel, 9, "c"),
+        ]
+        rows = draw_rows(runs, 1).to(kernels.device) if has_draws else None
+        # beta1 = 0, beta2 = 1, eps = 1: p - 2^-12 g
+        constants = (2.0**-12, 0.0, 1.0, 1.0, 0.0, True, False, False, None, None, None, rows)
+        call = (on.grad, mean, square, None, step, None, None, *constants)
+        wanted = param.clone()
+        reference("adam_", wanted, *call)
+        changed = (wanted != param).float().mean()
+        assert numel < 100 or 0.05 < changed < 0.95, (narrow, has_draws)
+        for way in kernels.each():
+            tried = param.clone()
+            kernels.call(op("adam_"), tried, *call)
+            assert torch.equal(tried, wanted), (narrow, has_draws, numel, way)
+        # bf16 moments: the second one is rounded by the same numbers
+        squares = [square.clone().fill_(1.0) for _ in range(2)]
+        runners = partial(reference, "adam_"), partial(kernels.call, op("adam_"))
+        for tried, run in zip(squares, runners, strict=True):
+            constants = (0.0, 0.0, 1 - 2.0**-10, 1.0, 0.0, *(True, False, False))
+            call = (torch.zeros_like(on.grad), mean, tried, None, step, None, None, *constants)
+            run(param.clone(), *call, None, None, None, rows)
+        assert torch.equal(*squares)
+        assert numel < 100 or has_draws == (squares[0].unique().numel() == 2)
+
+
+def test_the_expectation_of_a_rounded_value_is_the_value() -> None:
+    """Also of values between zero and the smallest one; inf and nan stay."""
+    numel = 1 << 16
+    rows = draw_rows([(0, numel, 0, "w")], 5)
+    for dtype, value in (
+        *((BF16, 1 + 2.0**-9), (BF16, -1e-39), (BF16, 3e38), (FP16, 0.3), (FP16, -1e-6)),
+        *((FP16, 65510.0), (BF16, math.inf), (FP16, -math.inf), (FP16, 1e6)),
+    ):
+        found = torch.empty(numel, dtype=dtype)
+        write_rounded(found, torch.full((numel,), value), drawn(rows, 3, numel))
+        whole = torch.tensor(value).to(dtype).item()
+        if math.isinf(whole) and value != 65510.0:
+            assert (found == whole).all(), (dtype, value)
+        elif value != 65510.0:
+            space = (found.double().max() - found.double().min()).item()
+            off = abs(found.double().mean().item() - value)
+            assert off < 4 * max(space, 1e-300) / numel**0.5, (dtype, value)
+        else:
+            assert (found == 65504).all()
+    found = torch.zeros(3, dtype=BF16)
+    write_rounded(found, torch.tensor([math.nan, 0.0, -0.0]), drawn(rows, 3, 3))
+    assert found[0].isnan()
+    assert found[1:].view(torch.int16).tolist() == [0, -(2**15)]
 
 
 def test_what_was_written_over_the_rounded_values_is_the_value(kernels: Kernels) -> None:

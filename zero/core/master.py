@@ -75,6 +75,7 @@ class Master:
                 flat=params.index,
                 start=segment.start,
                 state_dtype=policy.state_dtype(params.dtype),
+                rounding_seed=policy.rounding_seed,
             )
             for segment in layout.segments_in(start, stop)
         ]

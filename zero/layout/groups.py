@@ -38,10 +38,11 @@ class Policy:
 
     shards_optimizer, shards_grads, shards_params: the stage (Rajbhandari et al., ZeRO, 2020, section 5).
     compute: dtype that floating parameters are cast to; None leaves them as they are.
-    accumulate: dtype of gradient sums; None is fp32 for 16-bit parameters, else the parameter's own.
+    accumulate: dtype of gradient sums; None is that of the master weights.
     communicate: dtype in which gradients are sent; None is the parameter's own.
-    masters: dtype of master weights; None is fp32 for 16-bit parameters, else the parameter's own.
-    states: dtype of optimizer states; None is that of the master.
+    masters: dtype of the master weights of 16-bit parameters; None is fp32. Others are their own masters.
+    states: dtype of their optimizer states; None is that of the masters.
+    rounding_seed: of stochastic rounding of masters of 16 bits; None: to nearest.
     holds_grads: several micro-batches are summed on the rank before the reduction.
     """
 
@@ -53,6 +54,7 @@ class Policy:
     communicate: torch.dtype | None = None
     masters: torch.dtype | None = None
     states: torch.dtype | None = None
+    rounding_seed: int | None = None
     holds_grads: bool = False
 
     @classmethod
@@ -93,24 +95,23 @@ class Policy:
 
     def sum_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a parameter are summed."""
-        return self.accumulate or _update_dtype(param_dtype)
+        return self.accumulate or self.master_dtype(param_dtype)
 
     def master_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """The dtype of the copy that the optimizer updates."""
-        return self.masters or _update_dtype(param_dtype)
+        if param_dtype not in LOW_PRECISION:
+            return param_dtype
+        return self.masters or torch.float32
 
     def state_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """The dtype of optimizer states that have an element for each of a parameter."""
-        return self.states or self.master_dtype(param_dtype)
+        if self.states is None or param_dtype not in LOW_PRECISION:
+            return self.master_dtype(param_dtype)
+        return self.states
 
     def sent_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a parameter are sent."""
         return self.communicate or param_dtype
-
-
-def _update_dtype(param_dtype: torch.dtype) -> torch.dtype:
-    """fp32 for 16-bit parameters, else their own."""
-    return torch.float32 if param_dtype in LOW_PRECISION else param_dtype
 
 
 @final

@@ -43,7 +43,7 @@ Streams streams_of(const Tensor& param, const Tensor* grad, const Tensor* first,
                    const OptionalTensor& out, bool takes_edits = false) {
   const int64_t numel = param.numel();
   Streams s = {};
-  s.param = wide(param, "param", numel);
+  s.param = stream(param, "param", numel, &s.param_kind);
   if (grad != nullptr) s.grad = stream(*grad, "grad", numel, &s.grad_kind);
   if (first != nullptr) s.states[0] = stream(*first, "the state", numel, &s.state_kind);
   if (second != nullptr) {
@@ -71,7 +71,24 @@ void read_from(Streams& s, int64_t numel, const OptionalTensor& param, const Opt
     s.old_states[i] = stream(**olds[i], "an old state", numel, &kind);
     STD_TORCH_CHECK(kind == s.state_kind, "an old state must have the dtype of the state");
   }
-  if (param.has_value()) s.old_param = wide(*param, "old_param", numel);
+  if (!param.has_value()) return;
+  Kind kind;
+  s.old_param = stream(*param, "old_param", numel, &kind);
+  STD_TORCH_CHECK(kind == s.param_kind, "old_param must have the dtype of param");
+}
+
+// The ops whose master weights are fp32.
+void needs_wide(const Streams& s) {
+  STD_TORCH_CHECK(s.param_kind == Kind::fp32, "param must be float32");
+}
+
+Draws draws_of(const OptionalTensor& rows, const Tensor& step) {
+  if (!rows.has_value()) return {};
+  check_flat(*rows, "draws", rows->numel());
+  STD_TORCH_CHECK(rows->scalar_type() == ScalarType::Long && rows->numel() >= 3 && rows->numel() % 3 == 0,
+                  "draws must be int64 [k, 3], k at least 1");
+  return {static_cast<const int64_t*>(rows->data_ptr()), rows->numel() / 3,
+          static_cast<uint32_t>(*wide(step, "step", 1))};
 }
 
 // -- elementwise optimizers -------------------------------------------------------------------------------
@@ -104,9 +121,10 @@ void adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const 
           const OptionalTensor& found_inf, double lr, double beta1, double beta2, double eps,
           double weight_decay, bool decoupled, bool bias_correction, bool takes_edits,
           const OptionalTensor& old_param, const OptionalTensor& old_exp_avg,
-          const OptionalTensor& old_exp_avg_sq) {
+          const OptionalTensor& old_exp_avg_sq, const OptionalTensor& draws) {
   Streams s = streams_of(param, &grad, &exp_avg, &exp_avg_sq, out, takes_edits);
   read_from(s, param.numel(), old_param, old_exp_avg, old_exp_avg_sq);
+  s.draws = draws_of(draws, step);
   const Correction correction(step, beta1, beta2, bias_correction);
   Adam rule = {};
   rule.decoupled = decoupled;
@@ -127,6 +145,7 @@ void frozen_adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg,
                  const OptionalTensor& old_exp_avg_sq) {
   Streams s = streams_of(param, &grad, &exp_avg, &exp_avg_sq, out, takes_edits);
   read_from(s, param.numel(), old_param, old_exp_avg, old_exp_avg_sq);
+  needs_wide(s);
   const FrozenAdam rule = {scalar(scale, "scale", 1.0f), rounded(decay), is_momentum ? 1.0f : rounded(1.0 - beta1),
                            rounded(rate), rounded(root), rounded(eps), rounded(limit)};
   if (!skips(found_inf)) spread(param.numel(), kernels().frozen_adam, s, rule);
@@ -138,6 +157,7 @@ void lion(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const 
           const OptionalTensor& old_exp_avg) {
   Streams s = streams_of(param, &grad, &exp_avg, nullptr, out, takes_edits);
   read_from(s, param.numel(), old_param, old_exp_avg);
+  needs_wide(s);
   const Lion rule = {scalar(scale, "scale", 1.0f), rounded(lr * weight_decay),
                      rounded(1.0 - beta1), rounded(1.0 - beta2), rounded(lr)};
   if (!skips(found_inf)) spread(param.numel(), kernels().lion, s, rule);
@@ -150,6 +170,7 @@ void adagrad(const Tensor& param, const Tensor& grad, const Tensor& state_sum,
              const OptionalTensor& old_state_sum) {
   Streams s = streams_of(param, &grad, &state_sum, nullptr, out, takes_edits);
   read_from(s, param.numel(), old_param, old_state_sum);
+  needs_wide(s);
   const double t = *wide(step, "step", 1);
   const Adagrad rule = {scalar(scale, "scale", 1.0f), rounded(weight_decay),
                         rounded(lr / (1.0 + (t - 1.0) * lr_decay)), rounded(eps)};
@@ -164,6 +185,7 @@ void sgd(const Tensor& param, const Tensor& grad, const OptionalTensor& momentum
   const Tensor* buffer = momentum_buffer.has_value() ? &*momentum_buffer : nullptr;
   Streams s = streams_of(param, &grad, buffer, nullptr, out, takes_edits);
   read_from(s, param.numel(), old_param, old_momentum_buffer);
+  needs_wide(s);
   Sgd rule = {};
   rule.is_first = *wide(step, "step", 1) <= 1.0f;
   rule.has_momentum = buffer != nullptr;
@@ -247,6 +269,7 @@ void lamb_direction(const Tensor& param, const Tensor& grad, const Tensor& exp_a
                     double weight_decay, bool bias_correction) {
   const int64_t numel = param.numel();
   const Streams s = streams_of(param, &grad, &exp_avg, &exp_avg_sq, std::nullopt);
+  needs_wide(s);
   float* const way = wide(direction, "direction", numel);
   const int64_t* const cuts = bounds_of(bounds, numel);
   const int64_t parts = bounds.numel() - 1;
@@ -279,6 +302,7 @@ void lamb_apply(const Tensor& param, const Tensor& direction, const OptionalTens
                 const Tensor& bounds, const Tensor& rates, const OptionalTensor& found_inf) {
   const int64_t numel = param.numel();
   const Streams s = streams_of(param, nullptr, nullptr, nullptr, out);
+  needs_wide(s);
   const float* const way = wide(direction, "direction", numel);
   const int64_t* const cuts = bounds_of(bounds, numel);
   const int64_t parts = bounds.numel() - 1;

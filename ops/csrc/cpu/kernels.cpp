@@ -121,50 +121,125 @@ inline void stored(const float* from, void* data, Kind kind, int64_t at, int64_t
   }
 }
 
+// -- stochastic rounding ------------------------------------------------------------------------------------
+
+// The place in the rows of `Draws` that a pass has reached.
+struct Cursor {
+  int64_t row;
+};
+
+inline Cursor cursor_at(const Draws& draws, int64_t at) {
+  int64_t low = 0, high = draws.num_rows;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    draws.rows[3 * middle] <= at ? low = middle : high = middle;
+  }
+  return {low};
+}
+
+// The random numbers of the elements [at, at + count), in `group`: one hash has those of two neighbours, the one of
+// even index in its lower half.
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "halves of words are read as memory");
+inline void drawn(const Draws& draws, Cursor& cursor, int64_t at, int64_t count, uint16_t* __restrict group) {
+  alignas(64) uint32_t pairs[GROUP / 2 + 1];
+  for (int64_t done = 0; done < count;) {
+    while (cursor.row + 1 < draws.num_rows && draws.rows[3 * (cursor.row + 1)] <= at + done) ++cursor.row;
+    const int64_t* row = draws.rows + 3 * cursor.row;
+    const int64_t stop = cursor.row + 1 < draws.num_rows ? least(row[3] - at, count) : count;
+    const uint32_t key = key_of_step(row[2], draws.step);
+    const uint32_t index = static_cast<uint32_t>(row[1] + at + done - row[0]);
+    const int64_t odd = index & 1, num_pairs = (odd + stop - done + 1) / 2;
+    if (num_pairs == GROUP / 2) {  // most: a loop of constant length
+#pragma GCC ivdep
+      for (int64_t i = 0; i < GROUP / 2; ++i) pairs[i] = mixed((index / 2 + static_cast<uint32_t>(i)) ^ key);
+    } else {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < num_pairs; ++i) pairs[i] = mixed((index / 2 + static_cast<uint32_t>(i)) ^ key);
+    }
+    const int64_t num_bytes = 2 * (stop - done);
+    __builtin_memcpy(group + done, reinterpret_cast<const char*>(pairs) + 2 * odd,
+                     static_cast<uint64_t>(num_bytes));
+    done = stop;
+  }
+}
+
+inline void narrowed_by(const float* __restrict from, void* data, Kind kind, int64_t at, int64_t count,
+                        const uint16_t* __restrict draws) {
+  uint16_t* __restrict to = static_cast<uint16_t*>(data) + at;
+  if (kind == Kind::bf16) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) to[i] = to_bf16_by(from[i], draws[i]);
+  } else {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) to[i] = to_fp16_by(from[i], draws[i]);
+  }
+}
+
+// -- one pass -----------------------------------------------------------------------------------------------
+
+// Store what is narrower than fp32, and `out`. IS_OTHER: the old values are in other memory.
+template <bool IS_OTHER>
+INLINE void put_group(const Streams& s, Cursor& cursor, int64_t at, int64_t count, const float* param,
+                      const float* m, const float* v) {
+  const bool is_narrow = s.param_kind != Kind::fp32, narrow_states = s.state_kind != Kind::fp32;
+  alignas(64) uint16_t draws[GROUP];
+  const bool by_draws = s.draws.rows != nullptr && (is_narrow || narrow_states);
+  if (by_draws) drawn(s.draws, cursor, at, count, draws);
+  if (is_narrow) {
+    by_draws ? narrowed_by(param, s.param, s.param_kind, at, count, draws)
+             : narrowed(param, s.param, s.param_kind, at, count);
+  } else if (IS_OTHER) {
+    stored(param, s.param, Kind::fp32, at, count);
+  }
+  if (narrow_states) {
+    narrowed(m, s.states[0], s.state_kind, at, count);
+    by_draws && s.states[1] != nullptr ? narrowed_by(v, s.states[1], s.state_kind, at, count, draws)
+                                       : narrowed(v, s.states[1], s.state_kind, at, count);
+  } else if (IS_OTHER) {
+    stored(m, s.states[0], Kind::fp32, at, count);
+    stored(v, s.states[1], Kind::fp32, at, count);
+  }
+  narrowed(param, s.out, s.out_kind, at, count);
+}
+
 template <class Rule>
-INLINE void one_group(const Streams& s, int64_t at, int64_t count, const Rule& rule) {
-  alignas(64) float grads[GROUP], first[GROUP], second[GROUP];
-  float* param = s.param + at;
+INLINE void one_group(const Streams& s, Cursor& cursor, int64_t at, int64_t count, const Rule& rule) {
+  alignas(64) float grads[GROUP], first[GROUP], second[GROUP], params[GROUP];
+  float* param = widened(s.param, s.param_kind, at, count, params);
   if (s.takes_edits) edits_taken(param, s.out, s.out_kind, at, count);
   const float* grad = widened(const_cast<void*>(s.grad), s.grad_kind, at, count, grads);
   float* m = widened(s.states[0], s.state_kind, at, count, first);
   float* v = widened(s.states[1], s.state_kind, at, count, second);
   rule(at, count, param, grad, m, v);
-  if (s.state_kind != Kind::fp32) {
-    narrowed(m, s.states[0], s.state_kind, at, count);
-    narrowed(v, s.states[1], s.state_kind, at, count);
-  }
-  narrowed(param, s.out, s.out_kind, at, count);
+  put_group<false>(s, cursor, at, count, param, m, v);
 }
 
 // The same where the old values are in other memory, which is only read.
 template <class Rule>
-INLINE void one_group_apart(const Streams& s, int64_t at, int64_t count, const Rule& rule) {
+INLINE void one_group_apart(const Streams& s, Cursor& cursor, int64_t at, int64_t count, const Rule& rule) {
   alignas(64) float grads[GROUP], first[GROUP], second[GROUP], param[GROUP];
-  old_values(s.old_param, Kind::fp32, at, count, param);
+  old_values(s.old_param, s.param_kind, at, count, param);
   if (s.takes_edits) edits_taken(param, s.out, s.out_kind, at, count);
   const float* grad = widened(const_cast<void*>(s.grad), s.grad_kind, at, count, grads);
   float* m = old_values(s.old_states[0], s.state_kind, at, count, first);
   float* v = old_values(s.old_states[1], s.state_kind, at, count, second);
   rule(at, count, param, grad, m, v);
-  stored(param, s.param, Kind::fp32, at, count);
-  stored(m, s.states[0], s.state_kind, at, count);
-  stored(v, s.states[1], s.state_kind, at, count);
-  narrowed(param, s.out, s.out_kind, at, count);
+  put_group<true>(s, cursor, at, count, param, m, v);
 }
 
 template <class Rule>
 void pass_apart(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
   int64_t at = begin;
+  Cursor cursor = cursor_at(s.draws, begin);
   for (; at + GROUP <= end; at += GROUP) {
-    fetch(s.old_param, Kind::fp32, at + AHEAD, GROUP, false);
+    fetch(s.old_param, s.param_kind, at + AHEAD, GROUP, false);
     fetch(s.old_states[0], s.state_kind, at + AHEAD, GROUP, false);
     fetch(s.old_states[1], s.state_kind, at + AHEAD, GROUP, false);
     fetch(s.grad, s.grad_kind, at + AHEAD, GROUP, false);
     fetch(s.out, s.out_kind, at + AHEAD, GROUP, true);
-    one_group_apart(s, at, GROUP, rule);
+    one_group_apart(s, cursor, at, GROUP, rule);
   }
-  for (; at < end; ++at) one_group_apart(s, at, 1, rule);
+  for (; at < end; ++at) one_group_apart(s, cursor, at, 1, rule);
 #if defined(__x86_64__)
   __builtin_ia32_sfence();  // stores that bypass the cache are seen by other threads afterwards
 #endif
@@ -175,15 +250,16 @@ template <class Rule>
 void pass(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
   if (s.old_param != nullptr) return pass_apart(s, begin, end, rule);
   int64_t at = begin;
+  Cursor cursor = cursor_at(s.draws, begin);
   for (; at + GROUP <= end; at += GROUP) {
-    fetch(s.param, Kind::fp32, at + AHEAD, GROUP, true);
+    fetch(s.param, s.param_kind, at + AHEAD, GROUP, true);
     fetch(s.grad, s.grad_kind, at + AHEAD, GROUP, false);
     fetch(s.states[0], s.state_kind, at + AHEAD, GROUP, true);
     fetch(s.states[1], s.state_kind, at + AHEAD, GROUP, true);
     fetch(s.out, s.out_kind, at + AHEAD, GROUP, true);
-    one_group(s, at, GROUP, rule);
+    one_group(s, cursor, at, GROUP, rule);
   }
-  for (; at < end; ++at) one_group(s, at, 1, rule);  // a loop with a variable count would double the code
+  for (; at < end; ++at) one_group(s, cursor, at, 1, rule);  // a loop with a variable count would double the code
 }
 
 // A mean changes by (new - mean) * (1 - beta), and decay is subtracted together with the update: fp32 represents

@@ -7,9 +7,19 @@ namespace xds {
 
 enum class Kind : int { fp32, bf16, fp16 };
 
+// The random numbers of stochastic rounding: one of 16 bits for each element, by the index of the element in its
+// parameter, the parameter's key and the number of the step. rows [num_rows][3], nullptr where values are rounded to
+// nearest: the first element of a run, its index in the parameter, and the key.
+struct Draws {
+  const int64_t* rows;
+  int64_t num_rows;
+  uint32_t step;
+};
+
 // The memory that an elementwise optimizer reads and writes once, each [n].
 struct Streams {
-  float* param;
+  void* param;
+  Kind param_kind;
   const void* grad;
   Kind grad_kind;
   void* states[2];  // nullptr where the optimizer has fewer
@@ -17,8 +27,9 @@ struct Streams {
   void* out;  // receives the new values in the compute dtype, or nullptr
   Kind out_kind;
   bool takes_edits;  // `out`, of 16 bits, is `param` rounded, except where a script wrote a new value
+  Draws draws;  // for a `param` of 16 bits, and the second state if it is bf16
   // Where the values before the step are, if not in `param` and `states`. These are not changed.
-  const float* old_param;
+  const void* old_param;
   const void* old_states[2];
 };
 

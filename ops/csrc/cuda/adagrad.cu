@@ -9,7 +9,7 @@ void adagrad_(
     MaybeTensor old_param, MaybeTensor old_state_sum) {
   refuse_old("adagrad_", param, {&old_param, &old_state_sum});
   const Adagrad rule = {lr, lr_decay, static_cast<float>(eps), static_cast<float>(weight_decay)};
-  launch_one_pass(
+  launch_one_pass<WideParams>(
       "adagrad_", rule, param, grad, {state_sum, std::nullopt}, {"state_sum", ""}, out, step, scale,
       found_inf, takes_edits);
 }

@@ -7,12 +7,13 @@ void adam_(
     Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, MaybeTensor out, Tensor step,
     MaybeTensor scale, MaybeTensor found_inf, double lr, double beta1, double beta2, double eps,
     double weight_decay, bool decoupled, bool bias_correction, bool takes_edits,
-    MaybeTensor old_param, MaybeTensor old_exp_avg, MaybeTensor old_exp_avg_sq) {
+    MaybeTensor old_param, MaybeTensor old_exp_avg, MaybeTensor old_exp_avg_sq,
+    MaybeTensor draws) {
   refuse_old("adam_", param, {&old_param, &old_exp_avg, &old_exp_avg_sq});
   const Moments moments(beta1, beta2, eps, bias_correction);
-  launch_one_pass(
+  launch_one_pass<AnyParams>(
       "adam_", Adam(lr, moments, weight_decay, decoupled), param, grad, {exp_avg, exp_avg_sq},
-      {"exp_avg", "exp_avg_sq"}, out, step, scale, found_inf, takes_edits);
+      {"exp_avg", "exp_avg_sq"}, out, step, scale, found_inf, takes_edits, draws);
 }
 
 }  // namespace xds

@@ -8,7 +8,7 @@ void frozen_adam_(
     MaybeTensor found_inf, double rate, double beta1, double root, double eps, double decay, double limit,
     bool is_momentum, bool takes_edits, MaybeTensor old_param, MaybeTensor old_exp_avg, MaybeTensor old_exp_avg_sq) {
   refuse_old("frozen_adam_", param, {&old_param, &old_exp_avg, &old_exp_avg_sq});
-  launch_one_pass(
+  launch_one_pass<WideParams>(
       "frozen_adam_", FrozenAdam(rate, beta1, root, eps, decay, limit, is_momentum), param, grad,
       {exp_avg, exp_avg_sq}, {"exp_avg", "exp_avg_sq"}, out, std::nullopt, scale, found_inf, takes_edits);
 }

@@ -8,7 +8,7 @@ void lion_(
     double lr, double beta1, double beta2, double weight_decay, bool takes_edits,
     MaybeTensor old_param, MaybeTensor old_exp_avg) {
   refuse_old("lion_", param, {&old_param, &old_exp_avg});
-  launch_one_pass(
+  launch_one_pass<WideParams>(
       "lion_", Lion(lr, beta1, beta2, weight_decay), param, grad, {exp_avg, std::nullopt},
       {"exp_avg", ""}, out, std::nullopt, scale, found_inf, takes_edits);
 }

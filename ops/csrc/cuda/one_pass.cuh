@@ -9,6 +9,7 @@
 
 #include "common.cuh"
 #include "formulas.h"
+#include "rounding.cuh"
 
 namespace xds {
 
@@ -20,26 +21,30 @@ struct Cut {
 
 template <int kStates>
 struct Operands {
-  float* param;
+  void* param;
   const void* grad;
   void* states[kStates > 0 ? kStates : 1];
   Out out;
   bool takes_edits;  // `out` is `param` rounded, except where a script wrote a new value
+  Draws draws;  // for a `param` of 16 bits, and the second state if it is bf16
   const float* step;
   const float* scale;
   const float* found_inf;
   Cut cut;
 };
 
-template <int kWide, int kUnroll, class Grad, class State, class Rule, class Where>
+template <int kWide, int kUnroll, class Param, class Grad, class State, class Rule, class Where>
 __device__ inline void sweep(
     const Operands<Rule::kStates>& on, const Rule& rule, const typename Rule::Step& step, float scale,
     int64_t units, Where where) {
+  constexpr bool kDraws = sizeof(Param) == 2 || (sizeof(State) == 2 && Rule::kStates == 2);
+  Drawer drawer(on.draws, kDraws ? number_or(on.step, 1.0f) : 0.0f);
+  Param* const params = static_cast<Param*>(on.param);
   constexpr int kStates = Rule::kStates;
   const int64_t stride = int64_t(gridDim.x) * kThreads * kUnroll;
   const int64_t first = int64_t(blockIdx.x) * kThreads * kUnroll + threadIdx.x;
   for (int64_t base = first; base < units; base += stride) {
-    Pack<float, kWide> param[kUnroll];
+    Pack<Param, kWide> param[kUnroll];
     Pack<Grad, kWide> grad[kUnroll];
     Pack<State, kWide> states[kUnroll][kStates > 0 ? kStates : 1];
     Pack<unsigned short, kWide> written[kUnroll];
@@ -48,7 +53,7 @@ __device__ inline void sweep(
       const int64_t unit = base + u * kThreads;
       if (unit >= units) break;
       const int64_t at = where(unit);
-      param[u] = load<kWide>(on.param + at);
+      param[u] = load<kWide>(params + at);
       grad[u] = load<kWide>(static_cast<const Grad*>(on.grad) + at);
 #pragma unroll
       for (int s = 0; s < kStates; ++s)
@@ -60,26 +65,35 @@ __device__ inline void sweep(
       const int64_t unit = base + u * kThreads;
       if (unit >= units) break;
       const int64_t at = where(unit);
-      if (on.takes_edits) take_edits<kWide>(on.out, written[u], param[u]);
+      Pack<float, kWide> wide;
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) wide.at[i] = static_cast<float>(param[u].at[i]);
+      if (on.takes_edits) take_edits<kWide>(on.out, written[u], wide);
 #pragma unroll
       for (int i = 0; i < kWide; ++i) {
         float state[kStates > 0 ? kStates : 1];
 #pragma unroll
         for (int s = 0; s < kStates; ++s) state[s] = static_cast<float>(states[u][s].at[i]);
         const float unscaled = static_cast<float>(grad[u].at[i]) * scale;
-        param[u].at[i] = rule(step, unscaled, param[u].at[i], state);
+        wide.at[i] = rule(step, unscaled, wide.at[i], state);
+        const bool draws = kDraws && drawer.is_on();
+        const uint32_t draw = draws ? drawer.at(at + i) : 0;
+        param[u].at[i] = draws ? rounded_by<Param>(wide.at[i], draw) : static_cast<Param>(wide.at[i]);
 #pragma unroll
-        for (int s = 0; s < kStates; ++s) states[u][s].at[i] = static_cast<State>(state[s]);
+        for (int s = 0; s < kStates; ++s) {
+          states[u][s].at[i] =
+              draws && s == 1 ? rounded_by<State>(state[s], draw) : static_cast<State>(state[s]);
+        }
       }
-      store<kWide>(on.param + at, param[u]);
+      store<kWide>(params + at, param[u]);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) store<kWide>(static_cast<State*>(on.states[s]) + at, states[u][s]);
-      store_out<kWide>(on.out, at, param[u]);
+      store_out<kWide>(on.out, at, wide);
     }
   }
 }
 
-template <class Rule, class Grad, class State>
+template <class Rule, class Param, class Grad, class State>
 __global__ void __launch_bounds__(kThreads, 4) one_pass(Operands<Rule::kStates> on, Rule rule) {
   if (skips(on.found_inf)) return;
   __shared__ typename Rule::Step shared_step;
@@ -88,9 +102,9 @@ __global__ void __launch_bounds__(kThreads, 4) one_pass(Operands<Rule::kStates> 
   const typename Rule::Step step = shared_step;
   const float scale = number_or(on.scale, 1.0f);
   const Cut cut = on.cut;
-  sweep<4, 2, Grad, State>(
+  sweep<4, 2, Param, Grad, State>(
       on, rule, step, scale, cut.packs, [cut](int64_t unit) { return cut.head + 4 * unit; });
-  sweep<1, 4, Grad, State>(on, rule, step, scale, cut.edges, [cut](int64_t unit) {
+  sweep<1, 4, Param, Grad, State>(on, rule, step, scale, cut.edges, [cut](int64_t unit) {
     return unit < cut.head ? unit : unit + 4 * cut.packs;
   });
 }
@@ -115,14 +129,34 @@ inline void refuse_old(
   }
 }
 
-// Check, divide and launch. `states` are those of the rule: all are given, or all are None.
-template <class Rule>
+// Master weights of fp32 alone, or of 16 bits as well.
+struct WideParams {
+  static constexpr std::initializer_list<ScalarType> types = kFloat;
+
+  template <class Body>
+  static void with(ScalarType, Body&& body) {
+    body(Type<float>{});
+  }
+};
+
+struct AnyParams {
+  static constexpr std::initializer_list<ScalarType> types = kFloats;
+
+  template <class Body>
+  static void with(ScalarType type, Body&& body) {
+    with_float_type(type, body);
+  }
+};
+
+// Check, divide and launch. `states` are those of the rule: all are given, or all are None. Params: what `param` may be.
+template <class Params, class Rule>
 void launch_one_pass(
     const char* op, const Rule& rule, const Tensor& param, const Tensor& grad,
     const MaybeTensor (&states)[2], const char* const (&state_names)[2], const MaybeTensor& out,
-    const MaybeTensor& step, const MaybeTensor& scale, const MaybeTensor& found_inf, bool takes_edits) {
+    const MaybeTensor& step, const MaybeTensor& scale, const MaybeTensor& found_inf, bool takes_edits,
+    const MaybeTensor& draws = {}) {
   const Checks check(op, "param", param);
-  check.flat(param, "param", kFloat);
+  check.flat(param, "param", Params::types);
   check.flat(grad, "grad", kFloats);
   check.flat(out, "out", kFloats);
   Operands<Rule::kStates> on = {};
@@ -133,7 +167,7 @@ void launch_one_pass(
     check.that(states[s]->scalar_type() == state_type, "the states need one dtype, all fp32 or all bf16");
     on.states[s] = states[s]->mutable_data_ptr();
   }
-  on.param = static_cast<float*>(param.mutable_data_ptr());
+  on.param = param.mutable_data_ptr();
   on.grad = grad.const_data_ptr();
   on.out = out_of(out);
   check.that(
@@ -143,6 +177,12 @@ void launch_one_pass(
   on.step = check.number(step, "step");
   on.scale = check.number(scale, "scale");
   on.found_inf = check.number(found_inf, "found_inf");
+  if (draws.has_value()) {
+    check.on_device(*draws, "draws", {ScalarType::Long});
+    check.that(
+        draws->numel() >= 3 && draws->numel() % 3 == 0, "draws needs to be [k, 3], with k at least 1");
+    on.draws = {static_cast<const int64_t*>(draws->const_data_ptr()), draws->numel() / 3};
+  }
   if (param.numel() == 0) return;
   const MaybeTensor all[] = {param, grad};
   on.cut = cut_of(param.numel(), {&all[0], &all[1], &states[0], &states[1], &out});
@@ -150,16 +190,19 @@ void launch_one_pass(
   const Place place(param);
   const int64_t work =
       std::max(divide_up(on.cut.packs, 2 * kThreads), divide_up(on.cut.edges, 4 * kThreads));
-  with_float_type(grad.scalar_type(), [&](auto grad_tag) {
-    using Grad = typename decltype(grad_tag)::type;
-    if constexpr (Rule::kStates == 0) {
-      place.launch_over<&one_pass<Rule, Grad, float>>(work, on, rule);
-    } else {
-      with_state_type(state_type, [&](auto state_tag) {
-        using State = typename decltype(state_tag)::type;
-        place.launch_over<&one_pass<Rule, Grad, State>>(work, on, rule);
-      });
-    }
+  Params::with(param.scalar_type(), [&](auto param_tag) {
+    using Param = typename decltype(param_tag)::type;
+    with_float_type(grad.scalar_type(), [&](auto grad_tag) {
+      using Grad = typename decltype(grad_tag)::type;
+      if constexpr (Rule::kStates == 0) {
+        place.launch_over<&one_pass<Rule, Param, Grad, float>>(work, on, rule);
+      } else {
+        with_state_type(state_type, [&](auto state_tag) {
+          using State = typename decltype(state_tag)::type;
+          place.launch_over<&one_pass<Rule, Param, Grad, State>>(work, on, rule);
+        });
+      }
+    });
   });
 }
 

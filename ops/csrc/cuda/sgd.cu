@@ -12,14 +12,14 @@ void sgd_(
   const float rate = static_cast<float>(lr), l2 = static_cast<float>(weight_decay);
   if (!momentum_buffer.has_value()) {
     Checks("sgd_", "param", param).that(momentum == 0.0, "momentum needs a momentum_buffer; it is None");
-    launch_one_pass(
+    launch_one_pass<WideParams>(
         "sgd_", Sgd{rate, l2}, param, grad, {std::nullopt, std::nullopt}, {"", ""}, out, step, scale,
         found_inf, takes_edits);
     return;
   }
   const SgdMomentum rule = {
       rate, static_cast<float>(momentum), static_cast<float>(1.0 - dampening), l2, nesterov};
-  launch_one_pass(
+  launch_one_pass<WideParams>(
       "sgd_", rule, param, grad, {momentum_buffer, std::nullopt}, {"momentum_buffer", ""}, out, step,
       scale, found_inf, takes_edits);
 }

@@ -1,0 +1,195 @@
+"""16-bit master weights: every stage, number of ranks, place and resume gives the bits of one plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+from models import build, micro_batch
+from runs import config, differing
+from torch import Tensor
+
+import xds
+from xds.ops.kernels.adam import adam_
+from xds.ops.libraries import load
+from xds.ops.rounding import draw_rows
+
+STEPS, SEED, DECAY = 4, 3, 0.1
+BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "rounding_seed": SEED}
+STATES = {**BF16, "bf16_optimizer_states": True}
+FP16 = {
+    "enabled": True,
+    "loss_scale": 8,
+    "fp16_master_weights_and_grads": True,
+    "rounding_seed": SEED,
+}
+CPU = {"offload_optimizer": {"device": "cpu"}}
+GUESS = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
+NEAREST = {"master_rounding": "nearest"}
+
+
+def given(stage: int, half: dict[str, Any], zero: dict[str, Any] | None = None) -> dict[str, Any]:
+    section = "fp16" if "loss_scale" in half else "bf16"
+    return config(stage, samples=4, zero=zero, params={"weight_decay": DECAY}, **{section: half})
+
+
+def trained(case: dict[str, Any], folder: str, *, resumes_at: int = 0) -> dict[str, Tensor]:
+    """The parameters after STEPS steps, with the same batch on every rank: their mean is exact."""
+    engine = xds.initialize(build("tied"), case)
+    for step in range(STEPS):
+        if resumes_at and step == resumes_at:
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine = xds.initialize(build("tied"), case)
+            engine.load_checkpoint(folder)
+        engine.backward(engine(micro_batch(step, 0)))
+        engine.step()
+    found = engine.full_state_dict(rank0_only=False)
+    engine.destroy()
+    return found
+
+
+def in_a_loop(half: dict[str, Any]) -> dict[str, Tensor]:
+    """The same by autograd and one call of the kernel for each parameter."""
+    load("cpu")
+    is_fp16 = "loss_scale" in half
+    dtype, scale = (torch.float16, 8.0) if is_fp16 else (torch.bfloat16, 1.0)
+    states = torch.bfloat16 if half.get("bf16_optimizer_states") else torch.float32
+    model = build("tied").to(dtype)
+    moments = {
+        name: [torch.zeros(param.numel(), dtype=states) for _ in range(2)]
+        for name, param in model.named_parameters()
+    }
+    for step in range(STEPS):
+        (model(micro_batch(step, 0)) * scale).backward()
+        for name, param in model.named_parameters():
+            flat, grad = param.data.view(-1), param.grad
+            assert grad is not None
+            rows = draw_rows([(0, flat.numel(), 0, name)], SEED)
+            adam_(
+                *(flat, grad.reshape(-1), *moments[name], None, torch.tensor(step + 1.0)),
+                *(torch.tensor(1 / scale), None, 1e-2, 0.9, 0.999, 1e-8, DECAY, True, True),
+                draws=None if half.get("master_rounding") == "nearest" else rows,
+            )
+            param.grad = None
+    return dict(model.named_parameters())
+
+
+def of_world(folder: str) -> dict[str, Any]:
+    world = dist.get_world_size()
+    cases: dict[str, tuple[Any, ...]] = {
+        f"stage {stage}": (given(stage, STATES), 0) for stage in (0, 1, 2, 3)
+    }
+    cases["resumed"] = given(2 if world == 2 else 3, STATES), 2
+    cases["on the host"] = given(2, STATES, CPU), 0
+    cases["undone"] = given(2, STATES, GUESS), 0
+    if world == 2:
+        cases["on a disk"] = (
+            given(3, STATES, {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}),
+            2,
+        )
+    return {
+        name: trained(case, f"{folder}/{name}", resumes_at=at) for name, (case, at) in cases.items()
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_stages_places_and_resumes_change_no_bit(world: int, tmp_path: Path) -> None:
+    wanted = in_a_loop(STATES)
+    for per_rank in run_ranks(of_world, world, str(tmp_path)):
+        for name, found in per_rank.items():
+            for key, value in wanted.items():
+                assert torch.equal(found[key].to(value.dtype), value), (name, key)
+
+
+@pytest.mark.parametrize("half", [BF16, BF16 | NEAREST, FP16, FP16 | NEAREST])
+def test_each_precision_has_the_bits_of_a_loop(half: dict[str, Any], tmp_path: Path) -> None:
+    """Also where states of 32 bits are on a disk beside masters of 16."""
+    wanted = in_a_loop(half)
+    for zero in ({}, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}):
+        (found, _) = run_ranks(trained, 2, given(1, half, zero), str(tmp_path))
+        for key, value in wanted.items():
+            assert torch.equal(found[key].to(value.dtype), value), key
+    other = in_a_loop({**half, **NEAREST}) if "master_rounding" not in half else None
+    assert other is None or differing(other, wanted)
+
+
+def across(half: dict[str, Any], other: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Save with `half` and load with `other`, in another stage; what is equal then."""
+    engine = xds.initialize(build("tied"), given(3, half))
+    for step in range(2):
+        engine.backward(engine(micro_batch(step, 0)))
+        engine.step()
+    engine.save_checkpoint(folder)
+    saved = engine.full_state_dict(rank0_only=False)
+    engine.destroy()
+    engine = xds.initialize(build("tied"), given(1, other))
+    engine.load_checkpoint(folder)
+    loaded = engine.full_state_dict(rank0_only=False)
+    weight = "head.bias"
+    (param,) = [param for name, param in engine.module.named_parameters() if name == weight]
+    moments = xds.zero.get_full_optimizer_state(param, "exp_avg_sq")
+    engine.backward(engine(micro_batch(2, 0)))
+    engine.step()
+    engine.destroy()
+    return {"saved": saved, "loaded": loaded, "moments": moments}
+
+
+FP32 = {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("half", "other"), [(FP32, STATES), (STATES, FP32), (BF16, STATES), (STATES, BF16)]
+)
+def test_a_checkpoint_of_one_variant_loads_into_another(
+    half: dict[str, Any], other: dict[str, Any], tmp_path: Path
+) -> None:
+    for found in run_ranks(across, 2, half, other, str(tmp_path)):
+        for name, value in found["saved"].items():
+            assert torch.equal(found["loaded"][name], value), name
+        assert found["moments"].abs().sum() > 0
+
+
+def plans(half: dict[str, Any]) -> list[tuple[int, int, dict[str, int]]]:
+    found = []
+    for stage in (0, 1, 2, 3):
+        engine = xds.initialize(build("plain"), given(stage, half))
+        engine.backward(engine(micro_batch(0, 0)))
+        plan = engine.memory_plan()
+        engine.step()
+        plan |= {key: engine.memory_plan()[key] for key in ("master", "optimizer")}
+        numel = sum(unit.params[0].layout.numel for unit in engine._sharded.units)
+        found.append((stage, numel, plan))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("half", "state_bytes"), [(BF16, 8), (STATES, 4), (FP16, 8)])
+def test_bytes_are_2_for_the_master_2_for_the_gradient_and_those_of_the_states(
+    half: dict[str, Any], state_bytes: int
+) -> None:
+    world = 2
+    for per_rank in run_ranks(plans, world, half):
+        for stage, numel, plan in per_rank:
+            part = numel // world
+            assert plan["master"] == 0
+            assert plan["optimizer"] - state_bytes * (part if stage else numel) in range(0, 64)
+            assert plan["param"] == 2 * (part if stage == 3 else numel)
+
+
+def test_what_cannot_round_its_masters_is_refused() -> None:
+    for half, optimizer, need in (
+        (BF16, "SGD", "only Adam and AdamW update"),
+        ({**BF16, "enabled": False}, "AdamW", "needs bf16.enabled"),
+        ({"enabled": True, "bf16_optimizer_states": True}, "AdamW", "needs bf16.bf16_master"),
+    ):
+        with pytest.raises(xds.ConfigError, match=need):
+            xds.initialize(build("plain"), config(1, optimizer=optimizer, bf16=half))
+    model = build("plain")
+    with pytest.raises(xds.UsageError, match="16-bit masters"):
+        torchs = torch.optim.AdamW(model.parameters())
+        xds.initialize(model, {**config(1, bf16=BF16), "optimizer": None}, optimizer=torchs)
