@@ -406,6 +406,9 @@ class CurriculumSampler(Sampler[int], Resumable):
         step, rest = divmod(samples, self.batch_size)
         return {"step": start["step"] + step, "step_samples": rest}
 
+    def epoch_of(self, position: Mapping[str, int]) -> int:
+        return position["step"] // self.num_steps
+
     def resume(self, position: Mapping[str, int], min_items: int) -> None:
         """Of a step that was cut in another way, the micro-batches of all ranks that are whole are skipped."""
         rest = min(position["step_samples"], self.batch_size)

@@ -39,6 +39,10 @@ class Resumable(ABC):
     def resume(self, position: Mapping[str, int], min_items: int) -> None:
         """Begin the next iteration at `position`; skip it if it would give fewer than `min_items`."""
 
+    def epoch_of(self, position: Mapping[str, int]) -> int | None:
+        """The number of the iteration that `position` is in; None: positions do not tell."""
+        return position.get("epoch")
+
     def given(self, batch: Any, start: Mapping[str, int], end: Mapping[str, int]) -> Any:
         """What the script gets for a batch of the samples between two positions."""
         return batch
@@ -208,9 +212,10 @@ class RankLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         start = self._position = self._source.begin()
-        if "epoch" in start and self.generator is not None:
+        epoch = self._source.epoch_of(start)
+        if epoch is not None and self.generator is not None:
             # workers get their seeds from it: an epoch's seeds are the same in a resumed run
-            self.generator.manual_seed(self._seed + start["epoch"] * SEED_STEP)
+            self.generator.manual_seed(self._seed + epoch * SEED_STEP)
         return self._counted(super().__iter__(), start)
 
     def _counted(self, batches: Iterator[Any], start: Mapping[str, int]) -> Iterator[Any]:

@@ -249,6 +249,21 @@ def test_a_resumed_step_goes_on_inside() -> None:
     assert sorted(rows[:, 0].tolist()) == sorted(next(iter(whole))[:, 0].tolist())
 
 
+class Seeds(Rows):
+    """Each sample is the seed of the worker that reads it, from which augmentations are drawn."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(torch.initial_seed())
+
+
+def test_workers_of_a_resumed_iteration_have_the_seeds_of_an_uninterrupted_run() -> None:
+    whole, resumed = (loader({"length": LENGTH}, data=Seeds(), num_workers=2) for _ in range(2))
+    first, second = ([batch[0].item() for batch in whole] for _ in range(2))
+    assert len({*first, *second}) == 2 * 2
+    assert resumed.resume({"step": len(first) + 4, "step_samples": 0})
+    assert [batch[0].item() for batch in resumed] == second[4:]
+
+
 def test_the_post_process_function_gets_the_state_of_its_batch(files: Path) -> None:
     """Also where workers have read ahead."""
     for workers in (0, 2):
