@@ -135,8 +135,9 @@ def across(half: dict[str, Any], other: dict[str, Any], folder: str) -> dict[str
     moments = xds.zero.get_full_optimizer_state(param, "exp_avg_sq")
     engine.backward(engine(micro_batch(2, 0)))
     engine.step()
+    states = [state["exp_avg"].dtype for state in engine.optimizer.state.values()]
     engine.destroy()
-    return {"saved": saved, "loaded": loaded, "moments": moments}
+    return {"saved": saved, "loaded": loaded, "moments": moments, "states": states}
 
 
 FP32 = {"enabled": True}
@@ -152,6 +153,8 @@ def test_a_checkpoint_of_one_variant_loads_into_another(
         for name, value in found["saved"].items():
             assert torch.equal(found["loaded"][name], value), name
         assert found["moments"].abs().sum() > 0
+        is_narrow = other.get("bf16_optimizer_states", False)
+        assert set(found["states"]) == {torch.bfloat16 if is_narrow else torch.float32}
 
 
 def plans(half: dict[str, Any]) -> list[tuple[int, int, dict[str, int]]]:

@@ -162,8 +162,13 @@ class Restore:
     def _tensor_for(
         self, held: Held, key: str, shape: tuple[int, ...], dtype: str, *, keeps: bool = True
     ) -> tuple[Tensor, bool]:
-        """The existing state tensor if it fits and `keeps`, else a new one; and whether it is new."""
+        """The existing state tensor if it fits and `keeps`, else a new one; and whether it is new.
+
+        dtype: in the checkpoint. Floating-point states of another one become the optimizer's.
+        """
         wanted: torch.dtype = getattr(torch, dtype)
+        if held.state_dtype is not None and wanted.is_floating_point:
+            wanted = held.state_dtype
         old = self._snapshot.state.get(held.tensor, {}).get(key)
         fits = isinstance(old, Tensor) and tuple(old.shape) == shape and old.dtype == wanted
         if keeps and fits and (old.is_contiguous() or is_channels_last(old)):

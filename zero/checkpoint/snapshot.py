@@ -66,6 +66,7 @@ class Held:
     state_storage: where its states are between updates.
     is_shard: as in `StateBlock`.
     channels_last: it is a full parameter with this order in memory.
+    state_dtype: of its floating-point states; None: the dtype that the optimizer gives them.
     """
 
     tensor: Tensor
@@ -76,6 +77,7 @@ class Held:
     state_storage: StateStorage
     is_shard: bool = False
     channels_last: bool = False
+    state_dtype: torch.dtype | None = None
 
 
 def plain(name: str) -> str:
@@ -236,6 +238,7 @@ class Snapshot:
         slot = None if master.is_sharded else self._slots[number].get(start)
         is_tensor = slot is not None and slot.shape == tensor.shape and slot.box is None
         name = slot.name if slot is not None and is_tensor else None
+        chooses = self.optimizer is not None and self.optimizer.rounds_masters
         return Held(
             tensor,
             number,
@@ -245,6 +248,7 @@ class Snapshot:
             master.state_storage,
             is_shard=master.is_sharded,
             channels_last=slot is not None and is_tensor and slot.channels_last,
+            state_dtype=master.items[0].state_dtype if chooses else None,
         )
 
     def _add_states(self) -> None:
