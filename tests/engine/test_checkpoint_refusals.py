@@ -365,24 +365,27 @@ class Stubborn(torch.optim.lr_scheduler.LambdaLR):
 
 def refuse_on_one_rank(folder: str) -> None:
     """A load within a step, which goes on as if nothing had been loaded."""
-    ends = []
+    ends, fp16 = [], {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
     for is_tried in (False, True):
         engine = plain_engine(
             2,
             model=nn.Linear(4, 4),
             accumulation=2,
+            fp16=fp16,
             lr_scheduler=lambda optimizer: Stubborn(optimizer, lambda step: 1 / (1 + step)),
         )
         for number in range(5):
-            engine.backward(engine(torch.full((1, 4), 1.0 + number)).sum(), weight=1.0 + number)
+            x = torch.full((1, 4), 1.0 + number, dtype=torch.float16)
+            engine.backward(engine(x).float().sum(), weight=1.0 + number)
             engine.step()
             if number in (1, 3):
-                engine.save_checkpoint(folder)
+                engine.save_checkpoint(folder, metric=float(number))
         if is_tried:
             refuse_to_load(engine, folder)
-        engine.backward(engine(torch.ones(1, 4)).sum(), weight=1.0)
+        engine.backward(engine(torch.ones_like(x)).float().sum(), weight=1.0)
         engine.step()
-        ends.append((engine.get_global_grad_norm(), engine.mean_loss(), engine.micro_steps))
+        seen = (engine.get_global_grad_norm(), engine.mean_loss(), engine.micro_steps)
+        ends.append((*seen, engine.loss_scale, engine.saves_since_best))
     assert ends[0] == ends[1]
     engine.load_checkpoint(folder, "global_step1", load_lr_scheduler_states=False)
     assert engine.global_steps == 1

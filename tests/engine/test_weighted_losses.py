@@ -257,6 +257,10 @@ def test_what_a_refused_load_restores_is_the_same_state() -> None:
     again = StepMeans(torch.device("cpu"), 1.0)
     again.resume(means.state())
     assert again.message().equal(means.message()) and again.state() == means.state()
+    unseen = StepMeans(torch.device("cpu"), 1.0)
+    unseen.begin_unseen()  # its loss is not known, and so is not that of the step
+    again.resume(unseen.state())
+    assert again.message().isnan().tolist() == [False, True] == unseen.message().isnan().tolist()
 
 
 # -- pipelines ------------------------------------------------------------------------------------------------

@@ -103,6 +103,29 @@ def test_units_that_are_kept_take_the_limit_each_time() -> None:
     run_ranks(kept_each_time, 2)
 
 
+def gathered_in_each_backward() -> None:
+    """Backward drops a block with a frozen parameter when it leaves it, also the second time."""
+    model = Model(recomputes=False)
+    model.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+    for block in model.blocks:
+        block.bias.requires_grad_(False)
+    zero = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    engine = xds.initialize(model, config(3, zero=zero))
+    peak = Peak(engine)
+    for step in range(2):
+        loss = engine(torch.full((2, WIDTH), 1.0 + step))
+        for retains in (True, False):
+            peak.numel = 0
+            engine.backward(loss, retain_graph=retains)
+            assert peak.numel == ROOT + BLOCK + WIDTH, (step, retains)
+        engine.step()
+    engine.destroy()
+
+
+def test_a_second_backward_holds_no_more_than_the_first() -> None:
+    run_ranks(gathered_in_each_backward, 2)
+
+
 @pytest.mark.parametrize(
     ("reuse_distance", "max_live_numel", "kept"),
     [
