@@ -12,6 +12,7 @@ offload_optimizer, offload_param       model/storage.py: the host's and the disk
 offload_optimizer.ratio = "auto"       zero/model/auto_ratio.py
 zero_quantized_*, zero_hpz_*           parallel/messages.py: ZeRO++
 optimizer.type = "OneBit..."           parallel/messages.py: one-bit messages
+float8                                 model/float8.py, and messages of its weights
 compression_training,                  model/compressed_training.py
 quantize_training
 activation_checkpointing               model/recompute.py
@@ -51,6 +52,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compression.config import ONE_BIT_OPTIMIZERS
+from ..compression.float8.layers import own_weights
 from ..compression.scheme import BuildScheme, ExactScheme
 from ..offload.stores import Stores
 from ..ops.comm.collectives import Collectives
@@ -182,6 +184,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             world = join(device)
             refuse_together(error, group if isinstance(group, dist.ProcessGroup) else world, device)
         raise
+    own_weights(model)
     given = _Given(
         optimizer, model_parameters, lr_scheduler, training_data, collate_fn, weights, group
     )
@@ -273,6 +276,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     local = divide(model, config, mesh, collectives, partial(policy_of, config), scheme)
     model, runs, flat_groups = local.model, local.runs, local.groups
     blocks = [module for run in runs for _, module in run]
+    _, undo_float8 = _float8(local, config)
     recomputing, undo_storing = _recomputing(config, blocks, device, mesh)
     with everywhere():
         groups = groups or _groups(model, config, given)
@@ -316,7 +320,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         cast_inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
         report=StepReport(config, device, monitor, mesh.opened, sharded, record, balances),
         loader=loader,
-        undo=[undo_storing, *undo],
+        undo=[undo_storing, undo_float8, *undo],
         compiler=compiler,
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
@@ -394,6 +398,16 @@ def _compresses(model: nn.Module, config: Config, given: _Given) -> bool:
 
     prepare(model, config, given.optimizer, given.model_parameters)
     return True
+
+
+def _float8(local: LocalModel, config: Config) -> tuple[list[nn.Parameter], Callable[[], None]]:
+    """The weights of the layers that multiply in 8 bits from now on, and what undoes it. For all ranks."""
+    if not config.float8.enabled:
+        return [], _nothing
+    from .model.float8 import convert_layers
+
+    experts = frozenset() if local.experts is None else local.experts.params
+    return convert_layers(local.model, config, local.groups, experts)
 
 
 def _compressing(model: nn.Module) -> AfterSteps:

@@ -65,6 +65,7 @@ FEATURES: dict[str, dict[str, Any]] = {
             }
         }
     },
+    "float8": {"float8": {"enabled": True, "filter": ["self_attn"]}},
     "packing": {"data_packing": {"tokens": LENGTH}},
     "curriculum": {
         "data_efficiency": {
@@ -127,9 +128,18 @@ SHOWN = {  # settings that are too long for a row
     **CALLS,
 }
 # other computations: the reference has them as well, on one rank at stage 0
-CHANGING = ("layer drop", "sparse", "8-bit weights", "packing", "curriculum", "token drop")
+CHANGING = (
+    "layer drop",
+    "sparse",
+    "8-bit weights",
+    "float8",
+    "packing",
+    "curriculum",
+    "token drop",
+)
 CHANGING += tuple(CALLS)
-EACH_RANK = ("token drop",)  # data ranks draw differently: the reference has as many
+# data ranks draw, or scale, differently: the reference has as many
+EACH_RANK = ("token drop", "float8")
 LOADED = ("packing", "curriculum")  # the engine's own loader reads the samples
 EXCLUDE = {
     frozenset(("pipeline", "zero-bubble")),
@@ -137,7 +147,7 @@ EXCLUDE = {
 }
 NEAR = {"fp32": 1e-5, "bf16": 0.05, "fp16": 0.01}
 NEAR |= {"1-bit Adam": 0.05, "qwZ": 0.01, "qgZ": 0.05}
-NEAR |= {"8-bit weights": 1e-3}  # a value between two codes goes to either
+NEAR |= {"8-bit weights": 1e-3, "float8": 1e-3}  # a value between two codes goes to either
 
 
 ONLY_HERE = ("stage3_param_persistence_threshold", "initial_scale_power", "backend", "params")
@@ -147,11 +157,11 @@ HEAD = """\
 Any two of these features work together, or are refused before training starts. A test trains a small Llama
 for three steps with each pair, and a small Mixtral with each pair of experts, on 2 to 8 ranks: losses and
 gradient norms are those of one process without these features, within 1e-5. Where a feature changes the
-computation (layer drop, sparse attention, 8-bit weights, packing, curriculum, exact means), the process has it
-as well; with 8-bit weights within 0.1 %. Data ranks drop different tokens, so token drop is compared with as
-many data ranks. Generated tokens and the logits of inference are compared too. In 16 bits losses are compared,
-within 1 % for fp16 and 5 % for bf16. So they are with compressed messages: within 1 % for qwZ, 5 % for qgZ and
-1-bit Adam.
+computation (layer drop, sparse attention, 8-bit weights, float8, packing, curriculum, exact means), the process
+has it as well; with 8-bit weights and float8 within 0.1 %. Data ranks drop different tokens and scale their own
+inputs, so token drop and float8 are compared with as many data ranks. Generated tokens and the logits of
+inference are compared too. In 16 bits losses are compared, within 1 % for fp16 and 5 % for bf16. So they are
+with compressed messages: within 1 % for qwZ, 5 % for qgZ and 1-bit Adam.
 
 | feature | config |
 |---|---|"""

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import BeforeValidator, Field
 
+from ...compression.float8.config import Float8
 from ...compression.training.config import CompressionTraining, QuantizeTraining
 from ...experts.config import ExpertParallel
 from ...offload.config import Aio
@@ -165,6 +166,7 @@ class Config(Section):
     comms_logger: CommsLog = nested(CommsLog)
     flops_profiler: FlopsProfiler = nested(FlopsProfiler)
     torch_autocast: TorchAutocast = nested(TorchAutocast)
+    float8: Float8 = nested(Float8)
     data_types: DataTypes = nested(DataTypes)
     data_packing: DataPacking = nested(DataPacking)
     data_efficiency: DataEfficiency = nested(DataEfficiency)

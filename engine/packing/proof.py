@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...compression.float8.layers import high_precision
 from ...ops.torch_internals import tree_leaves
 from ...tensor.quiet_runs import evaluating, uncompiled
 from ...utils.module_buffers import untouched_buffers
@@ -77,6 +78,7 @@ class Trial:
             with (
                 torch.random.fork_rng(devices),
                 evaluating(model),
+                high_precision(model),  # the scale of an input is that of all its tokens
                 untouched_buffers(model.modules()),
                 torch.no_grad(),
                 uncompiled(),

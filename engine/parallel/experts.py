@@ -152,7 +152,7 @@ def found_in(model: nn.Module, found: Sequence[Found]) -> list[Found]:
 class ExpertLayers(UnevenForwards):
     """The modules of experts of one engine, rerouted from `begin` to `undo`.
 
-    balance: the tokens of each expert.
+    balance: the tokens of each expert. params: id of each parameter of experts.
     """
 
     def __init__(
@@ -172,6 +172,7 @@ class ExpertLayers(UnevenForwards):
         group = _group_of(cut, groups)
         self._modules = [f.module for f in cut.found]
         self._turns = Turns(group, [f.name for f in cut.found])
+        self.params = frozenset(map(id, cut.params()))
         self.layers = [
             ExpertLayer(f, number, group, self._turns, section.setting, together.get(f.name))
             for number, f in enumerate(cut.found)

@@ -123,6 +123,8 @@ SPECIAL: dict[str, tuple[list[Any], list[Any]]] = {
     "elasticity.version": ([0.1, 0.2], [0.3, "0.2", True]),
     "fp16.loss_scale": ([0, 1e-30, 1e30, 128], [1e-300, 1e300, True, -1, "1"]),
     "fp16.min_loss_scale": ([1e-30, 1e30], [1e39, True, -1]),
+    "float8.filter": (["auto", ["mlp", "q_proj$"]], [[], ["("], [1], "mlp", 3]),
+    "float8.recipe": (["rowwise", "rowwise_with_gw_hp"], ["mxfp8", "nvfp4", "fast", 8]),
     "flops_profiler.profile_step": ([0, [1, 2]], [[3, 1], [1], -1, "1"]),
     "pipeline.partition": (["uniform", "type:(A|B)$", [0, 3, 7]], ["even", "type:(", 3]),
     "pipeline.schedule": (["gpipe", "zbv", "auto"], ["2f2b", "orders/mine.csv", 3]),
