@@ -79,6 +79,10 @@ class ExpertParallel(Section):
     autoep_size: Natural | Auto = Field(
         1, description="ranks that share the experts of a layer; 0 and auto: as many as fit"
     )
+    chunks: Count = Field(
+        1,
+        description="parts of the tokens of a call: one travels while experts compute another one",
+    )
     moe_layer_pattern: str | None = Field(
         None,
         description="regular expression or glob of the names of blocks with experts; null: all",

@@ -7,11 +7,15 @@
 
 A row is sent once each way and pass. Before the rows go the counts of rows and pairs, which the host waits for.
 The numbers of experts and their weights travel beside the rows, as do the gradients of weights.
+
+Tokens may travel in chunks, each a `Trip`: the rows of the next one travel while experts compute. `travel` says
+in which order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -19,118 +23,163 @@ from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
-from .routing import OrderedSum, odd_factor, route, tree_places
+from .routing import OrderedSum, Sent, chunk_sizes, odd_factor, route, tree_places
 
 KIND = "experts"
 Map = Callable[[Tensor], Tensor]
+Arrivals = Callable[[], tuple[Tensor, ...]]  # waits for messages
+
+
+def plan_trips(
+    group: Collectives,
+    what: str,
+    top_k_index: Tensor,
+    num_local: int,
+    number: int = 0,
+    num_chunks: int = 1,
+) -> list[Trip]:
+    """Plan the messages of one call of a layer, a trip for each chunk of tokens. **Collective.**
+
+    A rank sends 16 bytes for each chunk and pair of ranks, and 8 more, to each other one, and waits for theirs.
+
+    Args:
+        what: the layer, in messages. number: of the layer in the model.
+        top_k_index, num_local: see `route`.
+        num_chunks: the same on all ranks. It is 1 where there are no messages, and under
+            `torch.use_deterministic_algorithms`: a product of fewer rows may have other bits.
+
+    Raises:
+        UsageError: on all ranks: they call different layers.
+    """
+    ranks = group.world_size
+    if ranks == 1 or torch.are_deterministic_algorithms_enabled():
+        num_chunks = 1
+    sent = route(top_k_index, num_local, ranks, num_chunks)
+    counts = torch.cat((sent.counts.view(-1), sent.counts.new_full((1,), number))).view(1, -1)
+    if ranks > 1:
+        counts = group.gather_small(counts[0], what=f"counts of tokens of {what}")
+    # the device has the table as well: sizes that it needs are no copies from the host
+    on_device = counts[:, :-1].reshape(ranks, num_chunks, ranks, 2).unbind(1)
+    on_host = counts.cpu()
+    if bool((on_host[:, -1] != number).any()):
+        raise UsageError(
+            f"expert_parallel: this rank calls {what} while another one calls other experts; give all "
+            "ranks batches that use the same layers, such as images on all of them or on none, or leave "
+            "the layers out with expert_parallel.expert_pattern"
+        )
+    tables = on_host[:, :-1].reshape(ranks, num_chunks, ranks, 2).transpose(0, 1).tolist()
+    sizes = chunk_sizes(len(top_k_index), num_chunks)
+    parts = sent.chunks([table[group.rank] for table in tables], top_k_index.shape)
+    return [
+        Trip(group, what, part, torch.Size((size, top_k_index.shape[1])), num_local, *counts_of)
+        for part, size, *counts_of in zip(parts, sizes, on_device, tables, strict=True)
+    ]
 
 
 @final
 class Trip:
-    """The messages of one call of a layer: all ranks of `group` make the same calls.
+    """The messages of a chunk of tokens: all ranks of `group` make the same calls.
+
+    A direction begins its messages, and returns what waits for them.
 
     Attributes:
+        num_tokens: T, of the chunk.
         experts [P]: the number, among those of this rank, of each pair that it computes; set by `there`.
         rows_sent: the rows for other ranks.
     """
 
     def __init__(
-        self, group: Collectives, what: str, top_k_index: Tensor, num_local: int, number: int = 0
+        self,
+        group: Collectives,
+        what: str,
+        sent: Sent,
+        shape: torch.Size,
+        num_local: int,
+        counts: Tensor,
+        table: list[list[list[int]]],
     ) -> None:
-        """Sends 16 bytes for each pair of ranks and 8 to each, and waits for them.
-
-        what: the layer, in messages. top_k_index: see `route`. number: of the layer in the model.
-
-        Raises:
-            UsageError: on all ranks: they call different layers.
         """
-        self._group, self._what = group, what
-        self._shape = top_k_index.shape
-        self._num_local = num_local
-        ranks = group.world_size
-        self._sent = sent = route(top_k_index, num_local, ranks)
-        counts = torch.cat((sent.counts.view(-1), sent.counts.new_full((1,), number))).view(1, -1)
-        if ranks > 1:
-            counts = group.gather_small(counts[0], what=f"counts of tokens of {what}")
-        # the device has the table as well: sizes that it needs are no copies from the host
-        self._on_device = counts[:, :-1].reshape(ranks, ranks, 2)
-        rows = counts.tolist()
-        if any(row[-1] != number for row in rows):
-            raise UsageError(
-                f"expert_parallel: this rank calls {what} while another one calls other experts; give all "
-                "ranks batches that use the same layers, such as images on all of them or on none, or leave "
-                "the layers out with expert_parallel.expert_pattern"
-            )
-        table = [[row[at : at + 2] for at in range(0, 2 * ranks, 2)] for row in rows]
-        mine = table[group.rank]
-        self._rows_out = [rows for rows, _ in mine]
-        self._pairs_out = [pairs for _, pairs in mine]
-        self._rows_in = [table[rank][group.rank][0] for rank in range(ranks)]
-        self._pairs_in = [table[rank][group.rank][1] for rank in range(ranks)]
+        Args:
+            sent: of these tokens. shape: of their top_k_index, [T, K].
+            counts [E, E, 2]: rows and pairs from each rank to each. table: the same, on the host.
+        """
+        self._group, self._what, self._sent = group, what, sent
+        self._shape, self.num_tokens = shape, shape[0]
+        self._num_local, self._counts = num_local, counts
+        self._rows_out, self._pairs_out = map(list, zip(*table[group.rank], strict=True))
+        arriving = [row[group.rank] for row in table]
+        self._rows_in, self._pairs_in = map(list, zip(*arriving, strict=True))
         self.rows_sent = sum(self._rows_out) - self._rows_out[group.rank]
-        num_rows, self._num_pairs = sum(self._rows_out), sum(self._pairs_out)
-        self._tokens = sent.tokens[:num_rows]
-        self._pairs = sent.pairs[: self._num_pairs]
         self._ordered: OrderedSum | None = None
         self._weights: Tensor | None = None
 
-    def there(self, top_k_weights: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def there(self, top_k_weights: Tensor, hidden: Tensor) -> Arrivals:
         """The weight of each pair here [P] and its inputs [P, H], from weights [T, K] and tokens [T, H].
 
         A recomputation sends no weights: it has those of the forward.
         """
-        rows = self._start(hidden[self._tokens], self._rows_out, self._rows_in)
-        if self._weights is None:
-            self._weights = self._pair_weights(top_k_weights)
-        return self._weights.clone(), rows()[self._row]
+        rows = self._start(hidden[self._sent.tokens], self._rows_out, self._rows_in)
+        pairs = None if self._weights is not None else self._start_pairs(top_k_weights)
 
-    def there_back(self, weight_grads: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
+        def arrived() -> tuple[Tensor, ...]:
+            if pairs is not None:
+                self._weights = self._weights_in(pairs(), top_k_weights.dtype)
+            assert self._weights is not None
+            return self._weights.clone(), rows()[self._row]
+
+        return arrived
+
+    def there_back(self, weight_grads: Tensor, grads: Tensor) -> Arrivals:
         """The gradients of weights [T, K] and tokens [T, H], from those of pairs [P] and inputs [P, H]."""
         rows = self._start(self._of_rows(grads), self._rows_in, self._rows_out)
         weights = self._start(weight_grads.view(-1, 1), self._pairs_in, self._pairs_out)
-        result = weight_grads.new_zeros(self._shape[0] * self._shape[1])
-        result[self._pairs] = weights().view(-1)
-        return result.view(self._shape), self._summed(rows())
 
-    def back(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        def arrived() -> tuple[Tensor, ...]:
+            result = weight_grads.new_zeros(self._shape.numel())
+            result[self._sent.pairs] = weights().view(-1)
+            return result.view(self._shape), self._summed(rows())
+
+        return arrived
+
+    def back(self, dtype: torch.dtype, outputs: Tensor) -> Arrivals:
         """Outputs of pairs [P, H] -> their sums for each token [T, H], which travel in `dtype`."""
-        rows = self._of_rows(outputs).to(dtype)
-        return self._summed(self._start(rows, self._rows_in, self._rows_out)())
+        rows = self._start(self._of_rows(outputs).to(dtype), self._rows_in, self._rows_out)
+        return lambda: (self._summed(rows()),)
 
-    def back_back(self, grads: Tensor, dtype: torch.dtype) -> Tensor:
+    def back_back(self, dtype: torch.dtype, grads: Tensor) -> Arrivals:
         """The gradients of outputs [P, H] in `dtype`, from those of tokens [T, H]."""
-        return self._start(grads[self._tokens], self._rows_out, self._rows_in)().to(dtype)[
-            self._row
-        ]
+        rows = self._start(grads[self._sent.tokens], self._rows_out, self._rows_in)
+        return lambda: (rows().to(dtype)[self._row],)
 
-    def _pair_weights(self, top_k_weights: Tensor) -> Tensor:
-        """Send the numbers of experts, and the weights. Returns the weight of each pair here [P]."""
-        weights = top_k_weights.reshape(-1)[self._pairs]
-        # numbers and weights are one message, of elements as wide as the weights
-        wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
+    def _start_pairs(self, top_k_weights: Tensor) -> Callable[[], Tensor]:
+        """Send the numbers of experts, and the weights: one message, of elements as wide as the weights."""
+        weights = top_k_weights.reshape(-1)[self._sent.pairs]
+        wide = _wide(weights.dtype)
         whole = torch.int64 if wide == torch.float64 else torch.int32
-        codes = self._sent.codes[: self._num_pairs].to(whole)
-        message = torch.stack((codes, weights.to(wide).view(whole)), 1)
-        message = self._start(message, self._pairs_out, self._pairs_in)()
+        message = torch.stack((self._sent.codes.to(whole), weights.to(wide).view(whole)), 1)
+        return self._start(message, self._pairs_out, self._pairs_in)
+
+    def _weights_in(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight of each pair here [P]. Sets what the other directions need."""
         code = message[:, 0].long()
-        rows_in, pairs_in = self._on_device[:, self._group.rank].unbind(1)
+        rows_in, pairs_in = self._counts[:, self._group.rank].unbind(1)
         before = rows_in.cumsum(0) - rows_in  # rows of earlier ranks
         first = before.repeat_interleave(pairs_in, output_size=sum(self._pairs_in))
         self.experts = code % self._num_local
         self._row = code // self._num_local + first
         node = tree_places(self.experts, odd_factor(self._num_local))
         self._of_rows = OrderedSum(self._row, node, sum(self._rows_in))
-        return message[:, 1].contiguous().view(wide).to(weights.dtype)
+        return message[:, 1].contiguous().view(_wide(dtype)).to(dtype)
 
     def _summed(self, received: Tensor) -> Tensor:
         """Rows that came back -> the sum of each token's rows [T, H]."""
         if self._ordered is None:
-            counts = self._on_device[self._group.rank, :, 0]
+            counts, tokens = self._counts[self._group.rank, :, 0], self._sent.tokens
             ranks = torch.arange(self._group.world_size, device=counts.device)
-            rank = ranks.repeat_interleave(counts, output_size=len(self._tokens))
+            rank = ranks.repeat_interleave(counts, output_size=len(tokens))
             node = tree_places(rank, odd_factor(self._group.world_size))
-            place, order = torch.sort(self._tokens, stable=True)
-            self._ordered = OrderedSum(place, node[order], self._shape[0], order)
+            place, order = torch.sort(tokens, stable=True)
+            self._ordered = OrderedSum(place, node[order], self.num_tokens, order)
         return self._ordered(received)
 
     def computed(self, pairs: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -164,34 +213,101 @@ class Trip:
         return received
 
 
-class _There(torch.autograd.Function):
-    """`Trip.there`. `anchor` makes it part of every graph."""
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """That in which weights travel."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@final
+class _Way:
+    """Messages of forward, `forth`, and those of their gradients, `back`, in flight."""
+
+    def __init__(self, forth: Callable[..., Arrivals], back: Callable[..., Arrivals]) -> None:
+        self.forth, self.back = forth, back
+        self.arrivals: Arrivals | None = None
+
+    def arrived(self) -> tuple[Tensor, ...]:
+        """Wait for what has been started."""
+        arrivals, self.arrivals = self.arrivals, None
+        assert arrivals is not None
+        return arrivals()
+
+
+class _Start(torch.autograd.Function):
+    """Starts messages, in backward waits for gradients. `anchor` makes it part of every graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weights: Tensor, hidden: Tensor, anchor: Tensor, trip: Trip
-    ) -> tuple[Tensor, Tensor]:
-        ctx.trip = trip
-        return trip.there(weights, hidden)
+    def forward(ctx: Any, way: _Way, anchor: Tensor, *values: Tensor) -> Tensor:
+        ctx.way = way
+        way.arrivals = way.forth(*values)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.way.arrived()
+
+
+class _Arrive(torch.autograd.Function):
+    """Waits for what `_Start` has started, in backward starts gradients. token: what that has returned."""
+
+    @staticmethod
+    def forward(ctx: Any, way: _Way, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.way = way
+        return way.arrived()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.trip.there_back(*grads), None, None
+        ctx.way.arrivals = ctx.way.back(*grads)
+        return None, grads[0].new_empty(0)
 
 
-class _Back(torch.autograd.Function):
-    """`Trip.back`. `anchor` makes it part of every graph."""
+def _start(way: _Way, anchor: Tensor, *values: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Start the messages of `values`. Returns what waits for theirs, and returns what has arrived."""
+    token = _Start.apply(way, anchor, *values)  # type: ignore[no-untyped-call]
+    return lambda: _Arrive.apply(way, token)  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def forward(
-        ctx: Any, outputs: Tensor, anchor: Tensor, trip: Trip, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.trip, ctx.dtype = trip, outputs.dtype
-        return trip.back(outputs, dtype)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.trip.back_back(grad, ctx.dtype), None, None, None
+def travel(
+    trips: Sequence[Trip],
+    hidden: Tensor,
+    top_k_weights: Tensor,
+    compute: Callable[[Tensor, Tensor], Tensor],
+    weighs_inputs: bool = False,
+) -> Tensor:
+    """The outputs of all experts of each token, summed by weight [T, H]. For all ranks of the group of `trips`.
+
+        forward    there 0, there 1, (experts 0), back 0, there 2, (experts 1), back 1, ...
+        backward   back of all, (experts n), there n, (experts n-1), there n-1, ...
+
+    Autograd runs the youngest of the nodes that are ready, so their age gives the order of backward.
+
+    Args:
+        hidden, top_k_weights: [T, H], [T, K].
+        compute: (inputs [P, H], number of an own expert [P]) -> outputs [P, H].
+        weighs_inputs: weights multiply the inputs; else the outputs.
+    """
+    # Ranks without tokens, and experts without, take part in every message of backward.
+    anchor = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())
+    tokens, weights = ([value] for value in (hidden, top_k_weights))
+    if len(trips) > 1:
+        sizes = [trip.num_tokens for trip in trips]
+        tokens, weights = (list(torch.split(value, sizes)) for value in (hidden, top_k_weights))
+    there, back = [], []
+    for chunk, trip in enumerate(trips):
+        while len(there) < min(chunk + 2, len(trips)):  # this one and the next
+            at = len(there)
+            way = _Way(trips[at].there, trips[at].there_back)
+            there.append(_start(way, anchor, weights[at], tokens[at]))
+        weight, pairs = there[chunk]()
+        if weighs_inputs:
+            outputs = trip.computed((pairs * weight.unsqueeze(-1)).to(pairs.dtype), compute)
+        else:
+            outputs = trip.computed(pairs, compute) * weight.unsqueeze(-1)
+        way = _Way(partial(trip.back, hidden.dtype), partial(trip.back_back, outputs.dtype))
+        # the graph of the sums has that of the pairs, whatever `compute` does with them
+        back.append(_start(way, pairs, outputs))
+    sums = [arrived()[0] for arrived in back]
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 class _Apply(torch.autograd.Function):
@@ -211,32 +327,6 @@ def applied(value: Tensor, anchor: Tensor, there: Map, back: Map) -> Tensor:
     """`there(value)`, whose backward is `back`."""
     result: Tensor = _Apply.apply(value, anchor, there, back)  # type: ignore[no-untyped-call]
     return result
-
-
-def travel(
-    trip: Trip,
-    hidden: Tensor,
-    top_k_weights: Tensor,
-    compute: Callable[[Tensor, Tensor], Tensor],
-    weighs_inputs: bool = False,
-) -> Tensor:
-    """The outputs of all experts of each token, summed by weight [T, H]. For all ranks of the group of `trip`.
-
-    Args:
-        hidden, top_k_weights: [T, H], [T, K].
-        compute: (inputs [P, H], number of an own expert [P]) -> outputs [P, H].
-        weighs_inputs: weights multiply the inputs; else the outputs.
-    """
-    # Ranks without tokens, and experts without, take part in every message of backward.
-    anchor = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())
-    weights, pairs = _There.apply(top_k_weights, hidden, anchor, trip)  # type: ignore[no-untyped-call]
-    if weighs_inputs:
-        outputs = trip.computed((pairs * weights.unsqueeze(-1)).to(pairs.dtype), compute)
-    else:
-        outputs = trip.computed(pairs, compute) * weights.unsqueeze(-1)
-    # the graph of the sums has that of the pairs, whatever `compute` does with them
-    sums: Tensor = _Back.apply(outputs, pairs, trip, hidden.dtype)  # type: ignore[no-untyped-call]
-    return sums
 
 
 @final
@@ -273,4 +363,4 @@ class Share:
         return torch.cat(outs)
 
 
-__all__ = ["KIND", "Share", "Trip", "travel"]
+__all__ = ["KIND", "Share", "Trip", "plan_trips", "travel"]

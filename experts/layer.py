@@ -22,7 +22,7 @@ from ..ops.torch_internals import outside_of_graphs
 from ..utils.errors import UsageError
 from .conventions import state_of
 from .cut import Found
-from .exchange import Share, Trip, travel
+from .exchange import Share, Trip, plan_trips, travel
 from .turns import Turns
 
 Forward = Callable[..., Any]  # (module, *args, **kwargs)
@@ -43,6 +43,7 @@ class ExpertLayer:
         turns: Turns,
         setting: str,
         together: Collectives | None = None,
+        num_chunks: int = 1,
     ) -> None:
         """
         Args:
@@ -51,6 +52,7 @@ class ExpertLayer:
             turns: of all layers of the engine.
             setting: the key and value that asks for it, in messages.
             together: ranks that are called with the same tokens, such as tensor ranks; None: there are none.
+            num_chunks: in which the tokens of a call travel.
         """
         self.name, self.num_experts = found.name, found.num_experts
         self.num_local = found.num_experts // group.world_size
@@ -61,7 +63,8 @@ class ExpertLayer:
         self._weighs_inputs = found.convention is not None and found.convention.weighs_inputs
         self._number, self._turns = number, turns
         self._group, self._setting, self._together = group, setting, together
-        self._trips = FirstCalls[Trip]()
+        self._num_chunks = num_chunks
+        self._trips = FirstCalls[list[Trip]]()
         self._is_proven = False
         self.rows_sent = 0  # for other ranks, since the begin
         self._counts: Tensor | None = None
@@ -97,14 +100,16 @@ class ExpertLayer:
     ) -> Tensor:
         """The outputs of own tokens [T, H]. A recomputation has the routing of the forward."""
 
-        def start() -> Trip:
-            return Trip(self._group, self.name, index, self.num_local, self._number)
+        def plan() -> list[Trip]:
+            return plan_trips(
+                self._group, self.name, index, self.num_local, self._number, self._num_chunks
+            )
 
-        trip, is_first = self._trips.value(start)
-        result = travel(trip, hidden, weights, compute, self._weighs_inputs)
-        self.rows_sent += trip.rows_sent
+        trips, is_first = self._trips.value(plan)
+        result = travel(trips, hidden, weights, compute, self._weighs_inputs)
+        self.rows_sent += sum(trip.rows_sent for trip in trips)
         if counts and is_first:
-            self._count(trip.experts, index)
+            self._count([trip.experts for trip in trips], index)
         return result
 
     def _own(self, module: nn.Module, forward: Forward, pairs: Tensor, experts: Tensor) -> Tensor:
@@ -162,12 +167,13 @@ class ExpertLayer:
                     outputs.append(forward(module, inputs, index, inputs.new_ones(len(inputs), 1)))
         return torch.cat(outputs)[torch.argsort(order)]
 
-    def _count(self, experts: Tensor, top_k_index: Tensor) -> None:
+    def _count(self, experts: Sequence[Tensor], top_k_index: Tensor) -> None:
         """Add the tokens of own experts, and the pairs of own tokens that go nowhere."""
         if self._counts is None:
-            self._counts = experts.new_zeros(self.num_experts + 1)
-        places = experts + self._group.rank * self.num_local
-        self._counts.index_add_(0, places, torch.ones_like(places))
+            self._counts = experts[0].new_zeros(self.num_experts + 1)
+        for each in experts:
+            places = each + self._group.rank * self.num_local
+            self._counts.index_add_(0, places, torch.ones_like(places))
         self._counts[-1] += (top_k_index < 0).sum()
 
     def take_counts(self) -> Tensor:

@@ -14,8 +14,10 @@ the sum has the same bits for each such number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import final
 
 import torch
@@ -25,12 +27,12 @@ from torch import Tensor
 @final
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """What a rank sends. Pairs are in the order of (rank, token, expert), rows in that of (rank, token).
+    """What a rank sends. Pairs are in the order of (chunk, rank, token, expert), rows in that of their tokens.
 
     pairs [P]: the place of each pair in the flattened top_k_index; those that go nowhere come last.
     codes [P]: row in the message x own experts of its rank + number of the expert on that rank.
     tokens [T * K]: of each row; undefined behind the last one.
-    counts [E, 2]: rows and pairs for each rank.
+    counts [C, E, 2]: rows and pairs of each chunk for each rank.
     """
 
     pairs: Tensor
@@ -38,32 +40,70 @@ class Sent:
     tokens: Tensor
     counts: Tensor
 
+    def chunks(self, counts: Sequence[Sequence[Sequence[int]]], shape: torch.Size) -> list[Sent]:
+        """What goes of each chunk, as if its tokens were all.
 
-def route(top_k_index: Tensor, num_local: int, num_ranks: int) -> Sent:
+        counts: those of `counts`, on the host. shape: of top_k_index.
+        """
+        rows, pairs = ([sum(one[at] for one in chunk) for chunk in counts] for at in (0, 1))
+        parts = zip(
+            torch.split(self.pairs[: sum(pairs)], pairs),
+            torch.split(self.codes[: sum(pairs)], pairs),
+            torch.split(self.tokens[: sum(rows)], rows),
+            self.counts.split(1),
+            accumulate(chunk_sizes(shape[0], len(counts)), initial=0),
+            strict=False,
+        )
+        return [
+            Sent(places - first * shape[1], codes, tokens - first, own)
+            if first
+            else Sent(places, codes, tokens, own)
+            for places, codes, tokens, own, first in parts
+        ]
+
+
+def route(top_k_index: Tensor, num_local: int, num_ranks: int, num_chunks: int = 1) -> Sent:
     """Plan the messages of a rank. The host does not wait for the device.
 
-    top_k_index: [T, K], numbers of experts; -1 for none. num_local: the experts of each of `num_ranks` ranks.
+    Args:
+        top_k_index: [T, K], numbers of experts; -1 for none.
+        num_local: the experts of each of `num_ranks` ranks.
+        num_chunks: of the tokens, of the sizes `chunk_sizes`. A rank gets a message of each.
     """
     num_tokens, num_choices = top_k_index.shape
-    device = top_k_index.device
+    device, num_messages = top_k_index.device, num_chunks * num_ranks
     expert = top_k_index.reshape(-1).long()
     token = torch.arange(num_tokens, device=device).repeat_interleave(num_choices)
-    rank = torch.where(expert < 0, num_ranks, expert // num_local)
-    key = (rank * num_tokens + token) * num_local + expert.clamp(min=0) % num_local
-    key, pairs = torch.sort(key)
-    place = key // num_local  # (rank, token)
-    rank, token = place // max(num_tokens, 1), place % max(num_tokens, 1)
+    message = expert // num_local
+    if num_chunks > 1:
+        chunk = ((token + 1) * num_chunks - 1) // max(num_tokens, 1)
+        message = message + chunk * num_ranks
+    message = torch.where(expert < 0, num_messages, message)
+    key = (message * num_tokens + token) * num_local + expert.clamp(min=0) % num_local
+    key, pairs = torch.sort(key, stable=True)  # a token may choose an expert twice
+    place = key // num_local  # (message, token)
+    message, token = place // max(num_tokens, 1), place % max(num_tokens, 1)
     is_first = torch.ones_like(place)
     is_first[1:] = place[1:] != place[:-1]
-    is_first = is_first * (rank < num_ranks)
+    is_first = is_first * (message < num_messages)
     row = is_first.cumsum(0) - 1
-    counts = torch.zeros(num_ranks + 1, 2, dtype=torch.int64, device=device)
-    counts.index_add_(0, rank, torch.stack((is_first, torch.ones_like(is_first)), 1))
-    before = counts[:, 0].cumsum(0) - counts[:, 0]  # rows for earlier ranks
-    codes = (row - before[rank]) * num_local + key % num_local
+    counts = torch.zeros(num_messages + 1, 2, dtype=torch.int64, device=device)
+    counts.index_add_(0, message, torch.stack((is_first, torch.ones_like(is_first)), 1))
+    before = counts[:, 0].cumsum(0) - counts[:, 0]  # rows of earlier messages
+    codes = (row - before[message]) * num_local + key % num_local
     tokens = token.new_zeros(len(token) + 1)
-    tokens[torch.where(rank < num_ranks, row, len(token))] = token  # a row's pairs write one number
-    return Sent(pairs, codes, tokens[:-1], counts[:num_ranks])
+    # a row's pairs write one number
+    tokens[torch.where(message < num_messages, row, len(token))] = token
+    return Sent(pairs, codes, tokens[:-1], counts[:-1].view(num_chunks, num_ranks, 2))
+
+
+def chunk_sizes(num_tokens: int, num_chunks: int) -> list[int]:
+    """
+    >>> chunk_sizes(7, 3)
+    [2, 2, 3]
+    """
+    ends = [num_tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]
+    return [stop - start for start, stop in pairwise(ends)]
 
 
 # -- sums in one order --------------------------------------------------------------------------------------
@@ -148,4 +188,4 @@ class OrderedSum:
         return firsts, [(into, other) for into, other, count in rounds if count]
 
 
-__all__ = ["OrderedSum", "Sent", "odd_factor", "route", "tree_places"]
+__all__ = ["OrderedSum", "Sent", "chunk_sizes", "odd_factor", "route", "tree_places"]

@@ -174,7 +174,9 @@ class ExpertLayers(UnevenForwards):
         self._turns = Turns(group, [f.name for f in cut.found])
         self.params = frozenset(map(id, cut.params()))
         self.layers = [
-            ExpertLayer(f, number, group, self._turns, section.setting, together.get(f.name))
+            ExpertLayer(
+                f, number, group, self._turns, section.setting, together.get(f.name), section.chunks
+            )
             for number, f in enumerate(cut.found)
         ]
         self._rerouted = [

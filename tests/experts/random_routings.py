@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from xds.experts.exchange import Trip, travel
+from xds.experts.exchange import plan_trips, travel
 from xds.ops.comm.opening import open_collectives
 
 BYTES_A_PAIR = 64  # of what tells where a pair goes
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a layer with `experts` experts on `ranks` ranks. tokens: of each rank."""
+    """One call of a layer with `experts` experts on `ranks` ranks. tokens: of each rank, in `chunks`."""
 
     ranks: int
     experts: int
@@ -37,6 +37,7 @@ class Case:
     dtype: torch.dtype
     index_dtype: torch.dtype
     seed: int
+    chunks: int = 1
 
 
 KINDS = ("uniform", "skewed", "one expert", "one rank", "dropped", "all dropped", "twice", "local")
@@ -57,6 +58,7 @@ def draw(seed: int) -> Case:
         rng.choice((torch.float32, torch.float32, torch.float64, torch.bfloat16)),
         rng.choice((torch.int64, torch.int32)),
         seed,
+        rng.choice((1, 2, 3, 7)),
     )
 
 
@@ -100,6 +102,17 @@ def matrices(case: Case) -> Tensor:
 
 
 def on_ranks(case: Case) -> Any:
+    peak, most = peak_and_bound_of(case)
+    assert peak <= most, (case, peak, most)
+    results = computed(case, case.chunks)
+    whole = results if case.chunks == 1 else computed(case, 1)
+    # a product here has one row: chunks change the order of sums over tokens alone
+    assert all(map(torch.equal, results[:3], whole[:3])), case
+    return results
+
+
+def computed(case: Case, chunks: int) -> Any:
+    """The output, gradients of tokens, weights and own experts, and the rows sent, of this rank."""
     rank, local = dist.get_rank(), case.experts // case.ranks
     group = open_collectives(dist.group.WORLD if case.ranks > 1 else None, CPU)
     hidden, index, weights, grad = inputs(case, rank)
@@ -112,13 +125,11 @@ def on_ranks(case: Case) -> Any:
     def compute(pairs: Tensor, experts: Tensor) -> Tensor:
         return torch.bmm(pairs.unsqueeze(1), own[experts].to(case.dtype)).squeeze(1)
 
-    trip = Trip(group, "a layer", index, local)
-    output = travel(trip, hidden, weights, compute)
+    trips = plan_trips(group, "a layer", index, local, num_chunks=chunks)
+    output = travel(trips, hidden, weights, compute)
     output.backward(grad)
-    peak, most = peak_and_bound_of(case)
-    assert peak <= most, (case, rank, peak, most)
     grads = hidden.grad, weights.grad, torch.zeros_like(own) if own.grad is None else own.grad
-    return output.detach(), *grads, trip.rows_sent
+    return output.detach(), *grads, sum(trip.rows_sent for trip in trips)
 
 
 class Live(TorchDispatchMode):
@@ -151,8 +162,9 @@ def peak_and_bound_of(case: Case) -> tuple[int, int]:
     group = open_collectives(dist.group.WORLD if case.ranks > 1 else None, CPU)
     hidden, index, weights, grad = inputs(case, group.rank)
     with Live() as live:
-        trip = Trip(group, "a layer", index, case.experts // case.ranks)
-        outputs = travel(trip, hidden.requires_grad_(), weights.requires_grad_(), twice)
+        local = case.experts // case.ranks
+        trips = plan_trips(group, "a layer", index, local, num_chunks=case.chunks)
+        outputs = travel(trips, hidden.requires_grad_(), weights.requires_grad_(), twice)
         outputs.backward(grad)
     own, tokens = len(hidden), sum(case.tokens)
     pairs = tokens * case.choices
