@@ -261,7 +261,7 @@ class _Arrive(torch.autograd.Function):
         return None, grads[0].new_empty(0)
 
 
-def _start(way: _Way, anchor: Tensor, *values: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+def _start(way: _Way, anchor: Tensor, *values: Tensor) -> Arrivals:
     """Start the messages of `values`. Returns what waits for theirs, and returns what has arrived."""
     token = _Start.apply(way, anchor, *values)  # type: ignore[no-untyped-call]
     return lambda: _Arrive.apply(way, token)  # type: ignore[no-untyped-call]
@@ -292,7 +292,8 @@ def travel(
     if len(trips) > 1:
         sizes = [trip.num_tokens for trip in trips]
         tokens, weights = (list(torch.split(value, sizes)) for value in (hidden, top_k_weights))
-    there, back = [], []
+    there: list[Arrivals] = []
+    back: list[Arrivals] = []
     for chunk, trip in enumerate(trips):
         while len(there) < min(chunk + 2, len(trips)):  # this one and the next
             at = len(there)

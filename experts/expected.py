@@ -16,6 +16,7 @@ from ..ops.comm.collectives import Collectives
 from ..ops.recomputation import FirstCalls
 from .exchange import KIND, Share
 from .layer import Forward, having
+from .routing import chunk_sizes
 
 Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of what goes to each rank
 
@@ -66,12 +67,17 @@ class ExpectedLayer:
     """
 
     def __init__(
-        self, name: str, num_experts: int, group: Collectives, together: Collectives | None = None
+        self,
+        name: str,
+        num_experts: int,
+        group: Collectives,
+        together: Collectives | None = None,
+        num_chunks: int = 1,
     ) -> None:
-        """group, together: as those of `ExpertLayer`."""
+        """group, together, num_chunks: as those of `ExpertLayer`."""
         self.most = ""
         self._name, self._num_experts, self._group = name, num_experts, group
-        self._together = together
+        self._together, self._num_chunks = together, num_chunks if group.world_size > 1 else 1
         self._calls = FirstCalls[None]()
 
     def rerouted(self, forward: Forward) -> Forward:
@@ -87,28 +93,35 @@ class ExpectedLayer:
             hidden, weights = share.cut(hidden_states), share.cut(top_k_weights)
             return share.join(sent(module, hidden, share.of_own(top_k_index), weights))
 
-        def sent(
-            module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-        ) -> Tensor:
-            (tokens, width), choices = hidden_states.shape, top_k_index.shape[1]
-            num_rows = round(tokens * row_share(self._num_experts, ranks, choices))
-            num_pairs = round(tokens * choices / ranks)
-            self._describe(tokens, choices, num_rows, num_pairs)
-            rows, pairs = (ranks * num_rows, width), (ranks * num_pairs, width)
-            dtype = top_k_weights.dtype
-            number = torch.int64 if dtype == torch.float64 else torch.int32
-            numbers, grads = ((num_pairs, 2), number), ((num_pairs, 1), dtype)
+        def sent(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            self._describe(*index.shape)
             is_first = self._calls.value(lambda: None)[1]  # a recomputation sends no numbers again
-            weights = self._message(top_k_weights, pairs[:1], numbers if is_first else None, grads)
-            part = ((num_rows, width), hidden_states.dtype)
-            inputs = self._message(self._message(hidden_states, rows, part, part), pairs)
-            index = top_k_index.new_empty(pairs[0], 1)
+            sizes = chunk_sizes(len(hidden), self._num_chunks)
+            parts = zip(torch.split(hidden, sizes), torch.split(weights, sizes), strict=True)
+            sums = [chunk(module, *part, is_first) for part in parts]
+            return torch.cat(sums) if len(sums) > 1 else sums[0]
+
+        def chunk(module: nn.Module, hidden: Tensor, weights: Tensor, is_first: bool) -> Tensor:
+            num_rows, num_pairs = self._sizes(*weights.shape)
+            rows, pairs = (ranks * num_rows, hidden.shape[1]), (ranks * num_pairs, hidden.shape[1])
+            number = torch.int64 if weights.dtype == torch.float64 else torch.int32
+            numbers, grads = ((num_pairs, 2), number), ((num_pairs, 1), weights.dtype)
+            weight = self._message(weights, pairs[:1], numbers if is_first else None, grads)
+            part = ((num_rows, hidden.shape[1]), hidden.dtype)
+            inputs = self._message(self._message(hidden, rows, part, part), pairs)
+            index = torch.empty(pairs[0], 1, dtype=torch.int64, device=hidden.device)
             with having(module, local):
-                outputs = forward(module, inputs, index, weights.new_ones(pairs[0], 1))
-            sums = self._message(outputs * weights.unsqueeze(-1), rows).to(hidden_states.dtype)
-            return self._message(sums, (tokens, width), part, part)
+                outputs = forward(module, inputs, index, weight.new_ones(pairs[0], 1))
+            sums = self._message(outputs * weight.unsqueeze(-1), rows).to(hidden.dtype)
+            return self._message(sums, tuple(hidden.shape), part, part)
 
         return shared
+
+    def _sizes(self, tokens: int, choices: int) -> tuple[int, int]:
+        """The rows and pairs that a rank sends to each rank."""
+        ranks = self._group.world_size
+        share = row_share(self._num_experts, ranks, choices)
+        return round(tokens * share), round(tokens * choices / ranks)
 
     def _message(
         self,
@@ -120,8 +133,8 @@ class ExpectedLayer:
         result: Tensor = _Message.apply(value, shape, self._group, there, back)  # type: ignore[no-untyped-call]
         return result
 
-    def _describe(self, tokens: int, choices: int, num_rows: int, num_pairs: int) -> None:
-        ranks = self._group.world_size
+    def _describe(self, tokens: int, choices: int) -> None:
+        ranks, (num_rows, num_pairs) = self._group.world_size, self._sizes(tokens, choices)
         most = ranks * tokens, ranks * tokens * min(choices, self._num_experts // ranks)
         self.most = (
             f"experts: messages and activations are those of uniform routing, of {ranks * num_rows:,} rows and "

@@ -50,7 +50,7 @@ class Sent:
             torch.split(self.pairs[: sum(pairs)], pairs),
             torch.split(self.codes[: sum(pairs)], pairs),
             torch.split(self.tokens[: sum(rows)], rows),
-            self.counts.split(1),
+            torch.split(self.counts, 1),
             accumulate(chunk_sizes(shape[0], len(counts)), initial=0),
             strict=False,
         )

@@ -33,18 +33,22 @@ from harness import (  # noqa: E402
 
 EXPERTS, CHOICES, RANKS = 32, 4, 2
 TOLERANCE = 1e-4
-# name -> stage, ranks that share experts (0: the section is not in the config)
+# name -> stage, ranks that share experts (0: the section is not in the config), chunks
 CONTESTANTS = {
-    "experts": (2, RANKS),
-    "experts at stage 3": (3, RANKS),
-    "stage 2": (2, 0),
-    "stage 3": (3, 0),
+    "experts": (2, RANKS, 1),
+    "experts at stage 3": (3, RANKS, 1),
+    "experts in 2 chunks": (2, RANKS, 2),
+    "experts in 4 chunks": (2, RANKS, 4),
+    "stage 2": (2, 0, 1),
+    "stage 3": (3, 0, 1),
 }
 AUTOEP = "DeepSpeed's AutoEP"
 LAYERS = {"layers": "xds", "DeepSpeed's layers": "deepspeed"}  # of the class MoE: whose
 CLAIMS = [
     ("experts", "stage 2", 0.85),
     ("experts at stage 3", "stage 3", 0.6),
+    ("experts in 2 chunks", "experts", None),
+    ("experts in 4 chunks", "experts", None),
     ("experts", AUTOEP, 0.85),
     ("layers", "DeepSpeed's layers", 0.85),
 ]
@@ -165,10 +169,14 @@ def build(name: str, size: str, batch: Any) -> Any:
     else:
         import xds
 
-        stage, size_of_group = CONTESTANTS.get(name, (2, 0))
+        stage, size_of_group, chunks = CONTESTANTS.get(name, (2, 0, 1))
         config |= {"zero_optimization": {"stage": stage}, "log_level": "error"}
         if size_of_group:
-            config["expert_parallel"] = {"enabled": True, "autoep_size": size_of_group}
+            config["expert_parallel"] = {
+                "enabled": True,
+                "autoep_size": size_of_group,
+                "chunks": chunks,
+            }
         engine = xds.initialize(model, config)
 
     def step(number: int) -> torch.Tensor:

@@ -105,7 +105,11 @@ class Observations:
         }
         self._experts = [
             ExpectedLayer(
-                each.name, each.num_experts, group, None if each.name in own_tokens else tensor
+                each.name,
+                each.num_experts,
+                group,
+                None if each.name in own_tokens else tensor,
+                self._config.expert_parallel.chunks,
             )
             for each in stacked
         ]

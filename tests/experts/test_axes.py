@@ -200,7 +200,7 @@ def of_experts(recomputes: bool, is_nested: bool) -> Any:
     """
     torch.manual_seed(0)
     model = Model(recomputes, is_nested=is_nested)
-    given = config(1, accumulation=2, expert_parallel=section(2), **SGD)
+    given = config(1, accumulation=2, expert_parallel=section(2) | {"chunks": 2}, **SGD)
     engine = xds.initialize(model, given)
     generator = torch.Generator().manual_seed(engine.dp_rank)
     torch.manual_seed(1)

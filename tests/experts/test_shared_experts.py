@@ -137,9 +137,9 @@ def plain(name: str, world_size: int) -> tuple[list[tuple[float, float]], dict[s
     return found, model.state_dict()
 
 
-def trained(name: str, stage: int, size: int, deterministic: bool = False) -> Any:
+def trained(name: str, stage: int, size: int, deterministic: bool = False, chunks: int = 1) -> Any:
     torch.use_deterministic_algorithms(deterministic)
-    section = {"enabled": True, "autoep_size": size}
+    section = {"enabled": True, "autoep_size": size, "chunks": chunks}
     given = config(stage, optimizer="SGD", params={"lr": 0.1}, expert_parallel=section)
     return trained_with(MODELS[name], given)
 
@@ -174,10 +174,11 @@ def test_equal_to_one_process(name: str, stage: int) -> None:
         torch.testing.assert_close(ranks[0][1][key], value, rtol=1e-5, atol=1e-7)
 
 
-def test_no_bit_depends_on_the_ranks_of_experts() -> None:
+def test_no_bit_depends_on_the_ranks_of_experts_or_on_chunks() -> None:
     try:
         (one, params), (two, others) = (
-            run_ranks(trained, 2, "mixtral", 2, size, True)[0] for size in (1, 2)
+            run_ranks(trained, 2, "mixtral", 2, size, True, chunks)[0]
+            for size, chunks in ((1, 1), (2, 3))
         )
     finally:
         torch.use_deterministic_algorithms(False)
@@ -185,9 +186,9 @@ def test_no_bit_depends_on_the_ranks_of_experts() -> None:
     assert all(torch.equal(params[key], others[key]) for key in params)
 
 
-def test_four_ranks_in_blocks_of_two() -> None:
+def test_four_ranks_in_blocks_of_two_and_chunks_of_tokens() -> None:
     wanted, params = plain("mixtral", 4)
-    ranks = run_ranks(trained, 4, "mixtral", 3, 2)
+    ranks = run_ranks(trained, 4, "mixtral", 3, 2, False, 3)
     assert ranks[0][0][-1][1] == pytest.approx(wanted[-1][1], rel=1e-6)
     for key, value in params.items():
         torch.testing.assert_close(ranks[3][1][key], value, rtol=1e-5, atol=1e-7)

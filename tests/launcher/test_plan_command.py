@@ -111,7 +111,7 @@ def test_experts_on_several_ranks_and_the_expected_messages_of_tokens(
     size: int, more: dict[str, Any]
 ) -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
-    section = {"enabled": True, "autoep_size": size}
+    section = {"enabled": True, "autoep_size": size, "chunks": size}
     config = config_of(2, count=2, expert_parallel=section) | more
     plan, ranks = plan_of("mixture", config, 4), run_ranks(run, 4, "mixture", config)
     planned = plan.ranks[0].sent
