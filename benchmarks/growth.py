@@ -1,4 +1,4 @@
-"""How the CPU time of each call grows with modules, parameters, units, ranks and micro-batches.
+"""How the CPU time of each call grows with modules, parameters, units, experts, ranks and micro-batches.
 
     python benchmarks/growth.py [--only 'units*'] [--quick]
 
@@ -41,11 +41,17 @@ class Series:
     zero: dict[str, Any]
     ranks: int = 2
 
+    @property
+    def has_experts(self) -> bool:
+        return self.axis.startswith(("mixtures", "experts"))
+
 
 BLOCKS = (16, 128, 512, 2048)
 PARAMETERS = (1, 100, 1000, 10_000)
 RANKS = (2, 4, 8, 16)
 MICRO_BATCHES = (1, 4, 16, 64)
+MIXTURES = (1, 10, 100, 1000)
+EXPERTS = (4, 16, 128, 1024)
 OWN_UNITS = {"unit_min_numel": 0, "param_persistence_threshold": 0, "max_reuse_distance": 0}
 
 
@@ -61,6 +67,13 @@ def all_series() -> list[Series]:
             Series("ranks", f"stage {stage}", RANKS, {**zero, **OWN_UNITS}),
             Series("micro-batches", f"stage {stage}", MICRO_BATCHES, {**zero, **OWN_UNITS}),
         ]
+        if stage >= 2:
+            found += [
+                Series("mixtures", f"stage {stage}", MIXTURES, zero),
+                Series("mixtures with lists", f"stage {stage}", MIXTURES, zero),
+                Series("experts", f"stage {stage}", EXPERTS, zero),
+                Series("experts in a list", f"stage {stage}", EXPERTS, zero),
+            ]
     host = {"offload_optimizer": {"device": "cpu"}}
     found += [
         Series(
@@ -90,6 +103,11 @@ def build(series: Series, size: int) -> Any:
     """The model of `size`: blocks with four parameters, or one module with `size` of them."""
     from torch import nn
 
+    if series.has_experts:
+        layers, experts = (size, 4) if series.axis.startswith("mixtures") else (1, size)
+        in_list = "list" in series.axis
+        mixtures = [_mixture(experts, in_list=in_list) for _ in range(layers)]
+        return _deep(nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), m) for m in mixtures))
     layers = size if series.axis in ("blocks", "units", "frozen", "layers", "plan") else 64
     blocks = nn.ModuleList(
         nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(layers)
@@ -120,6 +138,43 @@ def _deep(blocks: Any) -> Any:
     return Deep()
 
 
+def _mixture(num_experts: int, *, in_list: bool) -> Any:
+    """A block of experts, two for each token: a stack of matrices, or modules in a list."""
+    import torch
+    from torch import Tensor, nn
+
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_experts = num_experts
+            self.weight = nn.Parameter(torch.randn(num_experts, WIDTH, WIDTH) * 0.3)
+
+        def forward(
+            self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        ) -> Tensor:
+            outputs = torch.einsum("th,tkhi->tki", hidden_states, self.weight[top_k_index])
+            return (outputs * top_k_weights.unsqueeze(-1)).sum(1)
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(WIDTH, num_experts, bias=False)
+            listed = (nn.Linear(WIDTH, WIDTH) for _ in range(num_experts))
+            self.experts = nn.ModuleList(listed) if in_list else Stacked()
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, index = self.gate(x).softmax(-1).topk(2, -1)
+            if not in_list:
+                return self.experts(x, index, weights)
+            result = torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                token, choice = torch.where(index == number)
+                result = result.index_add(0, token, expert(x[token]) * weights[token, choice, None])
+            return result
+
+    return Mixture()
+
+
 def _wide(num_parameters: int) -> Any:
     import torch
     from torch import Tensor, nn
@@ -145,6 +200,8 @@ def config_of(series: Series, size: int) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "log_level": "error",
     }
+    if series.has_experts:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": 2}
     if series.axis == "micro-batches":
         config["gradient_accumulation_steps"] = size
     if series.axis.startswith("layers"):

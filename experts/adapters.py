@@ -59,13 +59,12 @@ def _wrappers(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
-def outer_module(model: nn.Module, experts: nn.Module) -> nn.Module:
-    """What calls `experts`: PEFT's outermost wrapper around it, or the module itself."""
+def outer_modules(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Modules that PEFT has wrapped -> the outermost wrapper of each."""
+    outer: dict[nn.Module, nn.Module] = {}
     for wrapper in _wrappers(model):
-        if wrapper.get_base_layer() is experts:
-            found: nn.Module = wrapper
-            return found
-    return experts
+        outer.setdefault(wrapper.get_base_layer(), wrapper)
+    return outer
 
 
-__all__ = ["add_adapters", "outer_module"]
+__all__ = ["add_adapters", "outer_modules"]

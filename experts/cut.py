@@ -112,7 +112,8 @@ def find_experts(
             )
         elif is_named or (section.expert_pattern and _names(section.expert_pattern, name)):
             whys.append(f"{name} ({type(module).__name__}) {candidate}")
-    found = [f for f in found if not any(_is_inside(g.name, f.name) for g in found if g is not f)]
+    names = {f.name for f in found}
+    found = [f for f in found if names.isdisjoint(_names_around(f.name))]
     for key in ("moe_layer_pattern", "expert_pattern"):
         pattern = getattr(section, key)
         if pattern is not None and not (found or is_part):
@@ -154,8 +155,15 @@ def _is_stack(module: nn.Module) -> bool:
     return is_own and len({shape[:1] for shape in shapes}) == 1 and max(map(len, shapes)) > 2
 
 
-def _is_inside(name: str, outer: str) -> bool:
-    return not outer or name.startswith(f"{outer}.")
+def _names_around(name: str) -> Iterator[str]:
+    """The names of all modules that have the module `name`.
+
+    >>> list(_names_around("layers.0.mlp"))
+    ['layers.0', 'layers', '']
+    """
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _candidate(

@@ -31,6 +31,7 @@ NOT_COUNTED = tuple(
 Line = tuple[str, int]
 WIDTH = 4
 SMALLEST = 3
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 OWN_UNITS = {"unit_min_numel": 0, "param_persistence_threshold": 0, "max_reuse_distance": 0}
 
 
@@ -69,6 +70,36 @@ class Wide(nn.Module):
         return self.head(x + torch.stack(list(self.many)).sum(0)).square().mean()
 
 
+class Mixtures(nn.Module):
+    """`size` blocks, each with two experts in a list."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixture(2) for _ in range(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+class Mixture(nn.Module):
+    """A block with a list of `size` experts."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, size)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.gate(x).softmax(-1).max(-1, keepdim=True)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, _ = torch.where(index == number)
+            result = result.index_add(0, token, expert(x[token]) * weights[token])
+        return result
+
+
 class Lines:
     """Counts how often each line of the product runs inside of the context, in this thread."""
 
@@ -105,11 +136,17 @@ def config_of(zero: dict[str, Any], **more: Any) -> dict[str, Any]:
     }
 
 
-def train(kind: type[nn.Module], zero: dict[str, Any], size: int, folder: Path) -> Counter[Line]:
-    """The lines that a rank runs to train, save and load a model of `size`."""
+def train(
+    kind: type[nn.Module],
+    zero: dict[str, Any],
+    more: dict[str, Any],
+    size: int,
+    folder: Path,
+) -> Counter[Line]:
+    """The lines that a rank runs to train, save and load a model of `size`. more: other sections."""
     x = torch.randn(2, WIDTH)
     with Lines() as lines:
-        engine = xds.initialize(kind(size), config_of(zero))
+        engine = xds.initialize(kind(size), config_of(zero, **more))
         for _ in range(2):
             engine.backward(engine(x))
             engine.step()
@@ -134,9 +171,10 @@ def train_pipeline(size: int, folder: Path) -> Counter[Line]:
 
 
 CASES: dict[str, Callable[[int, Path], Counter[Line]]] = {
-    "a unit for each block": partial(train, Deep, {"stage": 3, **OWN_UNITS}),
-    "one unit of many blocks": partial(train, Deep, {"stage": 3}),
-    "one module of many parameters": partial(train, Wide, {"stage": 2}),
+    "a unit for each block": partial(train, Deep, {"stage": 3, **OWN_UNITS}, {}),
+    "one unit of many blocks": partial(train, Deep, {"stage": 3}, {}),
+    "one module of many parameters": partial(train, Wide, {"stage": 2}, {}),
+    "many layers of experts": partial(train, Mixtures, {"stage": 2}, EXPERTS),
     "a pipeline of many layers": train_pipeline,
 }
 

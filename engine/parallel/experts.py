@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from ...experts.adapters import add_adapters, outer_module
+from ...experts.adapters import add_adapters, outer_modules
 from ...experts.balance import Balance, find_bias
 from ...experts.block import ExpertBlock, block_stand_in
 from ...experts.config import ExpertParallel
@@ -189,8 +189,9 @@ class ExpertLayers(UnevenForwards):
         if coefficient:
             biases = [find_bias(model, f.experts_name, f.num_experts) for f in cut.found]
         self.balance = Balance(self.layers, groups.world, biases, coefficient)
+        outer = outer_modules(model)
         self._callers = [
-            r.call_experts if isinstance(r, ExpertBlock) else outer_module(model, f.module)
+            r.call_experts if isinstance(r, ExpertBlock) else outer.get(f.module, f.module)
             for r, f in zip(self._rerouted, cut.found, strict=True)
         ]
         self._undo: list[Callable[[], None]] = []
