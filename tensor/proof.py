@@ -310,7 +310,11 @@ class _Case:
         *,
         rounds: bool = False,
     ) -> _Run:
-        return _run(block, args, kwargs, tokens, self.apart, rounds=rounds)
+        device = self._group.device
+        # the router of a mixture may draw in evaluation mode too: each run draws the same numbers
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            return _run(block, args, kwargs, tokens, self.apart, rounds=rounds)
 
     def _run_sliced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
         try:

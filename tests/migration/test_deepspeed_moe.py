@@ -14,6 +14,7 @@ import xds.deepspeed as deepspeed
 from xds.deepspeed.moe import utils
 from xds.deepspeed.moe.layer import MoE
 from xds.deepspeed.moe.sharded_moe import TopKGate
+from xds.deepspeed.pipe import PipelineModule
 
 
 class Net(nn.Module):
@@ -102,6 +103,81 @@ def test_two_ranks_train_as_one_process(stage: int, optimizer: str, size: int) -
             assert norms[step] == pytest.approx(norm.item(), rel=1e-5)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(results[0][2][name], value, rtol=1e-4, atol=1e-5)
+
+
+class Layer(nn.Module):
+    """A layer, and the balance loss of the layers so far. Its gate draws numbers where `options` do not say."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.moe = MoE(8, nn.Linear(8, 8), 4, ep_size=2, min_capacity=0, **options)
+
+    def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, balance = given if isinstance(given, tuple) else (given, torch.zeros(()))
+        y, loss, _ = self.moe(self.up(x))
+        return x + y, balance + loss
+
+
+def layers_of(**options: Any) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Layer(k=1, capacity_factor=0.5, **options), Layer(k=2, **options)]
+
+
+def loss_of(given: tuple[Tensor, Tensor], _: Any = None) -> Tensor:
+    return given[0].square().mean() + 0.1 * given[1].sum()
+
+
+def rows(step: int, rank: int) -> Tensor:
+    return batch(step, rank).repeat(1, 1, 2)
+
+
+def on_tensor_ranks() -> list[float]:
+    section = {"tp_size": 2, "plan": {"*.up": "colwise_gather_output"}}
+    given = config(1, samples=5, optimizer="SGD", clip=0.0, tensor_parallel=section)
+    engine, *_ = deepspeed.initialize(model=nn.Sequential(*layers_of()), config=given)
+    torch.manual_seed(7)
+    losses = []
+    for step in range(3):
+        loss = loss_of(engine(rows(step, 0)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def in_a_pipeline() -> list[float]:
+    model = PipelineModule(layers_of(**NO_DRAWS), num_stages=2, loss_fn=loss_of)
+    given = config(1, samples=5, optimizer="SGD", clip=0.0)
+    engine, *_ = deepspeed.initialize(model=model, config=given)
+    rank = torch.distributed.get_rank() % 2
+    return [
+        float(engine.train_batch(iter([(rows(step, rank), torch.zeros(5))]))) for step in range(3)
+    ]
+
+
+NO_DRAWS = {"use_rts": False, "top2_2nd_expert_sampling": False}
+
+
+@pytest.mark.parametrize(
+    ("train", "world_size", "num_data", "options"),
+    [(on_tensor_ranks, 2, 1, {}), (in_a_pipeline, 4, 2, NO_DRAWS)],
+)
+def test_layers_on_tensor_ranks_and_in_a_pipeline(
+    train: Any, world_size: int, num_data: int, options: dict[str, Any]
+) -> None:
+    """Tensor ranks draw the numbers of one process, also while their slices are proven."""
+    results = run_ranks(train, world_size)
+    model = nn.Sequential(*layers_of(**options))
+    plain = torch.optim.SGD(model.parameters(), lr=1e-2)
+    torch.manual_seed(7)
+    for step in range(3):
+        loss = sum(loss_of(model(rows(step, rank))) for rank in range(num_data)) / num_data
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+        for losses in results:
+            assert losses[step] == pytest.approx(loss.item(), rel=1e-6)
 
 
 def test_names_and_groups_are_those_of_deepspeed() -> None:
