@@ -265,6 +265,13 @@ class Config(Section):
         return "" if self.optimizer is None else str(self.optimizer.type)
 
     @property
+    def state_dtype(self) -> str:
+        """Of the optimizer's states that have an element for each of a parameter: "fp32" or "bf16"."""
+        if self.bf16.bf16_optimizer_states:
+            return "bf16"
+        return "fp32" if self.optimizer is None else self.optimizer.state_dtype
+
+    @property
     def needs_whole_tensors(self) -> bool:
         """The optimizer uses norms or products of whole tensors."""
         found = REGISTERED.get(self.optimizer_type)

@@ -139,6 +139,11 @@ class OptimizerConfig(Section):
     type: str = Field("", description="name of the optimizer, in any case; must be given")
     params: Object = Field(default_factory=dict, description="its arguments")
 
+    @property
+    def state_dtype(self) -> str:
+        """Of states that have an element for each of a parameter."""
+        return str(self.params.get("state_dtype", "fp32"))
+
     @classmethod
     def read_own(cls, values: dict[str, Any], path: str, report: Report) -> None:
         """Read the arguments of this type."""

@@ -186,6 +186,14 @@ class Bf16(Half):
                 True,
                 "needs bf16.bf16_master_weights_and_grads; set it to true as well, or remove the key",
             )
+        optimizer = config.optimizer
+        states = None if optimizer is None else optimizer.params.get("state_dtype")
+        if self.bf16_optimizer_states and states not in (None, "bf16"):
+            report.complain(
+                "optimizer.params.state_dtype",
+                states,
+                "bf16.bf16_optimizer_states is true, which means bf16; remove one of the two keys",
+            )
 
     @property
     def skips_overflow(self) -> bool:

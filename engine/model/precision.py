@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...experts.config import BIASES
 from ...zero.layout.groups import Policy
 from ..config.config import Config
+from ..config.sections import Bf16, Fp16
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -36,18 +37,18 @@ def policy_of(config: Config, stage: int, world_size: int) -> Policy:
         accumulate=DTYPES[accumulate] if accumulate else None,
         communicate=DTYPES[sent] if sent else None,
     )
-    return _with_narrow_masters(policy, config)
+    return _with_narrow_states(policy, config)
 
 
-def _with_narrow_masters(policy: Policy, config: Config) -> Policy:
-    """With 16-bit masters, which are the parameters, where the config asks for them."""
-    half = config.bf16 if config.bf16.enabled else config.fp16
-    if not (half.enabled and half.has_narrow_masters):
-        return policy
+def _with_narrow_states(policy: Policy, config: Config) -> Policy:
+    """With the masters and states of fewer bits that the config asks for."""
+    half: Fp16 | Bf16 = config.fp16 if config.fp16.enabled else config.bf16
+    has_narrow_masters = half.enabled and half.has_narrow_masters
+    states = DTYPES[config.state_dtype]
     return replace(
         policy,
-        masters=policy.compute,
-        states=torch.bfloat16 if config.bf16.bf16_optimizer_states else torch.float32,
+        masters=policy.compute if has_narrow_masters else None,
+        states=states if has_narrow_masters or states != torch.float32 else None,
         rounding_seed=half.rounding_seed if half.master_rounding == "stochastic" else None,
     )
 

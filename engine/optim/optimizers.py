@@ -160,7 +160,7 @@ ELEMENTWISE = (
     torch.optim.SGD,
 )
 NOT_FOR_MUON = ("embed", "lm_head")
-ENGINE_FLAGS = ("torch_adam", "fused", "foreach", "fp32_optimizer_states")
+ENGINE_FLAGS = ("torch_adam", "fused", "foreach", "fp32_optimizer_states", "state_dtype")
 
 
 class OptimizerSection(Protocol):
@@ -402,7 +402,7 @@ def as_shard_optimizer(optimizer: torch.optim.Optimizer, updater: Updater) -> Sh
 
 
 def check_masters(optimizer: torch.optim.Optimizer, updater: Updater) -> None:
-    """Raises UsageError: masters have 16 bits, and `optimizer` does not round them itself."""
+    """Raises UsageError: masters or states have fewer bits, and `optimizer` does not round them itself."""
     is_narrow = any(m.raw.dtype.itemsize == 2 for m in updater.masters)
     rounds = isinstance(optimizer, ShardOptimizer) and optimizer.rounds_masters
     if is_narrow and not rounds:
@@ -410,6 +410,11 @@ def check_masters(optimizer: torch.optim.Optimizer, updater: Updater) -> None:
             f"{type(optimizer).__name__} cannot update 16-bit masters, because its rounding would lose small "
             'updates; set optimizer.type to "AdamW" in the config and pass no optimizer, or remove '
             "bf16_master_weights_and_grads and fp16_master_weights_and_grads"
+        )
+    if updater.has_narrow_states and not rounds:
+        raise UsageError(
+            f"{type(optimizer).__name__} has states of its own dtype, but optimizer.params.state_dtype is set, "
+            "which is for the config's optimizer; pass no optimizer, or remove the key"
         )
 
 

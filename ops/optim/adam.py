@@ -101,9 +101,10 @@ class AdamRule:
 
     def _is_one_pass(self, update: Update, group: dict[str, Any]) -> bool:
         """Whether there are casts to fuse with the update, and a kernel for it."""
-        if not group["bias_correction"] or update.item.master.dtype.itemsize == 2:
+        item = update.item
+        if not group["bias_correction"] or min(item.master.itemsize, item.state_dtype.itemsize) < 4:
             return True
-        has_casts = update.out is not None or update.grad.dtype != update.item.master.dtype
+        has_casts = update.out is not None or update.grad.dtype != item.master.dtype
         return has_casts and is_loaded(optimizer_library(update.grad.device))
 
     def _one_pass(

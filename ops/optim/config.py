@@ -44,6 +44,7 @@ MAX_GRAD_NORM = Refused(float, "set the top-level key gradient_clipping instead"
 DIFFERENTIABLE = Refused(
     Flag, "differentiating through the update is not supported; set it to false", harmless=(False,)
 )
+STATE_DTYPE = Value(Annotated[Literal["fp32", "bf16"], ANY_CASE])
 FUSED = "there is one implementation, and it is fused"
 _MESSAGES = "messages are sent by the backend of torch.distributed, on any device"
 # as eps: an element without gradients would be 0 / 0, and others share its norm
@@ -101,7 +102,8 @@ _ADAM: dict[str, Value] = {
     "bias_correction": FLAG,
     "amsgrad": _AMSGRAD,
     "torch_adam": FLAG,
-    "fp32_optimizer_states": NoEffect(Flag, "optimizer states are always fp32", same=(True,)),
+    "state_dtype": STATE_DTYPE,
+    "fp32_optimizer_states": NoEffect(Flag, "state_dtype is the dtype of states", same=(True,)),
     "eps_inside_sqrt": _EPS_INSIDE,
     "disable_fused_adam": NoEffect(Flag, FUSED, same=(False,)),
 }

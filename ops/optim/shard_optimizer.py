@@ -103,7 +103,7 @@ class Item:
     group: index into the optimizer's param_groups. parts: the parameters in it, in order.
     flat: number of its flat buffer; start: its start in this rank's part of that buffer.
     state_dtype: of the optimizer's states.
-    rounding_seed: of stochastic rounding, for masters of 16 bits; None: they are rounded to nearest.
+    rounding_seed: of stochastic rounding, for what has fewer bits than fp32; None: it is rounded to nearest.
     """
 
     master: Tensor
@@ -117,7 +117,8 @@ class Item:
     @cached_property
     def draws(self) -> Tensor | None:
         """The keys of its random numbers, see ops/rounding.py; None: it is rounded to nearest."""
-        if self.rounding_seed is None or self.master.dtype.itemsize > 2:
+        widths = self.master.dtype.itemsize, self.state_dtype.itemsize
+        if self.rounding_seed is None or min(widths) > 2:
             return None
         runs = [(part.start, part.stop, part.param_start, part.name) for part in self.parts]
         return draw_rows(runs, self.rounding_seed).to(self.master.device)
@@ -280,7 +281,7 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         return None
 
     def gains_from_kernels(self, *, casts: bool) -> bool:
-        """Whether native kernels would be used. casts: parameters have a narrower dtype than their masters."""
+        """Whether native kernels would be used. casts: something has fewer bits than fp32."""
         return True
 
     def states_before(self, item: Item) -> dict[str, Any]:

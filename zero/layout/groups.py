@@ -41,8 +41,8 @@ class Policy:
     accumulate: dtype of gradient sums; None is that of the master weights.
     communicate: dtype in which gradients are sent; None is the parameter's own.
     masters: dtype of the master weights of 16-bit parameters; None is fp32. Others are their own masters.
-    states: dtype of their optimizer states; None is that of the masters.
-    rounding_seed: of stochastic rounding of masters of 16 bits; None: to nearest.
+    states: dtype of optimizer states of 16-bit and fp32 parameters; None is that of the masters.
+    rounding_seed: of stochastic rounding of masters and states; None: to nearest.
     holds_grads: several micro-batches are summed on the rank before the reduction.
     """
 
@@ -105,7 +105,7 @@ class Policy:
 
     def state_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """The dtype of optimizer states that have an element for each of a parameter."""
-        if self.states is None or param_dtype not in LOW_PRECISION:
+        if self.states is None or param_dtype not in (*LOW_PRECISION, torch.float32):
             return self.master_dtype(param_dtype)
         return self.states
 

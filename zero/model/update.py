@@ -65,8 +65,20 @@ class Updater:
 
     @property
     def casts(self) -> bool:
-        """Some parameters have fewer bits than their masters."""
-        return any(master.casts for master in self.masters)
+        """Parameters, masters or states have fewer bits than fp32, so updates cast."""
+        widths = (
+            width for master in self.masters for width in (master.raw.itemsize, self._width(master))
+        )
+        return any(master.casts for master in self.masters) or min(widths, default=4) < 4
+
+    @property
+    def has_narrow_states(self) -> bool:
+        """Some states have fewer bits than fp32."""
+        return any(self._width(master) < 4 for master in self.masters)
+
+    @staticmethod
+    def _width(master: Master) -> int:
+        return min((item.state_dtype.itemsize for item in master.items), default=4)
 
     @property
     def has_slices(self) -> bool:
