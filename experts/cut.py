@@ -112,8 +112,8 @@ def find_experts(
             )
         elif is_named or (section.expert_pattern and _names(section.expert_pattern, name)):
             whys.append(f"{name} ({type(module).__name__}) {candidate}")
-    names = {f.name for f in found}
-    found = [f for f in found if names.isdisjoint(_names_around(f.name))]
+    around = {outer for f in found for outer in _names_around(f.name)}
+    found = [f for f in found if f.name not in around]
     for key in ("moe_layer_pattern", "expert_pattern"):
         pattern = getattr(section, key)
         if pattern is not None and not (found or is_part):
