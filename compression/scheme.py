@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, final
 
@@ -19,7 +20,23 @@ from ..ops.comm.mesh_groups import Split
 
 
 class ParamSender(ABC):
-    """Sends the values of one flat buffer to the ranks of its group."""
+    """Sends the values of one flat buffer to the ranks of its group.
+
+    num_maxima: the numbers that the next `gather` needs the maximum of over all ranks; 0: none. One exchange
+    may have those of several buffers (`exchange_maxima`); a gather without it makes its own.
+    """
+
+    @property
+    def num_maxima(self) -> int:
+        return 0
+
+    def maxima(self, shard: Tensor) -> Tensor:
+        """This rank's numbers, fp32 [num_maxima], from its `shard` [n]."""
+        raise AssertionError("gathers need none")
+
+    def take_maxima(self, maxima: Tensor) -> None:
+        """The next gathers use `maxima` [num_maxima], the largest numbers of all ranks."""
+        raise AssertionError("gathers need none")
 
     @property
     @abstractmethod
@@ -63,6 +80,23 @@ class ParamSender(ABC):
     @abstractmethod
     def held_bytes(self) -> int:
         """Bytes that are kept between gathers."""
+
+
+@torch.no_grad()
+def exchange_maxima(
+    collectives: Collectives, waiting: Sequence[tuple[ParamSender, Tensor]]
+) -> None:
+    """Give senders the maxima that they need, in one message. For all ranks.
+
+    waiting: senders that need some, with their shards. Sends: 4 bytes for each number to each rank.
+    """
+    if not waiting:
+        return
+    own = torch.cat([sender.maxima(shard) for sender, shard in waiting])
+    table = collectives.gather_small(own, what="maxima of weights").view(collectives.world_size, -1)
+    found = torch.split(table.amax(0), [sender.num_maxima for sender, _ in waiting])
+    for (sender, _), maxima in zip(waiting, found, strict=True):
+        sender.take_maxima(maxima)
 
 
 @final
@@ -252,6 +286,7 @@ class Buffer:
 
     dtype: of the parameters. is_sharded: each rank updates a shard of it; else all of it.
     is_gathered: its parameters are dropped and gathered (stage 3). trains: they are not frozen.
+    cast: the dtype in which their only readers compute; None: their own. slots: [start, stop) of each.
     """
 
     index: int
@@ -261,6 +296,8 @@ class Buffer:
     is_sharded: bool
     is_gathered: bool = False
     trains: bool = True
+    cast: torch.dtype | None = None
+    slots: tuple[tuple[int, int], ...] = ()
 
 
 class CommScheme(ABC):
@@ -314,4 +351,5 @@ __all__ = [
     "ExactSender",
     "GradientReducer",
     "ParamSender",
+    "exchange_maxima",
 ]

@@ -12,7 +12,7 @@ offload_optimizer, offload_param       model/storage.py: the host's and the disk
 offload_optimizer.ratio = "auto"       zero/model/auto_ratio.py
 zero_quantized_*, zero_hpz_*           parallel/messages.py: ZeRO++
 optimizer.type = "OneBit..."           parallel/messages.py: one-bit messages
-float8                                 model/float8.py, and messages of its weights
+float8                                 model/float8.py: layers, and messages of their weights
 compression_training,                  model/compressed_training.py
 quantize_training
 activation_checkpointing               model/recompute.py
@@ -274,9 +274,9 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         return_freed_blocks()  # what other ranks hold leaves this process
     messages, scheme = _messages(config, collectives)
     local = divide(model, config, mesh, collectives, partial(policy_of, config), scheme)
-    model, runs, flat_groups = local.model, local.runs, local.groups
+    model, runs = local.model, local.runs
     blocks = [module for run in runs for _, module in run]
-    _, undo_float8 = _float8(local, config)
+    flat_groups, undo_float8 = _float8(local, config)
     recomputing, undo_storing = _recomputing(config, blocks, device, mesh)
     with everywhere():
         groups = groups or _groups(model, config, given)
@@ -400,10 +400,10 @@ def _compresses(model: nn.Module, config: Config, given: _Given) -> bool:
     return True
 
 
-def _float8(local: LocalModel, config: Config) -> tuple[list[nn.Parameter], Callable[[], None]]:
-    """The weights of the layers that multiply in 8 bits from now on, and what undoes it. For all ranks."""
+def _float8(local: LocalModel, config: Config) -> tuple[FlatGroups, Callable[[], None]]:
+    """Let layers multiply in 8 bits: how their weights are sent, and what undoes it. For all ranks."""
     if not config.float8.enabled:
-        return [], _nothing
+        return local.groups, _nothing
     from .model.float8 import convert_layers
 
     experts = frozenset() if local.experts is None else local.experts.params

@@ -275,6 +275,12 @@ class Shares:
             self._shard_groups,
         )
         flat_groups = replace(flat_groups, world=world)
+        if self._config.float8.enabled:
+            from ..model.float8 import layers_of, with_casts
+
+            experts = () if division.experts is None else map(id, division.experts.params())
+            layers = layers_of(module, self._config, flat_groups, frozenset(experts))
+            flat_groups = with_casts(flat_groups, self._config, layers)
         trained = trained_groups(module, self._config)
         with ShapesOnly(copies_zeros=True):
             built = RankObjects(module, runs, flat_groups, groups, trained, messages, self._config)

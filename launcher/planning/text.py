@@ -21,6 +21,7 @@ MESSAGES = {
     "all_gather": "parameters gathered",
     "activations": "pipeline activations",
     "gradients": "pipeline gradients",
+    "float8 parameters": "parameters gathered in 8 bits",
     "tensor sums": "tensor sums",
     "tensor gathers": "tensor gathers",
     "experts": "tokens of experts",

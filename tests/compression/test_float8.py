@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -143,7 +144,53 @@ def converted_by_script(stage: int) -> Run:
 def test_layers_that_accelerate_has_converted_train_as_those_of_the_section() -> None:
     own = run_ranks(on_ranks, 2, 3, "tensorwise", "fp32", {})
     for run, expected in zip(run_ranks(converted_by_script, 2, 3), own, strict=True):
-        assert run.steps == expected.steps
+        assert [loss for loss, _ in run.steps] == [loss for loss, _ in expected.steps]
+
+
+class Observed(NamedTuple):
+    steps: list[tuple[float, float]]
+    read: Tensor  # what the script reads of a weight
+    sent: dict[str, int]  # bytes of one step
+
+
+def edited(stage: int, folder: str) -> Observed:
+    """Training in bf16 with what changes weights beside the optimizer: writes, and loads."""
+    section = {"enabled": True, "filter": LAYERS}
+    made = config(stage, "bf16", samples=SAMPLES, accumulation=2, params={"lr": 1e-3})
+    engine = xds.initialize(build(), {**made, "float8": section})
+    up = engine.module.blocks[0].up.weight
+    steps, before, read = [], engine.bytes_sent(), None
+    for step in range(6):
+        for micro_step in range(2):
+            loss = engine(batch(10 * step + micro_step, dist.get_rank()))
+            engine.backward(loss)
+            if step == 2 and micro_step == 0:  # no update comes before the next forward
+                with xds.zero.GatheredParameters([up], modifier_rank=0):
+                    up.data.mul_(3)
+            engine.step()
+            steps.append((loss.item(), engine.get_global_grad_norm()))
+        if step == 1:
+            engine.save_checkpoint(folder)
+        if step == 3:
+            read = xds.zero.get_full_param(up).clone()
+            engine.load_checkpoint(folder)
+        if step == 4:
+            before = engine.bytes_sent()
+    sent = {kind: size - before.get(kind, 0) for kind, size in engine.bytes_sent().items()}
+    assert read is not None
+    return Observed(steps, read, sent)
+
+
+def test_gathers_in_8_bits_change_no_bit(tmp_path: Path) -> None:
+    (exact, _), (coded, _) = (
+        run_ranks(edited, 2, stage, str(tmp_path / str(stage))) for stage in (2, 3)
+    )
+    assert coded.steps == exact.steps
+    assert torch.equal(coded.read, exact.read)
+    num_elements = 2 * 2 * 48 * 80  # of four weights; each rank sends its half, once a micro-batch
+    assert coded.sent["float8 parameters"] == 2 * num_elements // 2
+    # maxima: four bytes a weight in one message
+    assert coded.sent["control"] - exact.sent["control"] == 4 * 4
 
 
 def test_a_layer_stays_the_object_that_the_script_has(caplog: pytest.LogCaptureFixture) -> None:
@@ -204,6 +251,7 @@ def refused(more: dict[str, Any]) -> None:
             {"float8": {"enabled": True}},
             "0 of 6 linear layers .*too small to gain.*no multiples of 16",
         ),
+        ({"float8": {"enabled": True, "filter": ["up", "donw"]}}, "no linear layer .* 'donw'"),
         ({"float8": {"enabled": True, "filter": ["router"]}}, "0 of 6 .*no multiples of 16"),
         (
             {

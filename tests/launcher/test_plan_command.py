@@ -79,6 +79,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     ),
     "Lamb": ("plain", config_of(1, "bf16", optimizer="Lamb"), 2, 0),
     "1-bit": ("plain", config_of(1, optimizer="OneBitAdam"), 2, 1),
+    "float8": (
+        *("llama", config_of(3, "bf16", float8={"enabled": True, "filter": ["self_attn"]})),
+        *(2, 0),
+    ),
     "sequences": ("llama", config_of(3, count=2, sequence_parallel_size=2), 2, 0),
     "copied heads": ("llama", config_of(2, tensor_parallel={"tp_size": 4}), 4, 0),
 }  # fmt: skip

@@ -358,7 +358,8 @@ class ParamBucket:
         return self.shards_params and self.stored_shard.is_on_host
 
     def exchange_shard(self, shard: Shard) -> Shard:
-        """Gathers bring the values of `shard` from now on. Returns the one before."""
+        """Gathers bring the values of `shard` from now on. Returns the one before. For all ranks."""
+        self.sender.forget()
         before, self.stored_shard = self.stored_shard, shard
         return before
 

@@ -163,6 +163,8 @@ class FlatGroups:
         shared: id(parameter) -> its group.
         names: id(parameter) -> its name in the whole model, where the module of this rank has another one.
         slices: id(parameter) -> its slices, for every parameter that tensor ranks have cut.
+        casts: id(parameter) -> the dtype to which its only reader casts it; of parameters of the data group.
+            They have flat buffers of their own, which may be gathered in that dtype.
     """
 
     world: Collectives
@@ -171,6 +173,7 @@ class FlatGroups:
     shared: Mapping[int, FlatGroup] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
     slices: Mapping[int, Slices] = field(default_factory=dict)
+    casts: Mapping[int, torch.dtype] = field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:
@@ -223,7 +226,13 @@ class FlatGroups:
 
 
 def buffer_of(
-    layout: FlatLayout, index: int, dtype: torch.dtype, group: FlatGroup, *, trains: bool = True
+    layout: FlatLayout,
+    index: int,
+    dtype: torch.dtype,
+    group: FlatGroup,
+    *,
+    trains: bool = True,
+    cast: torch.dtype | None = None,
 ) -> Buffer:
     """What the scheme of `group` know of flat buffer `index`, whose parameters have this dtype."""
     policy = group.policy
@@ -235,6 +244,8 @@ def buffer_of(
         is_sharded=policy.shards_optimizer,
         is_gathered=policy.shards_params,
         trains=trains,
+        cast=cast,
+        slots=tuple((slot.offset, slot.stop) for slot in layout.slots),
     )
 
 

@@ -39,13 +39,14 @@ class _Kind(NamedTuple):
     is_single: the parameter has one element, or its slice on some rank. torch allows writes to a placeholder of
     one element, so stage 3 never drops such parameters, and writes between steps count. They have their own
     buffer at every stage, so that all stages sum the norm in the same order.
-    group: the number of its group of ranks.
+    group: the number of its group of ranks. cast: see `FlatGroups.casts`; at every stage, for the same reason.
     """
 
     trains: bool
     is_single: bool
     dtype: torch.dtype
     group: int
+    cast: torch.dtype | None
 
 
 @final
@@ -142,7 +143,8 @@ class Builder:
             dtype = self._policy.param_dtype(param.dtype)
             group = self._flat_groups.of(param)
             is_single = 1 in map(numel_of, self._flat_groups.shapes_of(param))
-            kind = _Kind(id(param) in self._groups, is_single, dtype, group.number)
+            cast = self._flat_groups.casts.get(id(param))
+            kind = _Kind(id(param) in self._groups, is_single, dtype, group.number, cast)
             kinds.setdefault(kind, []).append((self._flat_groups.name_of(param, name), param))
         return sorted(kinds.items(), key=lambda item: (not item[0].trains, item[0].group))
 
@@ -236,7 +238,7 @@ class Builder:
                 self._has_told = True
                 log.warning("%s: ranks share no memory here, so each one has all parameters", KEY)
         sender = group.scheme.sender(
-            buffer_of(layout, index, kind.dtype, group, trains=kind.trains)
+            buffer_of(layout, index, kind.dtype, group, trains=kind.trains, cast=kind.cast)
         )
         is_dropped = group.policy.shards_params
         return own_memory(collectives, numel, kind.dtype, sender, is_dropped=is_dropped)

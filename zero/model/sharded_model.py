@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ...compression.scheme import exchange_maxima
 from ...offload.interfaces import Shard
 from ...offload.stores import Stores
 from ...ops.comm.collectives import Collectives
@@ -455,6 +456,16 @@ class ShardedModel:
         """Wait until the parameters that stay gathered are gathered again."""
         for flat in self._flats:
             flat.wait()
+
+    def exchange_maxima(self) -> None:
+        """Agree on what gathers of new values need of all ranks, in one message. For all ranks.
+
+        With shards on the host each gather does it: their values are still on their way.
+        """
+        if self.stores.host is None:
+            kept = [flat for flat in self._flats if flat.sender.num_maxima]
+            shards = [(flat.sender, flat.shard) for flat in kept]
+            exchange_maxima(self.flat_groups.data.collectives, shards)
 
     def skip(self) -> None:
         """Drop all gradients: the step is skipped. A lossy reducer adds what was sent to its pending error."""

@@ -187,6 +187,7 @@ class Updater:
                 self._step_at_once(optimizer, scale, written)
         optimizer.count_update()
         self.model.wait_published()
+        self.model.exchange_maxima()
         for master in self.masters:
             master.remember()
         return True
