@@ -719,6 +719,7 @@ class Engine:
         options = LoadOptions(*what, load_module_only, fallback)
         found = self._states.load(load_dir, tag, options)
         if found[0] is not None:
+            self._torch_calls.forget_mode()
             for follower in self._parts.after_steps:
                 follower.resume(self.global_steps - self.skipped_steps)
         if found[0] is not None and not load_module_only:

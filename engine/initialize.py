@@ -99,7 +99,7 @@ from .optim.optimizers import (
     load_kernels,
     named_optimizer,
     read_groups,
-    split_for_muon,
+    split_by_kind,
 )
 from .parallel.division import LocalModel, divide
 from .parts import (
@@ -849,9 +849,7 @@ def _groups(model: nn.Module, config: Config, given: _Given) -> Groups:
             )
         return read_groups(model, [dict(g) for g in optimizer.param_groups])
     groups = read_groups(model, model_parameters)
-    if optimizer is None and config.optimizer is not None and config.optimizer.type == "Muon":
-        return split_for_muon(model, groups)
-    return groups
+    return split_by_kind(config.optimizer, model, groups) if optimizer is None else groups
 
 
 def _optimizer(

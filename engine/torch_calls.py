@@ -73,6 +73,10 @@ class TorchCalls(GradHolder):
         """From now on `adapter` gets the calls, as long as it lives; then the engine again."""
         self._adapter = weakref.ref(adapter)
 
+    def forget_mode(self) -> None:
+        """A load has replaced weights and states: the next `eval` or `train` of the optimizer may write."""
+        self._mode = ""
+
     def remove(self) -> None:
         """Give the objects their own methods back."""
         functions.remove(self)

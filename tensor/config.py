@@ -81,7 +81,7 @@ class TensorParallel(Section):
         """See `Section.check_with`."""
         if self.size == 1:
             return
-        if config.needs_whole_tensors or config.optimizer_type == "Adafactor":
+        if config.needs_whole_tensors:
             report.complain(
                 "optimizer.type",
                 config.optimizer_type,

@@ -27,7 +27,6 @@ from ...utils.schema.values import (
     NUMBER,
     TUPLE,
     Flag,
-    NonNegative,
     Object,
     Positive,
     Share,
@@ -40,19 +39,15 @@ from .classes import FLAG_OR_NULL, ClassTable
 BESIDE_PARAMS = "its place is optimizer.params, in DeepSpeed too"
 TORCH_DECAY = 0.01  # the default of torch.optim.AdamW
 
-_TORCH_COMMON: dict[str, Value] = {
+_TORCH: dict[str, Value] = {
     "lr": RATE,
     "weight_decay": DECAY,
     "max_grad_norm": MAX_GRAD_NORM,
     "foreach": FLAG_OR_NULL,
     "maximize": FLAG,
+    "capturable": FLAG,
+    "differentiable": DIFFERENTIABLE,
 }
-_TORCH: dict[str, Value] = {**_TORCH_COMMON, "capturable": FLAG, "differentiable": DIFFERENTIABLE}
-_TWO_EPS = Annotated[
-    tuple[NonNegative | None, NonNegative],
-    needs("a list of a number or null, and a number, each at least 0"),
-    TUPLE,
-]
 _ETAS = Annotated[
     tuple[Positive, Positive],
     needs("a list of two numbers, one between 0 and 1 and one above 1"),
@@ -68,12 +63,6 @@ _STEP_SIZES = Annotated[
 _FROM_TORCH: dict[str, dict[str, Value]] = {
     "ASGD": {**_TORCH, "lambd": NUMBER, "alpha": NUMBER, "t0": NUMBER},
     "Adadelta": {**_TORCH, "rho": Value(Share), "eps": EPS},
-    "Adafactor": {
-        **_TORCH_COMMON,
-        "beta2_decay": Value(Annotated[float, Field(le=0, allow_inf_nan=False)]),
-        "eps": Value(_TWO_EPS),
-        "d": Value(Annotated[float, Field(ge=1, allow_inf_nan=False)]),
-    },
     "Adamax": {**_TORCH, "betas": BETAS, "eps": EPS},
     "NAdam": {
         **_TORCH,
@@ -181,7 +170,14 @@ class OptimizerConfig(Section):
             )
 
     def check(self, report: Report) -> None:
-        """Check what is missing, and arguments that exclude one another."""
+        """Check what is missing, and arguments that exclude or need one another."""
+        dim, heads = self.params.get("dim"), self.params.get("n_heads")
+        if (dim is None) != (heads is None) or (dim and heads and dim % heads):
+            report.complain(
+                "optimizer.params.n_heads",
+                heads,
+                f"a head has dim / n_heads rows, and dim is {dim}: give both, dim as a multiple, or none",
+            )
         OPTIMIZERS.complain_missing(self, report)
         needs_momentum = self.type == "SGD" and self.params.get("nesterov")
         if needs_momentum and (not self.params.get("momentum") or self.params.get("dampening")):

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...ops.config import Ops
 from ...ops.libraries import load, optimizer_library
 from ...ops.optim.config import REGISTERED
@@ -125,7 +126,7 @@ def warning_text(name: str) -> str:
         f"{name}: its update depends on the shape or the norm of a whole parameter, but at "
         "zero_optimization.stage >= 1 it gets 1-D shards, so training differs from that without ZeRO; "
         "zero_allow_untested_optimizer is true (transformers and accelerate set it), so it steps all the same. "
-        "Use zero_optimization.stage = 0, AdamW, or optimizer.type = Lamb or Muon in the config"
+        f"Use zero_optimization.stage = 0, AdamW, or optimizer.type = {_whole_names()} in the config"
     )
 
 
@@ -133,9 +134,17 @@ def refusal_text(name: str, elementwise: str) -> str:
     """Why `name` is refused on shards. elementwise: names of the optimizers to use instead."""
     return (
         f"{name}: this optimizer may use the shape of a parameter, and with zero_optimization.stage >= 1 "
-        f"it would see 1-D shards; use zero_optimization.stage = 0, one of {elementwise}, Lamb, Lion or Muon, "
-        "or set zero_allow_untested_optimizer to true if its arithmetic is per element"
+        f"it would see 1-D shards; use zero_optimization.stage = 0, one of {elementwise} or Lion, "
+        f"optimizer.type = {_whole_names()} in the config, or set zero_allow_untested_optimizer to true if its "
+        "arithmetic is per element"
     )
+
+
+def _whole_names() -> str:
+    """The optimizers of the config that get the whole parameters at every stage."""
+    names = [name for name, each in REGISTERED.items() if not each.is_elementwise]
+    names = sorted({*names} - {*ONE_BIT_OPTIMIZERS})
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 log = logging.getLogger("xds")
@@ -159,7 +168,7 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-NOT_FOR_MUON = ("embed", "lm_head")
+NO_MATRICES = ("embed", "lm_head")
 ENGINE_FLAGS = ("torch_adam", "fused", "foreach", "fp32_optimizer_states", "state_dtype")
 
 
@@ -229,23 +238,28 @@ def read_groups(model: nn.Module, source: Iterable[Any] | None) -> Groups:
     )
 
 
-def split_for_muon(model: nn.Module, groups: Groups) -> Groups:
-    """Split every group in two: matrices, which Muon updates, and the rest, which AdamW updates.
+def split_by_kind(section: OptimizerSection | None, model: nn.Module, groups: Groups) -> Groups:
+    """`groups` for the optimizer of the config: split in two if it has a formula for matrices alone.
 
     As in DeepSpeed, a matrix is a parameter of two or more dimensions whose name does not contain one of
-    `NOT_FOR_MUON` (embeddings and the head). Of three dimensions it is a stack of matrices, such as experts,
+    `NO_MATRICES` (embeddings and the head). Of three dimensions it is a stack of matrices, such as experts,
     unless it is a convolution's. A parameter beside a stack that has a vector for each matrix is its bias.
+    Muon takes all of these, others take parameters of two dimensions.
     """
+    found = None if section is None else REGISTERED.get(section.type)
+    if section is None or found is None or not found.matrix_flag:
+        return groups
     stacks, biases = _stacked(model)
     matrices = {
         id(param)
         for name, param in model.named_parameters()
-        if param.dim() >= 2 and not any(word in name.lower() for word in NOT_FOR_MUON)
+        if (param.dim() >= 2 if section.type == "Muon" else param.dim() == 2)
+        and not any(word in name.lower() for word in NO_MATRICES)
     }
     matrices -= biases
     options: list[Named] = []
     for entry in groups.options:
-        options += [{**entry, "use_muon": True}, {**entry, "use_muon": False}]
+        options += [{**entry, found.matrix_flag: True}, {**entry, found.matrix_flag: False}]
     index = {
         key: 2 * number + (0 if key in matrices else 1) for key, number in groups.index.items()
     }

@@ -9,6 +9,8 @@ from typing import final
 
 from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...ops.mesh import Mesh
+from ...ops.optim.config import REGISTERED
+from ...ops.optim.whole_params import WholeParamOptimizer
 from ...pipe.channel import JOINS
 from ...pipe.module import PipelineModule
 from ...pipe.schedules.actions import Op
@@ -126,10 +128,12 @@ class _Planner:
                 "has 0.129 bytes an element, a rank keeps 4 bytes more for each of its elements, at stage 0 "
                 "4 / (data-parallel ranks) more"
             )
-        elif section.type == "Muon":
+        elif section.type in REGISTERED and issubclass(
+            REGISTERED[section.type].load(), WholeParamOptimizer
+        ):
             self._notes.append(
-                "optimizer = Muon: the figures are those of the first data rank. What AdamW updates has one "
-                "state more, and other ranks have more or less of it"
+                f"optimizer = {section.type}: the figures are those of the first data rank. Parameters have "
+                "states of different sizes, and other ranks have more or fewer of each"
             )
         if zero.shared_parameters:
             self._notes.append(

@@ -35,7 +35,7 @@ from ...zero.model.stage_units import StageUnits
 from ..config.config import Config
 from ..model.arguments import BlockRuns, is_cut, is_part
 from ..model.precision import policy_of
-from ..optim.optimizers import Groups, read_groups, split_for_muon
+from ..optim.optimizers import Groups, read_groups, split_by_kind
 from ..parallel.flat_groups import (
     ALL_OF_A_STAGE,
     Division,
@@ -298,10 +298,7 @@ def _gathers(sharded: ShardedModel) -> dict[str, int]:
 
 def trained_groups(model: nn.Module, config: Config) -> Groups:
     """The hyperparameter groups where the script gives neither parameters nor an optimizer."""
-    groups = read_groups(model, None)
-    if config.optimizer is not None and config.optimizer.type == "Muon":
-        return split_for_muon(model, groups)
-    return groups
+    return split_by_kind(config.optimizer, model, read_groups(model, None))
 
 
 @contextmanager

@@ -233,6 +233,8 @@ class TrainingStep(BackwardRules):
                 "engine.step() inside no_sync(): leave the context before the step, so that gradients are "
                 "reduced"
             )
+        if self._parts.updater.optimizer is not None:
+            self._parts.updater.optimizer.check_step()
         self._sharded.end_script_backward()
         is_boundary = self._accumulation.ends_step(counts_all=by_optimizer)
         self.was_applied = False

@@ -24,11 +24,14 @@ from ...utils.schema.values import (
     BelowOne,
     Count,
     Flag,
+    InsideOne,
+    Natural,
     NonNegative,
     Positive,
     Share,
     Text,
     Value,
+    needs,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +41,9 @@ Rate = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]  # of learnin
 RATE = Value(Rate)  # in a checkpoint as well
 DECAY = EPS = AT_LEAST_0 = Value(NonNegative)
 BETA = Value(BelowOne)
+_BETAS_OF_AVERAGE = Value(  # the average is (y - (1 - beta1) z) / beta1
+    Annotated[tuple[InsideOne, BelowOne], Field(fail_fast=True), TUPLE]
+)
 BETAS = Value(Annotated[tuple[BelowOne, BelowOne], Field(fail_fast=True), TUPLE])
 FREEZE_STEP = Value(Count | Annotated[Literal["auto"], ANY_CASE])
 MAX_GRAD_NORM = Refused(float, "set the top-level key gradient_clipping instead", harmless=(0, 0.0))
@@ -61,6 +67,7 @@ class Registration:
     aliases: its names in other libraries, in lower case.
     states: a checkpoint of another library that names no optimizer, and has these states, is one of it.
     is_elementwise: as the class's; False: an element's update depends on others of the parameter.
+    matrix_flag: it has a formula for matrices, and groups of them have this key; AdamW updates the rest.
     is_torchs: torch's class of this name does the same, and steps where nothing is cast.
     rounds_masters: as the class's; masters may have 16 bits.
     """
@@ -72,6 +79,7 @@ class Registration:
     states: frozenset[str] = frozenset()
     is_elementwise: bool = True
     is_torchs: bool = False
+    matrix_flag: str = ""
     rounds_masters: bool = False
 
     def load(self) -> type[ShardOptimizer]:
@@ -82,6 +90,11 @@ class Registration:
         return found
 
 
+_TWO_EPS = Annotated[
+    tuple[NonNegative | None, NonNegative],
+    needs("a list of a number or null, and a number, each at least 0"),
+    TUPLE,
+]
 _ALL: dict[str, Value] = {
     "lr": RATE,
     "weight_decay": DECAY,
@@ -121,6 +134,14 @@ _ONE_BIT: dict[str, Value] = {
     "cuda_aware": NoEffect(Flag, _MESSAGES),
     "comm_backend_name": NoEffect(Text, _MESSAGES),
     "freeze_step": FREEZE_STEP,
+}
+_LOW_RANK: dict[str, Value] = {
+    **_ALL,
+    "betas": BETAS,
+    "eps": EPS,
+    "rank": COUNT,
+    "update_proj_gap": COUNT,
+    "scale": _ABOVE_0,
 }
 _MOMENTS = frozenset(("exp_avg", "exp_avg_sq"))
 
@@ -170,6 +191,19 @@ REGISTERED: dict[str, Registration] = {
         aliases=("fusedlion", "cpulion", "deepspeedcpulion"),
         states=frozenset(("exp_avg",)),
     ),
+    "AdamWScheduleFree": Registration(
+        "schedule_free",
+        "AdamWScheduleFree",
+        {
+            **_ALL,
+            "betas": _BETAS_OF_AVERAGE,
+            "eps": EPS,
+            "warmup_steps": Value(Natural),
+            "r": AT_LEAST_0,
+            "weight_lr_power": AT_LEAST_0,
+        },
+        aliases=("schedule_free_adamw", "schedulefreeadamw"),
+    ),
     "Lamb": Registration(
         "lamb",
         "Lamb",
@@ -195,6 +229,52 @@ REGISTERED: dict[str, Registration] = {
             "eps": EPS,
         },
         is_elementwise=False,
+        matrix_flag="use_muon",
+    ),
+    "Adafactor": Registration(
+        "adafactor",
+        "Adafactor",
+        {
+            **_ALL,
+            "beta2_decay": Value(Annotated[float, Field(le=0, allow_inf_nan=False)]),
+            "eps": Value(_TWO_EPS),
+            "d": Value(Annotated[float, Field(ge=1, allow_inf_nan=False)]),
+            "maximize": FLAG,
+        },
+        is_elementwise=False,
+    ),
+    "AdamMini": Registration(
+        "adam_mini",
+        "AdamMini",
+        {
+            **_ALL,
+            "betas": BETAS,
+            "eps": EPS,
+            "dim": Value(Count | None),
+            "n_heads": Value(Count | None),
+        },
+        aliases=("adam_mini",),
+        is_elementwise=False,
+    ),
+    "GaLore": Registration(
+        "low_rank",
+        "GaLore",
+        _LOW_RANK,
+        aliases=("galoreadamw", "galore_adamw"),
+        is_elementwise=False,
+        matrix_flag="low_rank",
+    ),
+    "Apollo": Registration(
+        "low_rank",
+        "Apollo",
+        {
+            **_LOW_RANK,
+            "scale_type": Value(Annotated[Literal["channel", "tensor"], ANY_CASE]),
+            "seed": Value(Natural),
+        },
+        aliases=("apolloadamw", "apollo_adamw"),
+        is_elementwise=False,
+        matrix_flag="low_rank",
     ),
     "OneBitLamb": Registration(
         "one_bit_lamb",

@@ -21,9 +21,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from .adam import Adam
 from .scale import Scale
-from .shard_optimizer import Flat, ParamPart, ShardOptimizer, Update, World
+from .shard_optimizer import Item, ParamPart, Update
+from .whole_params import MatrixOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
@@ -31,10 +31,11 @@ MUON_LR, ADAM_LR = 0.02, 3e-4
 
 
 @final
-class Muon(ShardOptimizer):
+class Muon(MatrixOptimizer):
     """Momentum, orthogonalised by Newton-Schulz, for hidden matrices; AdamW for everything else."""
 
-    is_elementwise = False
+    flag = "use_muon"
+    sent_dtype = torch.bfloat16
 
     def __init__(  # noqa: PLR0913 (the config's keys)
         self,
@@ -63,8 +64,6 @@ class Muon(ShardOptimizer):
             "ns_steps": ns_steps,
             "betas": tuple(betas),
             "eps": eps,
-            "use_muon": True,
-            "bias_correction": True,
         }
         entries = list(params)
         for number, entry in enumerate(entries):
@@ -72,66 +71,30 @@ class Muon(ShardOptimizer):
                 entries[number] = {"lr": _first_given(adam_lr, lr, ADAM_LR), **entry}
         super().__init__(entries, defaults)
         self._stacks = frozenset(stacks)
-        self._adam = Adam([dict(group) for group in self.param_groups])
-        # one shared list of groups and one state, so that LR schedules and checkpoints use a single optimizer
-        self._adam.param_groups = self.param_groups
-        self._adam.state = self._states
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...] | None:
-        return ("momentum_buffer",) if group.get("use_muon", True) else ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if self.uses_whole(group) else super().state_keys(group)
 
-    def gains_from_kernels(self, *, casts: bool) -> bool:
-        return self._adam.gains_from_kernels(casts=casts)
+    def states_before(self, item: Item) -> dict[str, Any]:
+        if self.uses_whole(self.param_groups[item.group]):
+            return {"momentum_buffer": item.new_state()}
+        return super().states_before(item)
 
-    @torch.no_grad()
-    def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
-        plain = [u for u in updates if not u.group["use_muon"]]
-        self._adam.update(plain, scale, world)
-        mine: dict[int, list[Update]] = {}
-        for update in updates:
-            if update.group["use_muon"]:
-                mine.setdefault(update.item.flat, []).append(update)
-        for flat in world.flats:
-            if any(self.param_groups[part.group]["use_muon"] for part in flat.parts):
-                self._update_flat(flat, mine.get(flat.index, []), scale)
-
-    def _update_flat(self, flat: Flat, updates: Sequence[Update], scale: Scale) -> None:
-        """Update one flat buffer. Every rank of its group calls this, also without matrices of its own."""
-        collectives = flat.collectives
-        whole = torch.zeros(flat.numel, dtype=torch.bfloat16, device=collectives.device)
-        here = collectives.shard_of(whole) if flat.is_sharded else whole
-        for update in updates:
-            start, numel = update.item.start, update.item.master.numel()
-            here[start : start + numel].copy_(self._momentum(update, scale))
-        if flat.is_sharded:
-            collectives.all_gather(whole, here, buffer=flat.index, kind="muon").wait()
-        places = {part.name: part for part in flat.parts}
-        for update in updates:
-            for part in update.item.parts:
-                self._apply(update, part, whole[places[part.name].start :])
-            if update.out is not None:
-                update.out.copy_(update.item.master)
-
-    def _momentum(self, update: Update, scale: Scale) -> Tensor:
+    def sent(self, update: Update, scale: Scale) -> Tensor:
         group = update.group
-        state = self._states[update.item.master]
-        if not state:
-            state["momentum_buffer"] = update.item.new_state()
         grad = update.grad.to(update.item.master.dtype).mul_(scale.value)
-        buffer: Tensor = state["momentum_buffer"]
+        buffer: Tensor = self.state_of(update.item)["momentum_buffer"]
         buffer.lerp_(grad, 1 - group["momentum"])
         return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
-    def _apply(self, update: Update, part: ParamPart, direction: Tensor) -> None:
-        """`direction` begins with the whole matrix of `part`, flattened."""
+    def apply(self, update: Update, part: ParamPart, whole: Tensor) -> None:
         group = update.group
         lr = float(group["lr"])
-        numel = math.prod(part.shape)
         # channels_last permutes the columns, and so those of the result
-        matrix = direction[:numel].view(part.shape[0], -1)
+        matrix = whole.view(part.shape[0], -1)
         first, stop = part.param_start, part.param_start + part.stop - part.start
         if part.name in self._stacks:
-            matrix = direction[:numel].view(part.shape)
+            matrix = whole.view(part.shape)
             each = math.prod(part.shape[1:])
             own_matrices = slice(first // each, -(-stop // each))
             matrix = matrix[own_matrices]

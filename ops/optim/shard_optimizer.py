@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -56,6 +56,7 @@ class Flat:
     """One flat buffer, the same on every rank of its group: its number, its length, all parameters in it.
 
     is_sharded: items are this rank's shards; else every rank of the group holds and updates all elements.
+    dtype: of the masters.
     """
 
     index: int
@@ -63,6 +64,7 @@ class Flat:
     parts: tuple[ParamPart, ...]
     collectives: Collectives
     is_sharded: bool
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +196,20 @@ class PartNumbers(dict[str, float]):
     """A state of an item: a number for each parameter in it, by name. A checkpoint keeps them by parameter."""
 
 
+@final
+class PartTensors(dict[str, Tensor]):
+    """A state of an item: for each parameter in it, by name, a tensor that all ranks with a part have."""
+
+
+def tensors_of(state: dict[str, Any]) -> Iterator[Tensor]:
+    """All tensors in the states of an item."""
+    for value in state.values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, PartTensors):
+            yield from value.values()
+
+
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """The name by which a checkpoint knows its states: of its class, or of the class that defines them."""
     named = optimizer.kind if isinstance(optimizer, ShardOptimizer) else ""
@@ -280,6 +296,15 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         """The states per element of a parameter of `group`; None: those of every other parameter."""
         return None
 
+    def part_shapes(
+        self, shape: tuple[int, ...], name: str, group: int
+    ) -> dict[str, tuple[int, ...]]:
+        """The states that are `PartTensors`: their shapes by key, for a parameter of `shape` and `name`.
+
+        group: the index of its hyperparameters.
+        """
+        return {}
+
     def gains_from_kernels(self, *, casts: bool) -> bool:
         """Whether native kernels would be used. casts: something has fewer bits than fp32."""
         return True
@@ -327,6 +352,13 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         elif steps:
             torch._foreach_add_(steps, taken)
         return True
+
+    def check_step(self) -> None:  # noqa: B027 (most can always step)
+        """Before a step. For all ranks.
+
+        Raises:
+            UsageError: the script has put the optimizer in a state in which it cannot step.
+        """
 
     @abstractmethod
     def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:

@@ -13,10 +13,10 @@ from torch.optim import lr_scheduler
 
 import xds
 from xds.engine.config.config import parse_config
-from xds.engine.config.optimizer import OPTIMIZERS
+from xds.engine.config.optimizer import OPTIMIZERS, OptimizerConfig
 from xds.engine.config.scheduler import SCHEDULERS
 from xds.engine.optim import schedules
-from xds.engine.optim.optimizers import read_groups, split_for_muon
+from xds.engine.optim.optimizers import read_groups, split_by_kind
 from xds.ops.optim.config import REGISTERED
 
 
@@ -92,6 +92,15 @@ def test_every_argument_is_one_of_the_class_and_defaults_of_torch_are_accepted()
         ("optimizer", "Rprop", {"etas": [1.2, 0.5]}, "one between 0 and 1 and one above 1"),
         ("optimizer", "Rprop", {"step_sizes": [5, 1]}, "the smaller one first"),
         ("optimizer", "Adafactor", {"eps": 1e-3}, "must be a list of a number or null"),
+        ("optimizer", "AdamMini", {"dim": 8}, "n_heads = null: a head has dim / n_heads rows"),
+        (
+            "optimizer",
+            "AdamMini",
+            {"dim": 8, "n_heads": 3},
+            "dim is 8: give both, dim as a multiple",
+        ),
+        ("optimizer", "schedule_free_adamw", {}, "did you mean AdamWScheduleFree?"),
+        ("optimizer", "AdamWScheduleFree", {"betas": [0, 0.9]}, "above 0 and below 1"),
         ("optimizer", "NAdam", {"betas": [0.9, 1]}, "betas = [0.9, 1]: must be a list of 2"),
         ("optimizer", "NAdam", {"differentiable": True}, "not supported; set it to false"),
         ("scheduler", "cosine", {}, "did you mean WarmupCosineLR?"),
@@ -244,7 +253,7 @@ def _muon_updates_matrices() -> None:
     ]:
         model.add_module(name, module)
     groups = read_groups(model, [{"params": list(model.parameters()), "lr": 0.5}])
-    split = split_for_muon(model, groups)
+    split = split_by_kind(OptimizerConfig(type="Muon"), model, groups)
     chosen = [
         n for n, p in model.named_parameters() if split.options[split.index[id(p)]]["use_muon"]
     ]

@@ -129,10 +129,11 @@ def test_experts_on_several_ranks_and_the_expected_messages_of_tokens(
     assert f"it would get {tokens:,} rows and {2 * tokens:,} pairs" in plan.notes[0]
 
 
-def test_muon_holds_whole_matrices_on_some_ranks_which_a_note_says() -> None:
-    config = config_of(2, "bf16", optimizer="Muon")
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "AdamMini", "GaLore", "Apollo"])
+def test_ranks_hold_states_of_different_sizes_which_a_note_says(name: str) -> None:
+    config = config_of(2, "bf16", optimizer=name)
     plan = plan_of("plain", config, 2)
-    compare(plan, run_ranks(run, 2, "plain", config)[:1], "Muon")
+    compare(plan, run_ranks(run, 2, "plain", config)[:1], name)
     assert len(plan.notes) == 1
 
 

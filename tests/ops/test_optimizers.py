@@ -149,6 +149,13 @@ def signum(name: str, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], s
 
 
 ELSEWHERE = {"Adam", "OneBitAdam", "OneBitLamb"}  # tests/engine, tests/compression
+ELSEWHERE |= {
+    "AdamWScheduleFree",
+    "Adafactor",
+    "AdamMini",
+    "GaLore",
+    "Apollo",
+}  # test_optimizer_formulas.py
 
 
 def test_every_optimizer_is_compared_with_a_reference() -> None:
@@ -251,7 +258,7 @@ def test_the_steps_of_a_class_are_those_of_torchs(name: str, params: dict[str, A
     part = ParamPart("weight", (numel,), 0, 0, numel, 0)
     item = Item(start.clone(), 0, (part,), 0, 0, torch.float32)
     alone: Any = SimpleNamespace(world_size=1)
-    world = World(alone, (Flat(0, numel, (part,), alone, is_sharded=False),))
+    world = World(alone, (Flat(0, numel, (part,), alone, is_sharded=False, dtype=torch.float32),))
     ours = REGISTERED[name].load()([item.master], lr=LR, **params)
     plain = torch.nn.Parameter(start.clone())
     torchs = getattr(torch.optim, name)([plain], lr=LR, **params)

@@ -117,6 +117,7 @@ KINDS = {
     "bf16": ("exp_avg", {"torch_autocast": {"enabled": True, "dtype": "bf16"}}),
     "host": ("exp_avg", {"zero": HOST}),
     "muon": ("", {"optimizer": "Muon"}),
+    "adafactor": ("", {"optimizer": "Adafactor"}),
     "lamb": ("exp_avg", {"optimizer": "Lamb"}),
 }
 

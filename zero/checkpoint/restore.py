@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ...ops.flat import is_channels_last, numel_of, shaped
-from ...ops.optim.shard_optimizer import PartNumbers
+from ...ops.optim.shard_optimizer import PartNumbers, PartTensors
 from ..core.grad_bucket import GradBucket, GradSums
 from .pending_errors import ErrorRestore
 from .ranges import Catalogue, ConstantRange, Copy, TargetPiece, pieces
-from .snapshot import STEP, Held, Snapshot, StateBlock
+from .snapshot import STEP, Held, Snapshot, StateBlock, plain
 from .targets import Target, target_for
 
 
@@ -84,13 +84,17 @@ class Restore:
             if held.channels_last:  # a target is filled in row-major order
                 here = [replace(piece, channels_last=False) for piece in here]
             values = self._constants(here, held)
+            by_part = self._part_keys(held, here)
             for key, dtype in self._keys(here):
+                if key in by_part:
+                    continue
                 copies = [c for p in here for c in self._catalogue.copies(p, f"state/{key}")]
                 is_whole = sum(c.total_numel for c in copies) == sum(p.stop - p.start for p in here)
                 shape = tuple(held.tensor.shape)
                 tensor, is_fresh = self._tensor_for(held, key, shape, dtype, keeps=is_whole)
                 values[key] = tensor
                 targets.append(target_for(tensor, copies, is_fresh=is_fresh))
+            targets += self._plan_parts(held, here, values)
             targets += self._plan_whole(held, here, values)
             self._states.append(_NewState(held, values, is_padding=not here))
         self._fill_padding()
@@ -177,6 +181,41 @@ class Restore:
         last = held.channels_last and shape == tuple(held.tensor.shape)
         return shaped(flat, shape, last), True
 
+    def _part_keys(self, held: Held, here: list[TargetPiece]) -> set[str]:
+        """The keys of states that are `PartTensors` of the parameters in `here`."""
+        inside = {piece.name for piece in here}
+        states = self._snapshot.part_states.get(held.flat, ())
+        return {key for name, key, _ in states if plain(name) in inside}
+
+    def _plan_parts(
+        self, held: Held, here: list[TargetPiece], values: dict[str, Any]
+    ) -> list[Target]:
+        """Targets for the states of whole parameters that each rank with a part has."""
+        targets: list[Target] = []
+        lacking: list[str] = []
+        inside = {piece.name for piece in here}
+        for name, key, flat in self._snapshot.part_states.get(held.flat, ()):
+            if plain(name) not in inside:
+                continue
+            piece = TargetPiece("state", flat.slots[0].name, 0, flat.numel, 0)
+            copies = self._catalogue.copies(piece, f"state/{key}")
+            if not copies:  # where an optimizer had whole parameters, a state of their shape
+                piece = TargetPiece("param", plain(name), 0, flat.numel, 0)
+                copies = self._catalogue.copies(piece, f"state/{key}")
+            tensor = torch.empty(
+                flat.slots[0].shape, dtype=getattr(torch, flat.dtype), device=held.tensor.device
+            )
+            values.setdefault(key, PartTensors())[name] = tensor
+            targets.append(target_for(tensor, copies, is_fresh=True))
+            if sum(copy.total_numel for copy in copies) != flat.numel:
+                lacking.append(flat.slots[0].name)
+        if len(lacking) == len(targets):  # the checkpoint has none
+            for key in self._part_keys(held, here):
+                values.pop(key, None)
+            return []
+        self.missing += lacking
+        return targets
+
     def _plan_whole(
         self, held: Held, here: list[TargetPiece], values: dict[str, Any]
     ) -> list[Target]:
@@ -185,6 +224,8 @@ class Restore:
         for name in {piece.name for piece in here}:
             for full in self._catalogue.states_of(name):
                 key = full.removeprefix(f"{name}/")
+                if key in self._part_keys(held, here):
+                    continue
                 if held.name != name:
                     self.problems.append(
                         f"the optimizer state {key} of {name} is not per element: it loads only where the "

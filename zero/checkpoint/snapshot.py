@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...offload.interfaces import Blocks, StateStorage
 from ...ops.boxes import Box
 from ...ops.flat import flattened, overlap
-from ...ops.optim.shard_optimizer import PartNumbers
+from ...ops.optim.shard_optimizer import PartNumbers, PartTensors
 from ...utils.errors import UsageError
 from ..core.master import Master
 from ..layout.groups import FlatGroup
@@ -95,6 +95,11 @@ def _saved(layout: FlatLayout, *, trains: bool, dtype: torch.dtype) -> SavedFlat
     return SavedFlat("param", trains, name_of(dtype), layout.numel, slots)
 
 
+def _state(name: str, shape: tuple[int, ...], dtype: str) -> SavedFlat:
+    slot = Slot(name, shape, 0, 0)
+    return SavedFlat("state", False, dtype, slot.numel, (slot,))
+
+
 def _alone(kind: str, name: str, tensor: Tensor, box: Box | None = None) -> SavedFlat:
     slot = Slot(name, tuple(tensor.shape), 0, 0, box)
     return SavedFlat(kind, False, name_of(tensor.dtype), tensor.numel(), (slot,))
@@ -133,11 +138,14 @@ class Snapshot:
         self._groups: list[FlatGroup] = []  # of each flat
         self._slots: list[dict[int, Slot]] = []  # of a flat buffer, by offset
         self._numbers: dict[int, int] = {}  # id(ParamBucket) -> number
+        # of the parameters in a flat buffer: name in the layout, key and what is saved
+        self.part_states: dict[int, list[tuple[str, str, SavedFlat]]] = {}
         self._add_flats()
         self._add_alone(module)
         self._add_tied(module)
         self.held = list(self._find_held())
         self._add_states()
+        self._add_part_tensors()
 
     def share(self, flat: int) -> tuple[int, int]:
         """[start, stop) of a flat that this rank writes. The shares of all its ranks cover it.
@@ -284,6 +292,8 @@ class Snapshot:
                 self._refuse(key, f"of shape {list(value.shape)} for a range of elements")
         elif isinstance(value, PartNumbers):
             self._add_numbers(held, name, value)
+        elif isinstance(value, PartTensors):
+            pass  # `_add_part_tensors`
         elif isinstance(value, SCALARS):
             self._add_constant(held, name, value, None)
         else:
@@ -310,6 +320,47 @@ class Snapshot:
             if low < high and slot.name in numbers:
                 number = numbers[slot.name]
                 self.constants.append(ConstantRange(held.flat, key, low, high, number))
+
+    def _add_part_tensors(self) -> None:
+        """The states of whole parameters, which the holder of the first element saves.
+
+        They are made where no step was taken: all ranks number the same flats, also one without a part.
+        """
+        for master in self.masters:
+            assert self.optimizer is not None
+            number = self.number_of(master)
+            group = self._groups[number]
+            dtype = name_of(group.policy.state_dtype(master.params.dtype))
+            found = self.part_states[number] = [
+                (slot.name, key, _state(f"{plain(slot.name)}/{key}", shape, dtype))
+                for slot in master.params.layout.slots
+                for key, shape in self.optimizer.part_shapes(
+                    slot.shape, slot.name, slot.group
+                ).items()
+                if slot.numel
+            ]
+            tensors = self._part_tensors(master, group) if found else {}
+            for name, key, flat in found:
+                if name in tensors:
+                    tensor = tensors[name][key][name]
+                    block = StateBlock(len(self.flats), f"state/{key}", 0, tensor, is_own=True)
+                    self.states.append(block)
+                self.flats.append(flat)
+                self._groups.append(group)
+
+    def _part_tensors(self, master: Master, group: FlatGroup) -> dict[str, dict[str, PartTensors]]:
+        """The states with those that this rank saves, by the parameter's name in the layout."""
+        assert self.optimizer is not None
+        for item in master.items:
+            self.optimizer.make_states(item)
+        if not group.is_first_replica or not (master.is_sharded or master.rank == 0):
+            return {}
+        return {
+            part.name: self.state[item.master]
+            for item in master.items
+            for part in item.parts
+            if not part.param_start
+        }
 
     def _refuse(self, key: str, what: str) -> None:
         assert self.optimizer is not None

@@ -12,7 +12,7 @@ from typing import Any, final
 from torch import Tensor
 
 from ...ops.flat import flattened, is_channels_last, shaped
-from ...ops.optim.shard_optimizer import Item, ShardOptimizer, World
+from ...ops.optim.shard_optimizer import Item, PartTensors, ShardOptimizer, World
 from ...utils.errors import UsageError
 from .master import Master
 
@@ -134,8 +134,10 @@ class FrozenValues:
         tensors: those of `optimizer` in `master`, and their first elements.
         """
         for item in master.items:
-            if clip(ranges, item.start, item.master.numel()):
+            inside = clip(ranges, item.start, item.master.numel())
+            if inside:
                 optimizer.make_states(item)
+                self._keep_parts(optimizer.states.get(item.master, {}), item, inside)
         for tensor, offset in tensors:
             inside = clip(ranges, offset, tensor.numel())
             state = optimizer.states.get(tensor, {}) if inside else {}
@@ -143,6 +145,18 @@ class FrozenValues:
                 self.keep_state(state, tensor.numel(), inside)
             elif inside:
                 self._first.append((optimizer, tensor, inside))
+
+    def _keep_parts(self, state: dict[str, Any], item: Item, ranges: Sequence[Range]) -> None:
+        """Save the states that belong to frozen parameters."""
+        frozen = [
+            part.name
+            for part in item.parts
+            if any(low <= part.start < high for low, high in ranges)
+        ]
+        for value in state.values():
+            for name in frozen if isinstance(value, PartTensors) else ():
+                if name in value:
+                    self._values.append((value[name], value[name].clone()))
 
     def restore(self) -> None:
         """Write the saved values back. Without gradients."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ops.flat import is_channels_last, shaped
+from ...ops.optim.shard_optimizer import tensors_of
 from ..core.grad_bucket import GradBucket
 from ..core.master import Master
 from .sharded_model import ShardedModel
@@ -31,20 +32,12 @@ class StateMemory:
         self._updater.wait()
         optimizer = self._updater.optimizer
         states = [] if optimizer is None else optimizer.state.values()
-        return [
-            value
-            for state in states
-            for value in state.values()
-            if isinstance(value, Tensor) and value.dim() > 0
-        ]
+        return [value for state in states for value in tensors_of(state) if value.dim() > 0]
 
     def _states(self, master: Master) -> list[Tensor]:
         """All its state tensors, scalars as well."""
         return [
-            value
-            for _, _, state in self._updater.states_in(master)
-            for value in state.values()
-            if isinstance(value, Tensor)
+            value for _, _, state in self._updater.states_in(master) for value in tensors_of(state)
         ]
 
     def bytes_on_device(self, master: Master) -> int:
@@ -63,10 +56,8 @@ class StateMemory:
         for begin, tensor, state in states:
             values = master.raw[begin : begin + tensor.numel()]
             tensor.data = shaped(values, tensor.shape, is_channels_last(tensor))
-            for value in state.values():
-                if isinstance(value, Tensor) and (
-                    value.dim() or optimizer.has_scalars_beside(tensor)
-                ):
+            for value in tensors_of(state):
+                if value.dim() or optimizer.has_scalars_beside(tensor):
                     value.data = value.to(device, copy=True)
 
     def state_bytes(self) -> dict[str, int]:

@@ -35,7 +35,12 @@ def _flat(master: Master) -> Flat:
     parts = parts_in(layout.pieces_in(0, layout.numel), 0, layout.numel)
     group = master.grads.group
     return Flat(
-        master.params.index, layout.numel, parts, group.collectives, group.policy.shards_optimizer
+        master.params.index,
+        layout.numel,
+        parts,
+        group.collectives,
+        group.policy.shards_optimizer,
+        master.raw.dtype,
     )
 
 

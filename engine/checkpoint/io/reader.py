@@ -233,7 +233,14 @@ class CheckpointReader:
 
 
 def chosen(reader: CheckpointReader, *, exclude_frozen: bool) -> Mapping[str, Saved]:
-    """The values of a state dict. Logs a warning if frozen parameters were not saved."""
+    """The values of a state dict. Logs a warning where they are not what evaluation needs, or not complete."""
+    optimizer = reader.state().get("optimizer") or {}
+    if any(group.get("train_mode") for group in optimizer.get("groups", ())):
+        log.warning(
+            "%s holds the weights that a schedule-free optimizer trains with: for those to evaluate call "
+            "optimizer.eval() before save_checkpoint, and optimizer.train() after it",
+            reader.folder,
+        )
     if reader.left_out and not exclude_frozen:
         log.warning(
             "%s was saved without its frozen parameters: %d names, such as %s, are not in the result",
