@@ -15,6 +15,7 @@ optimizer.type = "OneBit..."           parallel/messages.py: one-bit messages
 float8                                 model/float8.py: layers, and messages of their weights
 compression_training,                  model/compressed_training.py
 quantize_training
+data_types.keep_in_fp32_modules        model/fp32_modules.py, in 16 bits
 activation_checkpointing               model/recompute.py
 compile                                model/compile.py, also at the first `engine.compile()`
 scheduler                              optim/schedules.py
@@ -43,7 +44,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,6 @@ from .data.config import BATCHING, CURRICULUM
 from .engine import Engine
 from .means import StepMeans
 from .model.arguments import (
-    BlockRuns,
     check_arguments,
     check_same_model,
     check_whole,
@@ -87,7 +87,7 @@ from .model.arguments import (
     with_model,
 )
 from .model.compile import BlockCompiler
-from .model.precision import DTYPES, buffers_that_follow, policy_of
+from .model.precision import DTYPES, buffers_to_cast, policy_of
 from .optim.loss_scale import GradientFactor, build_loss_scale
 from .optim.optimizers import (
     ClientOptimizer,
@@ -274,15 +274,14 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         return_freed_blocks()  # what other ranks hold leaves this process
     messages, scheme = _messages(config, collectives)
     local = divide(model, config, mesh, collectives, partial(policy_of, config), scheme)
-    model, runs = local.model, local.runs
-    blocks = [module for run in runs for _, module in run]
-    flat_groups, undo_float8 = _float8(local, config)
+    local, undo_float8 = _float8(local, config)
+    model, blocks = local.model, [module for run in local.runs for _, module in run]
     recomputing, undo_storing = _recomputing(config, blocks, device, mesh)
     with everywhere():
         groups = groups or _groups(model, config, given)
         compiler = BlockCompiler(model, blocks, config, recomputing)
     # values, flat buffers, the optimizer
-    sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
+    sharded = _sharded(local, config, given, groups, host)
     local.start_proof(mesh, sharded.holding)
     updater = Updater(sharded)
     with everywhere():
@@ -344,7 +343,7 @@ def _other_forwards(
 ) -> tuple[Cutter | None, list[Callable[[], None]]]:
     """Other forwards of modules. Returns what cuts sequences, and what restores the model's own forwards."""
     local.begin()
-    undo = [local.undo, _tiles(local, config), *changes.undo]
+    undo = [local.undo, _cast_borders(local), _tiles(local, config), *changes.undo]
     if recomputing is not None:
         recomputing.begin()
         undo.append(recomputing.end)
@@ -400,14 +399,15 @@ def _compresses(model: nn.Module, config: Config, given: _Given) -> bool:
     return True
 
 
-def _float8(local: LocalModel, config: Config) -> tuple[FlatGroups, Callable[[], None]]:
+def _float8(local: LocalModel, config: Config) -> tuple[LocalModel, Callable[[], None]]:
     """Let layers multiply in 8 bits: how their weights are sent, and what undoes it. For all ranks."""
     if not config.float8.enabled:
-        return local.groups, _nothing
+        return local, _nothing
     from .model.float8 import convert_layers
 
     experts = frozenset() if local.experts is None else local.experts.params
-    return convert_layers(local.model, config, local.groups, experts)
+    groups, undo = convert_layers(local.model, config, local.groups, experts)
+    return replace(local, groups=groups), undo
 
 
 def _compressing(model: nn.Module) -> AfterSteps:
@@ -451,6 +451,16 @@ def _loop(
 
         of_stages = sequences.of_stages(cutter)
     return build_pipeline(local.found, mesh, config, sharded, of_stages)
+
+
+def _cast_borders(local: LocalModel) -> Callable[[], None]:
+    """Casts around modules that stay fp32; returns what ends them."""
+    low = local.groups.data.policy.compute
+    if low is None or not local.fp32.borders:
+        return _nothing
+    from .model.fp32_modules import cast_borders
+
+    return cast_borders(local.fp32.borders, low)
 
 
 def _own_configs(model: nn.Module, config: Config) -> Callable[[], None]:
@@ -792,15 +802,14 @@ def _open_groups(
 
 
 def _sharded(
-    model: nn.Module,
+    local: LocalModel,
     config: Config,
     given: _Given,
     groups: Groups,
-    flat_groups: FlatGroups,
     host: HostStore | None,
-    runs: BlockRuns,
 ) -> ShardedModel:
     """The model on this rank's device, with its values in flat buffers."""
+    model, flat_groups = local.model, local.groups
     policy, names = flat_groups.data.policy, flat_groups.names
     is_on_disk = config.zero_optimization.offload_param.device == "nvme"
     _give_values(model, given.weights, flat_groups, policy, reads_late=is_on_disk)
@@ -810,12 +819,13 @@ def _sharded(
         trained_numel = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
         stores = _stores(config, host, trained_numel)
     move_model(model, flat_groups.world.device)
-    following = buffers_that_follow(model)  # before the parameters change their dtype
+    to_cast = buffers_to_cast(
+        model, config, local.fp32.buffers
+    )  # before parameters change their dtype
     zero = config.zero_optimization
-    sharded = ShardedModel(model, groups.index, flat_groups, zero, stores, runs)
-    if policy.compute is not None:
-        for buffer in following:
-            buffer.data = buffer.data.to(policy.compute)
+    sharded = ShardedModel(model, groups.index, flat_groups, zero, stores, local.runs)
+    for buffer, dtype in to_cast:
+        buffer.data = buffer.data.to(dtype)
     if host is not None:
         from .model.storage import reserve
 

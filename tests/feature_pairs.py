@@ -34,6 +34,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "ZeRO 3": {"zero_optimization": PARAM},
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+    "fp32 modules": {
+        "bf16": {"enabled": True},
+        "data_types": {"keep_in_fp32_modules": ["norm", "v_proj|mlp.gate.weight", "lm_head"]},
+    },
     "pipeline": {"pipeline": {"stages": 2}},
     "zero-bubble": {"pipeline": {"stages": 2, "schedule": "zero_bubble"}},
     "tensor": {"tensor_parallel": {"tp_size": 2}},
@@ -144,8 +148,9 @@ LOADED = ("packing", "curriculum")  # the engine's own loader reads the samples
 EXCLUDE = {
     frozenset(("pipeline", "zero-bubble")),
     frozenset(("bf16", "fp16")),
+    frozenset(("fp16", "fp32 modules")),
 }
-NEAR = {"fp32": 1e-5, "bf16": 0.05, "fp16": 0.01}
+NEAR = {"fp32": 1e-5, "bf16": 0.05, "fp16": 0.01, "fp32 modules": 0.05}
 NEAR |= {"1-bit Adam": 0.05, "qwZ": 0.01, "qgZ": 0.05}
 NEAR |= {"8-bit weights": 1e-3, "float8": 1e-3}  # a value between two codes goes to either
 
@@ -160,13 +165,14 @@ gradient norms are those of one process without these features, within 1e-5. Whe
 computation (layer drop, sparse attention, 8-bit weights, float8, packing, curriculum, exact means), the process
 has it as well; with 8-bit weights and float8 within 0.1 %. Data ranks drop different tokens and scale their own
 inputs, so token drop and float8 are compared with as many data ranks. Generated tokens and the logits of
-inference are compared too. In 16 bits losses are compared, within 1 % for fp16 and 5 % for bf16. So they are
-with compressed messages: within 1 % for qwZ, 5 % for qgZ and 1-bit Adam.
+inference are compared too. In 16 bits losses are compared, within 1 % for fp16, 5 % for bf16, also with fp32
+modules. So they are with compressed messages: within 1 % for qwZ, 5 % for qgZ and 1-bit Adam.
 
 | feature | config |
 |---|---|"""
 MIDDLE = """
 - Two ZeRO stages mean the higher one.
+- fp32 modules are norms, projections, routers and the head of a model that trains in bf16.
 - qwZ, qgZ and hpZ are the parts of ZeRO++: weights in 8 bits, gradients in 4, second shards.
 
 ## Refused

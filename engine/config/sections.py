@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Protocol, final
+from typing import Annotated, ClassVar, Literal, Protocol, final
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...ops.optim.config import REGISTERED
+from ...utils.patterns import check_expression
 from ...utils.schema.section import Entry, Group, NoEffect, Refused, Report, Section, nested
 from ...utils.schema.values import (
     ANY_CASE,
@@ -48,6 +50,28 @@ class Precisions(Protocol):
     def fp16(self) -> Fp16: ...
     @property
     def bf16(self) -> Bf16: ...
+
+
+class LossyMessages(Protocol):
+    """The section `zero_optimization`."""
+
+    @property
+    def zero_quantized_weights(self) -> bool: ...
+    @property
+    def zero_quantized_nontrainable_weights(self) -> bool: ...
+    @property
+    def zero_quantized_gradients(self) -> bool: ...
+
+
+class KeptPrecisions(Precisions, Protocol):
+    """The same, and what would round parameters that stay fp32."""
+
+    @property
+    def torch_autocast(self) -> TorchAutocast: ...
+    @property
+    def zero_optimization(self) -> LossyMessages: ...
+    @property
+    def optimizer_type(self) -> str: ...
 
 
 def _half_dtypes(config: Precisions) -> list[str]:
@@ -296,20 +320,37 @@ class FlopsProfiler(Section):
         return found if isinstance(found, tuple) else (found, found)
 
 
+AUTO_MODULES = "auto"  # in a list of names: those that the model's class names
+
+
+def _read_modules(value: object) -> object:
+    if isinstance(value, str):
+        return (AUTO_MODULES,) if value.casefold() == AUTO_MODULES else value
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_patterns(value: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern in value:
+        try:
+            check_expression(pattern.replace("*", ".*"))
+        except ValueError as error:
+            raise ValueError(f'must be parts of names; "{pattern}" {error}') from None
+        if not pattern:
+            raise ValueError("must be parts of names; an empty text would match every name")
+    return value
+
+
+_NAMES_NEED = 'a list of parts of names or classes, such as ["mlp.gate.weight", "LayerNorm"]'
+_Patterns = Annotated[Names, AfterValidator(_check_patterns)]
+Patterns = Annotated[_Patterns, needs(_NAMES_NEED)]
+Modules = Annotated[_Patterns, needs(f'"auto" or {_NAMES_NEED}'), BeforeValidator(_read_modules)]
+
+
 @final
 class DataTypes(Section):
-    """Dtypes of gradients and buffers."""
+    """Dtypes of gradients and buffers, and modules that stay fp32 in 16-bit training."""
 
-    others: ClassVar[Mapping[str, Entry]] = {
-        "buffer_dtype": Refused(
-            Any, "buffers keep their dtype; cast them in the script, remove the key"
-        ),
-        "keep_in_fp32_modules": Refused(
-            Any,
-            "mixing dtypes by module name is not supported yet; remove the key",
-            harmless=([],),
-        ),
-    }
+    own_auto: ClassVar[frozenset[str]] = frozenset({"keep_in_fp32_modules"})
 
     grad_accum_dtype: Dtype | None = Field(
         None, description="the dtype in which gradients of several micro-batches are summed"
@@ -317,9 +358,28 @@ class DataTypes(Section):
     param_dtype: Dtype | None = Field(
         None, description="must equal the precision that fp16 or bf16 enables"
     )
+    buffer_dtype: Dtype | None = Field(
+        None,
+        description="the dtype of floating-point buffers, without rotary frequencies and what stays fp32; "
+        "null: that of the parameters, see [precision](precision.md#buffers)",
+    )
+    keep_in_fp32_modules: Modules = Field(
+        (),
+        description="parameters and buffers that stay fp32 in 16-bit training, by parts of their names or the "
+        "class of their module; auto: what the model's class names, see "
+        "[precision](precision.md#modules-in-fp32)",
+    )
+    fp32_outputs: Patterns = Field(
+        (), description="those of them whose outputs are fp32 as well, such as routers and heads"
+    )
 
-    def check_with(self, config: Precisions, report: Report) -> None:
-        """See `Section.check_with`. Another dtype of parameters than the precision's."""
+    @property
+    def fp32_patterns(self) -> tuple[str, ...]:
+        """What keep_in_fp32_modules names itself."""
+        return tuple(name for name in self.keep_in_fp32_modules if name != AUTO_MODULES)
+
+    def check_with(self, config: KeptPrecisions, report: Report) -> None:
+        """See `Section.check_with`. The precision of parameters, and what would round those that stay fp32."""
         enabled = _half_dtypes(config)
         actual = [*enabled, "fp32"][0]
         if len(enabled) < 2 and self.param_dtype not in (None, actual):
@@ -330,6 +390,31 @@ class DataTypes(Section):
                 "fp16.enabled or "
                 "bf16.enabled to match",
             )
+        kept = list(self.keep_in_fp32_modules)
+        key = "data_types.keep_in_fp32_modules"
+        if self.fp32_outputs and not self.fp32_patterns:
+            report.complain(
+                "data_types.fp32_outputs",
+                list(self.fp32_outputs),
+                f"names modules of {key}, which has no names; add them there, or remove the key",
+            )
+        if kept and not enabled:
+            report.notes.append(f"{key} has no effect: the whole model trains in fp32")
+        if not (kept and enabled):
+            return
+        zero, one_bit = config.zero_optimization, config.optimizer_type in ONE_BIT_OPTIMIZERS
+        lossy = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+        lossy += ("zero_quantized_gradients",)
+        rounding: dict[str, object] = {
+            "torch_autocast.enabled": config.torch_autocast.enabled,
+            **{f"zero_optimization.{each}": getattr(zero, each) for each in lossy},
+            "optimizer.type": one_bit and config.optimizer_type,
+        }
+        for other, value in rounding.items():
+            if value:
+                report.complain(
+                    other, value, f"rounds what {key} keeps in fp32; remove one of the two keys"
+                )
 
 
 @final

@@ -214,6 +214,7 @@ _VALUES: dict[str, tuple[str, Any]] = {
     "grad_accum_dtype": ("data_types.grad_accum_dtype", None),
     "param_dtype": ("data_types.param_dtype", None),
     "buffer_dtype": ("data_types.buffer_dtype", None),
+    "keep_in_fp32_modules": ("data_types.keep_in_fp32_modules", "auto"),
     "eigenvalue_enabled": ("eigenvalue.enabled", False),
     "eigenvalue_verbose": ("eigenvalue.verbose", False),
     "pld_enabled": ("progressive_layer_drop.enabled", False),

@@ -39,7 +39,6 @@ from .params.parameters import answer_for_model
 from .training.engine import DeepSpeedEngine, EngineAdapter
 from .training.grads import OnlyInfers
 from .training.pipeline import PipelineEngine
-from .training.values import without_buffer_dtype
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -211,7 +210,7 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
     model = _checked_model(model, mpu)
     _refuse_placeholders(optimizer=optimizer, lr_scheduler=lr_scheduler)
     given = _config_of(args, config, config_params)
-    checked = _with_defaults(without_buffer_dtype(given))
+    checked = _with_defaults(given)
     init_distributed(dist_init_required=dist_init_required)
     num_sequence = _sequence_ranks(mpu, mesh_param, checked, model)
     if num_sequence > 1:

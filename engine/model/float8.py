@@ -79,7 +79,8 @@ def layers_of(
     model: nn.Module, config: Config, groups: FlatGroups, experts: Collection[int]
 ) -> list[Layer]:
     """The linear layers of this rank. Arguments and errors as above; sends nothing."""
-    section, apart = config.float8, {*experts, *groups.shared, *groups.slices}
+    section = config.float8
+    apart = {*experts, *groups.shared, *groups.slices, *groups.fp32}
     try:
         return linear_layers(model, section.recipe, section.filter, groups.name_of, apart)
     except ValueError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,9 @@ from ...zero.layout.groups import Policy
 from ..config.config import Config
 from ..config.sections import Bf16, Fp16
 
+if TYPE_CHECKING:
+    from ...utils.module_buffers import Key
+
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -21,6 +26,22 @@ def compute_dtype(config: Config) -> torch.dtype | None:
     if config.bf16.enabled:
         return torch.bfloat16
     return torch.float16 if config.fp16.enabled else None
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Fp32Tensors:
+    """What stays fp32 of a model that trains in 16 bits.
+
+    params: id of parameters. buffers: by module and name.
+    borders: modules whose inputs and outputs are cast -> their outputs stay fp32.
+    unused: key of the config -> its patterns that match nothing.
+    """
+
+    params: frozenset[int] = frozenset()
+    buffers: frozenset[Key] = frozenset()
+    borders: Mapping[nn.Module, bool] = field(default_factory=dict)
+    unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def policy_of(config: Config, stage: int, world_size: int) -> Policy:
@@ -65,6 +86,26 @@ FREQUENCIES = (
 )
 
 
+def buffers_to_cast(
+    model: nn.Module, config: Config, kept: Collection[Key]
+) -> list[tuple[Tensor, torch.dtype]]:
+    """The floating-point buffers that get another dtype, and which. Call it before the parameters are cast.
+
+    kept: module and name of those that stay fp32; also if they came in 16 bits.
+    """
+    chosen = config.data_types.buffer_dtype
+    low = DTYPES[chosen] if chosen else compute_dtype(config)
+    found: dict[int, tuple[Tensor, torch.dtype]] = {}
+    if low is not None:
+        following = _own_buffers(model) if chosen else buffers_that_follow(model)
+        found = {id(buffer): (buffer, low) for buffer in following}
+    for module, name in kept:
+        buffer = module._buffers.get(name)
+        if buffer is not None and buffer.is_floating_point() and buffer.itemsize > 1:
+            found[id(buffer)] = (buffer, torch.float32)
+    return list(found.values())
+
+
 def buffers_that_follow(model: nn.Module) -> list[Tensor]:
     """The floating-point buffers to cast to 16 bits with the parameters. Call it before these are cast.
 
@@ -85,16 +126,33 @@ def buffers_that_follow(model: nn.Module) -> list[Tensor]:
         for module in model.modules()
         for name in getattr(module, "_keep_in_fp32_modules_strict", None) or ()
     }
-    found: dict[int, Tensor] = {}
-    for module in model.modules():
-        has_params = any(True for _ in module.parameters(recurse=False))
-        for name, buffer in module.named_buffers(recurse=False):
-            is_kept_by_name = name.endswith(FREQUENCIES) or name in named or name in BIASES
-            is_chosen = not has_params and buffer.dtype != usual
-            is_float = buffer.is_floating_point() and buffer.itemsize > 1
-            if is_float and not is_kept_by_name and not is_chosen:
-                found[id(buffer)] = buffer
-    return list(found.values())
+    return _own_buffers(
+        model,
+        lambda module, name, buffer: (
+            name not in named and (_has_params(module) or buffer.dtype == usual)
+        ),
+    )
+
+
+def _own_buffers(
+    model: nn.Module, accepts: Callable[[nn.Module, str, Tensor], bool] = lambda *_: True
+) -> list[Tensor]:
+    """The floating-point buffers that may be cast and that `accepts` takes."""
+    return list(
+        {
+            id(buffer): buffer
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point()
+            and buffer.itemsize > 1
+            and not (name.endswith(FREQUENCIES) or name in BIASES)
+            and accepts(module, name, buffer)
+        }.values()
+    )
+
+
+def _has_params(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
 
 
 def _usual_dtype(model: nn.Module) -> torch.dtype | None:
@@ -106,4 +164,12 @@ def _usual_dtype(model: nn.Module) -> torch.dtype | None:
     return numel.most_common(1)[0][0] if numel else None
 
 
-__all__ = ["DTYPES", "buffers_that_follow", "compute_dtype", "host_ratio", "policy_of"]
+__all__ = [
+    "DTYPES",
+    "Fp32Tensors",
+    "buffers_that_follow",
+    "buffers_to_cast",
+    "compute_dtype",
+    "host_ratio",
+    "policy_of",
+]

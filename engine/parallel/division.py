@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, final
 
@@ -18,6 +18,7 @@ from ...zero.layout.groups import FlatGroups
 from ..config.config import Config
 from ..model.arguments import BlockRuns, is_cut, is_part
 from ..model.forwards import Rerouted
+from ..model.precision import Fp32Tensors, compute_dtype
 from .flat_groups import BuildPolicy, Division, build_shard_groups, hosts_of, open_flat_groups
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class LocalModel:
     sliced, proof: the slices of its layers, and what proves them; None with one tensor rank.
     experts: the layers whose experts are on several ranks; None: there are none.
     groups: of every flat buffer.
+    fp32: what stays fp32 in 16-bit training.
     """
 
     model: nn.Module
@@ -48,6 +50,7 @@ class LocalModel:
     proof: Proof | None
     experts: ExpertLayers | None
     groups: FlatGroups
+    fp32: Fp32Tensors
 
     def start_proof(self, mesh: MeshGroups, holding: Holding) -> None:
         """Prove the slices in the first forward: after all hooks that gather parameters.
@@ -96,6 +99,7 @@ def divide(
     size, rerouted = 1, Rerouted()
     with agreeing(world, "xds.initialize"):
         runs: BlockRuns = [found_blocks(model, config.zero_optimization.units) if is_built else []]
+        fp32 = stay_fp32(model, config) if is_built else None
         if section.enabled and is_built:
             from .experts import plan_experts
 
@@ -130,6 +134,8 @@ def divide(
     is_apart = experts is not None and (size > 1 or tensor is not None)
     division = Division(found, sliced, experts if is_apart else None)
     groups = open_flat_groups(mesh, world, policy, stage, division, scheme, shard_groups)
+    fp32 = fp32 or _stay_fp32_in_part(model, config, groups.names, world)
+    groups = replace(groups, fp32=fp32.params)
     layers = None
     if experts is not None:
         from .experts import ExpertLayers
@@ -142,7 +148,40 @@ def divide(
         }
         with agreeing(world, "xds.initialize"):
             layers = ExpertLayers(model, experts, groups, section, together)
-    return LocalModel(model, runs, found, sliced, proof, layers, groups)
+    return LocalModel(model, runs, found, sliced, proof, layers, groups, fp32)
 
 
-__all__ = ["LocalModel", "divide"]
+def stay_fp32(
+    model: nn.Module, config: Config, names: Mapping[int, str] | None = None
+) -> Fp32Tensors:
+    """What the config keeps in fp32 in 16-bit training, and buffers that the model's class names.
+
+    names: of parameters, where `model` is a part; see `find_fp32`. Whether patterns match is not checked then.
+
+    Raises:
+        UsageError: the config names what is not in the model, or only a part of a layer of torch.
+    """
+    if compute_dtype(config) is None:
+        return Fp32Tensors()
+    from ..model.fp32_modules import find_fp32, refuse_unused
+
+    found = find_fp32(model, config, names)
+    if names is None:
+        refuse_unused(found, model)
+    return found
+
+
+def _stay_fp32_in_part(
+    model: nn.Module, config: Config, names: Mapping[int, str], world: Collectives
+) -> Fp32Tensors:
+    """The same where each rank has built its own part. For all ranks."""
+    with agreeing(world, "xds.initialize"):
+        found = stay_fp32(model, config, names)
+    if config.data_types.keep_in_fp32_modules:
+        from ..model.fp32_modules import refuse_unused_in_parts
+
+        refuse_unused_in_parts(found, world)
+    return found
+
+
+__all__ = ["LocalModel", "divide", "stay_fp32"]

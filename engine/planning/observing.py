@@ -19,6 +19,8 @@ from ..config.config import Config
 from ..data.batches import call_with, loss_of
 from ..model.arguments import is_part
 from ..model.forwards import Forward, replace_forwards
+from ..model.fp32_modules import cast_borders
+from ..model.precision import compute_dtype
 from ..model.recompute import Recomputing
 from ..parallel.sequences import by_name, check_sequences, token_cuts
 from .activations import Activations, observe
@@ -70,13 +72,15 @@ class Observations:
         model, shares = self._shares.model, self._shares
         groups = FakeGroups(self._mesh, tensor=tensor)
         blocks = [module for _, module in shares.blocks]
-        dtype = _compute_dtype(self._config)
+        dtype, fp32 = compute_dtype(self._config), shares.fp32
         gc.collect()  # a graph of another rank's slices knows parameters by the shapes that they had
         with sliced_here(model, [shares.blocks], None, shares.ways, self._config, groups) as cut:
             for param in model.parameters() if dtype else []:
                 if param.is_floating_point():
-                    param.data = param.data.to(dtype)
+                    param.data = param.data.to(torch.float32 if id(param) in fp32.params else dtype)
             self._expect_tokens(groups, cut)
+            if dtype and fp32.borders:
+                cast_borders(fp32.borders, dtype)  # `sliced_here` ends it
             with _own_tokens(model, batch, self._config, groups) as own:
                 call = partial(_loss, model, own)
                 run = partial(observe, model, blocks, groups, call)
@@ -143,12 +147,6 @@ def _on_meta(forward: Forward) -> Forward:
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
     return loss_of(call_with(model, batch))
-
-
-def _compute_dtype(config: Config) -> torch.dtype | None:
-    if config.bf16.enabled:
-        return torch.bfloat16
-    return torch.float16 if config.fp16.enabled else None
 
 
 __all__ = ["NOT_COUNTED", "Observations"]

@@ -34,8 +34,9 @@ from ...zero.model.sharded_model import ShardedModel
 from ...zero.model.stage_units import StageUnits
 from ..config.config import Config
 from ..model.arguments import BlockRuns, is_cut, is_part
-from ..model.precision import policy_of
+from ..model.precision import Fp32Tensors, policy_of
 from ..optim.optimizers import Groups, read_groups, split_by_kind
+from ..parallel.division import stay_fp32
 from ..parallel.flat_groups import (
     ALL_OF_A_STAGE,
     Division,
@@ -104,6 +105,7 @@ class Shares:
     Attributes:
         model: the whole model, on the meta device.
         blocks: name and module of its blocks.
+        fp32: what stays fp32 of a model that is built as a whole.
         schedule: of the pipeline; None: the model is not cut.
         num_expert_ranks: that share the experts of a layer.
     """
@@ -134,6 +136,7 @@ class Shares:
         self.blocks: list[tuple[str, nn.Module]] = (
             [] if is_part(model) else found_blocks(model, config.zero_optimization.units)
         )
+        self.fp32 = Fp32Tensors() if is_part(model) else stay_fp32(model, config)
         self.schedule: SchedulePlan | None = None
         self._outline: ModelOutline | None = None
         self.num_expert_ranks = 1
@@ -274,7 +277,8 @@ class Shares:
             messages.scheme,
             self._shard_groups,
         )
-        flat_groups = replace(flat_groups, world=world)
+        fp32 = stay_fp32(module, self._config, flat_groups.names)
+        flat_groups = replace(flat_groups, world=world, fp32=fp32.params)
         if self._config.float8.enabled:
             from ..model.float8 import layers_of, with_casts
 

@@ -141,7 +141,7 @@ class _TiledLoss(torch.autograd.Function):
     ) -> Tensor:
         kind = hidden.device.type
         product = (
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         )
         ctx.shape, ctx.dtypes = hidden.shape, (weight.dtype, None if bias is None else bias.dtype)
         ctx.call, ctx.is_spent = call, False

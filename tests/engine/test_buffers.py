@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from runs import config
 from torch import Tensor, nn
@@ -38,8 +40,10 @@ class Model(nn.Module):
         return self.norm(x @ self.router.weight).square().sum()
 
 
-def dtypes_after_initialize(model: nn.Module, precision: str) -> dict[str, torch.dtype]:
-    engine = xds.initialize(model, config(0, precision))
+def dtypes_after_initialize(
+    model: nn.Module, precision: str, **types: Any
+) -> dict[str, torch.dtype]:
+    engine = xds.initialize(model, config(0, precision, data_types=types))
     found = {name: buffer.dtype for name, buffer in model.named_buffers()}
     engine.destroy()
     return found
@@ -70,3 +74,27 @@ def test_in_fp32_no_buffer_changes() -> None:
     model.rotary.table = model.rotary.table.half()
     found = dtypes_after_initialize(model, "fp32")
     assert found["rotary.table"] == torch.float16 and found["norm.running_var"] == torch.float32
+
+
+def test_the_config_gives_buffers_a_dtype_but_not_rotary_frequencies() -> None:
+    for precision, dtype, low in (
+        ("bf16", "fp32", torch.float32),
+        ("fp32", "bf16", torch.bfloat16),
+        ("fp16", "bf16", torch.bfloat16),
+    ):
+        model = Model()
+        model.rotary.table = model.rotary.table.half()
+        found = dtypes_after_initialize(model, precision, buffer_dtype=dtype)
+        assert found["rotary.inv_freq"] == torch.float32
+        assert found["rotary.table"] == found["norm.running_mean"] == low
+        assert found["norm.num_batches_tracked"] == torch.int64
+
+
+def test_named_buffers_are_fp32_whatever_dtype_the_others_get() -> None:
+    model = Model().to(torch.bfloat16)
+    found = dtypes_after_initialize(
+        model, "bf16", buffer_dtype="bf16", keep_in_fp32_modules=["running_var"]
+    )
+    assert found["router.bias_correction"] == torch.float32  # its class names it
+    assert found["norm.running_var"] == torch.float32
+    assert found["norm.running_mean"] == torch.bfloat16

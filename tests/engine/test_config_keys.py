@@ -120,6 +120,11 @@ SPECIAL: dict[str, tuple[list[Any], list[Any]]] = {
         ["cubic", 3, True],
     ),
     "data_types.param_dtype": (["fp32"], ["bf16", "int8", True]),
+    "data_types.keep_in_fp32_modules": (
+        [["auto", "norm"], [], ["*.gate"]],
+        ["norm", [3], ["("], [""], True],
+    ),
+    "data_types.fp32_outputs": ([[]], ["norm", [3], ["["], True]),
     "elasticity.version": ([0.1, 0.2], [0.3, "0.2", True]),
     "fp16.loss_scale": ([0, 1e-30, 1e30, 128], [1e-300, 1e300, True, -1, "1"]),
     "fp16.min_loss_scale": ([1e-30, 1e30], [1e39, True, -1]),
@@ -275,7 +280,9 @@ def test_null_is_the_same_as_no_key_and_auto_too_unless_only_an_integration_know
         assert parse_config(key.config(None)).as_dict() == without, key.path
         found = complaints(key.config("auto"))
         if not found:
-            own = key.path.endswith(("schedule", "ratio", "checkpointing.enabled", "autoep_size"))
+            own = key.path.endswith(
+                ("schedule", "ratio", "checkpointing.enabled", "autoep_size", "fp32_modules")
+            )
             assert (
                 own
                 or key.what.get("type") == "string"

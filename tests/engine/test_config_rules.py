@@ -307,6 +307,7 @@ def stages(**keys: Any) -> dict[str, Any]:
 
 
 CPU = {"device": "cpu"}
+FP32_NORMS = {**BF16, "data_types": {"keep_in_fp32_modules": ["norm"]}}
 
 
 @pytest.mark.parametrize(
@@ -314,6 +315,15 @@ CPU = {"device": "cpu"}
     [
         ({**BF16, "bfloat16": {"enabled": True}}, "sets the same option as bf16"),
         ({**BF16, "data_types": {"param_dtype": "fp16"}}, "must be bf16, the precision that"),
+        (
+            {**FP32_NORMS, "torch_autocast": {"enabled": True}},
+            "rounds what data_types.keep_in_fp32",
+        ),
+        (
+            {**FP32_NORMS, **zero(3, zero_quantized_weights=True)},
+            "rounds what data_types.keep_in_fp32",
+        ),
+        ({**BF16, "data_types": {"fp32_outputs": ["head"]}}, "which has no names; add them there"),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "a dynamic loss scale never falls to 0"),
         ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "or set a fixed fp16.loss_scale"),
         ({"gradient_clipping": 1, **zero(2, compute_grad_norm=False)}, "clipping needs the norm"),

@@ -55,12 +55,14 @@ def compare(plan: Plan, found: list[Any], name: str) -> None:
         assert links == sent, (name, rank)
 
 
+KEPT = {"keep_in_fp32_modules": ["embed", "up"]}
 QUANTIZED = {"zero_quantized_weights": True}
 # what it shows: model, config, ranks, notes of the plan
 CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "stage 0": ("plain", config_of(0, "bf16"), 2, 0),
     "frozen": ("frozen", config_of(3, "bf16", zero={"stage3_param_persistence_threshold": 3000}), 2, 0),
     "frozen and whole": ("frozen", config_of(1, "bf16"), 2, 0),
+    "fp32 modules": ("tied", config_of(1, "bf16", pipe=2, tensor=2, count=2, data_types=KEPT), 4, 0),
     "tied stages of slices": ("tied", config_of(1, pipe=2, tensor=2, count=2), 4, 0),
     "slices": ("plain", config_of(3, "bf16", tensor=2, count=2, zero={"max_reuse_distance": 0}), 4, 0),
     "uneven slices": ("plain", config_of(1, tensor=3), 3, 0),

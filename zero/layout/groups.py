@@ -93,8 +93,14 @@ class Policy:
             return self.compute
         return original
 
+    def _stays_wide(self, param_dtype: torch.dtype) -> bool:
+        """Such a parameter is one of those that stay fp32 in 16-bit training: so do its gradients."""
+        return self.compute in LOW_PRECISION and param_dtype == torch.float32
+
     def sum_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a parameter are summed."""
+        if self._stays_wide(param_dtype):
+            return param_dtype
         return self.accumulate or self.master_dtype(param_dtype)
 
     def master_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
@@ -111,7 +117,7 @@ class Policy:
 
     def sent_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a parameter are sent."""
-        return self.communicate or param_dtype
+        return param_dtype if self._stays_wide(param_dtype) else self.communicate or param_dtype
 
 
 @final
@@ -165,6 +171,7 @@ class FlatGroups:
         slices: id(parameter) -> its slices, for every parameter that tensor ranks have cut.
         casts: id(parameter) -> the dtype to which its only reader casts it; of parameters of the data group.
             They have flat buffers of their own, which may be gathered in that dtype.
+        fp32: id of the parameters that stay fp32 where others compute in 16 bits.
     """
 
     world: Collectives
@@ -174,6 +181,7 @@ class FlatGroups:
     names: Mapping[int, str] = field(default_factory=dict)
     slices: Mapping[int, Slices] = field(default_factory=dict)
     casts: Mapping[int, torch.dtype] = field(default_factory=dict)
+    fp32: frozenset[int] = frozenset()
 
     @property
     def is_first(self) -> bool:
@@ -198,6 +206,12 @@ class FlatGroups:
         """
         shapes = sorted(self.all_shapes_of(param), key=numel_of)
         return shapes[0], shapes[-1]
+
+    def dtype_of(self, param: nn.Parameter) -> torch.dtype:
+        """The dtype that `param` computes in."""
+        return (
+            torch.float32 if id(param) in self.fp32 else self.data.policy.param_dtype(param.dtype)
+        )
 
     def of(self, param: nn.Parameter) -> FlatGroup:
         """The group of the buffer that holds `param`."""

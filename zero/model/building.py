@@ -103,7 +103,7 @@ class Builder:
         """Cast parameters without elements, which are in no buffer, to the dtype of the others."""
         for param in model.parameters():
             if not param.numel():
-                param.data = param.data.to(self._policy.param_dtype(param.dtype))
+                param.data = param.data.to(self._flat_groups.dtype_of(param))
 
     def _build(self, plan: UnitPlan, *, is_root: bool) -> Unit:
         unit = Unit(plan.name, plan.modules, is_root)
@@ -140,13 +140,20 @@ class Builder:
         """The parameters of a unit by kind, those that are trained first."""
         kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
         for name, param in plan.params:
-            dtype = self._policy.param_dtype(param.dtype)
+            dtype = self._flat_groups.dtype_of(param)
             group = self._flat_groups.of(param)
             is_single = 1 in map(numel_of, self._flat_groups.shapes_of(param))
             cast = self._flat_groups.casts.get(id(param))
             kind = _Kind(id(param) in self._groups, is_single, dtype, group.number, cast)
             kinds.setdefault(kind, []).append((self._flat_groups.name_of(param, name), param))
-        return sorted(kinds.items(), key=lambda item: (not item[0].trains, item[0].group))
+
+        def place(item: tuple[_Kind, _Entries]) -> tuple[bool, int, str]:
+            # stages find the parameters that they share in different orders
+            is_shared = self._flat_groups.of(item[1][0][1]).is_shared
+            dtype = str(item[0].dtype) if is_shared else ""
+            return not item[0].trains, item[0].group, dtype
+
+        return sorted(kinds.items(), key=place)
 
     def _layout(self, entries: _Entries, group: FlatGroup) -> FlatLayout:
         box_of = self._flat_groups.box_of

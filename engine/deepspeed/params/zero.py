@@ -20,6 +20,7 @@ from ....zero.access.gathered import GatheredParameters as XdsGathered
 from ....zero.access.gathered import LostEdit
 from ....zero.core.owners import ParamOwner, find_owner
 from ...config.config import Config, parse_config
+from ...config.sections import DataTypes
 from ...config.text import read_source
 from ...model.precision import compute_dtype
 from ...model.zero_init import Init as XdsInit
@@ -77,7 +78,8 @@ ZEROPP_KEYS = (
 class Init:
     """`xds.zero.Init` with DeepSpeed's arguments: modules constructed in the context are sharded at stage 3.
 
-    With a config that trains in 16 bits, parameters have that dtype from here on. There are three differences.
+    With a config that trains in 16 bits, parameters have that dtype from here on; from `initialize` on if it
+    keeps modules in fp32. There are three differences.
     Without a config they keep the dtype they are built in (DeepSpeed uses half). On one rank they stay whole.
     No class stays patched after the context.
     """
@@ -111,7 +113,7 @@ class Init:
         if data_parallel_group is None and mpu is not None:
             data_parallel_group = mpu.get_data_parallel_group()
         source = _without_auto(config_dict_or_path if config_dict_or_path is not None else config)
-        self._dtype = dtype or (None if source is None else compute_dtype(parse_config(source)))
+        self._dtype = dtype or _dtype_of(source)
         self._hook: Any = None
         self._built: list[nn.Parameter] = []
         self._init = XdsInit(
@@ -235,6 +237,14 @@ def _refuse_one_rank_of_several() -> None:
         )
 
 
+def _dtype_of(source: Any) -> torch.dtype | None:
+    """The 16 bits of the config; None where modules stay fp32: only `initialize` knows their whole names."""
+    if source is None:
+        return None
+    config = parse_config(source)
+    return None if config.data_types.keep_in_fp32_modules else compute_dtype(config)
+
+
 def _without_auto(source: Any) -> Any:
     """The config without keys whose value is "auto": an integration fills them later.
 
@@ -254,7 +264,7 @@ def _filled(data: dict[str, Any]) -> dict[str, Any]:
     return {
         key: _filled(value) if isinstance(value, dict) else value
         for key, value in data.items()
-        if not is_auto(value)
+        if not is_auto(value) or key in DataTypes.own_auto
     }
 
 

@@ -116,7 +116,7 @@ class EngineAdapter(Values, Checkpoints, AsModule):
         refuse_edits(source, (find_owner(param) for param in self._engine.module.parameters()))
         given = self.__dict__["_given_config"] = GivenConfig(source, self._engine.config)
         self.__dict__["_unused"] = UnusedParams(self._engine, given)
-        if {"log_level", "data_types"} & given.keys():
+        if "log_level" in given:
             self._follow_config()
 
     @property

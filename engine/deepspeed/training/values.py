@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...config.config import Config
-from ...config.text import read_source
 from ...model.precision import compute_dtype
-from ..config import DeepSpeedConfig, DtypeEnum
+from ..config import DeepSpeedConfig
 from ..library.log import set_log_level_from_string
 
 # name of the method -> path of the key in the checked config; None where the section is absent
@@ -98,8 +95,6 @@ _BATCH_SIZES = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
-# narrower dtypes have scales beside them
-_CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Values:
@@ -143,15 +138,10 @@ class Values:
         return level
 
     def _follow_config(self) -> None:
-        """Set the level of DeepSpeed's logger, and the dtype of buffers, where the config has one."""
+        """Set the level of DeepSpeed's logger, where the config has one."""
         level = self.log_level()
         if level is not None:
             set_log_level_from_string(level)
-        if self._config.buffer_dtype is not None:
-            dtype = DtypeEnum(self._config.buffer_dtype).value
-            for one in self.module.buffers():
-                if one.dtype in _CAST:
-                    one.data = one.data.to(dtype)
 
     def optimizer_name(self) -> str | None:
         """The config's optimizer, DeepSpeed's own in lower case; else the class of the one that was passed."""
@@ -287,16 +277,4 @@ def _at(config: Any, path: str) -> Any:
     return found
 
 
-def without_buffer_dtype(source: Any) -> Any:
-    """`source` as a dict without data_types.buffer_dtype, which this layer does itself; else `source`."""
-    if isinstance(source, Config):
-        return source
-    data, _, complaints = read_source(source)
-    types = data.get("data_types")
-    if complaints or not isinstance(types, Mapping) or types.get("buffer_dtype") is None:
-        return source
-    kept = {key: value for key, value in types.items() if key != "buffer_dtype"}
-    return {**data, "data_types": kept}
-
-
-__all__ = ["Values", "without_buffer_dtype"]
+__all__ = ["Values"]
