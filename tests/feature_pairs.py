@@ -126,7 +126,8 @@ CALLS = {  # features that are calls, not keys
     "generation": "`engine.generate(tokens)` between two steps",
     "inference": "`engine.weights().save(folder)`, then `xds.init_inference(model, checkpoint=folder)`",
 }
-SHOWN = {  # settings that are too long for a row
+SHOWN = {  # settings that are too long for a row, or have its sign
+    "fp32 modules": '`"bf16": {"enabled": true}, "data_types": {"keep_in_fp32_modules": ["norm", "lm_head"]}`',
     "curriculum": "`data_efficiency.data_sampling.curriculum_learning`, with one metric",
     "token drop": "`data_efficiency.data_routing.random_ltd`, in two layers",
     **CALLS,

@@ -366,7 +366,7 @@ class DataTypes(Section):
     keep_in_fp32_modules: Modules = Field(
         (),
         description="parameters and buffers that stay fp32 in 16-bit training, by parts of their names or the "
-        "class of their module; auto: what the model's class names, see "
+        "class of a module; auto: what the model's class names, see "
         "[precision](precision.md#modules-in-fp32)",
     )
     fp32_outputs: Patterns = Field(
@@ -403,11 +403,13 @@ class DataTypes(Section):
         if not (kept and enabled):
             return
         zero, one_bit = config.zero_optimization, config.optimizer_type in ONE_BIT_OPTIMIZERS
-        lossy = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
-        lossy += ("zero_quantized_gradients",)
+        weights = "zero_quantized_weights", "zero_quantized_nontrainable_weights"
         rounding: dict[str, object] = {
             "torch_autocast.enabled": config.torch_autocast.enabled,
-            **{f"zero_optimization.{each}": getattr(zero, each) for each in lossy},
+            **{
+                f"zero_optimization.{each}": getattr(zero, each)
+                for each in [*weights, "zero_quantized_gradients"]
+            },
             "optimizer.type": one_bit and config.optimizer_type,
         }
         for other, value in rounding.items():

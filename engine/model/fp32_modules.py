@@ -51,13 +51,13 @@ def find_fp32(
     assert low is not None
     tensors = list(_tensors(model, names or {}))
     of_model = _named_by_classes(model, tensors, low)
-    of_config, unused = _matched(KEY, section.fp32_patterns, tensors)
+    of_config, unused = _matched(KEY, section.fp32_patterns, model, tensors)
     cast = frozenset(id(tensors[i].tensor) for i in of_config if tensors[i].is_param)
     named = of_model if AUTO_MODULES in section.keep_in_fp32_modules else set()
     params = cast.union(id(tensors[i].tensor) for i in named if tensors[i].is_param)
     buffers = {tensors[i].key for i in of_model | of_config if not tensors[i].is_param}
     kept = [each for each in tensors if id(each.tensor) in cast]
-    hits, unused_outputs = _matched(OUTPUTS, section.fp32_outputs, kept)
+    hits, unused_outputs = _matched(OUTPUTS, section.fp32_outputs, model, kept)
     for module in model.modules():  # statistics of a norm are as wide as its weight
         own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
         if own and all(id(param) in params for param in own):
@@ -109,22 +109,20 @@ def _named_by_classes(model: nn.Module, tensors: Sequence[_Named], low: torch.dt
 
 
 def _matched(
-    key: str, patterns: Sequence[str], tensors: Sequence[_Named]
+    key: str, patterns: Sequence[str], model: nn.Module, tensors: Sequence[_Named]
 ) -> tuple[set[int], dict[str, list[str]]]:
     """Indices of the tensors that patterns of the config match, and under `key` the patterns that match none.
 
-    A pattern matches a part of the name, or is the class of the module that holds the tensor.
+    A pattern matches a part of the name, or is the class of a module that the tensor is in.
     """
     names = [each.name for each in tensors]
     found: set[int] = set()
     unused = []
     for pattern in patterns:
+        of_class = (module for module in model.modules() if type(module).__name__ == pattern)
+        inside = {inner for module in of_class for inner in module.modules()}
         by_name = _search(pattern, names)
-        hits = {
-            i
-            for i, each in enumerate(tensors)
-            if by_name[i] or type(each.key[0]).__name__ == pattern
-        }
+        hits = {i for i, each in enumerate(tensors) if by_name[i] or each.key[0] in inside}
         found |= hits
         if not hits:
             unused.append(pattern)
@@ -168,10 +166,7 @@ def refuse_unused_in_parts(found: Fp32Tensors, world: Collectives) -> None:
 
 def _nothing_matches(key: str, patterns: Sequence[str]) -> str:
     what = "parameter or buffer" if key == KEY else f"parameter that {KEY} names"
-    return (
-        f"{key} = {list(patterns)}: no {what} has a name with this in it, and no module that holds one is of "
-        "this class"
-    )
+    return f"{key} = {list(patterns)}: no {what} has a name with this in it, or is in a module of this class"
 
 
 # -- casts around modules ---------------------------------------------------------------------------------
