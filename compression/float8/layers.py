@@ -102,7 +102,7 @@ def _unfit(module: nn.Module, weight: Tensor | None, *, is_shared: bool) -> str:
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.itemsize == 1:
         return "its weight is computed, or has few bits"
     if is_shared:
-        return "its weight is that of another layer, or of an expert"
+        return "its weight is that of another layer or an expert, or stays fp32"
     if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return f"its sizes are no multiples of {MULTIPLE}"
     return ""
