@@ -361,13 +361,12 @@ class DataTypes(Section):
     buffer_dtype: Dtype | None = Field(
         None,
         description="the dtype of floating-point buffers, without rotary frequencies and what stays fp32; "
-        "null: that of the parameters, see [precision](precision.md#buffers)",
+        "null: that of the parameters",
     )
     keep_in_fp32_modules: Modules = Field(
         (),
         description="parameters and buffers that stay fp32 in 16-bit training, by parts of their names or the "
-        "class of a module; auto: what the model's class names, see "
-        "[precision](precision.md#modules-in-fp32)",
+        "class of a module; auto: what the model's class names, as transformers reads it",
     )
     fp32_outputs: Patterns = Field(
         (), description="those of them whose outputs are fp32 as well, such as routers and heads"

@@ -98,6 +98,10 @@ BESIDE["compression_training.layer_reduction.enabled"] = {
         "layer_reduction": {"module_name_prefix": "layer", "teacher_layer": [0]}
     }
 }
+BESIDE["bf16.bf16_master"] = BESIDE["bf16.bf16_optimizer"] = {
+    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}
+}
+BESIDE["fp16.fp16_master"] = {"fp16": {"enabled": True}}
 BESIDE["quantize_training.quantize_bits.start_bits"] = {
     "quantize_training": {"quantize_bits": {"target_bits": 1}}
 }
