@@ -106,7 +106,7 @@ def build(series: Series, size: int) -> Any:
     if series.has_experts:
         layers, experts = (size, 4) if series.axis.startswith("mixtures") else (1, size)
         in_list = "list" in series.axis
-        mixtures = [_mixture(experts, in_list=in_list) for _ in range(layers)]
+        mixtures = [mixture(experts, in_list=in_list) for _ in range(layers)]
         return _deep(nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), m) for m in mixtures))
     layers = size if series.axis in ("blocks", "units", "frozen", "layers", "plan") else 64
     blocks = nn.ModuleList(
@@ -138,7 +138,7 @@ def _deep(blocks: Any) -> Any:
     return Deep()
 
 
-def _mixture(num_experts: int, *, in_list: bool) -> Any:
+def mixture(num_experts: int, width: int = WIDTH, *, in_list: bool = False) -> Any:
     """A block of experts, two for each token: a stack of matrices, or modules in a list."""
     import torch
     from torch import Tensor, nn
@@ -147,7 +147,7 @@ def _mixture(num_experts: int, *, in_list: bool) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.num_experts = num_experts
-            self.weight = nn.Parameter(torch.randn(num_experts, WIDTH, WIDTH) * 0.3)
+            self.weight = nn.Parameter(torch.randn(num_experts, width, width) * 0.3)
 
         def forward(
             self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -158,8 +158,8 @@ def _mixture(num_experts: int, *, in_list: bool) -> Any:
     class Mixture(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate = nn.Linear(WIDTH, num_experts, bias=False)
-            listed = (nn.Linear(WIDTH, WIDTH) for _ in range(num_experts))
+            self.gate = nn.Linear(width, num_experts, bias=False)
+            listed = (nn.Linear(width, width) for _ in range(num_experts))
             self.experts = nn.ModuleList(listed) if in_list else Stacked()
 
         def forward(self, x: Tensor) -> Tensor:

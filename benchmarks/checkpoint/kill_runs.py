@@ -19,6 +19,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from growth import mixture
 from helpers import _context as context
 
 START_SECONDS = 60
@@ -39,9 +40,8 @@ class Scenario:
     keep_last: int = 0
     async_save: bool = False
     victims: str = "one"  # a random one, or "all"
-    layout: str = (
-        ""  # of the two ranks: "pipeline", "slices"; "offload": data ranks, states in host memory
-    )
+    # of the two ranks: "pipeline", "slices", "experts"; "offload": data ranks, states in host memory
+    layout: str = ""
 
     @property
     def label(self) -> str:
@@ -112,6 +112,8 @@ def make_engine(scenario: Scenario, stage: int, layout: str = "") -> Any:
     torch.manual_seed(0)
     width = scenario.width
     layers = [torch.nn.Linear(width, width) for _ in range(scenario.layers)]
+    if scenario.layout == "experts":
+        layers.append(mixture(4, width))
     model: Any = torch.nn.Sequential(*layers)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -123,6 +125,8 @@ def make_engine(scenario: Scenario, stage: int, layout: str = "") -> Any:
         config["checkpoint"] = section
     if layout == "offload":
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    if layout == "experts":
+        config["expert_parallel"] = {"enabled": True, "autoep_size": 2}
     if layout == "slices":
         plan = {str(layer): "colwise_gather_output" for layer in range(scenario.layers)}
         config["tensor_parallel"] = {"tp_size": 2, "plan": plan}

@@ -34,9 +34,9 @@ def scenarios() -> list[Scenario]:
         width, layers = ((16, 2), (256, 3), (1024, 3))[number // 2 % 3]
         stage = (number * 3 + number // 4) % 4
         found.append(Scenario(stage, width, layers, same_tag, keep_last, async_save, victims))
-    for number, layout in enumerate(("pipeline", "slices", "offload")):
+    for layout in ("pipeline", "slices", "offload", "experts"):
         for async_save, victims in ((False, "one"), (True, "all")):
-            stage = number + 1 if layout == "offload" else int(async_save)
+            stage = {"offload": 3, "experts": 2}.get(layout, int(async_save))
             found.append(Scenario(stage, 256, 3, False, 2, async_save, victims, layout))
     return found
 

@@ -23,7 +23,8 @@ from xds.engine.checkpoint.io import storage
 from xds.engine.checkpoint.io.folders import MANIFEST, committed
 from xds.engine.process.process import join, pick_device
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "checkpoint"))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path += [str(BENCHMARKS), str(BENCHMARKS / "checkpoint")]
 from kill_runs import Killer, Scenario, Tally  # noqa: E402
 
 WIDTH = 5
