@@ -25,6 +25,7 @@ from ..utils.errors import UsageError
 from .config import ExpertParallel
 
 BATCH, TOKENS = 2, 16  # of the proof
+FAR = 16.0  # added to the logit of the expert that a token is made for
 NEAR = 1e-4  # relative difference of two results that are equal
 MOST_TRIED = 16  # choices of a token that are tried where no attribute names their number
 Groups = tuple[int, int, int, float]
@@ -274,8 +275,21 @@ class _Copy:
         self.module: nn.Module = copy.deepcopy(module, memo)
         self.router = self.module.get_submodule(block.router)
         self.bias = None if block.bias is None else bias_of(self.module, block.bias)
-        self.hidden = torch.randn(BATCH, TOKENS, width, generator=generator, requires_grad=True)
-        self.weight = torch.randn(BATCH * TOKENS, width, generator=generator)  # of the gradients
+        self._generator = generator
+        self._take_tokens(torch.randn(BATCH * TOKENS, width, generator=generator))
+
+    def reach_all(self) -> None:
+        """Take tokens of which each expert gets one: it may be treated in another way than the others."""
+        count = len(self.experts)
+        matrix = next(p for p in self.router.parameters() if is_matrix_of(p, count)).detach()
+        rows = torch.linalg.pinv(matrix @ matrix.t(), hermitian=True) @ matrix
+        rows = rows / (rows * matrix).sum(1, keepdim=True)  # more experts than elements of a token
+        rows = torch.cat((rows, rows[: count % BATCH])) * FAR
+        self._take_tokens(rows + torch.randn(rows.shape, generator=self._generator))
+
+    def _take_tokens(self, rows: Tensor) -> None:
+        self.hidden = rows.view(BATCH, -1, self.width).clone().requires_grad_()
+        self.weight = torch.randn(rows.shape, generator=self._generator)  # of the gradients
 
     def own(self, *, trains: bool) -> Any:
         """What the block itself computes.
@@ -348,9 +362,15 @@ def find_convention(block: Block, section: ExpertParallel, model_config: Any) ->
                 found = _fitted(clone, convention, output, own)
                 if found is not None:
                     output = clone.routed(is_flat=found.is_flat, trains=False)
+                    if _fitted(clone, convention, output, clone.own(trains=False)) != found:
+                        why = "it computes something else in training than in evaluation"
+                        continue
+                    clone.reach_all()
+                    output = clone.routed(is_flat=found.is_flat, trains=False)
                     if _fitted(clone, convention, output, clone.own(trains=False)) == found:
                         return found
-                    why = "it computes something else in training than in evaluation"
+                    why = "it computes some of its experts in another way"
+                    break
         except Exception as error:
             why = f"its forward cannot be tried ({type(error).__name__}: {error})"
     raise UsageError(

@@ -13,6 +13,9 @@ from runs import config
 from torch import Tensor, nn
 
 import xds
+from xds.experts.config import ExpertParallel
+from xds.experts.conventions import find_convention
+from xds.experts.cut import find_experts
 
 WIDTH, EXPERTS, STEPS = 16, 4, 3
 
@@ -455,6 +458,37 @@ def test_refused(make: Any, keys: dict[str, Any], message: str) -> None:
     first, second = run_ranks(refused, 2, make, keys)
     assert message in first
     assert message in second
+
+
+class Numbered(nn.Module):
+    """A block of many experts. Number `special` counts twice."""
+
+    def __init__(self, special: int) -> None:
+        super().__init__()
+        self.special = special
+        self.gate = nn.Linear(WIDTH, 99)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(99))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.gate(x).softmax(-1).max(-1)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            weight = weights * (index == number) * (2 if number == self.special else 1)
+            result = result + expert(x) * weight.unsqueeze(-1)
+        return result
+
+
+def test_one_of_many_experts_that_is_computed_otherwise() -> None:
+    """Few tokens choose few experts: the proof takes tokens for each of them."""
+    section = ExpertParallel()
+    (found,) = find_experts(nn.Sequential(Numbered(-1)), section)
+    assert found.block is not None
+    assert find_convention(found.block, section, None).top_k == 1
+    for special in (0, 60, 98):
+        (found,) = find_experts(nn.Sequential(Numbered(special)), section)
+        assert found.block is not None
+        with pytest.raises(xds.UsageError, match=r"computes some|none of the known"):
+            find_convention(found.block, section, None)
 
 
 def test_size_that_does_not_divide() -> None:
