@@ -53,7 +53,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compression.config import ONE_BIT_OPTIMIZERS
-from ..compression.float8.layers import own_weights
 from ..compression.scheme import BuildScheme, ExactScheme
 from ..offload.stores import Stores
 from ..ops.comm.collectives import Collectives
@@ -84,6 +83,7 @@ from .model.arguments import (
     optional_states,
     refuse_together,
     resolve_together,
+    unwrap_weights,
     with_model,
 )
 from .model.compile import BlockCompiler
@@ -184,7 +184,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             world = join(device)
             refuse_together(error, group if isinstance(group, dist.ProcessGroup) else world, device)
         raise
-    own_weights(model)
+    unwrap_weights(model)
     given = _Given(
         optimizer, model_parameters, lr_scheduler, training_data, collate_fn, weights, group
     )

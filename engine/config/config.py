@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import BeforeValidator, Field
 
-from ...compression.float8.config import Float8
+from ...compression.config import Float8
 from ...compression.training.config import CompressionTraining, QuantizeTraining
 from ...experts.config import ExpertParallel
 from ...offload.config import Aio

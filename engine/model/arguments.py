@@ -57,6 +57,14 @@ def has_compressed_layers(model: nn.Module) -> bool:
     return layer is not None and any(isinstance(module, layer) for module in model.modules())
 
 
+def unwrap_weights(model: nn.Module) -> None:
+    """Give layers that the script has converted for other gathers in 8 bits their own parameters back."""
+    if "torchao.float8" in sys.modules:
+        from ...compression.float8.layers import own_weights
+
+        own_weights(model)
+
+
 def optional_states(model: nn.Module) -> tuple[str, ...]:
     """Names in `model` that weights of one without compressed layers lack."""
     if not has_compressed_layers(model):
@@ -380,5 +388,6 @@ __all__ = [
     "optional_states",
     "refuse_together",
     "resolve_together",
+    "unwrap_weights",
     "with_model",
 ]
