@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -78,13 +79,11 @@ class Adafactor(WholeParamOptimizer):
 
     def _squares(self, update: Update) -> Tensor:
         """The sum of squares of each parameter's part, fp64 [cuts, 1]."""
-        starts = self._tables.cuts_of(update.item).starts
-        lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
-        master = update.item.master[: starts[-1]]
-        norms = [
-            torch.linalg.vector_norm(x, dtype=torch.float64) for x in torch.split(master, lengths)
-        ]
-        return torch.stack(norms).square().unsqueeze(1)
+        master, starts = update.item.master, self._tables.cuts_of(update.item).starts
+        norms = master.new_zeros(len(starts) - 1, 1, dtype=torch.float64)
+        for number, (start, stop) in enumerate(pairwise(starts)):
+            norms[number] = torch.linalg.vector_norm(master[start:stop], dtype=torch.float64)
+        return norms.square_()
 
     def apply(self, update: Update, part: ParamPart, whole: Tensor) -> None:
         group, state = update.group, self.state_of(update.item)

@@ -41,7 +41,7 @@ class LowRank(MatrixOptimizer, ABC):
             return {}
         rank = min(values["rank"], *shape)
         low = (shape[0], rank) if _is_tall(shape) else (rank, shape[1])
-        return dict.fromkeys(("exp_avg", "exp_avg_sq"), low)
+        return {"exp_avg": low, "exp_avg_sq": low}
 
     def _part_states(self, update: Update, part: ParamPart) -> dict[str, Tensor]:
         state = self.state_of(update.item)
@@ -83,8 +83,9 @@ class GaLore(LowRank):
         self, shape: tuple[int, ...], name: str, group: int
     ) -> dict[str, tuple[int, ...]]:
         shapes = super().part_shapes(shape, name, group)
-        rank = min(self.param_groups[group]["rank"], *shape)
-        return {**shapes, "projector": (min(shape), rank)} if shapes else {}
+        if shapes:
+            shapes["projector"] = (min(shape), min(self.param_groups[group]["rank"], *shape))
+        return shapes
 
     def apply(self, update: Update, part: ParamPart, whole: Tensor) -> None:
         group, states = update.group, self._part_states(update, part)
@@ -131,7 +132,9 @@ class Apollo(LowRank):
         self, shape: tuple[int, ...], name: str, group: int
     ) -> dict[str, tuple[int, ...]]:
         shapes = super().part_shapes(shape, name, group)
-        return {**shapes, "last_norm": (1,)} if shapes else {}
+        if shapes:
+            shapes["last_norm"] = (1,)
+        return shapes
 
     def apply(self, update: Update, part: ParamPart, whole: Tensor) -> None:
         group, states = update.group, self._part_states(update, part)
