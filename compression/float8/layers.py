@@ -144,8 +144,8 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(found[:SHOWN_NAMES]) + more
 
 
-def convert(modules: Sequence[nn.Module], recipe: str) -> Callable[[], None]:
-    """Give linear layers torchao's class; returns what gives them their own back."""
+def convert(model: nn.Module, modules: Sequence[nn.Module], recipe: str) -> Callable[[], None]:
+    """Give linear layers in `model` torchao's class; returns what gives them their own back."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -156,14 +156,25 @@ def convert(modules: Sequence[nn.Module], recipe: str) -> Callable[[], None]:
         module.__class__ = type(other)
         vars(module).update(added)
         before.append((module, list(added)))
+    hooks = [
+        module.register_forward_pre_hook(_slow_path)
+        for module in model.modules()
+        if isinstance(module, nn.TransformerEncoderLayer) and any(map(is_float8, module.modules()))
+    ]
 
     def undo() -> None:
+        for hook in hooks:
+            hook.remove()
         for module, names in before:
             module.__class__ = nn.Linear
             for name in names:
                 vars(module).pop(name, None)
 
     return undo
+
+
+def _slow_path(module: nn.Module, args: object) -> None:
+    """A hook turns off the path of torch's encoder layers that reads weights and calls no layer."""
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def convert_layers(
     if world.rank == 0:
         log.info("%s", report)
     chosen = [layer.module for layer in layers if not layer.reason]
-    undo = convert(chosen, section.recipe)
+    undo = convert(model, chosen, section.recipe)
     dtypes: set[Any] = {layer.config.cast_config_weight.target_dtype for layer in chosen}  # type: ignore
     return with_casts(groups, config, layers, *dtypes), undo
 

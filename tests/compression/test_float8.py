@@ -216,6 +216,21 @@ def test_a_layer_stays_the_object_that_the_script_has(caplog: pytest.LogCaptureF
     )
 
 
+def evaluated(stage: int) -> Tensor:
+    torch.manual_seed(2)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    section = {"enabled": True, "filter": ["linear"]}
+    engine = xds.initialize(layer, {**config(stage), "float8": section})
+    engine.eval()
+    with torch.no_grad():
+        return engine(torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(3)))
+
+
+def test_an_encoder_of_torch_calls_its_layers_in_evaluation_too() -> None:
+    whole, sharded = (run_ranks(evaluated, 2, stage)[0] for stage in (0, 3))
+    torch.testing.assert_close(whole, sharded, rtol=0, atol=1e-5)  # codes of 8 bits: 1e-2
+
+
 def test_auto_leaves_out_the_head_and_what_is_too_small_to_gain() -> None:
     from xds.compression.float8.layers import linear_layers
 
