@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
 from ..utils.errors import UsageError
 from .conventions import Block, Convention, bias_of, logits_in
+from .cut import Found
 from .layer import ExpertLayer, Forward, stand_in
+
+if TYPE_CHECKING:
+    from .expected import ExpectedLayer
+
+Layer = TypeVar("Layer", "ExpertLayer", "ExpectedLayer")
 
 
 @final
@@ -27,7 +33,7 @@ class ExpertBlock:
         self,
         block: Block,
         convention: Convention,
-        layer: ExpertLayer,
+        layer: ExpertLayer | ExpectedLayer,
         setting: str,
     ) -> None:
         """layer: of its experts. setting: see there."""
@@ -51,6 +57,13 @@ class ExpertBlock:
             return _computed(self._block, self._convention, self._experts, module, hidden)
 
         return sent
+
+
+def rerouting(found: Found, layer: Layer, setting: str) -> Layer | ExpertBlock:
+    """What has the forward in place of the module's own: the layer of its experts, or the block around it."""
+    if found.block is None or found.convention is None:
+        return layer
+    return ExpertBlock(found.block, found.convention, layer, setting)
 
 
 def block_stand_in(block: Block, convention: Convention) -> Forward:
@@ -108,4 +121,4 @@ def weighted_sum(
     return weighed[torch.argsort(order)].view(*top_k_index.shape, -1).sum(1)
 
 
-__all__ = ["ExpertBlock", "block_stand_in", "weighted_sum"]
+__all__ = ["ExpertBlock", "block_stand_in", "rerouting", "weighted_sum"]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..ops.comm.collectives import Collectives
 from ..ops.recomputation import FirstCalls
+from .cut import Found
 from .exchange import KIND, Share
 from .layer import Forward, having
 from .routing import chunk_sizes
@@ -68,21 +69,22 @@ class ExpectedLayer:
 
     def __init__(
         self,
-        name: str,
-        num_experts: int,
+        found: Found,
         group: Collectives,
         together: Collectives | None = None,
         num_chunks: int = 1,
     ) -> None:
-        """group, together, num_chunks: as those of `ExpertLayer`."""
+        """The arguments are those of `ExpertLayer`."""
         self.most = ""
-        self._name, self._num_experts, self._group = name, num_experts, group
+        self._name, self._num_experts, self._group = found.name, found.num_experts, group
+        local = found.num_experts // group.world_size
+        self._children = list(found.experts or ())[group.rank * local :][:local]
         self._together, self._num_chunks = together, num_chunks if group.world_size > 1 else 1
         self._calls = FirstCalls[None]()
 
     def rerouted(self, forward: Forward) -> Forward:
         """A forward in place of the module's own, on the meta device."""
-        ranks, local = self._group.world_size, self._num_experts // self._group.world_size
+        ranks = self._group.world_size
 
         def shared(
             module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -109,13 +111,21 @@ class ExpectedLayer:
             weight = self._message(weights, pairs[:1], numbers if is_first else None, grads)
             part = ((num_rows, hidden.shape[1]), hidden.dtype)
             inputs = self._message(self._message(hidden, rows, part, part), pairs)
-            index = torch.empty(pairs[0], 1, dtype=torch.int64, device=hidden.device)
-            with having(module, local):
-                outputs = forward(module, inputs, index, weight.new_ones(pairs[0], 1))
+            outputs = self._own(module, forward, inputs)
             sums = self._message(outputs * weight.unsqueeze(-1), rows).to(hidden.dtype)
             return self._message(sums, tuple(hidden.shape), part, part)
 
         return shared
+
+    def _own(self, module: nn.Module, forward: Forward, inputs: Tensor) -> Tensor:
+        """The outputs of this rank's experts [P, H]. Those of a list get equal parts of the inputs."""
+        if self._children:
+            parts = torch.tensor_split(inputs, len(self._children))
+            return torch.cat([e(part) for e, part in zip(self._children, parts, strict=True)])
+        index = torch.empty(len(inputs), 1, dtype=torch.int64, device=inputs.device)
+        with having(module, self._num_experts // self._group.world_size):
+            outputs: Tensor = forward(module, inputs, index, inputs.new_ones(len(inputs), 1))
+        return outputs
 
     def _sizes(self, tokens: int, choices: int) -> tuple[int, int]:
         """The rows and pairs that a rank sends to each rank."""

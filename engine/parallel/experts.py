@@ -14,7 +14,7 @@ from torch import nn
 
 from ...experts.adapters import add_adapters, outer_modules
 from ...experts.balance import Balance, find_bias
-from ...experts.block import ExpertBlock, block_stand_in
+from ...experts.block import ExpertBlock, block_stand_in, rerouting
 from ...experts.config import ExpertParallel
 from ...experts.conventions import find_convention
 from ...experts.cut import (
@@ -180,9 +180,7 @@ class ExpertLayers(UnevenForwards):
             for number, f in enumerate(cut.found)
         ]
         self._rerouted = [
-            layer
-            if f.block is None or f.convention is None
-            else ExpertBlock(f.block, f.convention, layer, section.setting)
+            rerouting(f, layer, section.setting)
             for f, layer in zip(cut.found, self.layers, strict=True)
         ]
         coefficient, biases = section.load_balance_coeff, []

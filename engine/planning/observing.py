@@ -99,26 +99,26 @@ class Observations:
         experts = self._shares.keep_experts(self._shares.model, groups)
         if experts is None:
             return
+        from ...experts.block import rerouting
         from ...experts.expected import ExpectedLayer
 
         group = self._shares.group_of_experts(groups)
-        stacked = [each for each in experts.found if each.experts is None]
         tensor = groups.along("tensor") if self._mesh.tensor > 1 else None
         own_tokens = {
-            each.name for each in stacked if sliced.tokens and sliced.tokens.of(each.name)
+            each.name for each in experts.found if sliced.tokens and sliced.tokens.of(each.name)
         }
         self._experts = [
             ExpectedLayer(
-                each.name,
-                each.num_experts,
+                each,
                 group,
                 None if each.name in own_tokens else tensor,
                 self._config.expert_parallel.chunks,
             )
-            for each in stacked
+            for each in experts.found
         ]
-        for each, layer in zip(stacked, self._experts, strict=True):
-            replace_forwards([each.module], layer.rerouted)
+        setting = self._config.expert_parallel.setting
+        for each, layer in zip(experts.found, self._experts, strict=True):
+            replace_forwards([each.module], rerouting(each, layer, setting).rerouted)
 
 
 @contextmanager

@@ -145,6 +145,8 @@ class Shares:
             from ..parallel.experts import plan_experts
 
             self._experts, self.num_expert_ranks = plan_experts(model, config.expert_parallel, mesh)
+        listed = {expert for f in self._experts for expert in f.experts or ()}
+        self.blocks = [block for block in self.blocks if block[1] not in listed]
         whole = {f.experts_name for f in self._experts}
         is_sliced = config.tensor_parallel.size > 1
         self.ways = plan_slices(model, self.blocks, config, whole) if is_sliced else None

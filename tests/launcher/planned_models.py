@@ -52,6 +52,41 @@ def mixture() -> tuple[nn.Module, Any]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
+class Listed(nn.Module):
+    """Two blocks of experts in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(997, 32), nn.Linear(32, 997)
+        self.blocks = nn.ModuleList(ListedBlock() for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class ListedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 8, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        weights, index = self.gate(rows).softmax(-1).topk(2, -1)
+        result = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            token, choice = torch.where(index == number)
+            result = result.index_add(0, token, expert(rows[token]) * weights[token, choice, None])
+        return result.view_as(x)
+
+
+def listed() -> tuple[nn.Module, Any]:
+    return Listed(), mixture()[1]
+
+
 def layers() -> nn.Module:
     """A list of layers, of which each rank builds its own."""
     return PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(5)], loss_fn=mean)
@@ -89,7 +124,7 @@ def run(build: str, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, i
     count, seen = engine.gradient_accumulation_steps(), []
     for step in range(2):  # the first proves the slices and sends shapes
         given = batches(step, engine.dp_rank, count, SAMPLES)
-        if build in ("llama", "mixture"):
+        if build in ("llama", "mixture", "listed"):
             given = [found[1]] * count
         if build == "layers":
             given = [(torch.ones(SAMPLES, 8), torch.ones(SAMPLES))] * count

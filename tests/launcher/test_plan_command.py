@@ -107,19 +107,23 @@ def test_bytes_equal_those_of_real_ranks(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "more"),
+    ("build", "size", "more"),
     [
-        (2, {"zero_optimization": {"stage": 3}, "activation_checkpointing": {"enabled": True}}),
-        (4, {"bf16": {"enabled": True}, "tensor_parallel": {"tp_size": 2}}),
+        (
+            *("mixture", 2),
+            {"zero_optimization": {"stage": 3}, "activation_checkpointing": {"enabled": True}},
+        ),
+        ("mixture", 4, {"bf16": {"enabled": True}, "tensor_parallel": {"tp_size": 2}}),
+        ("listed", 2, {}),
     ],
 )
 def test_experts_on_several_ranks_and_the_expected_messages_of_tokens(
-    size: int, more: dict[str, Any]
+    build: str, size: int, more: dict[str, Any]
 ) -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
     section = {"enabled": True, "autoep_size": size, "chunks": size}
     config = config_of(2, count=2, expert_parallel=section) | more
-    plan, ranks = plan_of("mixture", config, 4), run_ranks(run, 4, "mixture", config)
+    plan, ranks = plan_of(build, config, 4), run_ranks(run, 4, build, config)
     planned = plan.ranks[0].sent
     mean = sum(sent["experts"] for _, sent in ranks) / 4
     assert planned["experts"].total == pytest.approx(mean, rel=0.03)
