@@ -6,8 +6,6 @@
   inputs in its own code, so nothing is cast here.
 - Names: the inputs and outputs of the outermost modules that stay fp32 as a whole are cast here. The cast
   replaces the module's forward, so it is inside of graphs and recomputed blocks, and needs no hook.
-
-Buffers that the model's class names stay fp32 without the key as well, as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -50,11 +48,11 @@ def find_fp32(
     low, section = compute_dtype(config), config.data_types
     assert low is not None
     tensors = list(_tensors(model, names or {}))
-    of_model = _named_by_classes(model, tensors, low)
+    named = AUTO_MODULES in section.keep_in_fp32_modules
+    of_model = _named_by_classes(model, tensors, low) if named else set()
     of_config, unused = _matched(KEY, section.fp32_patterns, model, tensors)
     cast = frozenset(id(tensors[i].tensor) for i in of_config if tensors[i].is_param)
-    named = of_model if AUTO_MODULES in section.keep_in_fp32_modules else set()
-    params = cast.union(id(tensors[i].tensor) for i in named if tensors[i].is_param)
+    params = cast.union(id(tensors[i].tensor) for i in of_model if tensors[i].is_param)
     buffers = {tensors[i].key for i in of_model | of_config if not tensors[i].is_param}
     kept = [each for each in tensors if id(each.tensor) in cast]
     hits, unused_outputs = _matched(OUTPUTS, section.fp32_outputs, model, kept)
@@ -145,7 +143,7 @@ def refuse_unused(found: Fp32Tensors, model: nn.Module) -> None:
     kinds = sorted({type(module).__name__ for module in model.modules()})
     for key, patterns in found.unused.items():
         raise UsageError(
-            f"{_nothing_matches(key, patterns)}; the model's classes are {', '.join(kinds)}"
+            f"{_nothing_matches(key, patterns)} (the model's classes are {', '.join(kinds)})"
         )
 
 
@@ -161,12 +159,15 @@ def refuse_unused_in_parts(found: Fp32Tensors, world: Collectives) -> None:
             *(rank.get(key, ()) for rank in by_rank)
         )
         if unused:
-            raise UsageError(f"{_nothing_matches(key, sorted(unused))}, in any stage")
+            raise UsageError(_nothing_matches(key, sorted(unused)))
 
 
 def _nothing_matches(key: str, patterns: Sequence[str]) -> str:
     what = "parameter or buffer" if key == KEY else f"parameter that {KEY} names"
-    return f"{key} = {list(patterns)}: no {what} has a name with this in it, or is in a module of this class"
+    return (
+        f"{key} = {list(patterns)}: no {what} has a name with this in it, or is in a module of this class; "
+        "correct the name, or remove it"
+    )
 
 
 # -- casts around modules ---------------------------------------------------------------------------------

@@ -121,23 +121,18 @@ def buffers_that_follow(model: nn.Module) -> list[Tensor]:
     - Buffers of 8 bits, which are scales or have one elsewhere. Parameters of 8 bits keep their dtype too.
     """
     usual = _usual_dtype(model)
+    return _own_buffers(model, lambda module, buffer: _has_params(module) or buffer.dtype == usual)
+
+
+def _own_buffers(
+    model: nn.Module, accepts: Callable[[nn.Module, Tensor], bool] = lambda *_: True
+) -> list[Tensor]:
+    """The floating-point buffers that may be cast and that `accepts` takes."""
     named = {
         name
         for module in model.modules()
         for name in getattr(module, "_keep_in_fp32_modules_strict", None) or ()
     }
-    return _own_buffers(
-        model,
-        lambda module, name, buffer: (
-            name not in named and (_has_params(module) or buffer.dtype == usual)
-        ),
-    )
-
-
-def _own_buffers(
-    model: nn.Module, accepts: Callable[[nn.Module, str, Tensor], bool] = lambda *_: True
-) -> list[Tensor]:
-    """The floating-point buffers that may be cast and that `accepts` takes."""
     return list(
         {
             id(buffer): buffer
@@ -145,8 +140,8 @@ def _own_buffers(
             for name, buffer in module.named_buffers(recurse=False)
             if buffer.is_floating_point()
             and buffer.itemsize > 1
-            and not (name.endswith(FREQUENCIES) or name in BIASES)
-            and accepts(module, name, buffer)
+            and not (name.endswith(FREQUENCIES) or name in BIASES or name in named)
+            and accepts(module, buffer)
         }.values()
     )
 

@@ -154,14 +154,14 @@ def divide(
 def stay_fp32(
     model: nn.Module, config: Config, names: Mapping[int, str] | None = None
 ) -> Fp32Tensors:
-    """What the config keeps in fp32 in 16-bit training, and buffers that the model's class names.
+    """What the config keeps in fp32 in 16-bit training.
 
     names: of parameters, where `model` is a part; see `find_fp32`. Whether patterns match is not checked then.
 
     Raises:
         UsageError: the config names what is not in the model, or only a part of a layer of torch.
     """
-    if compute_dtype(config) is None:
+    if compute_dtype(config) is None or not config.data_types.keep_in_fp32_modules:
         return Fp32Tensors()
     from ..model.fp32_modules import find_fp32, refuse_unused
 
