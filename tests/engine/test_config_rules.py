@@ -371,6 +371,11 @@ FP32_NORMS = {**BF16, "data_types": {"keep_in_fp32_modules": ["norm"]}}
             },
             "layouts are not cut",
         ),
+        (
+            {"float8": {"enabled": True}, "tensor_parallel": {"tp_size": 2}},
+            "the slices of a weight would have scales of their own",
+        ),
+        ({"float8": {"recipe": "mxfp8"}}, "need a Blackwell GPU and a prototype of torchao"),
         ({"datastates_ckpt": {"host_cache_size": 1}}, "only one writer"),
         ({"weight_quantization": {"post_init_quant": {}}}, "only xds.init_inference"),
         # offload
