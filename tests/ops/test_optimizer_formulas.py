@@ -302,6 +302,30 @@ def test_a_run_resumes_exactly_and_at_any_layout(name: str, tmp_path: Path) -> N
         assert not differing(found, wanted, 0 if num_ranks == 2 else 1e-6), (num_ranks, tag)
 
 
+def torchs_class(folder: str, stage: int, number: int) -> Values:
+    """Half of the steps, with torch's class for `number` 0; then those of the config go on."""
+    settings = config(stage, samples=SAMPLES // dist.get_world_size(), optimizer="Adafactor")
+    settings["optimizer"]["params"] = FORMULAS["Adafactor"].params
+    given = None
+    if not number:
+        params = settings.pop("optimizer")["params"]
+        given = partial(torch.optim.Adafactor, **params)
+    engine = xds.initialize(model_of(), settings, optimizer=given)
+    if number:
+        engine.load_checkpoint(folder)
+    advance(engine, number * HALF, (number + 1) * HALF)
+    engine.save_checkpoint(folder)
+    found = weights(engine)
+    engine.destroy()
+    return found
+
+
+def test_adafactor_goes_on_from_a_checkpoint_of_torchs_class(tmp_path: Path) -> None:
+    run_ranks(torchs_class, 2, str(tmp_path), 0, 0)
+    found = run_ranks(torchs_class, 2, str(tmp_path), 3, 1)[0]
+    assert not differing(found, oracle("Adafactor")[0], 1e-6)
+
+
 # -- bytes of states ------------------------------------------------------------------------------------------
 
 PARAMETERS = {name: tuple(param.shape) for name, param in model_of().named_parameters()}

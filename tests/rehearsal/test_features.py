@@ -424,7 +424,13 @@ def _micro_batch(engine: Any, inputs: Tensor, loop: str) -> Tensor:
         (2, "fp32", 3, {"loop": "clip", "groups": True}),
         (3, "fp16", 1, {"recompute": "again", "loop": "own"}),
         (3, "bf16", 3, {"torch_autocast": {"enabled": True, "dtype": "bf16"}}),
-        (3, "bf16", 1, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}),
+        *(
+            (stage, "bf16", 1, {"optimizer": {"type": name, "params": {"lr": 1e-2}}})
+            for stage, name in (
+                *((3, "Muon"), (3, "Adafactor"), (2, "AdamMini"), (3, "Apollo"), (1, "GaLore")),
+                (3, "AdamWScheduleFree"),
+            )
+        ),
         (0, "bf16", 1, {"torch_optimizer": "NAdam"}),
     ],
 )

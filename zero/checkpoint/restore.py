@@ -84,10 +84,7 @@ class Restore:
             if held.channels_last:  # a target is filled in row-major order
                 here = [replace(piece, channels_last=False) for piece in here]
             values = self._constants(here, held)
-            by_part = self._part_keys(held, here)
-            for key, dtype in self._keys(here):
-                if key in by_part:
-                    continue
+            for key, dtype in self._keys(here, self._part_keys(held, here)):
                 copies = [c for p in here for c in self._catalogue.copies(p, f"state/{key}")]
                 is_whole = sum(c.total_numel for c in copies) == sum(p.stop - p.start for p in here)
                 shape = tuple(held.tensor.shape)
@@ -111,12 +108,15 @@ class Restore:
                 assert other is not None
                 new.values[key] = _like(value, other.held.tensor, new.held.tensor)
 
-    def _keys(self, here: list[TargetPiece]) -> list[tuple[str, str]]:
-        """Key and dtype of every per-element state of a range."""
+    def _keys(self, here: list[TargetPiece], by_part: set[str]) -> list[tuple[str, str]]:
+        """Key and dtype of every per-element state of a range. by_part: keys of states of whole parameters."""
         dtypes: dict[str, str] = {}
         each = [self._catalogue.keys_of(piece) for piece in here]
         for keys in each:
-            dtypes.update({k: v for k, v in keys.items() if k.startswith("state/")})
+            states = {k: v for k, v in keys.items() if k.startswith("state/")}
+            dtypes.update(
+                {k: v for k, v in states.items() if k.removeprefix("state/") not in by_part}
+            )
         for piece, keys in zip(here, each, strict=True):
             for key in dtypes:
                 copies = self._catalogue.copies(piece, key) if key in keys else []
