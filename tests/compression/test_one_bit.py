@@ -117,6 +117,26 @@ def test_a_compressed_step_sends_its_formula() -> None:
         assert sent[0]["reduce_scatter"] == 4 * (num_ranks - 1) * CHUNK
 
 
+def held(stage: int) -> list[int]:
+    """The bytes of gradients between steps, before the freeze and after the last step."""
+    numel = CHUNK * dist.get_world_size()
+    engine = xds.initialize(Vector(numel), config_of(stage))
+    found = []
+    for step in range(STEPS):
+        engine.backward(engine(grad_of(numel, step, dist.get_rank())))
+        engine.step()
+        found.append(engine.memory_plan()["grad"])
+    engine.destroy()
+    return [found[0], found[-1]]
+
+
+@pytest.mark.parametrize(("stage", "server"), [(0, 4 * CHUNK), (1, 0)])
+def test_what_was_not_sent_counts_as_memory(stage: int, server: int) -> None:
+    num_ranks = 2
+    for before, after in run_ranks(held, num_ranks, stage):
+        assert after - before == 4 * CHUNK * num_ranks + server
+
+
 class Table(nn.Module):
     """An embedding with a row that stays zero, and rows that are used late."""
 

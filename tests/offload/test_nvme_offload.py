@@ -64,6 +64,28 @@ def test_states_on_a_disk_read_as_nan(tmp_path: Path) -> None:
     run_ranks(look, 1, str(tmp_path))
 
 
+def kept(folder: str, max_in_cpu: int) -> tuple[int, list[int]]:
+    """The bytes of parameters on the disk, and the elements of each unit's shard."""
+    zero = params_on(Path(folder), keep=max_in_cpu)
+    engine = xds.initialize(build("plain"), config(3, zero=zero))
+    shards = [unit.params[0].layout.shard_numel for unit in engine._sharded.units]
+    disk_bytes = engine.memory_plan()["disk"]
+    engine.destroy()
+    return disk_bytes, shards
+
+
+def test_max_in_cpu_is_the_sum_of_what_stays_in_memory(tmp_path: Path) -> None:
+    disk_bytes, shards = kept(str(tmp_path), 0)
+    assert disk_bytes == 4 * sum(shards)
+    limit, left, on_disk = 2 * max(shards), 2 * max(shards), 0
+    for numel in shards:
+        stays = numel <= left
+        left -= numel if stays else 0
+        on_disk += 0 if stays else numel
+    assert 0 < on_disk < sum(shards)
+    assert kept(str(tmp_path), limit)[0] == 4 * on_disk
+
+
 # -- disks that fail ----------------------------------------------------------------------------------------
 
 
