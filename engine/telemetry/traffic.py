@@ -23,7 +23,7 @@ class SentBytes:
         self._opened = opened
         self._sharded = sharded
         self._hosts = hosts
-        self._before = self._counts()
+        self._of_text = self._of_events = self._counts()  # at the last call
 
     def _counts(self) -> dict[str, Counter[str]]:
         found: dict[str, Counter[str]] = {
@@ -38,14 +38,10 @@ class SentBytes:
             found["exact"].update(group.exact_bytes)
         return found
 
-    def _take(self) -> dict[str, Counter[str]]:
-        now, before = self._counts(), self._before
-        self._before = now
-        return {name: now[name] - before[name] for name in now}
-
     def text(self) -> str:
         """What was sent since the last call, in one line."""
-        found = self._take()
+        now = self._counts()
+        found, self._of_text = _difference(now, self._of_text), now
         kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in found["sent"].most_common())
         parts = [f"sent {kinds or 'nothing'}"]
         if any(found["across"].values()):
@@ -57,8 +53,9 @@ class SentBytes:
         return ", ".join(parts)
 
     def events(self) -> list[tuple[str, float]]:
-        """The same as names and numbers."""
-        found = self._take()
+        """What was sent since the last call, as names and numbers."""
+        now = self._counts()
+        found, self._of_events = _difference(now, self._of_events), now
         events = [(f"sent_bytes_{kind}", float(size)) for kind, size in found["sent"].items()]
         events.append(("sent_bytes_to_other_hosts", float(found["across"].total())))
         if found["exact"]:
@@ -79,6 +76,12 @@ class SentBytes:
             if pending is not None:
                 total += float(pending.error.square().sum()) * pending.unit**2
         return math.sqrt(total)
+
+
+def _difference(
+    now: dict[str, Counter[str]], before: dict[str, Counter[str]]
+) -> dict[str, Counter[str]]:
+    return {name: now[name] - before[name] for name in now}
 
 
 def _ratio(found: dict[str, Counter[str]]) -> float:

@@ -554,7 +554,7 @@ def test_several_first_betas_are_refused() -> None:
 
 # -- padding -------------------------------------------------------------------------------------------------
 
-BEFORE, AFTER = 7, 6  # steps before and after the save
+BEFORE, AFTER = 10, 3  # steps before and after the save; the variance freezes at step 12
 
 
 class Few(nn.Module):

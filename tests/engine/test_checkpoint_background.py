@@ -296,6 +296,22 @@ class Silent:
         return True
 
 
+def save_without_memory(folder: str) -> str:
+    engine = engine_of(1, **BACKGROUND)
+    train(engine, 0, 1)
+    with mock.patch.object(saver_module, "host_memory", side_effect=xds.UsageError("no memory")):
+        with pytest.raises(xds.XdsError) as caught:
+            engine.save_checkpoint(folder)
+            engine.wait_for_checkpoint()
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_a_copy_without_memory_names_the_setting(tmp_path: Path) -> None:
+    for message in run_processes(save_without_memory, 2, str(tmp_path)):
+        assert "checkpoint.async_save = true: there are no" in message
+
+
 def test_a_rank_that_is_not_heard_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Silent(beats=20)
     monkeypatch.setattr(saver_module, "MAX_POLL_SECONDS", 0.02)

@@ -20,9 +20,10 @@ from models import build, micro_batch
 import xds
 import xds.deepspeed as deepspeed
 from xds import UsageError
+from xds.engine.telemetry.comms import _least_waits, _straggler, _times
 from xds.engine.telemetry.monitor import Monitor, build_monitor
 from xds.engine.telemetry.timers import Rates, Throughput, Timers, breakdown, memory_use
-from xds.ops.comm.message_log import bus_factor
+from xds.ops.comm.message_log import Key, Row, bus_factor
 
 CPU = torch.device("cpu")
 
@@ -397,6 +398,43 @@ def at_several_stages() -> None:
     engine, _ = two_steps({"optimizer": {"type": "SGD"}})
     with pytest.raises(xds.UsageError, match=r"set comms_logger\.enabled to true"):
         engine.comms_summary()
+
+
+def test_a_straggler_is_the_rank_whose_peers_wait_in_the_same_collectives() -> None:
+    """Waits of two ranks from the last collective on, of which one rank keeps one more."""
+    rows = {0: [1.0, 1.0, 9.0], 1: [7.0, 2.0, 2.0, 4.0]}
+    key, found = Key("all_reduce", "all_reduce", 64, (0, 1)), {}
+    for rank, waits in rows.items():
+        found[rank] = Row()
+        for wait in waits:
+            found[rank].add(wait, wait)
+        found[rank].count = 4
+    table = [[_times(key, row)] for row in found.values()]
+    least = _least_waits(table[0], table)[0]
+    assert least == [4.0, 1.0, 1.0]
+    lost = {rank: _straggler(key, row, least) for rank, row in found.items()}
+    assert [lost[rank].straggler_milliseconds for rank in rows] == [5.0, 2.0]
+    assert lost[0].total_milliseconds == 6.0
+
+
+def sent_by_lines(sections: dict[str, Any]) -> list[str]:
+    """What each printed line says was sent."""
+    seen = Lines.of_xds()
+    engine = xds.initialize(
+        build("plain"), {**BREAKDOWN, "comms_logger": {"enabled": True}, **sections}
+    )
+    train(engine, 4)
+    engine.destroy()
+    logging.getLogger("xds").removeHandler(seen)
+    lines = dict.fromkeys(line for line in seen.lines if line.startswith("step "))
+    return [re.findall(r"sent [^,]*", line)[0] for line in lines]
+
+
+def test_a_monitor_takes_no_bytes_from_the_printed_line(tmp_path: Path) -> None:
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    plain, monitored = (run_ranks(sent_by_lines, 2, sections)[0] for sections in ({}, monitor))
+    assert len(plain) == 2 and all("sent nothing" not in line for line in plain)
+    assert monitored == plain
 
 
 def test_the_log_has_every_byte() -> None:

@@ -97,13 +97,16 @@ def of_torch(kind: Any, **more: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+MUON_DECAY = 3.0  # a smaller one is within the tolerance
+
+
 def muon_reference() -> dict[str, torch.Tensor]:
     model = build("plain")
     # DeepSpeed's choice: every matrix whose name contains neither "embed" nor "lm_head"
     hidden = [p for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n]
     others = [p for p in model.parameters() if all(p is not h for h in hidden)]
-    muon = torch.optim.Muon(hidden, lr=LR, momentum=0.95, weight_decay=0.1)
-    more = {"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.1}
+    muon = torch.optim.Muon(hidden, lr=LR, momentum=0.95, weight_decay=MUON_DECAY)
+    more = {"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": MUON_DECAY}
     adam = torch.optim.AdamW(others, lr=1e-3, fused=True, **more)
     for step in range(3):
         model(micro_batch(step, 0, 4)).backward()
@@ -138,7 +141,7 @@ SECTIONS = {
         lambda: of_torch(torch.optim.Adagrad, lr_decay=0.1),
         1e-5,
     ),
-    "Muon": ({"lr": LR, "adam_lr": 1e-3, "weight_decay": 0.1}, muon_reference, 1e-2),
+    "Muon": ({"lr": LR, "adam_lr": 1e-3, "weight_decay": MUON_DECAY}, muon_reference, 1e-2),
 }
 
 
@@ -212,6 +215,7 @@ def dtypes_of(kind: Any) -> tuple[set[torch.dtype], ...]:
 
 class Momentum(ShardOptimizer):
     num_states = 1
+    rounds_masters = True
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": LR})
