@@ -82,6 +82,9 @@ def test_manifests_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert "experts" in capsys.readouterr().err
     rewrite(folder, lambda raw: raw.update(experts=2))
     assert compare(str(tmp_path), Cut(1, 2, 2, 1), [saved]) == []
+    older = save(str(tmp_path), Cut(1, 2, 0, 1))
+    rewrite(tmp_path / older.cut.tag, lambda raw: raw.pop("experts"))
+    assert compare(str(tmp_path), Cut(1, 4, 2, 3), [older]) == []
 
 
 # -- exports ------------------------------------------------------------------------------------------------
