@@ -45,6 +45,13 @@ class WholeParamOptimizer(ShardOptimizer, ABC):
                 states.setdefault(key, PartTensors())[part.name] = zeros
         return states
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, which makes plain dicts of the tensors by parameter."""
+        super().load_state_dict(state_dict)
+        for state in self._states.values():
+            tensors = {key: value for key, value in state.items() if isinstance(value, dict)}
+            state.update({key: PartTensors(value) for key, value in tensors.items()})
+
     @torch.no_grad()
     def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         mine: dict[int, list[Update]] = {}
@@ -94,9 +101,16 @@ class MatrixOptimizer(WholeParamOptimizer, ABC):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         super().__init__(params, {**defaults, self.flag: True, "bias_correction": True})
         self._adam = Adam([dict(group) for group in self.param_groups])
-        # one list of groups and one state, so that LR schedules and checkpoints use a single optimizer
+        self._share_with_adam()
+
+    def _share_with_adam(self) -> None:
+        """One list of groups and one state, so that LR schedules and checkpoints use a single optimizer."""
         self._adam.param_groups = self.param_groups
         self._adam.state = self._states
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share_with_adam()
 
     def uses_whole(self, group: Mapping[str, Any]) -> bool:
         return bool(group[self.flag])
