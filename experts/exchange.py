@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
-from .routing import OrderedSum, Sent, chunk_sizes, odd_factor, route, tree_places
+from .routing import FEW, OrderedSum, Sent, chunk_sizes, odd_factor, route, sum_of_few, tree_places
 
 KIND = "experts"
 Map = Callable[[Tensor], Tensor]
@@ -60,16 +60,20 @@ def plan_trips(
         counts = group.gather_small(counts[0], what=f"counts of tokens of {what}")
     # the device has the table as well: sizes that it needs are no copies from the host
     on_device = counts[:, :-1].reshape(ranks, num_chunks, ranks, 2).unbind(1)
-    on_host = counts.cpu()
-    if bool((on_host[:, -1] != number).any()):
+    table = counts.tolist()
+    if any(row[-1] != number for row in table):
         raise UsageError(
             f"expert_parallel: this rank calls {what} while another one calls other experts; give all "
             "ranks batches that use the same layers, such as images on all of them or on none, or leave "
             "the layers out with expert_parallel.expert_pattern"
         )
-    tables = on_host[:, :-1].reshape(ranks, num_chunks, ranks, 2).transpose(0, 1).tolist()
+    width = 2 * ranks
+    tables = [
+        [row[first : first + width] for row in table]
+        for first in range(0, width * num_chunks, width)
+    ]
     sizes = chunk_sizes(len(top_k_index), num_chunks)
-    parts = sent.chunks([table[group.rank] for table in tables], top_k_index.shape)
+    parts = sent.chunks([each[group.rank] for each in tables], top_k_index.shape)
     return [
         Trip(group, what, part, torch.Size((size, top_k_index.shape[1])), num_local, *counts_of)
         for part, size, *counts_of in zip(parts, sizes, on_device, tables, strict=True)
@@ -85,7 +89,7 @@ class Trip:
     Attributes:
         num_tokens: T, of the chunk.
         experts [P]: the number, among those of this rank, of each pair that it computes; set by `there`.
-        rows_sent: the rows for other ranks.
+        rows_sent: the rows for other ranks. num_pairs: of own tokens and experts on all ranks.
     """
 
     def __init__(
@@ -96,20 +100,21 @@ class Trip:
         shape: torch.Size,
         num_local: int,
         counts: Tensor,
-        table: list[list[list[int]]],
+        table: Sequence[list[int]],
     ) -> None:
         """
         Args:
             sent: of these tokens. shape: of their top_k_index, [T, K].
-            counts [E, E, 2]: rows and pairs from each rank to each. table: the same, on the host.
+            counts [E, E, 2]: rows and pairs from each rank to each. table [E, 2 E]: the same, on the host.
         """
         self._group, self._what, self._sent = group, what, sent
         self._shape, self.num_tokens = shape, shape[0]
         self._num_local, self._counts = num_local, counts
-        self._rows_out, self._pairs_out = map(list, zip(*table[group.rank], strict=True))
-        arriving = [row[group.rank] for row in table]
-        self._rows_in, self._pairs_in = map(list, zip(*arriving, strict=True))
+        of_rows, of_pairs = 2 * group.rank, 2 * group.rank + 1
+        self._rows_out, self._pairs_out = table[group.rank][::2], table[group.rank][1::2]
+        self._rows_in, self._pairs_in = ([row[at] for row in table] for at in (of_rows, of_pairs))
         self.rows_sent = sum(self._rows_out) - self._rows_out[group.rank]
+        self.num_pairs = sum(self._pairs_out)
         self._ordered: OrderedSum | None = None
         self._weights: Tensor | None = None
 
@@ -118,14 +123,14 @@ class Trip:
 
         A recomputation sends no weights: it has those of the forward.
         """
-        rows = self._start(hidden[self._sent.tokens], self._rows_out, self._rows_in)
+        rows = self._start(hidden.index_select(0, self._sent.tokens), self._rows_out, self._rows_in)
         pairs = None if self._weights is not None else self._start_pairs(top_k_weights)
 
         def arrived() -> tuple[Tensor, ...]:
             if pairs is not None:
                 self._weights = self._weights_in(pairs(), top_k_weights.dtype)
             assert self._weights is not None
-            return self._weights.clone(), rows()[self._row]
+            return self._weights.clone(), rows().index_select(0, self._row)
 
         return arrived
 
@@ -148,8 +153,8 @@ class Trip:
 
     def back_back(self, dtype: torch.dtype, grads: Tensor) -> Arrivals:
         """The gradients of outputs [P, H] in `dtype`, from those of tokens [T, H]."""
-        rows = self._start(grads[self._sent.tokens], self._rows_out, self._rows_in)
-        return lambda: (rows().to(dtype)[self._row],)
+        rows = self._start(grads.index_select(0, self._sent.tokens), self._rows_out, self._rows_in)
+        return lambda: (rows().to(dtype).index_select(0, self._row),)
 
     def _start_pairs(self, top_k_weights: Tensor) -> Callable[[], Tensor]:
         """Send the numbers of experts, and the weights: one message, of elements as wide as the weights."""
@@ -167,14 +172,21 @@ class Trip:
         first = before.repeat_interleave(pairs_in, output_size=sum(self._pairs_in))
         self.experts = code % self._num_local
         self._row = code // self._num_local + first
-        node = tree_places(self.experts, odd_factor(self._num_local))
-        self._of_rows = OrderedSum(self._row, node, sum(self._rows_in))
+        self._of_rows: Map
+        if self._shape[1] <= FEW:
+            self._of_rows = partial(sum_of_few, self._row, sum(self._rows_in))
+        else:
+            node = tree_places(self.experts, odd_factor(self._num_local))
+            self._of_rows = OrderedSum(self._row, node, sum(self._rows_in))
         return message[:, 1].contiguous().view(_wide(dtype)).to(dtype)
 
     def _summed(self, received: Tensor) -> Tensor:
         """Rows that came back -> the sum of each token's rows [T, H]."""
+        tokens = self._sent.tokens
+        if min(self._shape[1], self._group.world_size) <= FEW:
+            return sum_of_few(tokens, self.num_tokens, received)
         if self._ordered is None:
-            counts, tokens = self._counts[self._group.rank, :, 0], self._sent.tokens
+            counts = self._counts[self._group.rank, :, 0]
             ranks = torch.arange(self._group.world_size, device=counts.device)
             rank = ranks.repeat_interleave(counts, output_size=len(tokens))
             node = tree_places(rank, odd_factor(self._group.world_size))
@@ -203,7 +215,7 @@ class Trip:
             return lambda: rows
         rows = rows.contiguous()
         result = rows.new_empty(sum(sizes_in), *rows.shape[1:])
-        outs, parts = list(torch.split(result, sizes_in)), list(torch.split(rows, sizes_out))
+        outs, parts = result.split_with_sizes(sizes_in), rows.split_with_sizes(sizes_out)
         handle = self._group.all_to_all(outs, parts, what=f"tokens of {self._what}", kind=KIND)
 
         def received() -> Tensor:

@@ -68,6 +68,7 @@ class ExpertLayer:
         self._is_proven = False
         self.rows_sent = 0  # for other ranks, since the begin
         self._counts: Tensor | None = None
+        self._num_dropped = 0
 
     def rerouted(self, forward: Forward) -> Forward:
         """A forward in place of the module's own."""
@@ -109,7 +110,7 @@ class ExpertLayer:
         result = travel(trips, hidden, weights, compute, self._weighs_inputs)
         self.rows_sent += sum(trip.rows_sent for trip in trips)
         if counts and is_first:
-            self._count([trip.experts for trip in trips], index)
+            self._count(trips, index.numel())
         return result
 
     def _own(self, module: nn.Module, forward: Forward, pairs: Tensor, experts: Tensor) -> Tensor:
@@ -167,20 +168,21 @@ class ExpertLayer:
                     outputs.append(forward(module, inputs, index, inputs.new_ones(len(inputs), 1)))
         return torch.cat(outputs)[torch.argsort(order)]
 
-    def _count(self, experts: Sequence[Tensor], top_k_index: Tensor) -> None:
-        """Add the tokens of own experts, and the pairs of own tokens that go nowhere."""
+    def _count(self, trips: Sequence[Trip], num_pairs: int) -> None:
+        """Add the tokens of own experts, and those of the `num_pairs` of own tokens that go nowhere."""
         if self._counts is None:
-            self._counts = experts[0].new_zeros(self.num_experts + 1)
-        for each in experts:
-            places = each + self._group.rank * self.num_local
+            self._counts = trips[0].experts.new_zeros(self.num_experts + 1)
+        for trip in trips:
+            places = trip.experts + self._group.rank * self.num_local
             self._counts.index_add_(0, places, torch.ones_like(places))
-        self._counts[-1] += (top_k_index < 0).sum()
+        self._num_dropped += num_pairs - sum(trip.num_pairs for trip in trips)
 
     def take_counts(self) -> Tensor:
         """Tokens by expert that this rank has computed since the last call, and dropped pairs [E + 1]."""
         counts, self._counts = self._counts, None
         if counts is None:
             counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=self._group.device)
+        counts[-1], self._num_dropped = self._num_dropped, 0
         return counts
 
     def _inputs(

@@ -32,7 +32,7 @@ class Sent:
     pairs [P]: the place of each pair in the flattened top_k_index; those that go nowhere come last.
     codes [P]: row in the message x own experts of its rank + number of the expert on that rank.
     tokens [T * K]: of each row; undefined behind the last one.
-    counts [C, E, 2]: rows and pairs of each chunk for each rank.
+    counts [C, E, 2]: rows and pairs of each chunk for each rank; of one chunk [E, 2].
     """
 
     pairs: Tensor
@@ -40,17 +40,17 @@ class Sent:
     tokens: Tensor
     counts: Tensor
 
-    def chunks(self, counts: Sequence[Sequence[Sequence[int]]], shape: torch.Size) -> list[Sent]:
+    def chunks(self, counts: Sequence[list[int]], shape: torch.Size) -> list[Sent]:
         """What goes of each chunk, as if its tokens were all.
 
-        counts: those of `counts`, on the host. shape: of top_k_index.
+        counts [C, 2 E]: those of `counts`, on the host. shape: of top_k_index.
         """
-        rows, pairs = ([sum(one[at] for one in chunk) for chunk in counts] for at in (0, 1))
+        rows, pairs = ([sum(each[first::2]) for each in counts] for first in (0, 1))
         parts = zip(
-            torch.split(self.pairs[: sum(pairs)], pairs),
-            torch.split(self.codes[: sum(pairs)], pairs),
-            torch.split(self.tokens[: sum(rows)], rows),
-            torch.split(self.counts, 1),
+            self.pairs[: sum(pairs)].split_with_sizes(pairs),
+            self.codes[: sum(pairs)].split_with_sizes(pairs),
+            self.tokens[: sum(rows)].split_with_sizes(rows),
+            self.counts.unbind(),
             accumulate(chunk_sizes(shape[0], len(counts)), initial=0),
             strict=False,
         )
@@ -130,6 +130,14 @@ def odd_factor(number: int) -> int:
     return number // (number & -number)
 
 
+FEW = 2
+
+
+def sum_of_few(place: Tensor, num_sums: int, terms: Tensor) -> Tensor:
+    """Sums [N, H] of at most `FEW` of the terms [P, H] each, which have one order. place [P]: of each term."""
+    return terms.new_zeros(num_sums, terms.shape[1]).index_add_(0, place, terms)
+
+
 @final
 class OrderedSum:
     """Sums terms [P, H] to sums [N, H], in an order that does not depend on how terms are split over ranks.
@@ -151,7 +159,7 @@ class OrderedSum:
         """The sums in the dtype of `terms`; those without terms are 0."""
         is_tree = terms.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         is_own = self._order is not None
-        terms = terms if self._order is None else terms[self._order]
+        terms = terms if self._order is None else terms.index_select(0, self._order)
         if not is_tree:
             lengths = torch.zeros(self._num_sums, dtype=torch.int64, device=terms.device)
             lengths.index_add_(0, self._place, torch.ones_like(self._place))
@@ -160,11 +168,12 @@ class OrderedSum:
         if merges and not is_own:
             terms = terms.clone()
         for into, other in merges:
-            terms.index_add_(0, into, terms[other])
+            terms.index_add_(0, into, terms.index_select(0, other))
+        whole = terms.index_select(0, firsts) if merges else terms
         if len(firsts) == self._num_sums:
-            return terms[firsts]
+            return whole
         sums = terms.new_zeros(self._num_sums, terms.shape[1])
-        return sums.index_copy_(0, self._place[firsts], terms[firsts])
+        return sums.index_copy_(0, self._place[firsts], whole)
 
     @cached_property
     def _merges(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -188,4 +197,13 @@ class OrderedSum:
         return firsts, [(into, other) for into, other, count in rounds if count]
 
 
-__all__ = ["OrderedSum", "Sent", "chunk_sizes", "odd_factor", "route", "tree_places"]
+__all__ = [
+    "FEW",
+    "OrderedSum",
+    "Sent",
+    "chunk_sizes",
+    "odd_factor",
+    "route",
+    "sum_of_few",
+    "tree_places",
+]
