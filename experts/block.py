@@ -113,12 +113,12 @@ def weighted_sum(
     """The sum of weight x output of each token's experts [T, H]. An expert without tokens is not called."""
     number, order = torch.sort(top_k_index.reshape(-1), stable=True)
     counts = torch.bincount(number, minlength=len(experts)).tolist()
-    tokens = hidden_states.repeat_interleave(top_k_index.shape[1], 0)[order]
+    tokens = hidden_states.repeat_interleave(top_k_index.shape[1], 0).index_select(0, order)
     outputs = [
         experts[at](part) for at, part in enumerate(torch.split(tokens, counts)) if len(part)
     ]
     weighed = torch.cat(outputs) * top_k_weights.reshape(-1, 1)[order]
-    return weighed[torch.argsort(order)].view(*top_k_index.shape, -1).sum(1)
+    return weighed.index_select(0, torch.argsort(order)).view(*top_k_index.shape, -1).sum(1)
 
 
 __all__ = ["ExpertBlock", "block_stand_in", "rerouting", "weighted_sum"]
