@@ -75,8 +75,8 @@ def plan_trips(
     sizes = chunk_sizes(len(top_k_index), num_chunks)
     parts = sent.chunks([each[group.rank] for each in tables], top_k_index.shape)
     return [
-        Trip(group, what, part, torch.Size((size, top_k_index.shape[1])), num_local, *counts_of)
-        for part, size, *counts_of in zip(parts, sizes, on_device, tables, strict=True)
+        Trip(group, what, part, torch.Size((size, top_k_index.shape[1])), num_local, counts, rows)
+        for part, size, counts, rows in zip(parts, sizes, on_device, tables, strict=True)
     ]
 
 
