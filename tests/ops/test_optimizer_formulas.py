@@ -399,6 +399,21 @@ def test_a_frozen_parameter_keeps_its_values_and_states(name: str, tmp_path: Pat
     run_ranks(freezes, 2, name, str(tmp_path))
 
 
+def reads_factors() -> str:
+    engine = engine_of("Adafactor", 3)
+    advance(engine, 0, 1)
+    param = engine.module.get_parameter("layers.0.down.weight")
+    with pytest.raises(xds.UsageError) as caught:
+        xds.zero.get_full_optimizer_state(param, "row_var")
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_a_state_of_a_whole_parameter_is_not_gathered() -> None:
+    for text in run_ranks(reads_factors, 4):
+        assert 'state "row_var" of layers.0.down.weight belongs to the whole parameter' in text
+
+
 def steps_in_evaluation() -> str:
     engine = engine_of("AdamWScheduleFree", 3)
     advance(engine, 0, 1)

@@ -442,6 +442,11 @@ class Access(ParamOwner):
                 f"{', '.join(sorted(state)) or 'none'}; use one of these keys"
             )
         value = state[key]
+        if isinstance(value, dict):
+            raise UsageError(
+                f'optimizer state "{key}" of {self.name_of(param)} belongs to the whole parameter, on ranks that '
+                "have a part of it: read engine.optimizer.state, which has it by the parameter's name"
+            )
         if not isinstance(value, Tensor) or value.dim() == 0:
             return torch.as_tensor(value)
         if held is None:  # the state has the parameter's shape: it is not a range of a flat buffer
