@@ -24,12 +24,18 @@ ROOT = Path(__file__).parents[2]
 LENGTH, SAMPLES, RATE = 64, 16, 3e-4
 MASTERS: dict[str, Any] = {"enabled": True, "bf16_master_weights_and_grads": True}
 STATES: dict[str, Any] = {**MASTERS, "bf16_optimizer_states": True}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "fp32 masters": {"enabled": True},
-    "bf16 masters": MASTERS,
-    "bf16 masters and states": STATES,
-    "bf16 masters, to nearest": {**MASTERS, "master_rounding": "nearest"},
-    "bf16 masters and states, to nearest": {**STATES, "master_rounding": "nearest"},
+PLAIN: dict[str, Any] = {"enabled": True}
+NEAREST = {"master_rounding": "nearest"}
+# the section bf16, and the dtype of states
+VARIANTS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "fp32 masters": (PLAIN, None),
+    "bf16 states": (PLAIN, "bf16"),
+    "int8 states": (PLAIN, "int8"),
+    "bf16 masters": (MASTERS, None),
+    "bf16 masters and states": (STATES, None),
+    "bf16 masters, int8 states": (MASTERS, "int8"),
+    "bf16 masters, to nearest": (MASTERS | NEAREST, None),
+    "bf16 masters and states, to nearest": (STATES | NEAREST, None),
 }
 
 
@@ -94,16 +100,17 @@ def characters() -> tuple[Tensor, int]:
     return torch.tensor([place[character] for character in text]), len(known)
 
 
-def loss_of(model: str, half: dict[str, Any], seed: int, steps: int) -> float:
+def loss_of(model: str, variant: str, seed: int, steps: int) -> float:
     """The mean loss of the last tenth of the steps."""
-    text, vocabulary = characters()
+    (half, states), (text, vocabulary) = VARIANTS[variant], characters()
     torch.manual_seed(seed)
     module = MODELS[model](vocabulary)
     schedule = {"warmup_num_steps": steps // 20, "total_num_steps": steps}
+    params = {"lr": RATE, "betas": [0.9, 0.999], "state_dtype": states}
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "bf16": half,
-        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "betas": [0.9, 0.999]}},
+        "optimizer": {"type": "AdamW", "params": params},
         "scheduler": {"type": "WarmupCosineLR", "params": schedule},
         "steps_per_print": 10 * steps,
     }
@@ -130,9 +137,7 @@ def main() -> None:
     for model in asked.models:
         base: list[float] = []
         for name in asked.variants:
-            found = [
-                loss_of(model, VARIANTS[name], seed, asked.steps) for seed in range(asked.seeds)
-            ]
+            found = [loss_of(model, name, seed, asked.steps) for seed in range(asked.seeds)]
             base = base or found
             more = statistics.mean(found) - statistics.mean(base)
             rounded = [round(loss, 4) for loss in found]

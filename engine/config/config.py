@@ -266,7 +266,7 @@ class Config(Section):
 
     @property
     def state_dtype(self) -> str:
-        """Of the optimizer's states that have an element for each of a parameter: "fp32" or "bf16"."""
+        """Of the optimizer's states that have an element for each of a parameter: "fp32", "bf16" or "int8"."""
         if self.bf16.bf16_optimizer_states:
             return "bf16"
         return "fp32" if self.optimizer is None else self.optimizer.state_dtype

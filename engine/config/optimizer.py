@@ -106,6 +106,13 @@ OPTIMIZERS = ClassTable(
 )
 
 
+# names of bitsandbytes, torchao and transformers, in lower case -> the optimizer whose states have 8 bits
+EIGHT_BITS = {
+    **dict.fromkeys(("adamw8bit", "adamw_8bit", "adamw_bnb_8bit"), "AdamW"),
+    "adam8bit": "Adam",
+}
+
+
 class Neighbours(Protocol):
     """What the rules of this section read of the rest of the config."""
 
@@ -125,7 +132,11 @@ class OptimizerConfig(Section):
         ),
     }
 
-    type: str = Field("", description="name of the optimizer, in any case; must be given")
+    type: str = Field(
+        "",
+        description="name of the optimizer, in any case; must be given. AdamW8bit and Adam8bit mean AdamW and "
+        "Adam with state_dtype int8",
+    )
     params: Object = Field(default_factory=dict, description="its arguments")
 
     @property
@@ -136,6 +147,10 @@ class OptimizerConfig(Section):
     @classmethod
     def read_own(cls, values: dict[str, Any], path: str, report: Report) -> None:
         """Read the arguments of this type."""
+        given, params = values.get("type"), values.get("params", {})
+        meant = EIGHT_BITS.get(given.casefold()) if isinstance(given, str) else None
+        if meant is not None and isinstance(params, dict):
+            values.update(type=meant, params={"state_dtype": "int8", **params})
         kind = OPTIMIZERS.read(values, report)
         if not kind:
             return

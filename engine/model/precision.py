@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ...utils.module_buffers import Key
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
@@ -65,7 +66,7 @@ def _with_narrow_states(policy: Policy, config: Config) -> Policy:
     """With the masters and states of fewer bits that the config asks for."""
     half: Fp16 | Bf16 = config.fp16 if config.fp16.enabled else config.bf16
     has_narrow_masters = half.enabled and half.has_narrow_masters
-    states = DTYPES[config.state_dtype]
+    states = STATE_DTYPES[config.state_dtype]
     return replace(
         policy,
         masters=policy.compute if has_narrow_masters else None,

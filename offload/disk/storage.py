@@ -12,6 +12,7 @@ from typing import final
 
 from torch import Tensor
 
+from ...ops.coded import has_elements, is_coded, place_of
 from ...ops.flat import flattened, is_channels_last, shaped
 from ...utils.errors import XdsError
 from ..interfaces import Blocks, JobHandle, OptimizerStates, StateStorage
@@ -281,9 +282,9 @@ class DiskStorage(StateStorage, Evictable):
         return (
             isinstance(value, Tensor)
             and value.dim() > 0
-            and value.numel() == owner.numel()
-            and value.dtype.is_floating_point
-            and self._numel * value.dtype.itemsize <= self._region_bytes
+            and has_elements(value, owner.numel())
+            and (value.dtype.is_floating_point or is_coded(value))
+            and place_of(value, self._numel) * value.dtype.itemsize <= self._region_bytes
             and value.device.type == "cpu"
             and (value.is_contiguous() or is_channels_last(value))
         )
@@ -302,9 +303,10 @@ class DiskStorage(StateStorage, Evictable):
     def _view_of(self, region: int, start: int, like: Tensor, channels_last: bool) -> Tensor:
         """The place in memory of elements of a region: a tensor of the shape and dtype of `like`."""
         assert self._memory is not None
-        first = region * self._region_bytes
-        flat = self._memory[first : first + self._numel * like.dtype.itemsize].view(like.dtype)
-        return shaped(flat[start : start + like.numel()], like.shape, channels_last)
+        first, size = region * self._region_bytes, like.dtype.itemsize
+        flat = self._memory[first : first + place_of(like, self._numel) * size].view(like.dtype)
+        begin = place_of(like, start)
+        return shaped(flat[begin : begin + like.numel()], like.shape, channels_last)
 
     def _new_memory(self) -> Tensor:
         return host_memory(self._num_regions * self._region_bytes, pin=False)
@@ -328,7 +330,7 @@ class DiskStorage(StateStorage, Evictable):
             if self._written is not None:
                 self._transfers.noting_failure(self._written.wait)
             size = tensor.dtype.itemsize
-            begin = region * self._region_bytes + first * size
+            begin = region * self._region_bytes + place_of(tensor, first) * size
             extent = self.extent
             for block in read_blocks(
                 self._transfers.file, extent, begin + start * size, begin + stop * size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..coded import is_coded, wide, write_state
 from ..flat import take_edits
 from ..rounding import drawn, write_rounded
 from .define import define, in_chunks, read_old, scaled, skips
@@ -44,7 +45,7 @@ def adam_reference(
 
     Args:
         param: [n] fp32, bf16 or fp16, the master weights. grad: [n] fp32, bf16 or fp16, not changed.
-        exp_avg, exp_avg_sq: [n], both fp32 or both bf16.
+        exp_avg, exp_avg_sq: [n], both fp32 or both bf16; or rows of 8 bits (ops/coded.py), int8 and uint8.
         out: [n] fp32, bf16 or fp16, receives the new values, rounded to nearest even; or None.
         step: fp32 [], the number of this step, from 1 on.
         scale: fp32 [], the factor of the gradient; None is 1.
@@ -55,31 +56,31 @@ def adam_reference(
             Those values are copied to `param` first.
         old_param, old_exp_avg, old_exp_avg_sq: where the values before the step are, which are not changed;
             `param`, `exp_avg` and `exp_avg_sq` are undefined then. None: they hold the values themselves.
-        draws: int64 [k, 3], see ops/rounding.py: a `param` of 16 bits, and a bf16 `exp_avg_sq`, are rounded
-            stochastically. None: to nearest even.
+        draws: int64 [k, 3], see ops/rounding.py: a `param` of 16 bits, a bf16 `exp_avg_sq`, and states of 8
+            bits are rounded stochastically. None: to nearest even.
     """
     if skips(found_inf):
         return
     read_old((param, old_param), (exp_avg, old_exp_avg), (exp_avg_sq, old_exp_avg_sq))
-    wide = param if param.dtype.itemsize > 2 else param.float()
+    value = param if param.dtype.itemsize > 2 else param.float()
     if takes_edits and out is not None:
-        take_edits(wide, out)
+        take_edits(value, out)
     first, second = corrections(step, beta1, beta2, applies=bias_correction)
-    gradient = scaled(grad, scale, wide)
+    gradient = scaled(grad, scale, value)
     if decoupled:
-        wide.mul_(1 - lr * weight_decay)
+        value.mul_(1 - lr * weight_decay)
     else:
-        gradient.add_(wide, alpha=weight_decay)
-    mean, square = exp_avg.to(wide.dtype), exp_avg_sq.to(wide.dtype)
+        gradient.add_(value, alpha=weight_decay)
+    mean, square = wide(exp_avg, value.dtype), wide(exp_avg_sq, value.dtype)
     mean.lerp_(gradient, 1 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    wide.addcdiv_(mean, square.sqrt().div_(second**0.5).add_(eps), value=-lr / first)
-    exp_avg.copy_(mean)
+    value.addcdiv_(mean, square.sqrt().div_(second**0.5).add_(eps), value=-lr / first)
     numbers = None if draws is None else drawn(draws, int(step), param.numel())
-    write_rounded(exp_avg_sq, square, numbers)
-    write_rounded(param, wide, numbers)
+    write_state(exp_avg, mean, numbers if is_coded(exp_avg) else None)
+    write_state(exp_avg_sq, square, numbers)
+    write_rounded(param, value, numbers)
     if out is not None:
-        out.copy_(wide)
+        out.copy_(value)
 
 
 adam_ = define(

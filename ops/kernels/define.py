@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..coded import is_coded, rows_of
 from ..flat import chunks
 from ..rounding import rows_from
 
@@ -74,7 +75,7 @@ def in_chunks(reference: Callable[..., None]) -> Callable[..., None]:
 
     Args:
         reference: its first argument is a tensor [n], and it works on all its 1-D arguments alike. Of two
-            dimensions are the rows of random numbers, see ops/rounding.py.
+            dimensions are the rows of random numbers (ops/rounding.py) and states of 8 bits (ops/coded.py).
     """
 
     @wraps(reference)
@@ -92,4 +93,6 @@ def in_chunks(reference: Callable[..., None]) -> Callable[..., None]:
 def _part(argument: Any, piece: slice) -> Any:
     if not isinstance(argument, Tensor) or not argument.dim():
         return argument
+    if is_coded(argument):
+        return argument[rows_of(piece.start, piece.stop)]
     return argument[piece] if argument.dim() == 1 else rows_from(argument, piece.start)

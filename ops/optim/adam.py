@@ -61,6 +61,8 @@ class Adam(ShardOptimizer):
 
     rounds_masters = True
 
+    square_states = ("exp_avg_sq",)
+
     def states_before(self, item: Item) -> dict[str, Any]:
         return new_moments(item)
 
@@ -81,7 +83,7 @@ def new_moments(item: Item) -> dict[str, Tensor]:
     return {
         "step": torch.zeros((), dtype=torch.float32, device=item.master.device),
         "exp_avg": item.new_state(),
-        "exp_avg_sq": item.new_state(),
+        "exp_avg_sq": item.new_state(of_squares=True),
     }
 
 

@@ -50,7 +50,7 @@ MAX_GRAD_NORM = Refused(float, "set the top-level key gradient_clipping instead"
 DIFFERENTIABLE = Refused(
     Flag, "differentiating through the update is not supported; set it to false", harmless=(False,)
 )
-STATE_DTYPE = Value(Annotated[Literal["fp32", "bf16"], ANY_CASE])
+STATE_DTYPE = Value(Annotated[Literal["fp32", "bf16", "int8"], ANY_CASE])
 FUSED = "there is one implementation, and it is fused"
 _MESSAGES = "messages are sent by the backend of torch.distributed, on any device"
 # as eps: an element without gradients would be 0 / 0, and others share its norm

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...utils.errors import UsageError
+from ..coded import new_codes
 from ..comm.collectives import Collectives
 from ..libraries import is_loaded, optimizer_library
 from ..rounding import draw_rows
@@ -104,7 +105,7 @@ class Item:
     master: [n] the master weights that the optimizer updates, and the key of its state.
     group: index into the optimizer's param_groups. parts: the parameters in it, in order.
     flat: number of its flat buffer; start: its start in this rank's part of that buffer.
-    state_dtype: of the optimizer's states.
+    state_dtype: of the optimizer's states; int8: those of ops/coded.py.
     rounding_seed: of stochastic rounding, for what has fewer bits than fp32; None: it is rounded to nearest.
     """
 
@@ -125,8 +126,13 @@ class Item:
         runs = [(part.start, part.stop, part.param_start, part.name) for part in self.parts]
         return draw_rows(runs, self.rounding_seed).to(self.master.device)
 
-    def new_state(self) -> Tensor:
-        """A state with an element for each of the master, [n]: zeros."""
+    def new_state(self, *, of_squares: bool = False) -> Tensor:
+        """A state of zeros with an element for each of the master: [n], or rows of 8 bits.
+
+        of_squares: no value is below 0.
+        """
+        if self.state_dtype == torch.int8:
+            return new_codes(self.master.numel(), self.master.device, of_squares=of_squares)
         return torch.zeros_like(self.master, dtype=self.state_dtype)
 
     @cached_property
@@ -236,6 +242,7 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
     )
     rounds_masters = False  # True: masters may have 16 bits, see `Item.draws`
     num_states = 2  # tensors of a parameter's size that it keeps for each parameter, at most
+    square_states: tuple[str, ...] = ()  # keys of states that have no values below 0
     part_states: tuple[str, ...] = ()  # keys of states that are `PartNumbers`
     is_bound = False  # True: an engine steps it, and its groups are complete
     kind = ""  # the class whose states it has, see `kind_of`

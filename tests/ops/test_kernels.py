@@ -20,6 +20,7 @@ import torch
 from kernels_under_test import Kernels, OnCpu, OnGpu, OnHost
 from torch import Tensor
 
+from xds.ops.coded import BLOCK_NUMEL, decoded, encode, new_codes
 from xds.ops.flat import take_edits
 from xds.ops.kernels.adam import adam_, adam_reference
 from xds.ops.kernels.decide import decide_reference
@@ -266,6 +267,61 @@ def test_masters_of_16_bits_are_rounded_by_the_number_of_their_element(kernels: 
             run(param.clone(), *call, None, None, None, rows)
         assert torch.equal(*squares)
         assert numel < 100 or has_draws == (squares[0].unique().numel() == 2)
+
+
+def codes_after(run: Any, param: Tensor, grad: Tensor, draws: Tensor | None) -> list[list[Tensor]]:
+    """The moments after each of three steps: the first one sets them, and the others leave them alone."""
+    param, found = param.clone(), []
+    out = None if param.dtype == BF16 else param.to(BF16)
+    codes = [new_codes(len(param), param.device, of_squares=squares) for squares in (False, True)]
+    for step, beta in ((1.0, 0.0), (2.0, 1.0), (3.0, 1.0)):
+        constants = (0.0, beta, beta, 1.0, 0.0, True, False, out is not None)
+        given = grad if step == 1 else torch.zeros_like(grad)
+        count = torch.tensor(step, device=param.device)
+        run(param, given, *codes, out, count, None, None, *constants, None, None, None, draws)
+        found.append([each.clone() for each in codes])
+    return found
+
+
+def test_states_of_8_bits_have_the_bits_of_the_reference(kernels: Kernels) -> None:
+    """Moments of any size, by every way and alignment."""
+    for rows, offset, narrow, has_draws in product((1, 19), (0, 3), (FP32, BF16), (True, False)):
+        numel = rows * BLOCK_NUMEL
+        generator = torch.Generator().manual_seed(rows)
+        sizes = 2.0 ** torch.randint(-40, 40, (offset + numel,), generator=generator)
+        memory = torch.randint(-63, 64, (offset + numel,), generator=generator) * sizes
+        memory[offset + 5 : offset + 8] = torch.tensor([math.inf, math.nan, 1e-44])
+        memory[-BLOCK_NUMEL // 2 :] = 0
+        runs = [(0, numel // 2, 2**32 - 5, "a"), (numel // 2, numel, 1, "b")]
+        draws = draw_rows(runs, 1).to(kernels.device) if has_draws else None
+        param = torch.randn(numel, generator=generator).to(kernels.device, narrow)
+        given = param, memory.to(kernels.device)[offset:], draws
+        wanted = codes_after(partial(reference, "adam_"), *given)
+        for way in kernels.each():
+            for found, codes in zip(
+                codes_after(partial(kernels.call, op("adam_")), *given), wanted, strict=True
+            ):
+                assert all(map(torch.equal, found, codes)), (rows, offset, narrow, has_draws, way)
+        assert all(map(torch.equal, wanted[0], wanted[2]))
+
+
+def test_a_value_of_8_bits_keeps_its_code_and_has_the_mean_of_what_it_was() -> None:
+    tries = 1000
+    values = torch.rand(BLOCK_NUMEL).pow(3) * torch.where(torch.rand(BLOCK_NUMEL) < 0.5, -1, 1)
+    values[:3] = torch.tensor([1.5, 0.0, 1e-9])
+    draws = drawn(draw_rows([(0, tries * BLOCK_NUMEL, 0, "w")], 1), 1, tries * BLOCK_NUMEL)
+    for of_squares in (False, True):
+        given = values.abs() if of_squares else values
+        codes = new_codes(len(draws), torch.device("cpu"), of_squares=of_squares)
+        encode(codes, given.repeat(tries), draws)
+        for part in (draws.flip(0), None):
+            again = torch.zeros_like(codes)
+            encode(again, decoded(codes), part)
+            assert torch.equal(again, codes)
+        mean = decoded(codes).view(tries, BLOCK_NUMEL).double().mean(0)
+        is_seen = given.abs() > 2.0**-13
+        assert torch.allclose(mean[is_seen], given[is_seen].double(), rtol=0.02)
+        assert (mean[1] > 0) == of_squares, "a square is above 0 beside larger ones"
 
 
 def test_the_expectation_of_a_rounded_value_is_the_value() -> None:

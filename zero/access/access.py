@@ -9,12 +9,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
 
+from ...ops.coded import decoded, is_coded, rows_of
 from ...ops.comm.collectives import ACCESS_BUFFER, Collectives
 from ...ops.flat import flattened, is_channels_last, overlap, shaped
 from ...utils.errors import UsageError
@@ -454,6 +455,7 @@ class Access(ParamOwner):
             flat = flattened(value, last)
             bounds, slices = [(0, flat.numel())], self._slices_of(param)
             return ShardView(place.slot.shape, flat, bounds, True, slices, last)
+        codes, value = value, decoded(value) if is_coded(value) else value
         if held != (0, 0) and value.shape != (held[1] - held[0],):
             raise UsageError(
                 f"this optimizer state of {place.slot.name} has shape {tuple(value.shape)}: it is not per "
@@ -461,7 +463,11 @@ class Access(ParamOwner):
             )
         is_whole = not master.is_sharded
         first = self._first(place, is_whole=is_whole) + held[0]
-        return self._cut(place, value, first=first, is_whole=is_whole)
+        view = self._cut(place, value, first=first, is_whole=is_whole)
+        if not is_coded(codes):
+            return view
+        begin = int(view.local.storage_offset())
+        return replace(view, codes=codes[rows_of(begin, begin + view.local.numel())])
 
     def _trained(self, param: nn.Parameter, what: str) -> Master:
         place = self._places.get(id(param))

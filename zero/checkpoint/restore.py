@@ -12,7 +12,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ...ops.flat import is_channels_last, numel_of, shaped
+from ...ops.coded import encode, new_codes, rows_of
+from ...ops.flat import chunks, is_channels_last, numel_of, shaped
 from ...ops.optim.shard_optimizer import PartNumbers, PartTensors
 from ..core.grad_bucket import GradBucket, GradSums
 from .pending_errors import ErrorRestore
@@ -171,6 +172,8 @@ class Restore:
         dtype: in the checkpoint. Floating-point states of another one become the optimizer's.
         """
         wanted: torch.dtype = getattr(torch, dtype)
+        if held.state_dtype == torch.int8 and wanted.is_floating_point:
+            return torch.empty(shape), True  # on the host: `finish` encodes it
         if held.state_dtype is not None and wanted.is_floating_point:
             wanted = held.state_dtype
         old = self._snapshot.state.get(held.tensor, {}).get(key)
@@ -308,6 +311,8 @@ class Restore:
         for master in self._snapshot.masters:
             master.write_compute()
         for new in self._states:
+            if new.held.state_dtype == torch.int8:
+                self._encode(new)
             self._snapshot.replace_state(new.held, new.values)
         self._snapshot.states_changed()
         if self._errors is not None:
@@ -316,6 +321,19 @@ class Restore:
         self._publish()
         for master in self._snapshot.masters:
             master.remember()
+
+    def _encode(self, new: _NewState) -> None:
+        """States of 8 bits, to nearest: those of the same codes have their bits again."""
+        optimizer, master = self._snapshot.optimizer, new.held.tensor
+        assert optimizer is not None
+        for key, value in new.values.items():
+            if isinstance(value, Tensor) and value.dim() and value.is_floating_point():
+                of_squares = key in optimizer.square_states
+                codes = new_codes(master.numel(), master.device, of_squares=of_squares)
+                for piece in chunks(value.numel(), on_cpu=True):
+                    rows = rows_of(piece.start, piece.stop)
+                    encode(codes[rows], value[piece].to(master.device))
+                new.values[key] = codes
 
     def _finish_gradients(self) -> None:
         """Set what no update has used yet: sums of an unfinished step, and what was not sent."""

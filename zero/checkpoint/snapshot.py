@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ...offload.interfaces import Blocks, StateStorage
 from ...ops.boxes import Box
-from ...ops.flat import flattened, overlap
+from ...ops.coded import ROW_BYTES, decoded, has_elements, is_coded, rows_of
+from ...ops.flat import CHUNK_NUMEL, flattened, overlap
 from ...ops.optim.shard_optimizer import PartNumbers, PartTensors
 from ...utils.errors import UsageError
 from ..core.master import Master
@@ -39,7 +40,7 @@ SCALARS = (bool, int, float, str, type(None))
 class StateBlock:
     """`tensor` holds elements [start, start + numel) of `key` of flat number `flat`.
 
-    blocks: reads its values, if they are on a disk; then the tensor has none.
+    blocks: reads its values, if they are on a disk or have 8 bits; then the tensor has none.
     is_own: no other rank has these elements of `key`, so this rank saves all of them.
     is_shard: they are this rank's shard of the flat, or in it; other ranks have others.
     """
@@ -278,6 +279,12 @@ class Snapshot:
         if isinstance(value, Tensor):
             if value.numel() == 1 and is_single and not value.is_complex():
                 self._add_constant(held, name, value.item(), value)
+            elif is_coded(value) and has_elements(value, held.tensor.numel()):
+                reader = _decoded_blocks(value, held.state_storage.blocks_of(value))
+                values = torch.zeros(()).expand(held.tensor.numel())
+                self.states.append(
+                    StateBlock(held.flat, name, held.start, values, reader, is_shard=held.is_shard)
+                )
             elif value.shape == held.tensor.shape:
                 blocks = held.state_storage.blocks_of(value)
                 if held.channels_last and blocks is None:
@@ -437,6 +444,23 @@ class Snapshot:
             if held.local is not None:
                 sums[self.number_of(master)] = (held.local, held.filled)
         return sums
+
+
+def _decoded_blocks(codes: Tensor, stored: Blocks | None) -> Blocks:
+    """Reads a state of 8 bits as fp32. stored: reads its bytes, if they are on a disk."""
+
+    def blocks(start: int, stop: int) -> Iterator[Tensor]:
+        for low in range(start - start % CHUNK_NUMEL, stop, CHUNK_NUMEL):
+            rows = rows_of(low, min(low + CHUNK_NUMEL, stop))
+            here = codes[rows]
+            if stored is not None:
+                begin, end = rows.start * ROW_BYTES, rows.stop * ROW_BYTES
+                parts = [part.clone() for part in stored(begin, end)]
+                here = torch.cat(parts).view(here.shape)
+            values = decoded(here.cpu())
+            yield values[max(start - low, 0) : stop - low]
+
+    return blocks
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

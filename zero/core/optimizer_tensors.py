@@ -11,6 +11,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from ...ops.coded import BLOCK_NUMEL, has_elements, is_coded, place_of
 from ...ops.flat import flattened, is_channels_last, shaped
 from ...ops.optim.shard_optimizer import Item, PartTensors, ShardOptimizer, World
 from ...utils.errors import UsageError
@@ -117,8 +118,8 @@ class FrozenValues:
                 continue
             if not (value.is_contiguous() or is_channels_last(value)):
                 continue
-            if value.numel() == numel:
-                self.keep(value, ranges)
+            if has_elements(value, numel):
+                self.keep(value.view(-1) if is_coded(value) else value, _places(value, ranges))
             elif is_whole:
                 self.keep(value, [(0, value.numel())])
 
@@ -169,10 +170,16 @@ class FrozenValues:
 def _reset_first_states(optimizer: ShardOptimizer, tensor: Tensor, ranges: Sequence[Range]) -> None:
     """Set the states of what is frozen to zero, after the first step has made them with its gradient."""
     for key, value in optimizer.states.get(tensor, {}).items():
-        if key != "step" and isinstance(value, Tensor) and value.numel() == tensor.numel():
-            flat = flattened(value, is_channels_last(value))
-            for low, high in ranges:
+        if key != "step" and isinstance(value, Tensor) and has_elements(value, tensor.numel()):
+            flat = value.view(-1) if is_coded(value) else flattened(value, is_channels_last(value))
+            for low, high in _places(value, ranges):
                 flat[low:high] = 0
+
+
+def _places(state: Tensor, ranges: Sequence[Range]) -> list[Range]:
+    """Where elements are in the memory of `state`. Of a row the rest is the padding of its parameter."""
+    last = BLOCK_NUMEL - 1 if is_coded(state) else 0
+    return [(place_of(state, low), place_of(state, high + last)) for low, high in ranges]
 
 
 def states_of_others(

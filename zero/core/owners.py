@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...ops.coded import BLOCK_NUMEL, encode
 from ...ops.comm.collectives import ACCESS_BUFFER, Bounds, Collectives
 from ...ops.flat import flattened, numel_of, shaped
 from ...utils.arguments import wrong
@@ -40,6 +41,7 @@ class ShardView:
              `is_whole`, which means that every rank holds the full tensor.
     With `slices` all of this is about this rank's slice of the tensor, on the ranks that have the same slice.
     channels_last: the order of the elements in `local`, and of the result of `read`; a Reader is row-major.
+    codes: `local` is a copy of a state of 8 bits, whose rows these are; a write encodes them as well.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +50,7 @@ class ShardView:
     is_whole: bool = False
     slices: Slices | None = None
     channels_last: bool = False
+    codes: Tensor | None = None
 
     @property
     def is_full(self) -> bool:
@@ -97,6 +100,10 @@ class ShardView:
         start, stop = self.range_of(rank)
         if stop > start:
             self.local.copy_(self.own(reader)(start, stop))
+            if self.codes is not None:
+                values = self.local.new_zeros(len(self.codes) * BLOCK_NUMEL)
+                values[: stop - start] = self.local
+                encode(self.codes, values)
 
 
 IN_SHARDS = "sharded (stage 3)"

@@ -22,9 +22,10 @@ from torch import nn
 
 from ...compression.scheme import Buffer, CommScheme
 from ...ops.boxes import Box
+from ...ops.coded import BLOCK_NUMEL
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import Levels
-from ...ops.flat import numel_of
+from ...ops.flat import ALIGN_NUMEL, numel_of
 from ...ops.mesh import Mesh
 from .layout import FlatLayout
 from .slices import Slices
@@ -41,7 +42,8 @@ class Policy:
     accumulate: dtype of gradient sums; None is that of the master weights.
     communicate: dtype in which gradients are sent; None is the parameter's own.
     masters: dtype of the master weights of 16-bit parameters; None is fp32. Others are their own masters.
-    states: dtype of optimizer states of 16-bit and fp32 parameters; None is that of the masters.
+    states: dtype of their optimizer states, and of those of fp32 training; None is that of the masters.
+        int8: see ops/coded.py.
     rounding_seed: of stochastic rounding of masters and states; None: to nearest.
     holds_grads: several micro-batches are summed on the rank before the reduction.
     """
@@ -110,10 +112,18 @@ class Policy:
         return self.masters or torch.float32
 
     def state_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of optimizer states that have an element for each of a parameter."""
-        if self.states is None or param_dtype not in (*LOW_PRECISION, torch.float32):
-            return self.master_dtype(param_dtype)
-        return self.states
+        """The dtype of optimizer states that have an element for each of a parameter.
+
+        Parameters that stay fp32 in 16-bit training have fp32 states.
+        """
+        is_narrow = param_dtype in LOW_PRECISION
+        takes_states = is_narrow or (self.compute is None and param_dtype == torch.float32)
+        return self.states if self.states and takes_states else self.master_dtype(param_dtype)
+
+    @property
+    def align_numel(self) -> int:
+        """Parameters and shards begin at multiples of so many elements."""
+        return BLOCK_NUMEL if self.states == torch.int8 else ALIGN_NUMEL
 
     def sent_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a parameter are sent."""

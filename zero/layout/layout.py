@@ -5,7 +5,8 @@
     shards     |------ rank 0 ------|------ rank 1 -----|--- rank 2 ---|  equal sizes, across slots
 
 Slots of one hyperparameter group are contiguous, so an optimizer sees one contiguous 1-D tensor for each
-(flat buffer, group). Every boundary is a multiple of 64 bytes.
+(flat buffer, group). Every boundary is a multiple of 64 bytes; of 256 elements where states have 8 bits, whose
+blocks then are in one shard, and are those of the parameter.
 """
 
 from __future__ import annotations
@@ -135,8 +136,13 @@ class FlatLayout:
         return pieces
 
 
-def plan_flat(entries: Sequence[ParamEntry], world_size: int) -> FlatLayout:
-    """Lay `entries` out: group by group (stable within a group), every slot and shard 64-byte aligned."""
+def plan_flat(
+    entries: Sequence[ParamEntry], world_size: int, align_numel: int = ALIGN_NUMEL
+) -> FlatLayout:
+    """Lay `entries` out: group by group (stable within a group), every slot and shard aligned.
+
+    align_numel: slots and shards begin at multiples of so many elements.
+    """
     slots: list[Slot] = []
     segments: list[GroupSegment] = []
     at = 0
@@ -148,9 +154,9 @@ def plan_flat(entries: Sequence[ParamEntry], world_size: int) -> FlatLayout:
         for entry in by_group[group]:
             place = (group, at, entry.box, entry.channels_last)
             slots.append(Slot(entry.name, entry.shape, *place))
-            at = align_up(slots[-1].stop, ALIGN_NUMEL)
+            at = align_up(slots[-1].stop, align_numel)
         segments.append(GroupSegment(group, start, at))
-    numel = align_up(at, ALIGN_NUMEL * world_size)
+    numel = align_up(at, align_numel * world_size)
     # the tail belongs to the last segment: updating zeros is cheaper than an uneven split
     if segments:
         segments[-1] = GroupSegment(segments[-1].group, segments[-1].start, numel)

@@ -169,6 +169,7 @@ class Builder:
                 for name, p in entries
             ],
             group.collectives.world_size,
+            group.policy.align_numel,
         )
 
     def _most_numel(self, entries: _Entries, group: FlatGroup) -> int:
@@ -180,7 +181,8 @@ class Builder:
                 ParamEntry(name, of_ranks[min(rank, len(of_ranks) - 1)], self._groups.get(id(p), 0))
                 for (name, p), of_ranks in zip(entries, shapes, strict=True)
             ]
-            numels.append(plan_flat(parts, group.collectives.world_size).numel)
+            world_size, align_numel = group.collectives.world_size, group.policy.align_numel
+            numels.append(plan_flat(parts, world_size, align_numel).numel)
         return max(numels)
 
     def _number(self, group: FlatGroup) -> int:

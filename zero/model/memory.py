@@ -8,6 +8,7 @@ from typing import final
 from torch import Tensor
 
 from ...offload.interfaces import Shard
+from ...ops.coded import state_bytes
 from ...ops.pool import BufferPool
 from ..core.grad_bucket import GradBucket
 from ..core.unit import Unit
@@ -91,12 +92,14 @@ class Memory:
             policy, dtype = grads.group.policy, grads.params[0].dtype
             numel, shard_numel = grads.layout.numel, grads.layout.shard_numel
             master = policy.master_dtype(dtype)
-            state_bytes = num_states * policy.state_dtype(dtype).itemsize
-            state_bytes += master.itemsize if master != dtype else 0
+            master_bytes = master.itemsize if master != dtype else 0
             sum_bytes = policy.sum_dtype(dtype).itemsize
-            own_bytes += (shard_numel if policy.shards_optimizer else numel) * state_bytes
+            updated = shard_numel if policy.shards_optimizer else numel
             own_bytes += (shard_numel if policy.shards_grads else numel) * sum_bytes
-            whole_bytes += numel * (state_bytes + sum_bytes)
+            own_bytes += updated * master_bytes
+            own_bytes += num_states * state_bytes(updated, policy.state_dtype(dtype))
+            whole_bytes += numel * (master_bytes + sum_bytes)
+            whole_bytes += num_states * state_bytes(numel, policy.state_dtype(dtype))
         return own_bytes, whole_bytes
 
     def state_bytes(self) -> dict[str, int]:

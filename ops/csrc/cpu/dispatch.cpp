@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "arguments.h"
+#include "coded.h"
 #include "kernels.h"
 
 namespace xds {
@@ -39,16 +40,25 @@ float scalar(const OptionalTensor& tensor, const char* name, float otherwise) {
 
 bool skips(const OptionalTensor& found_inf) { return scalar(found_inf, "found_inf", 0.0f) != 0.0f; }
 
+// A state: [n], or where `row_type` is its dtype rows of 8 bits.
+void* state_of(const Tensor& state, const char* name, int64_t numel, ScalarType row_type, Kind* kind) {
+  if (state.scalar_type() != row_type) return stream(state, name, numel, kind);
+  STD_TORCH_CHECK(numel % ROW_NUMEL == 0, "rows of 8 bits have a multiple of 256 elements, and not ", numel);
+  check_flat(state, name, numel / ROW_NUMEL * ROW_BYTES);
+  *kind = Kind::rows;
+  return state.data_ptr();
+}
+
 Streams streams_of(const Tensor& param, const Tensor* grad, const Tensor* first, const Tensor* second,
                    const OptionalTensor& out, bool takes_edits = false) {
   const int64_t numel = param.numel();
   Streams s = {};
   s.param = stream(param, "param", numel, &s.param_kind);
   if (grad != nullptr) s.grad = stream(*grad, "grad", numel, &s.grad_kind);
-  if (first != nullptr) s.states[0] = stream(*first, "the state", numel, &s.state_kind);
+  if (first != nullptr) s.states[0] = state_of(*first, "the state", numel, ScalarType::Char, &s.state_kind);
   if (second != nullptr) {
     const Kind kind = s.state_kind;
-    s.states[1] = stream(*second, "the second state", numel, &s.state_kind);
+    s.states[1] = state_of(*second, "the second state", numel, ScalarType::Byte, &s.state_kind);
     STD_TORCH_CHECK(kind == s.state_kind, "both states must have one dtype");
   }
   STD_TORCH_CHECK(s.state_kind != Kind::fp16, "states must be float32 or bfloat16");
@@ -68,7 +78,8 @@ void read_from(Streams& s, int64_t numel, const OptionalTensor& param, const Opt
                     "old values of param and of all states are needed, or none");
     if (!olds[i]->has_value()) continue;
     Kind kind;
-    s.old_states[i] = stream(**olds[i], "an old state", numel, &kind);
+    const ScalarType row_type = i == 0 ? ScalarType::Char : ScalarType::Byte;
+    s.old_states[i] = state_of(**olds[i], "an old state", numel, row_type, &kind);
     STD_TORCH_CHECK(kind == s.state_kind, "an old state must have the dtype of the state");
   }
   if (!param.has_value()) return;
@@ -77,9 +88,10 @@ void read_from(Streams& s, int64_t numel, const OptionalTensor& param, const Opt
   STD_TORCH_CHECK(kind == s.param_kind, "old_param must have the dtype of param");
 }
 
-// The ops whose master weights are fp32.
+// The ops whose master weights are fp32, and whose states have no 8 bits.
 void needs_wide(const Streams& s) {
   STD_TORCH_CHECK(s.param_kind == Kind::fp32, "param must be float32");
+  STD_TORCH_CHECK(s.state_kind != Kind::rows, "states must be float32 or bfloat16");
 }
 
 Draws draws_of(const OptionalTensor& rows, const Tensor& step) {
@@ -98,8 +110,9 @@ using Run = void (*)(const Streams&, const Rule&, int64_t, int64_t);
 
 template <class Rule>
 void spread(int64_t numel, Run<Rule> run, const Streams& s, const Rule& rule) {
-  torch::stable::parallel_for(0, numel, GRAIN,
-                              [&](int64_t begin, int64_t end) { run(s, rule, begin, end); });
+  const int64_t unit = s.state_kind == Kind::rows ? ROW_NUMEL : 1;  // a row is not divided
+  torch::stable::parallel_for(0, numel / unit, GRAIN / unit,
+                              [&](int64_t begin, int64_t end) { run(s, rule, begin * unit, end * unit); });
 }
 
 // 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t)

@@ -3,6 +3,7 @@
 // Compiled without contraction to fused multiply-add, and with correctly rounded division and square root, so
 // that every instruction set gives the same bits. The standard library is not used: the linker could keep an
 // inline function that was compiled here for AVX-512, and a processor without AVX-512 would then run it.
+#include "coded.h"
 #include "kernels.h"
 #include "narrow.h"
 
@@ -177,7 +178,19 @@ inline void narrowed_by(const float* __restrict from, void* data, Kind kind, int
 
 // -- one pass -----------------------------------------------------------------------------------------------
 
-// Store what is narrower than fp32, and `out`. IS_OTHER: the old values are in other memory.
+// Store a `param` that is narrower than fp32, or whose old values are in other memory (IS_OTHER), and `out`.
+template <bool IS_OTHER>
+INLINE void put_param(const Streams& s, int64_t at, int64_t count, const float* param, const uint16_t* draws) {
+  if (s.param_kind != Kind::fp32) {
+    draws != nullptr ? narrowed_by(param, s.param, s.param_kind, at, count, draws)
+                     : narrowed(param, s.param, s.param_kind, at, count);
+  } else if (IS_OTHER) {
+    stored(param, s.param, Kind::fp32, at, count);
+  }
+  narrowed(param, s.out, s.out_kind, at, count);
+}
+
+// The same, and the states.
 template <bool IS_OTHER>
 INLINE void put_group(const Streams& s, Cursor& cursor, int64_t at, int64_t count, const float* param,
                       const float* m, const float* v) {
@@ -185,12 +198,7 @@ INLINE void put_group(const Streams& s, Cursor& cursor, int64_t at, int64_t coun
   alignas(64) uint16_t draws[GROUP];
   const bool by_draws = s.draws.rows != nullptr && (is_narrow || narrow_states);
   if (by_draws) drawn(s.draws, cursor, at, count, draws);
-  if (is_narrow) {
-    by_draws ? narrowed_by(param, s.param, s.param_kind, at, count, draws)
-             : narrowed(param, s.param, s.param_kind, at, count);
-  } else if (IS_OTHER) {
-    stored(param, s.param, Kind::fp32, at, count);
-  }
+  put_param<IS_OTHER>(s, at, count, param, by_draws ? draws : nullptr);
   if (narrow_states) {
     narrowed(m, s.states[0], s.state_kind, at, count);
     by_draws && s.states[1] != nullptr ? narrowed_by(v, s.states[1], s.state_kind, at, count, draws)
@@ -199,7 +207,6 @@ INLINE void put_group(const Streams& s, Cursor& cursor, int64_t at, int64_t coun
     stored(m, s.states[0], Kind::fp32, at, count);
     stored(v, s.states[1], Kind::fp32, at, count);
   }
-  narrowed(param, s.out, s.out_kind, at, count);
 }
 
 template <class Rule>
@@ -245,6 +252,57 @@ void pass_apart(const Streams& s, int64_t begin, int64_t end, const Rule& rule) 
 #endif
 }
 
+// -- one pass over states of 8 bits ---------------------------------------------------------------------------
+
+INLINE const uint8_t* row_at(const void* rows, int64_t at) {
+  return rows == nullptr ? nullptr : static_cast<const uint8_t*>(rows) + at / ROW_NUMEL * ROW_BYTES;
+}
+
+template <bool IS_OTHER, class Rule>
+INLINE void one_row(const Streams& s, Cursor& cursor, int64_t at, const Rule& rule) {
+  alignas(64) float means[ROW_NUMEL], squares[ROW_NUMEL], params[GROUP], grads[GROUP];
+  alignas(64) uint16_t draws[ROW_NUMEL];
+  const void* const* rows = IS_OTHER ? s.old_states : s.states;
+  const bool has_squares = s.states[1] != nullptr, by_draws = s.draws.rows != nullptr;
+  decode_means(row_at(rows[0], at), means);
+  if (has_squares) decode_squares(row_at(rows[1], at), squares);
+  for (int64_t i = 0; i < ROW_NUMEL; i += GROUP) {
+    if (by_draws) drawn(s.draws, cursor, at + i, GROUP, draws + i);
+    float* param = IS_OTHER ? old_values(s.old_param, s.param_kind, at + i, GROUP, params)
+                            : widened(s.param, s.param_kind, at + i, GROUP, params);
+    if (s.takes_edits) edits_taken(param, s.out, s.out_kind, at + i, GROUP);
+    const float* grad = widened(const_cast<void*>(s.grad), s.grad_kind, at + i, GROUP, grads);
+    rule(at + i, GROUP, param, grad, means + i, squares + i);
+    put_param<IS_OTHER>(s, at + i, GROUP, param, by_draws ? draws + i : nullptr);
+  }
+  const uint16_t* parts = by_draws ? draws : nullptr;
+  encode<MEAN_LEVELS>(means, parts, const_cast<uint8_t*>(row_at(s.states[0], at)));
+  if (has_squares) encode<SQUARE_LEVELS>(squares, parts, const_cast<uint8_t*>(row_at(s.states[1], at)));
+}
+
+template <bool IS_OTHER, class Rule>
+INLINE void rows_in(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
+  Cursor cursor = cursor_at(s.draws, begin);
+  for (int64_t at = begin; at < end; at += ROW_NUMEL) {
+    fetch(IS_OTHER ? s.old_param : s.param, s.param_kind, at + AHEAD, ROW_NUMEL, !IS_OTHER);
+    fetch(s.grad, s.grad_kind, at + AHEAD, ROW_NUMEL, false);
+    fetch(s.out, s.out_kind, at + AHEAD, ROW_NUMEL, true);
+    one_row<IS_OTHER>(s, cursor, at, rule);
+  }
+}
+
+// As `pass`, where states have 8 bits. begin: the start of a row.
+template <class Rule>
+void pass_rows(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
+  if (s.old_param == nullptr) return rows_in<false>(s, begin, end, rule);
+  rows_in<true>(s, begin, end, rule);
+#if defined(__x86_64__)
+  __builtin_ia32_sfence();
+#endif
+}
+
+// -- rules ----------------------------------------------------------------------------------------------------
+
 // One pass: load, `rule`, store. A rule works on fp32 [count]: (at, count, param, grad, state, other state).
 template <class Rule>
 void pass(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
@@ -289,9 +347,10 @@ INLINE void adam_group(const Adam& a, int64_t count, float* __restrict p, const 
 }
 
 void adam(const Streams& s, const Adam& a, int64_t begin, int64_t end) {
-  pass(s, begin, end, [&](int64_t, int64_t count, float* p, const float* g, float* m, float* v) {
+  const auto rule = [&](int64_t, int64_t count, float* p, const float* g, float* m, float* v) {
     a.decoupled ? adam_group<true>(a, count, p, g, m, v) : adam_group<false>(a, count, p, g, m, v);
-  });
+  };
+  s.state_kind == Kind::rows ? pass_rows(s, begin, end, rule) : pass(s, begin, end, rule);
 }
 
 template <bool IS_MOMENTUM>
@@ -330,9 +389,10 @@ INLINE void lion_group(const Lion& a, int64_t count, float* __restrict p, const 
 }
 
 void lion(const Streams& s, const Lion& a, int64_t begin, int64_t end) {
-  pass(s, begin, end, [&](int64_t, int64_t count, float* p, const float* g, float* m, float*) {
+  const auto rule = [&](int64_t, int64_t count, float* p, const float* g, float* m, float*) {
     lion_group(a, count, p, g, m);
-  });
+  };
+  s.state_kind == Kind::rows ? pass_rows(s, begin, end, rule) : pass(s, begin, end, rule);
 }
 
 INLINE void adagrad_group(const Adagrad& a, int64_t count, float* __restrict p, const float* __restrict grad,

@@ -5,7 +5,7 @@
 
 namespace xds {
 
-enum class Kind : int { fp32, bf16, fp16 };
+enum class Kind : int { fp32, bf16, fp16, rows };  // rows: of 8 bits, see coded.h; states alone
 
 // The random numbers of stochastic rounding: one of 16 bits for each element, by the index of the element in its
 // parameter, the parameter's key and the number of the step. rows [num_rows][3], nullptr where values are rounded to
@@ -27,7 +27,7 @@ struct Streams {
   void* out;  // receives the new values in the compute dtype, or nullptr
   Kind out_kind;
   bool takes_edits;  // `out`, of 16 bits, is `param` rounded, except where a script wrote a new value
-  Draws draws;  // for a `param` of 16 bits, and the second state if it is bf16
+  Draws draws;  // for a `param` of 16 bits, the second state if it is bf16, and states of 8 bits
   // Where the values before the step are, if not in `param` and `states`. These are not changed.
   const void* old_param;
   const void* old_states[2];

@@ -1,5 +1,5 @@
 // adam_ on CUDA: see ops/kernels/adam.py for the definition and formulas.h for one element.
-#include "one_pass.cuh"
+#include "coded.cuh"
 
 namespace xds {
 
@@ -11,9 +11,11 @@ void adam_(
     MaybeTensor draws) {
   refuse_old("adam_", param, {&old_param, &old_exp_avg, &old_exp_avg_sq});
   const Moments moments(beta1, beta2, eps, bias_correction);
-  launch_one_pass<AnyParams>(
-      "adam_", Adam(lr, moments, weight_decay, decoupled), param, grad, {exp_avg, exp_avg_sq},
-      {"exp_avg", "exp_avg_sq"}, out, step, scale, found_inf, takes_edits, draws);
+  const Adam rule(lr, moments, weight_decay, decoupled);
+  const auto launch = has_rows(exp_avg) ? launch_rows<AnyParams, Adam> : launch_one_pass<AnyParams, Adam>;
+  launch(
+      "adam_", rule, param, grad, {exp_avg, exp_avg_sq}, {"exp_avg", "exp_avg_sq"}, out, step, scale,
+      found_inf, takes_edits, draws);
 }
 
 }  // namespace xds

@@ -148,25 +148,16 @@ struct AnyParams {
   }
 };
 
-// Check, divide and launch. `states` are those of the rule: all are given, or all are None. Params: what `param` may be.
+// What is checked of every tensor but the states, which are left out.
 template <class Params, class Rule>
-void launch_one_pass(
-    const char* op, const Rule& rule, const Tensor& param, const Tensor& grad,
-    const MaybeTensor (&states)[2], const char* const (&state_names)[2], const MaybeTensor& out,
+Operands<Rule::kStates> operands_of(
+    const Checks& check, const Tensor& param, const Tensor& grad, const MaybeTensor& out,
     const MaybeTensor& step, const MaybeTensor& scale, const MaybeTensor& found_inf, bool takes_edits,
-    const MaybeTensor& draws = {}) {
-  const Checks check(op, "param", param);
+    const MaybeTensor& draws) {
   check.flat(param, "param", Params::types);
   check.flat(grad, "grad", kFloats);
   check.flat(out, "out", kFloats);
   Operands<Rule::kStates> on = {};
-  ScalarType state_type = ScalarType::Float;
-  for (int s = 0; s < Rule::kStates; ++s) {
-    check.flat(states[s], state_names[s], kStateTypes);
-    if (s == 0) state_type = states[s]->scalar_type();
-    check.that(states[s]->scalar_type() == state_type, "the states need one dtype, all fp32 or all bf16");
-    on.states[s] = states[s]->mutable_data_ptr();
-  }
   on.param = param.mutable_data_ptr();
   on.grad = grad.const_data_ptr();
   on.out = out_of(out);
@@ -182,6 +173,26 @@ void launch_one_pass(
     check.that(
         draws->numel() >= 3 && draws->numel() % 3 == 0, "draws needs to be [k, 3], with k at least 1");
     on.draws = {static_cast<const int64_t*>(draws->const_data_ptr()), draws->numel() / 3};
+  }
+  return on;
+}
+
+// Check, divide and launch. `states` are those of the rule: all are given, or all are None. Params: what `param` may be.
+template <class Params, class Rule>
+void launch_one_pass(
+    const char* op, const Rule& rule, const Tensor& param, const Tensor& grad,
+    const MaybeTensor (&states)[2], const char* const (&state_names)[2], const MaybeTensor& out,
+    const MaybeTensor& step, const MaybeTensor& scale, const MaybeTensor& found_inf, bool takes_edits,
+    const MaybeTensor& draws = {}) {
+  const Checks check(op, "param", param);
+  Operands<Rule::kStates> on =
+      operands_of<Params, Rule>(check, param, grad, out, step, scale, found_inf, takes_edits, draws);
+  ScalarType state_type = ScalarType::Float;
+  for (int s = 0; s < Rule::kStates; ++s) {
+    check.flat(states[s], state_names[s], kStateTypes);
+    if (s == 0) state_type = states[s]->scalar_type();
+    check.that(states[s]->scalar_type() == state_type, "the states need one dtype, all fp32 or all bf16");
+    on.states[s] = states[s]->mutable_data_ptr();
   }
   if (param.numel() == 0) return;
   const MaybeTensor all[] = {param, grad};
