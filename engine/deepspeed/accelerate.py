@@ -6,6 +6,7 @@
                              gets a plugin afterwards would read the whole dataset on each rank
     warn_of_unused           at the end of a run that asked for DeepSpeed and trained without it
     tell_accelerate          the backend, on a machine without a GPU, where accelerate knows none
+    engine_that_saves        the engine whose weights `Accelerator.get_state_dict` asks for, on every rank
     put_command_on_path      `accelerate launch` on several machines runs `deepspeed --hostfile ...`. xds
                              installs no such command: it would hide a real one
 
@@ -52,7 +53,7 @@ def warn_of_ignored_plugin() -> None:
     """Warn once, on rank 0, if an Accelerator that ignores its plugin is the caller."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true" or os.environ.get("RANK", "0") != "0":
         return
-    cause = _cause(accelerator_frame())
+    cause = _cause(accelerator_frame("__init__"))
     if cause is not None:
         _say_ignored(cause)
 
@@ -67,11 +68,11 @@ def _say_ignored(cause: str) -> None:
     )
 
 
-def accelerator_frame() -> FrameType | None:
-    """The frame of `Accelerator.__init__`, if it is among the callers."""
+def accelerator_frame(method: str) -> FrameType | None:
+    """The frame of this method of an Accelerator, if it is among the callers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "__init__" and frame.f_globals.get("__name__") == CALLER:
+        if frame.f_code.co_name == method and frame.f_globals.get("__name__") == CALLER:
             return frame
         frame = frame.f_back
     return None
@@ -91,7 +92,7 @@ def count_ranks_again() -> None:
     num_ranks = int(os.environ.get("WORLD_SIZE") or 1)
     if num_ranks < 2 or os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
         return
-    frame = accelerator_frame()
+    frame = accelerator_frame("__init__")
     if frame is None or frame.f_locals.get("cpu") or not frame.f_locals.get("deepspeed_plugins"):
         return
     early = _state("PartialState")
@@ -114,6 +115,15 @@ def _state(name: str) -> dict[str, Any]:
 
 
 WITH = "DEEPSPEED"  # the name of accelerate's DistributedType
+
+
+def engine_that_saves() -> Any:
+    """The engine of which `Accelerator.get_state_dict` asks, if it is among the callers; else None.
+
+    Below stage 3 accelerate takes the state dict of its module, also where the module has parts of experts.
+    """
+    frame = accelerator_frame("get_state_dict")
+    return None if frame is None else frame.f_locals.get("model")
 
 
 def warn_of_unused() -> None:

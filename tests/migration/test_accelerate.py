@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from layer import on_ranks, start
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import xds
 from xds import deepspeed
@@ -215,6 +216,34 @@ def test_what_accelerate_reads_of_an_engine() -> None:
     assert engine.get_global_grad_norm() == engine.optimizer._global_grad_norm == math.inf
     assert engine.optimizer.overflow
     assert issubclass(PipelineEngine, deepspeed.DeepSpeedEngine)
+
+
+# as accelerate's class does below stage 3, on every rank
+GET_STATE_DICT = """
+def get_state_dict(self, model):
+    return clone(model.module.state_dict())
+"""
+
+
+@on_ranks(2)
+def test_accelerate_gets_whole_experts_below_stage_3() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "vocab_size": 20}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = start(model, 2, expert_parallel={"enabled": True, "autoep_size": 2})
+    names: dict[str, Any] = {
+        "__name__": "accelerate.accelerator",
+        "clone": deepspeed.checkpoint.utils.clone_tensors_for_torch_save,
+    }
+    exec(GET_STATE_DICT, names)
+    found = names["get_state_dict"](None, engine)
+    if dist.get_rank():
+        assert found is None
+    else:
+        assert found.keys() == whole.keys()
+        assert all(value.equal(whole[name]) for name, value in found.items())
 
 
 def test_a_common_config_and_a_reference_model_start_without_a_warning(

@@ -244,6 +244,11 @@ def _is_in_parts(param: nn.Parameter) -> bool:
     return owner is not None and bool(owner.why_in_parts(param))
 
 
+def has_parts(model: nn.Module) -> bool:
+    """This rank does not have all parameters of `model` whole. The same on all ranks."""
+    return any(_is_in_parts(param) for param in model.parameters())
+
+
 def _hidden(module: nn.Module) -> tuple[list[str], str]:
     """Names of parameters in parts that no context has gathered; and why they are in parts."""
     names = []
@@ -340,4 +345,4 @@ def _before_load_shared(
             )
 
 
-__all__ = ["Guards", "InParts", "Sentence"]
+__all__ = ["Guards", "InParts", "Sentence", "has_parts"]

@@ -23,12 +23,14 @@ from ....utils.errors import UsageError
 from ....utils.small_files import read_small_file, replace_small_file
 from ....utils.version import __version__
 from ....zero.access.gathered import GatheredParameters
+from ....zero.access.guards import has_parts
 from ...checkpoint.exports.publish import published
 from ...checkpoint.imports.deepspeed import is_deepspeed
 from ...checkpoint.io.folders import LATEST, MANIFEST, check_folder, named_in
 from ...checkpoint.io.reader import CheckpointReader
 from ...checkpoint.random_state import read_random_state, set_random_state
 from ...engine import Engine
+from ..accelerate import engine_that_saves
 from ..errors import methods_raise_theirs
 from ..library.log import logger
 
@@ -71,7 +73,13 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
     Args:
         item: a tensor, or lists, tuples and dicts of them, nested; all else is kept as it is. Two names of one
             tensor stay one tensor.
+
+    Called by accelerate for an engine whose ranks have parts of parameters below stage 3, such as experts, it
+    returns the whole weights on rank 0, and None on other ranks.
     """
+    engine = engine_that_saves()
+    if isinstance(engine, Checkpoints) and has_parts(engine._engine.module):
+        return engine._consolidated_16bit_state_dict()
     return _clone(item, torch.device(device), {})
 
 
