@@ -85,7 +85,7 @@ def encode(codes: Tensor, values: Tensor, draws: Tensor | None = None) -> None:
     base = torch.where(largest == 0, 0, base)
     part: Tensor | int = 1 << (_SHIFT - 1)
     if draws is not None:
-        part = (draws.view_as(values).to(torch.int32) << (_SHIFT - 16)) + (1 << (_SHIFT - 17))
+        part = draws.view_as(values).to(torch.int32) << (_SHIFT - 16)
     sizes = (((bits + part) >> _SHIFT) - base).clamp_(0, levels - 1)
     sizes = torch.where(largest == 0, 0, sizes)
     sizes = torch.where((values < 0) & (codes.dtype == torch.int8), -sizes, sizes)

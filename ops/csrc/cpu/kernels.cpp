@@ -150,13 +150,14 @@ inline void drawn(const Draws& draws, Cursor& cursor, int64_t at, int64_t count,
     const uint32_t key = key_of_step(row[2], draws.step);
     const uint32_t index = static_cast<uint32_t>(row[1] + at + done - row[0]);
     const int64_t odd = index & 1, num_pairs = (odd + stop - done + 1) / 2;
-    if (num_pairs == GROUP / 2) {  // most: a loop of constant length
+    if (odd == 0 && stop - done == GROUP) {  // most: loops of constant length
 #pragma GCC ivdep
       for (int64_t i = 0; i < GROUP / 2; ++i) pairs[i] = mixed((index / 2 + static_cast<uint32_t>(i)) ^ key);
-    } else {
-#pragma GCC ivdep
-      for (int64_t i = 0; i < num_pairs; ++i) pairs[i] = mixed((index / 2 + static_cast<uint32_t>(i)) ^ key);
+      __builtin_memcpy(group, pairs, 2 * GROUP);
+      return;
     }
+#pragma GCC ivdep
+    for (int64_t i = 0; i < num_pairs; ++i) pairs[i] = mixed((index / 2 + static_cast<uint32_t>(i)) ^ key);
     const int64_t num_bytes = 2 * (stop - done);
     __builtin_memcpy(group + done, reinterpret_cast<const char*>(pairs) + 2 * odd,
                      static_cast<uint64_t>(num_bytes));
@@ -258,44 +259,47 @@ INLINE const uint8_t* row_at(const void* rows, int64_t at) {
   return rows == nullptr ? nullptr : static_cast<const uint8_t*>(rows) + at / ROW_NUMEL * ROW_BYTES;
 }
 
-template <bool IS_OTHER, class Rule>
+template <bool IS_OTHER, bool BY_DRAWS, bool HAS_SQUARES, class Rule>
 INLINE void one_row(const Streams& s, Cursor& cursor, int64_t at, const Rule& rule) {
   alignas(64) float means[ROW_NUMEL], squares[ROW_NUMEL], params[GROUP], grads[GROUP];
   alignas(64) uint16_t draws[ROW_NUMEL];
   const void* const* rows = IS_OTHER ? s.old_states : s.states;
-  const bool has_squares = s.states[1] != nullptr, by_draws = s.draws.rows != nullptr;
   decode_means(row_at(rows[0], at), means);
-  if (has_squares) decode_squares(row_at(rows[1], at), squares);
+  if (HAS_SQUARES) decode_squares(row_at(rows[1], at), squares);
   for (int64_t i = 0; i < ROW_NUMEL; i += GROUP) {
-    if (by_draws) drawn(s.draws, cursor, at + i, GROUP, draws + i);
+    if (BY_DRAWS) drawn(s.draws, cursor, at + i, GROUP, draws + i);
     float* param = IS_OTHER ? old_values(s.old_param, s.param_kind, at + i, GROUP, params)
                             : widened(s.param, s.param_kind, at + i, GROUP, params);
     if (s.takes_edits) edits_taken(param, s.out, s.out_kind, at + i, GROUP);
     const float* grad = widened(const_cast<void*>(s.grad), s.grad_kind, at + i, GROUP, grads);
     rule(at + i, GROUP, param, grad, means + i, squares + i);
-    put_param<IS_OTHER>(s, at + i, GROUP, param, by_draws ? draws + i : nullptr);
+    put_param<IS_OTHER>(s, at + i, GROUP, param, BY_DRAWS ? draws + i : nullptr);
   }
-  const uint16_t* parts = by_draws ? draws : nullptr;
-  encode<MEAN_LEVELS>(means, parts, const_cast<uint8_t*>(row_at(s.states[0], at)));
-  if (has_squares) encode<SQUARE_LEVELS>(squares, parts, const_cast<uint8_t*>(row_at(s.states[1], at)));
+  encode_row<MEAN_LEVELS, BY_DRAWS>(means, draws, const_cast<uint8_t*>(row_at(s.states[0], at)));
+  if (HAS_SQUARES)
+    encode_row<SQUARE_LEVELS, BY_DRAWS>(squares, draws, const_cast<uint8_t*>(row_at(s.states[1], at)));
 }
 
-template <bool IS_OTHER, class Rule>
+template <bool IS_OTHER, bool BY_DRAWS, bool HAS_SQUARES, class Rule>
 INLINE void rows_in(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
   Cursor cursor = cursor_at(s.draws, begin);
   for (int64_t at = begin; at < end; at += ROW_NUMEL) {
     fetch(IS_OTHER ? s.old_param : s.param, s.param_kind, at + AHEAD, ROW_NUMEL, !IS_OTHER);
     fetch(s.grad, s.grad_kind, at + AHEAD, ROW_NUMEL, false);
     fetch(s.out, s.out_kind, at + AHEAD, ROW_NUMEL, true);
-    one_row<IS_OTHER>(s, cursor, at, rule);
+    one_row<IS_OTHER, BY_DRAWS, HAS_SQUARES>(s, cursor, at, rule);
   }
 }
 
 // As `pass`, where states have 8 bits. begin: the start of a row.
-template <class Rule>
+template <bool HAS_SQUARES, class Rule>
 void pass_rows(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
-  if (s.old_param == nullptr) return rows_in<false>(s, begin, end, rule);
-  rows_in<true>(s, begin, end, rule);
+  if (s.old_param == nullptr) {
+    return s.draws.rows == nullptr ? rows_in<false, false, HAS_SQUARES>(s, begin, end, rule)
+                                   : rows_in<false, true, HAS_SQUARES>(s, begin, end, rule);
+  }
+  s.draws.rows == nullptr ? rows_in<true, false, HAS_SQUARES>(s, begin, end, rule)
+                          : rows_in<true, true, HAS_SQUARES>(s, begin, end, rule);
 #if defined(__x86_64__)
   __builtin_ia32_sfence();
 #endif
@@ -350,7 +354,7 @@ void adam(const Streams& s, const Adam& a, int64_t begin, int64_t end) {
   const auto rule = [&](int64_t, int64_t count, float* p, const float* g, float* m, float* v) {
     a.decoupled ? adam_group<true>(a, count, p, g, m, v) : adam_group<false>(a, count, p, g, m, v);
   };
-  s.state_kind == Kind::rows ? pass_rows(s, begin, end, rule) : pass(s, begin, end, rule);
+  s.state_kind == Kind::rows ? pass_rows<true>(s, begin, end, rule) : pass(s, begin, end, rule);
 }
 
 template <bool IS_MOMENTUM>
@@ -392,7 +396,7 @@ void lion(const Streams& s, const Lion& a, int64_t begin, int64_t end) {
   const auto rule = [&](int64_t, int64_t count, float* p, const float* g, float* m, float*) {
     lion_group(a, count, p, g, m);
   };
-  s.state_kind == Kind::rows ? pass_rows(s, begin, end, rule) : pass(s, begin, end, rule);
+  s.state_kind == Kind::rows ? pass_rows<false>(s, begin, end, rule) : pass(s, begin, end, rule);
 }
 
 INLINE void adagrad_group(const Adagrad& a, int64_t count, float* __restrict p, const float* __restrict grad,

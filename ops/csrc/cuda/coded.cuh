@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) pass_rows(Operands<Rule::kStates> on
 #pragma unroll
         for (int s = 0; s < kStates; ++s) values[s][mine] = state[s];
         const uint32_t draw = drawer.is_on() ? drawer.at(at + i) : 0;
-        draws[mine] = drawer.is_on() ? static_cast<int>(draw << 4) + 8 : 1 << 19;
+        draws[mine] = drawer.is_on() ? static_cast<int>(draw << 4) : 1 << 19;
         param.at[i] =
             drawer.is_on() ? rounded_by<Param>(wide.at[i], draw) : static_cast<Param>(wide.at[i]);
       }
