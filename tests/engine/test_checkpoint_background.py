@@ -17,6 +17,8 @@ import pytest
 import torch.distributed as dist
 from checkpoint_runs import BF16, engine_of, inputs, same, states_of, train, whole
 from helpers import run_processes
+from safetensors import safe_open
+from torch import nn
 
 import xds
 from xds.engine.checkpoint import saver as saver_module
@@ -243,6 +245,19 @@ def test_a_folder_is_removed_once_nobody_writes_to_it(tmp_path: Path) -> None:
     assert not first.folder.exists() and second.folder.exists()
     second.release()
     third.release()
+
+
+def test_a_smaller_save_has_nothing_of_a_larger_one(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
+    model[0].requires_grad_(False)
+    engine = engine_of(0, model=model, **BACKGROUND)
+    engine.save_checkpoint(tmp_path, "all")
+    engine.save_checkpoint(tmp_path, "trained", exclude_frozen_parameters=True)
+    engine.wait_for_checkpoint()
+    engine.destroy()
+    for path in tmp_path.glob("*/*.safetensors"):
+        with safe_open(path, "pt") as file:  # it refuses bytes that belong to no tensor
+            assert list(file.keys())
 
 
 def test_keep_last_removes_older_ones_of_the_same_kind(tmp_path: Path) -> None:

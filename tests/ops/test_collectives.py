@@ -11,19 +11,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_processes
+from helpers import run_processes, run_ranks
 from torch import Tensor
 
 from xds.ops.comm.backend import SingleRank
 from xds.ops.comm.collectives import Collectives
 from xds.ops.comm.config import Communication
-from xds.ops.comm.exchange import EqualParts
+from xds.ops.comm.exchange import EqualParts, agree
 from xds.ops.comm.memory.operations import KINDS as DTYPES
 from xds.ops.comm.memory.shared_memory import SharedMemoryBackend
 from xds.ops.comm.nccl import NcclBackend
 from xds.ops.comm.opening import member_of, open_collectives, open_nccl
 from xds.ops.comm.point_to_point import GlooBackend
 from xds.ops.libraries import open_plain
+from xds.utils.errors import UsageError
 
 CPU = torch.device("cpu")
 KINDS = {"memory": SharedMemoryBackend, "messages": GlooBackend, "native": NcclBackend}
@@ -40,6 +41,20 @@ def opened(kind: str) -> Collectives:
     found = open_collectives(group, CPU, section=section)
     assert type(found.backend) is KINDS[kind]
     return found
+
+
+def failure_of_1(text: str) -> str:
+    """What each rank raises where rank 1 has failed with `text`."""
+    with pytest.raises(UsageError) as caught:
+        collectives = open_collectives(dist.group.WORLD, CPU)
+        agree(collectives, text if dist.get_rank() == 1 else "", UsageError, "a check")
+    return str(caught.value)
+
+
+def test_a_long_sentence_of_another_rank_may_end_within_a_character() -> None:
+    for text in ("\u00fc" * 600, "x" + "\u00fc" * 600):
+        for message in run_ranks(failure_of_1, 2, text):
+            assert message.startswith("a check failed on rank 1: ") and "\u00fc" * 200 in message
 
 
 def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:

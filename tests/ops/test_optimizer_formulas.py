@@ -34,15 +34,21 @@ class Formula:
     shown: Callable[[Tensor, dict[str, Any]], Tensor] = lambda param, state: param
 
 
+def rate_of(step: int) -> float:
+    """The learning rate of schedule-free AdamW, which a script lowers."""
+    return 1e-2 if step < STEPS - 1 else 4e-3
+
+
 def schedule_free(name: str, y: Tensor, g: Tensor, state: dict[str, Any], step: int) -> None:
     """Algorithm 1 of the paper, with all three sequences."""
-    lr, beta1, beta2 = 1e-2 * min(1.0, step / 3), 0.8, 0.99
+    lr, beta1, beta2 = rate_of(step) * min(1.0, step / 3), 0.8, 0.99
     if not state:
-        state.update(z=y.clone(), x=y.clone(), v=torch.zeros_like(y), total=0.0)
+        state.update(z=y.clone(), x=y.clone(), v=torch.zeros_like(y), total=0.0, largest=0.0)
     v, z, x = state["v"], state["z"], state["x"]
     v.mul_(beta2).add_(g * g, alpha=1 - beta2)
     z.sub_(lr * (g / ((v / (1 - beta2**step)).sqrt() + 1e-3) + 0.1 * y))
-    weight = step**1.0 * lr**2  # the rate does not fall, so it is the largest one
+    state["largest"] = max(lr, state["largest"])
+    weight = step**1.0 * state["largest"] ** 2
     state["total"] += weight
     share = weight / state["total"]
     x.mul_(1 - share).add_(z, alpha=share)
@@ -211,7 +217,11 @@ def engine_of(name: str, stage: int, precision: str = "fp32", **more: Any) -> xd
 
 
 def advance(engine: xds.Engine, start: int, stop: int) -> None:
-    train(engine, range(start, stop), lambda step, _: of_rank(batch(step)))
+    for step in range(start, stop):
+        if "weight_lr_power" in engine.optimizer.param_groups[0]:
+            for group in engine.optimizer.param_groups:
+                group["lr"] = rate_of(step + 1)
+        train(engine, [step], lambda step, _: of_rank(batch(step)))
 
 
 def switch(engine: xds.Engine, mode: str) -> None:

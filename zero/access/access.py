@@ -445,8 +445,8 @@ class Access(ParamOwner):
         value = state[key]
         if isinstance(value, dict):
             raise UsageError(
-                f'optimizer state "{key}" of {self.name_of(param)} belongs to the whole parameter, on ranks that '
-                "have a part of it: read engine.optimizer.state, which has it by the parameter's name"
+                f'optimizer state "{key}" of {self.name_of(param)} belongs to the whole parameter, on ranks '
+                "that have a part of it: read engine.optimizer.state, which has it by the parameter's name"
             )
         if not isinstance(value, Tensor) or value.dim() == 0:
             return torch.as_tensor(value)

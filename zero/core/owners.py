@@ -107,7 +107,7 @@ class ShardView:
 
 
 IN_SHARDS = "sharded (stage 3)"
-IN_SLICES = "cut into slices (tensor_parallel)"
+IN_SLICES = "cut into slices (tensor_parallel, expert_parallel)"
 
 
 class ParamOwner(ABC):
