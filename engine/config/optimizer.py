@@ -98,6 +98,14 @@ OPTIMIZERS = ClassTable(
             ("MuAdam", "MuAdamW", "MuSGD"),
             "muP optimizers are not supported yet; give parameter groups their own lr instead",
         ),
+        **dict.fromkeys(
+            ("Lion8bit", "lion_8bit", "lion_bnb_8bit"),
+            "Lion has no states of 8 bits yet; use Lion, or AdamW8bit",
+        ),
+        **dict.fromkeys(
+            ("PagedAdamW8bit", "paged_adamw_8bit"),
+            "states have no pages; use AdamW8bit, and zero_optimization.offload_optimizer if they do not fit",
+        ),
         "LBFGS": "needs several loss evaluations per step, but the engine does one; use AdamW",
         "ZeroOneAdam": "0/1 Adam was removed, because it missed its loss; use OneBitAdam with freeze_step",
         "SparseAdam": "sparse gradients are not supported yet; use Adam",

@@ -234,6 +234,8 @@ def test_what_cannot_keep_small_states_is_refused() -> None:
     case["optimizer"]["type"] = "AdamW"
     with pytest.raises(xds.ConfigError, match="remove one of the two keys"):
         xds.initialize(model, case)
+    with pytest.raises(xds.ConfigError, match="use Lion, or AdamW8bit"):
+        xds.initialize(model, config(1, optimizer="Lion8bit"))
 
 
 def test_names_of_other_libraries_mean_states_of_8_bits() -> None:

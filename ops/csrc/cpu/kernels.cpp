@@ -256,16 +256,16 @@ void pass_apart(const Streams& s, int64_t begin, int64_t end, const Rule& rule) 
 // -- one pass over states of 8 bits ---------------------------------------------------------------------------
 
 INLINE const uint8_t* row_at(const void* rows, int64_t at) {
-  return rows == nullptr ? nullptr : static_cast<const uint8_t*>(rows) + at / ROW_NUMEL * ROW_BYTES;
+  return static_cast<const uint8_t*>(rows) + at / ROW_NUMEL * ROW_BYTES;
 }
 
-template <bool IS_OTHER, bool BY_DRAWS, bool HAS_SQUARES, class Rule>
+template <bool IS_OTHER, bool BY_DRAWS, class Rule>
 INLINE void one_row(const Streams& s, Cursor& cursor, int64_t at, const Rule& rule) {
   alignas(64) float means[ROW_NUMEL], squares[ROW_NUMEL], params[GROUP], grads[GROUP];
   alignas(64) uint16_t draws[ROW_NUMEL];
   const void* const* rows = IS_OTHER ? s.old_states : s.states;
   decode_means(row_at(rows[0], at), means);
-  if (HAS_SQUARES) decode_squares(row_at(rows[1], at), squares);
+  decode_squares(row_at(rows[1], at), squares);
   for (int64_t i = 0; i < ROW_NUMEL; i += GROUP) {
     if (BY_DRAWS) drawn(s.draws, cursor, at + i, GROUP, draws + i);
     float* param = IS_OTHER ? old_values(s.old_param, s.param_kind, at + i, GROUP, params)
@@ -276,30 +276,29 @@ INLINE void one_row(const Streams& s, Cursor& cursor, int64_t at, const Rule& ru
     put_param<IS_OTHER>(s, at + i, GROUP, param, BY_DRAWS ? draws + i : nullptr);
   }
   encode_row<MEAN_LEVELS, BY_DRAWS>(means, draws, const_cast<uint8_t*>(row_at(s.states[0], at)));
-  if (HAS_SQUARES)
-    encode_row<SQUARE_LEVELS, BY_DRAWS>(squares, draws, const_cast<uint8_t*>(row_at(s.states[1], at)));
+  encode_row<SQUARE_LEVELS, BY_DRAWS>(squares, draws, const_cast<uint8_t*>(row_at(s.states[1], at)));
 }
 
-template <bool IS_OTHER, bool BY_DRAWS, bool HAS_SQUARES, class Rule>
+template <bool IS_OTHER, bool BY_DRAWS, class Rule>
 INLINE void rows_in(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
   Cursor cursor = cursor_at(s.draws, begin);
   for (int64_t at = begin; at < end; at += ROW_NUMEL) {
     fetch(IS_OTHER ? s.old_param : s.param, s.param_kind, at + AHEAD, ROW_NUMEL, !IS_OTHER);
     fetch(s.grad, s.grad_kind, at + AHEAD, ROW_NUMEL, false);
     fetch(s.out, s.out_kind, at + AHEAD, ROW_NUMEL, true);
-    one_row<IS_OTHER, BY_DRAWS, HAS_SQUARES>(s, cursor, at, rule);
+    one_row<IS_OTHER, BY_DRAWS>(s, cursor, at, rule);
   }
 }
 
 // As `pass`, where states have 8 bits. begin: the start of a row.
-template <bool HAS_SQUARES, class Rule>
+template <class Rule>
 void pass_rows(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
   if (s.old_param == nullptr) {
-    return s.draws.rows == nullptr ? rows_in<false, false, HAS_SQUARES>(s, begin, end, rule)
-                                   : rows_in<false, true, HAS_SQUARES>(s, begin, end, rule);
+    return s.draws.rows == nullptr ? rows_in<false, false>(s, begin, end, rule)
+                                   : rows_in<false, true>(s, begin, end, rule);
   }
-  s.draws.rows == nullptr ? rows_in<true, false, HAS_SQUARES>(s, begin, end, rule)
-                          : rows_in<true, true, HAS_SQUARES>(s, begin, end, rule);
+  s.draws.rows == nullptr ? rows_in<true, false>(s, begin, end, rule)
+                          : rows_in<true, true>(s, begin, end, rule);
 #if defined(__x86_64__)
   __builtin_ia32_sfence();
 #endif
@@ -354,7 +353,7 @@ void adam(const Streams& s, const Adam& a, int64_t begin, int64_t end) {
   const auto rule = [&](int64_t, int64_t count, float* p, const float* g, float* m, float* v) {
     a.decoupled ? adam_group<true>(a, count, p, g, m, v) : adam_group<false>(a, count, p, g, m, v);
   };
-  s.state_kind == Kind::rows ? pass_rows<true>(s, begin, end, rule) : pass(s, begin, end, rule);
+  s.state_kind == Kind::rows ? pass_rows(s, begin, end, rule) : pass(s, begin, end, rule);
 }
 
 template <bool IS_MOMENTUM>
@@ -393,10 +392,9 @@ INLINE void lion_group(const Lion& a, int64_t count, float* __restrict p, const 
 }
 
 void lion(const Streams& s, const Lion& a, int64_t begin, int64_t end) {
-  const auto rule = [&](int64_t, int64_t count, float* p, const float* g, float* m, float*) {
+  pass(s, begin, end, [&](int64_t, int64_t count, float* p, const float* g, float* m, float*) {
     lion_group(a, count, p, g, m);
-  };
-  s.state_kind == Kind::rows ? pass_rows<false>(s, begin, end, rule) : pass(s, begin, end, rule);
+  });
 }
 
 INLINE void adagrad_group(const Adagrad& a, int64_t count, float* __restrict p, const float* __restrict grad,
