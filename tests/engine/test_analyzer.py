@@ -203,6 +203,16 @@ def test_values_that_are_no_tokens_are_one_sentence(tmp_path, capsys, recwarn, r
     assert said in found and found.count("\n") == bool(said) and not recwarn.list
 
 
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, capsys):
+    with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
+        writer.add(np.array(ROWS[0], int))
+    (tmp_path / "file").write_text("")
+    for path in ("file", "file/below"):
+        words = [str(tmp_path / "tokens"), "--out", str(tmp_path / path)]
+        assert cli.main(["data", "analyze", *words]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
 @pytest.mark.parametrize("path", ["", ".", "/", "no\x1b[2Jne"])
 def test_a_path_that_names_no_files_is_one_sentence(path, tmp_path, capsys):
     assert cli.main(["data", "info", path]) == 2

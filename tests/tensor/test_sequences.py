@@ -395,3 +395,31 @@ def test_the_class_with_the_arguments_of_deepspeed_is_not_compiled() -> None:
     for out, grad, compiled_out, compiled_grad in run_ranks(theirs, 2):
         assert torch.equal(compiled_out, 2 * out)
         assert torch.allclose(compiled_grad, 2 * grad)
+
+
+def forward_after_one_that_raised() -> tuple[torch.Size, torch.Size]:
+    """The shapes of logits of whole tokens, before and after."""
+    engine = xds.initialize(build("llama"), config_of(2, 0))
+    given = batch("plain", 0, 0)
+    engine.backward(engine(**given).loss)
+    engine.step()
+    engine.eval()
+    whole = {"input_ids": given["input_ids"]}
+
+    def raising(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with torch.no_grad():
+        before = engine(**whole).logits.shape
+        hook = engine.module.model.layers[1].mlp.register_forward_pre_hook(raising)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine(**given)
+        hook.remove()
+        after = engine(**whole).logits.shape
+    engine.destroy()
+    return before, after
+
+
+def test_a_forward_that_raised_leaves_nothing_to_the_next() -> None:
+    for before, after in run_ranks(forward_after_one_that_raised, 2):
+        assert before == after == (SAMPLES, 12, VOCAB)
