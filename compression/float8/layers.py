@@ -74,17 +74,6 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def own_weights(model: nn.Module) -> None:
-    """Give layers that a script has converted for FSDP2's gathers in 8 bits their parameters back.
-
-    accelerate asks torchao for them. They are the objects that the script's optimizer has.
-    """
-    for module in model.modules():
-        inner = getattr(module._parameters.get("weight"), "_tensor", None)
-        if isinstance(inner, nn.Parameter) and is_float8(module):
-            module._parameters["weight"] = inner
-
-
 def is_float8(module: nn.Module) -> bool:
     """The layer has torchao's class, from the script or from `convert`."""
     kind = type(module)
@@ -207,6 +196,5 @@ __all__ = [
     "is_float8",
     "linear_layers",
     "needs_gpu",
-    "own_weights",
     "report_of",
 ]

@@ -58,11 +58,17 @@ def has_compressed_layers(model: nn.Module) -> bool:
 
 
 def unwrap_weights(model: nn.Module) -> None:
-    """Give layers that the script has converted for other gathers in 8 bits their own parameters back."""
-    if "torchao.float8" in sys.modules:
-        from ...compression.float8.layers import own_weights
+    """Give layers that a script has converted for FSDP2's gathers in 8 bits their parameters back.
 
-        own_weights(model)
+    accelerate asks torchao for them. They are the objects that the script's optimizer has.
+    """
+    layer = getattr(sys.modules.get("torchao.float8.float8_linear"), "Float8Linear", None)
+    if layer is None or is_part(model):  # a look at the modules of a part would build the whole
+        return
+    for module in model.modules():
+        inner = getattr(module._parameters.get("weight"), "_tensor", None)
+        if isinstance(module, layer) and isinstance(inner, nn.Parameter):
+            module._parameters["weight"] = inner
 
 
 def optional_states(model: nn.Module) -> tuple[str, ...]:
