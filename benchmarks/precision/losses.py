@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ class Gpt(nn.Module):
 MODELS = {"mlp": Mlp, "gpt": Gpt}
 
 
+@cache  # pages that change during a run would make variants differ
 def characters() -> tuple[Tensor, int]:
     """The project's pages as numbers of characters, and how many there are."""
     text = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))

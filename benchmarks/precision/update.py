@@ -1,4 +1,4 @@
-"""The time of one update with states of 8 bits, beside fp32 states and other libraries, on one thread.
+"""The time of one update with masters and states of few bits, beside fp32 and other libraries, on one thread.
 
     python benchmarks/precision/update.py [--millions 40] [--steps 5] [--libraries bitsandbytes torchao]
 
@@ -47,6 +47,11 @@ def own_steps(param: Tensor, grad: Tensor) -> Iterator[tuple[str, Step]]:
         )
 
     yield "fp32 states", step_of(param, states, narrow, None)
+    wide = [torch.zeros(numel) for _ in range(2)]
+    halves = [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2)]
+    yield "bf16 masters", step_of(narrow.clone(), wide, None, rows)
+    yield "bf16 masters to nearest", step_of(narrow.clone(), wide, None, None)
+    yield "bf16 masters and states", step_of(narrow.clone(), halves, None, rows)
     yield "int8 states", step_of(param, codes, narrow, rows)
     yield "int8 states to nearest", step_of(param, codes, narrow, None)
     yield "int8 states, bf16 masters", step_of(narrow, codes, None, rows)
