@@ -16,7 +16,8 @@ from ..ops.comm.mesh_groups import Split
 
 # -- how the parameters of a flat buffer are sent, as an object that is chosen once; exact by default ----
 # gather     a shard of each rank, dropped between uses (stage 3)      -> the full buffer
-# publish    the new values of each rank's shard after an update       -> the full buffer (stages 1, 2)
+# publish    the new values of each rank's shard after an update       -> the full buffer (stages 1, 2); only
+#            senders of compression have it: exact values are gathered
 
 
 class ParamSender(ABC):

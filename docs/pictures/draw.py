@@ -150,36 +150,36 @@ def house() -> Picture:
     return picture
 
 
-# -- the way of a gradient ------------------------------------------------------------------------------------
+# -- the path of a gradient -----------------------------------------------------------------------------------
 
-WAY = (  # what happens, the classes, what each rank has: a shape, its fill
-    ("backward fills .grad", "BackwardPass", "pieces", "orange"),
-    ("copied into one flat buffer", "GradBucket", "whole", "orange"),
-    ("reduce_scatter: the sum of one shard", "Reduction, Collectives", "shard", "orange"),
-    ("the norm: one small message", "StepStatus", "message", "purple"),
-    ("clip, update the master, cast", "Updater, Master, Adam", "shard", "green"),
-    ("all_gather: new parameters", "ParamBucket", "whole", "blue"),
+WAY = (  # the row of the page, what happens, the classes, what each rank has: a shape, its fill
+    ("G2", "backward fills .grad", "BackwardPass", "pieces", "orange"),
+    ("G4", "copied into one flat buffer", "GradBucket", "whole", "orange"),
+    ("G6", "reduce_scatter: the sum of one shard", "Reduction, Collectives", "shard", "orange"),
+    ("G8", "the norm: one small message", "StepStatus", "message", "purple"),
+    ("G11", "clip, update the master, cast", "Updater, Master, Adam", "shard", "green"),
+    ("G12", "all_gather: new parameters", "ParamBucket", "whole", "blue"),
 )
 
 
 def gradient() -> Picture:
     """A row for each step at stage 2: its words, and the buffer of each of 4 ranks."""
     ranks, bar, gap, x0, top, row = 4, 84.0, 12.0, 360.0, 92.0, 58.0
-    picture = Picture(WIDTH, top + row * len(WAY) - 6, "The way of a gradient at ZeRO stage 2")
-    picture.text(20, 32, "The way of a gradient, stage 2", size=18, bold=True)
+    picture = Picture(WIDTH, top + row * len(WAY) - 6, "The path of a gradient at ZeRO stage 2")
+    picture.text(20, 32, "The path of a gradient, stage 2", size=18, bold=True)
     centers = [x0 + rank * (bar + gap) + bar / 2 for rank in range(ranks)]
     for rank, center in enumerate(centers):
         picture.text(center, 66, f"rank {rank}", size=13, ink="muted", anchor="middle")
-    for number, (words, classes, kind, fill) in enumerate(WAY):
+    for number, (step, words, classes, kind, fill) in enumerate(WAY):
         y = top + number * row
-        picture.text(44, y + 8, words, size=15)
-        picture.text(44, y + 27, classes, size=13, ink="muted", code=True)
-        picture.text(20, y + 8, str(number + 1), size=15, bold=True, ink="muted")
+        picture.text(60, y + 8, words, size=15)
+        picture.text(60, y + 27, classes, size=13, ink="muted", code=True)
+        picture.text(20, y + 8, step, size=15, bold=True, ink="muted")
         if kind == "message":
             picture.line((centers[0], y + 8), (centers[-1], y + 8))
         for rank, center in enumerate(centers):
             if number:
-                start = y - row + (17 if WAY[number - 1][2] == "message" else 24)
+                start = y - row + (17 if WAY[number - 1][3] == "message" else 24)
                 picture.line(
                     (center, start), (center, y - (3 if kind == "message" else 9)), arrow=True
                 )

@@ -1,6 +1,6 @@
 """Saves a checkpoint: every rank writes its share into a new folder, rank 0 commits it and updates `latest`.
 
-prepare  ->  folder  ->  write, fsync  ->  commit  ->  latest        each step: on all ranks, or all raise
+prepare, folder, tag  ->  write, fsync  ->  commit  ->  latest        each step: on all ranks, or all raise
 """
 
 from __future__ import annotations
