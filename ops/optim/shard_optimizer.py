@@ -287,6 +287,26 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
             raise UsageError(ADDED_GROUP)
         super().add_param_group(param_group)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but a state keeps its dtype. torch would cast it to its parameter's, of 16 bits."""
+        before = {
+            tensor: {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
+            for tensor, state in self.state.items()
+        }
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        for number, tensor in zip(saved, tensors, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                dtype = before.get(tensor, {}).get(key, value.dtype)
+                if not (dtype.is_floating_point and value.is_floating_point()):
+                    dtype = value.dtype
+                loaded = self.states[tensor][key]
+                if loaded.dtype != dtype:
+                    self.states[tensor][key] = value.to(loaded.device, dtype, copy=True)
+
     @property
     def of_script(self) -> torch.optim.Optimizer:
         """The object that the script has."""

@@ -157,6 +157,85 @@ def test_a_checkpoint_of_one_variant_loads_into_another(
         assert set(found["states"]) == {torch.bfloat16 if is_narrow else torch.float32}
 
 
+def after_a_state_dict(sections: dict[str, Any], params: dict[str, Any]) -> None:
+    """A script loads what it has just read: parameters, states and their dtypes are those without it."""
+    found = []
+    for loads in (False, True):
+        engine = xds.initialize(build("tied"), config(1, samples=4, params=params, **sections))
+        for step in range(3):
+            engine.backward(engine(micro_batch(step, 0)))
+            engine.step()
+            if loads and step == 1:
+                engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        states = [
+            (key, value.clone())
+            for state in engine.optimizer.state.values()
+            for key, value in state.items()
+        ]
+        found.append([*engine.full_state_dict(rank0_only=False).items(), *states])
+        engine.destroy()
+    for (key, value), (other, expected) in zip(*found, strict=True):
+        assert key == other and value.dtype == expected.dtype and torch.equal(value, expected), key
+
+
+@pytest.mark.parametrize(
+    ("sections", "params"),
+    [
+        ({"bf16": BF16}, {}),
+        ({"bf16": STATES}, {}),
+        ({"fp16": FP16}, {}),
+        ({"bf16": FP32}, {"state_dtype": "bf16"}),
+        ({"bf16": BF16}, {"state_dtype": "int8"}),
+        ({}, {"state_dtype": "int8"}),
+    ],
+)
+def test_a_state_dict_of_the_script_keeps_values_and_dtypes(
+    sections: dict[str, Any], params: dict[str, Any]
+) -> None:
+    run_ranks(after_a_state_dict, 2, sections, params)
+
+
+class Uneven(torch.nn.Module):
+    """The second parameter is on one rank of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = (1031, 200, 1)
+        self.parts = torch.nn.ParameterList(torch.randn(numel) for numel in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((part.float().square().sum() for part in self.parts), x.float().sum())
+
+
+def moments_of(sections: dict[str, Any], params: dict[str, Any]) -> list[Tensor]:
+    model = Uneven()
+    groups = [{"params": [model.parts[0], model.parts[2]]}, {"params": [model.parts[1]], "lr": 0.1}]
+    settings = config(1, samples=1, params=params, **sections)
+    engine = xds.initialize(model, settings, model_parameters=groups)
+    engine.backward(engine(torch.ones(1)))
+    engine.step()
+    found = [xds.zero.get_full_optimizer_state(part, "exp_avg") for part in model.parts]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sections", "params", "dtype"),
+    [
+        ({"bf16": BF16}, {}, torch.float32),
+        ({"bf16": STATES}, {}, torch.bfloat16),
+        ({"bf16": BF16}, {"state_dtype": "int8"}, torch.float32),
+    ],
+)
+def test_ranks_read_a_state_alike_where_one_has_no_part_of_it(
+    sections: dict[str, Any], params: dict[str, Any], dtype: torch.dtype
+) -> None:
+    first, second = run_ranks(moments_of, 2, sections, params)
+    for value, other in zip(first, second, strict=True):
+        assert value.dtype == other.dtype == dtype and torch.equal(value, other)
+
+
 def plans(half: dict[str, Any]) -> list[tuple[int, int, dict[str, int]]]:
     found = []
     for stage in (0, 1, 2, 3):

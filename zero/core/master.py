@@ -110,6 +110,12 @@ class Master:
         self.grads.move(store)
 
     @property
+    def read_state_dtype(self) -> torch.dtype:
+        """The dtype in which a script reads a state of it: fp32 for codes of 8 bits."""
+        dtype = self.grads.group.policy.state_dtype(self.params.dtype)
+        return dtype if dtype.is_floating_point else torch.float32
+
+    @property
     def sends_differences(self) -> bool:
         """The next update publishes differences: see `ParamSender.publish`."""
         return self.is_sharded and self.params.sender.sends_differences

@@ -183,14 +183,15 @@ def _places(state: Tensor, ranges: Sequence[Range]) -> list[Range]:
 
 
 def states_of_others(
-    optimizer: ShardOptimizer, in_master: Sequence[Tensor], master: Tensor, group: int
+    optimizer: ShardOptimizer, in_master: Sequence[Tensor], empty: Tensor, group: int
 ) -> dict[str, Any] | None:
     """States for a parameter of hyperparameter group `group`, without elements; None before the first step.
 
     First those of the same group: an optimizer may keep other states for other groups.
 
     Args:
-        in_master: the optimizer's tensors in `master`, whose states are returned as they are.
+        in_master: the optimizer's tensors in the parameter's master, whose states are returned as they are.
+        empty: a state without elements.
     """
     states = optimizer.states
     alike = {id(tensor) for tensor in optimizer.param_groups[group]["params"]}
@@ -201,12 +202,12 @@ def states_of_others(
     if id(source) not in alike:
         keys = optimizer.state_keys(optimizer.param_groups[group])
         if keys is not None:
-            return dict.fromkeys(keys, master.new_empty(0))
+            return dict.fromkeys(keys, empty)
     if any(tensor is source for tensor in in_master):
         state: dict[str, Any] = states[source]
         return state
     return {
-        key: master.new_empty(0) if isinstance(value, Tensor) and value.dim() else value
+        key: empty if isinstance(value, Tensor) and value.dim() else value
         for key, value in states[source].items()
     }
 

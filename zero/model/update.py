@@ -386,7 +386,8 @@ class Updater:
             if begin < first + slot.numel and first < begin + tensor.numel():
                 return state or None, (begin, begin + tensor.numel())
         tensors = [tensor for tensor, _ in self._tensors_in(master)]
-        return states_of_others(self._optimizer, tensors, master.tensor, slot.group), (0, 0)
+        empty = master.tensor.new_empty(0, dtype=master.read_state_dtype)
+        return states_of_others(self._optimizer, tensors, empty, slot.group), (0, 0)
 
     def states_in(self, master: Master) -> list[tuple[int, Tensor, dict[str, Any]]]:
         """The optimizer's tensors in `master`: the first element of each, and its states."""
