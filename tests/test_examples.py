@@ -264,6 +264,7 @@ def test_digits_have_the_same_curve_at_any_number_of_ranks_and_after_a_resume(
         assert (torn / "runs" / "vision" / name / "latest").read_text() == "global_step28"
 
 
+@pytest.mark.slow
 def test_dummy_images_train_a_model_with_batch_norm(tmp_path: Path) -> None:
     options = "--dummy --image-size 8 -a small_bn --steps 2 -p 1 --channels-last"
     assert classify(tmp_path, 2, *options.split()) == []

@@ -31,6 +31,7 @@ def test_products_of_features_train_as_one_process() -> None:
     assert found.outcomes["equal"] > found.outcomes["refused"] // 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_loaded_the_compiler_sends_the_same_messages() -> None:
     with Servers((COMPILER, BARE)) as servers:
         for product in UNLIKE:

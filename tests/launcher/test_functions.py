@@ -120,6 +120,7 @@ def losses(text: str) -> list[str]:
     return [line.partition(": ")[2] for line in text.splitlines() if " to " in line]
 
 
+@pytest.mark.slow
 def test_the_example_notebook_trains_alike_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "cells.py").write_text("\n".join(cells()))
     command = [sys.executable, "cells.py"]
