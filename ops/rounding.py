@@ -18,6 +18,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+COMPILED = "_orig_mod."
 WORD = 1 << 32
 MASK = WORD - 1
 STEP = 0x9E3779B9  # the golden ratio, so that the keys of two steps have no simple relation
@@ -26,7 +27,8 @@ STEP = 0x9E3779B9  # the golden ratio, so that the keys of two steps have no sim
 def draw_rows(runs: Iterable[tuple[int, int, int, str]], seed: int) -> Tensor:
     """The rows for runs (start, stop, index of the first element in its parameter, name), in order.
 
-    Elements before, between and after the runs get the numbers of a neighbour.
+    A name counts without the prefix that torch.compile adds. Elements before, between and after the runs get
+    the numbers of a neighbour.
     """
     rows = [[0, 0, 0]]
     for start, stop, index, name in runs:
@@ -34,7 +36,7 @@ def draw_rows(runs: Iterable[tuple[int, int, int, str]], seed: int) -> Tensor:
             rows.pop()
         while start < stop:
             high, low = divmod(index, WORD)
-            rows.append([start, low, _key(f"{seed} {high} {name}")])
+            rows.append([start, low, _key(f"{seed} {high} {name.replace(COMPILED, '')}")])
             start, index = start + WORD - low, index + WORD - low
     return torch.tensor(rows, dtype=torch.int64)
 

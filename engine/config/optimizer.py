@@ -158,6 +158,13 @@ class OptimizerConfig(Section):
         given, params = values.get("type"), values.get("params", {})
         meant = EIGHT_BITS.get(given.casefold()) if isinstance(given, str) else None
         if meant is not None and isinstance(params, dict):
+            states = params.get("state_dtype", "int8")
+            if states != "int8":
+                report.complain(
+                    "optimizer.params.state_dtype",
+                    states,
+                    f"optimizer.type {given} means int8; choose {meant}, or remove the key",
+                )
             values.update(type=meant, params={"state_dtype": "int8", **params})
         kind = OPTIMIZERS.read(values, report)
         if not kind:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...utils.errors import UsageError
-from ..coded import new_codes
+from ..coded import is_coded, new_codes
 from ..comm.collectives import Collectives
 from ..libraries import is_loaded, optimizer_library
 from ..rounding import draw_rows
@@ -288,24 +288,31 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but a state keeps its dtype. torch would cast it to its parameter's, of 16 bits."""
-        before = {
-            tensor: {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
-            for tensor, state in self.state.items()
-        }
-        super().load_state_dict(state_dict)
+        """As in torch, but a state keeps its dtype. torch would cast it to its parameter's, of 16 bits.
+
+        Raises:
+            UsageError: only one side has states of 8 bits; nothing is changed.
+        """
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         tensors = [tensor for group in self.param_groups for tensor in group["params"]]
-        for number, tensor in zip(saved, tensors, strict=True):
+        dtypes: list[tuple[Tensor, str, Tensor, torch.dtype]] = []
+        for number, tensor in zip(saved, tensors, strict=False):  # torch says if there are more
             for key, value in state_dict["state"].get(number, {}).items():
+                own = self.state.get(tensor, {}).get(key)
                 if not isinstance(value, Tensor):
                     continue
-                dtype = before.get(tensor, {}).get(key, value.dtype)
-                if not (dtype.is_floating_point and value.is_floating_point()):
-                    dtype = value.dtype
-                loaded = self.states[tensor][key]
-                if loaded.dtype != dtype:
-                    self.states[tensor][key] = value.to(loaded.device, dtype, copy=True)
+                own = own if isinstance(own, Tensor) else value
+                if is_coded(own) != is_coded(value):
+                    raise UsageError(
+                        f"optimizer.load_state_dict: {key} has another optimizer.params.state_dtype, and "
+                        "one of the two has 8 bits; use engine.load_checkpoint, which converts them"
+                    )
+                dtypes.append((tensor, key, value, value.dtype if is_coded(value) else own.dtype))
+        super().load_state_dict(state_dict)
+        for tensor, key, value, dtype in dtypes:
+            loaded = self.states[tensor][key]
+            if loaded.dtype != dtype:
+                self.states[tensor][key] = value.to(loaded.device, dtype, copy=True)
 
     @property
     def of_script(self) -> torch.optim.Optimizer:

@@ -226,7 +226,7 @@ def test_stages_start_the_same_messages_in_one_order_and_receive_while_they_comp
         # the last stage needs the first activation before it can compute anything
         assert all(timeline.beside(log, m) for m in received[2 * rank :])
         last = max(m.take for m in received)
-        # a send is waited for when a message has come that was sent after it arrived, or at the end of the step
+        # a send is waited for when a message has come since, or at the end of the step
         for message in sent:
             came = [m.take for m in received if m.take > message.start]
             assert message.take > min([*came, last])

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import run_ranks
 from models import build, micro_batch
+from rounded_runs import DECAY, EPS, SEED, STEPS, of_world, trained
 from runs import config, differing
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from xds.ops.kernels.adam import adam_
 from xds.ops.libraries import load
 from xds.ops.rounding import draw_rows
 
-STEPS, SEED, DECAY = 4, 3, 0.1
 BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "rounding_seed": SEED}
 STATES = {**BF16, "bf16_optimizer_states": True}
 FP16 = {
@@ -27,30 +26,14 @@ FP16 = {
     "fp16_master_weights_and_grads": True,
     "rounding_seed": SEED,
 }
-CPU = {"offload_optimizer": {"device": "cpu"}}
-GUESS = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
 NEAREST = {"master_rounding": "nearest"}
 
 
 def given(stage: int, half: dict[str, Any], zero: dict[str, Any] | None = None) -> dict[str, Any]:
     section = "fp16" if "loss_scale" in half else "bf16"
-    return config(stage, samples=4, zero=zero, params={"weight_decay": DECAY}, **{section: half})
-
-
-def trained(case: dict[str, Any], folder: str, *, resumes_at: int = 0) -> dict[str, Tensor]:
-    """The parameters after STEPS steps, with the same batch on every rank: their mean is exact."""
-    engine = xds.initialize(build("tied"), case)
-    for step in range(STEPS):
-        if resumes_at and step == resumes_at:
-            engine.save_checkpoint(folder)
-            engine.destroy()
-            engine = xds.initialize(build("tied"), case)
-            engine.load_checkpoint(folder)
-        engine.backward(engine(micro_batch(step, 0)))
-        engine.step()
-    found = engine.full_state_dict(rank0_only=False)
-    engine.destroy()
-    return found
+    return config(
+        stage, samples=4, zero=zero, params={"weight_decay": DECAY, "eps": EPS}, **{section: half}
+    )
 
 
 def in_a_loop(half: dict[str, Any]) -> dict[str, Tensor]:
@@ -72,35 +55,18 @@ def in_a_loop(half: dict[str, Any]) -> dict[str, Tensor]:
             rows = draw_rows([(0, flat.numel(), 0, name)], SEED)
             adam_(
                 *(flat, grad.reshape(-1), *moments[name], None, torch.tensor(step + 1.0)),
-                *(torch.tensor(1 / scale), None, 1e-2, 0.9, 0.999, 1e-8, DECAY, True, True),
+                *(torch.tensor(1 / scale), None, 1e-2, 0.9, 0.999, EPS, DECAY, True, True),
                 draws=None if half.get("master_rounding") == "nearest" else rows,
             )
             param.grad = None
     return dict(model.named_parameters())
 
 
-def of_world(folder: str) -> dict[str, Any]:
-    world = dist.get_world_size()
-    cases: dict[str, tuple[Any, ...]] = {
-        f"stage {stage}": (given(stage, STATES), 0) for stage in (0, 1, 2, 3)
-    }
-    cases["resumed"] = given(2 if world == 2 else 3, STATES), 2
-    cases["on the host"] = given(2, STATES, CPU), 0
-    cases["undone"] = given(2, STATES, GUESS), 0
-    if world == 2:
-        cases["on a disk"] = (
-            given(3, STATES, {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}),
-            2,
-        )
-    return {
-        name: trained(case, f"{folder}/{name}", resumes_at=at) for name, (case, at) in cases.items()
-    }
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_stages_places_and_resumes_change_no_bit(world: int, tmp_path: Path) -> None:
     wanted = in_a_loop(STATES)
-    for per_rank in run_ranks(of_world, world, str(tmp_path)):
+    case_of = lambda stage, zero: given(stage, STATES, zero)  # noqa: E731 (ranks are threads)
+    for per_rank in run_ranks(of_world, world, case_of, str(tmp_path)):
         for name, found in per_rank.items():
             for key, value in wanted.items():
                 assert torch.equal(found[key].to(value.dtype), value), (name, key)
@@ -193,6 +159,30 @@ def test_a_state_dict_of_the_script_keeps_values_and_dtypes(
     sections: dict[str, Any], params: dict[str, Any]
 ) -> None:
     run_ranks(after_a_state_dict, 2, sections, params)
+
+
+def test_a_state_dict_of_another_state_dtype_is_refused() -> None:
+    engines = [
+        xds.initialize(build("tied"), config(0, samples=4, params={"state_dtype": dtype}))
+        for dtype in ("int8", "fp32")
+    ]
+    for engine in engines:
+        engine.backward(engine(micro_batch(0, 0)))
+        engine.step()
+    for engine, other in (engines, engines[::-1]):
+        before = engine.optimizer.state_dict()["state"]
+        with pytest.raises(xds.UsageError, match="use engine.load_checkpoint"):
+            engine.optimizer.load_state_dict(other.optimizer.state_dict())
+        after = engine.optimizer.state_dict()["state"]
+        for number, state in before.items():
+            assert all(torch.equal(value, after[number][key]) for key, value in state.items())
+    for engine in engines:
+        engine.destroy()
+
+
+def test_a_compiled_model_draws_the_same_numbers() -> None:
+    plain, compiled = (draw_rows([(0, 4, 0, f"{prefix}w")], SEED) for prefix in ("", "_orig_mod."))
+    assert torch.equal(plain, compiled)
 
 
 class Uneven(torch.nn.Module):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import run_ranks
 from models import build, micro_batch
+from rounded_runs import DECAY, EPS, SEED, STEPS, of_world
 from runs import config
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,35 +22,16 @@ from xds.ops.kernels.adam import adam_
 from xds.ops.libraries import load
 from xds.ops.rounding import draw_rows
 
-STEPS, SEED, DECAY = 4, 3, 0.1
 BF16 = {"bf16": {"enabled": True, "rounding_seed": SEED}}
 NARROW = {"bf16": {**BF16["bf16"], "bf16_master_weights_and_grads": True}}
 FP32: dict[str, Any] = {}
-CPU = {"offload_optimizer": {"device": "cpu"}}
-GUESS = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
 
 
 def given(
     stage: int, states: str, half: dict[str, Any], zero: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    params = {"weight_decay": DECAY, "state_dtype": states}
+    params = {"weight_decay": DECAY, "eps": EPS, "state_dtype": states}
     return config(stage, samples=4, zero=zero, params=params, **half)
-
-
-def trained(case: dict[str, Any], folder: str, *, resumes_at: int = 0) -> dict[str, Tensor]:
-    """The parameters after STEPS steps, with the same batch on every rank: their mean is exact."""
-    engine = xds.initialize(build("tied"), case)
-    for step in range(STEPS):
-        if resumes_at and step == resumes_at:
-            engine.save_checkpoint(folder)
-            engine.destroy()
-            engine = xds.initialize(build("tied"), case)
-            engine.load_checkpoint(folder)
-        engine.backward(engine(micro_batch(step, 0)))
-        engine.step()
-    found = engine.full_state_dict(rank0_only=False)
-    engine.destroy()
-    return found
 
 
 def new_states(states: str, numel: int) -> list[Tensor]:
@@ -82,28 +63,12 @@ def in_a_loop(states: str, half: dict[str, Any]) -> dict[str, Tensor]:
             adam_(
                 *(master, grad, *moments[name], None if master is flat else flat),
                 *(torch.tensor(step + 1.0), None, None),
-                *(1e-2, 0.9, 0.999, 1e-8, DECAY, True, True),
+                *(1e-2, 0.9, 0.999, EPS, DECAY, True, True),
                 draws=draw_rows([(0, numel, 0, name)], seed),
             )
             param.data.view(-1).copy_(flat[:numel])
             param.grad = None
     return {name: param.data for name, param in params.items()}
-
-
-def of_world(states: str, half: dict[str, Any], folder: str) -> dict[str, Any]:
-    world = dist.get_world_size()
-    cases: dict[str, tuple[Any, ...]] = {
-        f"stage {stage}": (given(stage, states, half), 0) for stage in (0, 1, 2, 3)
-    }
-    cases["resumed"] = given(2 if world == 2 else 3, states, half), 2
-    cases["on the host"] = given(2, states, half, CPU), 0
-    cases["undone"] = given(2, states, half, GUESS), 0
-    if world == 2:
-        disk = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
-        cases["on a disk"] = given(3, states, half, disk), 2
-    return {
-        name: trained(case, f"{folder}/{name}", resumes_at=at) for name, (case, at) in cases.items()
-    }
 
 
 @pytest.mark.parametrize(
@@ -121,7 +86,8 @@ def test_ranks_stages_places_and_resumes_change_no_bit(
     states: str, half: dict[str, Any], world: int, tmp_path: Path
 ) -> None:
     wanted = in_a_loop(states, half)
-    for per_rank in run_ranks(of_world, world, states, half, str(tmp_path)):
+    case_of = lambda stage, zero: given(stage, states, half, zero)  # noqa: E731 (ranks are threads)
+    for per_rank in run_ranks(of_world, world, case_of, str(tmp_path)):
         for name, found in per_rank.items():
             for key, value in wanted.items():
                 same = found[key].reshape(-1).to(value.dtype)
@@ -234,6 +200,8 @@ def test_what_cannot_keep_small_states_is_refused() -> None:
     case["optimizer"]["type"] = "AdamW"
     with pytest.raises(xds.ConfigError, match="remove one of the two keys"):
         xds.initialize(model, case)
+    with pytest.raises(xds.ConfigError, match="AdamW8bit means int8; choose AdamW"):
+        parse_config(config(optimizer="AdamW8bit", params={"state_dtype": "fp32"}))
     with pytest.raises(xds.ConfigError, match="use Lion, or AdamW8bit"):
         xds.initialize(model, config(1, optimizer="Lion8bit"))
 
