@@ -83,7 +83,7 @@ def goodput_of(
         UsageError: a time is negative, or the time between failures is not positive.
 
     >>> round(goodput_of(11127.0, 12.0, 600.0).useful, 3)
-    0.902
+    0.904
     """
     _check(failure_seconds=failure_seconds, save_seconds=save_seconds)
     _check(restart_seconds=restart_seconds)
