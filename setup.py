@@ -103,7 +103,11 @@ setup(
     },
     package_dir={"xds": "."},
     packages=["xds", *(f"xds.{name}" for name in folders)],
-    package_data={"xds": ["py.typed"], "xds.ops": ["csrc/*/*"]},
+    package_data={
+        "xds": ["py.typed"],
+        "xds.ops": ["csrc/*/*"],
+        "xds.engine.planning": ["machines/*.json"],
+    },
     entry_points={"console_scripts": ["xds=xds.launcher.cli:main"]},
     cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel},
 )

@@ -6,7 +6,7 @@ Nothing is computed: the run costs as much as its calls.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from ...ops.mesh import Axis
 from ...ops.torch_internals import tree_leaves
 from ..model.forwards import Forward, replace_forwards
 from .models import FusedKernels, ShapesOnly
+from .work import Kernels, KernelWatch
 
 BEFORE = -1
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")  # of a block among the others
@@ -42,6 +43,7 @@ class Activations:
     flows: block number -> bytes of those of its arguments that a stage before it would send.
     sent: block number -> bytes that this rank sends inside of the layers, by kind.
     groups: kind -> the axes of the mesh along which it is sent, and over how many neighbouring ranks there.
+    forward, backward: block number -> the kernels that it runs, without a forward that is run again.
     """
 
     kept: Counter[int] = field(default_factory=Counter)
@@ -49,6 +51,8 @@ class Activations:
     flows: Counter[int] = field(default_factory=Counter)
     sent: dict[int, Counter[str]] = field(default_factory=dict)
     groups: dict[str, tuple[tuple[Axis, ...], int]] = field(default_factory=dict)
+    forward: dict[int, Kernels] = field(default_factory=lambda: defaultdict(Counter))
+    backward: dict[int, Kernels] = field(default_factory=lambda: defaultdict(Counter))
 
 
 @final
@@ -57,6 +61,8 @@ class Observer:
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], groups: FakeGroups) -> None:
         self.found = Activations()
+        self.kernels = KernelWatch()
+        self._kernels = self.found.forward
         self._groups = groups
         self._running = BEFORE
         self._sent = self._all_sent()
@@ -73,6 +79,7 @@ class Observer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count what is saved for backward inside."""
+        self._switch(BEFORE)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._save, lambda kept: kept):
                 yield
@@ -82,12 +89,18 @@ class Observer:
             self._switch(BEFORE)
             self._outputs.clear()  # their hooks keep this object, and it would keep their graph
 
+    def begin_backward(self) -> None:
+        """The forward is over."""
+        self._kernels = self.found.backward
+        self._switch(self._running)
+
     def _switch(self, running: int) -> None:
         """What was sent since the last call belongs to what ran until now."""
         now = self._all_sent()
         self.found.sent.setdefault(self._running, Counter()).update(now - self._sent)
         self._sent = now
         self._running = running
+        self.kernels.to = self._kernels[running]
 
     def _all_sent(self) -> Counter[str]:
         found: Counter[str] = Counter()
@@ -98,12 +111,15 @@ class Observer:
         return found
 
     def _begin(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        before = self._running
         self._switch(number)
         outputs = {_memory(tensor) for tensor in self._outputs}
         for tensor in _tensors((args, kwargs)):
             if tensor.requires_grad or _memory(tensor) in outputs:
                 self.found.flows[number] += tensor.nbytes
                 self.found.inputs[number] += tensor.nbytes
+            if tensor.requires_grad and _memory(tensor) not in outputs:
+                tensor.register_hook(partial(self._back, before))  # type: ignore[no-untyped-call]
 
     def _end(self, number: int, _: nn.Module, __: Any, outputs: Any) -> None:
         self._switch(after(number))
@@ -165,6 +181,8 @@ class Repeated:
             model = self._like[number]
             found.kept[number] = found.kept[model]
             found.sent[number] = found.sent[model]
+            found.forward[number] = found.forward[model]
+            found.backward[number] = found.backward[model]
 
     def _look(self, number: int, _: nn.Module, args: Any, output: Any) -> None:
         first = next(iter(_tensors(args)), None)
@@ -198,7 +216,10 @@ def observe(
     repeated = Repeated(blocks)
     observer = Observer(model, blocks, groups)
     with repeated.skipped(), observer.watching(), FusedKernels(), ShapesOnly():
-        call().backward()  # type: ignore[no-untyped-call]
+        with observer.kernels:
+            loss = call()
+            observer.begin_backward()
+            loss.backward()  # type: ignore[no-untyped-call]
     for param in model.parameters():
         param.grad = None
     repeated.complete(observer.found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from ...compression.config import ONE_BIT_OPTIMIZERS
@@ -50,7 +50,11 @@ class RankPlan:
 @final
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A whole run. ranks: one for each share. notes: what is not counted, and why."""
+    """A whole run. ranks: one for each share. notes: what is not counted, and why.
+
+    observed: first tensor coordinate of a share -> its kernels and activations; {}: the model did not run.
+    block_numbers: name of a block -> its number in `observed`.
+    """
 
     name: str
     config: Config
@@ -60,6 +64,8 @@ class Plan:
     ranks: tuple[RankPlan, ...]
     timeline: Timeline | None
     notes: tuple[str, ...]
+    observed: Mapping[int, Activations] = field(default_factory=dict)
+    block_numbers: Mapping[str, int] = field(default_factory=dict)
 
 
 def make_plan(source: ModelSource, config: Config, world_size: int, ranks_per_host: int) -> Plan:
@@ -116,6 +122,8 @@ class _Planner:
             ranks=tuple(ranks),
             timeline=line,
             notes=tuple(self._notes),
+            observed=by_tensor,
+            block_numbers=self._number,
         )
 
     def _note_what_is_estimated(self) -> None:
