@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
+from functools import lru_cache
 from typing import Literal, NamedTuple, final
 
 Axis = Literal["pipe", "data", "sequence", "tensor"]
@@ -160,19 +160,23 @@ class Mesh:
         >>> Mesh(pipe=2, data=3).groups("pipe")
         ((0, 3), (1, 4), (2, 5))
         """
-        names = _several(axes)
-        firsts = self._box(
-            (0,) if axis in names else range(length)
-            for axis, length in zip(AXES, self.shape, strict=True)
-        )
-        return tuple(self.ranks_along(names, first) for first in firsts)
+        return _groups_of(self, _several(axes))
 
     def _box(self, along: Iterable[Iterable[int]]) -> tuple[int, ...]:
         """The ranks at every combination of the given coordinates of each axis."""
-        return tuple(
-            self.rank_at(pipe=pipe, data=data, sequence=sequence, tensor=tensor)
-            for pipe, data, sequence, tensor in product(*along)
-        )
+        ranks = [0]
+        for length, places in zip(self.shape, map(tuple, along), strict=True):
+            ranks = [rank * length + place for rank in ranks for place in places]
+        return tuple(ranks)
+
+
+@lru_cache(maxsize=32)  # a plan of 16,384 ranks asks for each as often as it has stages
+def _groups_of(mesh: Mesh, names: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
+    firsts = mesh._box(
+        (0,) if axis in names else range(length)
+        for axis, length in zip(AXES, mesh.shape, strict=True)
+    )
+    return tuple(mesh.ranks_along(names, first) for first in firsts)
 
 
 def _several(axes: Axis | Iterable[Axis]) -> tuple[Axis, ...]:

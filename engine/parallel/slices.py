@@ -137,22 +137,19 @@ def ways_here(
     apart: Collection[str] = (),
 ) -> ParallelPlan:
     """How the layers are cut that this pipeline stage has; the arguments are those of `slice_layers`."""
-    if plan is not None:
-        return {name: way for name, way in plan.items() if _has(model, name)}
+    names = {
+        name for name, module in model.named_modules() if any(True for _ in module.parameters())
+    }
+    if plan is not None:  # stand-ins for modules of other stages have no parameters
+        return {name: way for name, way in plan.items() if name in names}
     blocks = [block for run in runs for block in run]
     tied = set() if found is None else _tied(found)
     own: ParallelPlan = {}
     for name, way in _plan(model, blocks, config, apart, is_stage=True).items():
         params = model.get_submodule(name).parameters()
-        if _has(model, name) and not any(id(param) in tied for param in params):
+        if name in names and not any(id(param) in tied for param in params):
             own[name] = way
     return own
-
-
-def _has(model: nn.Module, name: str) -> bool:
-    """This pipeline stage has the module, and no stand-in for it."""
-    module = dict(model.named_modules()).get(name)
-    return module is not None and any(True for _ in module.parameters())
 
 
 def _tied(found: StageModules) -> set[int]:
