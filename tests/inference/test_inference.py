@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_new_ranks, run_processes, run_ranks
-from tiny_models import VOCAB, build, greedy, on_meta, prompt
+from small_models import VOCAB, build, greedy, on_meta, prompt
 from torch import Tensor, nn
 
 import xds
