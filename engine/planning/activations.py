@@ -16,12 +16,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ...ops.comm.fake import FakeGroups, backend_of
+from ...ops.comm.fake import FakeGroups, Journal, backend_of
 from ...ops.mesh import Axis
 from ...ops.torch_internals import tree_leaves
 from ..model.forwards import Forward, replace_forwards
 from .models import FusedKernels, ShapesOnly
-from .work import Kernels, KernelWatch
+from .work import KernelWatch
 
 BEFORE = -1
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")  # of a block among the others
@@ -37,22 +37,24 @@ def after(number: int) -> int:
 class Activations:
     """Of one micro-batch.
 
+    tokens: of the whole micro-batch; samples, where its inputs are no whole numbers.
     kept: block number -> bytes that autograd keeps for its backward, without parameters; `BEFORE` and `after`
         are what runs outside of the blocks.
     inputs: block number -> bytes of its arguments, which a recomputed block keeps instead.
     flows: block number -> bytes of those of its arguments that a stage before it would send.
     sent: block number -> bytes that this rank sends inside of the layers, by kind.
     groups: kind -> the axes of the mesh along which it is sent, and over how many neighbouring ranks there.
-    forward, backward: block number -> the kernels that it runs, without a forward that is run again.
+    forward, backward: block number -> its kernels and messages in order, without a forward that is run again.
     """
 
+    tokens: int = 0
     kept: Counter[int] = field(default_factory=Counter)
     inputs: Counter[int] = field(default_factory=Counter)
     flows: Counter[int] = field(default_factory=Counter)
     sent: dict[int, Counter[str]] = field(default_factory=dict)
     groups: dict[str, tuple[tuple[Axis, ...], int]] = field(default_factory=dict)
-    forward: dict[int, Kernels] = field(default_factory=lambda: defaultdict(Counter))
-    backward: dict[int, Kernels] = field(default_factory=lambda: defaultdict(Counter))
+    forward: dict[int, list[object]] = field(default_factory=lambda: defaultdict(list))
+    backward: dict[int, list[object]] = field(default_factory=lambda: defaultdict(list))
 
 
 @final
@@ -61,8 +63,8 @@ class Observer:
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], groups: FakeGroups) -> None:
         self.found = Activations()
-        self.kernels = KernelWatch()
-        self._kernels = self.found.forward
+        self.journal = Journal()
+        self._events = self.found.forward
         self._groups = groups
         self._running = BEFORE
         self._sent = self._all_sent()
@@ -80,10 +82,12 @@ class Observer:
     def watching(self) -> Iterator[None]:
         """Count what is saved for backward inside."""
         self._switch(BEFORE)
+        self._groups.note(self.journal)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._save, lambda kept: kept):
                 yield
         finally:
+            self._groups.note(None)
             for hook in self._hooks:
                 hook.remove()
             self._switch(BEFORE)
@@ -91,7 +95,7 @@ class Observer:
 
     def begin_backward(self) -> None:
         """The forward is over."""
-        self._kernels = self.found.backward
+        self._events = self.found.backward
         self._switch(self._running)
 
     def _switch(self, running: int) -> None:
@@ -100,7 +104,7 @@ class Observer:
         self.found.sent.setdefault(self._running, Counter()).update(now - self._sent)
         self._sent = now
         self._running = running
-        self.kernels.to = self._kernels[running]
+        self.journal.events = self._events[running]
 
     def _all_sent(self) -> Counter[str]:
         found: Counter[str] = Counter()
@@ -216,7 +220,7 @@ def observe(
     repeated = Repeated(blocks)
     observer = Observer(model, blocks, groups)
     with repeated.skipped(), observer.watching(), FusedKernels(), ShapesOnly():
-        with observer.kernels:
+        with KernelWatch(observer.journal):
             loss = call()
             observer.begin_backward()
             loss.backward()  # type: ignore[no-untyped-call]

@@ -103,10 +103,13 @@ class Link(Part):
 
     latency: points [ranks, seconds] of an empty operation.
     rate: points [ranks, bytes, bytes/s]. Bytes are those that one rank sends, as in "busbw" of nccl-tests.
+        Between hosts it is that of groups with one rank on each host, while the host's others send as much.
+    overlap: the share of the time that can run beside computation of the same rank.
     """
 
     latency: Table
     rate: Table
+    overlap: Annotated[float, Field(ge=0, le=1)] = 1.0
 
     def seconds(self, ranks: int, size_bytes: float) -> float:
         """Of one operation of `ranks` ranks, each of which sends `size_bytes` to the others."""

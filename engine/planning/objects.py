@@ -124,10 +124,10 @@ class RankObjects:
         stores = fake_stores(config, numel)
         zero = config.zero_optimization
         self.sharded = sharded = ShardedModel(module, trained.index, groups, zero, stores, runs)
-        self._updater = Updater(sharded)
+        self.updater = Updater(sharded)
         self._opened = opened.opened
         with self._counting() as self.applied:
-            if self._updater.masters:
+            if self.updater.masters:
                 self._update(config, trained, messages)
         self.flats = tuple(self._step())
 
@@ -141,23 +141,23 @@ class RankObjects:
         more = {}
         if section.type in ONE_BIT_OPTIMIZERS:
             more["warmup_steps"] = warmup_steps(config.scheduler)
-        optimizer = named_optimizer(section, self._updater, trained, **more)
-        stepped = as_shard_optimizer(optimizer, self._updater)
-        self._updater.bind(stepped)
-        messages.bind(optimizer, self._updater, lambda: 1.0)
+        optimizer = named_optimizer(section, self.updater, trained, **more)
+        stepped = as_shard_optimizer(optimizer, self.updater)
+        self.updater.bind(stepped)
+        messages.bind(optimizer, self.updater, lambda: 1.0)
         for group in optimizer.param_groups:  # torch has no such kernels for the meta device
             group.update(dict.fromkeys(group.keys() & {"fused", "foreach"}))
         groups = stepped.hyperparameters()
         updates = [
             update
-            for master in self._updater.masters
+            for master in self.updater.masters
             for update in master.updates(groups, torch.empty_like(master.raw), None, has_old=False)
         ]
-        stepped.update(updates, Scale(1.0), self._updater.world)
+        stepped.update(updates, Scale(1.0), self.updater.world)
 
     def _step(self) -> Iterator[FlatMessages]:
         """The other messages of a step. Sets `held` by what is there before the update."""
-        sharded, updater = self.sharded, self._updater
+        sharded, updater = self.sharded, self.updater
         pairs = [
             (unit, params, grads)
             for unit in sharded.units

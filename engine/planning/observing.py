@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...ops.comm.fake import FakeGroups
 from ...ops.mesh import Mesh
+from ...ops.torch_internals import tree_leaves
 from ...tensor.slicing import Sliced
 from ...utils.errors import UsageError
 from ..config.config import Config
@@ -60,7 +61,10 @@ class Observations:
         if batch is None:
             return f"{NOT_COUNTED}: no micro-batch is known; let the function return (model, batch)"
         try:
-            return {tensor: self._run(batch, tensor) for tensor in tensors}
+            found = {tensor: self._run(batch, tensor) for tensor in tensors}
+            for seen in found.values():
+                seen.tokens = self._tokens(batch)
+            return found
         except UsageError:
             raise
         except Exception as error:
@@ -68,9 +72,16 @@ class Observations:
             kind = type(error).__name__
             return f"{NOT_COUNTED}: the model does not run on the meta device ({kind}: {text})"
 
+    def _tokens(self, batch: Any) -> int:
+        """Of the micro-batch; samples, where inputs are no rows of whole numbers."""
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.dim() == 2 and not leaf.is_floating_point():
+                return leaf.numel()
+        return self._config.train_micro_batch_size_per_gpu
+
     def _run(self, batch: Any, tensor: int) -> Activations:
         model, shares = self._shares.model, self._shares
-        groups = FakeGroups(self._mesh, tensor=tensor)
+        groups = FakeGroups(self._mesh, shares.ranks_per_host, tensor=tensor)
         blocks = [module for _, module in shares.blocks]
         dtype, fp32 = compute_dtype(self._config), shares.fp32
         gc.collect()  # a graph of another rank's slices knows parameters by the shapes that they had

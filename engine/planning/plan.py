@@ -68,8 +68,15 @@ class Plan:
     block_numbers: Mapping[str, int] = field(default_factory=dict)
 
 
-def make_plan(source: ModelSource, config: Config, world_size: int, ranks_per_host: int) -> Plan:
-    """Plan a run of `world_size` ranks.
+def make_plan(
+    source: ModelSource,
+    config: Config,
+    world_size: int,
+    ranks_per_host: int,
+    *,
+    traces: bool = False,
+) -> Plan:
+    """Plan a run of `world_size` ranks. traces: shares have the order of a step, which its seconds need.
 
     Raises:
         ConfigError: the config does not allow this number of ranks.
@@ -81,7 +88,7 @@ def make_plan(source: ModelSource, config: Config, world_size: int, ranks_per_ho
     mesh = mesh_of(config.pipeline, config.tensor_parallel, world_size, sequence)
     if is_part(model):
         model = source.on_meta()
-    shares = Shares(source, model, config, mesh, ranks_per_host)
+    shares = Shares(source, model, config, mesh, ranks_per_host, traces=traces)
     planner = _Planner(source, shares, config, mesh, ranks_per_host)
     return planner.plan(world_size)
 

@@ -1,27 +1,34 @@
-"""The seconds of a step: the kernels and messages of a plan on a machine. So far no message overlaps.
+"""The seconds of a step: the trace of each rank, walked with the prices of a machine.
 
 `step_seconds(plan, machine)` is all that a caller needs. A search over many plans keeps one `StepTimer`.
+
+A rank has one clock for its computation, one for its messages and one for jobs of its host. A message starts
+when the one before it has ended. The computation waits for it where the trace says so. Actions of a pipeline
+begin when the real simulation of its table lets them (docs/design/time.md).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, final
 
-from ...pipe.schedules.simulation import Costs, simulate
+from ...ops.comm.fake import Message, Start, Wait
+from ...pipe.schedules.actions import Action
+from ...pipe.schedules.simulation import Costs, Simulation, simulate
 from ...utils.errors import UsageError
 from .activations import BEFORE, Activations, after
-from .machine import Machine
-from .objects import Link
+from .machine import Dtype, Machine
 from .plan import Plan, RankPlan
+from .trace import OUTSIDE, Event, Run, Sums, Update
 from .work import MATRIX, OTHER, Kernels, Prices
 
 MATRIX_WORK, ATTENTION, OTHER_KERNELS = "matrix work", "attention", "other kernels"
 UPDATE, MESSAGES, BUBBLE = "update", "exposed messages", "bubble"
 OFFLOAD, HOST = "offload copies", "host-bound"
 PARTS = (MATRIX_WORK, ATTENTION, OTHER_KERNELS, UPDATE, MESSAGES, BUBBLE, OFFLOAD, HOST)
+PIPELINE = "activations"  # the kind of the messages between stages
 
 
 @final
@@ -33,7 +40,7 @@ class StepSeconds:
     exposed: kind of message -> what the computation waits for it. hidden: the same that runs beside it.
     tokens: of all ranks in a step; samples, where inputs are no whole numbers. flops: of the model, in a
         step on all ranks, without what is run again; scores of attention that a causal mask drops count.
-    utilisation: flops / (total x ranks x the best measured matrix rate of the dtype).
+    utilisation: flops / (total x ranks x the best matrix rate of the dtype).
     bound: one sentence: what limits the step, and what a remedy would give.
     error: relative, of `total`, from the errors in the machine file.
     """
@@ -55,7 +62,7 @@ class StepSeconds:
 
 
 def step_seconds(plan: Plan, machine: Machine) -> StepSeconds:
-    """What a step of `plan` takes on hosts of `machine`.
+    """What a step of `plan` takes on hosts of `machine`. The plan was made with `traces`.
 
     Raises:
         ConfigError: the machine has no number that the plan needs.
@@ -64,92 +71,359 @@ def step_seconds(plan: Plan, machine: Machine) -> StepSeconds:
     return StepTimer(machine).of(plan)
 
 
+class Work(NamedTuple):
+    """Kernels in a row: seconds by part, their sum, and how many there are."""
+
+    parts: Mapping[str, float]
+    seconds: float
+    launches: int
+
+
 @final
 class StepTimer:
-    """`step_seconds` for many plans: prices of kernels are looked up once."""
+    """`step_seconds` for many plans: prices of kernels and of blocks are computed once."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self._prices = Prices(machine)
+        # of a block's events, which a search finds in many plans: they are kept alive with it
+        self._blocks: dict[int, tuple[list[object], list[Event]]] = {}
 
     def of(self, plan: Plan) -> StepSeconds:
         """See `step_seconds`."""
-        if not plan.observed:
-            reason = plan.notes[-1] if plan.notes else "no micro-batch is known"
-            raise UsageError(f"seconds of a step are not known: {reason}")
+        walks = self._walks(plan, gathers_inside=False)
+        slowest = max(walks, key=lambda walk: walk.now)
+        total = slowest.now
+        flops, dtypes = self._flops(plan)
+        dtype: Dtype = max(dtypes, key=dtypes.__getitem__) if dtypes else "fp32"
+        best = max(point[-1] for point in self.machine.matrix_table(dtype).points)
+        parts = {part: slowest.parts[part] for part in PARTS}
+        parts[MESSAGES] = sum(slowest.exposed.values())
+        hidden = {
+            kind: max(seconds - slowest.exposed[kind], 0.0)
+            for kind, seconds in slowest.sent.items()
+        }
         steps = plan.config.gradient_accumulation_steps
-        by_stage: dict[int, list[dict[str, float]]] = {}
-        for rank in plan.ranks:
-            for stage, names in rank.share.blocks.items():
-                seen = plan.observed[rank.share.tensors[0]]
-                numbers = [plan.block_numbers[name] for name in names]
-                if rank.share.pipe == 0 and stage == 0:
-                    numbers = [BEFORE, *numbers]
-                by_stage.setdefault(stage, self._stage(seen, numbers))
-        costs = [
-            Costs(sum(f.values()), sum(b.values()) / 2, sum(b.values()) / 2)
-            for f, b in by_stage.values()
-        ]
-        work: dict[str, float] = defaultdict(float)
-        bubble = 0.0
-        if plan.timeline is not None:
-            run = simulate(plan.timeline.table, costs)
-            busy = [run.busy_seconds(rank) for rank in range(len(run.table.rows))]
-            slowest = max(range(len(busy)), key=busy.__getitem__)
-            bubble = run.makespan_seconds - busy[slowest]
-            stages = run.table.placement.stages_of(slowest)
-        else:
-            stages = tuple(by_stage)
-        for stage in stages:
-            for part in by_stage[stage]:
-                for key, value in part.items():
-                    work[key] += value * steps
-        exposed = max(
-            (self._messages(plan, rank) for rank in plan.ranks), key=lambda c: sum(c.values())
+        seen = next(iter(plan.observed.values()))
+        return StepSeconds(
+            parts=parts,
+            exposed=dict(slowest.exposed),
+            hidden=hidden,
+            total=total,
+            tokens=seen.tokens * steps * (plan.mesh.data or 1),
+            flops=flops,
+            utilisation=flops / (total * plan.mesh.size * best),
+            bound=self._bound(plan, parts, slowest, total),
+            error=sum(seconds * self._error(part, dtype) for part, seconds in parts.items())
+            / total,
         )
-        parts = {part: work[part] for part in PARTS}
-        parts[BUBBLE] = bubble
-        parts[MESSAGES] = sum(exposed.values())
-        parts[UPDATE] = max(self._update(rank) for rank in plan.ranks)
-        total = sum(parts.values())
-        flops = 0.0
-        tokens = plan.config.train_batch_size
-        return StepSeconds(parts, exposed, {}, total, tokens, flops, 0.0, "", 0.0)
 
-    def _stage(self, seen: Activations, numbers: list[int]) -> list[dict[str, float]]:
-        places = [place for number in numbers for place in (number, after(number))]
-        found = []
-        for by_place in (seen.forward, seen.backward):
-            seconds: dict[str, float] = defaultdict(float)
-            for place in set(places):
-                self._add(seconds, by_place.get(place, Counter()))
-            found.append(seconds)
-        return found
+    def _walks(self, plan: Plan, *, gathers_inside: bool) -> list[Walk]:
+        """One for each share."""
+        if not plan.observed:
+            reason = next((note for note in plan.notes if "not counted" in note), "it did not run")
+            raise UsageError(f"seconds of a step need the kernels of the model: {reason}")
+        run, free = None, None
+        if plan.timeline is not None:
+            costs = self._stage_costs(plan)
+            run = simulate(plan.timeline.table, costs)
+            free = simulate(plan.timeline.table, [replace(cost, message=0.0) for cost in costs])
+        walks = []
+        for rank in plan.ranks:
+            walk = Walk(self, plan, rank, run, gathers_inside=gathers_inside)
+            assert rank.share.trace is not None, "the plan was made without traces"
+            walk.follow(rank.share.trace)
+            walk.end(
+                0.0 if run is None or free is None else run.makespan_seconds - free.makespan_seconds
+            )
+            walks.append(walk)
+        return walks
 
-    def _add(self, seconds: dict[str, float], kernels: Kernels) -> None:
+    # -- prices -----------------------------------------------------------------------------------------
+
+    def work(self, kernels: Kernels) -> Work:
+        """What these kernels take one after the other."""
+        parts: dict[str, float] = defaultdict(float)
         for kernel, count in kernels.items():
             part = {MATRIX: MATRIX_WORK, OTHER: OTHER_KERNELS}.get(kernel.kind, ATTENTION)
-            seconds[part] += count * self._prices.seconds(kernel)
+            parts[part] += count * self._prices.seconds(kernel)
+        return Work(parts, sum(parts.values()), sum(kernels.values()))
 
-    def _messages(self, plan: Plan, rank: RankPlan) -> dict[str, float]:
-        found: dict[str, float] = defaultdict(float)
-        size = plan.mesh.data
-        for kind, link in rank.sent.items():
-            found[kind] += self._one(kind, link, max(size, 2))
+    def block(self, seen: Activations, number: int, *, is_backward: bool) -> list[Event]:
+        """The events of a block and of what follows it: `Work`, `Start` and `Wait`, in order."""
+        by_place = seen.backward if is_backward else seen.forward
+        places = [number] if number == BEFORE else [number, after(number)]
+        found: list[Event] = []
+        for place in reversed(places) if is_backward else places:
+            found += self._priced(by_place.get(place, []))
         return found
 
-    def _one(self, kind: str, link: Link, ranks: int) -> float:
-        seconds = 0.0
-        for size_bytes, between in ((link.inside, False), (link.between, True)):
-            if size_bytes:
-                seconds += self.machine.link(kind, between=between).seconds(ranks, size_bytes)
-        return seconds
+    def _priced(self, events: list[object]) -> list[Event]:
+        known = self._blocks.get(id(events))
+        if known is None or known[0] is not events:
+            priced = [self.work(each) if isinstance(each, Counter) else each for each in events]
+            known = self._blocks[id(events)] = events, priced
+        return known[1]
 
-    def _update(self, rank: RankPlan) -> float:
-        states = rank.states
-        size = sum(states.get(kind, 0) for kind in ("master", "optimizer", "grad", "host"))
-        rate = self.machine.update.value
-        return 2 * size / rate
+    def message(self, message: Message, *, inside: bool = False) -> tuple[float, float]:
+        """Seconds of one operation of a group, and those in which the rank itself is busy with it.
+
+        Ranks of one host share its way out evenly: each of them carries a part of what leaves the host.
+        inside: as if the other ranks were on this host.
+        """
+        operation, _, size_bytes, ranks, num_near = message
+        if inside or num_near >= ranks - 1:
+            link = self.machine.link(operation, between=False)
+            seconds = link.seconds(ranks, size_bytes)
+        else:
+            link = self.machine.link(operation, between=True)
+            far = size_bytes * (ranks - 1 - num_near) / (ranks - 1)
+            if operation != "all_to_all":
+                far = size_bytes / (num_near + 1)  # each byte enters a host once
+            seconds = link.seconds(ranks, far)
+            if num_near:
+                near = self.machine.link(operation, between=False)
+                seconds = max(seconds, near.seconds(num_near + 1, size_bytes))
+        return seconds, seconds * (1 - link.overlap)
+
+    def _stage_costs(self, plan: Plan) -> list[Costs]:
+        """Of each virtual stage."""
+        assert plan.timeline is not None
+        found: dict[int, Costs] = {}
+        for rank in plan.ranks:
+            for stage, names in rank.share.blocks.items():
+                if stage in found:
+                    continue
+                both = []
+                for is_backward in (False, True):
+                    walk = Walk(self, plan, rank, None, gathers_inside=False)
+                    outside = [OUTSIDE] if stage == 0 else []
+                    runs: list[Event] = [Run(name, is_backward) for name in [*outside, *names]]
+                    if is_backward and plan.config.activation_checkpointing.enabled:
+                        runs += [Run(name, False) for name in names]
+                    walk.follow(runs)
+                    both.append(walk.now)
+                message = self._flow_seconds(plan, rank, stage)
+                found[stage] = Costs(both[0], both[1] / 2, both[1] / 2, message)
+        return [found[stage] for stage in sorted(found)]
+
+    def _flow_seconds(self, plan: Plan, rank: RankPlan, stage: int) -> float:
+        """A message of activations between `stage` and the next one, or the one before for the last."""
+        assert plan.timeline is not None
+        placement, share = plan.timeline.table.placement, rank.share
+        stages = sorted(stage for each in plan.ranks for stage in each.share.blocks)
+        other = stage + 1 if stage < stages[-1] else stage - 1
+        first = next(
+            (
+                r.share.blocks[max(stage, other)]
+                for r in plan.ranks
+                if max(stage, other) in r.share.blocks
+            ),
+            (),
+        )
+        peer = plan.mesh.rank_at(pipe=placement.rank_of(other), tensor=share.tensors[0])
+        if not first or peer == rank.rank:
+            return 0.0
+        seen = plan.observed[share.tensors[0]]
+        size = seen.flows[plan.block_numbers[first[0]]]
+        if plan.config.pipeline.pipe_partitioned:
+            size //= plan.mesh.tensor
+        between = peer // plan.ranks_per_host != rank.rank // plan.ranks_per_host
+        return self.machine.link("send", between=between).seconds(2, size)
+
+    # -- what is derived --------------------------------------------------------------------------------
+
+    def _flops(self, plan: Plan) -> tuple[float, Counter[Dtype]]:
+        """Of the model in a step on all ranks, and by dtype on one."""
+        seen = next(iter(plan.observed.values()))
+        by_dtype: Counter[Dtype] = Counter()
+        for by_place in (seen.forward, seen.backward):
+            for events in by_place.values():
+                for kernels in events:
+                    if isinstance(kernels, Counter):
+                        for kernel, count in kernels.items():
+                            by_dtype[kernel.dtype] += count * kernel.model_flops
+        mesh = plan.mesh
+        times = plan.config.gradient_accumulation_steps * mesh.size / mesh.pipe
+        return sum(by_dtype.values()) * times, +by_dtype
+
+    def _error(self, part: str, dtype: Dtype) -> float:
+        machine = self.machine
+        links = [link.rate.error for by_name in machine.links.values() for link in by_name.values()]
+        attention = machine.attention.get(dtype, machine.matrix_table(dtype)).error
+        by_part = {
+            MATRIX_WORK: machine.matrix_table(dtype).error,
+            ATTENTION: attention,
+            UPDATE: machine.update.error,
+            MESSAGES: max(links, default=0.0),
+            BUBBLE: machine.matrix_table(dtype).error,
+            HOST: machine.launch.error,
+        }
+        return by_part.get(part, machine.memory.error)
+
+    def _bound(self, plan: Plan, parts: Mapping[str, float], walk: Walk, total: float) -> str:
+        part = max(parts, key=parts.__getitem__)
+        share = f"{parts[part] / total:.0%}"
+        if part == MESSAGES:
+            kind = max(walk.exposed, key=walk.exposed.__getitem__)
+            most = f"{kind} ({walk.exposed[kind] / total:.0%})"
+            text = f"exposed messages: {share} of the step, most of it {most}"
+            if kind == "all_gather" and plan.config.zero_optimization.stage == 3:
+                inside = max(self._walks(plan, gathers_inside=True), key=lambda each: each.now)
+                left = inside.exposed[kind] / inside.now
+                return f"{text}; with gathers inside of a host (zero_hpz_partition_size) {left:.0%}"
+            return f"{text}; more micro-batches in a step send less for a token"
+        best = max(point[-1] for table in self.machine.matrix.values() for point in table.points)
+        halved = parts[BUBBLE] / (2 * total - parts[BUBBLE])
+        remedies = {
+            MATRIX_WORK: f"the best rate of the machine would take {self._at_best(plan, best) / total:.0%}",
+            ATTENTION: "shorter samples, or sequence ranks, lower it",
+            OTHER_KERNELS: "compile fuses them; a larger micro-batch raises small kernels' rate",
+            UPDATE: "a stage that shards the optimizer divides it by the data ranks; so do larger steps",
+            BUBBLE: f"twice as many micro-batches leave about {halved:.0%}",
+            OFFLOAD: "more micro-batches in a step, or a smaller ratio of the offload, lower it",
+            HOST: "a larger micro-batch, or compile, launches fewer kernels for a token",
+        }
+        return f"{part}: {share} of the step; {remedies[part]}"
+
+    def _at_best(self, plan: Plan, rate: float) -> float:
+        return self._flops(plan)[0] / plan.mesh.size / rate
+
+
+@final
+class Walk:
+    """The clocks of one rank.
+
+    now: of the computation. parts: seconds by part of the step, without messages. exposed: kind of message ->
+    what the computation waited for it. sent: kind -> seconds of its messages.
+    """
+
+    def __init__(
+        self,
+        timer: StepTimer,
+        plan: Plan,
+        rank: RankPlan,
+        run: Simulation | None,
+        *,
+        gathers_inside: bool,
+    ) -> None:
+        """run: of the pipeline's table. gathers_inside: as if gathers were inside of a host."""
+        self.now = 0.0
+        self.parts: dict[str, float] = defaultdict(float)
+        self.exposed: dict[str, float] = defaultdict(float)
+        self.sent: dict[str, float] = defaultdict(float)
+        self._timer, self._machine = timer, timer.machine
+        self._seen = plan.observed[rank.share.tensors[0]]
+        self._numbers = {**plan.block_numbers, OUTSIDE: BEFORE}
+        self._gathers_inside = gathers_inside
+        self._is_cuda = timer.machine.device == "cuda"
+        self._launch = timer.machine.launch.value
+        self._launched = self._link_free = self._host_free = self._copied = 0.0
+        self._backward_seconds = 0.0
+        self._messages: dict[object, tuple[float, float, str]] = {}  # ends, busy seconds, kind
+        self._starts: dict[Action, float] = {}
+        self._begin: float | None = None  # of the first action
+        if run is not None:
+            row = zip(run.table.rows[rank.share.pipe], run.starts[rank.share.pipe], strict=True)
+            self._starts = dict(row)
+
+    def follow(self, events: Iterable[Event], within: str = "", share: float = 1.0) -> None:
+        """Run `events`. within: they are those of a block, whose messages have other numbers."""
+        for event in events:
+            if isinstance(event, Work):
+                self._compute(event, share)
+            elif isinstance(event, Counter):
+                self._compute(self._timer.work(event), share)
+            elif isinstance(event, Run):
+                before, name = self.now, event.name
+                inner = self._timer.block(
+                    self._seen, self._numbers[name], is_backward=event.is_backward
+                )
+                self.follow(inner, f"{name} {event.is_backward}", event.share)
+                self._backward_seconds += (self.now - before) * event.is_backward
+            elif isinstance(event, Start):
+                self._start((within, event.number), event.message, is_of_block=bool(within))
+            elif isinstance(event, Wait):
+                self._wait((within, event.number))
+            elif isinstance(event, Action):
+                self._act(event)
+            elif isinstance(event, Update):
+                self._update(event)
+            elif isinstance(event, Sums):
+                self._copied += self._copy_seconds(event.size_bytes, "to_host")
+
+    def end(self, waited_for_flows: float) -> None:
+        """The step is over. waited_for_flows: by messages between stages; it is no bubble."""
+        shown = min(waited_for_flows, self.parts[BUBBLE])
+        if shown > 0:
+            self.exposed[PIPELINE] += shown
+            self.sent[PIPELINE] += shown
+            self.parts[BUBBLE] -= shown
+        beside = self._backward_seconds if self._is_cuda else 0.0
+        self._spend(OFFLOAD, max(self._copied - beside, 0.0))
+        self._spend(UPDATE, max(self._host_free - self.now, 0.0))
+
+    def _spend(self, part: str, seconds: float) -> None:
+        self.parts[part] += seconds
+        self.now += seconds
+
+    def _compute(self, work: Work, share: float) -> None:
+        for part, seconds in work.parts.items():
+            self._spend(part, seconds * share)
+        launched = work.launches * self._launch * share
+        if self._is_cuda:
+            self._launched += launched
+            launched = max(self._launched - self.now, 0.0)
+        self._spend(HOST, launched)
+
+    def _start(self, key: object, message: Message, *, is_of_block: bool) -> None:
+        kind = message.operation
+        if is_of_block:
+            kind = f"{'+'.join(message.axes)} {kind}"
+        inside = self._gathers_inside and kind == "all_gather"
+        seconds, busy = self._timer.message(message, inside=inside)
+        self._link_free = max(self._link_free, self.now) + seconds
+        self.sent[kind] += seconds
+        self._messages[key] = self._link_free, busy, kind
+
+    def _wait(self, key: object) -> None:
+        if key not in self._messages:
+            return  # of the step before
+        end, busy, kind = self._messages.pop(key)
+        waited = max(end - self.now, busy)
+        self.exposed[kind] += waited
+        self.now += waited
+
+    def _act(self, action: Action) -> None:
+        """An action of the pipeline begins when the simulation lets it."""
+        if self._begin is None:
+            self._begin = self.now
+        self._spend(BUBBLE, max(self._begin + self._starts.get(action, 0.0) - self.now, 0.0))
+
+    def _update(self, update: Update) -> None:
+        machine = self._machine
+        self._launched = max(self._launched, self.now)  # the host has read the norm
+        if not update.is_on_host:
+            rate = (
+                machine.update.value if not self._is_cuda else machine.memory.at(update.size_bytes)
+            )
+            if machine.device_update is not None:
+                rate = machine.device_update.value
+            self._spend(UPDATE, update.size_bytes / rate)
+            return
+        self._host_free = max(self._host_free, self.now) + update.size_bytes / machine.update.value
+        if update.is_on_disk:
+            for key in ("disk_read", "disk_write"):
+                self._host_free += update.size_bytes / 2 / machine.number(key).value
+        copied = self._copy_seconds(update.copied_bytes, "to_device")
+        if update.is_awaited:
+            self._spend(UPDATE, max(self._host_free - self.now, 0.0))
+            self._spend(OFFLOAD, copied)
+
+    def _copy_seconds(self, size_bytes: int, key: str) -> float:
+        if self._is_cuda or getattr(self._machine, key) is not None:
+            return size_bytes / self._machine.number(key).value
+        return 2 * size_bytes / self._machine.memory.at(2 * size_bytes)
 
 
 __all__ = ["PARTS", "StepSeconds", "StepTimer", "step_seconds"]

@@ -25,6 +25,7 @@ from ...pipe.cut.outlines import outlined_part
 from ...pipe.cut.part import Part
 from ...pipe.cut.plain_models import ModelOutline, outline_model
 from ...pipe.cut.surroundings import FIRST, LAST
+from ...pipe.schedules.lowering import with_states
 from ...pipe.schedules.plan import SchedulePlan
 from ...tensor.plan import ParallelPlan
 from ...tensor.slicing import Sliced, slice_model
@@ -49,6 +50,7 @@ from ..parallel.pipeline import StageModules, partition_of, plan_schedule
 from ..parallel.slices import plan_slices, ways_here
 from .models import ModelSource, ShapesOnly, meta_device
 from .objects import FlatMessages, RankObjects, Sent
+from .trace import Block, Trace, Tracer
 
 if TYPE_CHECKING:
     from ...experts.cut import Cut, Found
@@ -65,6 +67,7 @@ class Share:
     held, applied: see `RankObjects`. groups: those of the first rank.
     units: unit -> how often it is gathered for a micro-batch without a pipeline; the root is "".
     reduces_each: gradients are reduced after each micro-batch. stage_units: of a pipeline.
+    trace: the order of a step, where it was asked for.
     """
 
     pipe: int
@@ -80,6 +83,7 @@ class Share:
     units: Mapping[str, int]
     reduces_each: bool
     stage_units: StageUnits | None
+    trace: Trace | None = None
 
     @property
     def outside(self) -> tuple[str, ...]:
@@ -108,6 +112,7 @@ class Shares:
         fp32: what stays fp32 of a model that is built as a whole.
         schedule: of the pipeline; None: the model is not cut.
         num_expert_ranks: that share the experts of a layer.
+        ranks_per_host: hosts have consecutive ranks.
     """
 
     def __init__(
@@ -117,8 +122,10 @@ class Shares:
         config: Config,
         mesh: Mesh,
         ranks_per_host: int,
+        *,
+        traces: bool = False,
     ) -> None:
-        """`config` is resolved for the ranks of `mesh`.
+        """`config` is resolved for the ranks of `mesh`. traces: shares have the order of a step.
 
         Raises:
             UsageError: the model cannot be divided as the config says.
@@ -127,7 +134,8 @@ class Shares:
         self._source = source
         self._config = config
         self._mesh = mesh
-        self._ranks_per_host = ranks_per_host
+        self.ranks_per_host = ranks_per_host
+        self._traces = traces
         hosts = [
             RankHost(number, str(number))
             for number in (r // ranks_per_host for r in range(mesh.size))
@@ -183,7 +191,7 @@ class Shares:
                 with sliced_here(module, runs, found, self.ways, self._config, here) as cut:
                     equal = [rank for rank in left if _widths(cut, rank) == _widths(cut, left[0])]
                     experts = self.keep_experts(module, here)
-                    built = self._built(module, runs, Division(found, cut, experts), here)
+                    built, trace = self._built(module, runs, Division(found, cut, experts), here)
                     sharded = built.sharded
                     yield Share(
                         pipe,
@@ -199,6 +207,7 @@ class Shares:
                         _gathers(sharded),
                         sharded.reduces_each_backward,
                         None if found is None else self._stage_units(sharded, found),
+                        trace,
                     )
                 left = [rank for rank in left if rank not in equal]
 
@@ -224,7 +233,7 @@ class Shares:
 
     def _at(self, pipe: int, tensor: int) -> FakeGroups:
         return FakeGroups(
-            self._mesh, self._ranks_per_host, pipe=pipe, tensor=tensor, device=torch.device("meta")
+            self._mesh, self.ranks_per_host, pipe=pipe, tensor=tensor, device=torch.device("meta")
         )
 
     @contextmanager
@@ -260,13 +269,14 @@ class Shares:
         runs: BlockRuns,
         division: Division,
         groups: FakeGroups,
-    ) -> RankObjects:
+    ) -> tuple[RankObjects, Trace | None]:
         zero = self._config.zero_optimization
-        hosts = [rank // self._ranks_per_host for rank in range(self._mesh.size)]
+        hosts = [rank // self.ranks_per_host for rank in range(self._mesh.size)]
         messages = Messages(self._config, groups.world, hosts)
         build_policy = partial(policy_of, self._config)
         # ranks agree by values, which tensors of the meta device do not have
-        world = fake_collectives(groups.rank, self._mesh.size, backend_of(groups.world).axes)
+        alike = backend_of(groups.world)
+        world = fake_collectives(groups.rank, self._mesh.size, alike.axes, alike.num_near)
         is_one = division.stages is None and self._mesh.tensor == 1
         if self._mesh.tensor == 1:
             division = replace(division, sliced=None)
@@ -290,8 +300,34 @@ class Shares:
         trained = trained_groups(module, self._config)
         with ShapesOnly(copies_zeros=True):
             built = RankObjects(module, runs, flat_groups, groups, trained, messages, self._config)
+            trace = self._trace(built, module, division.stages, groups) if self._traces else None
             built.end()
-        return built
+        return built, trace
+
+    def _trace(
+        self,
+        built: RankObjects,
+        module: nn.Module,
+        found: StageModules | None,
+        groups: FakeGroups,
+    ) -> Trace:
+        """The order of a step of one rank."""
+        if found is None:
+            blocks = [Block(name, 0, block) for name, block in self.blocks]
+        else:
+            blocks = [Block(b.name, b.stage, b.module) for b in found.part.blocks]
+        tracer = Tracer(module, blocks, built.sharded, built.updater, groups.opened)
+        recomputes = self._config.activation_checkpointing.enabled
+        steps = self._config.gradient_accumulation_steps
+        if found is None or self.schedule is None:
+            return tracer.micro_batches(steps, recomputes=recomputes)
+        units = self._stage_units(built.sharded, found)
+        is_each = built.sharded.reduces_each_backward
+        each = is_each and self._config.pipeline.reduce == "micro_batch"
+        table = self.schedule.table(steps)
+        own = replace(table, rows=(table.rows[found.rank],))
+        row = with_states(own, gathers_each=not units.holds_all, reduces_each=each).rows[0]
+        return tracer.row(row, units, recomputes=recomputes)
 
 
 def _gathers(sharded: ShardedModel) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from ...ops.comm.fake import Journal
 from ...ops.torch_internals import TorchDispatchMode, tree_leaves
 from .machine import Dtype, Machine, dtype_name
 
@@ -51,8 +52,17 @@ class Kernel(NamedTuple):
         factor = 4 if self.kind == ATTENTION else 10
         return factor * heads * queries * keys * width // (1 + is_causal)
 
+    @property
+    def model_flops(self) -> int:
+        """As FLOP utilisation counts them: also scores that a causal mask drops, and none twice."""
+        if self.kind not in (ATTENTION, ATTENTION_BACKWARD):
+            return self.flops
+        heads, queries, keys, width, _ = self.shape
+        return (4 if self.kind == ATTENTION else 8) * heads * queries * keys * width
+
 
 Kernels = Counter[Kernel]
+Call = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
 
 
 @final
@@ -93,11 +103,15 @@ class Prices:
 
 @final
 class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds every kernel to `to`, which the owner changes at the edges of modules."""
+    """Writes every kernel to a journal, in counters between its other events.
 
-    def __init__(self) -> None:
+    calls: kernel -> a call of torch that launches it, (function, args, kwargs). Its tensors have no values.
+    """
+
+    def __init__(self, journal: Journal, *, keeps_calls: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.to: Kernels = Counter()
+        self.calls: dict[Kernel, Call] = {}
+        self._journal, self._keeps_calls = journal, keeps_calls
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -113,7 +127,12 @@ class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         kernel = kernel_of(func, args, kwargs or {}, out)
         if kernel is not None:
-            self.to[kernel] += 1
+            events = self._journal.events
+            if not (events and isinstance(events[-1], Counter)):
+                events.append(Counter())
+            events[-1][kernel] += 1  # type: ignore[index]
+            if self._keeps_calls:
+                self.calls.setdefault(kernel, (func, args, kwargs or {}))
         return out
 
 
@@ -124,13 +143,13 @@ def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kern
         return None
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-    if not made or not (given or any(tensor.numel() for tensor in made)):
+    if not made and not (given and func._schema.is_mutable):
         return None
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in [*given, *made])
     name = packet.__name__
-    if name.startswith("empty") or name.startswith("new_empty"):
+    if not size_bytes or name.startswith(("empty", "new_empty")):
         return None
-    dtype = dtype_name(made[0].dtype)
+    dtype = dtype_name((made or given)[0].dtype)
     if packet in PRODUCTS:
         left, right = (args[place] for place in PRODUCTS[packet])
         batch = prod(left.shape[:-2])

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, final
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -19,12 +20,68 @@ from .mesh_groups import AxisGroups
 from .message_log import Traffic
 
 
+class Message(NamedTuple):
+    """An operation of a group. size_bytes: What this rank sends. num_near: Other ranks on its host.
+
+    axes: Of the mesh, along which the ranks of the group differ.
+    """
+
+    operation: str
+    axes: tuple[Axis, ...]
+    size_bytes: int
+    ranks: int
+    num_near: int
+
+
+class Start(NamedTuple):
+    """An operation starts. number: Its place among all of the journal."""
+
+    number: int
+    message: Message
+
+
+class Wait(NamedTuple):
+    """The results of operation `number` are needed from here on."""
+
+    number: int
+
+
+@final
+class Journal:
+    """What a rank that does not run would do, in order: `Start`, `Wait`, and what others add."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+        self._num_started = 0
+
+    def start(self, message: Message) -> Handle:
+        """The handle of an operation that starts here."""
+        number, self._num_started = self._num_started, self._num_started + 1
+        self.events.append(Start(number, message))
+        return _Noted(self, number)
+
+
+@final
+@dataclass(eq=False)
+class _Noted(Handle):
+    journal: Journal
+    number: int
+    is_over: bool = False
+
+    def wait(self) -> None:
+        if not self.is_over:
+            self.journal.events.append(Wait(self.number))
+        self.is_over = True
+
+
 @final
 class FakeBackend(Backend):
     """Sends nothing. With `has_values` each peer seems to send what this rank sends.
 
-    axes, num_near: See `fake_collectives`.
+    axes, num_near: See `fake_collectives`. journal: What is started and waited for; None: It is not noted.
     """
+
+    journal: Journal | None = None
 
     is_recorded = False
 
@@ -37,29 +94,42 @@ class FakeBackend(Backend):
         self._has_values = has_values
 
     def all_gather(self, flat: Tensor, shard: Tensor, buffer: int) -> Handle:
-        if self._has_values:
+        if self._has_values and self.journal is None:
             flat.view(self.world_size, -1).copy_(shard.clone())
-        return DONE
+        return self._start("all_gather", shard.nbytes * self._others)
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, buffer: int, add: bool) -> Handle:
-        return DONE
+        return self._start("reduce_scatter", flat.nbytes * self._others // self.world_size)
 
     def all_reduce(self, tensor: Tensor, buffer: int) -> Handle:
-        return DONE
+        return self._start("all_reduce", 2 * tensor.nbytes * self._others // self.world_size)
+
+    @property
+    def _others(self) -> int:
+        return self.world_size - 1
+
+    def _start(self, operation: str, size_bytes: int) -> Handle:
+        if self.journal is None or not self._others:
+            return DONE
+        return self.journal.start(
+            Message(operation, self.axes, size_bytes, self.world_size, self.num_near)
+        )
 
     def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor], buffer: int) -> Handle:
         for out, part in zip(outs, parts, strict=True):
-            if self._has_values:
+            if self._has_values and self.journal is None:
                 out.copy_(part)
-        return DONE
+        sent = sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)
+        return self._start("all_to_all", sent)
 
     def start_gather_small(self, values: Tensor, buffer: int) -> tuple[Tensor, Handle]:
         # on the host, where they are read
         on_host = torch.zeros_like(values, device="cpu") if values.is_meta else values
-        return on_host.expand(self.world_size, -1), DONE
+        handle = self._start("all_gather", values.nbytes * self._others)
+        return on_host.expand(self.world_size, -1), handle
 
     def send(self, tensor: Tensor, peer: int) -> Handle:
-        return DONE
+        return self._start("send", tensor.nbytes)
 
     def receive(self, tensor: Tensor, peer: int) -> Handle:
         return DONE
@@ -83,7 +153,9 @@ class FakeBackend(Backend):
         return SharedFlat(values, values.view(-1), 1 + self.num_near, is_filler=self.rank == 0)
 
     def publish_shared(self, flat: Tensor, buffer: int) -> Handle:
-        return DONE
+        return self._start(
+            "all_gather", (self.across_numel("publish_shared", flat) or 0) * flat.itemsize
+        )
 
     def wait_for_readers(self) -> None:
         return
@@ -148,12 +220,19 @@ class FakeGroups(AxisGroups):
         first = self.rank // ranks_per_host * ranks_per_host
         self._on_host = range(first, min(first + ranks_per_host, mesh.size))
         self.opened = []
+        self._journal: Journal | None = None
         self._found: dict[tuple[tuple[int, ...], tuple[Axis, ...], str], Collectives] = {}
         self.world = self.along(("pipe", "data", "sequence", "tensor"))
 
     @property
     def is_everywhere(self) -> bool:
         return True
+
+    def note(self, journal: Journal | None) -> None:
+        """Note the operations of all groups in `journal`; None: no more."""
+        self._journal = journal
+        for group in self.opened:
+            backend_of(group).journal = journal
 
     def _open(
         self, groups: Sequence[Sequence[int]], axes: tuple[Axis, ...], use: str = ""
@@ -166,9 +245,19 @@ class FakeGroups(AxisGroups):
             collectives = fake_collectives(
                 members.index(self.rank), len(members), axes, near, self._device
             )
+            backend_of(collectives).journal = self._journal
             self._found[members, axes, use] = collectives
             self.opened.append(collectives)
         return self._found[members, axes, use]
 
 
-__all__ = ["FakeBackend", "FakeGroups", "backend_of", "fake_collectives"]
+__all__ = [
+    "FakeBackend",
+    "FakeGroups",
+    "Journal",
+    "Message",
+    "Start",
+    "Wait",
+    "backend_of",
+    "fake_collectives",
+]
