@@ -1,0 +1,422 @@
+"""Published runs against plans of the same runs: seconds of a step, memory, bubbles of pipelines.
+
+    python benchmarks/planner/published.py [PATTERN] [--markdown FILE]
+
+PATTERN chooses rows of published.json by id. `half` of a row was fixed by a hash of its id before the first
+prediction. The machine files have no number from any row, so both halves could be graded; the marks are those
+of the half "graded".
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean, harmonic_mean
+from typing import Any, final
+
+import torch
+import transformers
+from torch import nn
+
+from xds.engine.config.config import parse_config
+from xds.engine.planning.machine import Machine, Table, load_machine
+from xds.engine.planning.models import ModelSource
+from xds.engine.planning.plan import Plan, make_plan
+from xds.engine.planning.seconds import StepSeconds, step_seconds
+from xds.pipe.schedules.plan import SchedulePlan
+from xds.pipe.schedules.simulation import Costs, simulate
+from xds.utils.errors import ConfigError, UsageError
+
+DATA = Path(__file__).with_name("published.json")
+CLASSES = {  # class of a row -> the bound of the mean error
+    "dense": 0.12,
+    "sparse": 0.20,
+    "vtrain": 0.1473,  # what the authors of these runs reach with their own simulator on several hosts
+    "memory": 0.15,
+    "states": 0.05,
+    "closed form": 0.005,
+}
+KINDS: dict[str, tuple[type, type]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "nemotron": (transformers.NemotronConfig, transformers.NemotronForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+}
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """One published figure and the run that it is of. See "about" in published.json.
+
+    host: GPUs that one fast link connects. micro: samples of a micro-batch. steps: micro-batches of a step.
+    attention: the kernel of the run; "flash" is the machine file's own. differs: what xds does otherwise.
+    """
+
+    id: str
+    claim: str
+    cls: str
+    half: str
+    published: float
+    unit: str
+    source: str
+    differs: str
+    model: str = ""
+    machine: str = ""
+    gpus: int = 1
+    host: int = 8
+    sequence: int = 0
+    micro: int = 1
+    steps: int = 1
+    stage: int = 0
+    tensor: int = 1
+    pipe: int = 1
+    chunks: int = 1
+    sequence_ranks: int = 1
+    expert_ranks: int = 1
+    recompute: bool = False
+    compile: bool = False
+    precision: str = "bf16"
+    recipe: str = "tensorwise"
+    attention: str = "flash"
+    options: frozenset[str] = frozenset()
+    lora_rank: int = 0
+
+    @property
+    def is_priced_in_float8(self) -> bool:
+        """xds does not multiply so: slices and experts. The plan is that of bf16."""
+        return self.precision == "float8" and (self.tensor > 1 or self.expert_ranks > 1)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config of xds that is nearest to the run."""
+        zero: dict[str, Any] = {"stage": self.stage}
+        half = "fp16" if self.precision == "fp16" else "bf16"
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": self.micro,
+            "gradient_accumulation_steps": self.steps,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            half: {"enabled": True},
+            "zero_optimization": zero,
+            "sequence_parallel_size": self.sequence_ranks,
+        }
+        if self.tensor > 1:
+            config["tensor_parallel"] = {"tp_size": self.tensor}
+        if self.pipe > 1:
+            schedule = "interleaved_1f1b" if self.chunks > 1 else "1f1b"
+            config["pipeline"] = {"stages": self.pipe, "schedule": schedule}
+            if self.chunks > 1:
+                config["pipeline"]["chunks"] = self.chunks
+        if self.expert_ranks > 1:
+            config["expert_parallel"] = {"enabled": True, "autoep_size": self.expert_ranks}
+        if self.recompute:
+            config["activation_checkpointing"] = {
+                "enabled": True,
+                "partition_activations": "partition" in self.options,
+            }
+        if self.compile:
+            config["compile"] = {"enabled": True}
+        if self.precision == "float8" and not self.is_priced_in_float8:
+            config["float8"] = {"enabled": True, "recipe": self.recipe}
+        if "offload" in self.options:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        if "zeropp" in self.options:
+            zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+            zero["zero_hpz_partition_size"] = self.host
+        if "short_gradients" in self.options:
+            config["data_types"] = {"grad_accum_dtype": half}
+        if "short_states" in self.options:
+            config[half] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        return config
+
+
+@final
+class ConfigModel(ModelSource):
+    """A model of transformers, from the sizes of its config."""
+
+    def __init__(self, name: str, sizes: Mapping[str, Any], row: Row) -> None:
+        self.name = name
+        made, self._class = KINDS[sizes["kind"]]
+        sizes = {key: value for key, value in sizes.items() if key != "kind"}
+        if made is transformers.GPT2Config:
+            sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+            sizes["n_positions"] = row.sequence
+        else:
+            sizes["max_position_embeddings"] = row.sequence
+        self._config = made(use_cache=False, **sizes)
+        if row.attention == "eager":
+            self._config._attn_implementation = "eager"
+        self._row = row
+
+    def build(self) -> nn.Module:
+        """See `ModelSource.build`."""
+        model: nn.Module = self._class(self._config)
+        if self._row.lora_rank:
+            from peft import LoraConfig, get_peft_model
+
+            lora = LoraConfig(r=self._row.lora_rank, target_modules="all-linear")
+            model = get_peft_model(model, lora)
+        return model
+
+    def batch(self, micro_batch_size: int) -> Any:
+        """See `ModelSource.batch`."""
+        tokens = torch.zeros((micro_batch_size, self._row.sequence), dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of a training step as Megatron counts it: products with weights, and all scores of attention."""
+        config, model = self._config, self.on_meta()
+        layers = (nn.Linear, transformers.pytorch_utils.Conv1D)
+        weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, layers))
+        width = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        scores = config.num_hidden_layers * config.num_attention_heads * width * self._row.sequence
+        return 6.0 * weights + 12.0 * scores * (0.5 if "causal" in self._row.options else 1.0)
+
+
+@final
+@dataclass(frozen=True)
+class Result:
+    """A row with its prediction. Both are in the row's unit. reason: why there is none."""
+
+    row: Row
+    predicted: float | None
+    reason: str = ""
+    step: StepSeconds | None = field(default=None, repr=False)
+
+    @property
+    def error(self) -> float | None:
+        """Relative error."""
+        return None if self.predicted is None else self.predicted / self.row.published - 1
+
+
+@final
+class Published:
+    """The rows of published.json. models: sizes by name. attention: rates of kernels that a run named."""
+
+    def __init__(self, path: Path = DATA) -> None:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        self.sources: dict[str, str] = data["sources"]
+        self.skipped: dict[str, str] = data["skipped"]
+        self.models: dict[str, dict[str, Any]] = data["models"]
+        self._attention: dict[str, Any] = data["attention"]
+        self.rows = [_row(each) for each in data["rows"]]
+
+    def source(self, row: Row) -> ConfigModel:
+        """The model of a row."""
+        return ConfigModel(row.model, self.models[row.model], row)
+
+    def plan(self, row: Row) -> Plan:
+        """The plan of a row.
+
+        Raises ConfigError or UsageError: xds does not run it.
+        """
+        return make_plan(
+            self.source(row), parse_config(row.config), row.gpus, row.host, traces=True
+        )
+
+    def machine(self, row: Row) -> Machine:
+        """The machine of a row, with the attention kernel that the run had."""
+        machine = load_machine(row.machine)
+        if row.is_priced_in_float8:
+            matrix = {**machine.matrix, "bf16": machine.matrix["float8"]}
+            machine = machine.model_copy(update={"matrix": matrix})
+        if row.attention in ("flash", "eager"):
+            return machine
+        given = self._attention[f"{row.attention}-{row.machine.partition('-')[0]}"]
+        tables = {
+            key: {"bf16": Table(points=_rates(given, key), source=given["source"], error=0.15)}
+            for key in ("attention", "attention_backward")
+        }
+        return machine.model_copy(update=tables)
+
+    def predict(self, row: Row) -> Result:
+        """The figure of a row."""
+        if row.cls == "closed form":
+            table = SchedulePlan("1f1b", row.pipe, 0, row.steps, 0).table(row.steps)
+            return Result(row, simulate(table, Costs(1.0, 1.0, 1.0)).bubble)
+        if "half_recomputed" in row.options:  # the mean of none and of all blocks
+            options = row.options - {"half_recomputed"}
+            both = [
+                self.predict(replace(row, options=options, recompute=each))
+                for each in (False, True)
+            ]
+            figures = [each.predicted for each in both if each.predicted is not None]
+            mean = fmean if row.cls == "memory" else harmonic_mean
+            return replace(both[0], row=row, predicted=mean(figures) if figures else None)
+        try:
+            plan = self.plan(row)
+            if row.cls == "states":
+                return Result(row, _states_of(plan) / plan.num_parameters)
+            if row.cls == "memory":
+                return Result(row, max(rank.total_bytes for rank in plan.ranks) / 2**30)
+            step = step_seconds(plan, self.machine(row))
+        except (ConfigError, UsageError) as error:
+            return Result(row, None, str(error).strip().split("\n")[-1].strip(" -"))
+        tokens = row.sequence * plan.config.train_batch_size
+        rate = tokens / step.total / row.gpus
+        if row.unit == "s":
+            return Result(row, step.total, step=step)
+        flops = self.source(row).flops_per_token if row.unit == "TFLOP/s/GPU" else 1e12
+        return Result(row, rate * flops / 1e12, step=step)
+
+
+def _row(data: dict[str, Any]) -> Row:
+    known = {key: value for key, value in data.items() if key in Row.__dataclass_fields__}
+    others = data.keys() - known.keys() - {"class"}
+    return Row(cls=data["class"], options=frozenset(others), **known)
+
+
+def _rates(given: Mapping[str, Any], key: str) -> tuple[tuple[float, ...], ...]:
+    """Points of `Machine.attention` for heads of width 128; sequences double from the first one."""
+    first = given["sequence"]
+    return tuple((128, first * 2**n, rate * 1e12) for n, rate in enumerate(given[key]))
+
+
+def _states_of(plan: Plan) -> float:
+    """Parameters, gradients, masters and optimizer states of all ranks that share one copy of the model."""
+    kinds = ("param", "grad", "master", "optimizer")
+    rank = max(plan.ranks, key=lambda rank: sum(rank.states.get(kind, 0) for kind in kinds))
+    return float(sum(rank.states.get(kind, 0) for kind in kinds))
+
+
+# -- marks ----------------------------------------------------------------------------------------------------
+
+
+def ranks_of(values: Sequence[float]) -> list[float]:
+    """The place of each value in their order, from 0; equal ones share the mean of their places."""
+    return [
+        sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2
+        for value in values
+    ]
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """The correlation of two orders of at least two different values."""
+    one, other = ranks_of(first), ranks_of(second)
+    mean = fmean(one)
+    shared = sum((a - mean) * (b - mean) for a, b in zip(one, other, strict=True))
+    spread = sum((a - mean) ** 2 for a in one) * sum((b - mean) ** 2 for b in other)
+    return shared / spread**0.5 if spread else 1.0
+
+
+def orders(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
+    """Rows that answer one question: which machine for a model, which layout for a model and its GPUs."""
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        row = result.row
+        if result.predicted is None or row.cls not in ("dense", "sparse", "vtrain"):
+            continue
+        if row.claim == "C29":
+            groups[f"machines, {row.model}"].append(result)
+        elif row.claim in ("C10", "C19", "C20"):
+            groups[f"layouts, {row.claim}"].append(result)
+        elif row.cls == "vtrain":
+            groups[f"layouts, C28 {row.model}, {row.gpus} GPUs"].append(result)
+    for name, group in groups.items():
+        if len(group) > 2:
+            yield name, group
+
+
+def marks(results: Sequence[Result]) -> Iterator[str]:
+    """One line for each class of rows, and for their orders."""
+    for cls, bound in CLASSES.items():
+        errors = [abs(r.error) for r in results if r.row.cls == cls and r.error is not None]
+        if errors:
+            missed = "" if fmean(errors) <= bound else ", target missed"
+            yield (
+                f"| {cls} | {len(errors)} | {fmean(errors):.1%} | {bound:.1%}{missed} | {max(errors):.1%} |"
+            )
+    found = []
+    for name, group in orders(results):
+        sign = -1 if group[0].row.unit == "s" else 1
+        rate = spearman(
+            [sign * r.row.published for r in group], [sign * (r.predicted or 0.0) for r in group]
+        )
+        found.append((len(group), rate))
+        yield f"| order of {name} | {len(group)} | {rate:.2f} | | |"
+    if found:
+        mean = sum(n * rate for n, rate in found) / sum(n for n, _ in found)
+        missed = "" if mean >= 0.9 else ", target missed"
+        yield f"| all orders, by rows | {sum(n for n, _ in found)} | {mean:.2f} | 0.90{missed} | |"
+
+
+def line(result: Result) -> str:
+    """A row of the table."""
+    row = result.row
+    layout = [
+        f"{name} {size}"
+        for name, size in (
+            ("stage", row.stage),
+            ("tensor", row.tensor),
+            ("pipe", row.pipe),
+            ("chunks", row.chunks),
+            ("sequence", row.sequence_ranks),
+            ("experts", row.expert_ranks),
+        )
+        if size > 1 or name == "stage"
+    ]
+    if row.recompute:
+        layout.append("recomputed")
+    if row.precision != "bf16":
+        layout.append(row.precision)
+    predicted = "-" if result.predicted is None else f"{result.predicted:.4g}"
+    error = "-" if result.error is None else f"{result.error:+.0%}"
+    notes = "; ".join(filter(None, (row.differs, result.reason and f"no plan: {result.reason}")))
+    where = f"{row.gpus} {row.machine}" if row.machine else ""
+    return (
+        f"| {row.id} | {row.half} | {where} | {', '.join(layout)} | {row.micro} x {row.steps} "
+        f"| {row.published:.4g} {row.unit} | {predicted} | {error} | {notes} |"
+    )
+
+
+def markdown(results: Sequence[Result], published: Published) -> Iterator[str]:
+    """The tables of docs/published-rows.md."""
+    for half in ("graded", "open"):
+        yield f"## Marks of the half \"{half}\"\n"
+        yield "| rows | number | mean error, or Spearman | target | largest |\n|---|---|---|---|---|"
+        yield from marks([r for r in results if r.row.half == half])
+        yield ""
+    yield "## Rows\n"
+    yield "| row | half | GPUs | layout | samples x micro-batches | published | predicted | error | what differs |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    yield from map(line, results)
+    yield "\n## Not planned\n\n| row | why |\n|---|---|"
+    yield from (f"| {claim} | {why} |" for claim, why in published.skipped.items())
+    yield "\n## Sources\n"
+    yield from (f"- {text}" for text in published.sources.values())
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print each row as it is predicted, then the marks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pattern", nargs="?", default="*", help="of ids, such as 'C7-*'")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
+    options = parser.parse_args(argv)
+    published = Published()
+    results = []
+    for row in published.rows:
+        if fnmatch.fnmatch(row.id, options.pattern):
+            results.append(published.predict(row))
+            print(line(results[-1]), flush=True)
+    for half in ("graded", "open"):
+        print(f"\n{half}", *marks([r for r in results if r.row.half == half]), sep="\n")
+    if options.markdown is not None:
+        options.markdown.write_text("\n".join(markdown(results, published)) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
