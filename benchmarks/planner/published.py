@@ -16,7 +16,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import Any, final
@@ -102,42 +101,42 @@ class Row:
         """The config of xds that is nearest to the run."""
         zero: dict[str, Any] = {"stage": self.stage}
         half = "fp16" if self.precision == "fp16" else "bf16"
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": self.micro,
-            "gradient_accumulation_steps": self.steps,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            half: {"enabled": True},
-            "zero_optimization": zero,
-            "sequence_parallel_size": self.sequence_ranks,
-        }
-        if self.tensor > 1:
-            config["tensor_parallel"] = {"tp_size": self.tensor}
-        if self.pipe > 1:
-            schedule = "interleaved_1f1b" if self.chunks > 1 else "1f1b"
-            config["pipeline"] = {"stages": self.pipe, "schedule": schedule}
-            if self.chunks > 1:
-                config["pipeline"]["chunks"] = self.chunks
-        if self.expert_ranks > 1:
-            config["expert_parallel"] = {"enabled": True, "autoep_size": self.expert_ranks}
-        if self.recompute:
-            config["activation_checkpointing"] = {
-                "enabled": True,
-                "partition_activations": "partition" in self.options,
-            }
-        if self.compile:
-            config["compile"] = {"enabled": True}
-        if self.precision == "float8" and not self.is_priced_in_float8:
-            config["float8"] = {"enabled": True, "recipe": self.recipe}
+        precision: dict[str, Any] = {"enabled": True}
         if "offload" in self.options:
             zero["offload_optimizer"] = {"device": "cpu"}
         if "zeropp" in self.options:
             zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
             zero["zero_hpz_partition_size"] = self.host
-        if "short_gradients" in self.options:
-            config["data_types"] = {"grad_accum_dtype": half}
         if "short_states" in self.options:
-            config[half] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-        return config
+            precision |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        short = "short_gradients" in self.options
+        pipeline = {
+            "stages": self.pipe,
+            "schedule": "interleaved_1f1b" if self.chunks > 1 else "1f1b",
+            "chunks": self.chunks,
+        }
+        experts = self.expert_ranks
+        return {
+            "train_micro_batch_size_per_gpu": self.micro,
+            "gradient_accumulation_steps": self.steps,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            half: precision,
+            "zero_optimization": zero,
+            "sequence_parallel_size": self.sequence_ranks,
+            "tensor_parallel": {"tp_size": self.tensor},
+            "pipeline": pipeline if self.pipe > 1 else {},
+            "expert_parallel": {"enabled": experts > 1, "autoep_size": experts},
+            "activation_checkpointing": {
+                "enabled": self.recompute,
+                "partition_activations": "partition" in self.options,
+            },
+            "compile": {"enabled": self.compile},
+            "float8": {
+                "enabled": self.precision == "float8" and not self.is_priced_in_float8,
+                "recipe": self.recipe,
+            },
+            "data_types": {"grad_accum_dtype": half if short else None},
+        }
 
 
 @final
@@ -385,12 +384,12 @@ def line(result: Result) -> str:
 def markdown(results: Sequence[Result], published: Published) -> Iterator[str]:
     """The tables of docs/published-rows.md."""
     for half in ("graded", "open"):
-        yield f"## Marks of the half \"{half}\"\n"
+        yield f'## Marks of the half "{half}"\n'
         yield "| rows | number | mean error, or Spearman | target | largest |\n|---|---|---|---|---|"
         yield from marks([r for r in results if r.row.half == half])
         yield ""
     yield "## Rows\n"
-    yield "| row | half | GPUs | layout | samples x micro-batches | published | predicted | error | what differs |"
+    yield "| row | half | GPUs | layout | samples | published | predicted | error | what differs |"
     yield "|---|---|---|---|---|---|---|---|---|"
     yield from map(line, results)
     yield "\n## Not planned\n\n| row | why |\n|---|---|"
@@ -414,7 +413,9 @@ def main(argv: Sequence[str]) -> int:
     for half in ("graded", "open"):
         print(f"\n{half}", *marks([r for r in results if r.row.half == half]), sep="\n")
     if options.markdown is not None:
-        options.markdown.write_text("\n".join(markdown(results, published)) + "\n", encoding="utf-8")
+        options.markdown.write_text(
+            "\n".join(markdown(results, published)) + "\n", encoding="utf-8"
+        )
     return 0
 
 

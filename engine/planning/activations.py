@@ -20,8 +20,8 @@ from ...ops.comm.fake import FakeGroups, Journal, backend_of
 from ...ops.mesh import Axis
 from ...ops.torch_internals import tree_leaves
 from ..model.forwards import Forward, replace_forwards
+from .fusion import FusedWatch
 from .models import FusedKernels, ShapesOnly
-from .work import KernelWatch
 
 BEFORE = -1
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")  # of a block among the others
@@ -61,9 +61,18 @@ class Activations:
 class Observer:
     """Hooks the blocks of a model, and counts into `found` while it runs."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], groups: FakeGroups) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        groups: FakeGroups,
+        *,
+        compiles: bool,
+    ) -> None:
         self.found = Activations()
         self.journal = Journal()
+        self.watch = FusedWatch(self.journal)
+        self._compiles = compiles
         self._events = self.found.forward
         self._groups = groups
         self._running = BEFORE
@@ -96,6 +105,7 @@ class Observer:
     def begin_backward(self) -> None:
         """The forward is over."""
         self._events = self.found.backward
+        self.watch.is_backward = True
         self._switch(self._running)
 
     def _switch(self, running: int) -> None:
@@ -105,6 +115,7 @@ class Observer:
         self._sent = now
         self._running = running
         self.journal.events = self._events[running]
+        self.watch.fuses = self._compiles and running >= 0
 
     def _all_sent(self) -> Counter[str]:
         found: Counter[str] = Counter()
@@ -212,18 +223,23 @@ def observe(
     blocks: Sequence[nn.Module],
     groups: FakeGroups,
     call: Callable[[], Tensor],
+    *,
+    compiles: bool = False,
 ) -> Activations:
     """Run `call`, a forward of `model` to its loss, and its backward. All on the meta device.
+
+    compiles: the forward of each block is compiled.
 
     Raises whatever the model raises: not every forward runs without values.
     """
     repeated = Repeated(blocks)
-    observer = Observer(model, blocks, groups)
+    observer = Observer(model, blocks, groups, compiles=compiles)
     with repeated.skipped(), observer.watching(), FusedKernels(), ShapesOnly():
-        with KernelWatch(observer.journal):
+        with observer.watch:
             loss = call()
             observer.begin_backward()
             loss.backward()  # type: ignore[no-untyped-call]
+    observer.watch.end(param.grad for param in model.parameters() if param.grad is not None)
     for param in model.parameters():
         param.grad = None
     repeated.complete(observer.found)

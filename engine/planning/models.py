@@ -101,6 +101,10 @@ class ShapesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].is_meta:
             return True
+        if func in (_aten.mm.default, _aten.addmm.default) and hasattr(args[-1], "_data"):
+            # torchao's tensors of 8 bits: the meta kernel takes no sizes that CPUs take
+            shape = (args[-2].shape[0], args[-1].shape[1])
+            return torch.empty(shape, dtype=args[-1].dtype, device="meta")
         if func is _aten.is_set_to.default:  # torch has no such kernel for the meta device
             return _is_view_of(*args)
         if self._copies_zeros and func is _aten._to_copy.default and args[0].is_meta:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -89,12 +89,14 @@ class Observations:
             for param in model.parameters() if dtype else []:
                 if param.is_floating_point():
                     param.data = param.data.to(torch.float32 if id(param) in fp32.params else dtype)
-            self._expect_tokens(groups, cut)
+            self._convert(model, self._expect_tokens(groups, cut))
             if dtype and fp32.borders:
                 cast_borders(fp32.borders, dtype)  # `sliced_here` ends it
             with _own_tokens(model, batch, self._config, groups) as own:
                 call = partial(_loss, model, own)
-                run = partial(observe, model, blocks, groups, call)
+                run = partial(
+                    observe, model, blocks, groups, call, compiles=self._config.compile.enabled
+                )
                 found = run()
                 if self._config.activation_checkpointing.enabled:  # a recomputed block sends again
                     undo_inner = replace_forwards(blocks, _on_meta)
@@ -105,11 +107,25 @@ class Observations:
                     undo_inner()
             return found
 
-    def _expect_tokens(self, groups: FakeGroups, sliced: Sliced) -> None:
-        """Experts of one rank get as many tokens as uniform routing sends."""
+    def _convert(self, model: nn.Module, experts: Collection[int]) -> None:
+        """Linear layers multiply in 8 bits where the config says so; `sliced_here` ends it.
+
+        experts: id of their parameters.
+        """
+        section = self._config.float8
+        if not section.enabled:
+            return
+        from ...compression.float8.layers import convert, linear_layers
+
+        apart = {*self._shares.fp32.params, *experts}
+        layers = linear_layers(model, section.recipe, section.filter, lambda _, name: name, apart)
+        convert(model, [each.module for each in layers if not each.reason], section.recipe)
+
+    def _expect_tokens(self, groups: FakeGroups, sliced: Sliced) -> Collection[int]:
+        """Experts of one rank get as many tokens as uniform routing sends. Returns id of their parameters."""
         experts = self._shares.keep_experts(self._shares.model, groups)
         if experts is None:
-            return
+            return ()
         from ...experts.block import rerouting
         from ...experts.expected import ExpectedLayer
 
@@ -130,6 +146,7 @@ class Observations:
         setting = self._config.expert_parallel.setting
         for each, layer in zip(experts.found, self._experts, strict=True):
             replace_forwards([each.module], rerouting(each, layer, setting).rerouted)
+        return frozenset(map(id, experts.params()))
 
 
 @contextmanager

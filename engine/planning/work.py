@@ -101,7 +101,6 @@ class Prices:
         return kernel.flops / machine.matrix_table(kernel.dtype).near(queries, keys, width)
 
 
-@final
 class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes every kernel to a journal, in counters between its other events.
 
@@ -125,15 +124,31 @@ class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        kernel = kernel_of(func, args, kwargs or {}, out)
-        if kernel is not None:
-            events = self._journal.events
-            if not (events and isinstance(events[-1], Counter)):
-                events.append(Counter())
-            events[-1][kernel] += 1  # type: ignore[index]
-            if self._keeps_calls:
-                self.calls.setdefault(kernel, (func, args, kwargs or {}))
+        self.see(func, args, kwargs or {}, out)
         return out
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """A call of torch has returned `out`."""
+        kernel = kernel_of(func, args, kwargs, out)
+        if kernel is not None:
+            self.kernels()[kernel] += 1
+            if self._keeps_calls:
+                self.calls.setdefault(kernel, (func, args, kwargs))
+
+    def kernels(self) -> Kernels:
+        """The counter at the end of the journal."""
+        events = self._journal.events
+        if not (events and isinstance(events[-1], Counter)):
+            events.append(Counter())
+        found = events[-1]
+        assert isinstance(found, Counter)
+        return found
+
+
+def payload(tensor: Tensor) -> Tensor:
+    """The elements of a tensor: those of torchao in 8 bits say that they have the dtype of before."""
+    found: Tensor = getattr(tensor, "_data", tensor)
+    return found
 
 
 def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kernel | None:
@@ -145,16 +160,17 @@ def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kern
     made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
     if not made and not (given and func._schema.is_mutable):
         return None
-    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in [*given, *made])
+    size_bytes = sum(tensor.numel() * payload(tensor).itemsize for tensor in [*given, *made])
     name = packet.__name__
     if not size_bytes or name.startswith(("empty", "new_empty")):
         return None
     dtype = dtype_name((made or given)[0].dtype)
     if packet in PRODUCTS:
         left, right = (args[place] for place in PRODUCTS[packet])
+        dtype = dtype_name(payload(left).dtype)
         batch = prod(left.shape[:-2])
         sizes = (batch, left.shape[-2], right.shape[-1], left.shape[-1])
-        return Kernel(MATRIX, name, dtype_name(left.dtype), sizes, size_bytes)
+        return Kernel(MATRIX, name, dtype, sizes, size_bytes)
     if "scaled_dot_product" in name and "attention" in name:
         is_backward = "backward" in name
         query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
@@ -175,4 +191,6 @@ __all__ = [
     "KernelWatch",
     "Kernels",
     "Prices",
+    "kernel_of",
+    "payload",
 ]
