@@ -247,8 +247,9 @@ def test_masters_of_16_bits_are_rounded_by_the_number_of_their_element(kernels: 
             (2 * third + 1, numel, 9, "c"),
         ]
         rows = draw_rows(runs, 1).to(kernels.device) if has_draws else None
-        # beta1 = 0, beta2 = 1, eps = 1: p - 2^-12 g
-        constants = (2.0**-12, 0.0, 1.0, 1.0, 0.0, True, False, False, None, None, None, rows)
+        # beta1 = 0, beta2 = 1, eps = 1: p - 2^-12 g, for both kinds of a decay by 0
+        decoupled = bool(numel % 2)
+        constants = (2.0**-12, 0.0, 1.0, 1.0, 0.0, decoupled, False, False, *[None] * 3, rows)
         call = (on.grad, mean, square, None, step, None, None, *constants)
         wanted = param.clone()
         reference("adam_", wanted, *call)

@@ -138,17 +138,28 @@ inline Cursor cursor_at(const Draws& draws, int64_t at) {
   return {low};
 }
 
+// The elements from `at` on, up to `stop`, that have one key.
+struct Run {
+  int64_t stop;
+  uint32_t key, index;  // index: of the element `at`
+};
+
+INLINE Run run_at(const Draws& draws, Cursor& cursor, int64_t at) {
+  while (cursor.row + 1 < draws.num_rows && draws.rows[3 * (cursor.row + 1)] <= at) ++cursor.row;
+  const int64_t* row = draws.rows + 3 * cursor.row;
+  const int64_t stop = cursor.row + 1 < draws.num_rows ? row[3] : INT64_MAX;
+  return {stop, key_of_step(row[2], draws.step), static_cast<uint32_t>(row[1] + at - row[0])};
+}
+
 // The random numbers of the elements [at, at + count), in `group`: one hash has those of two neighbours, the one of
 // even index in its lower half.
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "halves of words are read as memory");
 inline void drawn(const Draws& draws, Cursor& cursor, int64_t at, int64_t count, uint16_t* __restrict group) {
   alignas(64) uint32_t pairs[GROUP / 2 + 1];
   for (int64_t done = 0; done < count;) {
-    while (cursor.row + 1 < draws.num_rows && draws.rows[3 * (cursor.row + 1)] <= at + done) ++cursor.row;
-    const int64_t* row = draws.rows + 3 * cursor.row;
-    const int64_t stop = cursor.row + 1 < draws.num_rows ? least(row[3] - at, count) : count;
-    const uint32_t key = key_of_step(row[2], draws.step);
-    const uint32_t index = static_cast<uint32_t>(row[1] + at + done - row[0]);
+    const Run run = run_at(draws, cursor, at + done);
+    const int64_t stop = least(run.stop - at, count);
+    const uint32_t key = run.key, index = run.index;
     const int64_t odd = index & 1, num_pairs = (odd + stop - done + 1) / 2;
     if (odd == 0 && stop - done == GROUP) {  // most: loops of constant length
 #pragma GCC ivdep
@@ -304,8 +315,6 @@ void pass_rows(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
 #endif
 }
 
-// -- rules ----------------------------------------------------------------------------------------------------
-
 // One pass: load, `rule`, store. A rule works on fp32 [count]: (at, count, param, grad, state, other state).
 template <class Rule>
 void pass(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
@@ -323,6 +332,62 @@ void pass(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
   for (; at < end; ++at) one_group(s, cursor, at, 1, rule);  // a loop with a variable count would double the code
 }
 
+// -- one pass over words of two bf16 ----------------------------------------------------------------------------
+
+// Two neighbours are the halves of a word, as their random numbers are. So nothing is shuffled between lanes, which
+// would take as long as the update itself.
+typedef uint32_t Word __attribute__((may_alias, aligned(2)));
+
+INLINE bool has_words(const Streams& s) {
+  return s.param_kind == Kind::bf16 && s.grad_kind == Kind::bf16 && s.state_kind == Kind::bf16 &&
+         s.out == nullptr && s.old_param == nullptr && s.draws.rows != nullptr;
+}
+
+INLINE uint32_t word_of(uint16_t even, uint16_t odd) { return even | uint32_t{odd} << 16; }
+
+// One group, whose first element has an even index. rule: of one element (param, grad, state, other state).
+template <class Rule>
+INLINE void one_group_of_words(const Streams& s, const Run& run, int64_t at, const Rule& rule) {
+  Word* __restrict params = reinterpret_cast<Word*>(static_cast<uint16_t*>(s.param) + at);
+  const Word* __restrict grads = reinterpret_cast<const Word*>(static_cast<const uint16_t*>(s.grad) + at);
+  Word* __restrict first = reinterpret_cast<Word*>(static_cast<uint16_t*>(s.states[0]) + at);
+  Word* __restrict second = reinterpret_cast<Word*>(static_cast<uint16_t*>(s.states[1]) + at);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < GROUP / 2; ++i) {
+    float p[] = {float_of(params[i] << 16), float_of(params[i] & 0xffff0000)};
+    float m[] = {float_of(first[i] << 16), float_of(first[i] & 0xffff0000)};
+    float v[] = {float_of(second[i] << 16), float_of(second[i] & 0xffff0000)};
+    rule(p[0], float_of(grads[i] << 16), m[0], v[0]);
+    rule(p[1], float_of(grads[i] & 0xffff0000), m[1], v[1]);
+    const uint32_t draws = mixed((run.index / 2 + static_cast<uint32_t>(i)) ^ run.key);
+    params[i] = word_of(to_bf16_by(p[0], draws & 0xffff), to_bf16_by(p[1], draws >> 16));
+    first[i] = word_of(to_bf16(m[0]), to_bf16(m[1]));
+    second[i] = word_of(to_bf16_by(v[0], draws & 0xffff), to_bf16_by(v[1], draws >> 16));
+  }
+}
+
+// As `pass`, for streams that `has_words` accepts. whole: the rule of other groups, as in `pass`.
+template <class Rule, class Whole>
+INLINE void pass_words(const Streams& s, int64_t begin, int64_t end, const Rule& rule, const Whole& whole) {
+  int64_t at = begin;
+  Cursor cursor = cursor_at(s.draws, begin);
+  for (; at + GROUP <= end; at += GROUP) {
+    fetch(s.param, Kind::bf16, at + AHEAD, GROUP, true);
+    fetch(s.grad, Kind::bf16, at + AHEAD, GROUP, false);
+    fetch(s.states[0], Kind::bf16, at + AHEAD, GROUP, true);
+    fetch(s.states[1], Kind::bf16, at + AHEAD, GROUP, true);
+    const Run run = run_at(s.draws, cursor, at);
+    if (run.stop >= at + GROUP && run.index % 2 == 0) {
+      one_group_of_words(s, run, at, rule);
+    } else {
+      one_group(s, cursor, at, GROUP, whole);
+    }
+  }
+  for (; at < end; ++at) one_group(s, cursor, at, 1, whole);
+}
+
+// -- rules ----------------------------------------------------------------------------------------------------
+
 // A mean changes by (new - mean) * (1 - beta), and decay is subtracted together with the update: fp32 represents
 // 0.999 and 1 - 1e-5 only to 3e-8, and multiplying by them a thousand times would make this error 3e-5.
 inline float moved(float mean, float value, float gain) { return mean + (value - mean) * gain; }
@@ -334,25 +399,33 @@ inline float moved_square(float square, float g, float gain) {
 }
 
 template <bool DECOUPLED>
+INLINE void adam_element(const Adam& a, float& p, float grad, float& m, float& v) {
+  float g = grad * a.scale;
+  if (!DECOUPLED) g = g + p * a.decay;
+  const float mean = moved(m, g, a.gain1);
+  const float square = moved_square(v, g, a.gain2);
+  const float change = (mean * a.rate) / (__builtin_sqrtf(square) * a.root + a.eps);
+  m = mean;
+  v = square;
+  p = p - (DECOUPLED ? change + p * a.decay : change);
+}
+
+template <bool DECOUPLED>
 INLINE void adam_group(const Adam& a, int64_t count, float* __restrict p, const float* __restrict grad,
                        float* __restrict m, float* __restrict v) {
 #pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) {
-    float g = grad[i] * a.scale;
-    if (!DECOUPLED) g = g + p[i] * a.decay;
-    const float mean = moved(m[i], g, a.gain1);
-    const float square = moved_square(v[i], g, a.gain2);
-    const float change = (mean * a.rate) / (__builtin_sqrtf(square) * a.root + a.eps);
-    m[i] = mean;
-    v[i] = square;
-    p[i] = p[i] - (DECOUPLED ? change + p[i] * a.decay : change);
-  }
+  for (int64_t i = 0; i < count; ++i) adam_element<DECOUPLED>(a, p[i], grad[i], m[i], v[i]);
 }
 
 void adam(const Streams& s, const Adam& a, int64_t begin, int64_t end) {
   const auto rule = [&](int64_t, int64_t count, float* p, const float* g, float* m, float* v) {
     a.decoupled ? adam_group<true>(a, count, p, g, m, v) : adam_group<false>(a, count, p, g, m, v);
   };
+  if (has_words(s)) {
+    const auto one = [&](float& p, float g, float& m, float& v) { adam_element<true>(a, p, g, m, v); };
+    const auto coupled = [&](float& p, float g, float& m, float& v) { adam_element<false>(a, p, g, m, v); };
+    return a.decoupled ? pass_words(s, begin, end, one, rule) : pass_words(s, begin, end, coupled, rule);
+  }
   s.state_kind == Kind::rows ? pass_rows(s, begin, end, rule) : pass(s, begin, end, rule);
 }
 

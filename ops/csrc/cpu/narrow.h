@@ -33,8 +33,8 @@ inline uint16_t to_bf16(float value) {
 // the value. `draw`: 16 random bits.
 inline uint16_t to_bf16_by(float value, uint32_t draw) {
   const uint32_t bits = bits_of(value);
-  const uint32_t chosen = (bits + draw) >> 16;
-  return (bits & 0x7f800000) == 0x7f800000 ? to_bf16(value) : static_cast<uint16_t>(chosen);
+  const uint32_t chosen = (bits + draw) >> 16;  // inf stays: its lower bits are 0
+  return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : chosen);
 }
 
 inline float from_fp16(uint16_t half) {
