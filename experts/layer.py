@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.comm.collectives import Collectives
+from ..ops.device import keeping_draws
 from ..ops.recomputation import FirstCalls
 from ..ops.torch_internals import outside_of_graphs
 from ..utils.errors import UsageError
@@ -278,9 +279,8 @@ class ExpertLayer:
         Raises:
             ValueError: the forward keeps something, which other ranks would not have.
         """
-        devices = [pairs.device] if pairs.is_cuda else []
         values = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        with torch.random.fork_rng(devices), evaluating(module), self._having(module):
+        with keeping_draws(pairs.device), evaluating(module), self._having(module):
             module.train()
             held = [dict(vars(m)) for m in module.modules()]  # no new value gets their ids
             before = {m: state_of(m) for m in module.modules()}

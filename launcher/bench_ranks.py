@@ -26,6 +26,7 @@ from ..ops.comm.collectives import Collectives
 from ..ops.comm.exchange import host_numbers
 from ..ops.comm.handles import Handle
 from ..ops.comm.opening import open_collectives
+from ..ops.device import device_of
 from ..utils.errors import XdsError
 from .bench import BenchPlan
 
@@ -75,14 +76,14 @@ def run_rank(plan: BenchPlan) -> None:
     is_cpu = os.environ.get("XDS_BACKEND") in ("gloo", "mpi")
     device = torch.device("cpu") if is_cpu else pick_device()
     group = join(device)
-    where = open_collectives(group, device)
+    where, is_host = open_collectives(group, device), device.type == "cpu"
     hosts = host_numbers(where)
     bench = Bench(where, group, plan)
     facts = {
         "backend": str(dist.get_backend(group)),
         "world_size": where.world_size,
         "num_hosts": len(set(hosts)),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "device": "CPU" if is_host else device_of(device).name,
         "dtype": plan.dtype,
         "link_bytes_per_second": bench.measure_link(hosts),
     }
@@ -106,8 +107,8 @@ class Bench:
     def __init__(self, where: Collectives, group: Any, plan: BenchPlan) -> None:
         self._where, self._group, self._plan = where, group, plan
         self._dtype: torch.dtype = getattr(torch, plan.dtype)
-        is_gpu = where.device.type == "cuda"
-        default = _DEFAULT_GPU_BYTES if is_gpu else _DEFAULT_CPU_BYTES
+        is_host = where.device.type == "cpu"
+        default = _DEFAULT_CPU_BYTES if is_host else _DEFAULT_GPU_BYTES
         self._max_bytes = plan.max_bytes or max(default, plan.min_bytes)
         self._link = 0.0
 
@@ -257,8 +258,7 @@ class Bench:
         return max(self._all_values((time.perf_counter() - start) / trials))
 
     def _finish(self) -> None:
-        if self._where.device.type == "cuda":
-            torch.cuda.synchronize()
+        device_of(self._where.device).synchronize()
 
     def _all_values(self, value: float) -> list[float]:
         """Every rank's value, on every rank."""

@@ -135,9 +135,10 @@ def _run(where: Local | Hosts) -> int:
         return _run_on_hosts(where)
     from .ranks import local
 
-    # the driver's numbers: an earlier CUDA_VISIBLE_DEVICES is not considered
-    if where.devices is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, where.devices))
+    if where.devices is not None:  # the driver's numbers: what was visible before is not considered
+        from ..ops.device import show_only
+
+        show_only(where.devices)
     return local.run(where.job, where.rendezvous, where.restarts)
 
 

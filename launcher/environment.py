@@ -17,6 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from ..ops.device import (
+    KINDS,
+    PREFIXES,
+    SLOW,
+    VISIBLE,
+    cards_of_nvidia,
+    has_backend,
+    name_here,
+    nccl_version,
+    num_devices,
+    num_devices_of_driver,
+    present,
+    versions,
+)
 from ..utils.errors import BuildError, UsageError
 from ..utils.quoting import escaped, printable
 from ..utils.version import __version__
@@ -35,23 +49,16 @@ _PREFIXES = (
     "TORCH_",
     "TORCHDYNAMO_",
     "PYTORCH_",
-    "CUDA_",
-    "NVIDIA_TF32_",
+    *PREFIXES,
 )
 # variables that the launcher sets for its own ranks, and those that may hold a secret
 _NOT_SHOWN = re.compile(
     r"XDS_(RUN|LOG)_FOLDER|XDS_GRACE_FILE|.*(TOKEN|SECRET|PASSW|KEY|CREDENTIAL).*"
 )
-_ON, _OFF = r"1|true|yes|on|y", r"0|false|no|off|n"
+_ON = r"1|true|yes|on|y"
 # variables, set for debugging and left, whose value costs speed: a pattern of the values, and what they do
 _SLOW_VARIABLES = {
-    "CUDA_LAUNCH_BLOCKING": (_ON, "the host waits for each kernel; unset it after debugging"),
-    "CUDA_DEVICE_MAX_CONNECTIONS": (
-        "1",
-        "messages wait for kernels; unset it unless a library needs it",
-    ),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (".+", "each tensor waits for cudaMalloc; unset it"),
-    "NVIDIA_TF32_OVERRIDE": (_OFF, "fp32 products never use TF32; unset it"),
+    **SLOW,
     "TORCH_COMPILE_DISABLE": (_ON, "nothing is compiled, whatever the config says; unset it"),
     "TORCH_DISTRIBUTED_DEBUG": (
         "detail",
@@ -120,7 +127,6 @@ def torch_and_backends() -> Iterator[Line]:
     """torch, what it is built for, and its communication backends."""
     try:
         import torch
-        import torch.distributed as dist
     except Exception as error:  # a broken install raises OSError and others
         yield Line("torch", f"cannot be imported, {type(error).__name__}: {error}", "install torch")
         return
@@ -128,20 +134,17 @@ def torch_and_backends() -> Iterator[Line]:
     yield Line(
         "torch", torch.__version__, "too old; xds needs 2.11 or later" * (version < _MIN_TORCH)
     )
-    yield Line("torch built for", f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU")
-    backends = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
+    built = [f"{name} {release}" for name, release in versions().items()]
+    yield Line("torch built for", ", ".join(built) or "CPU")
+    own = present().backend
+    backends = {name: has_backend(name) for name in dict.fromkeys(("gloo", "nccl", "mpi", own))}
     found = ", ".join(
         f"{name} {'yes' if is_there else 'no'}" for name, is_there in backends.items()
     )
-    needs_nccl = torch.cuda.is_available() and not backends["nccl"]
-    yield Line("backends", found, "GPUs without nccl: install a CUDA build of torch" * needs_nccl)
+    remedy = f"devices without {own}: install a build of torch that has it"
+    yield Line("backends", found, remedy * (not backends[own]))
     if backends["nccl"]:
-        nccl: Any = torch.cuda.nccl  # not annotated
-        yield Line("nccl", ".".join(map(str, nccl.version())))
+        yield Line("nccl", nccl_version())
 
 
 def system() -> Iterator[Line]:
@@ -175,21 +178,30 @@ def cpu() -> Iterator[Line]:
     yield Line("cpu vectors", ", ".join(vectors) or "none known")
 
 
-def gpus() -> Iterator[Line]:
-    """The GPUs that torch sees, their links, and whether this torch has kernels for them."""
+def devices() -> Iterator[Line]:
+    """The device that ranks use, what is slow there, and the cards of NVIDIA."""
     import torch
 
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    is_unused = num_gpus == 0 and shutil.which("nvidia-smi") is not None
-    remedy = "a driver, but no GPU for torch: check CUDA_VISIBLE_DEVICES, or install a CUDA build"
-    yield Line("gpus", str(num_gpus), remedy * is_unused)
-    built = torch.cuda.get_arch_list() if num_gpus else []
-    for index in range(num_gpus):
-        card = torch.cuda.get_device_properties(index)
+    from ..ops.libraries import optimizer_library
+
+    here, count = present(), num_devices()
+    is_unused = count == 0 and num_devices_of_driver() > 0
+    remedy = (
+        f"a driver, but no GPU for torch: check {KINDS[name_here()].visible}, or install its build"
+    )
+    yield Line("gpus", str(count), remedy * is_unused)
+    missing = ", ".join(here.missing)
+    yield Line("device", f"{here.device.type} ({here.name}), {here.backend}", missing)
+    if not optimizer_library(here.device):
+        yield Line(
+            "native ops", "none for this device", "their torch versions run, which are slower"
+        )
+    cards, built = cards_of_nvidia()
+    for index, card in enumerate(cards):
         value = f"{card.name}, {_gib(card.total_memory)}, sm_{card.major}{card.minor}"
         is_foreign = bool(built) and not _has_kernels(card.major, card.minor, built)
         yield Line(f"gpu {index}", value, "install a torch that is built for it" * is_foreign)
-    if num_gpus and torch.cuda.get_device_capability()[0] >= 8:
+    if cards and cards[0].major >= 8:
         precision = torch.get_float32_matmul_precision()
         remedy = (
             'for fp32 training call torch.set_float32_matmul_precision("high"), which uses TF32'
@@ -252,7 +264,7 @@ def shared_memory() -> Iterator[Line]:
 
 
 def variables() -> Iterator[Line]:
-    """The environment variables that NCCL, gloo, xds, CUDA, OpenMP and torch read."""
+    """The environment variables that NCCL, gloo, xds, devices, OpenMP and torch read."""
     for key, value in sorted(os.environ.items()):
         if key.startswith(_PREFIXES) and not _NOT_SHOWN.fullmatch(key):
             yield Line(f"${key}", value, slow_variable(key, value.strip()))
@@ -266,13 +278,13 @@ def slow_variable(key: str, value: str) -> str:
     cores = _cores()
     if key == "OMP_NUM_THREADS" and value.isdecimal() and int(value) > cores:
         return f"more threads than the {cores} cores; unset it, and xds sets it to cores / ranks"
-    if key == "CUDA_VISIBLE_DEVICES" and value in ("", "-1"):
-        return "hides every GPU; unset it to use them"
+    if key in VISIBLE and value in ("", "-1"):
+        return "hides every device; unset it to use them"
     return ""
 
 
 PROBES: tuple[Callable[[], Iterator[Line]], ...] = (
-    *(xds_and_python, torch_and_backends, system, gpus, limits, shared_memory, variables),
+    *(xds_and_python, torch_and_backends, system, devices, limits, shared_memory, variables),
 )
 
 

@@ -82,7 +82,7 @@ class Remote:
     folder: the working folder on each machine; python: the path of the interpreter on each machine.
     venv_script: sourced before the interpreter starts; environment: variables that are set there.
     launcher_args: additional arguments for ssh, srun, mpirun, ... itself.
-    is_numbered: the user named device numbers, so CUDA_VISIBLE_DEVICES is set on each host.
+    is_numbered: the user named device numbers, so each host shows its ranks these alone.
     """
 
     folder: str

@@ -17,6 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ..ops.device import device_of
 from .host_pool import HostBlock, HostPool
 from .interfaces import FinishedJob, JobHandle
 from .job_queues import JobQueues, PendingCopies
@@ -57,7 +58,7 @@ class _HostBuffer:
 
 def _free(buffer: _HostBuffer, pool: HostPool) -> None:
     fetched, buffer.fetched = buffer.fetched, None
-    if fetched is not None and fetched[0].is_cuda:
+    if fetched is not None and fetched[0].device.type != "cpu":
         fetched[1].wait_on_device()  # its memory may be used again after the copy
     pool.give(buffer.block)
 
@@ -69,7 +70,7 @@ class ActivationOffload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._queues = JobQueues.of_copies(device)
-        self._pool = HostPool(pin=device.type == "cuda")
+        self._pool = HostPool(pin=device_of(device).pins_memory)
         self._pending_copies = PendingCopies()
         self._last: weakref.ref[_OffloadedTensor] | None = None
 

@@ -6,6 +6,7 @@ from typing import final
 
 import torch
 
+from ..ops.device import accelerator_of, device_of
 from ..utils.host_memory import free_host_bytes
 
 KEPT_FREE = 0.1  # share of the device: other steps may need more than those that were measured
@@ -24,24 +25,20 @@ class DeviceMemory:
 
 
 @final
-class CudaMemory(DeviceMemory):
+class OwnMemory(DeviceMemory):
     """A GPU. Its peak statistics begin anew at `begin`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = accelerator_of(device)
 
     def begin(self) -> None:
-        torch.cuda.empty_cache()  # what the construction of the model has left
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._device.empty_cache()  # what the construction of the model has left
+        self._device.reset_peak_memory()
 
     def spare_bytes(self) -> int | None:
-        free, total = torch.cuda.mem_get_info(self._device)
-        return free_at_peak(
-            total,
-            free,
-            reserved=torch.cuda.memory_reserved(self._device),
-            peak=torch.cuda.max_memory_reserved(self._device),
-        )
+        free, total = self._device.free_and_total_bytes()
+        use = self._device.memory()
+        return free_at_peak(total, free, reserved=use.kept_bytes, peak=use.peak_kept_bytes)
 
 
 def free_at_peak(total: int, free: int, *, reserved: int, peak: int) -> int:
@@ -59,17 +56,17 @@ def free_at_peak(total: int, free: int, *, reserved: int, peak: int) -> int:
 def free_bytes(device: torch.device) -> int | None:
     """Bytes of `device` that this process may still take now; None where nobody says it.
 
-    On a CPU the ranks of a machine share them.
+    Of the host where the device reports none; the ranks of a machine share them.
     """
-    if device.type != "cuda":
+    if not device_of(device).reports_memory:
         return free_host_bytes()
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + kept
+    use = device_of(device).memory()
+    return accelerator_of(device).free_and_total_bytes()[0] + use.kept_bytes - use.now_bytes
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
     """The measure for `device`."""
-    return CudaMemory(device) if device.type == "cuda" else DeviceMemory()
+    return OwnMemory(device) if device_of(device).reports_memory else DeviceMemory()
 
 
-__all__ = ["CudaMemory", "DeviceMemory", "free_at_peak", "free_bytes", "memory_of"]
+__all__ = ["DeviceMemory", "OwnMemory", "free_at_peak", "free_bytes", "memory_of"]

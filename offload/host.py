@@ -15,6 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ..ops.device import device_of
 from .interfaces import (
     FinishedJob,
     GradStore,
@@ -315,7 +316,7 @@ class HostStore(MasterStore):
             speculates: updates run before it is known that their step will not be clipped or skipped.
         """
         self.device = device
-        self.pin = pin and device.type == "cuda"
+        self.pin = pin and device_of(device).pins_memory
         self.queues = JobQueues.of(device)
         self.copier = ParamCopier(self.queues, pin=self.pin)
         self._pending_copies = PendingCopies()

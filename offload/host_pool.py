@@ -1,4 +1,4 @@
-"""Host memory that is used again: CUDA takes milliseconds to register it, and freeing waits for the device."""
+"""Host memory that is used again: a GPU takes milliseconds to register it, and freeing waits for it."""
 
 from __future__ import annotations
 

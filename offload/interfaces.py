@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from ..ops.comm.handles import Handle
+from ..ops.device import device_of
 from ..ops.optim.shard_optimizer import ShardOptimizer
 
-Mark = torch.cuda.Event
+Mark = torch.Event
 
 
 class JobHandle(ABC):
@@ -65,13 +66,10 @@ class DeviceToHostCopy(JobHandle):
     is_done = False
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.Event(device) if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(device))
+        self._event = device_of(device).event()
 
     def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+        self._event.synchronize()
 
     def wait_on_device(self) -> None:
         self.wait()

@@ -3,8 +3,8 @@
     device memory ──> to_host ──> host memory ──> updates ──> to_device ──> device memory
 
 - The jobs of one queue run one after the other. Jobs of different queues run at the same time.
-- On a GPU a queue of copies is a stream, and its jobs only enqueue copies; `updates` is a thread.
-- On a CPU every queue is a thread: its copies are real, so the order of everything is the same as on a GPU.
+- On a device with streams a queue of copies is one, and its jobs only enqueue copies; `updates` is a thread.
+- Elsewhere every queue is a thread: its copies are real, so the order of everything is the same.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, final
 
 import torch
 
+from ..ops.device import device_of, present
 from .interfaces import JobHandle, Mark
 
 IN_FLIGHT = (
@@ -61,14 +62,20 @@ class _ThreadHandle(JobHandle):
 
 @final
 class ThreadQueue(JobQueue):
-    """A thread that runs the jobs."""
+    """A thread that runs the jobs. copies_of: a device without streams, whose copies the jobs start."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, copies_of: torch.device | None = None) -> None:
         self.name = name
         self._pool = _one_thread(name)
+        self._device = None if copies_of is None else device_of(copies_of)
 
     def run(self, job: Callable[[], Any], after: Mark | None = None) -> JobHandle:
-        return _ThreadHandle(self._pool.submit(_without_grad, job))
+        return _ThreadHandle(self._pool.submit(self._run, job))
+
+    def _run(self, job: Callable[[], Any]) -> None:
+        _without_grad(job)
+        if self._device is not None:
+            self._device.synchronize()
 
     def mark(self) -> Mark | None:
         return None
@@ -80,13 +87,11 @@ class ThreadQueue(JobQueue):
 def _one_thread(name: str) -> ThreadPoolExecutor:
     """A thread with this thread's number of threads and device: a new one would use defaults, and device 0."""
     num_threads = torch.get_num_threads()
-    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    device = torch.cuda.current_device() if has_cuda else None
+    device = present()
 
     def begin() -> None:
         torch.set_num_threads(num_threads)
-        if device is not None:
-            torch.cuda.set_device(device)
+        device.make_current()
 
     return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=begin)
 
@@ -100,37 +105,35 @@ def _without_grad(job: Callable[[], Any]) -> None:
 class _StreamHandle(JobHandle):
     is_done = True
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.Event) -> None:
         self._event = event
 
     def wait(self) -> None:
         self._event.synchronize()
 
     def wait_on_device(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        self._event.wait()
 
 
 @final
 class StreamQueue(JobQueue):
-    """A CUDA stream. Jobs enqueue copies; their memory must not be freed before the handle is waited for."""
+    """A stream. Jobs enqueue copies; their memory must not be freed before the handle is waited for."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = device_of(device)
+        self._stream = torch.Stream(device)
 
     def mark(self) -> Mark | None:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._stream.device))
+        event: Mark = self._device.event()
         return event
 
     def run(self, job: Callable[[], Any], after: Mark | None = None) -> JobHandle:
         mark = self.mark() if after is None else after
         assert mark is not None
         self._stream.wait_event(mark)
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        with self._stream, torch.no_grad():
             job()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return _StreamHandle(event)
+        return _StreamHandle(self._stream.record_event())
 
     def close(self) -> None:
         self._stream.synchronize()
@@ -184,7 +187,7 @@ class JobQueues:
     @classmethod
     def of(cls, device: torch.device) -> JobQueues:
         """The queues for `device`."""
-        if device.type == "cuda":
+        if device_of(device).has_streams:
             launched = LaunchedQueue(StreamQueue(device))
             return cls(StreamQueue(device), launched, ThreadQueue("xds-update"))
         return cls.of_copies(device)
@@ -192,11 +195,10 @@ class JobQueues:
     @classmethod
     def of_copies(cls, device: torch.device) -> JobQueues:
         """The queues for `device` where no copy waits for work on the host, so no thread has to start them."""
-        if device.type == "cuda":
+        if device_of(device).has_streams:
             return cls(StreamQueue(device), StreamQueue(device), ThreadQueue("xds-update"))
-        return cls(
-            ThreadQueue("xds-to-host"), ThreadQueue("xds-to-device"), ThreadQueue("xds-update")
-        )
+        to_host, to_device = (ThreadQueue(f"xds-to-{end}", device) for end in ("host", "device"))
+        return cls(to_host, to_device, ThreadQueue("xds-update"))
 
     def close(self) -> None:
         """End all queues."""

@@ -31,7 +31,7 @@ class SlotPool:
     Threads may share a pool.
     Args:
         num_bytes_of_slot: rounded up to whole pages.
-        pin: register the memory with CUDA; see `host_memory`.
+        pin: page-lock the memory; see `host_memory`.
     Raises:
         UsageError: the system has too little memory.
     """

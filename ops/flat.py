@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .device import device_of
+
 ALIGN_BYTES = 64  # a cache line and the widest CPU vector, so that kernels need no partial vectors
 ALIGN_NUMEL = 16  # ALIGN_BYTES of the narrowest master dtype (fp32)
 CHUNK_NUMEL = 1 << 16  # on a CPU, a chunk of this size stays in the L2 cache between two passes
@@ -136,15 +138,16 @@ def _words(flat: Tensor) -> Tensor:
 
 
 # -- Values of the host on a device, without a wait of the host, and bytes of a device on the host -------
-# torch.tensor(values, device="cuda") and Tensor.to("cuda") copy from pageable memory: the host waits until
-# the stream has come so far. A copy from page-locked memory is only started; torch keeps it till it is done.
+# torch.tensor(values, device=...) and Tensor.to(device) copy from pageable memory: the host waits until the
+# stream has come so far. A copy from page-locked memory is only started; torch keeps it till it is done.
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor` on `device`, without a wait. The host may write at once to a tensor that it has not pinned."""
-    if tensor.device.type == "cpu" and device.type == "cuda":
+    pins = device_of(device).pins_memory
+    if tensor.device.type == "cpu" and pins:
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=pins)
 
 
 def bytes_to(device: torch.device, data: bytes) -> Tensor:

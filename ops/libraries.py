@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, final
 from ..utils.errors import BuildError
 from .build import build_cache
 from .build.build import Library, Source, build, find, find_or_build
-from .build.compilers import ARCHS_VARIABLE, architectures, find_nvcc, find_torch, release, runs_on
+from .build.gpu import GPU_LIBRARIES, check_card, check_toolkit
+from .device import kind_of, nvidia_capability
 
 if TYPE_CHECKING:
     import torch  # only for types: `xds ops list` does not import torch
@@ -43,8 +44,6 @@ _INSTRUCTION_SETS = {
         "-mprefer-vector-width=512",
     ),
 }
-OPTIMIZERS = ("adam", "frozen_adam", "lion", "adagrad", "sgd", "lamb", "square_sum", "decide")
-QUANTIZE = ("quantize", "signs")
 
 
 class NativeOpsWarning(RuntimeWarning):
@@ -85,24 +84,14 @@ def _memory_library() -> Library:
     return Library("memory", "cpu", (*calls, *sums))
 
 
-def _cuda_library(name: str, files: tuple[str, ...]) -> Library:
-    return Library(name, "cuda", tuple(Source(f"cuda/{file}.cu", f"{file}.o") for file in files))
-
-
 LIBRARIES = {
-    library.name: library
-    for library in (
-        _cpu_library(),
-        _memory_library(),
-        _cuda_library("cuda_optimizers", OPTIMIZERS),
-        _cuda_library("cuda_quantize", QUANTIZE),
-    )
+    library.name: library for library in (_cpu_library(), _memory_library(), *GPU_LIBRARIES)
 }
 
 
 def optimizer_library(device: torch.device) -> str:
     """Name of the library with the optimizers for a device; "" where there is none."""
-    return {"cpu": "cpu", "cuda": "cuda_optimizers"}.get(device.type, "")
+    return kind_of(device.type).library
 
 
 def is_loaded(name: str) -> bool:
@@ -137,18 +126,8 @@ def why_not(library: Library) -> str:
 
 def check(library: Library) -> None:
     """Raises BuildError: torch or a compiler for the library's device is missing, or their versions differ."""
-    if library.device != "cuda":
-        return
-    built_for = find_torch().cuda
-    if not built_for:
-        raise BuildError("this torch is built without CUDA", remedy="install a CUDA build of torch")
-    nvcc = find_nvcc(build_cache.default_folder())
-    major, minor = release(nvcc)
-    if major != int(built_for.partition(".")[0]):
-        raise BuildError(
-            f"torch is built with CUDA {built_for}, but {nvcc.words[0]} is of CUDA {major}.{minor}",
-            remedy=f"set CUDA_HOME to a toolkit of CUDA {built_for}",
-        )
+    if library.device != "cpu":
+        check_toolkit()
 
 
 @final
@@ -192,12 +171,8 @@ def _open(library: Library) -> int:
     import torch
 
     check(library)
-    if library.device == "cuda":
-        if not torch.cuda.is_available():
-            raise BuildError(
-                "torch finds no GPU", remedy="check CUDA_VISIBLE_DEVICES and the driver"
-            )
-        _check_gpu(*torch.cuda.get_device_capability())
+    if library.device != "cpu":
+        check_card(nvidia_capability())
     entry = find_or_build(library)
     fd = build_cache.use(entry)
     try:
@@ -210,15 +185,6 @@ def _open(library: Library) -> int:
             remedy="`xds ops clean --all` and try again",
         ) from error
     return fd
-
-
-def _check_gpu(major: int, minor: int) -> None:
-    archs = architectures(find_nvcc(build_cache.default_folder()))
-    if not runs_on(archs, (major, minor)):
-        raise BuildError(
-            f"no code is built for this GPU (sm_{major}{minor}), only for sm_{', sm_'.join(archs)}",
-            remedy=f'set {ARCHS_VARIABLE} to "{major}{minor}"; kernels need 80 or newer',
-        )
 
 
 def _fallback_text(library: Library, error: BuildError) -> str:

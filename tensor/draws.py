@@ -15,6 +15,8 @@ from typing import final
 
 import torch
 
+from ..ops.device import device_of
+
 MASK = (1 << 62) - 1
 STEP = 0x9E3779B97F4A7C15  # an odd constant: seeds of neighbouring ranks differ in many bits
 
@@ -53,7 +55,7 @@ class OwnDraws(Draws):
         self._seed = -1
 
     def begin(self, device: torch.device) -> None:
-        generator = _default(device)
+        generator = device_of(device).generator
         if self._is_running(generator):
             return
         seed = (_drawn(generator) + (self._rank + 1) * STEP) & MASK
@@ -71,21 +73,13 @@ class OwnDraws(Draws):
         return self._generator is generator and generator.initial_seed() == self._seed
 
 
-def _default(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        generator: torch.Generator = torch.cuda.default_generators[index]
-        return generator
-    return torch.default_generator
-
-
 def _drawn(generator: torch.Generator) -> int:
-    """One draw; on CUDA without a wait for the device: its generator is a seed and an offset."""
-    if generator.device.type == "cuda":
-        offset = generator.get_offset()
-        generator.set_offset(offset + 4)
-        return generator.initial_seed() ^ (offset * STEP & MASK)
-    return int(torch.randint(MASK, (), generator=generator))
+    """One draw; without a wait for a GPU: its generator is a seed and an offset."""
+    if generator.device.type == "cpu":
+        return int(torch.randint(MASK, (), generator=generator))
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)
+    return generator.initial_seed() ^ (offset * STEP & MASK)
 
 
 __all__ = ["CommonDraws", "Draws", "OwnDraws"]

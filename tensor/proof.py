@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..ops.boxes import Boxes, put, ranks_with_copies, taken
 from ..ops.comm.collectives import Collectives, counting_as
+from ..ops.device import keeping_draws
 from ..ops.torch_internals import tree_leaves, tree_map
 from ..utils.errors import UsageError
 from .kinds import kind_of
@@ -312,7 +313,7 @@ class _Case:
     ) -> _Run:
         device = self._group.device
         # the router of a mixture may draw in evaluation mode too: each run draws the same numbers
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with keeping_draws(device):
             torch.manual_seed(0)
             return _run(block, args, kwargs, tokens, self.apart, rounds=rounds)
 

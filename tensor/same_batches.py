@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.comm.collectives import Collectives
+from ..ops.device import device_of
 from ..ops.torch_internals import tree_leaves
 from ..utils.errors import UsageError
 
@@ -82,9 +83,7 @@ class SameBatches:
         )
 
     def _state(self) -> int:
-        device = self._group.device
-        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        return checksum(state)
+        return checksum(device_of(self._group.device).generator.get_state())
 
     def remove(self) -> None:
         """Check no more."""

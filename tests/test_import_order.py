@@ -211,7 +211,6 @@ ASK = {
     "zero/core/hooks.py": "an excluded hook has the place and the effect of the plain one",
     "pipe/module.py": "a rank's number, before its group exists",
     "tensor/quiet_runs.py": "compiled functions send what eager ones do",
-    "ops/comm/message_log.py": "times are printed",
     "ops/comm/memory/operations.py": "how long a wait spins, and when it has lasted too long",
     "ops/comm/memory/segment.py": "`connect` asks whether all ranks have shared memory",
     "offload/undo_pool.py": "which updates run early; a gather waits for its values",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...ops.device import nvidia_capability
 from ...utils.patterns import matching
 
 MULTIPLE = 16  # of sizes that the kernels of GPUs multiply
@@ -181,11 +182,9 @@ def high_precision(model: nn.Module) -> Iterator[None]:
 
 def needs_gpu(device: torch.device, recipe: str) -> str:
     """What is missing on this device; completes "float8.recipe = ... needs"; "": nothing."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return ""
+    own = nvidia_capability(device)
     least = (8, 9) if recipe == "tensorwise" else (9, 0)
-    own = torch.cuda.get_device_capability(device)
-    if own >= least:
+    if own is None or own >= least:
         return ""
     return f"a GPU of compute capability {least[0]}.{least[1]}, and this one has {own[0]}.{own[1]}"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...ops.device import device_of
 from ...utils.errors import DamagedError
 
 NUMPY_NAME, NUMPY_WORDS, NUMPY_MAX_POSITION = "MT19937", 624, 624
@@ -20,8 +21,8 @@ def read_random_state(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        state["devices"] = {device.type: device_of(device).generator.get_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -36,8 +37,9 @@ def check_random_state(state: dict[str, Any], source: str) -> None:
         torch.Generator().set_state(state["torch"])
         python = state["python"]
         random.Random().setstate(_python_state(python))
-        if "cuda" in state and (state["cuda"].dtype, state["cuda"].ndim) != (torch.uint8, 1):
-            raise ValueError("the state of the device's generator is not bytes")
+        for of_device in _of_devices(state).values():
+            if (of_device.dtype, of_device.ndim) != (torch.uint8, 1):
+                raise ValueError("the state of the device's generator is not bytes")
         if "numpy" in state:
             _check_numpy(state["numpy"])
     except (ValueError, TypeError, RuntimeError, OverflowError, KeyError) as error:
@@ -66,12 +68,19 @@ def _python_state(saved: dict[str, Any]) -> tuple[Any, ...]:
     return saved["version"], tuple(saved["words"].tolist()), saved["gauss"]
 
 
+def _of_devices(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """By type of device."""
+    found: dict[str, torch.Tensor] = state.get("devices", {})
+    return found | ({"cuda": state["cuda"]} if "cuda" in state else {})  # of xds 0.2
+
+
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Set the generators to `state`. Generators that it does not contain are not changed."""
     torch.set_rng_state(state["torch"])
     random.setstate(_python_state(state["python"]))
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+    of_device = _of_devices(state).get(device.type)
+    if of_device is not None:
+        device_of(device).generator.set_state(of_device)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         saved = state["numpy"]

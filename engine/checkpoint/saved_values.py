@@ -113,10 +113,11 @@ class NumpyState:
 
 @dataclass(frozen=True)
 class RandomState:
-    """See `random_state`."""
+    """See `random_state`. devices: by type; xds 0.2 had the field below instead."""
 
     torch: Saved
     python: PythonState
+    devices: dict[Text, Saved] = field(default_factory=dict)
     cuda: Saved | None = None
     numpy: NumpyState | None = None
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ...ops.device import accelerator_of, device_of
 from ...ops.torch_internals import tree_leaves, tree_map
 from ...utils.errors import UsageError
 
@@ -86,7 +87,7 @@ class SideStream(BatchCopier):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.Stream(device)
 
     def copies_of(self, batch: Any) -> Mapping[int, Tensor]:
         found: dict[int, Tensor] = {}
@@ -99,11 +100,11 @@ class SideStream(BatchCopier):
         replaced(batch, collect, _same)
         if not found:
             return found
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             copies = {
                 key: tensor.to(self._device, non_blocking=True) for key, tensor in found.items()
             }
-        computation = torch.cuda.current_stream(self._device)
+        computation = accelerator_of(self._device).current_stream()
         computation.wait_stream(self._stream)
         for copied in copies.values():
             copied.record_stream(computation)  # its memory belongs to the other stream
@@ -113,7 +114,7 @@ class SideStream(BatchCopier):
 @cache
 def copier_for(device: torch.device) -> BatchCopier:
     """The one copier of this process to `device`."""
-    return SideStream(device) if device.type == "cuda" else SameStream()
+    return SideStream(device) if device_of(device).has_streams else SameStream()
 
 
 # -- the tensors in a batch: in dicts, lists, tuples, other mappings, dataclasses, in any nesting --------

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
+from ...ops.device import present
 from ...utils.errors import UsageError
 from .batches import not_pinned, pinned, pinned_by_torch
 
@@ -202,10 +203,10 @@ class RankLoader(DataLoader[Any]):
 
     def __init__(self, source: Resumable, seed: int, *, num_workers: int, **options: Any) -> None:
         """Batches come in pinned memory where there is a GPU. With workers a thread of torch pins them."""
-        has_gpu = torch.cuda.is_available()
-        by_torch = has_gpu and num_workers > 0
+        pins = present().pins_memory
+        by_torch = pins and num_workers > 0
         super().__init__(num_workers=num_workers, pin_memory=by_torch, **options)
-        self._ready = pinned_by_torch if by_torch else pinned if has_gpu else not_pinned
+        self._ready = pinned_by_torch if by_torch else pinned if pins else not_pinned
         self._source = source
         self._seed = seed
         self._position = source.start()

@@ -66,7 +66,9 @@ _TIMERS = (
 )
 _LR = "write the section scheduler of the config"
 _HOSTS = "`xds --hostfile --include --exclude` reads and filters hosts"
-_DEVICE = "xds trains on CUDA and on the CPU; the variable DS_ACCELERATOR chooses"
+_DEVICE = (
+    "xds trains on what torch.accelerator finds, or on the CPU; the variable DS_ACCELERATOR chooses"
+)
 _ESTIMATE = "use `xds plan`, or the function ending with _all_live for a model on the meta device"
 _TORCH = "use torch.distributed's own functions"
 _LEAVES = "use set_z3_leaf_modules, which takes classes and their names"

@@ -80,6 +80,11 @@ NAMES: dict[str, str] = {
     "accelerator.real_accelerator": _ACCELERATOR,
     "accelerator.cpu_accelerator": "library.accelerator: CPU_Accelerator",
     "accelerator.cuda_accelerator": "library.accelerator: CUDA_Accelerator",
+    "accelerator.hpu_accelerator": "library.accelerator: HPU_Accelerator",
+    "accelerator.mlu_accelerator": "library.accelerator: MLU_Accelerator",
+    "accelerator.mps_accelerator": "library.accelerator: MPS_Accelerator",
+    "accelerator.npu_accelerator": "library.accelerator: NPU_Accelerator",
+    "accelerator.xpu_accelerator": "library.accelerator: XPU_Accelerator",
     "checkpoint": _CHECKPOINT_CONSTANTS,
     "checkpoint.constants": _CHECKPOINT_CONSTANTS,
     "checkpoint.deepspeed_checkpoint": "constants: ARGS_KEY",
@@ -224,7 +229,6 @@ NAMES: dict[str, str] = {
 }
 
 MODULES = """
-accelerator.{hpu,mlu,mps,npu,xpu}_accelerator
 checkpoint.{reshape_3d_utils,reshape_meg_2d,reshape_utils,universal_checkpoint,zero_checkpoint}
 comm.{backend,ccl,config,constants,reduce_op,torch,utils}
 compression.{basic_layer,config,constants,utils}

@@ -21,6 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ...ops.device import keeping_draws
 from ...ops.torch_internals import tree_leaves
 from ...utils.errors import UsageError
 from ...utils.module_buffers import untouched_buffers
@@ -148,9 +149,8 @@ class LayerDropping:
         It leaves no trace: neither in a graph, nor in buffers, caches or random numbers.
         """
         hidden = self._hidden(block, args, kwargs)
-        devices = [hidden.device] if hidden.device.type == "cuda" else []
         given, named = without_caches(args, kwargs)
-        with torch.no_grad(), torch.random.fork_rng(devices), untouched_buffers(block.modules()):
+        with torch.no_grad(), keeping_draws(hidden.device), untouched_buffers(block.modules()):
             self._checked(block, hidden, args, call(block, *given, **named))
 
     def _refusal(self, block: nn.Module, what: str) -> UsageError:

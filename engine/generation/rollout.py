@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ...offload.device_memory import free_bytes
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import host_key
+from ...ops.device import generators
 from ...utils.arguments import truth, whole, wrong
 from ...utils.errors import UsageError
 from ...utils.sizes import size_text
@@ -44,7 +45,7 @@ class Rollouts:
         self.is_running = False
         self._parts = parts
         self._sharded = parts.sharded
-        self._numbers: dict[str, Tensor] | None = None  # where the last rollout has ended
+        self._numbers: list[Tensor] | None = None  # where the last rollout has ended
         self._said = ""
 
     @contextmanager
@@ -183,7 +184,7 @@ class Rollouts:
         if slices is None or groups.mesh.tensor == 1:
             return
         states = _states(device)
-        for state in states.values():
+        for state in states:
             moved = state.to(device)
             slices.group.broadcast(moved, 0, "the random numbers of a rollout")
             state.copy_(moved)
@@ -267,17 +268,13 @@ def _takes(module: nn.Module, name: str) -> bool:
     return is_open and callable(inner) and _takes(inner(), name)
 
 
-def _states(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
+def _states(device: torch.device) -> list[Tensor]:
+    return [generator.get_state() for generator in generators(device)]
 
 
-def _set_states(states: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+def _set_states(states: list[Tensor], device: torch.device) -> None:
+    for generator, state in zip(generators(device), states, strict=True):
+        generator.set_state(state)
 
 
 __all__ = ["Rollouts", "asked_tokens", "spare_bytes"]

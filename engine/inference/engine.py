@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...ops.comm.collectives import Collectives
+from ...ops.device import device_of, keeping_draws, present
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.module_buffers import untouched_buffers
@@ -131,14 +132,10 @@ class InferenceEngine(nn.Module):
         if self._group is None:
             return
         device = self._group.device
-        is_cuda = device.type == "cuda"
-        state = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
-        shared = state.to(device)
+        generator = device_of(device).generator
+        shared = generator.get_state().to(device)
         self._group.broadcast(shared, what="the state of random numbers")
-        if is_cuda:
-            torch.cuda.set_rng_state(shared.cpu(), device)
-        else:
-            torch.set_rng_state(shared)
+        generator.set_state(shared.cpu())
 
     # -- compiled code ------------------------------------------------------------------------------------
 
@@ -229,10 +226,9 @@ def prove_slices(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     Raises:
         UsageError: the slices compute something else.
     """
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with (
-            torch.random.fork_rng(devices),
+            keeping_draws(present().device),
             untouched_buffers(model.modules()),
             torch.enable_grad(),
         ):
@@ -244,8 +240,7 @@ def prove_slices(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _milliseconds() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    present().synchronize()
     return time.perf_counter() * 1e3
 
 

@@ -23,6 +23,7 @@ from ...offload.device_memory import free_bytes
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import agreeing
 from ...ops.comm.opening import open_collectives
+from ...ops.device import device_of
 from ...ops.torch_internals import tree_map
 from ...tensor.same_batches import checksum
 from ...utils.arguments import wrong
@@ -348,7 +349,7 @@ def _compiled(
     asked = _asked_to_compile(settings)
     if not asked:
         return {}
-    if device.type != "cuda":
+    if not device_of(device).has_streams:
         log.info("%s: there is no GPU; torch's own kernels run, without a graph", asked)
         return {}
     mode = "reduce-overhead" if settings.enable_cuda_graph else "default"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...ops.config import Ops
-from ...ops.libraries import load, optimizer_library
+from ...ops.device import with_native_ops
+from ...ops.libraries import NativeOpsWarning, load, optimizer_library
 from ...ops.optim.config import REGISTERED
 from ...ops.optim.shard_optimizer import ShardOptimizer
 from ...utils.arguments import needed_arguments, wrong
@@ -46,7 +48,7 @@ def try_optimizer(kind: type[torch.optim.Optimizer], params: Mapping[str, Any]) 
 def has_fused(kind: type[torch.optim.Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's fused kernel of `kind` updates tensors of `dtype` on `device`.
 
-    One step asks. torch's tables do not agree: 2.11 has a CUDA kernel of Adagrad, and its class refuses CUDA.
+    One step asks. torch's tables do not agree: 2.11 has a GPU kernel of Adagrad, and its class refuses it.
     """
     weight = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
     weight.grad = torch.ones_like(weight)
@@ -448,8 +450,14 @@ def load_kernels(
     )
     if section.require and not optimizer_library(device):
         raise UsageError(
-            f"ops.require = true, but there are no native ops for {device.type}: they exist for cpu and cuda; "
-            "set it to false, and ops run their torch versions"
+            f"ops.require = true, but there are no native ops for {device.type}: they exist for "
+            f"{' and '.join(with_native_ops())}; set it to false, and ops run their torch versions"
+        )
+    if section.native and gains and not optimizer_library(device):
+        warnings.warn(
+            f"there are no native ops for {device.type}; their torch versions run, which are slower",
+            NativeOpsWarning,
+            stacklevel=2,
         )
     devices = [device] if updater.stores.host is None else [device, torch.device("cpu")]
     names = {optimizer_library(kind) for kind in devices} - {""}

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compression.float8.layers import high_precision
+from ...ops.device import keeping_draws, wide
 from ...ops.torch_internals import tree_leaves
 from ...tensor.quiet_runs import evaluating, uncompiled
 from ...utils.module_buffers import untouched_buffers
@@ -71,12 +72,11 @@ class Trial:
         """Inside, forwards of `model` leave no trace in it, and their last output for each token is kept."""
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         others = random.getstate(), np.random.get_state()
-        devices = [device] if device.type == "cuda" else []
         self._seen: Tensor | None = None
         hooks = [module.register_forward_hook(self._see) for module in model.modules()]
         try:
             with (
-                torch.random.fork_rng(devices),
+                keeping_draws(device),
                 evaluating(model),
                 high_precision(model),  # the scale of an input is that of all its tokens
                 untouched_buffers(model.modules()),
@@ -103,7 +103,7 @@ class Trial:
         found = [by_token(leaf, (size, length)) for leaf in tree_leaves(output)]
         values = [leaf.detach() for leaf in found if leaf is not None]
         if values:
-            self._seen = torch.cat([value.double() for value in values], 2)
+            self._seen = torch.cat([wide(value) for value in values], 2)
 
     def verdict(self) -> Verdict:
         """What the forwards show on this rank."""

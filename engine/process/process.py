@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from ...ops.device import device_of, device_type, has_backend, num_devices
 from ...utils.errors import PeerError, UsageError
 from ...utils.messages import write_stderr
 from .foreign_launcher import fill, place
@@ -37,11 +38,16 @@ def local_rank() -> int:
 
 
 def pick_device() -> torch.device:
-    """The GPU of this local rank, which becomes the current device; the CPU on a node without GPUs."""
-    if not torch.cuda.is_available():
+    """The device of this local rank, which becomes the current one; the CPU on a node without accelerators.
+
+    Raises:
+        UsageError: DS_ACCELERATOR names a device that torch does not find.
+    """
+    count = num_devices()
+    if not count:
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = torch.device(device_type(), local_rank() % count)
+    device_of(device).make_current()
     return device
 
 
@@ -55,7 +61,7 @@ def join(device: torch.device) -> dist.ProcessGroup:
 
     - If srun or mpirun started one process per rank, their variables are read. Without a launcher's
       environment the group has one rank.
-    - `XDS_BACKEND` selects nccl, gloo or mpi; the default is nccl on GPUs and gloo on CPUs.
+    - `XDS_BACKEND` selects a backend; the default is the device's own, nccl on GPUs, and gloo on CPUs.
     - `XDS_TIMEOUT_SECONDS` is how long a rank waits for the others before it fails. An existing group keeps
       its own timeout.
     - NCCL connects the ranks here, on their devices, and not at the first collective; see `start_group`.
@@ -146,7 +152,7 @@ def start_group(backend: str, device: torch.device, num_ranks: int, **options: A
 
     options: more arguments of init_process_group.
     """
-    connects = backend == "nccl" and device.type == "cuda" and num_ranks > 1
+    connects = backend == "nccl" and device.type != "cpu" and num_ranks > 1
     if not connects:
         dist.init_process_group(backend, **options)
         return
@@ -173,15 +179,12 @@ def timeout_seconds() -> float:
 
 def _backend(device: torch.device) -> str:
     requested = os.environ.get("XDS_BACKEND", "")
-    backend = requested or ("nccl" if device.type == "cuda" else "gloo")
-    is_available = {
-        "nccl": dist.is_nccl_available(),
-        "gloo": dist.is_gloo_available(),
-        "mpi": dist.is_mpi_available(),
-    }
-    if not is_available.get(backend, False):
-        names = ", ".join(name for name in is_available if is_available[name])
+    own = device_of(device).backend
+    backend = requested or own
+    names = [name for name in dict.fromkeys(("nccl", "gloo", "mpi", own)) if has_backend(name)]
+    if backend not in names:
         raise UsageError(
-            f'XDS_BACKEND = "{backend}": this torch has {names}; choose one of them or leave it unset'
+            f'XDS_BACKEND = "{backend}": this torch has {", ".join(names)}; choose one of them or '
+            "leave it unset"
         )
     return backend

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
+
+from ...ops.device import device_of
 
 
 class ProfileClock:
     """Takes moments; their distances are asked for at the end.
 
-    On a CUDA device moments are events in its current stream: the time of its kernels, gaps included. A CPU
-    computes when it is called.
+    Where a device has streams, moments are events in the current one: the time of its kernels, gaps included.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         """device: None is the CPU."""
-        self._device = device if device is not None and device.type == "cuda" else None
+        self._device = device_of(device or torch.device("cpu"))
 
     def now(self) -> Any:
         """This moment."""
-        if self._device is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._device.event(timed=True)
 
     def finish(self) -> None:
         """Wait until the device has passed all moments. Before `seconds`."""
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
+        self._device.synchronize()
 
     def seconds(self, start: Any, stop: Any) -> float:
         """The time between two moments."""
-        elapsed: float = stop - start if self._device is None else start.elapsed_time(stop) / 1e3
+        elapsed: float = start.elapsed_time(stop) / 1e3
         return elapsed
 
 

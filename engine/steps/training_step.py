@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from ...ops.device import device_of
 from ...ops.kernels.decide import CLIP_EPS
 from ...ops.optim.scale import Scale
 from ...utils.arguments import wrong
@@ -81,7 +82,9 @@ class TrainingStep(BackwardRules):
         self._only_counted = False  # and it updated nothing
         self._warned: set[str] = set()
         self._schedule_place: Any = None  # after the last step of the schedule
-        self._allocates_states = parts.device.type == "cuda"  # at the first forward that trains
+        self._allocates_states = device_of(
+            parts.device
+        ).reports_memory  # at the first forward that trains
         self.means = parts.means
         self.gradient_factor = parts.gradient_factor
         parts.sharded.backward_pass.ask(self)
@@ -132,7 +135,9 @@ class TrainingStep(BackwardRules):
         """
         if self._allocates_states:
             self._allocates_states = False
-            torch.cuda.empty_cache()  # what the construction of the model has left
+            device_of(
+                self._parts.device
+            ).empty_cache()  # what the construction of the model has left
             self._parts.updater.allocate_states()
 
     def backward(

@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from .timers import memory_use
+from ...ops.device import device_of
 
 GIB = 2**30
 _REGIONS = ("forward", "backward", "step")
@@ -21,20 +21,14 @@ def memory_line(message: str, device: torch.device) -> str:
     MA is memory in use now, Max_MA its peak since the last call; CA and Max_CA are what torch keeps of the
     device. On a CPU all four are the process's, and peaks are since its start.
     """
-    use = memory_use(device)
-    kept = peak_kept = use.now_bytes
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device)
-        peak_kept = torch.cuda.max_memory_reserved(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        peak_kept = use.peak_bytes
+    use = device_of(device).memory()
+    device_of(device).reset_peak_memory()
     parts = [
         message,
         f"MA {use.now_bytes / GIB:.2f} GB",
         f"Max_MA {use.peak_bytes / GIB:.2f} GB",
-        f"CA {kept / GIB:.2f} GB",
-        f"Max_CA {peak_kept / GIB:.2f} GB",
+        f"CA {use.kept_bytes / GIB:.2f} GB",
+        f"Max_CA {use.peak_kept_bytes / GIB:.2f} GB",
     ]
     used_bytes, total_bytes = host_memory()
     if total_bytes:
@@ -47,16 +41,12 @@ def memory_line(message: str, device: torch.device) -> str:
 
 def memory_text(device: torch.device) -> str:
     """Memory in use, in the form of DeepSpeed's timers."""
-    use = memory_use(device)
-    kept, peak_kept = use.now_bytes, use.peak_bytes
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device)
-        peak_kept = torch.cuda.max_memory_reserved(device)
+    use = device_of(device).memory()
     named = {
         "mem_allocated": use.now_bytes,
         "max_mem_allocated": use.peak_bytes,
-        "cache_allocated": kept,
-        "max_cache_allocated": peak_kept,
+        "cache_allocated": use.kept_bytes,
+        "max_cache_allocated": use.peak_kept_bytes,
     }
     return "".join(f" | {name}: {size / GIB:.4f} GB" for name, size in named.items())
 

@@ -39,13 +39,14 @@ import torch
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import all_gather_json
+from ...ops.device import device_of
+from ...ops.device import versions as device_versions
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ...utils.small_files import open_no_link
 from ...utils.version import __version__
 from ..config.config import Config
 from ..profiling.clock import ProfileClock
-from .timers import memory_use
 
 FILE = "run.jsonl"
 USE_SECONDS = 1.0
@@ -224,13 +225,11 @@ class RunRecord:
     def _start(self, config: Config) -> None:
         versions = {"xds": __version__, "Python": platform.python_version()}
         versions |= {"torch": torch.__version__, "system": platform.platform()}
-        if torch.version.cuda:
-            versions["CUDA"] = torch.version.cuda
+        versions |= device_versions()
         for name in _LIBRARIES:
             if name in sys.modules:
                 versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
-        is_gpu = self._device.type == "cuda"
-        device = torch.cuda.get_device_name(self._device) if is_gpu else self._device.type
+        device = device_of(self._device).name
         self._append(
             kind="start",
             time=time.time(),
@@ -258,7 +257,7 @@ class RunRecord:
             log.warning("report_folder: %s cannot be written any more: %s", FILE, error.strerror)
 
     def _write_use(self) -> None:
-        use, self._used_at = memory_use(self._device), time.time()
+        use, self._used_at = device_of(self._device).memory(), time.time()
         sent: Counter[str] = Counter()
         for group in self._opened:
             sent.update(group.sent_bytes)
@@ -281,7 +280,7 @@ class RunRecord:
             labels = self._labels + [""] * (len(spans) - len(self._labels))
             mine = {
                 "place": self._place,
-                "peak_bytes": memory_use(self._device).peak_bytes,
+                "peak_bytes": device_of(self._device).memory().peak_bytes,
                 "milliseconds": round(1e3 * seconds(self._began, stop), 3),
                 "spans": [
                     [name, label, *(round(1e3 * seconds(self._began, at), 3) for at in (one, two))]

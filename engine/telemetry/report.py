@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
+from ...ops.device import device_of, wide
 from ...zero.model.sharded_model import ShardedModel
 from ..config.config import Config
-from .timers import EVENT_NAMES, Throughput, Timers, breakdown, memory_use, times_line
+from .timers import EVENT_NAMES, Throughput, Timers, breakdown, times_line
 
 if TYPE_CHECKING:
     from ..profiling.profile import Profile
@@ -256,7 +257,7 @@ class StepReport:
             parts.append(self._traffic.text())
         parts += [each.text() for each in self._measured]
         if self._config.memory_breakdown:
-            use = memory_use(engine.device)
+            use = device_of(engine.device).memory()
             parts.append(
                 f"memory {use.now_bytes / MIB:.0f} MiB, peak {use.peak_bytes / MIB:.0f} MiB"
             )
@@ -267,5 +268,5 @@ def _sum_of(losses: Sequence[Tensor]) -> float:
     """The sum of scalars. Waits for the device, once."""
     if not losses:
         return 0.0
-    values: list[float] = torch.stack([loss.reshape(()).double() for loss in losses]).tolist()
+    values: list[float] = torch.stack([wide(loss.reshape(())) for loss in losses]).tolist()
     return sum(values)

@@ -5,16 +5,15 @@ A measurement that is not enabled costs almost nothing.
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
 import torch
+
+from ...ops.device import device_of
 
 Clock = Callable[[], float]
 """Seconds since some fixed moment."""
@@ -27,7 +26,7 @@ _NUM_WARMUP_STEPS = 2  # the first steps allocate, compile and gather for the fi
 
 @final
 class Timers:
-    """Wall-clock time of regions; synchronizes a CUDA device at both ends of each region.
+    """Wall-clock time of regions; synchronizes the device at both ends of each region.
 
     With the synchronization a region's time includes its device work. It slows the step down: computation
     and communication no longer overlap across the edges of a region. The time of a region inside another one is
@@ -65,7 +64,7 @@ class Timers:
 
     def now(self) -> float:
         """The time in seconds, after the device has finished all queued work."""
-        _synchronize(self._device)
+        device_of(self._device).synchronize()
         return self._clock()
 
     def open(self) -> float:
@@ -169,7 +168,7 @@ class Throughput:
         synchronized: bool,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """synchronized: synchronize a CUDA device before reading the clock (once per reading, not per step)."""
+        """synchronized: wait for the device before reading the clock (once per reading, not per step)."""
         self._enabled = enabled
         self._device = device
         self._synchronized = synchronized
@@ -210,42 +209,9 @@ class Throughput:
 
     def _now(self) -> float:
         if self._synchronized:
-            _synchronize(self._device)
+            device_of(self._device).synchronize()
         return self._clock()
-
-
-# ---- memory --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Current and peak bytes in use: of tensors on a CUDA device, or of the process on a CPU."""
-
-    now_bytes: int
-    peak_bytes: int
-
-
-def memory_use(device: torch.device) -> MemoryUse:
-    """Memory that this process uses on `device`."""
-    if device.type == "cuda":
-        return MemoryUse(
-            torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        )
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:  # no /proc: only the peak is known
-        unit_bytes = 1 if sys.platform == "darwin" else 1024
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
-        return MemoryUse(peak_bytes, peak_bytes)
-    # not ru_maxrss: a child process inherits its parent's value
-    kib = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Vm")}
-    return MemoryUse(int(kib["VmRSS"]) * 1024, int(kib["VmHWM"]) * 1024)
 
 
 def _rate(num_samples: int, seconds: float) -> float:
     return num_samples / seconds if seconds > 0 else float("inf")
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ...ops.device import OF_ONE_MACHINE, PREFIXES
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
 from ...utils.small_files import read_small_text
@@ -27,11 +28,9 @@ _PREFIXES = (
         "TORCH_",
         "TORCHINDUCTOR_",
         "PYTORCH_",
-        "CUDA_",
-        "CUBLAS_",
-        "CUDNN_",
         "TRITON_",
     ),
+    *PREFIXES,
     *(
         "OMP_",
         "MKL_",
@@ -41,13 +40,12 @@ _PREFIXES = (
         "TRANSFORMERS_",
         "WANDB_",
         "TOKENIZERS_",
-        "NVIDIA_TF32_",
     ),
 )
 _NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
 # device numbers differ by machine; the others concern this process only, or have been read here already
 _NEVER_FORWARDED = re.compile(
-    "CUDA_VISIBLE_DEVICES|CUDA_MPS_.*|PYTHON(STARTUP|INSPECT|BREAKPOINT|_HISTORY)"
+    rf"{'|'.join(OF_ONE_MACHINE)}|PYTHON(STARTUP|INSPECT|BREAKPOINT|_HISTORY)"
     "|XDS_(SSH|ENV_FILE|RUN_FOLDER|LOG_FOLDER|GRACE_FILE|HEARTBEAT_SECONDS|LAUNCHER_PID|RANK_.*)"
     "|(.*_)?(TOKENS?|(API)?KEYS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_.*)?"
 )

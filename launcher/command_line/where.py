@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final
 
+from ...ops.device import num_devices_of_driver
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ...utils.trust import is_found
@@ -200,7 +201,7 @@ def _named_devices(args: ParsedArgs) -> tuple[int, ...] | None:
     """The GPUs selected by --include or --exclude on this machine; None if neither is given."""
     if not args.has("include", "exclude"):
         return None
-    own = num_gpus()
+    own = num_devices_of_driver()
     if not own and args.has("exclude"):
         raise UsageError(
             f"--exclude = {printable(args.text('exclude'))}: this machine has no known GPU to exclude; set"
@@ -214,14 +215,6 @@ def _named_devices(args: ParsedArgs) -> tuple[int, ...] | None:
     except UsageError as error:
         raise UsageError(f"{error} (without --hostfile, this machine is the only one)") from None
     return None if host.slots == tuple(slots) else host.slots
-
-
-def num_gpus() -> int:
-    """The number of GPUs in the driver's list, without torch; 0 if it is unknown."""
-    try:
-        return len(os.listdir("/proc/driver/nvidia/gpus"))
-    except OSError:
-        return 0
 
 
 def _own_names() -> frozenset[str]:
@@ -281,7 +274,7 @@ def _all_hosts(
 
 def _count_here(args: ParsedArgs) -> int:
     num_ranks = _num_ranks(args)
-    return num_ranks if isinstance(num_ranks, int) else num_gpus() or 2
+    return num_ranks if isinstance(num_ranks, int) else num_devices_of_driver() or 2
 
 
 def _allocated(environ: Mapping[str, str]) -> list[Host]:

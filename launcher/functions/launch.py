@@ -4,7 +4,7 @@
              <-- output, the report of a failure --        |
              <------------- rank0.pickle, rank1.pickle ----+
 
-The ranks are new processes. A fork of this one would share locks that its threads hold, and could not use CUDA
+The ranks are new processes. A fork of this one would share locks that its threads hold, and could not use a GPU
 where this process has.
 """
 

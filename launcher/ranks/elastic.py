@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ...ops.device import num_devices
 from ...utils.errors import UsageError
 from ...utils.sealing import RUN_KEY
 from ..command_line.hosts import numbers
@@ -96,7 +96,7 @@ def count_ranks(job: Job, requested: int | str) -> int:
     Raises:
         UsageError: this machine does not have the GPUs or the backend.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = num_devices()
     if requested == "gpu" and not num_gpus:
         raise UsageError("--nproc-per-node = gpu: no GPU is visible here; set a number, or cpu")
     by_name = {"auto": num_gpus or 2, "gpu": num_gpus, "cpu": num_cores()}

@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO, final
 
+from ...ops.device import show_only
 from ...utils.errors import XdsError
 from ...utils.messages import write_whole
 from ..job import Order
@@ -154,7 +155,7 @@ class _Node:
     def _run(self, order: Order, stop: Stop) -> Outcome:
         os.environ.update(order.environment)
         if order.devices is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order.devices))
+            show_only(order.devices)
         os.chdir(order.folder)
         if self._folder is None:
             run_id = order.rendezvous.run_id.partition(".")[0]

@@ -14,6 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ...ops.device import device_of
 from ..host import HostShard
 from ..interfaces import Blocks, JobHandle, Shard, ShardStore, ToDevice
 from ..job_queues import JobQueues
@@ -72,11 +73,9 @@ class DiskShard(Shard):
 
 def _end_of_copy(device: torch.device) -> Callable[[], object] | None:
     """What returns when the copy that the queue has just started is done; None: it is done."""
-    if device.type != "cuda":
+    if not device_of(device).runs_ahead:
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    synchronize: Callable[[], object] = event.synchronize
+    synchronize: Callable[[], object] = device_of(device).event().synchronize
     return synchronize
 
 

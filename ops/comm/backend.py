@@ -199,7 +199,7 @@ class Backend(ABC):
             tensor.copy_(dense)
 
     def barrier(self) -> None:
-        is_nccl = self.device.type == "cuda" and "nccl" in str(dist.get_backend(self.group))
+        is_nccl = self.device.type != "cpu" and "nccl" in str(dist.get_backend(self.group))
         # without it torch takes the current device, and warns
         ids = [self.device.index or 0] if is_nccl else None
         _or_lost(dist.barrier, self.group, device_ids=ids)

@@ -33,7 +33,7 @@ from .backend import (
     SharedFlat,
 )
 from .handles import DONE, Handle, Lost
-from .message_log import MessageLog, Timed, Traffic, clock_of
+from .message_log import Clock, MessageLog, Timed, Traffic
 
 if TYPE_CHECKING:
     from ..watch.store import Store
@@ -88,7 +88,7 @@ class Collectives:
             return
         engine = backend.member.engine
         self.watch = Watch(self.rank, self.world_size, engine, partial(_store_of, self.group))
-        self.message_log = MessageLog(self.rank, clock_of(self.device))
+        self.message_log = MessageLog(self.rank, Clock(self.device))
         self.watch.name(CONTROL_BUFFER, "norms and flags")
         self.watch.name(ACCESS_BUFFER, "a parameter")
 

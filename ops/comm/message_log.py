@@ -6,20 +6,20 @@
 
 Computation between the start and the wait is part of the latency. So the latency of an overlapped collective
 is an upper bound, and its bandwidth is a lower bound. `waited` is what the collective cost the step. On a
-CUDA device the three moments are events on the current stream, so nothing is synchronized.
+device with streams the three moments are events on the current stream, so nothing is synchronized.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
+
+from ..device import device_of
 
 log = logging.getLogger("xds")
 
@@ -105,52 +105,25 @@ class Traffic:
 
 
 Moment = Any
-"""Seconds of the host, or an event of a device."""
+"""An event of a device."""
 
 
-class Clock(ABC):
-    """Takes moments of one kind, and measures the time between two of them."""
+class Clock:
+    """Takes moments of one device, and measures the time between two of them."""
 
-    @abstractmethod
+    def __init__(self, device: torch.device) -> None:
+        self._device = device_of(device)
+
     def now(self) -> Moment:
         """The current moment."""
+        return self._device.event(timed=True)
 
-    @abstractmethod
     def is_over(self, moment: Moment) -> bool:
         """Whether the device has reached `moment`."""
-
-    @abstractmethod
-    def milliseconds(self, start: Moment, end: Moment) -> float:
-        """The time between two moments. Waits until the device has reached `end`."""
-
-
-@final
-class HostClock(Clock):
-    """Wall-clock time of the host."""
-
-    def now(self) -> Moment:
-        return time.perf_counter()
-
-    def is_over(self, moment: Moment) -> bool:
-        return True
-
-    def milliseconds(self, start: Moment, end: Moment) -> float:
-        return 1e3 * (float(end) - float(start))
-
-
-@final
-class EventClock(Clock):
-    """Events on the current stream of a CUDA device."""
-
-    def now(self) -> Moment:
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def is_over(self, moment: Moment) -> bool:
         return bool(moment.query())
 
     def milliseconds(self, start: Moment, end: Moment) -> float:
+        """The time between two moments. Waits until the device has reached `end`."""
         end.synchronize()
         return float(start.elapsed_time(end))
 
@@ -297,11 +270,6 @@ class MessageLog:
                 log.info("%s", _line(key, milliseconds))
 
 
-def clock_of(device: torch.device) -> Clock:
-    """The clock for collectives of tensors on `device`."""
-    return EventClock() if device.type == "cuda" else HostClock()
-
-
 def _canonical(operations: Sequence[str]) -> set[str]:
     return {ALIASES.get(name, name) for name in operations}
 
@@ -375,8 +343,6 @@ __all__ = [
     "ALIASES",
     "OPERATIONS",
     "Clock",
-    "EventClock",
-    "HostClock",
     "Key",
     "LogOptions",
     "MessageLog",
@@ -385,7 +351,6 @@ __all__ = [
     "Traffic",
     "binary_size",
     "bus_factor",
-    "clock_of",
     "gbps",
     "trimmed_mean",
 ]

@@ -4,7 +4,7 @@ one rank               SingleRank
 gloo, CPU, one machine SharedMemoryBackend    where its ranks can map each other's memory
 gloo, CPU, machines    MachinesBackend        where one of them has several ranks
 gloo, CPU              GlooBackend
-gloo, CUDA             StagedGlooBackend      several ranks on one GPU
+gloo, another device   StagedGlooBackend      several ranks on one GPU; devices without a backend
 else                   NcclBackend
 """
 
@@ -15,6 +15,7 @@ import logging
 import torch
 import torch.distributed as dist
 
+from ..device import device_of
 from ..watch.watch import Probe
 from .backend import Member, SingleRank, state_of
 from .collectives import Collectives, PartOf, timeout_of
@@ -73,7 +74,7 @@ def member_of(
 def open_nccl(member: Member, part_of: PartOf | None = None) -> Collectives:
     """The collectives of torch's own backend, e.g. NCCL."""
     collectives = Collectives(NcclBackend(member), part_of)
-    if member.device.type == "cuda":  # waits return before the work is done
+    if device_of(member.device).has_streams:  # waits return before the work is done
         collectives.watch.probe = Probe(member.device)
     return collectives
 

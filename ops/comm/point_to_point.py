@@ -22,6 +22,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ..device import device_of
 from ..flat import sum_in_order
 from ..pool import BufferPool
 from .backend import ACCESS_BUFFER, ACTIVATION_BUFFER, Backend, Bounds, Member, state_of
@@ -338,15 +339,14 @@ class StagedGlooBackend(PointToPointBackend):
             key: _on_host(tensor).copy_(tensor, non_blocking=True)
             for key, tensor in sources.items()
         }
-        started = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        started.record(torch.cuda.current_stream(self.device))
+        started = device_of(self.device).event()
         if copies:
             started.synchronize()  # gloo's thread reads the copies at once
 
         @torch.no_grad()
         def arrive() -> None:
             # the stream of the start may still use the targets
-            torch.cuda.current_stream(self.device).wait_event(started)
+            started.wait()
             for (_, target), (_, host) in zip(receives, arriving, strict=True):
                 target.copy_(host, non_blocking=True)
             if finish is not None:

@@ -1,6 +1,6 @@
 """Defines ops: each has a schema and a plain torch reference; a native library can register a kernel for it.
 
-    torch.ops.xds.adam_(...) --CPU, CUDA--> the kernel of a loaded library (libraries.py), if there is one
+    torch.ops.xds.adam_(...) --CPU, GPU---> the kernel of a loaded library (libraries.py), if there is one
                              --else-------> the reference, with the same signature and the same values
 
 So an op always works, `torch.compile` treats it as one node, and defining it builds nothing.

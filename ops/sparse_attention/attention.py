@@ -135,7 +135,7 @@ def chosen(way: Way, q: Tensor, dropout: float) -> Way:
         raise UsageError(f"sparse attention: dropout = {dropout!r}: must be at least 0 and below 1")
     if way != "auto":
         return way
-    if q.is_cuda:
+    if q.device.type != "cpu":
         return "dense" if dropout else "flex"
     return "blocks"
 

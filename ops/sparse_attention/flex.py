@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..device import device_of
+
 TILE = 128  # FlexAttention's own block: smaller ones of a layout are looked up in it
 REMEMBERED = 32
 
@@ -28,7 +30,7 @@ def flex(  # noqa: PLR0913 (what attention has)
     small = (layout != 0).to(torch.uint8).contiguous()
     key = small.numpy().tobytes(), tuple(small.shape), block, is_causal, q.shape[2], str(q.device)
     mask = _mask(*key) if padding is None else _masked(_mask(*key), padding)
-    attend = _compiled() if q.is_cuda else flex_attention
+    attend = _compiled() if device_of(q.device).has_streams else flex_attention
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
     return out

@@ -87,9 +87,10 @@ class Probe:
     def _record(self) -> Any:
         import torch
 
-        with torch.cuda.device(self._device):
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.default_stream(self._device))
+        from ..device import accelerator_of
+
+        event = torch.Event(self._device)
+        event.record(accelerator_of(self._device).default_stream())
         return event
 
 

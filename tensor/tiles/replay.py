@@ -8,7 +8,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import get_device_states, set_device_states
+
+from ...ops.device import generators
 
 
 @final
@@ -28,9 +29,8 @@ class ReplayState:
             for kind in kinds
             if torch.amp.is_autocast_available(kind)
         ]
-        self._device_type = next((kind for kind in kinds if kind not in ("cpu", "meta")), "cuda")
-        self._cpu_state = torch.get_rng_state()
-        self._devices, self._states = get_device_states(*found)
+        every = generators(*{tensor.device for tensor in found})
+        self._states = [(generator, generator.get_state()) for generator in every]
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -50,14 +50,18 @@ class ReplayState:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Autocast and random numbers as they were. The generators' present states come back at the end."""
-        with (
-            torch.random.fork_rng(self._devices, device_type=self._device_type),
-            self.autocast(),
-        ):
-            torch.set_rng_state(self._cpu_state)
-            if self._devices:
-                set_device_states(self._devices, self._states, device_type=self._device_type)
-            yield
+        present = [(generator, generator.get_state()) for generator, _ in self._states]
+        try:
+            _set(self._states)
+            with self.autocast():
+                yield
+        finally:
+            _set(present)
+
+
+def _set(states: Iterable[tuple[torch.Generator, Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 __all__ = ["ReplayState"]

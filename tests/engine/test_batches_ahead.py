@@ -6,10 +6,10 @@ import dataclasses
 import gc
 import weakref
 from collections import UserDict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import MappingProxyType
+from contextlib import AbstractContextManager
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -89,29 +89,32 @@ def test_inputs_in_16_bits_keep_the_scripts_objects() -> None:
 
 
 class Streams:
-    """Stands in for torch.cuda and writes down what happens."""
+    """Stands in for torch.accelerator and writes down what happens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
-        monkeypatch.setattr(torch.cuda, "stream", self._on)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch, "Stream", self._side)
+        monkeypatch.setattr(batches, "accelerator_of", lambda device: self)
         monkeypatch.setattr(
             Tensor, "record_stream", lambda tensor, stream: self.seen.append("record")
         )
 
-    @contextmanager
-    def _on(self, stream: str) -> Iterator[None]:
-        self.seen.append(f"copies on {stream}")
-        yield
-        self.seen.append("end")
+    def _side(self, device: torch.device) -> AbstractContextManager[None]:
+        side = MagicMock()
+        side.__enter__.side_effect = lambda: self.seen.append("copies on side")
+        side.__exit__.side_effect = lambda *_: self.seen.append("end")
+        return side
 
-    def wait_stream(self, stream: str) -> None:
-        self.seen.append(f"computation waits for {stream}")
+    def current_stream(self) -> Streams:
+        return self
+
+    def wait_stream(self, stream: Any) -> None:
+        self.seen.append("computation waits for side")
 
 
 def marks_instead_of_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    card = SimpleNamespace(pins_memory=True)
+    monkeypatch.setattr(loaders, "present", lambda: card)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor.clone())
 
 

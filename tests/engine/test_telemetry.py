@@ -22,8 +22,9 @@ import xds.deepspeed as deepspeed
 from xds import UsageError
 from xds.engine.telemetry.comms import _least_waits, _straggler, _times
 from xds.engine.telemetry.monitor import Monitor, build_monitor
-from xds.engine.telemetry.timers import Rates, Throughput, Timers, breakdown, memory_use
+from xds.engine.telemetry.timers import Rates, Throughput, Timers, breakdown
 from xds.ops.comm.message_log import Key, Row, bus_factor
+from xds.ops.device import device_of
 
 CPU = torch.device("cpu")
 
@@ -104,10 +105,10 @@ def test_throughput_between_readings() -> None:
 
 
 def test_memory_of_the_process() -> None:
-    before = memory_use(CPU)
+    before = device_of(CPU).memory()
     block = mmap.mmap(-1, 64 * 2**20)  # malloc might give what it kept of earlier tests
     block.write(bytes(64 * 2**20))
-    during = memory_use(CPU)
+    during = device_of(CPU).memory()
     block.close()
     assert 0 < before.now_bytes <= before.peak_bytes
     assert during.peak_bytes >= during.now_bytes >= before.now_bytes + 32 * 2**20

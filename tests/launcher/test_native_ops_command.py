@@ -12,7 +12,7 @@ import pytest
 from xds.launcher.cli import main as xds_main
 from xds.launcher.native_ops import main
 from xds.ops import libraries
-from xds.ops.build import build, build_cache
+from xds.ops.build import build, build_cache, gpu
 from xds.ops.build import compilers as build_compilers
 from xds.ops.build.build import Library
 
@@ -29,7 +29,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     both = (tiny.library(folder), Library("tiny_cuda", "cuda", (), root=folder))
     monkeypatch.setattr(libraries, "LIBRARIES", {one.name: one for one in both})
     for_cpu = build_compilers.Torch(Path(), Path(), "2.13.0+cpu", "", "")
-    monkeypatch.setattr(libraries, "find_torch", lambda: for_cpu)
+    monkeypatch.setattr(gpu, "find_torch", lambda: for_cpu)
     return folder
 
 

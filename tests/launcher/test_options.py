@@ -227,7 +227,7 @@ def test_the_own_flags_reach_the_job():
 
 
 def test_devices_of_this_machine_by_number(monkeypatch):
-    monkeypatch.setattr(place, "num_gpus", lambda: 4)
+    monkeypatch.setattr(place, "num_devices_of_driver", lambda: 4)
     found = where("--include localhost:1,3")
     assert (found.devices, found.job.num_ranks) == ((1, 3), 2)
     assert where(f"--exclude {HERE}:0").devices == (1, 2, 3)
@@ -236,7 +236,7 @@ def test_devices_of_this_machine_by_number(monkeypatch):
         where("--include localhost:4")
     with pytest.raises(UsageError, match="unknown host 'worker-1'.*this machine is the only one"):
         where("--include worker-1")
-    monkeypatch.setattr(place, "num_gpus", lambda: 0)
+    monkeypatch.setattr(place, "num_devices_of_driver", lambda: 0)
     assert where("--include localhost:0,5").devices == (0, 5)
     with pytest.raises(UsageError, match="has no known GPU to exclude"):
         where("--exclude localhost:0")

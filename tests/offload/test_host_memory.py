@@ -23,6 +23,7 @@ from xds.offload import pinned
 from xds.offload.host_pool import HostPool
 from xds.offload.pinned import PageableWarning, host_memory
 from xds.offload.slot_pool import SlotPool
+from xds.ops.device import KINDS, Accelerator, present
 from xds.utils.errors import UsageError, XdsError
 
 
@@ -81,9 +82,9 @@ def mappings(monkeypatch):
 @pytest.fixture
 def cudart(monkeypatch, mappings):
     runtime = Cudart(mappings)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    card = Accelerator(torch.device("cuda", 3), KINDS["cuda"])
+    monkeypatch.setattr(pinned, "present", lambda: card)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", runtime.device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: runtime.record("synchronize"))
     pinned._failures.cache_clear()
@@ -197,7 +198,7 @@ def test_a_device_copies_from_and_to_pinned_memory_and_a_failure_leaves_it_usabl
     assert torch.equal(back, memory)
     pinned._failures.cache_clear()
     with pytest.warns(PageableWarning, match="cannot pin 3.00 MB"):  # it is registered already
-        assert not pinned._register(memory.data_ptr(), 3_000_001)
+        assert not pinned._is_registered(present(), memory.data_ptr(), 3_000_001)
     assert torch.arange(10, device="cuda").sum().item() == 45
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from xds.ops import libraries
-from xds.ops.build import build, build_cache
+from xds.ops.build import build, build_cache, gpu
 from xds.ops.build import compilers as build_compilers
 from xds.ops.build.build import Library, Source
 from xds.ops.libraries import LIBRARIES, LoadedLibraries, NativeOpsWarning
@@ -437,24 +437,24 @@ def nvcc_of(version: str) -> build_compilers.Compiler:
 def test_a_cuda_library_needs_a_torch_and_an_nvcc_of_one_cuda_and_code_for_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(libraries, "find_nvcc", lambda kept: nvcc_of("13.0"))
+    monkeypatch.setattr(gpu, "find_nvcc", lambda kept: nvcc_of("13.0"))
     for built_for, complaint in (
         ("", "without CUDA"),
         ("12.8", "CUDA 12.8, but nvcc is of CUDA 13.0; set CUDA_HOME"),
         ("13.1", ""),
     ):
         built = dataclasses.replace(build_compilers.find_torch(), cuda=built_for)
-        monkeypatch.setattr(libraries, "find_torch", lambda built=built: built)
+        monkeypatch.setattr(gpu, "find_torch", lambda built=built: built)
         with pytest.raises(BuildError, match=complaint) if complaint else nullcontext():
             libraries.check(LIBRARIES["cuda_optimizers"])
-    monkeypatch.setattr(libraries, "find_nvcc", lambda kept: nvcc_of("12.1"))
+    monkeypatch.setattr(gpu, "find_nvcc", lambda kept: nvcc_of("12.1"))
     monkeypatch.delenv(build_compilers.ARCHS_VARIABLE, raising=False)
     for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):  # code of its generation, or older PTX
         assert build_compilers.runs_on(["80", "90"], capability)
-        libraries._check_gpu(*capability)
+        gpu.check_card(capability)
     assert not build_compilers.runs_on(["80", "90"], (7, 0))
     with pytest.raises(BuildError, match=r"this GPU \(sm_70\), only for sm_80, sm_90; set XDS_"):
-        libraries._check_gpu(7, 0)
+        gpu.check_card((7, 0))
 
 
 def test_architectures_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ class HostCopies:
     """Host copies of device storages."""
 
     def __init__(self, *, pin_memory: bool) -> None:
-        self._pin = pin_memory and torch.cuda.is_available()
+        self._pin = pin_memory
         self._moved: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     @property

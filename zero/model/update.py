@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...offload.interfaces import JobHandle, OptimizerStates
+from ...ops.device import device_of
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World
 from ...utils.errors import UsageError, XdsError
@@ -152,8 +153,10 @@ class Updater:
         if optimizer is None or self.stores.host is not None:
             return False
         device = self.world.collectives.device
+        place = device_of(device)
         return (
-            device.type == "cuda"
+            place.has_streams
+            and place.has_fp64  # the table of norms
             and optimizer.is_elementwise
             and not any(
                 master.sends_differences or master.crosses_device for master in self.masters

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ....ops.device import device_of
 from ....ops.weights.tensor_table import make_header
 from .storage import ALIGN_BYTES, NewFile, storage_of
 
@@ -113,8 +114,8 @@ def copy_image(entries: Sequence[TensorEntry], memory: Tensor) -> None:
         target = memory[offset : offset + entry.size_bytes].view(entry.tensor.dtype)
         target.copy_(entry.values, non_blocking=True)
         offset += entry.size_bytes
-    if any(entry.tensor.is_cuda for entry in ordered):
-        torch.cuda.current_stream().synchronize()
+    for device in {entry.tensor.device for entry in ordered}:
+        device_of(device).event().synchronize()
 
 
 def write_image(path: Path, memory: Tensor, on_written: Callable[[int], None]) -> Sums:

@@ -11,27 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....ops.device import CHOICE, KINDS, device_of, device_type, kind_of, process_memory
 from ....utils.errors import UsageError
-from ...telemetry.timers import memory_use
 from ..errors import raises_theirs
 
 
 class _Device:
-    """What both types of device have.
-
-    _name: the device type of torch. _communication_backend_name: the backend of its process groups.
-    """
+    """What all types of device have. _name: the device type of torch."""
 
     _name = ""
-    _communication_backend_name = "gloo"
 
     def is_synchronized_device(self) -> bool:
         """Whether an operation has ended when its call returns."""
         return False
 
     def communication_backend_name(self) -> str:
-        """The backend for `init_distributed`: "nccl" or "gloo"."""
-        return self._communication_backend_name
+        """The backend for `init_distributed`, such as "nccl" or "gloo"."""
+        return kind_of(self._name).backend
+
+    def visible_devices_envs(self) -> list[str]:
+        """The variables with the numbers of the devices that a process sees."""
+        return [variable] if (variable := kind_of(self._name).visible) else []
+
+    def set_visible_devices_envs(self, current_env: Any, local_accelerator_ids: Any) -> None:
+        """Set them in an environment."""
+        for variable in self.visible_devices_envs():
+            current_env[variable] = ",".join(map(str, local_accelerator_ids))
 
     def is_bf16_supported(self) -> bool:
         return True
@@ -88,11 +93,11 @@ def _nothing(*_: object) -> None:
 
 
 def _used_bytes(*_: object) -> int:
-    return memory_use(torch.device("cpu")).now_bytes
+    return process_memory().now_bytes
 
 
 def _most_bytes(*_: object) -> int:
-    return memory_use(torch.device("cpu")).peak_bytes
+    return process_memory().peak_bytes
 
 
 # functions of torch.cuda that torch.cpu does not have
@@ -203,47 +208,59 @@ _DTYPES = {
 }
 
 
-class CUDA_Accelerator(_Device):
-    """NVIDIA's and AMD's GPUs. Names that are not here are those of torch.cuda."""
+class _Accelerator(_Device):
+    """A device of torch.accelerator. Names that are not here are those of its module, such as torch.cuda."""
 
-    _name = "cuda"
-    _communication_backend_name = "nccl"
+    def __init__(self) -> None:
+        self._module: Any = torch.get_device_module(self._name)
 
     def device_name(self, device_index: int | None = None) -> str:
-        return "cuda" if device_index is None else f"cuda:{device_index}"
+        return self._name if device_index is None else f"{self._name}:{device_index}"
 
     def current_device(self) -> int:
-        return torch.cuda.current_device()
+        return int(getattr(self._module, "current_device", int)())
 
     def current_device_name(self) -> str:
-        return f"cuda:{torch.cuda.current_device()}"
+        return f"{self._name}:{self.current_device()}"
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        return torch.cuda.device(device_index)
+        context: AbstractContextManager[Any] = self._module.device(device_index)
+        return context
 
     def device_count(self) -> int:
-        return torch.cuda.device_count()
+        return int(self._module.device_count())
 
     def is_available(self) -> bool:
-        return torch.cuda.is_available()
+        return bool(self._module.is_available())
 
     def total_memory(self, device_index: int | None = None) -> int:
-        return int(torch.cuda.get_device_properties(device_index or 0).total_memory)
+        return int(self._module.get_device_properties(device_index or 0).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        return torch.cuda.mem_get_info(device_index)[0]
+        return int(self._module.mem_get_info(device_index)[0])
 
     def is_bf16_supported(self) -> bool:
-        return bool(torch.cuda.is_bf16_supported())
+        return bool(getattr(self._module, "is_bf16_supported", lambda: True)())
+
+    def pin_memory(self, tensor: Tensor, **unused: Any) -> Tensor:
+        return tensor.pin_memory() if kind_of(self._name).pins_memory else tensor
+
+    def default_generator(self, device_index: int = 0) -> torch.Generator:
+        return device_of(torch.device(self._name, device_index)).generator
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TENSORS:
+            return partial(torch.tensor, dtype=_DTYPES[name], device=self._name)
+        return other_name(_OLD_NAMES.get(name, name), self._module)
+
+
+class CUDA_Accelerator(_Accelerator):
+    """NVIDIA's and AMD's GPUs."""
+
+    _name = "cuda"
 
     def is_triton_supported(self) -> bool:
         return torch.cuda.get_device_capability() >= (8, 0)
-
-    def pin_memory(self, tensor: Tensor, **unused: Any) -> Tensor:
-        return tensor.pin_memory()
-
-    def default_generator(self, device_index: int = 0) -> torch.Generator:
-        return torch.cuda.default_generators[device_index]
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
         return torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
@@ -251,26 +268,65 @@ class CUDA_Accelerator(_Device):
     def range_pop(self, domain: str | None = None) -> Any:
         return torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
-    def __getattr__(self, name: str) -> Any:
-        if name in TENSORS:
-            return partial(torch.tensor, dtype=_DTYPES[name], device="cuda")
-        return other_name(_OLD_NAMES.get(name, name), torch.cuda)
+
+class XPU_Accelerator(_Accelerator):
+    """Intel's GPUs."""
+
+    _name = "xpu"
 
 
-SUPPORTED = ("cuda", "cpu")
+class NPU_Accelerator(_Accelerator):
+    """Ascend's NPUs, by torch_npu."""
+
+    _name = "npu"
+
+
+class MPS_Accelerator(_Accelerator):
+    """Apple's GPUs."""
+
+    _name = "mps"
+
+
+class HPU_Accelerator(_Accelerator):
+    """Gaudi, by habana_frameworks."""
+
+    _name = "hpu"
+
+
+class MLU_Accelerator(_Accelerator):
+    """Cambricon's MLUs, by torch_mlu."""
+
+    _name = "mlu"
+
+
+_CLASSES: dict[str, type[_Device]] = {
+    "cpu": CPU_Accelerator,
+    "cuda": CUDA_Accelerator,
+    "rocm": CUDA_Accelerator,
+    "xpu": XPU_Accelerator,
+    "npu": NPU_Accelerator,
+    "mps": MPS_Accelerator,
+    "hpu": HPU_Accelerator,
+    "mlu": MLU_Accelerator,
+}
 
 
 @raises_theirs
 @cache
 def get_accelerator() -> Any:
-    """That of the variable DS_ACCELERATOR; else CUDA where there is a GPU, and the CPU where there is none.
+    """That of the variable DS_ACCELERATOR; else of torch's accelerator, and the CPU where there is none.
 
     Raises:
-        UsageError: DS_ACCELERATOR names a device that xds does not train on.
+        UsageError: DS_ACCELERATOR names a device that this torch does not know.
     """
-    name = os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in SUPPORTED:
+    name = os.environ.get(CHOICE) or device_type()
+    if name not in _CLASSES:
         raise UsageError(
-            f"DS_ACCELERATOR = {name!r}: xds trains on {' and '.join(SUPPORTED)}; unset it"
+            f"{CHOICE} = {name!r}: must be one of {', '.join(_CLASSES)}; correct it, or unset it"
         )
-    return CUDA_Accelerator() if name == "cuda" else CPU_Accelerator()
+    kind = _CLASSES[name]
+    if not hasattr(torch, kind._name):
+        raise UsageError(
+            f"{CHOICE} = {name!r}: this torch has no such device; install {KINDS[name].package}, or unset it"
+        )
+    return kind()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ....ops.device import present
 from ....utils.errors import UsageError
 from ....utils.module_buffers import Buffers, modules_of
 from ...config.text import read_source
@@ -120,21 +121,15 @@ def reseed_model_parallel(seed: int, rank: int) -> None:
 
 
 def _state() -> Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+    return present().generator.get_state()
 
 
 def _set_state(state: Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+    present().generator.set_state(state)
 
 
 def _seed(seed: int) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    present().generator.manual_seed(seed)
 
 
 # argument of configure -> key of the config's section activation_checkpointing

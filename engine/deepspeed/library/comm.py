@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ....ops.device import device_of
 from ....utils.errors import UsageError
 from ...process.foreign_launcher import fill
 from ...process.process import join, local_rank, pick_device, start_group
@@ -53,7 +54,7 @@ def init_distributed(  # noqa: PLR0913 (DeepSpeed's arguments)
             "torch.distributed.init_process_group first, or leave dist_init_required out"
         )
     device = pick_device()
-    usual = "nccl" if device.type == "cuda" else "gloo"
+    usual = device_of(device).backend
     is_usual = dist_backend in (None, usual) and timeout is None
     if is_usual and init_method is None and rank < 0:
         join(device)
@@ -70,10 +71,11 @@ def init_distributed(  # noqa: PLR0913 (DeepSpeed's arguments)
 
 
 def _check_backend(backend: str, device: torch.device) -> None:
-    if backend == "nccl" and device.type != "cuda":
+    own = device_of(device).backend
+    if backend == "nccl" and own != "nccl":
         raise UsageError(
             'dist_backend = "nccl" needs a GPU, and this machine has none: leave dist_backend out, or use '
-            'get_accelerator().communication_backend_name(), which is "gloo" here'
+            f'get_accelerator().communication_backend_name(), which is "{own}" here'
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.data import DataLoader as DeepSpeedDataLoader
 
+from ....ops.device import device_type
 from ....ops.torch_internals import tree_map
 from ....utils.errors import UsageError
 from ....utils.version import __version__
@@ -35,7 +36,7 @@ Group = dict[str, Any]
 
 git_hash = git_branch = "unknown"
 installed_ops = dict.fromkeys(COMPATIBLE_OPS, False)  # none of DeepSpeed's libraries is installed
-accelerator_name = "cuda" if torch.cuda.is_available() else "cpu"
+accelerator_name = device_type()
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,

@@ -11,11 +11,12 @@ from typing import Any, final
 
 import torch
 
-from ....ops.comm.message_log import Clock, HostClock, clock_of
+from ....ops.comm.message_log import Clock
+from ....ops.device import device_of
 from ....utils.errors import UsageError
 from ...process.process import pick_device
 from ...telemetry.memory import memory_text
-from ...telemetry.timers import memory_use, times_line
+from ...telemetry.timers import times_line
 from ..errors import in_their_form
 from .log import log_dist, logger
 
@@ -41,7 +42,7 @@ class NamedTimer:
         self.name_ = name
         self.started_ = False
         self.elapsed_records: list[float] | None = None
-        self._clock = clock or HostClock()
+        self._clock = clock or Clock(torch.device("cpu"))
         self._start: Any = None
         self._spans: list[Callable[[], float]] = []
 
@@ -88,7 +89,7 @@ class SynchronizedWallClockTimer:
 
     def __init__(self) -> None:
         self.timers: dict[str, NamedTimer] = {}
-        self._clock = clock_of(pick_device())
+        self._clock = Clock(pick_device())
 
     def get_timers(self) -> dict[str, NamedTimer]:
         """The timers so far, by name."""
@@ -218,12 +219,12 @@ class ThroughputTimer:
         return self.global_step_count % self.steps_per_output == 0
 
     def _now(self) -> float:
-        if self.config.synchronized and torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self.config.synchronized:
+            device_of(pick_device()).synchronize()
         return time.perf_counter()
 
     def _line(self) -> str:
-        use = memory_use(pick_device())
+        use = device_of(pick_device()).memory()
         speed = self.batch_size / (self.step_elapsed_time + TIME_EPSILON)
         return (
             f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from ....ops.device import device_of
 from ....utils.errors import UsageError
 from ....zero.core.owners import find_owner
 from ...data.loaders import build_loader
@@ -214,8 +215,7 @@ class EngineAdapter(Values, Checkpoints, AsModule):
 
     def empty_partition_cache(self) -> None:
         """Return unused memory to the device. Units are released after each use in any case."""
-        if self._engine.device.type == "cuda":
-            torch.cuda.empty_cache()
+        device_of(self._engine.device).empty_cache()
 
     # -- queries that need more than one config key -------------------------------------------------------
 
@@ -330,7 +330,7 @@ class EngineAdapter(Values, Checkpoints, AsModule):
                 collate_fn=collate,
                 drop_last=drop_last,
                 num_workers=workers,
-                pin_memory=pin_memory and self._engine.device.type == "cuda",
+                pin_memory=pin_memory and device_of(self._engine.device).pins_memory,
             )
         return build_loader(
             dataset,

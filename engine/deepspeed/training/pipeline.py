@@ -11,12 +11,12 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor
 
+from ....ops.device import device_of
 from ....pipe import module
 from ....utils.arguments import wrong
 from ....utils.errors import UsageError
 from ...config.batch import mesh_of
 from ...engine import Engine
-from ...telemetry.timers import memory_use
 from ..errors import raises_theirs
 from ..library.log import log_dist
 from ..missing import placeholder
@@ -170,7 +170,7 @@ class PipelineEngine(EngineAdapter):
 
     def mem_status(self, msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
         """Log the memory that rank `print_rank` uses; -1: every rank. The peak is not reset."""
-        use = memory_use(self._engine.device)
+        use = device_of(self._engine.device).memory()
         text = f"{msg}: {use.now_bytes / GIB:.2f} GiB, peak {use.peak_bytes / GIB:.2f}"
         log_dist(text, ranks=[print_rank])
 
