@@ -233,6 +233,23 @@ def test_no_message_depends_on_what_differs_between_ranks():
     assert asking == set(ASK)
 
 
+# Names that DeepSpeed's config and torch have given; and where that kind of device is the subject.
+FIXED = re.compile("enable_cuda_graph|cuda_aware|use_cuda_events|cuda_visible_devices|cudagraphs")
+OF_THAT_DEVICE = ("ops/device.py", "ops/build/", "engine/deepspeed/")
+MOST_LINES = 10  # the format of a checkpoint, a name of a tensor's attribute, texts for people
+
+
+def test_only_the_device_file_knows_one_kind_of_device():
+    files = [file for file in package_files() if not file.as_posix().startswith(OF_THAT_DEVICE)]
+    lines = [
+        f"{file}:{number}: {line}"
+        for file in files
+        for number, line in enumerate((ROOT / file).read_text().splitlines(), 1)
+        if "cuda" in FIXED.sub("", line).lower()
+    ]
+    assert len(lines) <= MOST_LINES, "ask ops/device.py instead:\n" + "\n".join(lines)
+
+
 CHOICES = Path("engine/initialize.py")
 ITSELF_A_FEATURE = Path("engine/steps/pipeline_loop.py")
 FOR_ANY_TRAINING = {"xds.engine.data.loaders"}

@@ -139,7 +139,7 @@ class Compile(Section):
 
 
 def _records_graphs(backend: str, arguments: Mapping[str, Any]) -> tuple[str, object] | None:
-    """The key, with its value, that makes a GPU record CUDA graphs."""
+    """The key, with its value, that makes a GPU record graphs."""
     if backend == "cudagraphs":
         return "backend", backend
     if arguments.get("mode") in _GRAPH_MODES:

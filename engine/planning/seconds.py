@@ -316,7 +316,7 @@ class Walk:
         self._seen = plan.observed[rank.share.tensors[0]]
         self._numbers = {**plan.block_numbers, OUTSIDE: BEFORE}
         self._gathers_inside = gathers_inside
-        self._is_cuda = timer.machine.device == "cuda"
+        self._runs_ahead = timer.machine.device != "cpu"
         self._launch = timer.machine.launch.value
         self._launched = self._link_free = self._host_free = self._copied = 0.0
         self._backward_seconds = 0.0
@@ -359,7 +359,7 @@ class Walk:
             self.exposed[PIPELINE] += shown
             self.sent[PIPELINE] += shown
             self.parts[BUBBLE] -= shown
-        beside = self._backward_seconds if self._is_cuda else 0.0
+        beside = self._backward_seconds if self._runs_ahead else 0.0
         self._spend(OFFLOAD, max(self._copied - beside, 0.0))
         self._spend(UPDATE, max(self._host_free - self.now, 0.0))
 
@@ -371,7 +371,7 @@ class Walk:
         for part, seconds in work.parts.items():
             self._spend(part, seconds * share)
         launched = work.launches * self._launch * share
-        if self._is_cuda:
+        if self._runs_ahead:
             self._launched += launched
             launched = max(self._launched - self.now, 0.0)
         self._spend(HOST, launched)
@@ -405,7 +405,9 @@ class Walk:
         self._launched = max(self._launched, self.now)  # the host has read the norm
         if not update.is_on_host:
             rate = (
-                machine.update.value if not self._is_cuda else machine.memory.at(update.size_bytes)
+                machine.update.value
+                if not self._runs_ahead
+                else machine.memory.at(update.size_bytes)
             )
             if machine.device_update is not None:
                 rate = machine.device_update.value
@@ -421,7 +423,7 @@ class Walk:
             self._spend(OFFLOAD, copied)
 
     def _copy_seconds(self, size_bytes: int, key: str) -> float:
-        if self._is_cuda or getattr(self._machine, key) is not None:
+        if self._runs_ahead or getattr(self._machine, key) is not None:
             return size_bytes / self._machine.number(key).value
         return 2 * size_bytes / self._machine.memory.at(2 * size_bytes)
 

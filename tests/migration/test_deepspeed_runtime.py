@@ -26,6 +26,9 @@ import xds.deepspeed as deepspeed
 from xds.deepspeed import checkpointing
 from xds.deepspeed.accelerator import get_accelerator
 from xds.deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from xds.deepspeed.accelerator.mps_accelerator import MPS_Accelerator
+from xds.deepspeed.accelerator.npu_accelerator import NPU_Accelerator
+from xds.deepspeed.accelerator.xpu_accelerator import XPU_Accelerator
 from xds.deepspeed.runtime import lr_schedules
 from xds.deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 from xds.deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
@@ -160,13 +163,32 @@ def test_devices_of_a_cpu_are_its_ranks_and_others_are_refused(on_cpu: pytest.Mo
     for variable, count in (("LOCAL_WORLD_SIZE", 3), ("LOCAL_SIZE", 4)):
         on_cpu.setenv(variable, str(count))
         assert get_accelerator().device_count() == count
-    for name in ("xpu", "cuda"):
+    on_cpu.setattr(torch, "npu", SimpleNamespace(device_count=lambda: 3), raising=False)
+    for name, kind, backend, variables in (
+        ("cuda", CUDA_Accelerator, "nccl", ["CUDA_VISIBLE_DEVICES"]),
+        ("xpu", XPU_Accelerator, "xccl", ["ZE_AFFINITY_MASK"]),
+        ("npu", NPU_Accelerator, "hccl", ["ASCEND_RT_VISIBLE_DEVICES"]),
+        ("mps", MPS_Accelerator, "gloo", []),
+    ):
         on_cpu.setenv("DS_ACCELERATOR", name)
         get_accelerator.__wrapped__.cache_clear()
-        if name == "cuda":
-            assert isinstance(get_accelerator(), CUDA_Accelerator)
-            continue
-        said = "DS_ACCELERATOR = 'xpu': xds trains on cuda and cpu; unset"
+        found = get_accelerator()
+        assert type(found) is kind and found.device_name(1) == f"{name}:1"
+        assert found.communication_backend_name() == backend
+        environment: dict[str, str] = {}
+        found.set_visible_devices_envs(environment, [2, 5])
+        assert environment == dict.fromkeys(variables, "2,5") and found.device_count() == 3 * (
+            name == "npu"
+        )
+    for name, said in (
+        (
+            "mlu",
+            "DS_ACCELERATOR = 'mlu': this torch has no such device; install torch_mlu, or unset",
+        ),
+        ("tpu", "DS_ACCELERATOR = 'tpu': must be one of cpu, cuda, rocm, xpu, npu, mps, hpu, mlu;"),
+    ):
+        on_cpu.setenv("DS_ACCELERATOR", name)
+        get_accelerator.__wrapped__.cache_clear()
         with pytest.raises(ValueError, match=said):
             get_accelerator()
 

@@ -212,7 +212,7 @@ class _Accelerator(_Device):
     """A device of torch.accelerator. Names that are not here are those of its module, such as torch.cuda."""
 
     def __init__(self) -> None:
-        self._module: Any = torch.get_device_module(self._name)
+        self._module: Any = getattr(torch, self._name)
 
     def device_name(self, device_index: int | None = None) -> str:
         return self._name if device_index is None else f"{self._name}:{device_index}"
