@@ -127,12 +127,11 @@ class Bench:
         self._link = _LINK_BYTES / self._seconds(call)
         return self._link
 
-    def rows(self) -> Iterator[BenchRow]:
+    def rows(self, ways: Sequence[str] = ("xds", "torch")) -> Iterator[BenchRow]:
         """Yield a row for each op, way and size. Raises XdsError if a result is wrong."""
         size = self._where.world_size
         for op in [op for op in self._plan.ops if size > 1 or op != "send_recv"]:
-            ways = ("xds", "torch") if op != "broadcast" else ("xds",)  # which is the backend's own
-            for by in ways:
+            for by in ways if op != "broadcast" else ways[:1]:  # which is the backend's own
                 asked = self._plan.min_bytes
                 while True:
                     numel = max(1, asked // (size * self._dtype.itemsize)) * size
@@ -140,6 +139,33 @@ class Bench:
                     if asked >= self._max_bytes:
                         break
                     asked = min(asked * _FACTOR, self._max_bytes)
+
+    def overlap(self, op: str) -> float:
+        """The share of an operation's time that runs beside computation of the same rank, 0 to 1."""
+        where, numel = self._where, self._max_bytes // self._dtype.itemsize
+        whole = where.empty(numel, self._dtype).zero_()
+        shard = where.empty(numel // where.world_size, self._dtype).zero_()
+        left = torch.ones(256, 256, device=where.device)
+
+        def start() -> Handle:
+            if op == "all_gather":
+                return where.all_gather(whole, shard, buffer=0, kind="bench")
+            return where.reduce_scatter(whole, shard, add=False, buffer=0, kind="bench")
+
+        def compute() -> None:
+            for _ in range(number):
+                torch.mm(left, left)
+
+        def both() -> None:
+            handle = start()
+            compute()
+            handle.wait()
+
+        alone = self._seconds(lambda: start().wait())
+        number = 1
+        number = max(1, int(1.5 * alone / self._seconds(compute)))
+        beside = self._seconds(compute)
+        return min(max((alone + beside - self._seconds(both)) / alone, 0.0), 1.0)
 
     def _row(self, op: str, by: str, numel: int) -> BenchRow:
         size_bytes = numel * self._dtype.itemsize

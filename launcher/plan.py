@@ -1,4 +1,4 @@
-"""`xds plan`: draws who has which layers, the bytes that ranks hold and send, and the schedule."""
+"""`xds plan`: who has which layers, the bytes that ranks hold and send, the schedule, and its seconds."""
 
 from __future__ import annotations
 
@@ -37,8 +37,23 @@ def _show(options: argparse.Namespace) -> int:
     config = parse_config(options.config)
     trusts_code = options.trust_remote_code
     source = model_source(options.model, options.sequence_length, trusts_code=trusts_code)
-    plan = make_plan(source, config, options.world_size, options.ranks_per_host)
-    print(plan_text(plan), end="")
+    machine = None
+    if options.machine:
+        from ..engine.planning.machine import load_machine
+
+        machine = load_machine(options.machine)
+    ranks_per_host = options.ranks_per_host
+    if ranks_per_host is None:
+        ranks_per_host = RANKS_PER_HOST if machine is None else machine.devices_per_host
+    is_timed = machine is not None
+    plan = make_plan(source, config, options.world_size, ranks_per_host, traces=is_timed)
+    text = plan_text(plan)
+    if machine is not None:
+        from ..engine.planning.seconds import step_seconds
+        from .planning.seconds_text import seconds_text
+
+        text += "\n" + seconds_text(step_seconds(plan, machine), machine, plan)
+    print(text, end="")
     if options.png:
         import_module(".planning.picture", __package__).write(plan, options.png)
     return 0
@@ -63,9 +78,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks-per-host",
         type=whole_number(1),
-        default=RANKS_PER_HOST,
         metavar="N",
-        help=f"ranks on one host (default: {RANKS_PER_HOST})",
+        help=f"ranks on one host (default: {RANKS_PER_HOST}, or the devices of a host of the machine)",
+    )
+    parser.add_argument(
+        "--machine",
+        metavar="FILE|NAME",
+        help="also print the seconds of a step on this machine: a file of `xds bench machine`, or the name of "
+        "a ready one",
     )
     parser.add_argument(
         "--sequence-length",

@@ -22,6 +22,7 @@ from ...ops.torch_internals import tree_leaves
 from ..model.forwards import Forward, replace_forwards
 from .fusion import FusedWatch
 from .models import FusedKernels, ShapesOnly
+from .work import Call, Kernel
 
 BEFORE = -1
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")  # of a block among the others
@@ -66,12 +67,13 @@ class Observer:
         model: nn.Module,
         blocks: Sequence[nn.Module],
         groups: FakeGroups,
+        calls: dict[Kernel, Call],
         *,
         compiles: bool,
     ) -> None:
         self.found = Activations()
         self.journal = Journal()
-        self.watch = FusedWatch(self.journal)
+        self.watch = FusedWatch(self.journal, calls)
         self._compiles = compiles
         self._events = self.found.forward
         self._groups = groups
@@ -223,17 +225,18 @@ def observe(
     blocks: Sequence[nn.Module],
     groups: FakeGroups,
     call: Callable[[], Tensor],
+    calls: dict[Kernel, Call],
     *,
     compiles: bool = False,
 ) -> Activations:
     """Run `call`, a forward of `model` to its loss, and its backward. All on the meta device.
 
-    compiles: the forward of each block is compiled.
+    calls: gets a call of torch for each kernel. compiles: the forward of each block is compiled.
 
     Raises whatever the model raises: not every forward runs without values.
     """
     repeated = Repeated(blocks)
-    observer = Observer(model, blocks, groups, compiles=compiles)
+    observer = Observer(model, blocks, groups, calls, compiles=compiles)
     with repeated.skipped(), observer.watching(), FusedKernels(), ShapesOnly():
         with observer.watch:
             loss = call()

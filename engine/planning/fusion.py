@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...ops.comm.fake import Journal
 from ...ops.torch_internals import tree_leaves
-from .work import OTHER, Kernel, Kernels, KernelWatch, kernel_of, payload
+from .work import OTHER, Call, Kernel, Kernels, KernelWatch, kernel_of, payload
 
 APART = ("embedding", "index", "gather", "scatter", "sort", "topk", "cumsum", "bincount", "nonzero")
 """Names of operations begin so that have kernels of their own."""
@@ -52,8 +52,8 @@ class FusedWatch(KernelWatch):  # type: ignore[no-untyped-call]
     is_backward: set by the owner when the backward begins.
     """
 
-    def __init__(self, journal: Journal) -> None:
-        super().__init__(journal)
+    def __init__(self, journal: Journal, calls: dict[Kernel, Call]) -> None:
+        super().__init__(journal, calls)
         self.fuses = self.is_backward = False
         self._groups: list[_Group] = []
         self._group: _Group | None = None
@@ -80,7 +80,7 @@ class FusedWatch(KernelWatch):  # type: ignore[no-untyped-call]
             self._group = None
             for key in given:
                 self._write(key)
-            self.kernels()[kernel] += 1
+            self.add(kernel, (func, args, kwargs))
             return
         group = self._open(kernel)
         sources: dict[int, int] = {}

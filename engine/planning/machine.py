@@ -6,7 +6,6 @@ writes one for the machine at hand. Ready ones are in the folder machines/: `loa
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -20,6 +19,7 @@ from ...utils.errors import ConfigError
 from ...utils.quoting import printable
 from ...utils.schema.section import nearest
 from ...utils.schema.values import shown
+from ...utils.small_files import parse_json, read_small_text
 
 READY = Path(__file__).parent / "machines"
 NEAREST_SHAPES = 4  # measured shapes that a rate is interpolated from
@@ -205,7 +205,7 @@ def load_machine(path_or_name: str | Path) -> Machine:
         path = READY / f"{path_or_name}.json"
     source = f"machine {printable(path_or_name)}"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(read_small_text(path))
     except OSError as error:
         near = nearest(str(path_or_name), names)
         hint = (

@@ -16,9 +16,11 @@ from ...ops.mesh import Mesh
 from ...ops.torch_internals import tree_leaves
 from ...tensor.slicing import Sliced
 from ...utils.errors import UsageError
+from ...utils.quoting import printable
+from ..config.batch import mesh_of
 from ..config.config import Config
 from ..data.batches import call_with, loss_of
-from ..model.arguments import is_part
+from ..model.arguments import is_part, with_model
 from ..model.forwards import Forward, replace_forwards
 from ..model.fp32_modules import cast_borders
 from ..model.precision import compute_dtype
@@ -27,6 +29,7 @@ from ..parallel.sequences import by_name, check_sequences, token_cuts
 from .activations import Activations, observe
 from .models import FusedKernels, ModelSource, ShapesOnly
 from .shares import Shares, sliced_here
+from .work import Call, Kernel
 
 if TYPE_CHECKING:
     from ...experts.expected import ExpectedLayer
@@ -34,9 +37,25 @@ if TYPE_CHECKING:
 NOT_COUNTED = "activations are not counted"
 
 
+def kernel_calls(source: ModelSource, config: Config) -> dict[Kernel, Call]:
+    """The kernels of a micro-batch on one rank, and a call of torch that launches each of them.
+
+    Raises:
+        UsageError: the model does not run on the meta device, or no micro-batch of it is known.
+    """
+    model = source.on_meta()
+    config = with_model(config, model).resolve(1)
+    mesh = mesh_of(config.pipeline, config.tensor_parallel, 1, 1)
+    seen = Observations(source, Shares(source, model, config, mesh, 1), config, mesh)
+    found = seen.of([0])
+    if isinstance(found, str):
+        raise UsageError(f"--model {printable(source.name)}: {found}")
+    return seen.calls
+
+
 @final
 class Observations:
-    """The runs of one model and config."""
+    """The runs of one model and config. calls: a call of torch for each kernel."""
 
     def __init__(self, source: ModelSource, shares: Shares, config: Config, mesh: Mesh) -> None:
         self._source = source
@@ -44,6 +63,7 @@ class Observations:
         self._config = config
         self._mesh = mesh
         self._experts: list[ExpectedLayer] = []
+        self.calls: dict[Kernel, Call] = {}
 
     @property
     def notes(self) -> list[str]:
@@ -94,9 +114,8 @@ class Observations:
                 cast_borders(fp32.borders, dtype)  # `sliced_here` ends it
             with _own_tokens(model, batch, self._config, groups) as own:
                 call = partial(_loss, model, own)
-                run = partial(
-                    observe, model, blocks, groups, call, compiles=self._config.compile.enabled
-                )
+                compiles = self._config.compile.enabled
+                run = partial(observe, model, blocks, groups, call, self.calls, compiles=compiles)
                 found = run()
                 if self._config.activation_checkpointing.enabled:  # a recomputed block sends again
                     undo_inner = replace_forwards(blocks, _on_meta)
@@ -177,4 +196,4 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
     return loss_of(call_with(model, batch))
 
 
-__all__ = ["NOT_COUNTED", "Observations"]
+__all__ = ["NOT_COUNTED", "Observations", "kernel_calls"]

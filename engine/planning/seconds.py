@@ -418,7 +418,7 @@ class Walk:
             for key in ("disk_read", "disk_write"):
                 self._host_free += update.size_bytes / 2 / machine.number(key).value
         copied = self._copy_seconds(update.copied_bytes, "to_device")
-        if update.is_awaited:
+        if update.is_awaited or not self._is_cuda:  # a CPU has no cores that are free meanwhile
             self._spend(UPDATE, max(self._host_free - self.now, 0.0))
             self._spend(OFFLOAD, copied)
 

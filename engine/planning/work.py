@@ -62,7 +62,7 @@ class Kernel(NamedTuple):
 
 
 Kernels = Counter[Kernel]
-Call = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
+Call = tuple[Any, tuple[Any, ...], Mapping[str, Any]]  # function, args, kwargs
 
 
 @final
@@ -102,15 +102,12 @@ class Prices:
 
 
 class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes every kernel to a journal, in counters between its other events.
+    """Writes every kernel to a journal, in counters between its other events."""
 
-    calls: kernel -> a call of torch that launches it, (function, args, kwargs). Its tensors have no values.
-    """
-
-    def __init__(self, journal: Journal, *, keeps_calls: bool = False) -> None:
+    def __init__(self, journal: Journal, calls: dict[Kernel, Call] | None = None) -> None:
+        """calls: gets for each kernel a call of torch that launches it. Its tensors have no values."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: dict[Kernel, Call] = {}
-        self._journal, self._keeps_calls = journal, keeps_calls
+        self._journal, self._calls = journal, calls
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -131,9 +128,13 @@ class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A call of torch has returned `out`."""
         kernel = kernel_of(func, args, kwargs, out)
         if kernel is not None:
-            self.kernels()[kernel] += 1
-            if self._keeps_calls:
-                self.calls.setdefault(kernel, (func, args, kwargs))
+            self.add(kernel, (func, args, kwargs))
+
+    def add(self, kernel: Kernel, call: Call) -> None:
+        """A call has launched a kernel."""
+        self.kernels()[kernel] += 1
+        if self._calls is not None:
+            self._calls.setdefault(kernel, call)
 
     def kernels(self) -> Kernels:
         """The counter at the end of the journal."""
