@@ -67,7 +67,7 @@ class Observer:
         model: nn.Module,
         blocks: Sequence[nn.Module],
         groups: FakeGroups,
-        calls: dict[Kernel, Call],
+        calls: dict[Kernel, Call] | None,
         *,
         compiles: bool,
     ) -> None:
@@ -225,7 +225,7 @@ def observe(
     blocks: Sequence[nn.Module],
     groups: FakeGroups,
     call: Callable[[], Tensor],
-    calls: dict[Kernel, Call],
+    calls: dict[Kernel, Call] | None,
     *,
     compiles: bool = False,
 ) -> Activations:

@@ -52,7 +52,7 @@ class FusedWatch(KernelWatch):  # type: ignore[no-untyped-call]
     is_backward: set by the owner when the backward begins.
     """
 
-    def __init__(self, journal: Journal, calls: dict[Kernel, Call]) -> None:
+    def __init__(self, journal: Journal, calls: dict[Kernel, Call] | None) -> None:
         super().__init__(journal, calls)
         self.fuses = self.is_backward = False
         self._groups: list[_Group] = []

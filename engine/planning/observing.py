@@ -46,24 +46,33 @@ def kernel_calls(source: ModelSource, config: Config) -> dict[Kernel, Call]:
     model = source.on_meta()
     config = with_model(config, model).resolve(1)
     mesh = mesh_of(config.pipeline, config.tensor_parallel, 1, 1)
-    seen = Observations(source, Shares(source, model, config, mesh, 1), config, mesh)
-    found = seen.of([0])
+    calls: dict[Kernel, Call] = {}
+    shares = Shares(source, model, config, mesh, 1)
+    found = Observations(source, shares, config, mesh, calls).of([0])
     if isinstance(found, str):
         raise UsageError(f"--model {printable(source.name)}: {found}")
-    return seen.calls
+    return calls
 
 
 @final
 class Observations:
-    """The runs of one model and config. calls: a call of torch for each kernel."""
+    """The runs of one model and config."""
 
-    def __init__(self, source: ModelSource, shares: Shares, config: Config, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        shares: Shares,
+        config: Config,
+        mesh: Mesh,
+        calls: dict[Kernel, Call] | None = None,
+    ) -> None:
+        """calls: gets a call of torch for each kernel, which keeps the parameters as they are sliced."""
         self._source = source
         self._shares = shares
         self._config = config
         self._mesh = mesh
         self._experts: list[ExpectedLayer] = []
-        self.calls: dict[Kernel, Call] = {}
+        self._calls = calls
 
     @property
     def notes(self) -> list[str]:
@@ -115,7 +124,7 @@ class Observations:
             with _own_tokens(model, batch, self._config, groups) as own:
                 call = partial(_loss, model, own)
                 compiles = self._config.compile.enabled
-                run = partial(observe, model, blocks, groups, call, self.calls, compiles=compiles)
+                run = partial(observe, model, blocks, groups, call, self._calls, compiles=compiles)
                 found = run()
                 if self._config.activation_checkpointing.enabled:  # a recomputed block sends again
                     undo_inner = replace_forwards(blocks, _on_meta)

@@ -92,7 +92,7 @@ def test_its_own_words_are_taken_out_and_the_rest_is_the_launchers(capsys):
         assert told in str(caught.value)
     for line, told in {
         "comm --no-such-thing": "--no-such-thing",
-        "disk": "the only one is comm",
+        "disk": "there are comm and machine",
     }.items():
         assert cli.main(["bench", *line.split()]) == 2
         assert told in capsys.readouterr().err
