@@ -25,6 +25,7 @@ class Accumulation:
         """`is_managed`: the engine counts micro-batches; otherwise every step() is an update."""
         self.steps = steps  # micro-batches of the following steps
         self.is_managed = is_managed
+        self.extra = 0  # micro-batches of each step that this rank runs for others
         self.in_no_sync = False
         self.done = 0  # micro-batches of the current step that step() has counted
         self._fixed: int | None = None  # micro-batches of the current step; None: none has begun
@@ -55,12 +56,12 @@ class Accumulation:
         """Whether the current micro-batch is the last of its step (DeepSpeed's rule and override)."""
         if self._forced is not None:
             return self._forced
-        return self.done + 1 >= self.steps_now
+        return self.done + 1 >= self.steps_now + self.extra
 
     def ends_step(self, *, counts_all: bool = False) -> bool:
         """Whether the next step() updates the parameters. counts_all: as `count` takes it."""
         if counts_all and self.is_managed and self._forced is None:
-            return self.done + self._seen() >= self.steps_now
+            return self.done + self._seen() >= self.steps_now + self.extra
         return self.is_last() if self.is_managed else True
 
     def reduces_now(self, *, shards_grads: bool) -> bool:
@@ -149,8 +150,11 @@ class Counters:
 
     def count_micro_batches(self, *, counts_all: bool = False) -> None:
         """step() was called: add the micro-batches that it ends. counts_all: see `Accumulation.count`."""
+        done = self.accumulation.done
         num_micro_batches = self.accumulation.count(counts_all=counts_all)
         self.micro_steps += num_micro_batches
+        if self.accumulation.extra:  # the samples of others are counted with this rank's own
+            num_micro_batches = max(0, min(num_micro_batches, self.accumulation.steps_now - done))
         self.global_samples += num_micro_batches * self.micro_batch_size * self._world_size
 
     def count_save(self, metric: float | None, mode: str) -> None:

@@ -7,9 +7,11 @@ Engine ──> TrainingStep (steps/)    forward, backward, step
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -68,11 +70,6 @@ class Engine:
         self.device = parts.device
         self.monitor = parts.report.monitor
         self.local_rank = local_rank()
-        self.global_rank = parts.sharded.collectives.rank
-        self.world_size = parts.sharded.collectives.world_size
-        mesh = parts.sharded.flat_groups.mesh
-        self.dp_world_size = mesh.data
-        self.dp_rank = mesh.coordinates(self.global_rank).data
         self._sharded = parts.sharded
         self._accumulation = Accumulation(
             parts.config.gradient_accumulation_steps,
@@ -97,6 +94,29 @@ class Engine:
         )
         self._batches: Loop = parts.loop(parts, self._step, self._counters)
         parts.schedules.begin(self._counters)
+        parts.recovery.bind(parts, self._counters, self._step, self._states)
+
+    # -- ranks: other ones after a recovery ---------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank among those of the engine."""
+        return self._sharded.collectives.rank
+
+    @property
+    def world_size(self) -> int:
+        """The ranks of the engine."""
+        return self._sharded.collectives.world_size
+
+    @property
+    def dp_rank(self) -> int:
+        """The place of this rank among those with other samples."""
+        return self._sharded.flat_groups.mesh.coordinates(self.global_rank).data
+
+    @property
+    def dp_world_size(self) -> int:
+        """The ranks with other samples."""
+        return self._sharded.flat_groups.mesh.data
 
     # -- forward, backward, step ------------------------------------------------------------------------
 
@@ -147,9 +167,13 @@ class Engine:
         """
         self._check_trains()
         self._batches.refuse("backward")
-        return self._step.backward(
-            loss, retain_graph=retain_graph, divides=scale_wrt_gas, weight=weight
-        )
+        recovery = self._parts.recovery
+        with recovery:
+            if not recovery.has_lost:
+                return self._step.backward(
+                    loss, retain_graph=retain_graph, divides=scale_wrt_gas, weight=weight
+                )
+        return self._step.share_of(loss, divides=scale_wrt_gas and weight is None)
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
         """`loss` times the loss scale over the accumulation steps, to call `.backward()` on yourself.
@@ -187,12 +211,18 @@ class Engine:
         self._end_step(by_optimizer=True)
 
     def _end_step(self, *, by_optimizer: bool) -> None:
-        is_boundary = self._step.step(self.lr_scheduler, by_optimizer=by_optimizer)
-        if is_boundary:
-            for follower in self._parts.after_steps:
-                follower.advance(self.global_steps - self.skipped_steps)
-            self._parts.report.step(self)
-            self._parts.preemption.boundary()  # the failure of an earlier save does not prevent this one
+        recovery = self._parts.recovery
+        with recovery:
+            if not recovery.has_lost and self._step.step(
+                self.lr_scheduler, by_optimizer=by_optimizer
+            ):
+                recovery.commit()
+                for follower in self._parts.after_steps:
+                    follower.advance(self.global_steps - self.skipped_steps)
+                self._parts.report.step(self)
+                self._parts.preemption.boundary()  # the failure of an earlier save does not prevent this one
+        if recovery.has_lost:
+            recovery.recover()
         if self._parts.saver is not None:
             self._parts.saver.check()
 
@@ -204,7 +234,10 @@ class Engine:
         """
         self._states.check_usable()
         self._batches.refuse("clip_grad_norm", "set gradient_clipping in the config to clip")
-        return self._step.clip(max_norm)
+        with self._parts.recovery:
+            if not self._parts.recovery.has_lost:
+                return self._step.clip(max_norm)
+        return math.nan  # of a step that is dropped
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last update. At any time, before the first backward as well.
@@ -316,10 +349,12 @@ class Engine:
 
         It counts from the next optimizer step on: one that has begun ends as it began.
         """
+        self._parts.recovery.refuse("set_train_batch_size")
         self._counters.set_train_batch_size(train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples of one forward; the accumulation steps stay."""
+        self._parts.recovery.refuse("set_train_micro_batch_size")
         self._counters.set_micro_batch_size(micro_batch_size)
 
     # -- the module -------------------------------------------------------------------------------------
@@ -670,7 +705,8 @@ class Engine:
         options = SaveOptions(
             save_latest, exclude_frozen_parameters, how, (metric, mode, keep_best)
         )
-        given = self._states.save(save_dir, tag, client_state, options)
+        save = partial(self._states.save, save_dir, tag, client_state, options)
+        given = self._parts.recovery.run(save, None)
         name = f"global_step{self.global_steps}" if tag is None else tag
         self._parts.report.saved(save_dir, name, given)
         return True
@@ -724,6 +760,7 @@ class Engine:
                 follower.resume(self.global_steps - self.skipped_steps)
         if found[0] is not None and not load_module_only:
             self._batches.forget()
+            self._parts.recovery.loaded()
         return found
 
     def resume(self, folder: str | Path) -> tuple[str | None, dict[str, Any]]:
@@ -797,6 +834,7 @@ class Engine:
             undo()
         self.monitor.close()
         self._sharded.collectives.stop_watching()
+        self._parts.recovery.end()
         try:
             if self._parts.saver is not None:
                 self._parts.saver.close()  # it may still read the states

@@ -27,6 +27,7 @@ report_folder                          telemetry/record.py
 comms_logger, memory_breakdown,        telemetry/traffic.py, telemetry/memory.py, profiling/steps.py:
 flops_profiler                         `StepReport` chooses them
 checkpoint.preemption_save_dir         preemption.py
+recovery                               recovering.py, recovery/
 checkpoint                             checkpoint/, at the first save or load
 watch                                  ops/watch/watcher.py, on several ranks
 zero_optimization.stage = 3            generation/evaluation.py: what `engine.eval()` keeps gathered
@@ -111,6 +112,7 @@ from .parts import (
     Packing,
     Parts,
     Preemption,
+    Recovery,
     UnevenForwards,
 )
 from .process.process import is_launched, join, pick_device, timeout_seconds
@@ -193,6 +195,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     engine = Engine(parts)
     parts.report.follow(engine)
     parts.preemption.begin(engine)
+    parts.recovery.begin()
     for follower in parts.after_steps:
         follower.begin()
     _show_start(parts, optimizer)
@@ -300,6 +303,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         monitor = _monitor(config, record)
         loader = _loader(given.training_data, given.collate_fn, config, mesh, collectives)
         packing = _packing(model, config, loader, collectives)
+        recovery = _recovery(config, collectives, loader)
         scheduler = _scheduler(config, given.lr_scheduler, optimizer, loader) if optimizer else None
     balances = [] if local.experts is None else [local.experts.balance]
     return Parts(
@@ -323,6 +327,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         compiler=compiler,
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
+        recovery=recovery,
         schedules=changes.schedules,
         after_steps=[*([_compressing(model)] if compresses else []), *balances],
         packing=packing,
@@ -659,6 +664,15 @@ def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preem
     return SaveOnPreemption(section, collectives)
 
 
+def _recovery(config: Config, collectives: Collectives, loader: Any) -> Recovery:
+    """Raises UsageError: ranks cannot recover here."""
+    if not config.recovery.enabled:
+        return Recovery()
+    from .recovering import LiveRecovery
+
+    return LiveRecovery(config, collectives, loader)
+
+
 def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     section = config.torch_autocast
     if not section.enabled:
@@ -701,6 +715,10 @@ def _loader(
         "drop_last": config.dataloader_drop_last,
         "collate_fn": collate_fn,
     }
+    if config.recovery.enabled:
+        from .data.step_sampler import step_loader
+
+        return step_loader(data, step_batches=config.gradient_accumulation_steps, **common)
     if packing.tokens:
         from .data.packing import packed_loader
 

@@ -40,6 +40,7 @@ class StepMeans:
         self.loss = math.nan  # the mean of the last step
         self._refused_by = refused_by
         self._device, self._share = device, share
+        self._num_means = round(1 / share)  # of losses of the mean, at any number of ranks
         self._forget()
 
     def _forget(self) -> None:
@@ -161,7 +162,8 @@ class StepMeans:
         for weight, loss in messages:  # `sum` compensates rounding in some versions of Python
             self._total += weight
             losses += loss
-        self.loss = losses / abs(self._total) if self._total else 0.0
+        divisor = self._total if self._total >= 0 else self._num_means
+        self.loss = losses / divisor if divisor else 0.0
 
     @property
     def has_no_items(self) -> bool:

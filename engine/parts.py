@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.comm.collectives import Collectives
+from ..utils.errors import PeerError
 from ..zero.model.sharded_model import ShardedModel
 from ..zero.model.update import Updater
 from .config.config import Config
@@ -78,6 +80,63 @@ class Preemption:
 
     def check(self) -> None:
         """A step begins. Raises Preempted if all states are saved."""
+        return
+
+    def end(self) -> None:
+        """The engine takes no more steps."""
+        return
+
+
+class Recovery:
+    """What happens when a collective fails, because another rank has: by default it raises PeerError.
+
+    A context for calls that are collective: with recovery it ends them, and `has_lost` is true afterwards.
+    """
+
+    is_on = False
+    has_lost = False
+
+    def bind(self, parts: Parts, counters: Counters, step: Any, states: Any) -> None:
+        """The pieces of the engine."""
+        return
+
+    def begin(self) -> None:
+        """The engine is ready. A collective."""
+        return
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        return isinstance(error, PeerError) and self.takes_failure()
+
+    def takes_failure(self) -> bool:
+        """A collective has failed. Returns whether `recover` will follow, and not the error."""
+        return False
+
+    def commit(self) -> None:
+        """A step has ended on this rank."""
+        return
+
+    def loaded(self) -> None:
+        """The engine goes on from a checkpoint."""
+        return
+
+    def recover(self) -> None:
+        """After a failure: return when the group is whole again, and the running step is dropped."""
+        raise AssertionError("the failure was raised")
+
+    def run(self, call: Callable[[], Any], otherwise: Any) -> Any:
+        """A collective call between two steps. otherwise: its result if other ranks alone have ended it."""
+        return call()
+
+    def refuse(self, call: str) -> None:
+        """Raises UsageError: the script calls what would change the samples of a step."""
         return
 
     def end(self) -> None:
@@ -213,6 +272,7 @@ class Parts:
     compiler: Compiler
     saver: CheckpointWriter | None  # None: no checkpoint was saved yet; `States` makes it
     preemption: Preemption
+    recovery: Recovery
     schedules: ModelSchedules
     after_steps: Sequence[AfterSteps]
     packing: Packing

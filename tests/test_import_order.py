@@ -4,7 +4,7 @@ Lower packages never import higher ones:
 
 5   launcher
 4   engine                       nothing imports engine/deepspeed but the root, lazily
-3   zero  |  pipe  |  tensor  |  experts      never import each other
+3   zero  |  pipe  |  tensor  |  experts  |  recovery      never import each other
 2   offload  |  compression       never import each other
 1   ops
 0   utils
@@ -23,7 +23,7 @@ LAYERS = (
     ("utils",),
     ("ops",),
     ("offload", "compression"),
-    ("zero", "pipe", "tensor", "experts"),
+    ("zero", "pipe", "tensor", "experts", "recovery"),
     ("engine",),
     ("launcher",),
 )
@@ -169,7 +169,7 @@ ENGINE_FLOORS = (  # rooms of engine/: folders, and files beside them; the lowes
     "steps",
     "model",
     "parallel",
-    "dropping packing preemption torch_calls",
+    "dropping packing preemption recovering torch_calls",
     "internals planning",
     "engine",
     "initialize",

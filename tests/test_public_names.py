@@ -169,6 +169,8 @@ BARRED = (
         "xds.deepspeed",
         "xds.engine.deepspeed",
         "xds.engine.planning",
+        "xds.engine.recovering",
+        "xds.recovery.generations",
         "xds.engine.profiling",
     ),
     *("xds.engine.checkpoint", "xds.zero.checkpoint", "xds.zero.construction"),
@@ -203,9 +205,10 @@ BARRED = (
     ),
 )
 PLAIN = ("pipe.config", "tensor.config", "experts.config", "compression.config", "offload.config")
+PLAIN += ("recovery.config",)
 PLAIN += ("compression.training", "compression.training.config")
 PLAIN += ("compression.scheme", "offload.stores", "offload.interfaces")
-MOST_MODULES = 169
+MOST_MODULES = 173
 
 
 def loaded_by_a_run():

@@ -117,6 +117,7 @@ FLOORS = (  # from the top; a room is a folder and what it does
         ("pipe", "cuts models into stages"),
         ("tensor", "cuts layers and tokens"),
         ("experts", "sends tokens to experts"),
+        ("recovery", "goes on without a rank"),
     ),
     (("offload", "states in host memory, on disks"), ("compression", "messages of fewer bits")),
     (("ops", "collectives, flat optimizers, native kernels, the watcher"),),

@@ -25,6 +25,7 @@ from ...ops.optim.config import REGISTERED
 from ...ops.sparse_attention.config import SparseAttention
 from ...ops.watch.config import WatchConfig
 from ...pipe.config import ONE_STAGE, Pipeline
+from ...recovery.config import Recovery
 from ...tensor.config import LongSequences, TensorParallel
 from ...utils.errors import ConfigError
 from ...utils.schema.section import Entry, Report, Section, nested, read_section, subsection
@@ -187,6 +188,7 @@ class Config(Section):
     aio: Aio = nested(Aio)
     elasticity: Elasticity = nested(Elasticity)
     checkpoint: Checkpoint = nested(Checkpoint)
+    recovery: Recovery = nested(Recovery)
     compile: Compile = nested(Compile)
     ops: Ops = nested(Ops)
     communication: Communication = nested(Communication)

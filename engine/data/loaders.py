@@ -307,7 +307,7 @@ def build_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
     Raises:
         UsageError: not a dataset, an empty one, or one too short to give a micro-batch.
     """
-    _check_rank(micro_batch_size, rank, world_size)
+    check_rank(micro_batch_size, rank, world_size)
     # A separate generator: otherwise DataLoader draws a seed from the global generator in each epoch,
     # which changes every later random number of the training.
     own_seed = seed * world_size + rank
@@ -322,7 +322,7 @@ def build_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
     if isinstance(dataset, IterableDataset):
         part = RankSlice(dataset, rank, world_size, micro_batch_size)
         return RankLoader(part, own_seed, dataset=part, **options)
-    _check_map_style(dataset, micro_batch_size, world_size, drop_last, step_samples)
+    check_map_style(dataset, micro_batch_size, world_size, drop_last, step_samples)
     inner = DistributedSampler[int](
         dataset,  # type: ignore[arg-type]
         num_replicas=world_size,
@@ -335,7 +335,7 @@ def build_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
     return RankLoader(sampler, own_seed, dataset=dataset, sampler=sampler, **options)
 
 
-def _check_rank(micro_batch_size: int, rank: int, world_size: int) -> None:
+def check_rank(micro_batch_size: int, rank: int, world_size: int) -> None:
     if micro_batch_size < 1 or not 0 <= rank < world_size:
         raise UsageError(
             f"build_loader got micro_batch_size = {micro_batch_size}, rank = {rank}, world_size = "
@@ -386,7 +386,7 @@ def check_indexed(dataset: object) -> int:
     return num_items
 
 
-def _check_map_style(
+def check_map_style(
     dataset: object, micro_batch_size: int, world_size: int, drop_last: bool, step_samples: int
 ) -> None:
     num_items = check_indexed(dataset)

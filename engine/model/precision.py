@@ -59,6 +59,10 @@ def policy_of(config: Config, stage: int, world_size: int) -> Policy:
         accumulate=DTYPES[accumulate] if accumulate else None,
         communicate=DTYPES[sent] if sent else None,
     )
+    if config.recovery.enabled:
+        # ranks run unequal numbers of micro-batches later, and send one dtype all the same
+        num_parts = config.recovery.num_parts(world_size)
+        policy = replace(policy, holds_grads=True, num_parts=num_parts)
     return _with_narrow_states(policy, config)
 
 

@@ -36,13 +36,17 @@ class Profiled(Protocol):
     device: torch.device
     global_steps: int
     micro_steps: int
-    global_rank: int
-    world_size: int
-    dp_world_size: int
 
     def train_batch_size(self) -> int: ...
     def train_micro_batch_size_per_gpu(self) -> int: ...
     def gradient_accumulation_steps(self) -> int: ...
+
+    @property
+    def global_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def dp_world_size(self) -> int: ...
 
 
 @final

@@ -23,6 +23,7 @@ class Trained(Protocol):
 
     module: nn.Module
     training_dataloader: Any
+    global_steps: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     def backward(self, loss: Tensor) -> Tensor: ...
@@ -112,21 +113,35 @@ class BatchLoop(Loop):
         self._device = parts.device
         self._collectives = parts.sharded.collectives
         self._accumulation = accumulation
+        self._means, self._recovery = parts.means, parts.recovery
         self._repeated: Iterator[Any] | None = None
 
     def train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
+        if not self._recovery.is_on:
+            return self._train(engine, data_iter)
+        if data_iter is not None:
+            raise UsageError(
+                "train_batch(data_iter) with recovery.enabled: a step that is dropped needs its batches again, "
+                "so they come from training_data: call train_batch() without an iterator"
+            )
+        done = engine.global_steps
+        while engine.global_steps == done:
+            self._train(engine, None)
+        return torch.tensor(self._means.loss)  # of all ranks, without another message
+
+    def _train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
         batches = self._next_batches(engine, data_iter)
         engine.module.train()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         steps = self._accumulation.steps_now
-        for _ in range(steps):
+        for _ in range(steps + self._accumulation.extra):
             with self._collectives.publishing_errors("the data iterator of train_batch"):
                 batch = next(batches)
             loss = loss_of(call_with(engine, move(batch, self._device)))
             engine.backward(loss)
             total += loss.detach().double()
             engine.step()
-        return self.average(total / steps)
+        return total if self._recovery.is_on else self.average(total / steps)
 
     @torch.no_grad()
     def evaluate(

@@ -316,6 +316,16 @@ class TrainingStep(BackwardRules):
         self._clipping = (self._measure(), max_norm)
         return self._clipping[0]
 
+    def restart(self) -> None:
+        """The running step is dropped, and none of its micro-batches counts."""
+        self.means.end()
+        self._accumulation.resume(0)
+        self._clipping, self._by_optimizer, self._only_counted = None, False, False
+
+    def share_of(self, loss: Tensor, *, divides: bool) -> Tensor:
+        """What `backward` returns for this loss."""
+        return loss.detach() / (self._accumulation.steps_now if divides else 1)
+
     @property
     def has_gradients(self) -> bool:
         """A backward has begun since the last update, so `drop_gradients` may drop some."""

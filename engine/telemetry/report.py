@@ -93,7 +93,6 @@ class Reported(Protocol):
     global_steps: int
     global_samples: int
     skipped_steps: int
-    global_rank: int
     device: torch.device
 
     def mean_loss(self) -> float: ...
@@ -102,6 +101,9 @@ class Reported(Protocol):
     def train_batch_size(self) -> int: ...
     @property
     def loss_scale(self) -> float: ...
+
+    @property
+    def global_rank(self) -> int: ...
 
 
 class Measured(Protocol):

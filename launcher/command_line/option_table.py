@@ -93,6 +93,8 @@ OPTIONS = (
         is_torchrun=True, elsewhere="main-process-port main-port port"),
     Option("--force-multi", _HOSTS, help="use the launcher even if the only host is this one"),
 
+    Option("--recover", _RESTARTS,
+        help="when a rank fails the others go on in the same processes; needs recovery.enabled in the config"),
     Option("--max-restarts", _RESTARTS, "N", "how many times all ranks are started again (default: 0)",
         is_torchrun=True),
     Option("--elastic-training", _RESTARTS,

@@ -107,6 +107,7 @@ def _check_pairs(args: ParsedArgs) -> None:
         (("hostfile",), ("node_rank",)),
         (("no_ssh",), ("force_multi", "launcher", *_RENDEZVOUS_OPTIONS)),
         (("standalone",), ("node_rank",)),
+        (("recover",), ("force_multi", "launcher", "node_rank", "no_ssh", *_RENDEZVOUS_OPTIONS)),
     ]
     for one, other in pairs:
         if other == ("node_rank",) and args.has("no_ssh"):
@@ -135,6 +136,7 @@ def _job(args: ParsedArgs) -> Job:
         log_dir="" if log_dir == "None" else log_dir,  # deepspeed's default, meaning none
         bind_cores=args.has("bind_cores_to_rank"),
         core_list=args.text("bind_core_list"),
+        recovers=args.has("recover"),
     )
 
 

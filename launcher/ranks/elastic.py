@@ -31,7 +31,7 @@ from .run_folder import RunFolder
 _FLIGHT_RECORDER_ENTRIES = (
     "64"  # torch's flight recorder, so that the watcher can name the script's collectives
 )
-_WORKER = str(Path(__file__).with_name("worker.py"))
+WORKER = str(Path(__file__).with_name("worker.py"))
 
 
 def launch(
@@ -67,11 +67,11 @@ def launch(
         local_addr=rendezvous.local_addr or _own_address(rendezvous),
         max_restarts=order.agent_restarts,
         monitor_interval=0.1,
-        logs_specs=_RankFiles(folder, order, num_ranks, ranks, extra),
+        logs_specs=RankFiles(folder, order, num_ranks, ranks, extra),
     )
     job = order.job
     # torch substitutes templates in arguments: "$$" becomes "$"
-    argv = [word.replace("$", "$$") for word in (_WORKER, job.kind, job.target, *job.args)]
+    argv = [word.replace("$", "$$") for word in (WORKER, job.kind, job.target, *job.args)]
     try:
         elastic_launch(config, sys.executable)("-u", *argv)
     except ChildFailedError as failed:
@@ -171,7 +171,7 @@ def _environment(order: Order, num_ranks: int) -> dict[str, str]:
 
 
 @final
-class _RankFiles(LogsSpecs):
+class RankFiles(LogsSpecs):
     """Sets the paths of each rank's files in the run folder, for the agent and for the rank.
 
     Nothing is redirected here. rank_zero.py handles rank 0's streams. worker.py opens the log of any other rank

@@ -33,6 +33,7 @@ from .failure import SAVED_AND_LEFT, Failure, last_lines, report, was_preempted
 from .guard import HELPERS_SECONDS, Guard, end_sessions, started, stat, still_ours
 from .run_folder import RunFolder
 from .stop import Stop
+from .units import Units
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -81,7 +82,8 @@ def supervise(
     if order.generation:
         gc.collect()  # torch keeps the previous start's store, thread and sockets alive in a reference cycle
     with Guard() as guard:
-        agent, workers = _Agent(order, folder, stop, extra), Workers(guard)
+        kind = Units if order.job.recovers else _Agent
+        agent, workers = kind(order, folder, stop, extra), Workers(guard)
         agent.start()
         _supervise(agent, workers, stop, on_failure)
         if agent.error is not None:
@@ -199,6 +201,8 @@ def _session_leading_children() -> dict[int, float]:
 class _Agent(threading.Thread):
     """A thread that runs torch's agent and stores its result."""
 
+    is_ending = True  # when one rank fails
+
     def __init__(self, order: Order, folder: RunFolder, stop: Stop, extra: dict[str, str]) -> None:
         super().__init__(name="xds-agent", daemon=True)
         self.num_ranks = 0  # until it is known
@@ -266,7 +270,7 @@ def import_torch() -> None:
 
 
 def _supervise(
-    agent: _Agent, workers: Workers, stop: Stop, on_failure: Callable[[], None] | None
+    agent: _Agent | Units, workers: Workers, stop: Stop, on_failure: Callable[[], None] | None
 ) -> None:
     """Wait for the agent, and send the workers the signals that are due."""
     sent: set[tuple[int, int]] = set()
@@ -302,11 +306,13 @@ def _forward(workers: Workers, stop: Stop) -> None:
             workers.send(pid, signum)
 
 
-def _signals_due(agent: _Agent, workers: Workers, stop: Stop) -> list[tuple[int, int]]:
+def _signals_due(agent: _Agent | Units, workers: Workers, stop: Stop) -> list[tuple[int, int]]:
     """(pid, signal) that running workers should have received by now."""
     if stop.signum:
         due = stop.due(agent.folder.grace_seconds())
         return [(pid, due) for pid in workers.alive()]
+    if not agent.is_ending:
+        return []
     # after the end of a rank the agent stops its peers with a limit of 30 s; before that it waits
     late: list[int] = []
     ended_at = workers.first_bad_exit_seconds()
@@ -318,13 +324,13 @@ def _signals_due(agent: _Agent, workers: Workers, stop: Stop) -> list[tuple[int,
     return [(pid, int(signal.SIGKILL)) for pid in late]
 
 
-def _failed_at(agent: _Agent, workers: Workers) -> float | None:
+def _failed_at(agent: _Agent | Units, workers: Workers) -> float | None:
     ended_at = workers.first_bad_exit_seconds()
     reported_at = agent.folder.first_error_seconds(list(agent.ranks().values()))
     return min((at for at in (ended_at, reported_at) if at is not None), default=None)
 
 
-def _recorded_failures(agent: _Agent, folder: RunFolder) -> list[Failure]:
+def _recorded_failures(agent: _Agent | Units, folder: RunFolder) -> list[Failure]:
     """The failures that the ranks recorded themselves, used if the agent does not return."""
     found = []
     for rank in agent.ranks().values():

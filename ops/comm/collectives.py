@@ -97,6 +97,20 @@ class Collectives:
         self.backend = backend
         self.traffic = Traffic(self.world_size)
 
+    def reopen(self, opened: Collectives) -> None:
+        """Be the collectives of another generation of the group, or of this rank alone.
+
+        Memory of `empty` stays valid. Operations of the group before are dropped: nobody may wait for them.
+
+        Args:
+            opened: The collectives of that group, which nothing else uses.
+        """
+        self.replace_backend(opened.backend)
+        self.group, self.rank = opened.backend.group, opened.backend.rank
+        self.world_size = opened.backend.world_size
+        self.traffic = Traffic(self.world_size)
+        self.watch.regroup(self.rank, self.world_size, partial(_store_of, self.group))
+
     @property
     def members(self) -> Sequence[int]:
         """The numbers in the job of the ranks of this group."""

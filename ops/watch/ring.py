@@ -27,6 +27,7 @@ PACKAGES = (
     "launcher",
     "deepspeed",
     "experts",
+    "recovery",
     "utils",
 )
 _spec = importlib.util.find_spec("torch")  # not imported: `xds check` reads configs without torch

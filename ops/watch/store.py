@@ -29,15 +29,16 @@ Kind = TypeVar("Kind")
 class Store:
     """The messages of one group. Every method may raise RuntimeError: the store is not reachable."""
 
-    def __init__(self, store: Any, group: str, rank: int) -> None:
+    def __init__(self, store: Any, group: str, rank: int, key: str | None = None) -> None:
         """
         Args:
             store: of torch.distributed.
             group: its name; messages of one group are not accepted in another.
             rank: the writer of this process's messages.
+            key: of the run; None: the one in the environment.
         """
         self._store, self._group, self._rank = store, group, rank
-        self._key = os.environ.get(RUN_KEY, "")
+        self._key = os.environ.get(RUN_KEY, "") if key is None else key
         # by name and writer: the time at which the newest message that was read was written
         self._newest: dict[tuple[str, str], int] = {}
 
@@ -51,7 +52,7 @@ class Store:
             return self
         own = clone()
         own.set_timeout(timedelta(seconds=REPLY_SECONDS))
-        return Store(own, self._group, self._rank)
+        return Store(own, self._group, self._rank, self._key)
 
     def set(self, name: str, text: str) -> None:
         """Write a message, in place of an earlier one of this name."""

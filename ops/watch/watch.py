@@ -127,6 +127,9 @@ class Watch:
         self._progress: WaitProgress | None = None  # of the current wait
         self.is_failing = False
         self.lost: int | None = None  # a rank that has ended, as another rank reports
+        self.recovers = (
+            False  # a failed wait is not the end of the run, so nobody asks for the reasons
+        )
         self.waited_seconds = 0.0
         self.steps = Steps()
         self.thread = threading.main_thread().ident or 0  # the thread that trains
@@ -138,6 +141,12 @@ class Watch:
         self._serial = 0
         self._has_published = False
         self._diagnosis = ""
+
+    def regroup(self, rank: int, world_size: int, open_store: Callable[[], Store | None]) -> None:
+        """The group has other ranks from now on, none of which has failed."""
+        self.rank, self.world_size, self.open_store = rank, world_size, open_store
+        self.waiting, self.lost, self.is_failing = None, None, False
+        self._has_published, self._diagnosis = False, ""
 
     def keep(self, ring_size: int) -> None:
         """Remember the last `ring_size` collectives from now on."""
@@ -191,6 +200,9 @@ class Watch:
         Args:
             error: the backend's error; peer: the rank that it is about, if known.
         """
+        if self.recovers:
+            self.waiting = None
+            return PeerError(f"{self.call(record.key)} failed on rank {self.rank}: {error}")
         if not self._diagnosis:
             self.is_failing = True
             message = str(error)

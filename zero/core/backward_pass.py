@@ -222,6 +222,14 @@ class BackwardPass:
             self._gatherer.begin_update()
         self._reduction.reset()
 
+    def abandon_all(self) -> None:
+        """Drop the gradients of all passes, without a wait: the group has failed."""
+        self._is_running = False
+        self._reduction.expect_no_more()
+        self._reduction.abandon()
+        self.manual_grads.clear()
+        self.has_seen_one = False
+
     def end_script_backward(self) -> None:
         """End a backward that user code started, unless it is still running (a checkpoint's recompute)."""
         if in_backward() or not (self._is_running or self._in_autograd_grad):

@@ -278,6 +278,10 @@ class GradBucket:
             param.grad = None
         self.total.reset()
 
+    def abandon(self) -> None:
+        """What is in flight will not arrive. `reset` follows."""
+        self.total.abandon()
+
     def end(self) -> None:
         """The engine has ended: free what is kept between steps as well."""
         self.total.release()

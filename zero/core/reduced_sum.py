@@ -175,6 +175,10 @@ class ReducedSum(ABC):
         compute = exact_square_sum if exact else square_sum
         return compute(values, self._local.dtypes.params)
 
+    def abandon(self) -> None:
+        """What is in flight will not arrive: forget it, and what is left of the sum. `reset` follows."""
+        return
+
     # -- the end of a step, and of an accumulation ----------------------------------------------------------
 
     def reset(self) -> None:
@@ -352,6 +356,10 @@ class _OverRanks(ReducedSum):
             handle, self._handle = self._handle, None
             handle.wait()
 
+    def abandon(self) -> None:
+        self._handle = self._payload = None
+        self._reduced = None  # of the shard that this rank had in the group before
+
     def reset(self) -> None:
         is_on_device = self._local.device.type != "cpu"
         if is_on_device or (self.store.is_on_host and self._is_in_local):
@@ -396,6 +404,10 @@ class ReplicatedSum(_OverRanks):
                 self._handle, self._next_handle = whole
                 return
         super()._send(local, reduced, adds=adds)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._next_handle = None
 
     def start_gather(self) -> None:
         if self._next_handle is not None:

@@ -474,6 +474,13 @@ class Reduction:
         self._held, self._used, self._left_out = set(), set(), set()
         self.has_sums = False
 
+    def abandon(self) -> None:
+        """Drop all gradients and what is in flight, without a wait: the group has failed."""
+        self._in_flight, self._crossing = [], []
+        for bucket in self.order:
+            bucket.abandon()
+        self.reset()
+
     def _start(self, bucket: GradBucket) -> None:
         bucket.start_reduce()
         if bucket.is_single_rank:  # nothing is in flight

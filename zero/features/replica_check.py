@@ -55,6 +55,10 @@ class ReplicaCheck:
         self._versions = 0
         self._base = self._sum()
 
+    def begin(self) -> None:
+        """All ranks agree now."""
+        self._base = self._versions = self._sum()
+
     def count(self) -> int:
         """The writes on this rank since all ranks agreed."""
         with NoTorchFunction():

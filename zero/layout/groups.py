@@ -46,6 +46,8 @@ class Policy:
         int8: see ops/coded.py.
     rounding_seed: of stochastic rounding of masters and states; None: to nearest.
     holds_grads: several micro-batches are summed on the rank before the reduction.
+    num_parts: buffers may be divided over other numbers of ranks later: a multiple of all of them. 0: they are
+        not.
     """
 
     shards_optimizer: bool
@@ -58,6 +60,7 @@ class Policy:
     states: torch.dtype | None = None
     rounding_seed: int | None = None
     holds_grads: bool = False
+    num_parts: int = 0
 
     @classmethod
     def of_stage(
@@ -168,9 +171,9 @@ class FlatGroup:
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FlatGroups:
-    """The groups of one engine.
+    """The groups of one engine. Only `mesh` changes, where the ranks of `world` do.
 
     Attributes:
         world: all ranks: norms, losses, errors.

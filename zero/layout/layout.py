@@ -84,14 +84,22 @@ class Piece:
     slot_start: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class FlatLayout:
-    """The plan of one flat buffer of `numel` elements over `world_size` ranks."""
+    """The plan of one flat buffer of `numel` elements over `world_size` ranks.
+
+    Only `divide` changes it. What belongs to one buffer shares one layout.
+    """
 
     slots: tuple[Slot, ...]
     segments: tuple[GroupSegment, ...]
     numel: int
     world_size: int
+
+    def divide(self, world_size: int) -> None:
+        """Have shards of so many ranks. The elements stay where they are."""
+        assert self.numel % world_size == 0, "the layout was planned for other numbers of ranks"
+        self.world_size = world_size
 
     @property
     def shard_numel(self) -> int:
@@ -137,11 +145,15 @@ class FlatLayout:
 
 
 def plan_flat(
-    entries: Sequence[ParamEntry], world_size: int, align_numel: int = ALIGN_NUMEL
+    entries: Sequence[ParamEntry],
+    world_size: int,
+    align_numel: int = ALIGN_NUMEL,
+    num_parts: int | None = None,
 ) -> FlatLayout:
     """Lay `entries` out: group by group (stable within a group), every slot and shard aligned.
 
     align_numel: slots and shards begin at multiples of so many elements.
+    num_parts: a multiple of all numbers of ranks that it may be divided over; None: `world_size`.
     """
     slots: list[Slot] = []
     segments: list[GroupSegment] = []
@@ -156,7 +168,7 @@ def plan_flat(
             slots.append(Slot(entry.name, entry.shape, *place))
             at = align_up(slots[-1].stop, align_numel)
         segments.append(GroupSegment(group, start, at))
-    numel = align_up(at, align_numel * world_size)
+    numel = align_up(at, align_numel * (num_parts or world_size))
     # the tail belongs to the last segment: updating zeros is cheaper than an uneven split
     if segments:
         segments[-1] = GroupSegment(segments[-1].group, segments[-1].start, numel)

@@ -170,6 +170,7 @@ class Builder:
             ],
             group.collectives.world_size,
             group.policy.align_numel,
+            group.policy.num_parts,
         )
 
     def _most_numel(self, entries: _Entries, group: FlatGroup) -> int:

@@ -16,6 +16,7 @@ from ...offload.interfaces import Shard
 from ...offload.stores import Stores
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.exchange import agree, all_gather_json
+from ...ops.mesh import Mesh
 from ...ops.pool import BufferPool
 from ...utils.errors import UsageError, XdsError
 from ..config import ZeroConfig
@@ -471,6 +472,21 @@ class ShardedModel:
         """Drop all gradients: the step is skipped. A lossy reducer adds what was sent to its pending error."""
         self.reduction.undo()
         self.reduction.reset()
+
+    def abandon_step(self) -> None:
+        """Drop the gradients since the last update, without a wait: the group has failed."""
+        self.backward_pass.abandon_all()
+
+    def regroup(self, mesh: Mesh) -> None:
+        """The group has other ranks, with nothing sharded over them and no gradients: divide all buffers anew.
+
+        mesh: of these ranks.
+        """
+        assert not self.policy.shards_optimizer
+        self.flat_groups.mesh = mesh
+        for flat in self._flats:
+            flat.layout.divide(self.collectives.world_size)
+        self._replica_check.begin()
 
     def detach(self) -> None:
         """Remove every hook from the user's model; its parameters stay in the flat buffers, gathered.

@@ -1,0 +1,185 @@
+"""Kills ranks of running trainings, in every phase of a step, and measures how the others go on.
+
+    python benchmarks/recovery/kills.py --kills 1200 --ranks 4
+
+Each run has `ranks` units and loses all but one, one or two at a time. A run fails if it hangs, ends with an
+error, leaves processes or files, or has other parameters at its end than a run without kills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+TRAIN = Path(__file__).with_name("train.py")
+PHASES = (
+    *("forward", "backward", "before sum", "in sum", "before norm", "after norm"),
+    *("before update", "after update", "before write", "after write", "before commit"),
+    *("after commit", "before group", "after group", "before healing", "after healing"),
+    *("outside", "outside", "outside"),
+)
+SIGNALS = ("SIGKILL", "SIGKILL", "SIGKILL", "exception", "SIGSEGV", "SIGSTOP")
+LIMIT_SECONDS = 180.0
+TOLERANCE = 1e-4
+
+
+def plan_of(random_: random.Random, ranks: int, steps: int) -> list[dict[str, Any]]:
+    """What happens to each unit that is lost."""
+    units = random_.sample(range(ranks), ranks - 1)
+    step, plan = 3, []
+    for unit in units:
+        if random_.random() > 0.2:  # else together with the one before
+            step += random_.randint(2, max(3, steps // ranks))
+        phase, how = random_.choice(PHASES), random_.choice(SIGNALS)
+        if how == "exception" and phase.endswith(("write", "commit")):
+            how = "SIGKILL"  # a save that fails raises on all ranks, with recovery as well
+        plan.append({"unit": unit, "step": step, "phase": phase, "signal": how})
+    return plan
+
+
+def run(out: Path, plan: list[dict[str, Any]], ranks: int, steps: int) -> tuple[str, list[Any]]:
+    """Run once. Returns what is wrong, or "", and the records of all units."""
+    out.mkdir()
+    inside = [entry for entry in plan if entry["phase"] != "outside"]
+    environ = {**os.environ, "OUT": str(out), "STEPS": str(steps), "PLAN": json.dumps(inside)}
+    environ["OMP_NUM_THREADS"] = "1"
+    launcher = Path(sys.executable).with_name("xds")
+    command = [str(launcher), "--recover", "--nproc-per-node", str(ranks)]
+    with open(out / "output.txt", "w") as output:
+        process = subprocess.Popen(
+            [*command, "--log-dir", str(out / "logs"), str(TRAIN)],
+            env=environ,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        outside = [entry for entry in plan if entry["phase"] == "outside"]
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while process.poll() is None and time.monotonic() < deadline:
+            outside = [entry for entry in outside if not kill_outside(out, entry)]
+            time.sleep(0.001 if outside else 0.05)
+    if process.returncode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return "hang", records(out)
+    found = records(out)
+    left = [record["start"] for record in found if "start" in record and is_alive(record["start"])]
+    if process.returncode:
+        return f"exit code {process.returncode}", found
+    return f"processes left: {left}" if left else "", found
+
+
+def kill_outside(out: Path, entry: dict[str, Any]) -> bool:
+    """Kill the unit at a random instant once it has done the step. Returns whether it did."""
+    path = out / f"unit{entry['unit']}.jsonl"
+    text = path.read_text() if path.exists() else ""
+    if f'"step": {entry["step"]},' not in text:
+        return False
+    pid = json.loads(text.partition("\n")[0])["start"]
+    time.sleep(random.random() * 0.03)
+    name = "SIGKILL" if entry["signal"] == "exception" else entry["signal"]
+    with open(out / "outside.jsonl", "a") as file:
+        file.write(
+            json.dumps({"seconds": time.time(), "kill": "outside", "unit": entry["unit"]}) + "\n"
+        )
+    os.kill(pid, getattr(signal, name))
+    return True
+
+
+def records(out: Path) -> list[Any]:
+    found = []
+    for path in sorted(out.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            unit = {"unit": int(path.stem[4:])} if path.stem != "outside" else {}
+            found.append({**unit, **json.loads(line)})
+    return sorted(found, key=lambda record: record["seconds"])
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def waits(found: list[Any]) -> list[float]:
+    """Seconds from each kill to the next step of a unit that is left."""
+    result = []
+    for number, record in enumerate(found):
+        if "kill" in record:
+            later = [
+                other["seconds"] - record["seconds"]
+                for other in found[number + 1 :]
+                if "step" in other and "kill" not in other and other["unit"] != record["unit"]
+            ]
+            result += later[:1]
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--signal", default="", help="this one only")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="kills-"))
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    problem, found = run(folder / "reference", [], args.ranks, args.steps)
+    assert not problem, f"{problem}: {folder}"
+    checks = next(record["checks"] for record in found if "end" in record)
+    random_ = random.Random(args.seed)
+    kills, seconds, problems, phases = 0, [], [], Counter[str]()
+    number = 0
+    while kills < args.kills:
+        number += 1
+        plan = plan_of(random_, args.ranks, args.steps)
+        if args.signal:
+            plan = [{**entry, "signal": args.signal} for entry in plan]
+        out = folder / f"run{number}"
+        problem, found = run(out, plan, args.ranks, args.steps)
+        ends = [record for record in found if "end" in record]
+        if not problem and not ends:
+            problem = "no unit has ended"
+        for end in ends:
+            differs = max(
+                abs(a - b) / max(1.0, abs(b)) for a, b in zip(end["checks"], checks, strict=True)
+            )
+            if not problem and (differs > TOLERANCE or end["end"] != args.steps):
+                problem = f"differs by {differs:.1e} after {end['end']} steps"
+        killed = [record for record in found if "kill" in record]
+        kills += len(killed)
+        phases.update(record["kill"] for record in killed)
+        waited = waits(found)
+        seconds += waited
+        if problem:
+            problems.append(f"{problem}: {out}: {json.dumps(plan)}")
+            print(problems[-1], flush=True)
+        else:
+            shutil.rmtree(out)
+    left = {path.name for path in Path("/dev/shm").iterdir()} - before
+    left = {name for name in left if name.startswith("xds")}
+    seconds.sort()
+    print(f"{kills} kills in {number} runs of {args.ranks} ranks; {len(problems)} runs failed")
+    print(f"files left in shared memory: {len(left)}")
+    if seconds:
+        p99 = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+        print(
+            f"kill to the next step: p50 {statistics.median(seconds):.2f} s, p99 {p99:.2f} s, "
+            f"longest {seconds[-1]:.2f} s"
+        )
+    print(", ".join(f"{phase} {count}" for phase, count in sorted(phases.items())))
+    sys.exit(bool(problems))
+
+
+main()

@@ -1,0 +1,149 @@
+"""A run that is killed: a small GPT on several ranks, with saves. Started by kills.py and step_time.py.
+
+Environment: STEPS, PLAN (JSON: [{"unit", "step", "phase", "signal"}]), OUT (a folder: `unit3.jsonl` gets a line
+for each step, kill and end), RECOVERY (0: without the section).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import xds
+
+UNIT = int(os.environ["RANK"])
+STEPS = int(os.environ.get("STEPS", "60"))
+OUT = Path(os.environ["OUT"])
+PLAN = [entry for entry in json.loads(os.environ.get("PLAN", "[]")) if entry["unit"] == UNIT]
+SAVE_EVERY = 10
+WIDTH, TOKENS, VOCABULARY = int(os.environ.get("WIDTH", "64")), 32, 256
+
+lines = open(OUT / f"unit{UNIT}.jsonl", "a", buffering=1)
+
+
+def write(**record: Any) -> None:
+    lines.write(json.dumps({"seconds": time.time(), **record}) + "\n")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        y = self.norm1(x)
+        x = x + self.attention(y, y, y, attn_mask=mask, is_causal=True, need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.blocks(self.embedding(tokens[:, :-1])))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+engine: Any = None
+
+
+def reach(phase: str) -> None:
+    """End this process here if the plan says so."""
+    for entry in PLAN:
+        # healing is no part of a step: it comes at the first failure after the entry's step
+        if entry["phase"] == phase and engine is not None and engine.global_steps >= entry["step"]:
+            write(kill=phase, step=engine.global_steps)
+            if entry["signal"] == "exception":
+                PLAN.remove(entry)
+                raise RuntimeError(f"planned, in {phase}")
+            os.kill(os.getpid(), getattr(signal, entry["signal"]))
+
+
+def patch(owner: type, name: str, before: str = "", after: str = "") -> None:
+    inner = getattr(owner, name)
+
+    def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        reach(before)
+        result = inner(self, *args, **kwargs)
+        reach(after)
+        return result
+
+    setattr(owner, name, outer)
+
+
+def patch_all(model: nn.Module) -> None:
+    from xds.engine.checkpoint.saver import SaveJob
+    from xds.ops.comm.collectives import Collectives
+    from xds.zero.model.update import Updater
+
+    model.head.register_forward_pre_hook(lambda *_: reach("forward"))
+    model.blocks[1].register_full_backward_hook(lambda *_: reach("backward"))
+    patch(Collectives, "reduce_scatter", "before sum", "in sum")
+    patch(Collectives, "sum_whole", "before sum", "in sum")
+    patch(Collectives, "gather_small", "before norm", "after norm")
+    patch(Updater, "step", "before update", "after update")
+    patch(SaveJob, "write", "before write", "after write")
+    patch(SaveJob, "commit", "before commit", "after commit")
+    if os.environ.get("RECOVERY", "1") == "1":
+        from xds.engine.recovering import LiveRecovery
+
+        patch(LiveRecovery, "_enter", "before group", "after group")
+        patch(LiveRecovery, "_heal", "before healing", "after healing")
+
+
+def main() -> None:
+    global engine  # noqa: PLW0603 (the plan asks for its step)
+    torch.manual_seed(0)
+    model = Gpt()
+    if PLAN:
+        patch_all(model)
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randint(0, VOCABULARY, (2000, TOKENS + 1), generator=generator)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": int(os.environ.get("ACCUMULATION", "1")),
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+        "checkpoint": {"keep_last": 2},
+        "communication": {"shared_memory": os.environ.get("SHARED_MEMORY", "1") == "1"},
+    }
+    if os.environ.get("RECOVERY", "1") == "1":
+        config["recovery"] = {"enabled": True}
+    engine = xds.initialize(model, config, training_data=data)
+    write(start=os.getpid())
+    while engine.global_steps < STEPS:
+        for tokens in engine.training_dataloader:
+            loss = engine(tokens)
+            engine.backward(loss)
+            before = engine.global_steps
+            engine.step()
+            if engine.global_steps == before:
+                continue
+            write(step=engine.global_steps, norm=engine.get_global_grad_norm())
+            if engine.global_steps % SAVE_EVERY == 0:
+                engine.save_checkpoint(OUT / "checkpoints")
+            if engine.global_steps >= STEPS:
+                break
+    values = torch.cat([param.detach().flatten() for param in model.parameters()]).double()
+    checks = [values.norm().item(), values.sum().item(), values[::1000].abs().sum().item()]
+    write(end=engine.global_steps, samples=engine.global_samples, checks=checks)
+
+
+main()

@@ -1,0 +1,148 @@
+"""The section recovery: what happens to a run when one of its ranks fails. Imports no torch."""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import Any, Protocol, final
+
+from pydantic import Field
+
+from ..utils.schema.section import Report, Section
+from ..utils.schema.values import Count, Flag, Natural, shown
+
+# Buffers are divided equally over any number of units from min_units to all. Their sizes are multiples of
+# 16 elements times the least common multiple of these numbers: 1.8 MB of fp32 at this limit.
+MOST_PARTS = 27_720  # of 1 to 12 units
+
+
+class Neighbours(Protocol):
+    """What the rules read of the other sections."""
+
+    @property
+    def zero_optimization(self) -> Any: ...
+    @property
+    def checkpoint(self) -> Any: ...
+    @property
+    def expert_parallel(self) -> Any: ...
+    @property
+    def elasticity(self) -> Any: ...
+    @property
+    def data_packing(self) -> Any: ...
+    @property
+    def data_efficiency(self) -> Any: ...
+    @property
+    def compression_training(self) -> Any: ...
+    @property
+    def quantize_training(self) -> Any: ...
+    @property
+    def progressive_layer_drop(self) -> Any: ...
+    @property
+    def curriculum_learning(self) -> Any: ...
+    @property
+    def watch(self) -> Any: ...
+    @property
+    def model_ranks(self) -> int: ...
+    @property
+    def optimizer_type(self) -> str: ...
+    @property
+    def managed_gradient_accumulation(self) -> bool: ...
+    @property
+    def dataloader_num_workers(self) -> int: ...
+
+
+@final
+class Recovery(Section):
+    """The ranks that are left when one fails go on in the same processes."""
+
+    enabled: Flag = Field(
+        False,
+        description="when a rank fails, the others drop the running step and go on without it; needs "
+        "`xds --recover`",
+    )
+    copies: Count = Field(
+        1, description="copies of the states beside those that ranks hold anyway; only 1 is built"
+    )
+    spare_hosts: Natural = Field(
+        0, description="hosts that wait for the place of another one; only 0 is built"
+    )
+    min_units: Count = Field(
+        1,
+        description="with fewer ranks than these the run ends, as without the section; of more than 12 ranks "
+        "at most a few can be lost",
+    )
+
+    def check_with(self, config: Neighbours, report: Report) -> None:
+        """See `Section.check_with`. Names what is not built."""
+        if not self.enabled:
+            return
+        if self.copies != 1:
+            report.complain("recovery.copies", self.copies, "must be 1: more copies are not built")
+        if self.spare_hosts:
+            report.complain(
+                "recovery.spare_hosts", self.spare_hosts, "must be 0: spare hosts are not built"
+            )
+        zero = config.zero_optimization
+        packs, sampling = config.data_packing.tokens, config.data_efficiency.data_sampling
+        refused = {
+            "zero_optimization.stage": (zero.stage, zero.stage != 0),
+            "zero_optimization.shared_parameters": (True, zero.shared_parameters),
+            "optimizer.type": (config.optimizer_type, config.optimizer_type.startswith("OneBit")),
+            "expert_parallel.enabled": (True, config.expert_parallel.enabled),
+            "elasticity.enabled": (True, config.elasticity.enabled),
+            "data_packing.tokens": (packs, bool(packs)),
+            "data_efficiency.data_sampling": (
+                "a curriculum or batches of unequal sizes",
+                sampling.has_curriculum or sampling.has_dynamic_batches,
+            ),
+            "data_efficiency.data_routing": (True, config.data_efficiency.drops_tokens),
+            "compression_training": ("a section", config.compression_training.enabled),
+            "quantize_training": ("a section", config.quantize_training.is_on),
+            "progressive_layer_drop.enabled": (True, config.progressive_layer_drop.enabled),
+            "curriculum_learning.enabled": (True, config.curriculum_learning.enabled),
+            "checkpoint.async_save": (True, config.checkpoint.async_save),
+            "managed_gradient_accumulation": (False, not config.managed_gradient_accumulation),
+            "dataloader_num_workers": (
+                config.dataloader_num_workers,
+                config.dataloader_num_workers > 0,
+            ),
+            "pipeline stages x tensor ranks x sequence ranks": (
+                config.model_ranks,
+                config.model_ranks > 1,
+            ),
+        }
+        for key, (value, is_refused) in refused.items():
+            if is_refused:
+                report.complain(
+                    key,
+                    value,
+                    "does not work with recovery.enabled, which is built for whole models on each rank "
+                    "(stage 0); change it, or set recovery.enabled to false",
+                )
+
+    def least_units(self, num_units: int) -> int:
+        """The fewest units that go on, of `num_units` at the start: all of these numbers divide buffers."""
+        least = num_units
+        while least > self.min_units and _parts(least - 1, num_units) <= MOST_PARTS:
+            least -= 1
+        return least
+
+    def num_parts(self, num_units: int) -> int:
+        """Buffers have a multiple of so many elements, times their alignment, with `num_units` at the start."""
+        return _parts(self.least_units(num_units), num_units)
+
+    def complaints(self, num_units: int) -> list[str]:
+        """What is wrong with so many units at the start."""
+        least = max(2, self.min_units)
+        if not self.enabled or num_units >= least:
+            return []
+        return [
+            f"recovery.min_units = {shown(self.min_units)}: the run has {num_units} ranks, and "
+            f"recovery.enabled needs at least {least}; start more, or set recovery.enabled to false"
+        ]
+
+
+def _parts(least: int, most: int) -> int:
+    return lcm(*range(least, most + 1))
+
+
+__all__ = ["Recovery"]

@@ -1,0 +1,218 @@
+"""A rank fails, and the others go on in their processes: numbers, samples, generations, refusals."""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from forked_launcher import ForkedLauncher
+from helpers import on_busy_machines, run_ranks
+from models import build, micro_batch
+from torch import nn
+from torch.distributed import HashStore
+from torch.utils.data import TensorDataset
+
+import xds
+from xds.engine.data.loaders import build_loader
+from xds.engine.data.step_sampler import step_loader
+from xds.ops.watch.store import Store
+from xds.recovery.generations import Lighthouse, Meeting, shares_of
+from xds.utils.errors import PeerError
+
+SCRIPT = Path(__file__).with_name("training.py")
+
+
+def plain(steps: int, units: int) -> tuple[list[float], torch.Tensor]:
+    """Losses and parameters of the script without xds, in one process."""
+    os.environ |= {"RANK": "0", "OUT": "", "DEATHS": "{}"}
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        import training
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+        for name in ("RANK", "OUT", "DEATHS"):
+            del os.environ[name]
+    model, data = training.build().eval(), training.dataset()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    order = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0, seed=0)
+    batch, losses, epoch = 2 * 2 * units, [], 0
+    while len(losses) < steps:
+        order.set_epoch(epoch)
+        numbers, epoch = list(order), epoch + 1
+        numbers += numbers[: -len(numbers) % batch]
+        for start in range(0, len(numbers), batch)[: steps - len(losses)]:
+            x, y = (
+                torch.stack(part)
+                for part in zip(*(data[n] for n in numbers[start:][:batch]), strict=True)
+            )
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses[-3:], torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        # rank 0 has updated, or its peer has not: in either case the step counts once. Then an exception
+        pytest.param({0: [3, "norm", "SIGKILL"], 2: [7, "forward", "raise"]}, id="two"),
+        pytest.param({1: [4, "forward", "SIGSTOP"]}, id="stopped", marks=pytest.mark.slow),
+    ],
+)
+def test_the_run_goes_on_with_the_same_numbers(tmp_path: Path, deaths: dict[int, list]) -> None:
+    environ = {"OUT": str(tmp_path), "DEATHS": json.dumps(deaths), "OMP_NUM_THREADS": "1"}
+    words = ["--recover", "--nproc-per-node", "3", "--log-dir", str(tmp_path / "logs"), str(SCRIPT)]
+    launcher = ForkedLauncher(words, tmp_path, {**os.environ, **environ})
+    out, err = launcher.communicate(on_busy_machines(60))
+    assert launcher.returncode == 0, err
+    left = [unit for unit in range(3) if unit not in deaths]
+    found = [json.loads((tmp_path / f"unit{unit}.json").read_text()) for unit in left]
+    losses, values = plain(12, 3)
+    for rank, unit in enumerate(found):
+        torch.testing.assert_close(torch.tensor(unit["values"]), values, rtol=1e-5, atol=1e-6)
+        assert unit["losses"] == pytest.approx(losses, rel=1e-5)
+        assert unit["samples"] == 12 * 12 and unit["ranks"] == [rank, len(left)]
+    for unit, (_, _, how) in deaths.items():
+        ended = "ended with code 1" if how == "raise" else "was ended by SIGKILL"
+        assert f"xds: rank {unit} {ended}; ranks" in err
+    manifest = json.loads(next((tmp_path / "saved").glob("*/manifest.json")).read_text())
+    assert manifest["mesh"]["data"] == len(left) and len(manifest["files"]) == len(left)
+
+
+# -- samples ------------------------------------------------------------------------------------------------
+
+
+def test_every_micro_batch_has_one_unit() -> None:
+    for units in ((0,), (1, 3), (0, 2, 3), (0, 1, 2, 3)):
+        shares = [shares_of(units, 4, 3, unit) for unit in units]
+        assert sorted(sum(shares, [])) == [
+            (unit, number) for unit in range(4) for number in range(3)
+        ]
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def loaders(units: int, length: int) -> list:
+    data = TensorDataset(torch.arange(length))
+    sizes = {"micro_batch_size": 2, "world_size": units, "num_workers": 0}
+    more = {"drop_last": False, "collate_fn": None, "step_batches": 2}
+    return [step_loader(data, rank=unit, **sizes, **more) for unit in range(units)]
+
+
+def numbers(batch: list) -> list[int]:
+    return batch[0].tolist()
+
+
+def test_without_a_loss_samples_are_those_of_the_loader_for_elastic_runs() -> None:
+    data = TensorDataset(torch.arange(29))
+    for rank, loader in enumerate(loaders(3, 29)):
+        same = build_loader(data, micro_batch_size=2, rank=rank, world_size=3, step_samples=12)
+        for _ in range(2):
+            pairs = zip(loader, same, strict=True)
+            assert all(
+                (numbers(ours), loader.position()) == (numbers(theirs), same.position())
+                for ours, theirs in pairs
+            )
+
+
+def test_a_step_is_given_again_with_the_samples_of_a_lost_unit() -> None:
+    whole = [[numbers(batch) for batch in loader] for loader in loaders(3, 29)]
+    survivors = loaders(3, 29)[:2]
+    for unit, loader in enumerate(survivors):
+        given, rounds = [], iter(loader)
+        given += [numbers(next(rounds)) for _ in range(2)]
+        done = loader.source.taken()
+        next(rounds)
+        loader.resume(done)  # dropped in its second micro-batch
+        assert loader.position() == done == {"epoch": 0, "samples": 12}
+        shares = shares_of((0, 1), 3, 2, unit)
+        loader.source.share(shares)
+        given += [numbers(batch) for batch in rounds]
+        rest = [whole[other][2 * step + number] for step in (1, 2) for other, number in shares]
+        assert given == whole[unit][:2] + rest
+        assert loader.position() == {"epoch": 0, "samples": 36}
+        assert numbers(next(iter(loader))) == numbers(next(iter(fresh(unit, epoch=1))))
+
+
+def fresh(unit: int, epoch: int) -> object:
+    loader = loaders(3, 29)[unit]
+    loader.resume({"epoch": epoch, "samples": 0})
+    return loader
+
+
+# -- generations --------------------------------------------------------------------------------------------
+
+
+def test_a_unit_that_is_not_in_the_newest_generation_is_refused() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    units = [Meeting(store, "recovery", unit) for unit in range(3)]
+    lighthouse = Lighthouse(Store(store, "recovery", -1), 3)
+    for unit in units[:2]:
+        unit.announce(1)
+    assert lighthouse.min_units == 0  # unit 2 cannot recover yet
+    units[2].announce(1)
+    assert lighthouse.min_units == 1
+    first = lighthouse.lose(2, "rank 2 did not answer")
+    assert units[0].next_after(0, 1.0) == first
+    second = lighthouse.lose(1, "rank 1 was ended by SIGKILL")
+    assert not units[0].gather(first)  # it waits for unit 1 no longer
+    assert units[0].next_after(0, 1.0) == second and units[0].gather(second)
+    with pytest.raises(PeerError, match="rank 2 is not in generation 2 of this run"):
+        units[2].next_after(0, 1.0)
+    with pytest.raises(PeerError, match="the launcher has named no generation after 2"):
+        units[0].next_after(2, 0.1)
+
+
+# -- what is not built --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"recovery": {"copies": 2}}, "recovery.copies = 2: must be 1"),
+        ({"recovery": {"spare_hosts": 1}}, "recovery.spare_hosts = 1: must be 0"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2: does not work with"),
+        ({"pipeline": {"stages": 2}}, "= 2: does not work with recovery.enabled"),
+        ({"checkpoint": {"async_save": True}}, "checkpoint.async_save = true: does not work"),
+        ({"dataloader_num_workers": 1}, "dataloader_num_workers = 1: does not work with"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(more: dict, named: str) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, **more}
+    config["recovery"] = {"enabled": True, **more.get("recovery", {})}
+    with pytest.raises(xds.ConfigError, match=named):
+        xds.Config.load(config)
+
+
+def test_numbers_of_units_that_cannot_recover_are_refused() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "recovery": {"enabled": True}}
+    with pytest.raises(
+        xds.ConfigError, match="the run has 1 ranks, and recovery.enabled needs at least 2"
+    ):
+        xds.Config.load(config, world_size=1)
+    section = xds.Config.load(config, world_size=16).recovery
+    # sizes of buffers: a multiple of all numbers of units that can be left
+    assert [section.least_units(n) for n in (2, 8, 12, 16)] == [1, 1, 1, 12]
+    assert section.num_parts(8) == 840 and section.num_parts(16) == 21_840
+
+
+def without_launcher() -> str:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "recovery": {"enabled": True},
+    }
+    data = [micro_batch(number, 0, 1)[0] for number in range(8)]
+    with pytest.raises(xds.UsageError) as raised:
+        xds.initialize(build("tied"), config, training_data=data)
+    return str(raised.value)
+
+
+def test_without_the_launcher_it_is_refused() -> None:
+    for text in run_ranks(without_launcher, 2):
+        assert "start the script with `xds --recover train.py`" in text

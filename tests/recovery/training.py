@@ -1,0 +1,81 @@
+"""A script for `xds --recover`. The environment says which ranks end in which step."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import xds
+
+UNIT, OUT = int(os.environ["RANK"]), Path(os.environ["OUT"])
+DEATHS = json.loads(os.environ["DEATHS"])  # by unit: [step, where, signal, or "raise"]
+SIZES = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+STEPS, UNITS = 12, 3
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 3)
+    )
+
+
+def dataset() -> torch.utils.data.Dataset:
+    torch.manual_seed(1)
+    return torch.utils.data.TensorDataset(torch.randn(50, 6), torch.randint(0, 3, (50,)))
+
+
+def die(where: str, step: int) -> None:
+    when, place, how = DEATHS.get(str(UNIT), [None, "", ""])
+    if (when, place) == (step, where):
+        if how == "raise":
+            raise RuntimeError("planned")
+        os.kill(os.getpid(), getattr(signal, how))
+
+
+def main() -> None:
+    from xds.ops.comm.collectives import Collectives
+
+    model = build()
+    config = {
+        **SIZES,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "recovery": {"enabled": True},
+    }
+    engine = xds.initialize(model.eval(), config, training_data=dataset())
+    gather = Collectives.gather_small
+
+    def gather_small(self, *args, **kwargs):
+        table = gather(self, *args, **kwargs)
+        die("norm", engine.global_steps)
+        return table
+
+    Collectives.gather_small = gather_small
+    losses = []
+    while engine.global_steps < STEPS:
+        for x, y in engine.training_dataloader:
+            loss = nn.functional.cross_entropy(engine(x), y)
+            die("forward", engine.global_steps)
+            engine.backward(loss)
+            before = engine.global_steps
+            engine.step()
+            if engine.global_steps > before:
+                losses.append(engine._parts.means.loss)
+            if engine.global_steps == STEPS:
+                break
+    engine.save_checkpoint(OUT / "saved")
+    values = torch.cat([param.detach().flatten() for param in model.parameters()])
+    found = {
+        "losses": losses[-3:],
+        "values": values.tolist(),
+        "samples": engine.global_samples,
+        "ranks": [engine.global_rank, engine.world_size],
+    }
+    (OUT / f"unit{UNIT}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
