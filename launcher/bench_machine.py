@@ -59,6 +59,7 @@ PASSES = 9  # over the kernels of a model
 MOST_BYTES = 1 << 28  # of the tensors of one call; larger ones are left out
 UPDATED_NUMEL = 1 << 22
 LINK_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
+MEMORY_POWERS = range(12, 25, 2)  # elements of fp32 tensors, as powers of 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 10, 1 << 24
 SQUARES = {"cpu": (128, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192)}
@@ -267,7 +268,7 @@ class Meter:
 
     def _memory(self) -> dict[str, Any]:
         points: dict[tuple[float, ...], list[float]] = {}
-        for power in range(12, 25, 2):
+        for power in MEMORY_POWERS:
             a, b = (torch.rand(1 << power, device=self._device) for _ in range(2))
             seconds = self.seconds(lambda a=a, b=b: torch.add(a, b))  # type: ignore[misc]
             points[(float(3 * a.nbytes),)] = [3 * a.nbytes / seconds]

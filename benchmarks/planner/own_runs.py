@@ -1,10 +1,11 @@
 """Compare the seconds and bytes that `xds plan` predicts with those of real steps: 24 layouts, two ranks.
 
-    python benchmarks/planner/own_runs.py [--machine FILE] [--only PATTERN] [--steps N] [--keep FILE]
+    python benchmarks/planner/own_runs.py [--only PATTERN] [--steps N] [--keep FILE] [--machine FILE]
 
-The machine file is measured first, with the kernels of both models, unless one is given. Layouts run one after
-the other in the same two processes. A row is the median of its steps, of the slower rank. No number of a run is
-used for its prediction.
+The machine is measured before, between and after the runs, with the kernels of both models, unless a file is
+given.
+Layouts run one after the other in the same two processes. A row is the median of its steps, of the slower rank.
+No number of a run is used for its prediction.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from harness import run_ranks  # noqa: E402
 from memory import storages  # noqa: E402
 
 from xds.engine.config.config import parse_config  # noqa: E402
-from xds.engine.planning.machine import Machine, parse_machine  # noqa: E402
+from xds.engine.planning.machine import Machine, load_machine, parse_machine  # noqa: E402
 from xds.engine.planning.models import ModelSource  # noqa: E402
 from xds.engine.planning.plan import Plan, make_plan  # noqa: E402
 from xds.engine.planning.seconds import PARTS, StepSeconds, StepTimer  # noqa: E402
@@ -153,9 +154,25 @@ def measure_machine(rank: int, _: int) -> dict[str, Any]:
     return meter.machine(plan, [Source("gpt"), Source("llama")])
 
 
-def run_layouts(rank: int, _: int, chosen: list[Layout], steps: int) -> list[dict[str, Any]]:
-    """Seconds of a step, and bytes, of each layout on one rank."""
-    return [_run(layout, rank, steps) for layout in chosen]
+def measure(rank: int, size: int, chosen: list[Layout], steps: int) -> tuple[list[Any], list[Any]]:
+    """The machine before, between and after the runs, as its speed changes; and what each layout took."""
+    half = len(chosen) // 2
+    contents, runs = [measure_machine(rank, size)], []
+    for part in (chosen[:half], chosen[half:]):
+        runs += [_run(layout, rank, steps) for layout in part]
+        contents.append(measure_machine(rank, size))
+    return contents, runs
+
+
+def mean_of(contents: list[Any]) -> Any:
+    """A machine file with the geometric means of all numbers."""
+    first = contents[0]
+    if isinstance(first, dict):
+        return {key: mean_of([each[key] for each in contents]) for key in first}
+    if isinstance(first, list):
+        return [mean_of(list(each)) for each in zip(*contents, strict=True)]
+    is_rate = isinstance(first, float) and min(contents) > 0
+    return statistics.geometric_mean(contents) if is_rate else first
 
 
 def _run(layout: Layout, rank: int, steps: int) -> dict[str, Any]:
@@ -277,29 +294,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--machine", metavar="FILE", help="read it if it is there, else write it")
+    parser.add_argument("--machine", metavar="FILE", help="instead of the one that is measured")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="layouts, as 'gpt stage*'")
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed")
-    parser.add_argument("--keep", metavar="FILE", help="runs that are there do not run again")
+    parser.add_argument(
+        "--keep", metavar="FILE", help="read the measured numbers from here, else write them"
+    )
     args = parser.parse_args()
     chosen = [x for x in layouts() if fnmatch.fnmatch(x.key, args.only)]
-    content: Any = None
-    with contextlib.suppress(OSError, TypeError):
-        content = json.loads(Path(args.machine).read_text())
-    if content is None:
-        content = run_ranks(measure_machine, RANKS)[0]
-        if args.machine:
-            Path(args.machine).write_text(json.dumps(content, indent=1))
-    known: dict[str, Any] = {}
+    known: dict[str, Any] = {"runs": {}}
     with contextlib.suppress(OSError, TypeError):
         known = json.loads(Path(args.keep).read_text())
-    new = [layout for layout in chosen if layout.key not in known]
-    if new:
-        runs = run_ranks(run_layouts, RANKS, new, args.steps)
-        known |= {x.key: list(ranks) for x, ranks in zip(new, zip(*runs, strict=True), strict=True)}
+    if not all(layout.key in known["runs"] for layout in chosen):
+        ranks = run_ranks(measure, RANKS, chosen, args.steps)
+        rows = zip(*(runs for _, runs in ranks), strict=True)
+        known["runs"] = {x.key: list(row) for x, row in zip(chosen, rows, strict=True)}
+        known["machine"] = mean_of(ranks[0][0])
         if args.keep:
             Path(args.keep).write_text(json.dumps(known))
-    return 0 if compare(chosen, known, parse_machine(content)) else 1
+    machine = load_machine(args.machine) if args.machine else parse_machine(known["machine"])
+    return 0 if compare(chosen, known["runs"], machine) else 1
 
 
 if __name__ == "__main__":

@@ -273,10 +273,9 @@ class StepTimer:
                 left = inside.exposed[kind] / inside.now
                 return f"{text}; with gathers inside of a host (zero_hpz_partition_size) {left:.0%}"
             return f"{text}; more micro-batches in a step send less for a token"
-        best = max(point[-1] for table in self.machine.matrix.values() for point in table.points)
         halved = parts[BUBBLE] / (2 * total - parts[BUBBLE])
         remedies = {
-            MATRIX_WORK: f"the best rate of the machine would take {self._at_best(plan, best) / total:.0%}",
+            MATRIX_WORK: f"the best rate of the machine would take {self._at_best(plan) / total:.0%}",
             ATTENTION: "shorter samples, or sequence ranks, lower it",
             OTHER_KERNELS: "compile fuses them; a larger micro-batch raises small kernels' rate",
             UPDATE: "a stage that shards the optimizer divides it by the data ranks; so do larger steps",
@@ -286,8 +285,11 @@ class StepTimer:
         }
         return f"{part}: {share} of the step; {remedies[part]}"
 
-    def _at_best(self, plan: Plan, rate: float) -> float:
-        return self._flops(plan)[0] / plan.mesh.size / rate
+    def _at_best(self, plan: Plan) -> float:
+        """Seconds of one rank's FLOPs at the best measured rate of their dtype."""
+        flops, dtypes = self._flops(plan)
+        table = self.machine.matrix_table(max(dtypes, key=dtypes.__getitem__))
+        return flops / plan.mesh.size / max(point[-1] for point in table.points)
 
 
 @final
@@ -418,7 +420,7 @@ class Walk:
             for key in ("disk_read", "disk_write"):
                 self._host_free += update.size_bytes / 2 / machine.number(key).value
         copied = self._copy_seconds(update.copied_bytes, "to_device")
-        if update.is_awaited or not self._is_cuda:  # a CPU has no cores that are free meanwhile
+        if update.is_awaited or not self._runs_ahead:  # a CPU has no free cores
             self._spend(UPDATE, max(self._host_free - self.now, 0.0))
             self._spend(OFFLOAD, copied)
 
