@@ -88,7 +88,7 @@ from .model.arguments import (
     with_model,
 )
 from .model.compile import BlockCompiler
-from .model.precision import DTYPES, buffers_to_cast, policy_of
+from .model.precision import DTYPES, buffers_to_cast, check_statistics, policy_of
 from .optim.loss_scale import GradientFactor, build_loss_scale
 from .optim.optimizers import (
     ClientOptimizer,
@@ -834,6 +834,8 @@ def _sharded(
     must_train = not names and any(param.requires_grad for param in model.parameters())
     with agreeing(flat_groups.world, "xds.initialize"):
         check_model(model, groups.index, must_train=must_train)
+        if flat_groups.world.device.type == "cpu":
+            check_statistics(model, config, local.fp32)
         trained_numel = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
         stores = _stores(config, host, trained_numel)
     move_model(model, flat_groups.world.device)

@@ -86,6 +86,13 @@ _FROM_TORCH: dict[str, dict[str, Value]] = {
     },
 }
 
+# names of bitsandbytes and transformers, in lower case, whose states the driver moves to the host page by page
+PAGED = {
+    **dict.fromkeys(("pagedadamw", "pagedadamw32bit", "paged_adamw", "paged_adamw_32bit"), "AdamW"),
+    **dict.fromkeys(("pagedadam", "pagedadam32bit"), "Adam"),
+    **dict.fromkeys(("pagedlion", "pagedlion32bit", "paged_lion", "paged_lion_32bit"), "Lion"),
+}
+
 OPTIMIZERS = ClassTable(
     section="optimizer",
     what="optimizer",
@@ -99,25 +106,23 @@ OPTIMIZERS = ClassTable(
             "muP optimizers are not supported yet; give parameter groups their own lr instead",
         ),
         **dict.fromkeys(
-            ("Lion8bit", "lion_8bit", "lion_bnb_8bit"),
+            ("Lion8bit", "lion_8bit", "lion_bnb_8bit", "PagedLion8bit", "paged_lion_8bit"),
             "Lion has no states of 8 bits yet; use Lion, or AdamW8bit",
-        ),
-        **dict.fromkeys(
-            ("PagedAdamW8bit", "paged_adamw_8bit"),
-            "states have no pages; use AdamW8bit, and zero_optimization.offload_optimizer if they do not fit",
         ),
         "LBFGS": "needs several loss evaluations per step, but the engine does one; use AdamW",
         "ZeroOneAdam": "0/1 Adam was removed, because it missed its loss; use OneBitAdam with freeze_step",
         "SparseAdam": "sparse gradients are not supported yet; use Adam",
     },
-    other_names={alias: name for name, each in REGISTERED.items() for alias in each.aliases},
+    other_names={alias: name for name, each in REGISTERED.items() for alias in each.aliases}
+    | PAGED,
 )
 
 
 # names of bitsandbytes, torchao and transformers, in lower case -> the optimizer whose states have 8 bits
 EIGHT_BITS = {
     **dict.fromkeys(("adamw8bit", "adamw_8bit", "adamw_bnb_8bit"), "AdamW"),
-    "adam8bit": "Adam",
+    **dict.fromkeys(("pagedadamw8bit", "paged_adamw_8bit"), "AdamW"),
+    **dict.fromkeys(("adam8bit", "pagedadam8bit"), "Adam"),
 }
 
 
@@ -157,6 +162,11 @@ class OptimizerConfig(Section):
         """Read the arguments of this type."""
         given, params = values.get("type"), values.get("params", {})
         meant = EIGHT_BITS.get(given.casefold()) if isinstance(given, str) else None
+        if isinstance(given, str) and given.casefold().startswith("paged"):
+            report.notes.append(
+                f"optimizer.type = {given}: states have no pages; if they do not fit, set "
+                "zero_optimization.offload_optimizer"
+            )
         if meant is not None and isinstance(params, dict):
             states = params.get("state_dtype", "int8")
             if states != "int8":

@@ -61,8 +61,9 @@ def find_fp32(
         if own and all(id(param) in params for param in own):
             buffers.update((module, name) for name, _ in module.named_buffers(recurse=False))
     with_outputs = {id(kept[i].tensor) for i in hits}
-    borders = {
-        module: all(id(param) in with_outputs for param in _floating(module).values())
+    borders = {  # what leaves the whole model is of no 16-bit module's concern
+        module: (module is model and names is None)
+        or all(id(param) in with_outputs for param in _floating(module).values())
         for module in _outermost(model, "", cast)
     }
     return Fp32Tensors(params, frozenset(buffers), borders, unused | unused_outputs)

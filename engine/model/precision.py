@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...experts.config import BIASES
+from ...utils.errors import UsageError
 from ...zero.layout.groups import Policy
 from ..config.config import Config
 from ..config.sections import Bf16, Fp16
@@ -111,6 +112,26 @@ def buffers_to_cast(
     return list(found.values())
 
 
+def check_statistics(model: nn.Module, config: Config, kept: Fp32Tensors) -> None:
+    """Raises UsageError: torch's batch norm on a CPU would fail, with a weight and statistics of two dtypes."""
+    low = compute_dtype(config)
+    cast = {id(buffer): dtype for buffer, dtype in buffers_to_cast(model, config, kept.buffers)}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.weight is None:
+            continue
+        is_kept = low is None or id(module.weight) in kept.params
+        weight = module.weight.dtype if is_kept else low
+        for statistics in (module.running_mean, module.running_var):
+            if statistics is None or cast.get(id(statistics), statistics.dtype) == weight:
+                continue
+            kind = type(module).__name__
+            remedy = f'add "{kind}" to data_types.keep_in_fp32_modules, or ' if low else ""
+            raise UsageError(
+                f"data_types.buffer_dtype and keep_in_fp32_modules give statistics of {name} another dtype "
+                f"than its weight's, and on a CPU torch's {kind} needs one; {remedy}remove the key"
+            )
+
+
 def buffers_that_follow(model: nn.Module) -> list[Tensor]:
     """The floating-point buffers to cast to 16 bits with the parameters. Call it before these are cast.
 
@@ -169,6 +190,7 @@ __all__ = [
     "Fp32Tensors",
     "buffers_that_follow",
     "buffers_to_cast",
+    "check_statistics",
     "compute_dtype",
     "host_ratio",
     "policy_of",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from runs import config
 from torch import Tensor, nn
@@ -30,11 +31,11 @@ class Router(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, affine: bool = True) -> None:
         super().__init__()
         self.rotary = Rotary()
         self.router = Router()
-        self.norm = nn.BatchNorm1d(8)
+        self.norm = nn.BatchNorm1d(8, affine=affine)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x @ self.router.weight).square().sum()
@@ -82,7 +83,7 @@ def test_the_config_gives_buffers_a_dtype_but_not_rotary_frequencies() -> None:
         ("fp32", "bf16", torch.bfloat16),
         ("fp16", "bf16", torch.bfloat16),
     ):
-        model = Model()
+        model = Model(affine=False)
         model.rotary.table = model.rotary.table.half()
         found = dtypes_after_initialize(model, precision, buffer_dtype=dtype)
         assert found["rotary.inv_freq"] == torch.float32
@@ -91,7 +92,7 @@ def test_the_config_gives_buffers_a_dtype_but_not_rotary_frequencies() -> None:
 
 
 def test_named_buffers_are_fp32_whatever_dtype_the_others_get() -> None:
-    model = Model()
+    model = Model(affine=False)
     model.norm.running_var = model.norm.running_var.to(torch.bfloat16)
     found = dtypes_after_initialize(
         model, "bf16", buffer_dtype="bf16", keep_in_fp32_modules=["running_var"]
@@ -99,3 +100,18 @@ def test_named_buffers_are_fp32_whatever_dtype_the_others_get() -> None:
     assert found["router.bias_correction"] == torch.float32  # its class names it
     assert found["norm.running_var"] == torch.float32
     assert found["norm.running_mean"] == torch.bfloat16
+
+
+def test_statistics_of_another_dtype_than_a_weight_are_refused_on_a_cpu() -> None:
+    """torch's batch norm would fail in the first forward."""
+    for precision, types, remedy in (
+        ("bf16", {"buffer_dtype": "fp32"}, 'add "BatchNorm1d" to data_types.keep_in_fp32_modules'),
+        ("fp32", {"buffer_dtype": "bf16"}, "needs one; remove the key"),
+        ("bf16", {"keep_in_fp32_modules": ["running_var"]}, "statistics of norm"),
+    ):
+        with pytest.raises(xds.UsageError, match=remedy):
+            dtypes_after_initialize(Model(), precision, **types)
+    types = {"buffer_dtype": "fp32", "keep_in_fp32_modules": ["BatchNorm1d"]}
+    engine = xds.initialize(Model(), config(0, "bf16", data_types=types))
+    assert engine(torch.ones(4, 8, dtype=torch.bfloat16)).isfinite()
+    engine.destroy()

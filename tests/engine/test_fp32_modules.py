@@ -302,6 +302,14 @@ def test_outputs_have_the_dtype_of_the_inputs_unless_the_config_says_fp32() -> N
     assert found == {"hidden": LOW, "head": torch.float32, "router": torch.float32}
 
 
+def test_a_model_that_stays_fp32_as_a_whole_has_fp32_outputs() -> None:
+    engine = xds.initialize(
+        nn.Linear(2, 1), config(0, "bf16", data_types={"keep_in_fp32_modules": ["*"]})
+    )
+    assert engine(torch.ones(2, 2, dtype=LOW)).dtype == torch.float32
+    engine.destroy()
+
+
 @pytest.mark.parametrize(
     ("types", "says"),
     [

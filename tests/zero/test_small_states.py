@@ -207,6 +207,9 @@ def test_what_cannot_keep_small_states_is_refused() -> None:
 
 
 def test_names_of_other_libraries_mean_states_of_8_bits() -> None:
-    for name, kind in (("AdamW8bit", "AdamW"), ("adam8bit", "Adam"), ("adamw_bnb_8bit", "AdamW")):
+    for name, kind in (
+        *(("AdamW8bit", "AdamW"), ("adam8bit", "Adam"), ("adamw_bnb_8bit", "AdamW")),
+        *(("paged_adamw_8bit", "AdamW"), ("PagedAdam8bit", "Adam")),
+    ):
         case = parse_config(config(1, optimizer=name))
         assert (case.optimizer.type, case.state_dtype) == (kind, "int8")

@@ -473,8 +473,9 @@ class Access(ParamOwner):
         place = self._places.get(id(param))
         master = None if place is None else place.master
         if master is None:
+            why = "is empty" if param.requires_grad and not param.numel() else "is frozen"
             raise UsageError(
-                f"{what}: {self.name_of(param)} is frozen, so the engine keeps no gradient and no optimizer "
+                f"{what}: {self.name_of(param)} {why}, so the engine keeps no gradient and no optimizer "
                 "state for it"
             )
         return master
