@@ -33,7 +33,10 @@ def row_share(num_experts: int, num_ranks: int, choices: int) -> float:
 
 
 class _Message(torch.autograd.Function):
-    """A tensor of another shape. `there` and `back` are what is sent to each rank for it, and its gradient."""
+    """A tensor of another shape. `there` and `back` are what is sent to each rank for it, and its gradient.
+
+    waits: for both. Chunks do not: one travels while experts compute another one.
+    """
 
     @staticmethod
     def forward(
@@ -43,21 +46,25 @@ class _Message(torch.autograd.Function):
         group: Collectives,
         there: Part | None,
         back: Part | None,
+        waits: bool,
     ) -> Tensor:
-        ctx.group, ctx.shape, ctx.back = group, value.shape, back
-        _send(group, there, value)
+        ctx.group, ctx.shape, ctx.back, ctx.waits = group, value.shape, back, waits
+        _send(group, there, value, waits=waits)
         return value.new_empty(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _send(ctx.group, ctx.back, grad)
-        return grad.new_empty(ctx.shape), None, None, None, None
+        _send(ctx.group, ctx.back, grad, waits=ctx.waits)
+        return grad.new_empty(ctx.shape), None, None, None, None, None
 
 
-def _send(group: Collectives, part: Part | None, like: Tensor) -> None:
+def _send(group: Collectives, part: Part | None, like: Tensor, *, waits: bool) -> None:
+    """waits: nothing is computed beside it."""
     if part is not None:
         parts = [torch.empty(part[0], dtype=part[1], device=like.device)] * group.world_size
-        group.all_to_all(parts, parts, what="tokens of experts", kind=KIND)
+        handle = group.all_to_all(parts, parts, what="tokens of experts", kind=KIND)
+        if waits:
+            handle.wait()
 
 
 @final
@@ -140,7 +147,8 @@ class ExpectedLayer:
         there: Part | None = None,
         back: Part | None = None,
     ) -> Tensor:
-        result: Tensor = _Message.apply(value, shape, self._group, there, back)  # type: ignore[no-untyped-call]
+        waits = self._num_chunks == 1
+        result: Tensor = _Message.apply(value, shape, self._group, there, back, waits)  # type: ignore[no-untyped-call]
         return result
 
     def _describe(self, tokens: int, choices: int) -> None:

@@ -57,12 +57,20 @@ class FusedKernels(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if getattr(func, "__name__", "") == "_grouped_mm":
-            return args[0].mm(args[1][0])
+            return _grouped(*args[:2])
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         given = inspect.signature(_sdpa).bind(*args, **(kwargs or {}))
         given.apply_defaults()
         return _sdpa(*given.args, **given.kwargs)
+
+
+def _grouped(rows: Tensor, weights: Tensor) -> Tensor:
+    """A product for each of `weights`, with equal parts of `rows` where they can be equal."""
+    groups = len(weights)
+    if len(rows) % groups:
+        return rows.mm(weights[0])
+    return rows.view(groups, -1, rows.shape[1]).bmm(weights).flatten(0, 1)
 
 
 def _sdpa(
