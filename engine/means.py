@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ..ops.device import wide, wide_place
 from ..utils.arguments import wrong
 from ..utils.errors import UsageError
 
@@ -39,7 +40,7 @@ class StepMeans:
         """
         self.loss = math.nan  # the mean of the last step
         self._refused_by = refused_by
-        self._device, self._share = device, share
+        self._device, self._share = wide_place(device), share
         self._num_means = round(1 / share)  # of losses of the mean, at any number of ranks
         self._forget()
 
@@ -142,7 +143,7 @@ class StepMeans:
 
     def _on_device(self, value: Weight) -> Tensor:
         if isinstance(value, Tensor):
-            return value.to(self._device, torch.float64)
+            return value.to(self._device).double()
         return torch.full((), value, dtype=torch.float64, device=self._device)
 
     def arrived(self, messages: Sequence[tuple[float, float]]) -> None:
@@ -192,12 +193,13 @@ class StepMeans:
 
 def weighted(loss: Tensor, weight: Weight | None) -> Tensor:
     """`loss` times `weight`, [] fp64, detached. The mean of no items may be NaN, and counts for nothing."""
-    wide = loss.detach().double().reshape(())
+    value = wide(loss.detach()).reshape(())
     if weight is None:
-        return wide
+        return value
     if isinstance(weight, Tensor):
-        return (wide * weight).where(weight != 0, 0.0)
-    return wide * weight if weight else torch.zeros_like(wide)
+        weight = weight.to(value.device)
+        return (value * weight).where(weight != 0, 0.0)
+    return value * weight if weight else torch.zeros_like(value)
 
 
 def _checked(weight: Any) -> Weight:

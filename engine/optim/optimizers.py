@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...ops.config import Ops
-from ...ops.device import with_native_ops
+from ...ops.device import device_of, with_native_ops
 from ...ops.libraries import NativeOpsWarning, load, optimizer_library
 from ...ops.optim.config import REGISTERED
 from ...ops.optim.shard_optimizer import ShardOptimizer
@@ -443,7 +443,7 @@ def load_kernels(
 
     Raises:
         BuildError: the kernels cannot be built, and ops.require is true.
-        UsageError: this device has no kernels, and ops.require is true.
+        UsageError: this device has no kernels, and ops.require is true; or no fp64, which the optimizer needs.
     """
     gains = isinstance(optimizer, ShardOptimizer) and optimizer.gains_from_kernels(
         casts=updater.casts
@@ -452,6 +452,12 @@ def load_kernels(
         raise UsageError(
             f"ops.require = true, but there are no native ops for {device.type}: they exist for "
             f"{' and '.join(with_native_ops())}; set it to false, and ops run their torch versions"
+        )
+    is_whole = isinstance(optimizer, ShardOptimizer) and not optimizer.is_elementwise
+    if is_whole and updater.stores.host is None and not device_of(device).has_fp64:
+        raise UsageError(
+            f"optimizer.type = {type(optimizer).__name__}: its norms need fp64, which {device.type} lacks;"
+            " set offload_optimizer, or take an optimizer such as AdamW"
         )
     if section.native and gains and not optimizer_library(device):
         warnings.warn(

@@ -10,6 +10,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from ...ops.device import wide, wide_place
 from ...utils.arguments import whole, wrong
 from ...utils.errors import UsageError
 from ..counters import Accumulation, Counters
@@ -132,14 +133,14 @@ class BatchLoop(Loop):
     def _train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
         batches = self._next_batches(engine, data_iter)
         engine.module.train()
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total = torch.zeros((), dtype=torch.float64, device=wide_place(self._device))
         steps = self._accumulation.steps_now
         for _ in range(steps + self._accumulation.extra):
             with self._collectives.publishing_errors("the data iterator of train_batch"):
                 batch = next(batches)
             loss = loss_of(call_with(engine, move(batch, self._device)))
             engine.backward(loss)
-            total += loss.detach().double()
+            total += wide(loss.detach())
             engine.step()
         return total if self._recovery.is_on else self.average(total / steps)
 
@@ -170,12 +171,12 @@ class BatchLoop(Loop):
         engine.module.train(was_training)
         loss: Any = losses if computes_loss else None
         if computes_loss and reduces:
-            loss = self.average(torch.stack([one.double() for one in losses]).sum() / count)
+            loss = self.average(torch.stack([wide(one) for one in losses]).sum() / count)
         return (loss, outputs) if return_logits else loss
 
     def average(self, value: Tensor) -> Tensor:
         """The mean of `value`, [] over the ranks."""
-        return self._collectives.gather_small(value.view(1)).mean().float()
+        return self._collectives.gather_small(value.view(1)).mean().float().to(self._device)
 
     def forget(self) -> None:
         self._repeated = None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
+from ...ops.device import wide_place
 from ...ops.flat import moved
 from ...pipe.channel import Channel
 from ...pipe.cut.part import Part, WeightedLoss
@@ -372,7 +373,7 @@ class PipelineLoop(Loop):
 
     def _mean(self, outcome: PipelineOutputs, count: int) -> Tensor:
         """The mean over micro-batches, or over their items, and data ranks, on every rank, [] fp32."""
-        total = torch.zeros(2, dtype=torch.float64, device=self._parts.device)
+        total = torch.zeros(2, dtype=torch.float64, device=wide_place(self._parts.device))
         if outcome.losses:
             pairs = zip(outcome.losses, outcome.weights, strict=True)
             losses = sum(weighted(loss, weight) for loss, weight in pairs)
@@ -380,7 +381,7 @@ class PipelineLoop(Loop):
             total[:1] += losses if weights else losses / count
             total[1:] += sum(weights) if weights else 1
         table = self._parts.sharded.collectives.gather_small(total).sum(0)
-        return (table[0] / table[1]).float()
+        return (table[0] / table[1]).float().to(self._parts.device)
 
 
 def _inputs(call: str, batches: Sequence[Any]) -> list[Hashable]:

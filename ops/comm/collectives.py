@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..flat import moved
 from ..watch.config import WatchConfig
 from ..watch.ring import Record
 from ..watch.watch import Watch
@@ -237,6 +238,8 @@ class Collectives:
         self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
     ) -> tuple[Tensor, Handle]:
         """Start `gather_small`. Returns the table, whose values are there after the handle's `wait`."""
+        if values.device.type != self.device.type:
+            return self.gather_small(values, buffer, what), DONE
         call = self._call("all_gather", _small_kind(buffer), buffer, values, what)
         table, handle = call.checked(self.backend.start_gather_small, values, buffer)
         self._count_small("control", values.nbytes)
@@ -245,7 +248,14 @@ class Collectives:
     # -- operations that are complete on return -------------------------------------------------------------
 
     def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:
-        """Return the `values` [n] of every rank, [world_size, n], in rank order: norms, flags, a few bytes."""
+        """Return the `values` [n] of every rank, [world_size, n], in rank order: norms, flags, a few bytes.
+
+        Values on the host, such as fp64 of a device without it, are sent as bytes, and the host waits for them.
+        """
+        if values.device.type != self.device.type:
+            sent = moved(values.contiguous().view(torch.uint8), self.device)
+            every = self.gather_small(sent, buffer, what).cpu()
+            return every.view(values.dtype).view(self.world_size, -1)
         call = self._call("all_gather", _small_kind(buffer), buffer, values, what)
         table = call.run(self.backend.gather_small, values, buffer)
         self._count_small("control", values.nbytes)

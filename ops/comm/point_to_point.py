@@ -357,8 +357,9 @@ class StagedGlooBackend(PointToPointBackend):
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Page-locked memory of the same shape and dtype, undefined."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    """Host memory of the same shape and dtype, undefined; page-locked where the device reads that faster."""
+    pins = device_of(tensor.device).pins_memory
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
 
 
 __all__ = [

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from device_ranks import ranks
 from helpers import run_new_ranks, run_processes, run_ranks
-from test_rehearsal import FIRST, build, config_of, inputs_of, near, waits
+from test_rehearsal import FIRST, build, config_of, inputs_of, near, run_steps, waits
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.slow  # by default test_rehearsal.py runs
@@ -569,3 +572,44 @@ def of_the_device(path: str) -> list[Any]:
 def test_views_autocast_and_saved_tensors_are_those_of_a_device(tmp_path: Path) -> None:
     for found in ranks(2, kernels=True).run(of_the_device, str(tmp_path / "x.pt"))[:1]:
         assert found == [False, torch.bfloat16, torch.float32, "cuda", False]
+
+
+# -- a device without streams, page-locked memory and fp64, as Apple's --------------------------------------
+
+
+class Refused(TorchDispatchMode):
+    """An op that makes fp64 on the device fails."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.dtype == torch.float64:
+                assert leaf.device.type == "cpu", f"{func} makes fp64 on the device"
+        return out
+
+
+def trained_on_a_bare_device(stage: int, zero: dict[str, Any], *, bare: bool) -> Any:
+    import xds
+    from xds.ops.device import device_of
+
+    device = device_of(torch.device("cuda", 0)) if bare else device_of(torch.device("cpu"))
+    answers = dict.fromkeys(("has_streams", "pins_memory", "has_fp64"), False) if bare else {}
+    with ExitStack() as stack:
+        if bare:
+            stack.enter_context(mock.patch.multiple(device, **answers))
+            stack.enter_context(Refused())
+        engine = xds.initialize(build(), config_of(stage, "fp32", 2, **zero))
+        found = run_steps(engine, 0, 3)
+        engine.destroy()
+    return found["losses"], found["norms"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_device_without_streams_page_locks_and_fp64_trains(stage: int) -> None:
+    on_host = {"device": "cpu", "pin_memory": True}
+    zero = {"offload_optimizer": on_host, "offload_param": on_host} if stage == 3 else {}
+    found = ranks(2, gloo=True).run(partial(trained_on_a_bare_device, bare=True), stage, zero)
+    plain = run_ranks(partial(trained_on_a_bare_device, bare=False), 2, stage, zero)
+    for (losses, norms), (of_plain, norms_of_plain) in zip(found, plain, strict=True):
+        assert losses == pytest.approx(of_plain, rel=1e-5)
+        assert norms == pytest.approx(norms_of_plain, rel=1e-5)

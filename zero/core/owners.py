@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ops.coded import BLOCK_NUMEL, encode
 from ...ops.comm.collectives import ACCESS_BUFFER, Bounds, Collectives
+from ...ops.device import wide
 from ...ops.flat import flattened, numel_of, shaped
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
@@ -278,7 +279,7 @@ def _fingerprint(value: Tensor | None) -> int:
     """A number that is equal for equal values, and almost surely different for different ones."""
     if value is None:
         return 0
-    total = value.detach().double()
+    total = wide(value.detach())
     total = total.sum() + total.abs().sum() * 3.0
     # NaN has many bit patterns: all count as equal
     return int(total.nan_to_num().view(torch.int64))

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...compression.scheme import GradientReducer
 from ...offload.interfaces import GradStore
 from ...ops.comm.handles import Handle
+from ...ops.device import wide_place
 from ...ops.kernels.decide import exact_square_sum, square_sum
 from ..layout.groups import FlatGroup
 from .local_sum import FreedMemory, LocalSum
@@ -123,7 +124,7 @@ class ReducedSum(ABC):
     def squares(self, *, exact: bool) -> Tensor:
         """The squared norm of each shard of the sums that this rank has, [world_size] fp64; 0 for the others.
 
-        It is where the sums are. exact: see `exact_square_sum`.
+        It is where the sums are, or on the host: see `wide_place`. exact: see `exact_square_sum`.
         """
         if self._squares is not None and not exact:
             return self._squares
@@ -165,7 +166,7 @@ class ReducedSum(ABC):
 
     def _square_of_own(self, shard: Tensor | None, *, exact: bool) -> Tensor:
         """The same of this rank's shard alone."""
-        device = self._local.device if shard is None else shard.device
+        device = wide_place(self._local.device if shard is None else shard.device)
         squares = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=device)
         if shard is not None:
             squares[self._ranks.rank] = self._square(shard, exact=exact)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...ops.comm.handles import Handle
+from ...ops.device import wide_place
 from ...ops.flat import moved
 from ...ops.kernels.decide import decide, is_in_range
 from ..layout.groups import FlatGroups
@@ -69,7 +70,7 @@ class StepStatus:
         else:
             host = self._table.view(-1)
             if self._flags is not None:
-                host = torch.cat([host, self._flags.to(host)])
+                host = torch.cat([host, self._flags.to(host.device).to(host.dtype)])
         numbers: list[float] = host.view(-1).tolist()
         return numbers
 
@@ -339,7 +340,7 @@ class Reduction:
         self._held = self._held.difference(only)
 
     def _no_means(self) -> Tensor:
-        return torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        return torch.zeros(2, dtype=torch.float64, device=wide_place(self._world.device))
 
     def _agree(self, means: Tensor, *, exact: bool, flags: int = 0) -> StepStatus:
         """The squared norm of the sums, and each rank's `flags`, with that of late gradients, and `means`."""
@@ -356,7 +357,8 @@ class Reduction:
         world = self._world
         table, handle = world.start_gather_small(status)
         self._drain()
-        none = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)
+        place = wide_place(world.device)
+        none = torch.zeros(world.world_size, dtype=torch.float64, device=place)
         squares = _added(none, self._squares(self.order, exact=exact))
         handle.wait()
         return StepStatus(torch.cat([squares.view(-1, 1), table], dim=1), self._numel)
@@ -398,14 +400,14 @@ class Reduction:
 
     def _zero(self) -> Tensor:
         """The first term of a norm: this rank may have no others."""
-        return torch.zeros((), dtype=torch.float64, device=self._world.device)
+        return torch.zeros((), dtype=torch.float64, device=wide_place(self._world.device))
 
     def _squares(self, order: Sequence[GradBucket], *, exact: bool) -> list[Tensor]:
         squares = []
         for bucket in order:  # the norm of one buffer is computed while the next is in flight
             bucket.total.finish_gather()
             squares.append(bucket.squares(exact=exact))
-        return _on_device(squares, self._world.device)
+        return _on_device(squares, wide_place(self._world.device))
 
     def reduce_late(self) -> None:
         """Reduce buffers again that got late gradients on any rank. Sends one byte per buffer to each rank."""

@@ -12,6 +12,7 @@ from typing import final
 import torch
 
 from ...offload.device_memory import DeviceMemory
+from ...ops.device import wide_place
 from ...utils.sizes import size_text
 from ..core.master import Master
 from .sharded_model import ShardedModel
@@ -48,7 +49,9 @@ class AutoRatio:
     def _least(self, number: int) -> int:
         """The smallest number of all ranks. Sends 8 bytes to each rank."""
         collectives = self._model.collectives
-        own_number = torch.tensor([number], dtype=torch.float64, device=collectives.device)
+        own_number = torch.tensor(
+            [number], dtype=torch.float64, device=wide_place(collectives.device)
+        )
         return int(collectives.gather_small(own_number).min())
 
     def _fill(self, spare_bytes: int) -> None:
