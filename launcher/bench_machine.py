@@ -45,8 +45,9 @@ from ..engine.process.process import join, pick_device
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.exchange import host_numbers
 from ..ops.comm.opening import open_collectives
+from ..ops.device import accelerator_of, device_of
 from ..ops.kernels.adam import adam_
-from ..ops.libraries import BuildError, load
+from ..ops.libraries import BuildError, load, optimizer_library
 from ..ops.torch_internals import TorchDispatchMode, tree_leaves, tree_map
 from ..utils.small_files import replace_small_file
 from .bench import BenchPlan, MachinePlan
@@ -62,8 +63,8 @@ LINK_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_re
 MEMORY_POWERS = range(12, 25, 2)  # elements of fp32 tensors, as powers of 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 10, 1 << 24
-SQUARES = {"cpu": (128, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192)}
-SAMPLE_WIDTHS = {"cpu": (256, 512), "cuda": (1024, 4096)}
+SQUARES = {"cpu": (128, 512, 1024, 2048), "gpu": (512, 1024, 2048, 4096, 8192)}
+SAMPLE_WIDTHS = {"cpu": (256, 512), "gpu": (1024, 4096)}
 
 
 Points = dict[str, dict[tuple[float, ...], list[float]]]  # by name: coordinates -> values
@@ -89,7 +90,7 @@ def sources_of(plan: MachinePlan, device: torch.device) -> list[ModelSource]:
     """The models whose kernels are measured."""
     if plan.models:
         return [model_source(name, plan.sequence_length) for name in plan.models]
-    return [Sample(width) for width in SAMPLE_WIDTHS[device.type]]
+    return [Sample(width) for width in SAMPLE_WIDTHS[_size_key(device)]]
 
 
 @final
@@ -122,7 +123,7 @@ class Meter:
             **(self._disk(plan.disk) if plan.disk else {}),
             "links": self._links(hosts),
         }
-        if device == "cuda":
+        if self._device.type != "cpu":
             found["device_update"] = self._update(self._device)
         return found
 
@@ -152,8 +153,7 @@ class Meter:
         return time.perf_counter() - start
 
     def _finish(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        device_of(self._device).synchronize()
 
     def _mean(self, value: float) -> float:
         own = torch.tensor([value], dtype=torch.float64, device=self._device)
@@ -188,7 +188,7 @@ class Meter:
                     table = attention if kernel.kind == ATTENTION else backward
                     _, queries, _, width, _ = kernel.shape
                     _add(table, kernel.dtype, (width, queries), kernel.flops / seconds)
-        for dtype, size in ((d, s) for d in plan.dtypes for s in SQUARES[self._device.type]):
+        for dtype, size in ((d, s) for d in plan.dtypes for s in SQUARES[_size_key(self._device)]):
             kind = DTYPES[dtype]
             left, right = (torch.rand(size, size, device=self._device).to(kind) for _ in range(2))
             seconds = self.seconds(lambda a=left, b=right: torch.mm(a, b))  # type: ignore[misc]
@@ -252,18 +252,12 @@ class Meter:
 
     def _one_pass(self, replays: Sequence[Callable[[], object]]) -> list[float]:
         """Seconds of each, one after the other."""
-        if self._device.type != "cuda":
-            times = [time.perf_counter()]
-            for again in replays:
-                again()
-                times.append(time.perf_counter())
-            return [end - start for start, end in pairwise(times)]
-        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(len(replays) + 1)]  # type: ignore[no-untyped-call]
-        events[0].record()
-        for again, event in zip(replays, events[1:], strict=True):
+        device = device_of(self._device)
+        events = [device.event(timed=True)]
+        for again in replays:
             again()
-            event.record()
-        torch.cuda.synchronize()
+            events.append(device.event(timed=True))
+        device.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in pairwise(events)]
 
     def _memory(self) -> dict[str, Any]:
@@ -296,7 +290,8 @@ class Meter:
     def _update(self, device: torch.device) -> dict[str, Any]:
         """The optimizer's kernel of xds, fp32."""
         try:
-            load("cpu" if device.type == "cpu" else "cuda")
+            if library := optimizer_library(device):
+                load(library)
         except BuildError:
             pass  # then the reference runs, as in a training
         tensors = [torch.rand(UPDATED_NUMEL, device=device) for _ in range(4)]
@@ -310,7 +305,7 @@ class Meter:
         return _number(size_bytes / seconds, self._error())
 
     def _copies(self) -> dict[str, Any]:
-        if self._device.type != "cuda":
+        if not device_of(self._device).pins_memory:
             return {}
         on_host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
         on_device = on_host.to(self._device)
@@ -408,7 +403,7 @@ class KernelTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.error = 0.0
-        self._is_cuda = device.type == "cuda"
+        self._device = device_of(device)
         self._pass: list[tuple[Kernel, Any, Any]] = []
         self._found: dict[Kernel, list[float]] = {}
 
@@ -428,19 +423,14 @@ class KernelTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _now(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return self._device.event(timed=True)
 
     def end_pass(self) -> tuple[int, float]:
         """The mean of each kernel in this pass counts. Returns how many there were, and their seconds."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
+        self._device.synchronize()
         times: dict[Kernel, list[float]] = {}
         for kernel, begin, end in self._pass:
-            seconds = begin.elapsed_time(end) / 1e3 if self._is_cuda else end - begin
+            seconds = begin.elapsed_time(end) / 1e3
             times.setdefault(kernel, []).append(seconds)
         for kernel, several in times.items():
             self._found.setdefault(kernel, []).append(statistics.mean(several))
@@ -592,7 +582,11 @@ def _number(value: float, error: float, source: str = "measured") -> dict[str, A
 
 
 def _processor(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return platform.machine() if device.type == "cpu" else device_of(device).name
+
+
+def _size_key(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else "gpu"
 
 
 def _host_bytes() -> int:
@@ -600,8 +594,8 @@ def _host_bytes() -> int:
 
 
 def _device_bytes(device: torch.device, on_host: int) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
+    if device_of(device).reports_memory:
+        return float(accelerator_of(device).free_and_total_bytes()[1])
     return _host_bytes() / on_host
 
 
