@@ -88,7 +88,13 @@ from .model.arguments import (
     with_model,
 )
 from .model.compile import BlockCompiler
-from .model.precision import DTYPES, buffers_to_cast, check_statistics, policy_of
+from .model.precision import (
+    DTYPES,
+    buffers_to_cast,
+    check_statistics,
+    policy_of,
+    splits_masters,
+)
 from .optim.loss_scale import GradientFactor, build_loss_scale
 from .optim.optimizers import (
     ClientOptimizer,
@@ -219,7 +225,7 @@ def place(
     log_notes(config, world.rank())
     collectives, mesh = _open_groups(config, world, device)
     check_same_model(model, collectives)
-    policy = partial(policy_of, config)
+    policy = partial(policy_of, config, False)
     local = divide(model, config, mesh, collectives, policy, ExactScheme)
     with agreeing(collectives, "xds.init_inference"):
         _give_values(local.model, weights, local.groups, local.groups.data.policy, keeps_whole=True)
@@ -276,7 +282,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     if keeps_a_part or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
     messages, scheme = _messages(config, collectives)
-    local = divide(model, config, mesh, collectives, partial(policy_of, config), scheme)
+    local = divide(model, config, mesh, collectives, _policy(config, given, trains), scheme)
     local, undo_float8 = _float8(local, config)
     model, blocks = local.model, [module for run in local.runs for _, module in run]
     recomputing, undo_storing = _recomputing(config, blocks, device, mesh)
@@ -335,6 +341,11 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         loop=_loop(local, mesh, config, sharded, cutter),
         uneven=local.experts or UnevenForwards(),
     )
+
+
+def _policy(config: Config, given: _Given, trains: bool) -> Callable[[int, int], Policy]:
+    """The policy of a ZeRO stage over a number of ranks."""
+    return partial(policy_of, config, trains and splits_masters(config, given.optimizer))
 
 
 def _other_forwards(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .device import device_of
+from .rounding import narrowed
 
 ALIGN_BYTES = 64  # a cache line and the widest CPU vector, so that kernels need no partial vectors
 ALIGN_NUMEL = 16  # ALIGN_BYTES of the narrowest master dtype (fp32)
@@ -163,11 +164,12 @@ def bytes_of(tensor: Tensor) -> bytes:
 # -- values that user code wrote to parameters in the compute dtype: they are copied to the masters ------
 
 
-def take_edits(master: Tensor, narrow: Tensor) -> None:
+def take_edits(master: Tensor, narrow: Tensor, *, rounds_away: bool = False) -> None:
     """Copy each element of `narrow` that differs from `master` rounded to `master`: a script has written it.
 
     Shapes: both [n]; `narrow` is bf16 or fp16, `master` wider. Reads both once, without synchronizing a device.
     Of the same dtype, `master` has no bits that `narrow` lacks: it becomes `narrow`.
+    rounds_away: `narrow` is rounded as `upper_half`.
     """
     if master.dtype == narrow.dtype:
         master.copy_(narrow)
@@ -175,7 +177,7 @@ def take_edits(master: Tensor, narrow: Tensor) -> None:
     on_cpu = master.device.type == "cpu"
     for piece in chunks(master.numel(), on_cpu):
         wide, written = master[piece], narrow[piece]
-        rounded = wide.to(written.dtype)
+        rounded = narrowed(wide, written.dtype, rounds_away=rounds_away)
         if on_cpu and _same_bits(rounded, written):
             continue  # on other devices this check would synchronize
         differs = rounded.view(torch.int16) != written.view(torch.int16)

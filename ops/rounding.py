@@ -74,6 +74,19 @@ def _times(x: Tensor, factor: int) -> Tensor:
     return (x * low + ((x * high) << 16)) & MASK
 
 
+def upper_half(values: Tensor) -> Tensor:
+    """fp32 `values` as bf16, to nearest; from the middle of two to the larger magnitude: see ops/halves.py."""
+    bits = values.contiguous().view(torch.int32)
+    rounded = (bits + 0x8000) >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return torch.where(is_nan, 0x7FC0, rounded).to(torch.int16).view(torch.bfloat16)
+
+
+def narrowed(values: Tensor, dtype: torch.dtype, *, rounds_away: bool) -> Tensor:
+    """`values` in `dtype`, rounded to nearest even, or as `upper_half`."""
+    return upper_half(values) if rounds_away else values.to(dtype)
+
+
 def write_rounded(target: Tensor, values: Tensor, draws: Tensor | None) -> None:
     """target = values; a target of 16 bits is rounded by the lowest bits of `draws` [n], or to nearest.
 

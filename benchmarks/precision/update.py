@@ -3,7 +3,8 @@
     python benchmarks/precision/update.py [--millions 40] [--steps 5] [--libraries bitsandbytes torchao]
 
 Prints nanoseconds for each element, the least of the steps in time of the processor. Gradients are bf16.
-Masters are fp32, with bf16 parameters beside them, or bf16. Other libraries have bf16 parameters alone.
+Masters are fp32, with bf16 parameters beside them or as halves, or bf16.
+Other libraries have bf16 parameters alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ def own_steps(param: Tensor, grad: Tensor) -> Iterator[tuple[str, Step]]:
     states = [torch.zeros(numel) for _ in range(2)]
 
     def step_of(
-        master: Tensor, states: list[Tensor], out: Tensor | None, draws: Tensor | None
+        master: Tensor,
+        states: list[Tensor],
+        out: Tensor | None,
+        draws: Tensor | None,
+        low: Tensor | None = None,
     ) -> Step:
         return lambda step: adam_(
             master,
@@ -44,11 +49,14 @@ def own_steps(param: Tensor, grad: Tensor) -> Iterator[tuple[str, Step]]:
             None,
             *CONSTANTS,
             draws=draws,
+            low=low,
         )
 
     yield "fp32 states", step_of(param, states, narrow, None)
     wide = [torch.zeros(numel) for _ in range(2)]
     halves = [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2)]
+    rest = torch.zeros(numel, dtype=torch.int16)
+    yield "fp32 masters in halves", step_of(narrow.clone(), wide, None, None, rest)
     yield "bf16 masters", step_of(narrow.clone(), wide, None, rows)
     yield "bf16 masters to nearest", step_of(narrow.clone(), wide, None, None)
     yield "bf16 masters and states", step_of(narrow.clone(), halves, None, rows)

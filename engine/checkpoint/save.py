@@ -82,7 +82,9 @@ class _Content:
         name = f"{block.key}/{block.flat}/{start}"
         dtype = name_of(block.tensor.dtype)
         here = (start - block.start, stop - block.start)
-        self.entries.append(TensorEntry(name, block.tensor, *here, block.blocks))
+        self.entries.append(
+            TensorEntry(name, block.tensor, *here, block.blocks, block.reads_memory)
+        )
         self.ranges.append(
             Range(block.flat, block.key, start, stop, self.snapshot.rank, name, dtype)
         )

@@ -239,7 +239,7 @@ class Saver:
         try:
             job.check_folder()
             size_bytes = image_bytes(entries)
-            if any(entry.blocks is not None for entry in entries):
+            if any(entry.blocks is not None and not entry.reads_memory for entry in entries):
                 sums = write_tensors(job.path, entries)  # a copy could be larger than the memory
             else:
                 copy_image(entries, self._memory_of(size_bytes))

@@ -187,10 +187,16 @@ class Bf16(Half):
     check_grad_overflow: Flag = Field(
         True, description="a step whose gradients are not finite is skipped"
     )
+    master_weights: Annotated[Literal["split", "fp32"], ANY_CASE] = Field(
+        "split",
+        description="how Adam and AdamW of the config keep fp32 masters. split: the upper 16 bits are the "
+        "parameter, and 2 bytes more are the lower ones, 16 bytes a parameter instead of 18. fp32: 4 bytes "
+        "beside the parameter, which is rounded to even",
+    )
     bf16_master_weights_and_grads: Flag = Field(
         False,
         description="the parameters are the masters, and gradients are summed in bf16: 12 bytes a parameter "
-        "with fp32 states, instead of 18",
+        "with fp32 states, instead of 16",
     )
     bf16_optimizer_states: Flag = Field(
         False,

@@ -14,7 +14,7 @@ from ...experts.config import BIASES
 from ...utils.errors import UsageError
 from ...zero.layout.groups import Policy
 from ..config.config import Config
-from ..config.sections import Bf16, Fp16
+from ..config.sections import ROUNDS_MASTERS, Bf16, Fp16
 
 if TYPE_CHECKING:
     from ...utils.module_buffers import Key
@@ -46,8 +46,24 @@ class Fp32Tensors:
     unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def policy_of(config: Config, stage: int, world_size: int) -> Policy:
-    """The policy of ZeRO stage `stage` over a group of `world_size` ranks."""
+def splits_masters(config: Config, given: object = None) -> bool:
+    """The fp32 masters of bf16 parameters are these and 16 bits more.
+
+    The optimizer `rounds_masters`; others read and write fp32 tensors. A master on the host, or of a
+    parameter that is there, has 32 bits: they are in different memories. It is rounded alike.
+
+    given: the script's optimizer, its class or a callable; None: it is the config's, if there is one.
+    """
+    bf16 = config.bf16
+    if not bf16.enabled or bf16.has_narrow_masters or bf16.master_weights != "split":
+        return False
+    if given is None:
+        return config.optimizer is not None and config.optimizer.type in ROUNDS_MASTERS
+    return bool(getattr(given, "rounds_masters", False))
+
+
+def policy_of(config: Config, splits: bool, stage: int, world_size: int) -> Policy:
+    """The policy of ZeRO stage `stage` over a group of `world_size` ranks. splits: see `splits_masters`."""
     accumulate = config.data_types.grad_accum_dtype
     sent = config.communication_data_type
     policy = Policy.of_stage(
@@ -64,7 +80,7 @@ def policy_of(config: Config, stage: int, world_size: int) -> Policy:
         # ranks run unequal numbers of micro-batches later, and send one dtype all the same
         num_parts = config.recovery.num_parts(world_size)
         policy = replace(policy, holds_grads=True, num_parts=num_parts)
-    return _with_narrow_states(policy, config)
+    return replace(_with_narrow_states(policy, config), splits_masters=splits)
 
 
 def _with_narrow_states(policy: Policy, config: Config) -> Policy:
@@ -194,4 +210,5 @@ __all__ = [
     "compute_dtype",
     "host_ratio",
     "policy_of",
+    "splits_masters",
 ]

@@ -35,7 +35,7 @@ from ...zero.model.sharded_model import ShardedModel
 from ...zero.model.stage_units import StageUnits
 from ..config.config import Config
 from ..model.arguments import BlockRuns, is_cut, is_part
-from ..model.precision import Fp32Tensors, policy_of
+from ..model.precision import Fp32Tensors, policy_of, splits_masters
 from ..optim.optimizers import Groups, read_groups, split_by_kind
 from ..parallel.division import stay_fp32
 from ..parallel.flat_groups import (
@@ -273,7 +273,7 @@ class Shares:
         zero = self._config.zero_optimization
         hosts = [rank // self.ranks_per_host for rank in range(self._mesh.size)]
         messages = Messages(self._config, groups.world, hosts)
-        build_policy = partial(policy_of, self._config)
+        build_policy = partial(policy_of, self._config, splits_masters(self._config))
         # ranks agree by values, which tensors of the meta device do not have
         alike = backend_of(groups.world)
         world = fake_collectives(groups.rank, self._mesh.size, alike.axes, alike.num_near)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..coded import is_coded, wide, write_state
 from ..flat import take_edits
-from ..rounding import drawn, write_rounded
+from ..halves import Halves
+from ..rounding import drawn, narrowed, write_rounded
 from .define import define, in_chunks, read_old, scaled, skips
 
 
@@ -40,6 +41,8 @@ def adam_reference(
     old_exp_avg: Tensor | None = None,
     old_exp_avg_sq: Tensor | None = None,
     draws: Tensor | None = None,
+    low: Tensor | None = None,
+    rounds_away: bool = False,
 ) -> None:
     """One step.
 
@@ -58,13 +61,19 @@ def adam_reference(
             `param`, `exp_avg` and `exp_avg_sq` are undefined then. None: they hold the values themselves.
         draws: int64 [k, 3], see ops/rounding.py: a `param` of 16 bits, a bf16 `exp_avg_sq`, and states of 8
             bits are rounded stochastically. None: to nearest even.
+        low: int16 [n], the lower halves of fp32 master weights, of which a bf16 `param` has the upper ones: see
+            ops/halves.py. `out` and old values are None then, and `draws` for the states alone.
+        rounds_away: `out`, bf16, is rounded as those upper halves.
     """
     if skips(found_inf):
         return
     read_old((param, old_param), (exp_avg, old_exp_avg), (exp_avg_sq, old_exp_avg_sq))
-    value = param if param.dtype.itemsize > 2 else param.float()
+    if low is not None:
+        value = Halves(param, low).joined()
+    else:
+        value = param if param.dtype.itemsize > 2 else param.float()
     if takes_edits and out is not None:
-        take_edits(value, out)
+        take_edits(value, out, rounds_away=rounds_away)
     first, second = corrections(step, beta1, beta2, applies=bias_correction)
     gradient = scaled(grad, scale, value)
     if decoupled:
@@ -78,15 +87,19 @@ def adam_reference(
     numbers = None if draws is None else drawn(draws, int(step), param.numel())
     write_state(exp_avg, mean, numbers if is_coded(exp_avg) else None)
     write_state(exp_avg_sq, square, numbers)
-    write_rounded(param, value, numbers)
+    if low is not None:
+        Halves(param, low).write(value)
+    else:
+        write_rounded(param, value, numbers)
     if out is not None:
-        out.copy_(value)
+        out.copy_(narrowed(value, out.dtype, rounds_away=rounds_away))
 
 
 adam_ = define(
     "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? out, "
     "Tensor step, Tensor? scale, Tensor? found_inf, float lr, float beta1, float beta2, float eps, "
     "float weight_decay, bool decoupled, bool bias_correction, bool takes_edits=False, "
-    "Tensor? old_param=None, Tensor? old_exp_avg=None, Tensor? old_exp_avg_sq=None, Tensor? draws=None) -> ()",
+    "Tensor? old_param=None, Tensor? old_exp_avg=None, Tensor? old_exp_avg_sq=None, Tensor? draws=None, "
+    "Tensor(e!)? low=None, bool rounds_away=False) -> ()",
     in_chunks(adam_reference),
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..flat import chunks, take_edits
 from ..kernels.adam import adam_
 from ..libraries import is_loaded, optimizer_library
+from ..rounding import narrowed
 from .scale import Scale
 from .shard_optimizer import Item, ShardOptimizer, Update, World, mark_written
 
@@ -104,6 +105,8 @@ class AdamRule:
     def _is_one_pass(self, update: Update, group: dict[str, Any]) -> bool:
         """Whether there are casts to fuse with the update, and a kernel for it."""
         item = update.item
+        if update.halves is not None and is_loaded(optimizer_library(update.grad.device)):
+            return True
         if not group["bias_correction"] or min(item.master.itemsize, item.state_dtype.itemsize) < 4:
             return True
         has_casts = update.out is not None or update.grad.dtype != item.master.dtype
@@ -112,8 +115,9 @@ class AdamRule:
     def _one_pass(
         self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Scale
     ) -> None:
+        high, low = update.halves or (update.item.master, None)
         adam_(
-            update.item.master,
+            high,
             update.grad,
             state["exp_avg"],
             state["exp_avg_sq"],
@@ -130,6 +134,8 @@ class AdamRule:
             update.takes_edits,
             *update.old_values(state, "exp_avg", "exp_avg_sq"),
             draws=update.item.draws,
+            low=low,
+            rounds_away=update.item.rounds_away,
         )
         mark_written(update)
 
@@ -143,29 +149,43 @@ class AdamRule:
     ) -> None:
         """torch's own kernel: the same bits as plain torch where nothing is cast."""
         master, out = update.item.master, update.out
+        rounds_away = update.item.rounds_away
         grad = update.grad.to(master.dtype)
+        is_alone = world.flat_of(update.item).collectives.world_size == 1
+        if update.halves is not None:
+            pieces = (
+                update.item.runs if is_alone else chunks(grad.numel(), grad.device.type == "cpu")
+            )
+            for piece in pieces:
+                halves = update.halves.part(piece.start, piece.stop)
+                values = halves.joined()
+                states = (state[key][piece] for key in ("exp_avg", "exp_avg_sq"))
+                lists = [[tensor] for tensor in (values, grad[piece], *states)]
+                self._fused(lists, state["step"], group, scale)
+                halves.write(values)
+            return
         if update.old is not None:
             update.old.copy_to(master, state)
             # the kernel writes the unscaled gradient back
             grad = grad.clone() if grad is update.grad and not scale.is_one else grad
         tensors = (master, grad, state["exp_avg"], state["exp_avg_sq"])
-        if world.flat_of(update.item).collectives.world_size == 1:
+        if is_alone:
             if update.takes_edits and out is not None:
-                take_edits(master, out)
+                take_edits(master, out, rounds_away=rounds_away)
             # as one call for each parameter: a single rank must equal plain torch bit for bit
             runs = update.item.runs
             self._fused([[t[run] for run in runs] for t in tensors], state["step"], group, scale)
             if out is not None:
-                out.copy_(master)
+                out.copy_(narrowed(master, out.dtype, rounds_away=rounds_away))
             return
         on_cpu = master.device.type == "cpu"
         # a piece stays in the cache from the update to the cast; without a cast one call is fastest
         for piece in chunks(master.numel(), on_cpu and out is not None):
             if update.takes_edits and out is not None:
-                take_edits(master[piece], out[piece])
+                take_edits(master[piece], out[piece], rounds_away=rounds_away)
             self._fused([[t[piece]] for t in tensors], state["step"], group, scale)
             if out is not None:
-                out[piece].copy_(master[piece])
+                out[piece].copy_(narrowed(master[piece], out.dtype, rounds_away=rounds_away))
 
     def _fused(
         self,

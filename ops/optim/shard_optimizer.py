@@ -20,6 +20,7 @@ from torch import Tensor
 from ...utils.errors import UsageError
 from ..coded import is_coded, new_codes
 from ..comm.collectives import Collectives
+from ..halves import Halves
 from ..libraries import is_loaded, optimizer_library
 from ..rounding import draw_rows
 from .scale import Scale
@@ -106,6 +107,8 @@ class Item:
     group: index into the optimizer's param_groups. parts: the parameters in it, in order.
     flat: number of its flat buffer; start: its start in this rank's part of that buffer.
     state_dtype: of the optimizer's states; int8: those of ops/coded.py.
+    rounds_away: bf16 values of the master are rounded as `upper_half` of ops/rounding.py; the optimizer
+        `rounds_masters`.
     rounding_seed: of stochastic rounding, for what has fewer bits than fp32; None: it is rounded to nearest.
     """
 
@@ -116,6 +119,7 @@ class Item:
     start: int
     state_dtype: torch.dtype
     rounding_seed: int | None = None
+    rounds_away: bool = False
 
     @cached_property
     def draws(self) -> Tensor | None:
@@ -175,6 +179,7 @@ class Update:
     old: where the values before the step are, if master and states have memory that holds nothing yet.
         The gradient is not overwritten then.
     is_counted: `count_step` has counted this step.
+    halves: the master, if it has no memory of its own: the optimizer `rounds_masters`, and `out` is None.
     """
 
     item: Item
@@ -184,6 +189,7 @@ class Update:
     has_old: bool = True
     old: Old | None = None
     is_counted: bool = False
+    halves: Halves | None = None
 
     def old_values(self, state: dict[str, Any], *keys: str) -> tuple[Tensor | None, ...]:
         """The old master and states `keys`, as the ops of kernels/ take them. New states are their own."""
@@ -225,6 +231,8 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 def mark_written(update: Update) -> None:
     """Increment autograd's version counters: a backward that saved the old values must raise."""
     torch.autograd.graph.increment_version(update.item.master)
+    if update.halves is not None:
+        torch.autograd.graph.increment_version(update.halves.high)
     if update.out is not None:
         torch.autograd.graph.increment_version(update.out)
 
@@ -240,7 +248,9 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
     counts_together = (
         False  # True: states have a tensor "step", which `count_step` counts for all items
     )
-    rounds_masters = False  # True: masters may have 16 bits, see `Item.draws`
+    rounds_masters = (
+        False  # True: masters may have 16 bits, see `Item.draws`, or be `Update.halves`
+    )
     num_states = 2  # tensors of a parameter's size that it keeps for each parameter, at most
     square_states: tuple[str, ...] = ()  # keys of states that have no values below 0
     part_states: tuple[str, ...] = ()  # keys of states that are `PartNumbers`

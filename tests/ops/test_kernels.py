@@ -22,11 +22,12 @@ from torch import Tensor
 
 from xds.ops.coded import BLOCK_NUMEL, decoded, encode, new_codes
 from xds.ops.flat import take_edits
+from xds.ops.halves import Halves
 from xds.ops.kernels.adam import adam_, adam_reference
 from xds.ops.kernels.decide import decide_reference
 from xds.ops.kernels.quantize import block_count, value_bytes
 from xds.ops.kernels.signs import scale_count, sign_bytes
-from xds.ops.rounding import draw_rows, drawn, write_rounded
+from xds.ops.rounding import draw_rows, drawn, upper_half, write_rounded
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.99, 1e-8, 0.1
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -268,6 +269,64 @@ def test_masters_of_16_bits_are_rounded_by_the_number_of_their_element(kernels: 
             run(param.clone(), *call, None, None, None, rows)
         assert torch.equal(*squares)
         assert numel < 100 or has_draws == (squares[0].unique().numel() == 2)
+
+
+def split_steps(run: Any, param: Tensor, grad: Tensor, states: list[Tensor]) -> None:
+    """Two steps of masters in halves have the bits of fp32 masters beside parameters that are rounded alike."""
+    wide, out = param.clone(), upper_half(param)
+    halves = Halves(out.clone(), param.view(torch.int32).to(torch.int16))
+    twins = [state.clone() for state in states]
+    rows = draw_rows([(0, len(param), 0, "w")], 0).to(param.device)
+    draws = None if states[0].dtype == FP32 else rows
+    is_written = (torch.arange(len(param), device=param.device) % 5 == 0) & (out != 0.25)
+    halves.high[is_written] = out[is_written] = 0.25  # a script's writes
+    halves.low[is_written] = 0  # without `out` they would stay
+    for step in (1.0, 2.0):
+        count = torch.tensor(step, device=param.device)
+        constants = (None, None, LR, BETA1, BETA2, EPS, DECAY, True, True)
+        run(wide, grad, *states, out, count, *constants, True, *[None] * 3, draws, None, True)
+        rest = (*[None] * 3, draws, halves.low)
+        run(halves.high, grad, *twins, None, count, *constants, False, *rest)
+        same([halves.high, upper_half(wide)], [out, out], len(param))
+        same([halves.joined().view(torch.int32)], [wide.view(torch.int32)], len(param))
+        same(twins, states, len(param))
+
+
+def test_masters_in_halves_have_the_bits_of_whole_ones(kernels: Kernels) -> None:
+    for (numel, offsets), (state, grad) in product(shapes(kernels), ((FP32, BF16), (BF16, BF16))):
+        on = operands(RULES["adamw"], kernels, numel, (grad, state, None), offsets=offsets)
+        bits = on.param.view(torch.int32)
+        bits[::3] = (bits[::3] & ~0xFFFF) | 0x8000  # in the middle of two
+        on.grad[::6] = 0
+        run = partial(kernels.call, op("adam_"))
+        for _ in kernels.each():
+            split_steps(run, on.param, on.grad, [state.clone() for state in on.states])
+    param = torch.randn(3 * BLOCK_NUMEL).to(kernels.device)
+    codes = [new_codes(len(param), param.device, of_squares=squares) for squares in (False, True)]
+    for run in (partial(kernels.call, op("adam_")), partial(reference, "adam_")):
+        split_steps(run, param, param.to(BF16), [each.clone() for each in codes])
+
+
+def test_a_value_in_halves_comes_back() -> None:
+    parts = [
+        torch.randint(-(2**31), 2**31, (100_000,))
+    ]  # of all kinds, and around the ends of them
+    parts += [torch.arange(at - 70_000, at + 70_000) for at in (0, 0x7F800000)]
+    bits = torch.cat([*parts, *[part - 2**31 for part in parts[1:]]]).to(torch.int32)
+    values = bits.view(torch.float32)
+    halves = Halves(torch.empty_like(values, dtype=BF16), torch.empty_like(bits, dtype=torch.int16))
+    halves.write(values)
+    found, nearest = halves.joined(), values.to(BF16)
+    is_nan, is_tiny = values.isnan(), (bits & 0x7FFFFFFF) < 0x8000
+    assert found[is_nan].isnan().all() and not found[is_tiny].any()
+    assert found.signbit()[~is_nan].equal(values.signbit()[~is_nan])
+    is_exact = ~(is_nan | is_tiny)
+    assert found.view(torch.int32)[is_exact].equal(bits[is_exact])
+    differs = halves.high[~is_nan] != nearest[~is_nan]
+    is_tie = (bits[~is_nan] & 0x1FFFF) == 0x8000  # below it is even
+    assert differs.equal(is_tie) and differs.any()
+    halves.high.zero_()  # by a script: whatever the lower halves are
+    assert not halves.joined().any()
 
 
 def codes_after(run: Any, param: Tensor, grad: Tensor, draws: Tensor | None) -> list[list[Tensor]]:

@@ -20,8 +20,10 @@ Given = Callable[
 ]  # of a stage, and keys of zero_optimization
 
 
-def trained(case: dict[str, Any], folder: str, *, resumes_at: int = 0) -> dict[str, Tensor]:
-    """The parameters after STEPS steps."""
+def trained(
+    case: dict[str, Any], folder: str, *, resumes_at: int = 0, masters: bool = False
+) -> dict[str, Tensor]:
+    """The parameters, or their masters, after STEPS steps."""
     engine = xds.initialize(build("tied"), case)
     for step in range(STEPS):
         if resumes_at and step == resumes_at:
@@ -31,13 +33,13 @@ def trained(case: dict[str, Any], folder: str, *, resumes_at: int = 0) -> dict[s
             engine.load_checkpoint(folder)
         engine.backward(engine(micro_batch(step, 0)))
         engine.step()
-    found = engine.full_state_dict(rank0_only=False)
+    found = engine.full_state_dict(rank0_only=False, full_precision=masters)
     engine.destroy()
     return found
 
 
-def of_world(given: Given, folder: str) -> dict[str, dict[str, Tensor]]:
-    """The parameters by case: every stage, a resume, and each place of masters and states."""
+def of_world(given: Given, folder: str, masters: bool = False) -> dict[str, dict[str, Tensor]]:
+    """The parameters, or their masters, by case: every stage, a resume, and each place of states."""
     world = dist.get_world_size()
     cases: dict[str, tuple[dict[str, Any], int]] = {
         f"stage {stage}": (given(stage, None), 0) for stage in (0, 1, 2, 3)
@@ -49,5 +51,6 @@ def of_world(given: Given, folder: str) -> dict[str, dict[str, Tensor]]:
         disk = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
         cases["on a disk"] = given(3, disk), 2
     return {
-        name: trained(case, f"{folder}/{name}", resumes_at=at) for name, (case, at) in cases.items()
+        name: trained(case, f"{folder}/{name}", resumes_at=at, masters=masters)
+        for name, (case, at) in cases.items()
     }

@@ -88,7 +88,7 @@ def test_bytes_and_states_are_those_of_the_formulas() -> None:
             assert crossing <= {"all_reduce", "control", "access"}
             held = found["held"]
             assert held["param"] == (shard if stage == 3 else numel) * size
-            assert held["master"] == (shard * 4 if precision == "bf16" else 0)
+            assert held["master"] == (shard * 2 if precision == "bf16" else 0)
             constant = held["optimizer"] - 2 * 4 * shard
             assert 0 <= constant <= 64 * len(found["sizes"])
 

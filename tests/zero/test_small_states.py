@@ -65,6 +65,7 @@ def in_a_loop(states: str, half: dict[str, Any]) -> dict[str, Tensor]:
                 *(torch.tensor(step + 1.0), None, None),
                 *(1e-2, 0.9, 0.999, EPS, DECAY, True, True),
                 draws=draw_rows([(0, numel, 0, name)], seed),
+                rounds_away=is_bf16,
             )
             param.data.view(-1).copy_(flat[:numel])
             param.grad = None

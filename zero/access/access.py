@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...ops.coded import decoded, is_coded, rows_of
 from ...ops.comm.collectives import ACCESS_BUFFER, Collectives
 from ...ops.flat import flattened, is_channels_last, overlap, shaped
+from ...ops.rounding import upper_half
 from ...utils.errors import UsageError
 from ...utils.views import write
 from ..core.master import Master
@@ -169,10 +170,16 @@ class Access(ParamOwner):
         master, is_whole = place.master, not place.master.is_sharded
         place.flat.take_edits(place.position)
         first = self._first(place, is_whole=is_whole)
-        stored = self._cut(place, master.tensor, first=first, is_whole=is_whole)
-        begin = int(stored.local.storage_offset()) - int(master.tensor.storage_offset())
-        master.take_edits(begin, begin + stored.local.numel())
-        return stored
+        halves = None if master.split is None else master.split.halves
+        held = master.tensor if halves is None else halves.low
+        stored = self._cut(place, held, first=first, is_whole=is_whole)
+        begin = int(stored.local.storage_offset()) - int(held.storage_offset())
+        end = begin + stored.local.numel()
+        master.take_edits(begin, end)
+        if halves is None:
+            return stored
+        part = halves.part(begin, end)
+        return replace(stored, local=part.joined(), halves=part)
 
     def compute(self, param: nn.Parameter) -> ShardView:
         self._settle(param)
@@ -220,10 +227,13 @@ class Access(ParamOwner):
             stored = self.value(param)
             flat.memory.wait_for_readers()
             stored.write(reader, rank)
+            own_reader = stored.own(reader)
+            if place.master is not None and place.master.rounds_away:
+                reader, own_reader = _upper_halves(reader), _upper_halves(own_reader)
             has_copy = place.master is not None and place.master.has_compute_copy
             if flat.memory.is_shared or has_copy or self._has_own_values(place):
                 self._write_compute(param, place, reader)
-            self._write_whole(param, place, reader, stored.own(reader))
+            self._write_whole(param, place, reader, own_reader)
             if place.master is not None and place.master.has_sent_delta:
                 place.master.remember()
 
@@ -289,12 +299,18 @@ class Access(ParamOwner):
         flat.wait()
         flat.sender.forget()
         master.wait()
+        self.begin_edit(param)
         with torch.no_grad():
             own_reader = self.compute(param).own(reader)
             flat.memory.wait_for_readers()
             self._write_compute(param, place, reader)
             self._write_whole(param, place, reader, own_reader)
         flat.is_written = True
+
+    def begin_edit(self, param: nn.Parameter) -> None:
+        place = self._places.get(id(param))
+        if place is not None and place.master is not None and place.master.split is not None:
+            place.master.split.begin_edit()
 
     @staticmethod
     def _has_own_values(place: _Place) -> bool:
@@ -479,6 +495,11 @@ class Access(ParamOwner):
                 "state for it"
             )
         return master
+
+
+def _upper_halves(reader: Reader) -> Reader:
+    """A reader of the upper halves of the fp32 values."""
+    return lambda start, stop: upper_half(reader(start, stop).float())
 
 
 def _overlap(slot: Slot, start: int, stop: int) -> tuple[int, int]:

@@ -74,6 +74,8 @@ class GatheredParameters:
             if owner in self._holding and owner.is_overridden(param):
                 continue
             owner.agree("GatheredParameters", param)
+            if self._modifier is not None:
+                owner.begin_edit(param)
             is_usable = owner.compute(param).is_full and not owner.is_read_only(param)
             if not is_usable and not owner.is_overridden(param):
                 full = owner.compute(param).read(owner.group_of(param))

@@ -140,6 +140,8 @@ class Guards:
                     module.register_load_state_dict_pre_hook(_before_load_shared)  # type: ignore[no-untyped-call]
                 )
 
+        self._handles.append(model.register_load_state_dict_pre_hook(_before_load))  # type: ignore[no-untyped-call]
+
     def remove(self) -> None:
         """Remove all checks."""
         for handle in self._handles:
@@ -329,6 +331,13 @@ def _before_load_state_dict(
             "not whole on this rank; call engine.load_state_dict(...) or xds.zero.load_weights(module, ...) on "
             "every rank"
         )
+
+
+def _before_load(module: nn.Module, *_: Any) -> None:
+    for param in module.parameters():
+        owner = find_owner(param)
+        if owner is not None:
+            owner.begin_edit(param)
 
 
 def _before_load_shared(

@@ -257,7 +257,7 @@ class Restore:
                 total = torch.empty(
                     layout.shard_numel,
                     dtype=getattr(torch, dtypes.pop()),
-                    device=master.tensor.device,
+                    device=master.raw.device,
                 )
                 self._grads.append((master.grads, total))
                 targets.append(target_for(total, copies, is_fresh=True))

@@ -40,7 +40,8 @@ SCALARS = (bool, int, float, str, type(None))
 class StateBlock:
     """`tensor` holds elements [start, start + numel) of `key` of flat number `flat`.
 
-    blocks: reads its values, if they are on a disk or have 8 bits; then the tensor has none.
+    blocks: reads its values, if they are on a disk, have 8 bits or are halves; then the tensor has none.
+    reads_memory: `blocks` needs no disk.
     is_own: no other rank has these elements of `key`, so this rank saves all of them.
     is_shard: they are this rank's shard of the flat, or in it; other ranks have others.
     """
@@ -50,6 +51,7 @@ class StateBlock:
     start: int
     tensor: Tensor
     blocks: Blocks | None = None
+    reads_memory: bool = False
     is_own: bool = False
     is_shard: bool = False
 
@@ -190,11 +192,11 @@ class Snapshot:
                 start = flat.layout.shard_range(flat.collectives.rank)[0] if is_part else 0
                 tensor = flat.stored_shard.tensor if master is None else master.raw
                 blocks = flat.stored_shard.blocks()
+                is_split = master is not None and master.split is not None
                 if master is not None:
                     blocks = master.state_storage.blocks_of(tensor)
-                self.values.append(
-                    StateBlock(number, "value", start, tensor, blocks, is_shard=is_part)
-                )
+                block = StateBlock(number, "value", start, tensor, blocks, is_shard=is_part)
+                self.values.append(replace(block, reads_memory=is_split))
 
     def _add_alone(self, module: nn.Module) -> None:
         inside = {id(p) for unit in self.sharded.units for flat in unit.params for p in flat.params}

@@ -1,6 +1,7 @@
 """The master weights of one flat buffer, at their store, and the values that forward computes with.
 
 device store    master [n] ──cast──> compute [n]               one memory if there is no cast
+                compute [n] and its rest [n]                   halves of fp32 masters: see split_storage.py
 host store      master [n] (host) ──cast──> buffer ──to_device──> compute [n]
 """
 
@@ -22,10 +23,13 @@ from ...offload.interfaces import (
     StateStorage,
 )
 from ...ops.flat import fingerprint, take_edits
+from ...ops.halves import write_upper
 from ...ops.optim.shard_optimizer import Item, Old, ParamPart, Update
+from ...ops.rounding import narrowed
 from ..layout.layout import Piece
 from .grad_bucket import GradBucket
 from .param_bucket import ParamBucket
+from .split_storage import SplitStorage, computed_values
 
 if TYPE_CHECKING:
     from ...offload.host import HostStore
@@ -41,6 +45,8 @@ class Master:
         casts: they have a narrower dtype than the master.
         crosses_device: one of master and compute values is on the host, and the other is not; or the compute
             values are on a disk.
+        rounds_away: they are rounded as upper halves, see ops/halves.py, whether the master is split or not.
+        split: the master has no memory, but is the compute values and what is there; None: it has memory.
         has_compute_copy: they have memory of their own, for a cast, another device, or how they are sent.
         has_sent_delta: how they change was sent last, so they are close to the cast master, and not equal.
     """
@@ -55,13 +61,18 @@ class Master:
         self.store = store
         self.is_sharded = is_sharded
         self.casts = params.dtype != dtype
+        self.rounds_away = policy.rounds_away(params.dtype)
         self.has_sent_delta = False
         self._use_store(store)
         self._update: JobHandle = FinishedJob()
-        # without a copy the parameters themselves are the master
-        self._tensor = (
-            store.copy_in(self.compute, dtype) if self.has_compute_copy else self.compute.detach()
-        )
+        self.split: SplitStorage | None = None
+        if self.rounds_away and not (store.is_on_host or self.crosses_device or self._keeps_master):
+            self.split = SplitStorage(params, is_sharded=is_sharded)
+            self._tensor = self.split.master
+        elif self.has_compute_copy:
+            self._tensor = store.copy_in(self.compute, dtype)
+        else:  # the parameters themselves are the master
+            self._tensor = self.compute.detach()
         # after a delta: the fingerprint of the compute values that the engine wrote
         self._published: Tensor | None = None
         self.remember()
@@ -76,10 +87,11 @@ class Master:
                 start=segment.start,
                 state_dtype=policy.state_dtype(params.dtype),
                 rounding_seed=policy.rounding_seed,
+                rounds_away=self.rounds_away,
             )
             for segment in layout.segments_in(start, stop)
         ]
-        self.state_storage: StateStorage = store.state_storage(
+        self.state_storage: StateStorage = self.split or store.state_storage(
             params.index, self._tensor, holds_master=self.has_compute_copy
         )
         for item in self.items:  # on a disk the values leave memory, also those of the items' views
@@ -88,8 +100,11 @@ class Master:
     def _use_store(self, store: MasterStore) -> None:
         self.store = store
         self.crosses_device = store.is_on_host != self.params.is_on_host or self.params.is_on_disk
-        keeps_master = self.is_sharded and self.params.sender.keeps_master
-        self.has_compute_copy = self.casts or self.crosses_device or keeps_master
+        self.has_compute_copy = self.casts or self.crosses_device or self._keeps_master
+
+    @property
+    def _keeps_master(self) -> bool:
+        return self.is_sharded and self.params.sender.keeps_master
 
     @torch.no_grad()
     def move(self, store: MasterStore, device: torch.device) -> None:
@@ -137,16 +152,19 @@ class Master:
         return self._tensor
 
     @property
+    def memory(self) -> Tensor:
+        """The memory that the master has, [n]: `raw`, or the lower halves."""
+        return self._tensor if self.split is None else self.split.low
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors of this object that share its memory."""
-        return [self._tensor, *(item.master for item in self.items)]
+        return [self.memory, self._tensor, *(item.master for item in self.items)]
 
     @property
     def compute(self) -> Tensor:
         """The values that forward computes with, [n]."""
-        self.params.arrive()
-        sharded = self.is_sharded or self.params.shards_params
-        return self.params.shard if sharded else self.params.raw
+        return computed_values(self.params, is_sharded=self.is_sharded)
 
     @property
     def host(self) -> HostStore:
@@ -163,9 +181,22 @@ class Master:
         update.wait()
 
     def load(self) -> None:
-        """The master and its states have their values in memory; see `StateStorage.load`."""
+        """The master and its states have their values in memory; see `StateStorage.load`.
+
+        Those of halves have them after `join`.
+        """
         self.wait()
         self.state_storage.load()
+
+    def join(self) -> None:
+        """Let a master of halves have its values in memory until `write_compute` or `drop`."""
+        if self.split is not None:
+            self.split.join()
+
+    def drop(self) -> None:
+        """End `join`; what was written is lost."""
+        if self.split is not None:
+            self.split.drop()
 
     # -- writes by user code ----------------------------------------------------------------------------
 
@@ -184,17 +215,22 @@ class Master:
     def take_edits(self, start: int = 0, stop: int | None = None) -> None:
         """Copy computed values [start, stop) that user code wrote: those that differ from the rounded master.
 
-        Where the master or the values are on the host: only if `ParamBucket.is_written` says so.
+        Where the master or the values are on the host: only if `ParamBucket.is_written` says so. Of a split
+        master they are the upper halves, and the lower ones stay, if `SplitStorage.begin_edit` was not called.
         """
         if not self.has_compute_copy:
             return
         stop = self._tensor.numel() if stop is None else stop
+        if self.split is not None:
+            self.split.take_edits()
+            return
         if self.has_sent_delta:
             is_written = bool(int(self.written()))
         else:
             is_written = self.params.is_written
         if not (self.store.is_on_host or self.crosses_device or self.has_sent_delta):
-            take_edits(self.tensor[start:stop], self.compute[start:stop])
+            own, values = self.tensor[start:stop], self.compute[start:stop]
+            take_edits(own, values, rounds_away=self.rounds_away)
         elif is_written:
             self.take_edits_across()
 
@@ -203,7 +239,7 @@ class Master:
         """The same over devices or after a delta, for all values. A delta that was not sent is lost."""
         values = self.compute.to(self._tensor.device)
         if self.casts and not self.has_sent_delta:
-            take_edits(self.tensor, values)
+            take_edits(self.tensor, values, rounds_away=self.rounds_away)
         else:
             self.tensor.copy_(values)
             self.has_sent_delta = False
@@ -233,12 +269,16 @@ class Master:
         old: for each item the values before, if they are in other memory.
         """
         updates = []
+        halves = None if self.split is None else self.split.halves
         for index, item in enumerate(self.items):
             elements = slice(item.start, item.start + item.master.numel())
             values = None if out is None else out[elements]
             before = None if old is None else old[index]
             group = groups[item.group]
-            updates.append(Update(item, grad[elements], values, group, has_old, before, is_counted))
+            both = None if halves is None else halves.part(elements.start, elements.stop)
+            updates.append(
+                Update(item, grad[elements], values, group, has_old, before, is_counted, both)
+            )
         return updates
 
     def use_memory(self, memory: Tensor) -> None:
@@ -294,21 +334,28 @@ class Master:
         if self.has_compute_copy and not is_written and not self.sends_differences:
             self.write_compute()
 
+    def _narrowed(self) -> Tensor:
+        return narrowed(self.tensor, self.params.dtype, rounds_away=self.rounds_away)
+
     @torch.no_grad()
     def write_compute(self) -> None:
         """Set the values that forward computes with from the masters."""
         self.has_sent_delta = False
+        if self.split is not None:
+            self.split.divide()
+            self.remember()
+            return
         if self.params.is_on_disk and not self.store.is_on_host:
-            self.send(self.tensor.to("cpu", self.params.dtype), self.begin_send(), None)
+            self.send(self._narrowed().to("cpu"), self.begin_send(), None)
             return
         if not self.crosses_device:
             if self.has_compute_copy:
-                self.compute.copy_(self.tensor.to(self.params.dtype))
+                self.compute.copy_(self._narrowed())
             self.remember()
             return
         if not self.store.is_on_host:
             # on this stream, so that a fetch of the new values comes after it; one wait for all masters
-            self.compute.copy_(self.tensor.to(self.params.dtype), non_blocking=True)
+            self.compute.copy_(self._narrowed(), non_blocking=True)
             self.params.expect(DeviceToHostCopy(self._tensor.device))
             self.remember()
             return
@@ -318,7 +365,11 @@ class Master:
 
         def work() -> None:
             values = self.host.copier.buffer(tensor.numel(), self.params.dtype)
-            handles.append(self.send(values.copy_(tensor), compute, mark))
+            if self.rounds_away:
+                write_upper(values, tensor)
+            else:
+                values.copy_(tensor)
+            handles.append(self.send(values, compute, mark))
 
         self.host.queues.updates.run(work).wait()
         handles[0].wait_on_device()

@@ -22,6 +22,7 @@ from ...ops.coded import BLOCK_NUMEL, encode
 from ...ops.comm.collectives import ACCESS_BUFFER, Bounds, Collectives
 from ...ops.device import wide
 from ...ops.flat import flattened, numel_of, shaped
+from ...ops.halves import Halves
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ..layout.groups import FlatGroups
@@ -43,6 +44,7 @@ class ShardView:
     With `slices` all of this is about this rank's slice of the tensor, on the ranks that have the same slice.
     channels_last: the order of the elements in `local`, and of the result of `read`; a Reader is row-major.
     codes: `local` is a copy of a state of 8 bits, whose rows these are; a write encodes them as well.
+    halves: `local` is a copy of a master of these halves; a write divides it into them as well.
     """
 
     shape: tuple[int, ...]
@@ -52,6 +54,7 @@ class ShardView:
     slices: Slices | None = None
     channels_last: bool = False
     codes: Tensor | None = None
+    halves: Halves | None = None
 
     @property
     def is_full(self) -> bool:
@@ -105,6 +108,8 @@ class ShardView:
                 values = self.local.new_zeros(len(self.codes) * BLOCK_NUMEL)
                 values[: stop - start] = self.local
                 encode(self.codes, values)
+            if self.halves is not None:
+                self.halves.write(self.local)
 
 
 IN_SHARDS = "sharded (stage 3)"
@@ -165,6 +170,9 @@ class ParamOwner(ABC):
             UsageError: that needs the other ranks.
         """
         return
+
+    def begin_edit(self, param: nn.Parameter) -> None:  # noqa: B027 (most compare with a master)
+        """The script is about to write to `param`. For one rank alone; nothing is sent."""
 
     def edit(self, param: nn.Parameter, reader: Reader) -> None:
         """`write`, but a master keeps its full precision where the computed value does not change."""

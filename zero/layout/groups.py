@@ -44,6 +44,8 @@ class Policy:
     masters: dtype of the master weights of 16-bit parameters; None is fp32. Others are their own masters.
     states: dtype of their optimizer states, and of those of fp32 training; None is that of the masters.
         int8: see ops/coded.py.
+    splits_masters: the fp32 masters of bf16 parameters beside them are these and 16 bits more, and they are
+        rounded as such everywhere: see ops/halves.py.
     rounding_seed: of stochastic rounding of masters and states; None: to nearest.
     holds_grads: several micro-batches are summed on the rank before the reduction.
     num_parts: buffers may be divided over other numbers of ranks later: a multiple of all of them. 0: they are
@@ -58,6 +60,7 @@ class Policy:
     communicate: torch.dtype | None = None
     masters: torch.dtype | None = None
     states: torch.dtype | None = None
+    splits_masters: bool = False
     rounding_seed: int | None = None
     holds_grads: bool = False
     num_parts: int = 0
@@ -113,6 +116,17 @@ class Policy:
         if param_dtype not in LOW_PRECISION:
             return param_dtype
         return self.masters or torch.float32
+
+    def rounds_away(self, param_dtype: torch.dtype) -> bool:
+        """Parameters of this dtype are the upper halves of their masters, or are rounded as if they were."""
+        return self.splits_masters and param_dtype == torch.bfloat16
+
+    def master_bytes(self, param_dtype: torch.dtype, *, is_beside: bool) -> int:
+        """Bytes of the master of a parameter. is_beside: both are on the device."""
+        if is_beside and self.rounds_away(param_dtype):
+            return 2
+        master = self.master_dtype(param_dtype)
+        return 0 if master == param_dtype else master.itemsize
 
     def state_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """The dtype of optimizer states that have an element for each of a parameter.

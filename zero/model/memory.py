@@ -30,6 +30,9 @@ class Memory:
         """frozen: parameters that are in no unit, below stage 3."""
         self._frozen = frozen
         self._params = [flat for unit in units for flat in unit.params]
+        self._trained = [
+            pair for unit in units for pair in zip(unit.params, unit.grads, strict=False)
+        ]
         self._grads = grads
         self._pool = pool
         self._groups = groups
@@ -88,11 +91,11 @@ class Memory:
             )
             own_bytes += (shard_numel if flat.shards_params else numel) * size
             whole_bytes += numel * size
-        for grads in self._grads:
-            policy, dtype = grads.group.policy, grads.params[0].dtype
+        for params, grads in self._trained:
+            policy, dtype = grads.group.policy, params.dtype
             numel, shard_numel = grads.layout.numel, grads.layout.shard_numel
-            master = policy.master_dtype(dtype)
-            master_bytes = master.itemsize if master != dtype else 0
+            is_beside = not (params.is_on_host or grads.total.store.is_on_host)
+            master_bytes = policy.master_bytes(dtype, is_beside=is_beside)
             sum_bytes = policy.sum_dtype(dtype).itemsize
             updated = shard_numel if policy.shards_optimizer else numel
             own_bytes += (shard_numel if policy.shards_grads else numel) * sum_bytes

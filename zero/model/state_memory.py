@@ -25,7 +25,7 @@ class StateMemory:
     def master_tensors(self) -> list[Tensor]:
         """The masters that are separate copies of the parameters. Those on a disk have no values."""
         self._updater.wait()
-        return [master.raw for master in self._updater.masters if master.has_compute_copy]
+        return [master.memory for master in self._updater.masters if master.has_compute_copy]
 
     def state_tensors(self) -> list[Tensor]:
         """The optimizer's state tensors, without scalars. Those on a disk have no values."""
@@ -71,7 +71,7 @@ class StateMemory:
         for master in self._updater.masters:
             stored = master.state_storage.is_stored
             master_bytes = (
-                master.raw.nbytes if master.has_compute_copy and not stored(master.raw) else 0
+                master.memory.nbytes if master.has_compute_copy and not stored(master.raw) else 0
             )
             states = sum(value.nbytes for value in self._states(master) if not stored(value))
             num_bytes["disk"] += master.state_storage.disk_bytes

@@ -214,10 +214,15 @@ class Updater:
             with suppress(XdsError):  # `failure` has it
                 for master in self.masters:
                     master.load()
+                    master.join()
                 for flat in frozen:
                     flat.stored_shard.load()
             agree_on_disks(self.world.collectives, stores)
-            yield
+            try:
+                yield
+            finally:
+                for master in self.masters:
+                    master.drop()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -259,6 +264,7 @@ class Updater:
                 master.take_edits_across()
         for master in self.masters:
             by_update = master.casts and not (also_in_update or master.sends_differences)
+            by_update &= master.split is None
             if master.params.is_written and master.frozen_ranges():
                 by_update = False  # an update keeps the masters of frozen parameters as they are
             if not (master.has_sent_delta or (by_update and not master.crosses_device)):
@@ -337,7 +343,7 @@ class Updater:
         if master.casts and master.crosses_device:
             # a tensor beside the master: an optimizer may round differently without one
             out = torch.empty(grad.numel(), dtype=master.params.dtype, device=master.raw.device)
-        elif master.casts and not master.sends_differences:
+        elif master.casts and master.split is None and not master.sends_differences:
             out = master.compute
         has_old = not (master.crosses_device or master.has_sent_delta)
         return master.updates(groups, grad, out, has_old=has_old, is_counted=is_counted)
@@ -362,7 +368,7 @@ class Updater:
             ranges = master.frozen_ranges()
             if not ranges:
                 continue
-            frozen.keep(master.tensor, ranges)
+            frozen.keep(master.memory, ranges)
             if master.casts:
                 frozen.keep(master.compute, ranges)
             assert self._optimizer is not None
@@ -389,7 +395,7 @@ class Updater:
             if begin < first + slot.numel and first < begin + tensor.numel():
                 return state or None, (begin, begin + tensor.numel())
         tensors = [tensor for tensor, _ in self._tensors_in(master)]
-        empty = master.tensor.new_empty(0, dtype=master.read_state_dtype)
+        empty = master.raw.new_empty(0, dtype=master.read_state_dtype)
         return states_of_others(self._optimizer, tensors, empty, slot.group), (0, 0)
 
     def states_in(self, master: Master) -> list[tuple[int, Tensor, dict[str, Any]]]:

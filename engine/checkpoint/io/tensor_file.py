@@ -37,6 +37,7 @@ class TensorEntry:
 
     blocks: (start, stop) -> these elements, block by block, if the values are elsewhere; `tensor` then gives
         shape and dtype only. A block is valid until the next one.
+    reads_memory: they are computed from memory.
     """
 
     name: str
@@ -44,6 +45,7 @@ class TensorEntry:
     start: int
     stop: int
     blocks: Callable[[int, int], Iterator[Tensor]] | None = None
+    reads_memory: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -104,7 +106,7 @@ def image_bytes(entries: Sequence[TensorEntry]) -> int:
 def copy_image(entries: Sequence[TensorEntry], memory: Tensor) -> None:
     """Put the bytes of the file of `entries` into `memory` [image_bytes], uint8, on the CPU.
 
-    None of them has `blocks`. Waits once for a device.
+    None of them has `blocks` that read a disk. Waits once for a device.
     """
     ordered = _in_order(entries)
     header = _header(ordered)
@@ -112,7 +114,11 @@ def copy_image(entries: Sequence[TensorEntry], memory: Tensor) -> None:
     offset = len(header)
     for entry in ordered:
         target = memory[offset : offset + entry.size_bytes].view(entry.tensor.dtype)
-        target.copy_(entry.values, non_blocking=True)
+        if entry.blocks is None:
+            target.copy_(entry.values, non_blocking=True)
+        for block in () if entry.blocks is None else entry.blocks(entry.start, entry.stop):
+            target[: block.numel()].copy_(block)
+            target = target[block.numel() :]
         offset += entry.size_bytes
     for device in {entry.tensor.device for entry in ordered}:
         device_of(device).event().synchronize()

@@ -58,6 +58,8 @@ inline void narrowed(const float* __restrict from, void* data, Kind kind, int64_
   uint16_t* __restrict to = static_cast<uint16_t*>(data) + at;
   if (kind == Kind::bf16) {
     for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(from[i]);
+  } else if (kind == Kind::upper) {
+    for (int64_t i = 0; i < count; ++i) to[i] = upper_half(from[i]);
   } else {
     for (int64_t i = 0; i < count; ++i) to[i] = to_fp16(from[i]);
   }
@@ -74,6 +76,13 @@ inline void edits_taken(float* __restrict param, const void* out, Kind kind, int
     for (int64_t i = 0; i < count; ++i) {
       if (to_bf16(param[i]) != from[i]) param[i] = from_bf16(from[i]);
     }
+  } else if (kind == Kind::upper) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) differs |= uint32_t{upper_half(param[i])} ^ from[i];
+    if (differs == 0) return;
+    for (int64_t i = 0; i < count; ++i) {
+      if (upper_half(param[i]) != from[i]) param[i] = from_bf16(from[i]);
+    }
   } else {
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) differs |= uint32_t{to_fp16(param[i])} ^ from[i];
@@ -81,6 +90,26 @@ inline void edits_taken(float* __restrict param, const void* out, Kind kind, int
     for (int64_t i = 0; i < count; ++i) {
       if (to_fp16(param[i]) != from[i]) param[i] = from_fp16(from[i]);
     }
+  }
+}
+
+// `param` [count] from `at` on in fp32: in place, or in `group`.
+inline float* params_of(const Streams& s, int64_t at, int64_t count, float* __restrict group) {
+  if (s.low == nullptr) return widened(s.param, s.param_kind, at, count, group);
+  const uint16_t* __restrict high = static_cast<const uint16_t*>(s.param) + at;
+  const uint16_t* __restrict low = s.low + at;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) group[i] = joined(high[i], low[i]);
+  return group;
+}
+
+inline void halved(const float* __restrict from, const Streams& s, int64_t at, int64_t count) {
+  uint16_t* __restrict high = static_cast<uint16_t*>(s.param) + at;
+  uint16_t* __restrict low = s.low + at;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) {
+    high[i] = upper_half(from[i]);
+    low[i] = static_cast<uint16_t>(bits_of(from[i]));
   }
 }
 
@@ -193,7 +222,9 @@ inline void narrowed_by(const float* __restrict from, void* data, Kind kind, int
 // Store a `param` that is narrower than fp32, or whose old values are in other memory (IS_OTHER), and `out`.
 template <bool IS_OTHER>
 INLINE void put_param(const Streams& s, int64_t at, int64_t count, const float* param, const uint16_t* draws) {
-  if (s.param_kind != Kind::fp32) {
+  if (s.low != nullptr) {
+    halved(param, s, at, count);
+  } else if (s.param_kind != Kind::fp32) {
     draws != nullptr ? narrowed_by(param, s.param, s.param_kind, at, count, draws)
                      : narrowed(param, s.param, s.param_kind, at, count);
   } else if (IS_OTHER) {
@@ -224,7 +255,7 @@ INLINE void put_group(const Streams& s, Cursor& cursor, int64_t at, int64_t coun
 template <class Rule>
 INLINE void one_group(const Streams& s, Cursor& cursor, int64_t at, int64_t count, const Rule& rule) {
   alignas(64) float grads[GROUP], first[GROUP], second[GROUP], params[GROUP];
-  float* param = widened(s.param, s.param_kind, at, count, params);
+  float* param = params_of(s, at, count, params);
   if (s.takes_edits) edits_taken(param, s.out, s.out_kind, at, count);
   const float* grad = widened(const_cast<void*>(s.grad), s.grad_kind, at, count, grads);
   float* m = widened(s.states[0], s.state_kind, at, count, first);
@@ -280,7 +311,7 @@ INLINE void one_row(const Streams& s, Cursor& cursor, int64_t at, const Rule& ru
   for (int64_t i = 0; i < ROW_NUMEL; i += GROUP) {
     if (BY_DRAWS) drawn(s.draws, cursor, at + i, GROUP, draws + i);
     float* param = IS_OTHER ? old_values(s.old_param, s.param_kind, at + i, GROUP, params)
-                            : widened(s.param, s.param_kind, at + i, GROUP, params);
+                            : params_of(s, at + i, GROUP, params);
     if (s.takes_edits) edits_taken(param, s.out, s.out_kind, at + i, GROUP);
     const float* grad = widened(const_cast<void*>(s.grad), s.grad_kind, at + i, GROUP, grads);
     rule(at + i, GROUP, param, grad, means + i, squares + i);
@@ -295,6 +326,7 @@ INLINE void rows_in(const Streams& s, int64_t begin, int64_t end, const Rule& ru
   Cursor cursor = cursor_at(s.draws, begin);
   for (int64_t at = begin; at < end; at += ROW_NUMEL) {
     fetch(IS_OTHER ? s.old_param : s.param, s.param_kind, at + AHEAD, ROW_NUMEL, !IS_OTHER);
+    fetch(s.low, Kind::bf16, at + AHEAD, ROW_NUMEL, true);
     fetch(s.grad, s.grad_kind, at + AHEAD, ROW_NUMEL, false);
     fetch(s.out, s.out_kind, at + AHEAD, ROW_NUMEL, true);
     one_row<IS_OTHER, BY_DRAWS>(s, cursor, at, rule);
@@ -323,6 +355,7 @@ void pass(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
   Cursor cursor = cursor_at(s.draws, begin);
   for (; at + GROUP <= end; at += GROUP) {
     fetch(s.param, s.param_kind, at + AHEAD, GROUP, true);
+    fetch(s.low, Kind::bf16, at + AHEAD, GROUP, true);
     fetch(s.grad, s.grad_kind, at + AHEAD, GROUP, false);
     fetch(s.states[0], s.state_kind, at + AHEAD, GROUP, true);
     fetch(s.states[1], s.state_kind, at + AHEAD, GROUP, true);
@@ -340,7 +373,7 @@ typedef uint32_t Word __attribute__((may_alias, aligned(2)));
 
 INLINE bool has_words(const Streams& s) {
   return s.param_kind == Kind::bf16 && s.grad_kind == Kind::bf16 && s.state_kind == Kind::bf16 &&
-         s.out == nullptr && s.old_param == nullptr && s.draws.rows != nullptr;
+         s.out == nullptr && s.low == nullptr && s.old_param == nullptr && s.draws.rows != nullptr;
 }
 
 INLINE uint32_t word_of(uint16_t even, uint16_t odd) { return even | uint32_t{odd} << 16; }

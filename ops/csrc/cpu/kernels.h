@@ -5,7 +5,8 @@
 
 namespace xds {
 
-enum class Kind : int { fp32, bf16, fp16, rows };  // rows: of 8 bits, see coded.h; states alone
+// rows: of 8 bits, see coded.h; states alone. upper: bf16, rounded as `upper_half`; `out` alone.
+enum class Kind : int { fp32, bf16, fp16, rows, upper };
 
 // The random numbers of stochastic rounding: one of 16 bits for each element, by the index of the element in its
 // parameter, the parameter's key and the number of the step. rows [num_rows][3], nullptr where values are rounded to
@@ -20,6 +21,7 @@ struct Draws {
 struct Streams {
   void* param;
   Kind param_kind;
+  uint16_t* low;  // the lower halves of fp32 values, of which a bf16 `param` has the upper ones, or nullptr
   const void* grad;
   Kind grad_kind;
   void* states[2];  // nullptr where the optimizer has fewer

@@ -75,6 +75,18 @@ inline uint16_t to_fp16_by(float value, uint32_t draw) {
   return static_cast<uint16_t>(sign | found);
 }
 
+// The value of two halves, and the upper half of a value: see ops/halves.py.
+inline float joined(uint16_t high, uint16_t low) {
+  const uint32_t upper = high, below = low >> 15;  // below: the value is closer to 0 than `high`
+  const uint32_t found = ((upper - below) << 16) | low;
+  return float_of((upper & 0x7fff) - 1 < 0x7f7f + below ? found : upper << 16);
+}
+
+inline uint16_t upper_half(float value) {
+  const uint32_t bits = bits_of(value);
+  return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x8000) >> 16);
+}
+
 // A hash of 32 bits that can be inverted: two rounds of xor-shift and multiply.
 // Source: Wellons, Prospecting for Hash Functions, 2018, the function lowbias32.
 inline uint32_t mixed(uint32_t x) {

@@ -87,9 +87,17 @@ __global__ void __launch_bounds__(kThreads) pass_rows(Operands<Rule::kStates> on
       const int64_t at = row * kCoded + (u * 32 + lane) * kWide;
       Pack<Param, kWide> param = load<kWide>(params + at);
       const Pack<Grad, kWide> grad = load<kWide>(static_cast<const Grad*>(on.grad) + at);
+      Pack<unsigned short, kWide> low;
+      if constexpr (std::is_same_v<Param, Upper>) low = load<kWide>(on.low + at);
       Pack<float, kWide> wide;
 #pragma unroll
-      for (int i = 0; i < kWide; ++i) wide.at[i] = static_cast<float>(param.at[i]);
+      for (int i = 0; i < kWide; ++i) {
+        if constexpr (std::is_same_v<Param, Upper>) {
+          wide.at[i] = param.at[i].joined(low.at[i]);
+        } else {
+          wide.at[i] = static_cast<float>(param.at[i]);
+        }
+      }
       if (on.takes_edits)
         take_edits<kWide>(on.out, load<kWide>(static_cast<const unsigned short*>(on.out.data) + at), wide);
 #pragma unroll
@@ -103,10 +111,12 @@ __global__ void __launch_bounds__(kThreads) pass_rows(Operands<Rule::kStates> on
         for (int s = 0; s < kStates; ++s) values[s][mine] = state[s];
         const uint32_t draw = drawer.is_on() ? drawer.at(at + i) : 0;
         draws[mine] = drawer.is_on() ? static_cast<int>(draw << 4) : 1 << 19;
+        if constexpr (std::is_same_v<Param, Upper>) low.at[i] = lower_half(wide.at[i]);
         param.at[i] =
             drawer.is_on() ? rounded_by<Param>(wide.at[i], draw) : static_cast<Param>(wide.at[i]);
       }
       store<kWide>(params + at, param);
+      if constexpr (std::is_same_v<Param, Upper>) store<kWide>(on.low + at, low);
       store_out<kWide>(on.out, at, wide);
     }
 #pragma unroll
@@ -136,10 +146,10 @@ void launch_rows(
     const char* op, const Rule& rule, const Tensor& param, const Tensor& grad,
     const MaybeTensor (&states)[2], const char* const (&state_names)[2], const MaybeTensor& out,
     const MaybeTensor& step, const MaybeTensor& scale, const MaybeTensor& found_inf, bool takes_edits,
-    const MaybeTensor& draws = {}) {
+    const MaybeTensor& draws = {}, const Division& division = {}) {
   const Checks check(op, "param", param);
-  Operands<Rule::kStates> on =
-      operands_of<Params, Rule>(check, param, grad, out, step, scale, found_inf, takes_edits, draws);
+  Operands<Rule::kStates> on = operands_of<Params, Rule>(
+      check, param, grad, out, step, scale, found_inf, takes_edits, draws, division);
   const int64_t rows = param.numel() / kCoded;
   check.that(param.numel() % kCoded == 0, "states of 8 bits need a multiple of 256 elements");
   for (int s = 0; s < Rule::kStates; ++s) {
@@ -149,7 +159,7 @@ void launch_rows(
   }
   if (rows == 0) return;
   const MaybeTensor all[] = {param, grad};
-  const bool is_aligned = cut_of(param.numel(), {&all[0], &all[1], &out}).packs == param.numel() / 4;
+  const bool is_aligned = cut_of(param.numel(), {&all[0], &all[1], &out, &division.low}).packs == param.numel() / 4;
   const Place place(param);
   const int64_t work = divide_up(rows, kCodedAtOnce);
   Params::with(param.scalar_type(), [&](auto param_tag) {

@@ -17,7 +17,10 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
+
+#include "halves.cuh"
 
 // Defined in libtorch_cuda; torch's header declares it for CUDA builds of torch only. It is not weak: then a linker
 // could leave libtorch_cuda out, and the first launch would call a null pointer.
@@ -201,7 +204,7 @@ __device__ inline void store(T* to, const Pack<T, N>& pack) {
 
 // The destination of the new values. Its dtype is a run-time value, because no work depends on a store.
 struct Out {
-  enum Kind { kNone, kBFloat16, kHalf, kFloat };
+  enum Kind { kNone, kBFloat16, kHalf, kFloat, kUpper };
 
   void* data = nullptr;
   int type = kNone;
@@ -231,6 +234,7 @@ __device__ inline void store_out(const Out& out, int64_t at, const Pack<float, N
   if (type == Out::kNone) return;
   if (type == Out::kBFloat16) return store_as<BFloat16, N>(out.data, at, values);
   if (type == Out::kHalf) return store_as<Half, N>(out.data, at, values);
+  if (type == Out::kUpper) return store_as<Upper, N>(out.data, at, values);
   store_as<float, N>(out.data, at, values);
 }
 
@@ -254,6 +258,7 @@ __device__ inline void take_edits(
   int type = out.type;
   asm volatile("" : "+r"(type));
   if (type == Out::kBFloat16) return take_edits_of<BFloat16, N>(written, values);
+  if (type == Out::kUpper) return take_edits_of<Upper, N>(written, values);
   take_edits_of<Half, N>(written, values);
 }
 
@@ -265,7 +270,7 @@ inline bool takes_packs(const Tensor& tensor, int64_t at, int64_t item_bytes) {
 
 inline int64_t item_bytes(ScalarType type) {
   if (type == ScalarType::Double || type == ScalarType::Long) return 8;
-  return type == ScalarType::BFloat16 || type == ScalarType::Half ? 2 : 4;
+  return type == ScalarType::BFloat16 || type == ScalarType::Half || type == ScalarType::Short ? 2 : 4;
 }
 
 // ---------------------------------------------------------------------------------------------- launch

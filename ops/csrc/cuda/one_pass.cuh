@@ -22,6 +22,7 @@ struct Cut {
 template <int kStates>
 struct Operands {
   void* param;
+  unsigned short* low;  // the lower halves, if `param` has the upper ones
   const void* grad;
   void* states[kStates > 0 ? kStates : 1];
   Out out;
@@ -37,7 +38,8 @@ template <int kWide, int kUnroll, class Param, class Grad, class State, class Ru
 __device__ inline void sweep(
     const Operands<Rule::kStates>& on, const Rule& rule, const typename Rule::Step& step, float scale,
     int64_t units, Where where) {
-  constexpr bool kDraws = sizeof(Param) == 2 || (sizeof(State) == 2 && Rule::kStates == 2);
+  constexpr bool kSplit = std::is_same_v<Param, Upper>;
+  constexpr bool kDraws = (sizeof(Param) == 2 && !kSplit) || (sizeof(State) == 2 && Rule::kStates == 2);
   Drawer drawer(on.draws, kDraws ? number_or(on.step, 1.0f) : 0.0f);
   Param* const params = static_cast<Param*>(on.param);
   constexpr int kStates = Rule::kStates;
@@ -48,17 +50,19 @@ __device__ inline void sweep(
     Pack<Grad, kWide> grad[kUnroll];
     Pack<State, kWide> states[kUnroll][kStates > 0 ? kStates : 1];
     Pack<unsigned short, kWide> written[kUnroll];
+    Pack<unsigned short, kWide> low[kSplit ? kUnroll : 1];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {  // all loads first
       const int64_t unit = base + u * kThreads;
       if (unit >= units) break;
       const int64_t at = where(unit);
       param[u] = load<kWide>(params + at);
+      if constexpr (kSplit) low[u] = load<kWide>(on.low + at);
       grad[u] = load<kWide>(static_cast<const Grad*>(on.grad) + at);
 #pragma unroll
       for (int s = 0; s < kStates; ++s)
         states[u][s] = load<kWide>(static_cast<const State*>(on.states[s]) + at);
-      if (on.takes_edits) written[u] = load<kWide>(static_cast<const unsigned short*>(on.out.data) + at);
+      if (!kSplit && on.takes_edits) written[u] = load<kWide>(static_cast<const unsigned short*>(on.out.data) + at);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -67,8 +71,14 @@ __device__ inline void sweep(
       const int64_t at = where(unit);
       Pack<float, kWide> wide;
 #pragma unroll
-      for (int i = 0; i < kWide; ++i) wide.at[i] = static_cast<float>(param[u].at[i]);
-      if (on.takes_edits) take_edits<kWide>(on.out, written[u], wide);
+      for (int i = 0; i < kWide; ++i) {
+        if constexpr (kSplit) {
+          wide.at[i] = param[u].at[i].joined(low[u].at[i]);
+        } else {
+          wide.at[i] = static_cast<float>(param[u].at[i]);
+        }
+      }
+      if (!kSplit && on.takes_edits) take_edits<kWide>(on.out, written[u], wide);
 #pragma unroll
       for (int i = 0; i < kWide; ++i) {
         float state[kStates > 0 ? kStates : 1];
@@ -78,6 +88,7 @@ __device__ inline void sweep(
         wide.at[i] = rule(step, unscaled, wide.at[i], state);
         const bool draws = kDraws && drawer.is_on();
         const uint32_t draw = draws ? drawer.at(at + i) : 0;
+        if constexpr (kSplit) low[u].at[i] = lower_half(wide.at[i]);
         param[u].at[i] = draws ? rounded_by<Param>(wide.at[i], draw) : static_cast<Param>(wide.at[i]);
 #pragma unroll
         for (int s = 0; s < kStates; ++s) {
@@ -86,9 +97,10 @@ __device__ inline void sweep(
         }
       }
       store<kWide>(params + at, param[u]);
+      if constexpr (kSplit) store<kWide>(on.low + at, low[u]);
 #pragma unroll
       for (int s = 0; s < kStates; ++s) store<kWide>(static_cast<State*>(on.states[s]) + at, states[u][s]);
-      store_out<kWide>(on.out, at, wide);
+      if constexpr (!kSplit) store_out<kWide>(on.out, at, wide);
     }
   }
 }
@@ -148,12 +160,28 @@ struct AnyParams {
   }
 };
 
+// Upper halves of fp32 master weights.
+struct SplitParams {
+  static constexpr std::initializer_list<ScalarType> types = {ScalarType::BFloat16};
+
+  template <class Body>
+  static void with(ScalarType, Body&& body) {
+    body(Type<Upper>{});
+  }
+};
+
+// low: the lower halves of master weights. rounds_away: `out` is rounded as upper halves are.
+struct __attribute__((visibility("hidden"))) Division {
+  MaybeTensor low;
+  bool rounds_away = false;
+};
+
 // What is checked of every tensor but the states, which are left out.
 template <class Params, class Rule>
 Operands<Rule::kStates> operands_of(
     const Checks& check, const Tensor& param, const Tensor& grad, const MaybeTensor& out,
     const MaybeTensor& step, const MaybeTensor& scale, const MaybeTensor& found_inf, bool takes_edits,
-    const MaybeTensor& draws) {
+    const MaybeTensor& draws, const Division& division) {
   check.flat(param, "param", Params::types);
   check.flat(grad, "grad", kFloats);
   check.flat(out, "out", kFloats);
@@ -161,8 +189,12 @@ Operands<Rule::kStates> operands_of(
   on.param = param.mutable_data_ptr();
   on.grad = grad.const_data_ptr();
   on.out = out_of(out);
+  if (division.rounds_away && on.out.type == Out::kBFloat16) on.out.type = Out::kUpper;
+  check.flat(division.low, "low", {ScalarType::Short});
+  check.that(!(division.low.has_value() && out.has_value()), "low needs no out, which is param");
+  if (division.low.has_value()) on.low = static_cast<unsigned short*>(division.low->mutable_data_ptr());
   check.that(
-      !takes_edits || on.out.type == Out::kBFloat16 || on.out.type == Out::kHalf,
+      !takes_edits || (on.out.type != Out::kNone && on.out.type != Out::kFloat),
       "takes_edits needs an out that is bfloat16 or float16");
   on.takes_edits = takes_edits;
   on.step = check.number(step, "step");
@@ -183,10 +215,10 @@ void launch_one_pass(
     const char* op, const Rule& rule, const Tensor& param, const Tensor& grad,
     const MaybeTensor (&states)[2], const char* const (&state_names)[2], const MaybeTensor& out,
     const MaybeTensor& step, const MaybeTensor& scale, const MaybeTensor& found_inf, bool takes_edits,
-    const MaybeTensor& draws = {}) {
+    const MaybeTensor& draws = {}, const Division& division = {}) {
   const Checks check(op, "param", param);
-  Operands<Rule::kStates> on =
-      operands_of<Params, Rule>(check, param, grad, out, step, scale, found_inf, takes_edits, draws);
+  Operands<Rule::kStates> on = operands_of<Params, Rule>(
+      check, param, grad, out, step, scale, found_inf, takes_edits, draws, division);
   ScalarType state_type = ScalarType::Float;
   for (int s = 0; s < Rule::kStates; ++s) {
     check.flat(states[s], state_names[s], kStateTypes);
@@ -196,7 +228,7 @@ void launch_one_pass(
   }
   if (param.numel() == 0) return;
   const MaybeTensor all[] = {param, grad};
-  on.cut = cut_of(param.numel(), {&all[0], &all[1], &states[0], &states[1], &out});
+  on.cut = cut_of(param.numel(), {&all[0], &all[1], &states[0], &states[1], &out, &division.low});
 
   const Place place(param);
   const int64_t work =
