@@ -63,8 +63,8 @@ LINK_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_re
 MEMORY_POWERS = range(12, 25, 2)  # elements of fp32 tensors, as powers of 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 10, 1 << 24
-SQUARES = {"cpu": (128, 512, 1024, 2048), "gpu": (512, 1024, 2048, 4096, 8192)}
-SAMPLE_WIDTHS = {"cpu": (256, 512), "gpu": (1024, 4096)}
+HOST_SQUARES, SQUARES = (128, 512, 1024, 2048), (512, 1024, 2048, 4096, 8192)
+HOST_WIDTHS, WIDTHS = (256, 512), (1024, 4096)  # of samples
 
 
 Points = dict[str, dict[tuple[float, ...], list[float]]]  # by name: coordinates -> values
@@ -90,7 +90,8 @@ def sources_of(plan: MachinePlan, device: torch.device) -> list[ModelSource]:
     """The models whose kernels are measured."""
     if plan.models:
         return [model_source(name, plan.sequence_length) for name in plan.models]
-    return [Sample(width) for width in SAMPLE_WIDTHS[_size_key(device)]]
+    widths = WIDTHS if device_of(device).runs_ahead else HOST_WIDTHS
+    return [Sample(width) for width in widths]
 
 
 @final
@@ -99,6 +100,7 @@ class Meter:
 
     def __init__(self, where: Collectives, group: Any, device: torch.device) -> None:
         self._where, self._group, self._device = where, group, device
+        self._on = device_of(device)
         self._errors: list[float] = []
 
     def machine(self, plan: MachinePlan, sources: Sequence[ModelSource]) -> dict[str, Any]:
@@ -108,12 +110,12 @@ class Meter:
         on_host = hosts.count(hosts[0])
         device = self._device.type
         found: dict[str, Any] = {
-            "name": plan.name or _processor(self._device),
+            "name": plan.name or (self._on.name if self._on.runs_ahead else platform.machine()),
             "device": device,
             "devices_per_host": on_host,
             "date": date.today().isoformat(),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "device_bytes": _number(_device_bytes(self._device, on_host), 0.0, "read"),
+            "device_bytes": _number(self._device_bytes(on_host), 0.0, "read"),
             "host_bytes": _number(_host_bytes(), 0.0, "read"),
             **kernels,
             "memory": self._memory(),
@@ -123,7 +125,7 @@ class Meter:
             **(self._disk(plan.disk) if plan.disk else {}),
             "links": self._links(hosts),
         }
-        if self._device.type != "cpu":
+        if self._on.runs_ahead:
             found["device_update"] = self._update(self._device)
         return found
 
@@ -153,7 +155,12 @@ class Meter:
         return time.perf_counter() - start
 
     def _finish(self) -> None:
-        device_of(self._device).synchronize()
+        self._on.synchronize()
+
+    def _device_bytes(self, on_host: int) -> float:
+        if self._on.reports_memory:
+            return float(accelerator_of(self._device).free_and_total_bytes()[1])
+        return _host_bytes() / on_host
 
     def _mean(self, value: float) -> float:
         own = torch.tensor([value], dtype=torch.float64, device=self._device)
@@ -188,7 +195,8 @@ class Meter:
                     table = attention if kernel.kind == ATTENTION else backward
                     _, queries, _, width, _ = kernel.shape
                     _add(table, kernel.dtype, (width, queries), kernel.flops / seconds)
-        for dtype, size in ((d, s) for d in plan.dtypes for s in SQUARES[_size_key(self._device)]):
+        squares = SQUARES if self._on.runs_ahead else HOST_SQUARES
+        for dtype, size in ((d, s) for d in plan.dtypes for s in squares):
             kind = DTYPES[dtype]
             left, right = (torch.rand(size, size, device=self._device).to(kind) for _ in range(2))
             seconds = self.seconds(lambda a=left, b=right: torch.mm(a, b))  # type: ignore[misc]
@@ -210,7 +218,7 @@ class Meter:
         """Seconds of each kernel where it is: in forward and backward of the model. None: it does not fit."""
         numel = sum(param.numel() for param in source.on_meta().parameters())
         activations = 4 * numel  # a guess; what is kept of a small batch is less
-        if numel * dtype.itemsize * 2 + activations > _device_bytes(self._device, 2) / 2:
+        if numel * dtype.itemsize * 2 + activations > self._device_bytes(2) / 2:
             return None
         torch.manual_seed(0)
         model = source.build().to(self._device, dtype)
@@ -252,12 +260,11 @@ class Meter:
 
     def _one_pass(self, replays: Sequence[Callable[[], object]]) -> list[float]:
         """Seconds of each, one after the other."""
-        device = device_of(self._device)
-        events = [device.event(timed=True)]
+        events = [self._on.event(timed=True)]
         for again in replays:
             again()
-            events.append(device.event(timed=True))
-        device.synchronize()
+            events.append(self._on.event(timed=True))
+        self._finish()
         return [start.elapsed_time(end) / 1e3 for start, end in pairwise(events)]
 
     def _memory(self) -> dict[str, Any]:
@@ -283,7 +290,7 @@ class Meter:
             with timer:
                 step()
             number, seconds = timer.end_pass()
-        if self._device.type == "cpu":  # the host itself runs the kernels
+        if not self._on.runs_ahead:  # the host itself runs the kernels
             step_seconds = max(step_seconds - self._mean(seconds), step_seconds / 10)
         return _number(step_seconds / number, self._error())
 
@@ -305,7 +312,7 @@ class Meter:
         return _number(size_bytes / seconds, self._error())
 
     def _copies(self) -> dict[str, Any]:
-        if not device_of(self._device).pins_memory:
+        if not self._on.pins_memory:
             return {}
         on_host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
         on_device = on_host.to(self._device)
@@ -403,7 +410,7 @@ class KernelTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.error = 0.0
-        self._device = device_of(device)
+        self._on = device_of(device)
         self._pass: list[tuple[Kernel, Any, Any]] = []
         self._found: dict[Kernel, list[float]] = {}
 
@@ -414,24 +421,20 @@ class KernelTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        begin = self._now()
+        begin = self._on.event(timed=True)
         out = func(*args, **(kwargs or {}))
-        end = self._now()
+        end = self._on.event(timed=True)
         kernel = kernel_of(func, args, kwargs or {}, out)
         if kernel is not None:
             self._pass.append((kernel, begin, end))
         return out
 
-    def _now(self) -> Any:
-        return self._device.event(timed=True)
-
     def end_pass(self) -> tuple[int, float]:
         """The mean of each kernel in this pass counts. Returns how many there were, and their seconds."""
-        self._device.synchronize()
+        self._on.synchronize()
         times: dict[Kernel, list[float]] = {}
         for kernel, begin, end in self._pass:
-            seconds = begin.elapsed_time(end) / 1e3
-            times.setdefault(kernel, []).append(seconds)
+            times.setdefault(kernel, []).append(begin.elapsed_time(end) / 1e3)
         for kernel, several in times.items():
             self._found.setdefault(kernel, []).append(statistics.mean(several))
         self._pass = []
@@ -442,12 +445,12 @@ class KernelTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._found = {}
 
     def seconds(self) -> dict[Kernel, float]:
-        """The median of the passes."""
-        middle = {kernel: statistics.median(each) for kernel, each in self._found.items()}
+        """The mean of the passes: what disturbs a step disturbs some of its kernels, and never their median."""
+        means = {kernel: statistics.mean(each) for kernel, each in self._found.items()}
         self.error = statistics.median(
-            statistics.pstdev(each) / middle[kernel] for kernel, each in self._found.items()
+            statistics.pstdev(each) / means[kernel] for kernel, each in self._found.items()
         )
-        return middle
+        return means
 
 
 def replay(kernel: Kernel, call: Call, device: torch.device) -> Callable[[], object]:
@@ -581,22 +584,8 @@ def _number(value: float, error: float, source: str = "measured") -> dict[str, A
     return {"value": float(f"{value:.4g}"), "source": source, "error": error}
 
 
-def _processor(device: torch.device) -> str:
-    return platform.machine() if device.type == "cpu" else device_of(device).name
-
-
-def _size_key(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else "gpu"
-
-
 def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _device_bytes(device: torch.device, on_host: int) -> float:
-    if device_of(device).reports_memory:
-        return float(accelerator_of(device).free_and_total_bytes()[1])
-    return _host_bytes() / on_host
 
 
 if __name__ == "__main__":

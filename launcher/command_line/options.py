@@ -24,13 +24,13 @@ USAGE = """\
 usage: xds [options] script.py [arguments of the script]
        xds check config.json [--world-size N]   say what a config does; --json: all values
        xds elastic config.json                  print the valid numbers of ranks of its elasticity section
-       xds plan config.json --model MODEL --world-size N   draw who has and sends what, and the schedule
+       xds plan config.json --model MODEL --world-size N   who has and sends what, the schedule, its seconds
        xds report FOLDER                        make a page of a run that has written a record
        xds checkpoint info|verify|export|import|diff   inspect, verify, convert and compare checkpoints
        xds data info|analyze                    describe indexed files of tokens, and sort their rows by metrics
        xds ops build|list|clean                 compile the native ops ahead of time, list and remove them
        xds env                                  print versions, devices, and settings that cost speed
-       xds bench comm                           time the collectives, and compare with the link's speed
+       xds bench comm|machine                   time the collectives; measure a machine for plans
        xds completion bash|zsh|fish             print a script with which the shell completes xds
 
 Train PyTorch models on every device of this machine, or of many.

@@ -261,7 +261,7 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(bench_machine, "ROUND_SECONDS", 1e-4)
     monkeypatch.setattr(bench_machine, "PASSES", 2)
     monkeypatch.setattr(bench_machine, "UPDATED_NUMEL", 1 << 12)
-    monkeypatch.setattr(bench_machine, "SQUARES", {"cpu": (16, 64)})
+    monkeypatch.setattr(bench_machine, "HOST_SQUARES", (16, 64))
     monkeypatch.setattr(bench_machine, "MEMORY_POWERS", (12, 14))
     device = torch.device("cpu")
     meter = bench_machine.Meter(open_collectives(None, device), None, device)
