@@ -127,15 +127,9 @@ RULES = {
     "sgd": Rule("sgd_", 0, (LR, 0.0, 0.0, DECAY, False)),
     "momentum": Rule("sgd_", 1, (LR, 0.9, 0.1, DECAY, False)),
     "nesterov": Rule("sgd_", 1, (LR, 0.9, 0.0, DECAY, True)),
-}
-ON_CPU = {
     "frozen adam": Rule("frozen_adam_", 2, (LR, 0.9, 1.5, EPS, 1e-3, 8e-3, False), has_step=False),
     "of momenta": Rule("frozen_adam_", 2, (LR, 0.9, 1.5, EPS, 1e-3, 8e-3, True), has_step=False),
 }
-
-
-def rules(kernels: Kernels) -> list[tuple[str, Rule]]:
-    return list((RULES if kernels.is_cuda else RULES | ON_CPU).items())
 
 
 @dataclass
@@ -210,7 +204,7 @@ def tied_signs(on: Operands) -> Tensor:
 
 def test_a_step_has_the_references_values(kernels: Kernels) -> None:
     for (name, rule), dtypes, (at, shape) in product(
-        rules(kernels), DTYPES, enumerate(shapes(kernels))
+        RULES.items(), DTYPES, enumerate(shapes(kernels))
     ):
         numel, offsets = shape
         on = operands(rule, kernels, numel, dtypes, offsets=offsets)
@@ -411,7 +405,7 @@ def test_the_expectation_of_a_rounded_value_is_the_value() -> None:
 
 def test_what_was_written_over_the_rounded_values_is_the_value(kernels: Kernels) -> None:
     """Other values, zeros of both signs, inf and nan; and what is narrower than it was."""
-    for (name, rule), out, is_edited in product(rules(kernels), (BF16, FP16), (True, False)):
+    for (name, rule), out, is_edited in product(RULES.items(), (BF16, FP16), (True, False)):
         for numel, offsets in shapes(kernels)[1:]:
             on = operands(rule, kernels, numel, (BF16, FP32, out), offsets=offsets)
             assert on.out is not None
@@ -438,7 +432,7 @@ def test_what_was_written_over_the_rounded_values_is_the_value(kernels: Kernels)
 
 
 def test_a_found_inf_changes_nothing_and_a_zero_does_not_stop(kernels: Kernels) -> None:
-    for name, rule in rules(kernels):
+    for name, rule in RULES.items():
         for flag in (1.0, math.inf, math.nan, 0.0):
             on = operands(rule, kernels, 1003, (FP16, FP32, FP16), skips=flag)
             before = on.copy()
@@ -468,7 +462,7 @@ def test_a_nan_stays_in_its_element_and_memory_that_was_never_written_is_not_rea
 
 
 def test_a_step_is_one_launch_and_cuda_is_asked_once_for_a_kernel_and_a_device(cuda: Any) -> None:
-    for name, rule in rules(cuda):
+    for name, rule in RULES.items():
         on = operands(rule, cuda, 5003, (BF16, FP32, BF16))
         run = partial(cuda.call, op(rule.op), *rule.arguments(on))
         assert cuda.launches(run) == 1, name
@@ -509,7 +503,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(kernels: Kernels) -> None:
 
 def test_instruction_sets_threads_and_places_change_no_bit(cpu: Any) -> None:
     """Also of a shard alone, and where the old values are in other memory, as in updates that are undone."""
-    for (name, rule), dtypes in product(rules(cpu), (DTYPES[0], DTYPES[1], (BF16, FP32, BF16))):
+    for (name, rule), dtypes in product(RULES.items(), (DTYPES[0], DTYPES[1], (BF16, FP32, BF16))):
         given = operands(rule, cpu, 5 * (1 << 15) + 1027, dtypes)
         wanted = given.copy()
         op(rule.op)(*rule.arguments(wanted))
@@ -818,7 +812,9 @@ def test_launches_and_refusals_of_packing(kernels: Kernels) -> None:
 
 def test_torch_sees_ops_as_it_should(cpu: Any) -> None:
     tests = ("test_schema", "test_faketensor")
-    calls = {rule.op: rule.arguments(operands(rule, cpu, 100, DTYPES[1])) for _, rule in rules(cpu)}
+    calls = {
+        rule.op: rule.arguments(operands(rule, cpu, 100, DTYPES[1])) for _, rule in RULES.items()
+    }
     for name, given in (calls | dict(packings())).items():
         torch.library.opcheck(op(name), given, test_utils=tests)
 
@@ -849,7 +845,7 @@ def test_an_unknown_instruction_set_is_refused(cpu: Any, monkeypatch: pytest.Mon
 
 @pytest.mark.gpu
 def test_no_step_waits_for_the_device(gpu: Any) -> None:
-    for name, rule in rules(gpu):
+    for name, rule in RULES.items():
         on = operands(rule, gpu, 100_003, (BF16, FP32, BF16), skips=0.0)
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -119,6 +119,7 @@ __global__ void __launch_bounds__(kThreads) pass_rows(Operands<Rule::kStates> on
       if constexpr (std::is_same_v<Param, Upper>) store<kWide>(on.low + at, low);
       store_out<kWide>(on.out, at, wide);
     }
+    __syncwarp();  // all lanes have read the bases
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       unsigned char* codes = static_cast<unsigned char*>(on.states[s]) + row * kCodedBytes;

@@ -7,7 +7,7 @@ extern "C" {
 int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
 
 AOTITorchError aoti_torch_get_device_index(AtenTensorHandle, int32_t* index) {
-  *index = multiprocessors;
+  *index = host::multiprocessors;
   return 0;
 }
 
@@ -22,10 +22,4 @@ AOTITorchError aoti_torch_create_device_guard(int32_t, DeviceGuardHandle* guard)
 }
 
 AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
-
-int64_t xds_launches() { return launches; }
-
-int64_t xds_questions() { return questions; }
-
-void xds_set_multiprocessors(int count) { multiprocessors = count; }
 }

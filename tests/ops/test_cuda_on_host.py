@@ -1,0 +1,232 @@
+"""The CUDA runtime for the host finds what a GPU alone would show; indices beyond 2^31; every op at every edge.
+
+`cuda_on_host/runtime.cpp` says what a fault is. Large tensors are memory that exists only where it is used.
+Of a grid, the blocks at its ends and where an index of 32 bits would wrap are run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels_under_test import OnHost, build_on_host
+from test_kernels import (
+    BF16,
+    FP16,
+    FP32,
+    LAMB,
+    RULES,
+    Operands,
+    direction_of,
+    op,
+    operands,
+    reference,
+    same,
+    tied_signs,
+)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FAULTS = {
+    0: "",
+    1: "reads shared memory that its block has not written",
+    2: "reads shared memory that",
+    3: "reads shared memory that",  # a shuffle orders no memory
+    4: "thread 31 of block 0 reads shared memory that",  # the neighbour is of another warp
+    5: "thread 0 of block 1 writes memory that thread 0 of block 0 wrote",
+    6: "thread 40 of block 0 never reaches a shuffle",
+    7: "mask",
+    8: "a grid of 0 blocks",
+    9: "of 48 threads",
+}
+NUMEL = 2**31 + 2**11 + 5
+NORESERVE = 0x4000
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cache = getattr(request.config, "cache", None)  # none with -p no:cacheprovider
+    return Path(cache.mkdir("kernels") if cache else tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(scope="module")
+def kernels(folder: Path) -> OnHost:
+    return OnHost(folder)
+
+
+def test_what_only_a_gpu_would_show_fails_the_launch(tmp_path: Path) -> None:
+    source = Path(__file__).parent / "cuda_on_host" / "faulty.cpp"
+    result = ctypes.CDLL(str(build_on_host(source, tmp_path / "faulty.so"))).xds_result
+    result.restype = ctypes.c_char_p
+    for fault, says in FAULTS.items():
+        text = result(fault).decode()
+        assert says in text and bool(text) == bool(says), (fault, text)
+
+
+# -- more than 2^31 elements --------------------------------------------------------------------------------
+
+
+def sparse(numel: int, dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory where they are used alone."""
+    room = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    return torch.frombuffer(room, dtype=dtype)
+
+
+def windows(numel: int) -> list[slice]:
+    """At the ends, and where an index of 31 bits wraps."""
+    starts = (0, 2**31 - 2048, 2**31, numel - numel % 2048)
+    return [slice(start, min(start + 2048, numel)) for start in starts]
+
+
+def fill(tensor: Tensor, seed: int, scale: float = 1.0) -> None:
+    random = torch.Generator().manual_seed(seed)
+    for window in windows(len(tensor)):
+        part = tensor[window]
+        part.copy_(torch.randn(len(part), generator=random) * scale)
+
+
+def run_at(kernels: OnHost, *block_numels: int) -> None:
+    """A grid of one block for each piece of work; those of the windows are run."""
+    kernels.set_multiprocessors(2**30)
+    kernels.run_blocks(
+        sorted(
+            {
+                element // block
+                for block in block_numels
+                for window in windows(NUMEL)
+                for element in (window.start, window.stop - 1)
+            }
+        )
+    )
+
+
+@pytest.fixture
+def huge(kernels: OnHost) -> Any:
+    yield kernels
+    kernels.run_blocks()
+    kernels.set_multiprocessors(3)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "momentum"])
+def test_a_step_reaches_elements_beyond_two_to_the_31(huge: OnHost, name: str) -> None:
+    rule = RULES[name]
+    param, grad, out = sparse(NUMEL, FP32), sparse(NUMEL, BF16), sparse(NUMEL, BF16)
+    states = [sparse(NUMEL, FP32) for _ in range(rule.states)]
+    for seed, tensor in enumerate((param, grad)):
+        fill(tensor, seed)
+    one = torch.tensor(3.0)
+    on = Operands(param, grad, states, out, one, None, None)
+    wanted = []
+    for window in windows(NUMEL):
+        parts = [tensor[window].clone() for tensor in (param, grad, out)]
+        part = Operands(
+            parts[0],
+            parts[1],
+            [state[window].clone() for state in states],
+            parts[2],
+            one,
+            None,
+            None,
+        )
+        reference(rule.op, *rule.arguments(part))
+        wanted.append(part)
+    run_at(huge, 2048)
+    huge.call(op(rule.op), *rule.arguments(on))
+    for window, part in zip(windows(NUMEL), wanted, strict=True):
+        found = [tensor[window] for tensor in on.tensors()]
+        same(found[:-1], part.tensors()[:-1], (name, window), 2e-6, 2e-7)
+        assert torch.equal(found[-1], found[0].to(BF16)), (name, window)
+    assert not param[2**31 - 4096 : 2**31 - 2048].any(), "of a block that has not run"
+
+
+class Zeros(TorchDispatchMode):
+    """Blocks that are not run write no sums."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func._schema.name == "aten::new_empty" else made
+
+
+def test_sums_reach_elements_beyond_two_to_the_31(huge: OnHost) -> None:
+    flat = sparse(NUMEL, BF16)
+    fill(flat, 1)
+    total = sum(float(flat[window].double().square().sum()) for window in windows(NUMEL))
+    stretch = -(-NUMEL // (8192 * 16384)) * 8192
+    run_at(huge, stretch)
+    with Zeros():
+        found = float(huge.call(op("square_sum"), flat))
+    assert found == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["quantize_", "sign_pack_"])
+def test_packing_reaches_elements_beyond_two_to_the_31(huge: OnHost, name: str) -> None:
+    block = 1024
+    flat = sparse(NUMEL, BF16)
+    fill(flat, 2)
+    packed = sparse(NUMEL if name == "quantize_" else -(-NUMEL // 8), torch.uint8)
+    numbers, error = sparse(-(-NUMEL // block), FP32), sparse(NUMEL, FP32)
+    per_byte = 1 if name == "quantize_" else 8
+    run_at(huge, 8192)
+    if name == "quantize_":
+        huge.call(op(name), flat, packed, numbers, error, 8, block)
+    else:
+        huge.call(op(name), flat, error, packed, numbers, block, False)
+    for window in windows(NUMEL):
+        start, stop = window.start, window.stop
+        part, lost = flat[window], torch.zeros(stop - start)
+        codes = torch.zeros(-(-(stop - start) // per_byte), dtype=torch.uint8)
+        sizes = torch.zeros(-(-(stop - start) // block))
+        if name == "quantize_":
+            reference(name, part, codes, sizes, lost, 8, block)
+        else:
+            reference(name, part, lost, codes, sizes, block, False)
+        bytes_here = slice(start // per_byte, start // per_byte + len(codes))
+        same([packed[bytes_here]], [codes], (name, window))
+        found = [numbers[start // block : start // block + len(sizes)], error[window]]
+        same(found, [sizes, lost], (name, window), 1e-6, 2e-6)
+
+
+# -- every op, dtype, tail and alignment ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
+def test_every_tail_alignment_and_dtype_of_a_step(kernels: OnHost, name: str) -> None:
+    rule = RULES[name]
+    for grad, state, out in product((FP32, BF16, FP16), (FP32, BF16), (None, FP32, BF16, FP16)):
+        for numel, offset in product((*range(1, 10), 1023, 1025, 2053), range(4)):
+            for offsets in ((offset,), (offset, 0)):
+                on = operands(rule, kernels, numel, (grad, state, out), offsets=offsets)
+                expected, fences = on.copy(), on.around()
+                kernels.call(op(rule.op), *rule.arguments(on))
+                case = (name, grad, state, out, numel, offsets)
+                same(on.around(), fences, case)
+                tied = tied_signs(expected) if rule.op == "lion_" else slice(0)
+                reference(rule.op, *rule.arguments(expected))
+                expected.param[tied] = on.param[tied]
+                same([on.param], [expected.param], case, 2e-6, 2e-7)
+                same(on.states, expected.states, case, 8e-3 if state == BF16 else 2e-6, 2e-7)
+                if on.out is not None:
+                    assert torch.equal(on.out, on.param.to(on.out.dtype)), case
+
+
+@pytest.mark.slow
+def test_every_tail_alignment_and_dtype_of_lamb_and_sums(kernels: OnHost) -> None:
+    for grad, state in product((FP32, BF16, FP16), (FP32, BF16)):
+        for numel, offset in product((1, 2, 3, 5, 8191, 8193), range(4)):
+            given = operands(LAMB, kernels, numel, (grad, state, None), offsets=(offset,))
+            on, expected = given.copy(), given.copy()
+            bounds, to = [0, numel // 2, numel], [torch.zeros_like(on.param) for _ in range(2)]
+            call = partial(kernels.call, op("lamb_direction_"))
+            found = direction_of(call, on, bounds, to[0])
+            wanted = direction_of(partial(reference, "lamb_direction_"), expected, bounds, to[1])
+            same([found, to[0]], [wanted, to[1]], (grad, state, numel, offset), 2e-6, 2e-6)
+            flat = given.grad
+            total = float(kernels.call(op("square_sum"), flat))
+            assert total == pytest.approx(float(flat.double().square().sum()), rel=1e-12)
