@@ -146,3 +146,14 @@ __all__ = [
     "treespec_loads",
     "will_execute",
 ]
+
+
+def set_values(tensor: Tensor, values: Tensor) -> None:
+    """Let `tensor`, a leaf, have the memory of `values`, which may be of another device.
+
+    torch's `tensor.data = values` refuses devices that register themselves (PrivateUse1), as Ascend's do.
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, values):
+        tensor.data = values
+    else:
+        torch._C._swap_tensor_impl(tensor, values.detach().requires_grad_(tensor.requires_grad))

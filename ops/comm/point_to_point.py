@@ -314,16 +314,24 @@ class GlooBackend(PointToPointBackend):
 
 @final
 class StagedGlooBackend(PointToPointBackend):
-    """Messages that gloo sends between ranks of one GPU. gloo reads and writes host memory only.
+    """Messages that gloo sends between ranks on other devices. gloo reads and writes host memory only.
 
     sender      device ── copy ──> host   the call returns when the copy is complete
     receiver    host ── copy ──> device   `wait` starts the copy on its current stream
 
-    The host memory is page-locked. torch keeps it for later messages once the copies out of it are complete.
+    The host memory is page-locked, where the device reads that faster. torch keeps it for later messages once
+    the copies out of it are complete.
     """
 
     def leave(self) -> None:
         close_connections(self, self._peers)
+
+    @torch.no_grad()
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        host = tensor.cpu()
+        super().broadcast(host, source)
+        if self.rank != source:
+            tensor.copy_(host)
 
     @torch.no_grad()
     def _transfer(

@@ -330,7 +330,7 @@ def train(  # noqa: C901 (one loop)
     if case.get("precision") == "fp16":
         steps += 14
     for step in range(steps):
-        micro = [batch(case, step, number, rank) for number in range(count)]
+        micro = [batch(case, step, number, rank, engine.device) for number in range(count)]
         if is_pipeline:
             losses.append(engine.train_batch(iter(micro)).item())
         else:
@@ -398,14 +398,14 @@ def edit(engine: Any, step: int) -> None:
             block.norm.weight.mul_(1.1)
 
 
-def batch(case: dict[str, Any], step: int, micro: int, rank: int) -> Any:
+def batch(case: dict[str, Any], step: int, micro: int, rank: int, device: Any) -> Any:
     import torch
 
     seed = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     if case.get("layers"):
         dtype = torch.bfloat16 if case.get("precision") == "bf16" else torch.float32
-        return torch.randn(SAMPLES, WIDTH, generator=seed).to(dtype)
-    ids = torch.randint(VOCABULARY, (SAMPLES, TOKENS + 1), generator=seed)
+        return torch.randn(SAMPLES, WIDTH, generator=seed).to(device, dtype)
+    ids = torch.randint(VOCABULARY, (SAMPLES, TOKENS + 1), generator=seed).to(device)
     if case.get("llama"):
         ids = ids[:, :TOKENS]
         return {"input_ids": ids, "labels": ids}

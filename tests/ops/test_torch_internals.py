@@ -127,3 +127,11 @@ def test_the_function_in_torchs_clipping_can_be_exchanged():
     # where another test has left an engine, the engine's function has torch's
     own = torch_clipping.functions._own.get(nn.utils.clip_grad_norm_, own)
     assert own is nn.utils.clip_grad_norm_.__wrapped__
+
+
+def test_a_parameter_gets_memory_of_any_device():
+    param = nn.Parameter(torch.ones(2))
+    for device in ("cpu", "meta"):  # torch's own assignment refuses the second
+        internals.set_values(param, torch.zeros(3, device=device))
+        assert param.shape == (3,) and param.device.type == device
+        assert isinstance(param, nn.Parameter) and param.requires_grad and param.is_leaf

@@ -34,13 +34,15 @@ def skip_without_device() -> None:
 class DeviceRanks:
     """`run` calls a module-level function on all ranks. A fault of the device is an error of that call."""
 
-    def __init__(self, world_size: int, *, kernels: bool, gloo: bool) -> None:
+    def __init__(self, world_size: int, *, kernels: bool, gloo: bool, device: str) -> None:
         skip_without_device()
         self._folder = tempfile.TemporaryDirectory()
         ends = [Pipe() for _ in range(world_size)]
         self._pipes = [here for here, _ in ends]
         numbers = [there.fileno() for _, there in ends]
-        arguments = f"{numbers}, {self._folder.name!r}, kernels={kernels}, gloo={gloo}"
+        arguments = (
+            f"{numbers}, {self._folder.name!r}, kernels={kernels}, gloo={gloo}, device={device!r}"
+        )
         code = f"import device_ranks; device_ranks.serve({arguments})"
         paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -89,17 +91,20 @@ def _answer(pipe: Connection) -> tuple[bool, Any]:
         return False, "a rank died"
 
 
-_started: dict[tuple[int, bool, bool], DeviceRanks] = {}
+_started: dict[tuple[int, bool, bool, str], DeviceRanks] = {}
 
 
-def ranks(world_size: int, *, kernels: bool = False, gloo: bool = False) -> DeviceRanks:
+def ranks(
+    world_size: int, *, kernels: bool = False, gloo: bool = False, device: str = "cuda"
+) -> DeviceRanks:
     """The same ranks for every test, until `stop_ranks`.
 
     kernels: see `stand_in.use_host_kernels`. gloo: its messages instead of NCCL's, as of ranks on one GPU.
+    device: see stand_in.py; other devices than CUDA have the messages of gloo itself.
     """
-    key = (world_size, kernels, gloo)
+    key = (world_size, kernels, gloo, device)
     if key not in _started:
-        _started[key] = DeviceRanks(world_size, kernels=kernels, gloo=gloo)
+        _started[key] = DeviceRanks(world_size, kernels=kernels, gloo=gloo, device=device)
     return _started[key]
 
 
@@ -109,19 +114,16 @@ def stop_ranks(above: int = 0) -> None:
         _started.pop(key).stop()
 
 
-def serve(numbers: list[int], folder: str, *, kernels: bool, gloo: bool) -> None:
+def serve(numbers: list[int], folder: str, *, kernels: bool, gloo: bool, device: str) -> None:
     """The program of the processes."""
     import stand_in
 
-    stand_in.load(stand_in.compiled())
-    import messages
+    stand_in.load(stand_in.compiled(device), device)
     import torch
     import torch._dynamo  # noqa: F401  (the first optimizer imports it)
-    import torch.distributed as dist
     from helpers import SMALL_NUMEL
 
     import xds.engine.initialize  # noqa: F401  (before the ranks are forked)
-    from xds.engine.data.batches import copier_for
     from xds.zero.core import grad_bucket
 
     if kernels:
@@ -136,19 +138,41 @@ def serve(numbers: list[int], folder: str, *, kernels: bool, gloo: bool) -> None
             other.close()
     world_size = len(numbers)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    if device != "cuda":
+        torch.ops.host_cuda.set_index(rank)
     where = f"file://{folder}/rendezvous"
-    backend = messages.GLOO if gloo else messages.BACKEND
-    dist.init_process_group(backend, init_method=where, rank=rank, world_size=world_size)
-    # streams that all calls share: two of one number would hide a race
-    dist.all_reduce(torch.zeros(1, device="cuda"))
-    copier_for(torch.device("cuda", 0))
-    torch.ops.host_cuda.keep_streams()
+    _join(where, rank, world_size, gloo=gloo, device=device)
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)
         pipe.send_bytes(pickle.dumps(_called(function, args)))
+
+
+def _join(where: str, rank: int, world_size: int, *, gloo: bool, device: str) -> None:
+    """Open the process group, and the streams that all calls share: two of one number would hide a race."""
+    import torch
+    import torch.distributed as dist
+
+    from xds.engine.data.batches import copier_for
+    from xds.ops import device as devices
+
+    backend = "gloo"
+    if device == "cuda":
+        import messages
+
+        backend = messages.GLOO if gloo else messages.BACKEND
+    elif device == "plain":
+        devices.KINDS["xsim"] = devices.Kind(  # type: ignore[index]
+            "gloo", has_streams=False, pins_memory=False, has_fp64=False
+        )
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=world_size)
+    if device != "plain":
+        if device == "cuda":
+            dist.all_reduce(torch.zeros(1, device="cuda"))
+        copier_for(torch.accelerator.current_accelerator())
+        torch.ops.host_cuda.keep_streams()
 
 
 def _called(function: Callable[..., Any], args: Any) -> tuple[bool, Any]:

@@ -1,4 +1,7 @@
-"""A CUDA device on a machine without one: device/device.cpp, and the functions of torch.cuda over it.
+"""A device on a machine without one: device/device.cpp, and the functions of torch's module over it.
+
+"cuda" has CUDA's name and place in torch. "xsim" has a name of its own (PrivateUse1): on it what asks for CUDA
+fails. "plain" is xsim without streams, events, page-locked memory and fp64, as Apple's devices are.
 
 The device is host memory, so every number is real. What it records and refuses, see device/clocks.h:
 
@@ -23,13 +26,14 @@ import tempfile
 import threading
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 SOURCES = Path(__file__).parent / "device"
+NUM_DEVICES = {"cuda": 1, "xsim": 4}  # of xsim each rank has one, and the others are refused
 
 
-def compiled() -> str:
+def compiled(device: str = "cuda") -> str:
     """The library, compiled once for these sources and this torch, in 14 seconds. Torch is not imported.
 
     XDS_REHEARSAL_LIBRARY names one that is compiled, for a process whose temporary folder is another.
@@ -42,7 +46,8 @@ def compiled() -> str:
     sources = sorted(SOURCES.iterdir())
     text = b"".join(path.read_bytes() for path in sources) + str(torch).encode()
     text += (torch / "version.py").read_bytes()
-    name = f"xds-device-{hashlib.sha256(text).hexdigest()[:16]}-{os.getuid()}.so"
+    kind = "cuda" if device == "cuda" else "xsim"
+    name = f"xds-{kind}-{hashlib.sha256(text).hexdigest()[:16]}-{os.getuid()}.so"
     library = Path(tempfile.gettempdir()) / name
     if not library.exists():
         new = library.with_suffix(f".{os.getpid()}")
@@ -53,6 +58,7 @@ def compiled() -> str:
             "-shared",
             "-fPIC",
             "-std=c++20",
+            *(["-DXSIM"] if kind == "xsim" else []),
             *include,
             str(SOURCES / "device.cpp"),
         ]
@@ -70,68 +76,102 @@ def compiled() -> str:
     return str(library)
 
 
-def load(library: str) -> None:
+def load(library: str, device: str = "cuda") -> None:
     """For a process that has not imported torch: torch asks once, at its import, whether there is CUDA."""
     assert "torch" not in sys.modules, "torch is imported already"
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
     import torch
 
     torch.ops.load_library(library)
-    _replace_functions(torch)
-    _replace_storage(torch)
+    name = "cuda" if device == "cuda" else "xsim"
+    if name == "xsim":
+        torch._register_device_module(name, ModuleType(f"torch.{name}"))
+        _use_kernels_of_torch(torch)
+        _hide_addresses(torch)
+    _replace_functions(torch, getattr(torch, name), name)
+    if device == "plain":
+        torch.ops.host_cuda.be_plain()
+        for missing in ("Stream", "Event", "default_stream", "current_stream", "stream"):
+            delattr(torch.xsim, missing)
+    if device == "cuda":
+        torch.cuda.cudart = _Runtime
+    _replace_storage(torch, name)
     _tell_workers(torch)
 
 
-def _replace_functions(torch: Any) -> None:
-    ops, cuda = torch.ops.host_cuda, torch.cuda
+def _use_kernels_of_torch(torch: Any) -> None:
+    """Ops with a kernel of the CPU run it, instead of a formula for all devices that has other bits."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and has(name, "CompositeExplicitAutograd"):
+            if has(name, "CPU") and not has(name, "PrivateUse1"):
+                torch.ops.host_cuda.use_host_kernel(name)
+
+
+def _hide_addresses(torch: Any) -> None:
+    """An address of the device is none of the host: who reads there dies."""
+    for owner in (torch.Tensor, torch.UntypedStorage):
+        find = owner.data_ptr
+
+        def data_ptr(self: Any, _find: Any = find) -> int:
+            address: int = _find(self)
+            return address + (1 << 60) * (address > 0 and self.device.type == "xsim")
+
+        owner.data_ptr = data_ptr
+
+
+def _replace_functions(torch: Any, module: Any, device_type: str) -> None:
+    ops = torch.ops.host_cuda
 
     class Stream(torch.Stream):  # type: ignore[misc]
         def __new__(cls, device: Any = None, priority: int = 0) -> Any:
-            return super().__new__(cls, device="cuda", priority=priority)
+            return super().__new__(cls, device=device_type, priority=priority)
 
     class Event(torch.Event):  # type: ignore[misc]
         def __new__(cls, enable_timing: bool = False, **_: Any) -> Any:
-            return super().__new__(cls, "cuda", enable_timing=enable_timing)
+            return super().__new__(cls, device_type, enable_timing=enable_timing)
 
         def elapsed_time(self, end: Any) -> float:
             if not all(ops.is_over(event.event_id) for event in (self, end)):
-                raise RuntimeError("CUDA error: device not ready")
+                raise RuntimeError(f"{device_type.upper()} error: device not ready")
             return 1.0
 
     properties = SimpleNamespace(name="host memory", major=9, minor=0, total_memory=1 << 34)
-    cuda._initialized = True
+    module._initialized = True
     for name, answer in {
         "_lazy_init": None,
         "init": None,
         "is_available": True,
         "is_initialized": True,
         "is_bf16_supported": True,
-        "device_count": 1,
-        "current_device": 0,
+        "device_count": NUM_DEVICES[device_type],
         "set_device": None,
         "mem_get_info": (1 << 34, 1 << 34),
         "get_device_capability": (9, 0),
         "get_device_properties": properties,
         "get_device_name": "host memory",
     }.items():
-        setattr(cuda, name, lambda *_, _answer=answer, **__: _answer)
-    cuda.Stream, cuda.Event = Stream, Event
+        setattr(module, name, lambda *_, _answer=answer, **__: _answer)
+    module.current_device = lambda: torch.accelerator.current_device_index()
+    module.Stream, module.Event = Stream, Event
     default = torch.accelerator.current_stream()
-    cuda.default_stream = lambda device=None: default
-    cuda.current_stream = lambda device=None: torch.accelerator.current_stream()
-    cuda.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
-    cuda.device = type("device", (contextlib.nullcontext,), {})  # torch asks for instances of it
-    cuda.empty_cache = lambda: ops.note("empty cache")
-    cuda.synchronize = lambda device=None: torch.accelerator.synchronize()
-    cuda.memory_allocated = cuda.memory_reserved = lambda device=None: ops.memory()[0]
-    cuda.max_memory_allocated = cuda.max_memory_reserved = lambda device=None: ops.memory()[1]
-    cuda.reset_peak_memory_stats = lambda device=None: ops.reset_peak()
-    cuda.get_rng_state = lambda device=None: (
-        torch.get_rng_state()
-    )  # ops draw from the CPU's generator
-    cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-    cuda.default_generators = (torch.default_generator,)
-    cuda.cudart = _Runtime
+    module.default_stream = lambda device=None: default
+    module.current_stream = lambda device=None: torch.accelerator.current_stream()
+    module.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
+    module.device = type("device", (contextlib.nullcontext,), {})  # torch asks for instances of it
+    module.empty_cache = lambda: ops.note("empty cache")
+    module.synchronize = lambda device=None: torch.accelerator.synchronize()
+    module.memory_allocated = module.memory_reserved = lambda device=None: ops.memory()[0]
+    module.max_memory_allocated = module.max_memory_reserved = lambda device=None: ops.memory()[1]
+    module.reset_peak_memory_stats = lambda device=None: ops.reset_peak()
+    # ops draw from the CPU's generator
+    module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    module.default_generators = (torch.default_generator,) * NUM_DEVICES[device_type]
+    if device_type != "cuda":  # what torch asks of each device's module
+        module.manual_seed = module.manual_seed_all = lambda seed: None
+        module._is_in_bad_fork = lambda: False
+        module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
 
 
 class _Runtime:
@@ -152,21 +192,21 @@ class _Runtime:
         return 0
 
 
-def _replace_storage(torch: Any) -> None:
+def _replace_storage(torch: Any, device_type: str) -> None:
     resize = torch.UntypedStorage.resize_
 
     def resized(self: Any, num_bytes: int) -> Any:
-        if self.device.type != "cuda":
+        if self.device.type != device_type:
             return resize(self, num_bytes)
-        whole = torch.empty(0, dtype=torch.uint8, device="cuda").set_(self)
+        whole = torch.empty(0, dtype=torch.uint8, device=device_type).set_(self)
         torch.ops.host_cuda.resize_storage(whole, num_bytes)
         return self
 
     def loaded(storage: Any, location: str) -> Any:
-        if not location.startswith("cuda"):
+        if not location.startswith(device_type):
             return None
         on_host = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-        return on_host.to("cuda").untyped_storage()
+        return on_host.to(device_type).untyped_storage()
 
     torch.UntypedStorage.resize_ = resized
     torch.serialization.register_package(5, lambda storage: None, loaded)

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ops.comm.collectives import Collectives
 from ...ops.flat import cut, numel_of
+from ...ops.torch_internals import set_values
 from ..core.owners import IN_SHARDS, ParamOwner, ShardView, clear_owner, set_owner
 from ..core.param_bucket import placeholder_like
 from ..layout.groups import FlatGroups
@@ -110,7 +111,7 @@ class SliceStore(ParamOwner):
         piece = _Slice(tuple(param.shape), device, param.dtype, read, kept_dtype, self._numbers)
         self._slices[param] = piece
         self._numbers += 1
-        param.data = placeholder_like(piece.shape, kept_dtype, self.collectives.device)
+        set_values(param, placeholder_like(piece.shape, kept_dtype, self.collectives.device))
         set_owner(param, self, keep=True)
         return piece
 

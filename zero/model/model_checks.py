@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from ...ops.torch_internals import set_values
 from ...utils.errors import UsageError
 from ..core.owners import find_owner, is_trained
 
@@ -15,9 +16,9 @@ def move_model(model: nn.Module, device: torch.device) -> None:
     """Move parameters and buffers to `device`, in place; parameters in slices are there already."""
     for param in model.parameters():
         if find_owner(param) is None:
-            param.data = param.data.to(device)
+            set_values(param, param.data.to(device))
     for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
+        set_values(buffer, buffer.data.to(device))
 
 
 def check_model(model: nn.Module, groups: Mapping[int, int], *, must_train: bool = True) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...ops.flat import is_channels_last, shaped
 from ...ops.optim.shard_optimizer import tensors_of
+from ...ops.torch_internals import set_values
 from ..core.grad_bucket import GradBucket
 from ..core.master import Master
 from .sharded_model import ShardedModel
@@ -55,10 +56,10 @@ class StateMemory:
         master.move(updater.stores.device, device)
         for begin, tensor, state in states:
             values = master.raw[begin : begin + tensor.numel()]
-            tensor.data = shaped(values, tensor.shape, is_channels_last(tensor))
+            set_values(tensor, shaped(values, tensor.shape, is_channels_last(tensor)))
             for value in tensors_of(state):
                 if value.dim() or optimizer.has_scalars_beside(tensor):
-                    value.data = value.to(device, copy=True)
+                    set_values(value, value.to(device, copy=True))
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of masters that are separate copies, of optimizer state tensors, on the host and on a disk.

@@ -23,8 +23,22 @@ using c10::DeviceType;
 using c10::Stream;
 using c10::StreamId;
 
+// Its place in torch: that of CUDA, or, with -DXSIM, one of its own, where nothing has CUDA's name.
+#ifdef XSIM
+#define DEVICE_KEY PrivateUse1
+#define DEVICE_NAME "xsim"
+#define NUM_DEVICES 4
+#else
+#define DEVICE_KEY CUDA
+#define DEVICE_NAME "cuda"
+#define NUM_DEVICES 1
+#endif
+
 namespace {
 
+constexpr auto kType = DeviceType::DEVICE_KEY;
+constexpr auto kKey = c10::DispatchKey::DEVICE_KEY;
+constexpr DeviceIndex kDevices = NUM_DEVICES;
 constexpr int kStreams = 16;
 constexpr char kUnknown = (char)0xff;  // each byte of what is not known yet: not a number, in every floating type
 constexpr size_t kCell = 2;  // bytes whose users are known together: two neighbours in bf16 may differ
@@ -47,7 +61,7 @@ struct Block {  // of memory, as the allocator gives it
 
 struct Event {
   Clock clock{};
-  bool is_recorded = false;
+  bool is_recorded = false, is_timed = false;
 };
 
 struct Pending {  // a copy to or from pinned memory that is still in flight
@@ -77,6 +91,8 @@ struct State {
   bool raises = false;        // at the first fault, where it happens
   bool refuses_sync = false;  // raise where the host waits
   bool logs_memory = false;   // allocations and frees; then nobody's use of bytes is known
+  DeviceIndex index = 0;      // of this process; the others belong to other ranks
+  bool is_plain = false;      // no fp64, no streams, no events, no page-locked memory: one queue, as Apple's
 };
 
 State& state() {
@@ -93,6 +109,10 @@ thread_local bool t_is_worker = false;  // a thread that Python started: its wai
 void fault(const std::string& text) {
   state().faults.push_back(text);
   TORCH_CHECK(!state().raises, text);
+}
+
+void refuse_if_plain(bool needs, const char* what) {
+  TORCH_CHECK(!needs || !state().is_plain, "this device has no ", what);
 }
 
 void join(Clock& into, const Clock& other) {

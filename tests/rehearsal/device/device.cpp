@@ -1,4 +1,7 @@
-// A CUDA device that is host memory: every op computes its numbers at once, on the CPU, and is recorded with its stream.
+// A device that is host memory: every op computes its numbers at once, on the CPU, and is recorded with its stream.
+#ifdef XSIM
+#include <ATen/autocast_mode.h>
+#endif
 #include <torch/library.h>
 
 #include "guard.h"
@@ -7,7 +10,7 @@ namespace {
 
 // -- ops ------------------------------------------------------------------------------------------------------
 
-bool on_device(const at::Tensor& t) { return t.defined() && t.device().type() == DeviceType::CUDA; }
+bool on_device(const at::Tensor& t) { return t.defined() && t.device().type() == kType; }
 
 at::Tensor alias_of(const at::Tensor& t) {  // the same memory, as a tensor of the CPU
   auto storage = t.storage();
@@ -36,8 +39,9 @@ at::Tensor view_of(const at::Tensor& original, const at::Tensor& alias) {  // in
 }
 
 at::Tensor to_device(const at::Tensor& result) {
+  refuse_if_plain(result.scalar_type() == at::kDouble, "fp64");
   at::Tensor made = at::detail::empty_strided_generic(
-      result.sizes(), result.strides(), &g_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), result.scalar_type());
+      result.sizes(), result.strides(), &g_allocator, c10::DispatchKeySet(kKey), result.scalar_type());
   if (result.storage().nbytes() && result.numel())
     alias_of(made).copy_(result);
   return made;
@@ -61,7 +65,7 @@ struct Call {
   std::vector<Pair> pairs;
   at::Generator draws, on_host;  // a generator of the device, and one of the CPU with its state
   at::Generator drawing(at::Generator given) {
-    TORCH_CHECK(given.device().type() == DeviceType::CUDA, "Expected a 'cuda' device type for generator but found 'cpu'");
+    TORCH_CHECK(given.device().type() == kType, "Expected a '" DEVICE_NAME "' device type for generator but found 'cpu'");
     draws = given;
     on_host = at::make_generator<at::CPUGeneratorImpl>();
     copy_state(draws, on_host);
@@ -107,7 +111,7 @@ c10::IValue convert(const c10::IValue& value, Call& call, bool inwards) {
       made.push_back(t.has_value() && t->defined() ? std::optional<at::Tensor>(one(*t)) : t);
     return made;
   }
-  if (value.isDevice() && inwards && value.toDevice().type() == DeviceType::CUDA) return Device(DeviceType::CPU);
+  if (value.isDevice() && inwards && value.toDevice().type() == kType) return Device(DeviceType::CPU);
   if (value.isGenerator() && inwards && value.toGenerator().defined()) return call.drawing(value.toGenerator());
   return value;
 }
@@ -144,7 +148,7 @@ void check_devices(const c10::FunctionSchema& schema, const torch::jit::Stack& s
     auto check = [&](const at::Tensor& t) {
       if (t.defined() && t.device().type() == DeviceType::CPU && (t.dim() > 0 || is_kernel) && schema.name() != "aten::copy_" &&
           schema.name() != "aten::index.Tensor" && schema.name() != "aten::_index_put_impl_" && schema.name() != "aten::index")
-        TORCH_CHECK(false, schema.name(), ": Expected all tensors to be on the same device, but found cuda:0 and cpu (argument ",
+        TORCH_CHECK(false, schema.name(), ": Expected all tensors to be on the same device, but found " DEVICE_NAME ":0 and cpu (argument ",
                     schema.arguments()[at].name(), ")");
     };
     if (value.isTensor()) check(value.toTensor());
@@ -211,18 +215,30 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   }
 }
 
+struct On {  // the device of an argument is current
+  DeviceIndex before = t_device;
+  explicit On(std::optional<at::Device> device) {
+    if (device.has_value() && device->has_index()) t_device = device->index();
+  }
+  ~On() { t_device = before; }
+};
+
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                 std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+                 std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  refuse_if_plain(dtype == at::kDouble, "fp64");
+  On on(device);
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &g_allocator,
-                                   c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                   c10::DispatchKeySet(kKey),
                                    dtype.value_or(c10::get_default_dtype_as_scalartype()), format);
 }
 
 at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
-                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  refuse_if_plain(dtype == at::kDouble, "fp64");
+  On on(device);
   return at::detail::empty_strided_generic(
       C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &g_allocator,
-      c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype.value_or(c10::get_default_dtype_as_scalartype()));
+      c10::DispatchKeySet(kKey), dtype.value_or(c10::get_default_dtype_as_scalartype()));
 }
 
 constexpr size_t kStaged = 65536;  // more pageable bytes: the driver may wait for the stream before it stages them
@@ -238,7 +254,8 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     auto stream = launch(t_op);
     if (out) touch(source, false, stream);
     if (in) touch(self, true, stream);
-    bool host_pinned = in && out ? true : is_pinned(in ? source.data_ptr() : self.data_ptr());
+    // Apple's memory is shared: such a copy to the host returns before it is done
+    bool host_pinned = (in && out) || (s.is_plain && out) || is_pinned(in ? source.data_ptr() : self.data_ptr());
     bool simple = self.is_contiguous() && source.is_contiguous() && self.dtype() == source.dtype();
     if (!(in && out)) {
       if (non_blocking && host_pinned && simple) {
@@ -374,6 +391,8 @@ std::vector<std::string> counts() {
 }
 void refuse_sync(bool refuses) { state().refuses_sync = refuses; }
 void log_memory(bool logs) { state().logs_memory = logs; }
+void set_index(int64_t index) { state().index = t_device = (DeviceIndex)index; }
+void be_plain() { state().is_plain = true; }
 void is_worker() { t_is_worker = true; }
 void keep_streams() { state().first_stream = state().next_stream; }
 void forget_streams() { state().next_stream = state().first_stream; }
@@ -390,19 +409,21 @@ void reset_peak() { state().peak = state().allocated; }
 
 // kernels of the CPU stand for those of the device: `name` is one launch
 void use_host_kernel(const std::string& name) {
-  static auto* library = new torch::Library(torch::Library::IMPL, "xds", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  static std::map<std::string, torch::Library*> libraries;
+  auto& library = libraries[name.substr(0, name.find("::"))];
+  if (!library) library = new torch::Library(torch::Library::IMPL, name.substr(0, name.find("::")), kKey, __FILE__, __LINE__);
   library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 struct SetUp {
-  SetUp() { c10::SetAllocator(DeviceType::CUDA, &g_allocator); }
+  SetUp() { c10::SetAllocator(kType, &g_allocator); }
 } g_set_up;
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(_, DEVICE_KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+TORCH_LIBRARY_IMPL(aten, DEVICE_KEY, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("copy_", copy_);
@@ -417,6 +438,17 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+#ifdef XSIM  // the list of CUDA's is torch's own
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+}
+#endif
+
 TORCH_LIBRARY(host_cuda, m) {
   m.def("take_faults() -> str[]", take_faults);
   m.def("take_log() -> str[]", take_log);
@@ -426,6 +458,8 @@ TORCH_LIBRARY(host_cuda, m) {
   m.def("keep_streams() -> ()", keep_streams);
   m.def("forget_streams() -> ()", forget_streams);
   m.def("log_memory(bool logs) -> ()", log_memory);
+  m.def("be_plain() -> ()", be_plain);
+  m.def("set_index(int index) -> ()", set_index);
   m.def("is_worker() -> ()", is_worker);
   m.def("is_over(int event) -> bool", event_is_over);
   m.def("memory() -> int[]", memory);
@@ -439,7 +473,7 @@ TORCH_LIBRARY(host_cuda, m) {
   m.def("use(Tensor t, bool writes) -> ()");
   m.def("resize_storage(Tensor t, int nbytes) -> ()");
 }
-TORCH_LIBRARY_IMPL(host_cuda, CUDA, m) {
+TORCH_LIBRARY_IMPL(host_cuda, DEVICE_KEY, m) {
   m.impl("alias", host_alias);
   m.impl("use", use);
   m.impl("resize_storage", resize_storage);

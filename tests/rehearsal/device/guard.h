@@ -1,8 +1,9 @@
-// Streams, events and generators of the device, and what torch asks of a build with CUDA.
+// Streams, events and generators of the device, and what torch asks of a build that has it.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "memory.h"
@@ -12,18 +13,19 @@ namespace {
 // -- streams and events -------------------------------------------------------------------------------------
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  DeviceType type() const override { return DeviceType::CUDA; }
+  DeviceType type() const override { return kType; }
   Device exchangeDevice(Device d) const override { auto old = getDevice(); t_device = d.index(); return old; }
-  Device getDevice() const override { return Device(DeviceType::CUDA, t_device); }
+  Device getDevice() const override { return Device(kType, t_device); }
   void setDevice(Device d) const override { t_device = d.index(); }
   void uncheckedSetDevice(Device d) const noexcept override { t_device = d.index(); }
-  Stream getStream(Device d) const override { return Stream(Stream::UNSAFE, Device(DeviceType::CUDA, 0), t_stream); }
-  Stream getDefaultStream(Device d) const override { return Stream(Stream::UNSAFE, Device(DeviceType::CUDA, 0), 0); }
+  Stream getStream(Device d) const override { return Stream(Stream::UNSAFE, d, t_stream); }
+  Stream getDefaultStream(Device d) const override { return Stream(Stream::UNSAFE, d, 0); }
   Stream getNewStream(Device d, int) const override {
+    refuse_if_plain(true, "streams");
     std::lock_guard guard(state().lock);
     auto& next = state().next_stream;
     if (next == kStreams) next = state().first_stream;  // torch's pool goes round too
-    return Stream(Stream::UNSAFE, Device(DeviceType::CUDA, 0), next++);
+    return Stream(Stream::UNSAFE, d, next++);
   }
   Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
   Stream exchangeStream(Stream s) const override {
@@ -31,14 +33,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     t_stream = s.id();
     return old;
   }
-  DeviceIndex deviceCount() const noexcept override { return 1; }
-  void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+  DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag flag) const override {
+    refuse_if_plain(true, "events");
     std::lock_guard guard(state().lock);
     if (!*event) *event = new Event;
     auto& clock = state().clocks[stream.id()];
     join(clock, state().host);
     ((Event*)*event)->clock = clock;
     ((Event*)*event)->is_recorded = true;
+    ((Event*)*event)->is_timed = flag == c10::EventFlag::BACKEND_DEFAULT;
   }
   void block(void* event, const Stream& stream) const override {
     std::lock_guard guard(state().lock);
@@ -71,32 +75,41 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
     g_allocator.recordStream(data, stream);
   }
-  double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }
+  double elapsedTime(void* first, void* last, const DeviceIndex) const override {
+    TORCH_CHECK(((Event*)first)->is_timed && ((Event*)last)->is_timed, "an event without timing has no time");
+    return 1.0;
+  }
 };
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+C10_REGISTER_GUARD_IMPL(DEVICE_KEY, Guard)
 
-// -- generators and what torch asks of a CUDA build -----------------------------------------------------------
+// -- generators and what torch asks of a build -----------------------------------------------------------
 
 struct Draws final : at::CPUGeneratorImpl {
   explicit Draws(uint64_t seed = 0) : at::CPUGeneratorImpl(seed) {
-    device_ = Device(DeviceType::CUDA, 0);
-    key_set_ = c10::DispatchKeySet(c10::DispatchKey::CUDA);
+    device_ = Device(kType, t_device);
+    key_set_ = c10::DispatchKeySet(kKey);
   }
 };
 
 }  // namespace
 
 namespace at {
+#ifdef XSIM
+struct Hooks final : PrivateUse1HooksInterface {
+#else
 struct CUDAHooks final : CUDAHooksInterface {
   explicit CUDAHooks(CUDAHooksArgs) {}
+  bool hasCUDA() const override { return true; }
+  int getNumGPUs() const override { return 1; }
+  DeviceIndex current_device() const override { return t_device; }
+  Allocator* getCUDADeviceAllocator() const override { return &g_allocator; }
+  void deviceSynchronize(DeviceIndex) const override { Guard().synchronizeDevice(0); }
+#endif
   void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasCUDA() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return 1; }
-  int getNumGPUs() const override { return 1; }
-  DeviceIndex current_device() const override { return t_device; }
+  DeviceIndex deviceCount() const override { return kDevices; }
   DeviceIndex getCurrentDevice() const override { return t_device; }
   void setCurrentDevice(DeviceIndex d) const override { t_device = d; }
   DeviceIndex exchangeDevice(DeviceIndex d) const override { auto old = t_device; t_device = d; return old; }
@@ -106,14 +119,20 @@ struct CUDAHooks final : CUDAHooksInterface {
     return is_pinned(data);
   }
   Allocator* getPinnedMemoryAllocator() const override { return &g_pinned; }
-  Allocator* getCUDADeviceAllocator() const override { return &g_allocator; }
-  Device getDeviceFromPtr(void*) const override { return Device(DeviceType::CUDA, 0); }
+  Device getDeviceFromPtr(void*) const override { return Device(kType, state().index); }
   const Generator& getDefaultGenerator(DeviceIndex) const override {
     static Generator made = at::make_generator<Draws>(0);
     return made;
   }
   Generator getNewGenerator(DeviceIndex) const override { return at::make_generator<Draws>(0); }
-  void deviceSynchronize(DeviceIndex) const override { Guard().synchronizeDevice(0); }
 };
+#ifdef XSIM
+const bool g_is_registered = [] {
+  RegisterPrivateUse1HooksInterface(new Hooks);
+  c10::register_privateuse1_backend(DEVICE_NAME);
+  return true;
+}();
+#else
 REGISTER_CUDA_HOOKS(CUDAHooks);
+#endif
 }  // namespace at

@@ -38,7 +38,8 @@ void free_block(void* data) {
 
 struct HostCuda final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
-    Device device(DeviceType::CUDA, t_device);
+    Device device(kType, t_device);
+    TORCH_CHECK(t_device == state().index, "memory of device ", (int)t_device, ", which is another rank's");
     if (size == 0) return {nullptr, nullptr, &free_block, device};
     void* data = nullptr;
     size_t rounded = (size + 511) / 512 * 512;
@@ -93,6 +94,7 @@ void free_pinned(void* data) {  // torch's allocator keeps the memory until its 
 
 struct Pinned final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
+    refuse_if_plain(true, "page-locked memory");
     void* data = nullptr;
     TORCH_CHECK(posix_memalign(&data, 512, std::max<size_t>(size, 1)) == 0, "no memory");
     pin(data, size);
