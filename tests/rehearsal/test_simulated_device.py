@@ -1,7 +1,7 @@
-"""A device that is neither a CPU nor CUDA: "xsim" of stand_in.py.
+"""Devices that are neither CPU nor CUDA: "xsim", and "plain", which lacks what Apple's lack. See stand_in.py.
 
 Messages go through host memory, by gloo itself. Every number is that of the CPU to the last bit: ops of both
-are the CPU's, and native ones are off, since other devices have none.
+are the CPU's, and native ones are off, since other devices have none. Without fp64 norms differ by rounding.
 """
 
 from __future__ import annotations
@@ -49,11 +49,16 @@ def results(names: list[str], folder: str) -> list[Any]:
     return found
 
 
-def other_bits(names: list[str], device: str, folder: Path) -> list[str]:
-    """Cases whose numbers on the device are not those of the CPU."""
+def both(names: list[str], device: str, folder: Path) -> tuple[list[Any], list[Any]]:
+    """The results of each rank on the device, and on the CPU."""
     (world_size,) = {cases()[name][0] for name in names}
     there = ranks(world_size, device=device).run(results, names, str(folder))
-    here = run_ranks(results, world_size, names, str(folder))
+    return there, run_ranks(results, world_size, names, str(folder))
+
+
+def other_bits(names: list[str], device: str, folder: Path) -> list[str]:
+    """Cases whose numbers on the device are not those of the CPU."""
+    there, here = both(names, device, folder)
     found = []
     for number, name in enumerate(names):
         if [rank[number] for rank in there] != [rank[number] for rank in here]:
@@ -63,6 +68,14 @@ def other_bits(names: list[str], device: str, folder: Path) -> list[str]:
 
 def test_training_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
     assert other_bits([*DEFAULT], "xsim", tmp_path) == []
+
+
+def test_without_fp64_streams_and_page_locked_memory_norms_are_right(tmp_path: Path) -> None:
+    there, here = both([*DEFAULT[:1]], "plain", tmp_path)
+    for [found], [wanted] in zip(there, here, strict=True):
+        assert found["losses"] == wanted["losses"]
+        norms = [[float(norm) for norm in one["norms"]] for one in (found, wanted)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
 @pytest.mark.slow
