@@ -21,7 +21,6 @@ from statistics import fmean, harmonic_mean
 from typing import Any, final
 
 import torch
-import transformers
 from torch import nn
 
 from xds.engine.config.config import parse_config
@@ -42,14 +41,14 @@ CLASSES = {  # class of a row -> the bound of the mean error
     "states": 0.05,
     "closed form": 0.005,
 }
-KINDS: dict[str, tuple[type, type]] = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "nemotron": (transformers.NemotronConfig, transformers.NemotronForCausalLM),
-    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
-    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+KINDS = {  # of published.json -> the names of a config and of a model in transformers
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
 }
 
 
@@ -90,6 +89,12 @@ class Row:
     attention: str = "flash"
     options: frozenset[str] = frozenset()
     lora_rank: int = 0
+
+    @property
+    def is_foreign(self) -> bool:
+        """xds lacks ring attention, 8 bits of slices and experts, and fused attention with sinks."""
+        has_sinks = self.attention == "eager" and self.cls == "sparse"
+        return self.sequence_ranks > 1 or self.is_priced_in_float8 or has_sinks
 
     @property
     def is_priced_in_float8(self) -> bool:
@@ -145,9 +150,12 @@ class ConfigModel(ModelSource):
 
     def __init__(self, name: str, sizes: Mapping[str, Any], row: Row) -> None:
         self.name = name
-        made, self._class = KINDS[sizes["kind"]]
+        import transformers
+
+        kind = sizes["kind"]
+        made, self._class = (getattr(transformers, each) for each in KINDS[kind])
         sizes = {key: value for key, value in sizes.items() if key != "kind"}
-        if made is transformers.GPT2Config:
+        if kind == "gpt2":
             sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
             sizes["n_positions"] = row.sequence
         else:
@@ -176,8 +184,11 @@ class ConfigModel(ModelSource):
     def flops_per_token(self) -> float:
         """Of a training step as Megatron counts it: products with weights, and all scores of attention."""
         config, model = self._config, self.on_meta()
-        layers = (nn.Linear, transformers.pytorch_utils.Conv1D)
-        weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, layers))
+        weights = sum(
+            module.weight.numel()
+            for module in model.modules()
+            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        )
         width = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
         )
@@ -256,20 +267,36 @@ class Published:
             mean = fmean if row.cls == "memory" else harmonic_mean
             return replace(both[0], row=row, predicted=mean(figures) if figures else None)
         try:
-            plan = self.plan(row)
-            if row.cls == "states":
-                return Result(row, _states_of(plan) / plan.num_parameters)
-            if row.cls == "memory":
-                return Result(row, max(rank.total_bytes for rank in plan.ranks) / 2**30)
-            step = step_seconds(plan, self.machine(row))
+            if row.cls in ("states", "memory"):
+                plan = self.plan(row)
+                per_param = _states_of(plan) / plan.num_parameters
+                peak = max(rank.total_bytes for rank in plan.ranks) / 2**30
+                return Result(row, per_param if row.cls == "states" else peak)
+            step, seconds = self._seconds(row)
         except (ConfigError, UsageError) as error:
             return Result(row, None, str(error).strip().split("\n")[-1].strip(" -"))
-        tokens = row.sequence * plan.config.train_batch_size
-        rate = tokens / step.total / row.gpus
         if row.unit == "s":
-            return Result(row, step.total, step=step)
+            return Result(row, seconds, step=step)
+        replicas = row.gpus // (row.tensor * row.pipe * row.sequence_ranks)
+        rate = row.sequence * row.micro * row.steps * replicas / seconds / row.gpus
         flops = self.source(row).flops_per_token if row.unit == "TFLOP/s/GPU" else 1e12
         return Result(row, rate * flops / 1e12, step=step)
+
+    def _seconds(self, row: Row) -> tuple[StepSeconds, float]:
+        """A step, and its seconds.
+
+        Pipelines with many micro-batches repeat themselves: two shorter steps give the longer one.
+        """
+        machine = self.machine(row)
+        if row.pipe == 1 or row.steps <= 4 * row.pipe:
+            step = step_seconds(self.plan(row), machine)
+            return step, step.total
+        few, more = (
+            step_seconds(self.plan(replace(row, steps=factor * row.pipe)), machine)
+            for factor in (2, 3)
+        )
+        each = (more.total - few.total) / row.pipe
+        return more, more.total + each * (row.steps - 3 * row.pipe)
 
 
 def _row(data: dict[str, Any]) -> Row:
@@ -332,12 +359,16 @@ def orders(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
 def marks(results: Sequence[Result]) -> Iterator[str]:
     """One line for each class of rows, and for their orders."""
     for cls, bound in CLASSES.items():
-        errors = [abs(r.error) for r in results if r.row.cls == cls and r.error is not None]
-        if errors:
-            missed = "" if fmean(errors) <= bound else ", target missed"
-            yield (
-                f"| {cls} | {len(errors)} | {fmean(errors):.1%} | {bound:.1%}{missed} | {max(errors):.1%} |"
-            )
+        rows = [r for r in results if r.row.cls == cls and r.error is not None]
+        for name, chosen in (
+            (cls, rows),
+            (f"{cls}, as xds runs it", [r for r in rows if not r.row.is_foreign]),
+        ):
+            errors = [abs(r.error or 0.0) for r in chosen]
+            if errors and (chosen is rows or len(chosen) < len(rows)):
+                missed = "" if fmean(errors) <= bound else ", target missed"
+                mean, most = fmean(errors), max(errors)
+                yield f"| {name} | {len(errors)} | {mean:.1%} | {bound:.1%}{missed} | {most:.1%} |"
     found = []
     for name, group in orders(results):
         sign = -1 if group[0].row.unit == "s" else 1
@@ -402,7 +433,7 @@ def main(argv: Sequence[str]) -> int:
     """Print each row as it is predicted, then the marks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pattern", nargs="?", default="*", help="of ids, such as 'C7-*'")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="replace its tables")
     options = parser.parse_args(argv)
     published = Published()
     results = []

@@ -84,10 +84,13 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The signature of `scaled_dot_product_attention`."""
+    width, wider = value.shape[-1], query.shape[-1] - value.shape[-1]
+    if wider > 0:
+        value = nn.functional.pad(value, (0, wider))
     found: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
-    return found
+    return found[..., :width]
 
 
 @final
