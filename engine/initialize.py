@@ -24,6 +24,7 @@ curriculum_learning,
 data_efficiency.data_routing
 tensorboard, wandb, csv_monitor, comet telemetry/monitor.py
 report_folder                          telemetry/record.py
+autotuning                             telemetry/experiment.py: timed steps, then the run ends
 comms_logger, memory_breakdown,        telemetry/traffic.py, telemetry/memory.py, profiling/steps.py:
 flops_profiler                         `StepReport` chooses them
 checkpoint.preemption_save_dir         preemption.py
@@ -335,7 +336,11 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         preemption=_preemption(config, collectives, trains),
         recovery=recovery,
         schedules=changes.schedules,
-        after_steps=[*([_compressing(model)] if compresses else []), *balances],
+        after_steps=[
+            *([_compressing(model)] if compresses else []),
+            *balances,
+            *_experiment(config, model, collectives),
+        ],
         packing=packing,
         opened=mesh.opened,
         loop=_loop(local, mesh, config, sharded, cutter),
@@ -430,6 +435,15 @@ def _compressing(model: nn.Module) -> AfterSteps:
     from .model.compressed_training import Compression
 
     return Compression(model)
+
+
+def _experiment(config: Config, model: nn.Module, collectives: Collectives) -> list[AfterSteps]:
+    """Of a tuner, which ends the run."""
+    if not config.autotuning.enabled:
+        return []
+    from .telemetry.experiment import build_experiment
+
+    return [build_experiment(config, model, collectives)]
 
 
 def _check_sequences(model: nn.Module, config: Config) -> None:

@@ -34,6 +34,7 @@ _SUBCOMMANDS = {
     "ops": ".native_ops",
     "plan": ".plan",
     "report": ".report",
+    "tune": ".tune",
 }
 LOG_LEVEL = "XDS_LOG_LEVEL"  # read by the engine, see engine/telemetry/screen.py
 AS_DEEPSPEED = (
@@ -122,6 +123,11 @@ def _start(arguments: list[str]) -> int:
     if level:
         os.environ[LOG_LEVEL] = level
     os.environ[COMMAND] = shlex.join(["xds", *arguments])
+    if args.has("autotuning"):
+        from .tuning.autotuning import main as tune
+
+        words = tune(args, args.text("autotuning"))
+        return 0 if words is None else _start(words)
     where = where_to_run(args, os.environ)
     for note in [] if args.has("quiet") else notes:
         write_stderr(f"xds: {note}\n", never)

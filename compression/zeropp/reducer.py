@@ -58,7 +58,7 @@ class QuantizedReducer(GradientReducer):
         self._errors.begin(flat.device)
         length, count = self._first.world_size, self._num_hosts
         mine = self._packets.empty(length, count, device=flat.device)
-        for place in range(length):
+        for place in range(0 if flat.is_meta else length):  # a plan has no values to pack
             for host in range(count):
                 rank = host * length + place
                 values = self._whole.shard_of(flat, rank)
@@ -91,7 +91,7 @@ class QuantizedReducer(GradientReducer):
         second, place = self._second, self._first.rank
         mine = self._packets.empty(second.world_size, device=out.device)
         partial = torch.empty(self._numel, dtype=torch.float32, device=out.device)
-        for host in range(second.world_size):
+        for host in range(0 if out.is_meta else second.world_size):
             self._packets.unpack_sum(theirs[:, host], partial)
             start = (host * self._first.world_size + place) * self._numel
             self._errors.pack_again(self._packets, partial, mine[host], start)

@@ -46,6 +46,7 @@ from ..dropping.config import CurriculumLearning, ProgressiveLayerDrop
 from ..elastic.config import Elasticity
 from ..generation.config import HybridEngine
 from .auto import fill_auto, note_auto
+from .autotuning import Autotuning
 from .batch import COMPUTED, batch_of
 from .compile import Compile
 from .optimizer import OptimizerConfig
@@ -187,6 +188,7 @@ class Config(Section):
     quantize_training: QuantizeTraining = nested(QuantizeTraining)
     aio: Aio = nested(Aio)
     elasticity: Elasticity = nested(Elasticity)
+    autotuning: Autotuning = nested(Autotuning)
     checkpoint: Checkpoint = nested(Checkpoint)
     recovery: Recovery = nested(Recovery)
     compile: Compile = nested(Compile)

@@ -13,7 +13,6 @@ from ...utils.schema.values import (
     Count,
     Flag,
     Natural,
-    Object,
     Positive,
     SomeElements,
     Text,
@@ -52,19 +51,6 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
     ),
     "amp": Group(
         "Apex mixed precision", {"enabled": Refused(Flag, _APEX, harmless=(False,))}, open=True
-    ),
-    "autotuning": Group(
-        "searches for the fastest config",
-        _switch("autotuning"),
-        details(Flag, "fast overwrite"),
-        details(Text, "results_dir exps_dir metric metric_path tuner_type model_info_path"),
-        details(
-            Natural,
-            "start_profile_step end_profile_step tuner_early_stopping tuner_num_trials mp_size "
-            "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu "
-            "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes",
-        ),
-        details(Object, "arg_mappings model_info"),
     ),
     "nebula": Group(
         "checkpoints in a cloud service",

@@ -57,7 +57,7 @@ _SAMPLING = "the engine samples by itself: set data_efficiency.data_sampling in 
 _SPARSE_ATTENTION = (
     "the engine's attention has no such part; use xds.ops.sparse_attention.sparse_attention"
 )
-_AUTOTUNING = "autotuning is not supported yet (the config's section autotuning); see xds plan"
+_AUTOTUNING = "the command tunes: `xds --autotuning tune train.py`; `xds tune` plans layouts, see docs/tune.md"
 _SCHEDULE = (
     "the engine runs tables, see docs/design/pipeline.md; pipeline.schedule takes a file of one"
 )

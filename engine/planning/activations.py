@@ -170,7 +170,7 @@ class Repeated:
         self._passes: dict[int, bool] = {}  # number of a model -> its output is like its input
         kinds: dict[Hashable, list[int]] = {}
         for number, block in enumerate(blocks):
-            alike = kinds.setdefault(_kind_of(block), [])
+            alike = kinds.setdefault(kind_of(block), [])
             alike.append(number)
             if len(alike) > 2:
                 self._like[number] = alike[1]
@@ -281,7 +281,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _kind_of(block: nn.Module) -> Hashable:
+def kind_of(block: nn.Module) -> Hashable:
     """Equal for blocks that keep and send the same: classes, shapes and settings, but for their number."""
     settings = [
         (name, type(module).__name__, key, value)
@@ -300,4 +300,4 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-__all__ = ["BEFORE", "Activations", "after", "held_by", "observe", "sent_by"]
+__all__ = ["BEFORE", "Activations", "after", "held_by", "kind_of", "observe", "sent_by"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...ops.torch_internals import TorchDispatchMode, tree_map
+from ...ops.torch_internals import TorchDispatchMode, tree_leaves, tree_map
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 
@@ -272,6 +272,32 @@ class FunctionModel(ModelSource):
         return model, batch
 
 
+@final
+class ResizedBatches(ModelSource):
+    """The model of another source, with micro-batches of any size: a function's one is repeated."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+        self.name = source.name
+
+    def build(self) -> nn.Module:
+        return self._source.build()
+
+    def batch(self, micro_batch_size: int) -> Any:
+        batch = self._source.batch(micro_batch_size)
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        lengths = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
+        if len(lengths) != 1 or lengths == {0} or lengths == {micro_batch_size}:
+            return batch
+
+        def resized(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf[:1].repeat(micro_batch_size, *[1] * (leaf.dim() - 1))
+
+        return tree_map(resized, batch)
+
+
 def model_source(
     text: str, sequence_length: int | None = None, *, trusts_code: bool = False
 ) -> ModelSource:
@@ -302,6 +328,7 @@ __all__ = [
     "FunctionModel",
     "FusedKernels",
     "ModelSource",
+    "ResizedBatches",
     "ShapesOnly",
     "meta_device",
     "model_source",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -15,13 +15,14 @@ from ...pipe.channel import JOINS
 from ...pipe.module import PipelineModule
 from ...pipe.schedules.actions import Op
 from ...pipe.schedules.lowering import with_states
+from ...pipe.schedules.plan import SchedulePlan
 from ..config.batch import mesh_of
 from ..config.config import Config
 from ..model.arguments import is_part, with_model
 from .activations import Activations, held_by, sent_by
+from .cache import PlanCache
 from .models import ModelSource
 from .objects import Link, spread
-from .observing import Observations
 from .shares import Share, Shares
 from .timeline import Timeline, operations, peak_bytes, timeline
 
@@ -73,45 +74,48 @@ def make_plan(
     config: Config,
     world_size: int,
     ranks_per_host: int,
+    cache: PlanCache | None = None,
     *,
-    traces: bool = False,
+    traces: bool | Collection[int] = False,
 ) -> Plan:
-    """Plan a run of `world_size` ranks. traces: shares have the order of a step, which its seconds need.
+    """Plan a run of `world_size` ranks.
+
+    Args:
+        cache: of this source, for plans of several configs.
+        traces: shares have the order of a step, which its seconds need; or those of these pipeline stages.
 
     Raises:
         ConfigError: the config does not allow this number of ranks.
         UsageError: the model cannot be divided as the config says.
     """
-    model = source.on_meta()
-    config = with_model(config, model).resolve(world_size)
+    cache = cache or PlanCache(source)
+    config = with_model(config, cache.model()).resolve(world_size)
     sequence = config.sequence_parallel_size
     mesh = mesh_of(config.pipeline, config.tensor_parallel, world_size, sequence)
-    if is_part(model):
-        model = source.on_meta()
-    shares = Shares(source, model, config, mesh, ranks_per_host, traces=traces)
-    planner = _Planner(source, shares, config, mesh, ranks_per_host)
-    return planner.plan(world_size)
+    if isinstance(traces, bool):
+        traces = range(mesh.pipe if traces else 0)
+    shares, make_parts = cache.shares(config, mesh, ranks_per_host, traced=traces)
+    return _Planner(source, cache, config, mesh, shares).plan(make_parts())
 
 
 @final
 class _Planner:
     def __init__(
-        self, source: ModelSource, shares: Shares, config: Config, mesh: Mesh, ranks_per_host: int
+        self, source: ModelSource, cache: PlanCache, config: Config, mesh: Mesh, shares: Shares
     ) -> None:
-        self._source, self._shares, self._config = source, shares, config
-        self._mesh, self._ranks_per_host = mesh, ranks_per_host
+        self._source, self._cache, self._config = source, cache, config
+        self._mesh, self._ranks_per_host = mesh, shares.ranks_per_host
         self._notes: list[str] = []
+        self._shares = shares
         self._number = {name: number for number, (name, _) in enumerate(shares.blocks)}
         self._steps = config.gradient_accumulation_steps
 
-    def plan(self, world_size: int) -> Plan:
+    def plan(self, shares: list[Share]) -> Plan:
         self._note_what_is_estimated()
-        shares = self._shares.all()
         firsts = sorted({share.tensors[0] for share in shares})
-        observations = Observations(self._source, self._shares, self._config, self._mesh)
-        seen = observations.of(firsts)
+        seen, notes = self._cache.observed(self._shares, self._config, self._mesh, firsts)
         self._notes += [seen] if isinstance(seen, str) else []
-        self._notes += observations.notes
+        self._notes += notes
         by_tensor = {} if isinstance(seen, str) else seen
         line = self._timeline(shares)
         ranks = [
@@ -166,6 +170,9 @@ class _Planner:
         schedule = self._shares.schedule
         if schedule is None:
             return None
+        return self._cache.timeline(self._shares, lambda: self._run(schedule, shares))
+
+    def _run(self, schedule: SchedulePlan, shares: list[Share]) -> Timeline:
         table = schedule.table(self._steps)
         modules = dict(self._shares.blocks)
         costs = [1.0] * table.placement.num_stages

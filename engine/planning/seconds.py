@@ -119,7 +119,7 @@ class StepTimer:
         )
 
     def _walks(self, plan: Plan, *, gathers_inside: bool) -> list[Walk]:
-        """One for each share."""
+        """One for each share with a trace."""
         if not plan.observed:
             reason = next((note for note in plan.notes if "not counted" in note), "it did not run")
             raise UsageError(f"seconds of a step need the kernels of the model: {reason}")
@@ -130,13 +130,15 @@ class StepTimer:
             free = simulate(plan.timeline.table, [replace(cost, message=0.0) for cost in costs])
         walks = []
         for rank in plan.ranks:
+            if rank.share.trace is None:
+                continue
             walk = Walk(self, plan, rank, run, gathers_inside=gathers_inside)
-            assert rank.share.trace is not None, "the plan was made without traces"
             walk.follow(rank.share.trace)
             walk.end(
                 0.0 if run is None or free is None else run.makespan_seconds - free.makespan_seconds
             )
             walks.append(walk)
+        assert walks, "the plan was made without traces"
         return walks
 
     # -- prices -----------------------------------------------------------------------------------------

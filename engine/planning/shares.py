@@ -7,7 +7,7 @@ made as the engine makes it, with tensors on the meta device: cut, sliced, laid 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -48,12 +48,23 @@ from ..parallel.flat_groups import (
 from ..parallel.messages import Messages
 from ..parallel.pipeline import StageModules, partition_of, plan_schedule
 from ..parallel.slices import plan_slices, ways_here
+from .activations import kind_of
 from .models import ModelSource, ShapesOnly, meta_device
 from .objects import FlatMessages, RankObjects, Sent
 from .trace import Block, Trace, Tracer
 
 if TYPE_CHECKING:
     from ...experts.cut import Cut, Found
+
+
+@final
+@dataclass(frozen=True)
+class UnitsOfStages:
+    """What a plan reads of `StageUnits`."""
+
+    holds_all: bool
+    holds_one: bool
+    stage_of: Mapping[str, int]
 
 
 @final
@@ -82,7 +93,7 @@ class Share:
     groups: FakeGroups
     units: Mapping[str, int]
     reduces_each: bool
-    stage_units: StageUnits | None
+    stage_units: UnitsOfStages | None
     trace: Trace | None = None
 
     @property
@@ -123,9 +134,9 @@ class Shares:
         mesh: Mesh,
         ranks_per_host: int,
         *,
-        traces: bool = False,
+        traced: Collection[int] = (),
     ) -> None:
-        """`config` is resolved for the ranks of `mesh`. traces: shares have the order of a step.
+        """`config` is resolved for the ranks of `mesh`. traced: pipeline stages with the order of a step.
 
         Raises:
             UsageError: the model cannot be divided as the config says.
@@ -135,7 +146,7 @@ class Shares:
         self._config = config
         self._mesh = mesh
         self.ranks_per_host = ranks_per_host
-        self._traces = traces
+        self._traced = traced
         hosts = [
             RankHost(number, str(number))
             for number in (r // ranks_per_host for r in range(mesh.size))
@@ -178,38 +189,105 @@ class Shares:
         return first, last
 
     def all(self) -> list[Share]:
-        """Every part that differs from the others, by pipeline stage and tensor coordinate."""
-        return [share for pipe in range(self._mesh.pipe) for share in self._of_stage(pipe)]
+        """Every part that differs from the others, by pipeline stage and tensor coordinate.
 
-    def _of_stage(self, pipe: int) -> Iterator[Share]:
-        with self._part(pipe) as (module, runs, found):
-            names = _block_names(self.blocks, found)
-            stages = found.plan.placement.stages_of(pipe) if found is not None else (0,)
-            left = list(range(self._mesh.tensor))
-            while left:
-                here = self._at(pipe, left[0])
-                with sliced_here(module, runs, found, self.ways, self._config, here) as cut:
-                    equal = [rank for rank in left if _widths(cut, rank) == _widths(cut, left[0])]
-                    experts = self.keep_experts(module, here)
-                    built, trace = self._built(module, runs, Division(found, cut, experts), here)
-                    sharded = built.sharded
-                    yield Share(
-                        pipe,
-                        tuple(equal),
-                        stages,
-                        names,
-                        built.flats,
-                        {name: param.numel() for name, param in sharded.frozen.items()},
-                        len(cut.slices),
-                        built.held,
-                        built.applied,
-                        here,
-                        _gathers(sharded),
-                        sharded.reduces_each_backward,
-                        None if found is None else self._stage_units(sharded, found),
-                        trace,
-                    )
-                left = [rank for rank in left if rank not in equal]
+        Stages of blocks that are alike are built once.
+        """
+        found: list[Share] = []
+        by_kind: dict[Hashable, list[Share]] = {}
+        for pipe in range(self._mesh.pipe):
+            with self._part(pipe) as (module, runs, stage):
+                kind = self._kind(module, runs, stage)
+                if kind in by_kind and pipe not in self._traced:
+                    found += [self._moved(share, pipe, stage) for share in by_kind[kind]]
+                    continue
+                shares = list(self._of_stage(pipe, module, runs, stage))
+                by_kind |= {} if kind is None else {kind: shares}
+                found += shares
+        return found
+
+    def _kind(self, module: nn.Module, runs: BlockRuns, stage: StageModules | None) -> Hashable:
+        """Equal for pipeline stages whose ranks hold and send alike; None: like no other one."""
+        config = self._config
+        inside = {id(p) for run in runs for _, block in run for p in block.parameters()}
+        by_name = (
+            config.zero_optimization.units
+            or config.float8.enabled
+            or config.data_types.keep_in_fp32_modules
+            or self._experts
+        )
+        if stage is None or stage.part.shared or by_name:
+            return None
+        if any(id(param) not in inside for param in module.parameters()):
+            return None
+        if self._mesh.size // self._mesh.pipe % self.ranks_per_host:
+            return None
+        ways = {} if self.ways is None else self.ways
+        return tuple(
+            (
+                kind_of(block),
+                tuple(
+                    (key.removeprefix(name), str(way))
+                    for key, way in ways.items()
+                    if key.startswith(f"{name}.")
+                ),
+                place,
+            )
+            for place, run in enumerate(runs)
+            for name, block in run
+        )
+
+    def _moved(self, share: Share, pipe: int, stage: StageModules | None) -> Share:
+        """The share of an equal stage."""
+        assert stage is not None and share.stage_units is not None
+        stages = stage.plan.placement.stages_of(pipe)
+        number = dict(zip(share.stages, stages, strict=True))
+        units = share.stage_units
+        stage_of = {name: number[old] for name, old in units.stage_of.items()}
+        return replace(
+            share,
+            pipe=pipe,
+            stages=stages,
+            blocks=_block_names(self.blocks, stage),
+            groups=self._at(pipe, share.tensors[0]),
+            stage_units=replace(units, stage_of=stage_of),
+            trace=None,
+        )
+
+    def _of_stage(
+        self, pipe: int, module: nn.Module, runs: BlockRuns, found: StageModules | None
+    ) -> Iterator[Share]:
+        names = _block_names(self.blocks, found)
+        stages = found.plan.placement.stages_of(pipe) if found is not None else (0,)
+        left = list(range(self._mesh.tensor))
+        while left:
+            here = self._at(pipe, left[0])
+            with sliced_here(module, runs, found, self.ways, self._config, here) as cut:
+                equal = [rank for rank in left if _widths(cut, rank) == _widths(cut, left[0])]
+                experts = self.keep_experts(module, here)
+                built, trace = self._built(module, runs, Division(found, cut, experts), here)
+                sharded = built.sharded
+                units = None
+                if found is not None:
+                    made = self._stage_units(sharded, found)
+                    units = UnitsOfStages(made.holds_all, made.holds_one, made.stage_of)
+                yield Share(
+                    pipe,
+                    tuple(equal),
+                    stages,
+                    names,
+                    built.flats,
+                    {name: param.numel() for name, param in sharded.frozen.items()},
+                    len(cut.slices),
+                    built.held,
+                    built.applied,
+                    here,
+                    _gathers(sharded),
+                    sharded.reduces_each_backward,
+                    units,
+                    trace,
+                )
+            left = [rank for rank in left if rank not in equal]
 
     def keep_experts(self, module: nn.Module, groups: FakeGroups) -> Cut | None:
         """Keep the experts of a rank, of all in `module`; see `unchanged`. None: no rank has experts alone."""
@@ -300,7 +378,8 @@ class Shares:
         trained = trained_groups(module, self._config)
         with ShapesOnly(copies_zeros=True):
             built = RankObjects(module, runs, flat_groups, groups, trained, messages, self._config)
-            trace = self._trace(built, module, division.stages, groups) if self._traces else None
+            is_traced = groups.mesh.coordinates(groups.rank).pipe in self._traced
+            trace = self._trace(built, module, division.stages, groups) if is_traced else None
             built.end()
         return built, trace
 

@@ -13,7 +13,8 @@ the options of `deepspeed` and of `torchrun`, and a few of its own.
 - A long option may be written with dashes or underscores. Its value is the next argument, or follows `=`.
 - Options end at the script (or at `--`). All arguments after it are passed to the script.
 - Flags take precedence over the environment.
-- Commands have options of their own: see [report.md](report.md) and [plan.md](plan.md).
+- Commands have options of their own: see [report.md](report.md), [plan.md](plan.md) and
+  [tune.md](tune.md).
 - `eval "$(xds completion bash)"` in `~/.bashrc` lets the shell complete them. zsh and fish have one too.
 - If an option marked † is not given, torchrun's variable `PET_<NAME>` is used.
 

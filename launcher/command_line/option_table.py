@@ -56,6 +56,9 @@ OPTIONS = (
     Option("--no-python", _RUN, help="the script is a program of any kind", is_torchrun=True),
     Option("--as-deepspeed", _RUN,
         help="in each rank `import deepspeed` is xds.deepspeed: scripts for DeepSpeed run unchanged"),
+    Option("--autotuning", _RUN, "MODE",
+        "tune: find the fastest micro-batch and stage by experiments, as deepspeed does; run: then train so",
+        choices=("tune", "run")),
 
     Option("--nproc-per-node", _HERE, "N",
         "ranks: a number, gpu, cpu (cores), or auto: one for each GPU, without one 2; on hosts: the first N"
@@ -160,8 +163,6 @@ OPTIONS = (
     Option("--python", _MORE, "PATH",
         refusal="was removed; start xds with the interpreter whose path exists on all machines"),
     Option("--threads-per-rank", _MORE, "N", refusal="was removed; set the variable OMP_NUM_THREADS"),
-    Option("--autotuning", _MORE, "MODE",
-        refusal="there is no autotuner yet; try sizes with `xds check`, and remove this option"),
     Option("--duplicate-stdout-filters", _MORE, "WORDS", is_torchrun=True,
         refusal="xds does not filter output; give --log-dir and search the ranks' files"),
     Option("--duplicate-stderr-filters", _MORE, "WORDS", is_torchrun=True,

@@ -25,6 +25,7 @@ usage: xds [options] script.py [arguments of the script]
        xds check config.json [--world-size N]   say what a config does; --json: all values
        xds elastic config.json                  print the valid numbers of ranks of its elasticity section
        xds plan config.json --model MODEL --world-size N   who has and sends what, the schedule, its seconds
+       xds tune config.json --model MODEL --world-size N --machine M   find the layout that fits and is fast
        xds report FOLDER                        make a page of a run that has written a record
        xds checkpoint info|verify|export|import|diff   inspect, verify, convert and compare checkpoints
        xds data info|analyze                    describe indexed files of tokens, and sort their rows by metrics

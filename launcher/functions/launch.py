@@ -31,7 +31,7 @@ from ...utils.quoting import printable
 
 CALL = "call.pickle"
 # the kernel sends SIGTERM to the command when this process ends, even by SIGKILL
-_COMMAND = """\
+COMMAND = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
 if os.getppid() != int(sys.argv.pop(1)):
@@ -81,7 +81,7 @@ def launch(
         words = ["--launcher", "local", *options, str(script)]
         if nproc is not None:
             words[:0] = ["--nproc-per-node", str(nproc)]
-        code = _run([sys.executable, "-c", _COMMAND, str(os.getpid()), *words])
+        code = _run([sys.executable, "-c", COMMAND, str(os.getpid()), *words])
         if code:
             raise XdsError(
                 f"xds.launch({name}): the ranks ended with exit code {code}; the report is above"
@@ -160,4 +160,4 @@ def _copy(source: IO[bytes], stream: Any) -> None:
         stream.flush()
 
 
-__all__ = ["CALL", "launch", "read_call"]
+__all__ = ["CALL", "COMMAND", "launch", "read_call"]

@@ -16,7 +16,7 @@ MOST_ROWS = 30
 MOST_EXPERTS = 1024  # of a layer
 TOKENS = "tokens_per_sample"  # the name of a value by which the page multiplies samples
 _SPEEDS = 400
-_STYLE = """
+STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1c2330;--dim:#667085;--edge:#e2e6ee;--card:#f7f8fb;
 --a:#2f6fdb;--b:#d9730d;--c:#0f8a5f;--d:#8250c8;--e:#98a2b3;--f:#d6a21c;--bad:#c62828}
 @media(prefers-color-scheme:dark){:root{--bg:#12161d;--fg:#e6eaf2;--dim:#9aa4b5;--edge:#2a313d;--card:#1a2029;
@@ -53,7 +53,7 @@ def page_of(run: Run, name: str, now: float) -> str:
         "<!doctype html><html lang=en><meta charset=utf-8>",
         "<meta http-equiv=Content-Security-Policy content=\"default-src 'none';style-src 'unsafe-inline'\">",
         "<meta name=viewport content='width=device-width'>",
-        f"<title>{shown(name, 80)}</title><style>{_STYLE}</style>",
+        f"<title>{shown(name, 80)}</title><style>{STYLE}</style>",
         f"<h1>{shown(name, 80)}</h1><p>{title}<p>{_state_text(run, now)}",
         _tiles(run),
         f"<h2>Training</h2><div class=charts>{''.join(_curves(run))}</div>",
@@ -261,4 +261,4 @@ def _versions(run: Run) -> str:
     return f"<table>{''.join(cells)}</table>"
 
 
-__all__ = ["page_of"]
+__all__ = ["STYLE", "page_of"]

@@ -185,7 +185,7 @@ def test_all_wrong_keys_come_at_once_and_then_what_does_not_go_together() -> Non
         "gradient_clipping": "1",
         "zero_optimization": {"stage": 9, "stag": 1},
         "optimizer": {"type": "AdmaW"},
-        "autotuning": {"enabled": True},
+        "nebula": {"enabled": True},
         "fp16": {"enabled": True},
         "bf16": {"enabled": True},
     }
@@ -193,9 +193,9 @@ def test_all_wrong_keys_come_at_once_and_then_what_does_not_go_together() -> Non
     found = complaints(source, world_size=2)
     assert {said.split(" = ")[0] for said in found} == wrong | {
         "optimizer.type",
-        "autotuning.enabled",
+        "nebula.enabled",
     }
-    for key in ("gradient_clipping", "zero_optimization", "optimizer", "autotuning"):
+    for key in ("gradient_clipping", "zero_optimization", "optimizer", "nebula"):
         del source[key]
     precision, size = complaints(source, world_size=2)
     assert "fp16.enabled and bf16.enabled exclude one another" in precision

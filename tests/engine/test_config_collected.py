@@ -33,7 +33,6 @@ FILLED = {  # by transformers' Trainer, from TrainingArguments and the model's w
     "zero_optimization.stage3_param_persistence_threshold": 10 * WIDTH,
 }
 NOT_BUILT = {
-    "autotuning.enabled": 4,
     "compile.deepcompile": 1,
 }
 

@@ -63,7 +63,7 @@ REFUSED = """
 --backend glue t.py | --backend = glue: must be one of nccl, gloo, mpi
 --module --no-python t | cannot be combined
 --module=yes t | --module = yes: takes no value
---autotuning run t.py | there is no autotuner yet
+--autotuning x t.py | --autotuning = x: must be one of tune, run
 --hostfile hosts --launcher pigeon t.py | --launcher = pigeon: must be one of ssh, pdsh
 chekc config.json | xds: chekc: neither a command nor a file; did you mean `xds check`?
 """
@@ -117,7 +117,7 @@ def test_help_and_version(capsys):
     options = "--nproc-per-node --module --log-dir --backend --hostfile --rdzv-endpoint --include"
     commands = ("xds check", "xds env", "xds elastic", "xds bench")
     assert all(part in text for part in (*options.split(), *commands))
-    assert "--num_gpus" not in text and "--autotuning" not in text  # an alias, and a refusal
+    assert "--num_gpus" not in text and "--dry-run" not in text  # an alias, and a refusal
     assert max(map(len, text.splitlines())) <= 112
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"xds {xds.__version__}\n"

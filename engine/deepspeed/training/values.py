@@ -17,6 +17,10 @@ from ..library.log import set_log_level_from_string
 
 # name of the method -> path of the key in the checked config; None where the section is absent
 _CHECKED: dict[str, str] = {
+    "autotuning_enabled": "autotuning.enabled",
+    "autotuning_end_profile_step": "autotuning.end_profile_step",
+    "autotuning_metric": "autotuning.metric",
+    "autotuning_start_profile_step": "autotuning.start_profile_step",
     "bfloat16_enabled": "bf16.enabled",
     "curriculum_enabled_legacy": "curriculum_learning.enabled",
     "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
@@ -74,7 +78,6 @@ _GIVEN: dict[str, str] = {
 # name of the method -> its answer: xds has no such choice, or refuses the feature
 _ANSWERS: dict[str, Any] = {
     "amp_enabled": False,
-    "autotuning_enabled": False,
     "eigenvalue_enabled": False,
     "is_deepcompile_enabled": False,
     "sparse_gradients_enabled": False,

@@ -1,0 +1,1 @@
+"""Runs what a tuner tries, and shows what it found."""
