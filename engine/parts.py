@@ -95,6 +95,7 @@ class Recovery:
 
     is_on = False
     has_lost = False
+    must_regroup = False  # what this rank says in the message of its steps
 
     def bind(self, parts: Parts, counters: Counters, step: Any, states: Any) -> None:
         """The pieces of the engine."""
@@ -118,6 +119,10 @@ class Recovery:
     def takes_failure(self) -> bool:
         """A collective has failed. Returns whether `recover` will follow, and not the error."""
         return False
+
+    def agree(self, status: StepStatus) -> None:
+        """What the ranks said in the message of the step that runs."""
+        return
 
     def commit(self) -> None:
         """A step has ended on this rank."""

@@ -10,11 +10,13 @@ has, all repeat the step.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,8 +31,16 @@ from ..ops.comm.collectives import Collectives
 from ..ops.comm.exchange import all_gather_json
 from ..ops.comm.opening import open_collectives
 from ..ops.mesh import Mesh
-from ..recovery.generations import Generation, Meeting, shares_of
+from ..recovery.generations import (
+    SHARED_MEMORY,
+    STATES_PREFIX,
+    Generation,
+    Meeting,
+    shares_of,
+)
 from ..utils.errors import PeerError, UsageError
+from ..utils.version import __version__
+from ..zero.core.reduction import StepStatus
 from .checkpoint.load_plan import LoadOptions
 from .checkpoint.random_state import read_random_state, set_random_state
 from .checkpoint.save import SaveOptions
@@ -39,15 +49,15 @@ from .counters import Counters
 from .data.loaders import RankLoader
 from .data.step_sampler import StepSampler
 from .parts import Parts, Recovery
-from .process.process import timeout_seconds
+from .process.process import joins, timeout_seconds
 from .states import States
 from .steps.training_step import TrainingStep
 
 log = logging.getLogger("xds")
 LIGHTHOUSE = "XDS_LIGHTHOUSE"  # host:port of the store in which the launcher names generations
 ENGINES = 2  # of a group: one engine, and the comparison of configs before it
+LOOK_SECONDS = 0.1  # between two looks of rank 0 for another generation
 CONNECT_SECONDS = 2.0  # of a new group: all its ranks are there
-SHARED_MEMORY = "/dev/shm"
 Result = TypeVar("Result")
 
 
@@ -88,15 +98,22 @@ class LiveRecovery(Recovery):
         self._loader, self._source = loader, source
         self._unit, self._num_units = collectives.rank, collectives.world_size
         self._generation = Generation(0, tuple(range(self._num_units)))
-        self._base = dist.distributed_c10d._get_default_store()
-        host, _, port = os.environ[LIGHTHOUSE].rpartition(":")
-        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-        self._meeting = Meeting(store, "recovery", self._unit)
+        self._joins = joins()
+        if self._joins is not None:
+            self._generation = Generation(self._joins.generation, ())
+        self._base = _connection()  # of groups
+        self._meeting = Meeting(_connection(), "recovery", self._unit)
+        self._regroups = False  # another generation begins after the step that runs
+        self._looked_seconds = 0.0
+        self._has_newcomer = False  # in the newest generation
         self._target: RecoveryTarget | None = None
         self._committed: _Committed
         self._num_calls = 0  # collective calls between steps; the last one may be running
         self._is_inside = False
+        self._first_inside = -1  # the first rank that is in such a call
         self._lost_seconds = 0.0  # when a collective failed; 0: none has
+        settings = json.dumps(config.as_dict(), sort_keys=True, default=str)
+        self._digest = zlib.crc32(f"{torch.__version__} {__version__} {settings}".encode())
 
     # -- what the engine calls --------------------------------------------------------------------------
 
@@ -106,6 +123,10 @@ class LiveRecovery(Recovery):
     def begin(self) -> None:
         self._collectives.watch.recovers = True
         self._note(self._source.start())
+        if self._joins is not None:
+            self._meeting.ask_to_join(self._joins.attempt)
+            self._meet()
+            return
         self._collectives.barrier()  # from here on every rank can recover
         self._meeting.announce(self._config.recovery.least_units(self._num_units))
 
@@ -122,6 +143,16 @@ class LiveRecovery(Recovery):
             self._collectives.leave()  # those that wait for this rank recover as well
         return True
 
+    @property
+    def must_regroup(self) -> bool:  # type: ignore[override]
+        if self._collectives.rank or time.monotonic() - self._looked_seconds < LOOK_SECONDS:
+            return False
+        self._looked_seconds = time.monotonic()
+        return self._meeting.is_replaced(self._generation)
+
+    def agree(self, status: StepStatus) -> None:
+        self._regroups = status.regroups
+
     def commit(self) -> None:
         taken, before = self._source.taken(), self._committed.position
         is_next = taken["samples"] == before["samples"] + self._source.step_samples
@@ -134,15 +165,22 @@ class LiveRecovery(Recovery):
                 "that trains them, and not ahead"
             )
         self._note(taken)
+        if self._regroups:  # all ranks do, after this step
+            self._lost_seconds = time.monotonic()
 
     def loaded(self) -> None:
         self._note(self._source.start())
 
     def recover(self) -> None:
         """See `Recovery`. Raises PeerError: the run does not go on, or not with this rank."""
-        target, begun_seconds = self._target, self._lost_seconds
+        assert self._target is not None
+        self._drop(self._target)
+        self._meet()
+
+    def _meet(self) -> None:
+        """Take part in the newest generation, from the newest step on."""
+        target, begun_seconds = self._target, self._lost_seconds or time.monotonic()
         assert target is not None
-        self._drop(target)
         while True:
             generation = self._next()  # raises PeerError where there is none for this rank
             try:
@@ -151,7 +189,9 @@ class LiveRecovery(Recovery):
                 break
             except PeerError:  # another rank has failed meanwhile
                 self._collectives.leave()
-        self._lost_seconds = 0.0
+        if self._joins is not None:
+            self._meeting.say_joined(self._joins.attempt)
+        self._lost_seconds, self._regroups, self._joins = 0.0, False, None
         self._take_shares(target.counters)
         if self._collectives.rank == 0:
             units = ", ".join(map(str, self._generation.units))
@@ -178,8 +218,18 @@ class LiveRecovery(Recovery):
                 self.recover()
                 if not self._is_inside:
                     return otherwise
+                if self._has_newcomer:  # which does not run this call
+                    return self._run_alone(call, otherwise)
         finally:
             self._is_inside = False
+
+    def _run_alone(self, call: Callable[[], Result], otherwise: Result) -> Result:
+        """Let one rank that is in the call run it for all. At stage 0 it has all states."""
+        assert self._target is not None
+        if self._collectives.rank != self._first_inside:
+            return otherwise
+        with self._alone(Collectives(self._collectives.backend), self._target.parts):
+            return call()
 
     def end(self) -> None:
         self._target = None
@@ -210,7 +260,8 @@ class LiveRecovery(Recovery):
         """The next generation that all its units have joined."""
         number = self._generation.number
         while True:
-            found = self._meeting.next_after(number, timeout_seconds())
+            is_new = self._joins is not None
+            found = self._meeting.next_after(number, timeout_seconds(), is_new=is_new)
             if self._meeting.gather(found):
                 return found
             number = found.number
@@ -245,14 +296,29 @@ class LiveRecovery(Recovery):
 
     def _heal(self, target: RecoveryTarget) -> None:
         """Let ranks whose last step is older copy the states of one whose step is the newest."""
-        parts, now = target.parts, (target.counters.global_steps, self._num_calls, self._is_inside)
+        parts, step = target.parts, target.counters.global_steps
+        now = (step if self._joins is None else -1, self._num_calls, self._is_inside, self._digest)
         own = torch.tensor([int(number) for number in now])
         table = self._collectives.gather_small(own, what="steps").tolist()
         steps = [row[0] for row in table]
-        # another rank has ended the call that this one is in: all have done their part of it
-        if any(calls - inside >= self._num_calls for _, calls, inside in table):
-            self._is_inside = False
         newest = steps.index(max(steps))
+        if self._digest != table[newest][3]:
+            raise UsageError(
+                f"rank {self._unit} cannot take the place of a lost rank: its config, or its version of xds or "
+                "torch, differs from that of the ranks that train; start the run again"
+            )
+        if max(steps) < 0:
+            raise UsageError(
+                "all ranks that have trained are lost, before a new process has their states: start the run "
+                "again from its last checkpoint"
+            )
+        self._has_newcomer = min(steps) < 0
+        self._first_inside = next((rank for rank, row in enumerate(table) if row[2]), -1)
+        if self._joins is not None:
+            self._num_calls = max(row[1] for row in table)
+        # another rank has ended the call that this one is in: all have done their part of it
+        if any(calls - inside >= self._num_calls for _, calls, inside, _ in table):
+            self._is_inside = False
         if min(steps) == max(steps):
             return
         opened = Collectives(self._collectives.backend)
@@ -260,7 +326,7 @@ class LiveRecovery(Recovery):
         parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         try:
             if rank == newest:
-                folder = tempfile.mkdtemp(prefix="xds-heal-", dir=parent)
+                folder = tempfile.mkdtemp(prefix=f"{STATES_PREFIX}{os.getppid()}-", dir=parent)
                 with self._alone(opened, parts):
                     target.states.save(folder, None, None, SaveOptions())
             place = all_gather_json(self._collectives, folder, "the folder of states")[newest]
@@ -293,18 +359,29 @@ class LiveRecovery(Recovery):
         counters.accumulation.extra = len(shares) - steps
 
 
+def _connection() -> Any:
+    """A connection of its own to the store of the launcher."""
+    host, _, port = os.environ[LIGHTHOUSE].rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
 def _check(config: Config, collectives: Collectives, loader: Any) -> None:
     if LIGHTHOUSE not in os.environ:
         raise UsageError(
             "recovery.enabled: the launcher has to keep the other ranks when one fails: start the script with "
             "`xds --recover train.py`, or set recovery.enabled to false"
         )
-    if collectives.device.type != "cpu" or dist.get_backend(collectives.group) != "gloo":
+    if (
+        collectives.device.type != "cpu"
+        or joins() is None
+        and dist.get_backend(collectives.group) != "gloo"
+    ):
         raise UsageError(
             f"recovery.enabled on {collectives.device.type} with {dist.get_backend(collectives.group)}: it is "
             "built for gloo on CPUs; set recovery.enabled to false"
         )
-    if collectives.group is not dist.group.WORLD or collectives.backend.member.engine >= ENGINES:
+    is_world = collectives.group is dist.group.WORLD or joins() is not None
+    if not is_world or collectives.backend.member.engine >= ENGINES:
         raise UsageError(
             "recovery.enabled: the engine must be the only one of its process, over all ranks; set "
             "recovery.enabled to false where there are several"

@@ -17,7 +17,7 @@ class Job:
     log_dir: folder for every rank's output; "" means a new folder for each run under the cache folder.
     bind_cores: give each rank of a machine its own cores.
     core_list: the cores to use, such as "0-3,8"; "" means all.
-    recovers: when a rank fails, the others go on.
+    recovers: when a rank fails, the others go on. num_spares: processes that wait for its place.
     """
 
     kind: Literal["script", "module", "program"]
@@ -29,6 +29,7 @@ class Job:
     bind_cores: bool = False
     core_list: str = ""
     recovers: bool = False
+    num_spares: int = 0
 
 
 @final

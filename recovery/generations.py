@@ -21,6 +21,10 @@ from ..ops.watch.store import Store
 from ..utils.errors import PeerError
 
 PREFIX = "xds/recovery"
+_JOINED = "joined"
+# Folders with the states of a rank for another one. Their names have the process id of the launcher, which
+# removes those of ranks that were killed.
+SHARED_MEMORY, STATES_PREFIX = "/dev/shm", "xds-states-"
 _POLL_SECONDS = 0.002  # between two looks for the others
 _WAIT_SECONDS = 0.5  # of one wait for the next generation
 
@@ -50,6 +54,10 @@ def _ready_key(number: int, unit: int) -> str:
     return f"{PREFIX}/ready/{number}/{unit}"
 
 
+def _join_key(unit: int, attempt: int) -> str:
+    return f"{PREFIX}/join/{unit}/{attempt}"
+
+
 @final
 class Lighthouse:
     """Decides who is in a generation. One process of the run has it, which outlives the ranks: the launcher."""
@@ -69,9 +77,25 @@ class Lighthouse:
 
     def lose(self, unit: int, reason: str) -> Generation:
         """Begin a generation without `unit`."""
-        now = self.generation
-        units = tuple(other for other in now.units if other != unit)
-        self.generation = Generation(now.number + 1, units, reason)
+        units = tuple(other for other in self.generation.units if other != unit)
+        return self._begin(units, reason)
+
+    def admit(self, unit: int, attempt: int) -> Generation | None:
+        """Begin a generation with the new process of `unit`, if that is ready to take part; else None.
+
+        attempt: the number of the process among those that were started for lost units.
+        """
+        if self._store.read(_join_key(unit, attempt)) is None:
+            return None
+        units = tuple(sorted({*self.generation.units, unit}))
+        return self._begin(units, f"rank {unit} is there again")
+
+    def has_joined(self, unit: int, attempt: int) -> bool:
+        """That process has the states of the others, and takes part."""
+        return self._store.read(_join_key(unit, attempt)) == _JOINED
+
+    def _begin(self, units: tuple[int, ...], reason: str) -> Generation:
+        self.generation = Generation(self.generation.number + 1, units, reason)
         text = _KIND.dump_json(self.generation).decode()
         self._store.set(_key(self.generation.number), text)
         return self.generation
@@ -91,8 +115,20 @@ class Meeting:
         """This unit can recover from now on. min_units: the fewest that go on."""
         self._store.set(_ready_key(0, self._unit), str(min_units))
 
-    def next_after(self, number: int, timeout_seconds: float) -> Generation:
+    def ask_to_join(self, attempt: int) -> None:
+        """This process is ready for the place of a lost one."""
+        self._store.set(_join_key(self._unit, attempt), "ready")
+
+    def say_joined(self, attempt: int) -> None:
+        """This process has the states of the others."""
+        self._store.set(_join_key(self._unit, attempt), _JOINED)
+
+    def next_after(
+        self, number: int, timeout_seconds: float, *, is_new: bool = False
+    ) -> Generation:
         """Wait for a generation after `number`; the newest one.
+
+        is_new: this unit takes the place of a lost one, so generations without it may come before.
 
         Raises:
             PeerError: there is none within the timeout, the launcher has ended, or this unit is not in it.
@@ -115,6 +151,8 @@ class Meeting:
                 f"generation after {number} within {timeout_seconds:.0f} s"
             ) from error
         if self._unit not in found.units:
+            if is_new:
+                return self.next_after(found.number, timeout_seconds, is_new=True)
             raise PeerError(
                 f"rank {self._unit} is not in generation {found.number} of this run, because it did not answer "
                 f"({found.reason}): its work is dropped, and it ends"
@@ -153,4 +191,4 @@ def shares_of(
     return own + left_over[units.index(unit) :: len(units)]
 
 
-__all__ = ["Generation", "Lighthouse", "Meeting", "shares_of"]
+__all__ = ["SHARED_MEMORY", "STATES_PREFIX", "Generation", "Lighthouse", "Meeting", "shares_of"]

@@ -35,21 +35,25 @@ LIMIT_SECONDS = 180.0
 TOLERANCE = 1e-4
 
 
-def plan_of(random_: random.Random, ranks: int, steps: int) -> list[dict[str, Any]]:
-    """What happens to each unit that is lost."""
+def plan_of(random_: random.Random, ranks: int, steps: int, kills: int) -> list[dict[str, Any]]:
+    """What happens to units. kills: of a run whose lost ranks are replaced; 0: they are not."""
     units = random_.sample(range(ranks), ranks - 1)
+    if kills:
+        units = [random_.randrange(ranks) for _ in range(kills)]
     step, plan = 3, []
-    for unit in units:
+    for number, unit in enumerate(units):
         if random_.random() > 0.2:  # else together with the one before
-            step += random_.randint(2, max(3, steps // ranks))
+            step += random_.randint(2, max(3, steps // (len(units) + 1)))
         phase, how = random_.choice(PHASES), random_.choice(SIGNALS)
         if how == "exception" and phase.endswith(("write", "commit")):
             how = "SIGKILL"  # a save that fails raises on all ranks, with recovery as well
-        plan.append({"unit": unit, "step": step, "phase": phase, "signal": how})
+        plan.append({"number": number, "unit": unit, "step": step, "phase": phase, "signal": how})
     return plan
 
 
-def run(out: Path, plan: list[dict[str, Any]], ranks: int, steps: int) -> tuple[str, list[Any]]:
+def run(
+    out: Path, plan: list[dict[str, Any]], ranks: int, steps: int, spares: int = 0
+) -> tuple[str, list[Any]]:
     """Run once. Returns what is wrong, or "", and the records of all units."""
     out.mkdir()
     inside = [entry for entry in plan if entry["phase"] != "outside"]
@@ -57,6 +61,7 @@ def run(out: Path, plan: list[dict[str, Any]], ranks: int, steps: int) -> tuple[
     environ["OMP_NUM_THREADS"] = "1"
     launcher = Path(sys.executable).with_name("xds")
     command = [str(launcher), "--recover", "--nproc-per-node", str(ranks)]
+    command += ["--spares", str(spares)]
     with open(out / "output.txt", "w") as output:
         process = subprocess.Popen(
             [*command, "--log-dir", str(out / "logs"), str(TRAIN)],
@@ -87,7 +92,9 @@ def kill_outside(out: Path, entry: dict[str, Any]) -> bool:
     text = path.read_text() if path.exists() else ""
     if f'"step": {entry["step"]},' not in text:
         return False
-    pid = json.loads(text.partition("\n")[0])["start"]
+    pid = [json.loads(line) for line in text.splitlines() if '"start"' in line][-1]["start"]
+    if not is_alive(pid):
+        return False  # the next process of the unit
     time.sleep(random.random() * 0.03)
     name = "SIGKILL" if entry["signal"] == "exception" else entry["signal"]
     with open(out / "outside.jsonl", "a") as file:
@@ -125,6 +132,18 @@ def waits(found: list[Any]) -> list[float]:
     return result
 
 
+def show(ranks: int, runs: int, failed: int, seconds: list[float], phases: Counter[str]) -> None:
+    print(f"{phases.total()} kills in {runs} runs of {ranks} ranks; {failed} runs failed")
+    if seconds:
+        seconds.sort()
+        p99 = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+        print(
+            f"kill to the next step: p50 {statistics.median(seconds):.2f} s, p99 {p99:.2f} s, "
+            f"longest {seconds[-1]:.2f} s"
+        )
+    print(", ".join(f"{phase} {count}" for phase, count in sorted(phases.items())))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=60)
@@ -132,6 +151,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--signal", default="", help="this one only")
+    parser.add_argument("--spares", type=int, default=0, help="lost ranks are replaced")
+    parser.add_argument("--kills-per-run", type=int, default=6, help="with --spares")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
     before = {path.name for path in Path("/dev/shm").iterdir()}
@@ -143,11 +164,12 @@ def main() -> None:
     number = 0
     while kills < args.kills:
         number += 1
-        plan = plan_of(random_, args.ranks, args.steps)
+        replaced = args.kills_per_run if args.spares else 0
+        plan = plan_of(random_, args.ranks, args.steps, replaced)
         if args.signal:
             plan = [{**entry, "signal": args.signal} for entry in plan]
         out = folder / f"run{number}"
-        problem, found = run(out, plan, args.ranks, args.steps)
+        problem, found = run(out, plan, args.ranks, args.steps, args.spares)
         ends = [record for record in found if "end" in record]
         if not problem and not ends:
             problem = "no unit has ended"
@@ -168,17 +190,8 @@ def main() -> None:
         else:
             shutil.rmtree(out)
     left = {path.name for path in Path("/dev/shm").iterdir()} - before
-    left = {name for name in left if name.startswith("xds")}
-    seconds.sort()
-    print(f"{kills} kills in {number} runs of {args.ranks} ranks; {len(problems)} runs failed")
-    print(f"files left in shared memory: {len(left)}")
-    if seconds:
-        p99 = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
-        print(
-            f"kill to the next step: p50 {statistics.median(seconds):.2f} s, p99 {p99:.2f} s, "
-            f"longest {seconds[-1]:.2f} s"
-        )
-    print(", ".join(f"{phase} {count}" for phase, count in sorted(phases.items())))
+    show(args.ranks, number, len(problems), seconds, phases)
+    print(f"files left in shared memory: {sum(name.startswith('xds') for name in left)}")
     sys.exit(bool(problems))
 
 

@@ -1,7 +1,7 @@
 """A run that is killed: a small GPT on several ranks, with saves. Started by kills.py and step_time.py.
 
-Environment: STEPS, PLAN (JSON: [{"unit", "step", "phase", "signal"}]), OUT (a folder: `unit3.jsonl` gets a line
-for each step, kill and end), RECOVERY (0: without the section).
+Environment: STEPS, PLAN (JSON: [{"number", "unit", "step", "phase", "signal"}]), OUT (a folder: `unit3.jsonl`
+gets a line for each step, kill and end), RECOVERY (0: without the section).
 """
 
 from __future__ import annotations
@@ -68,6 +68,10 @@ def reach(phase: str) -> None:
     for entry in PLAN:
         # healing is no part of a step: it comes at the first failure after the entry's step
         if entry["phase"] == phase and engine is not None and engine.global_steps >= entry["step"]:
+            done = OUT / f"done{entry['number']}"
+            if done.exists():  # in the process before this one
+                continue
+            done.touch()
             write(kill=phase, step=engine.global_steps)
             if entry["signal"] == "exception":
                 PLAN.remove(entry)

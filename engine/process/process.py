@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -51,6 +52,23 @@ def pick_device() -> torch.device:
     return device
 
 
+@dataclass(frozen=True)
+class Joins:
+    """This process takes the place of a lost rank of a run that goes on.
+
+    generation: of the run when it was started. attempt: its number among such processes.
+    """
+
+    generation: int
+    attempt: int
+
+
+def joins() -> Joins | None:
+    """What the launcher says in XDS_JOINS; None: this process has started with the run."""
+    found = os.environ.get("XDS_JOINS", "")
+    return Joins(*map(int, found.split())) if found else None
+
+
 def is_launched() -> bool:
     """There may be other ranks: the process group exists, or a launcher has described it."""
     return dist.is_initialized() or all(key in os.environ for key in LAUNCHER_KEYS)
@@ -76,7 +94,13 @@ def join(device: torch.device) -> dist.ProcessGroup:
         if backend != "mpi":
             fill(os.environ)
         present = [key for key in LAUNCHER_KEYS if key in os.environ]
-        if backend == "mpi":
+        if joins() is not None:
+            # the others train: nothing is sent until this rank has its place
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+        elif backend == "mpi":
             dist.init_process_group("mpi")
         elif len(present) == len(LAUNCHER_KEYS):
             with _meeting(timeout.total_seconds()):

@@ -18,7 +18,7 @@ from ...ops.optim.scale import Scale
 from ...utils.arguments import wrong
 from ...utils.errors import UnscaledLossError, UsageError, XdsError
 from ...zero.core.backward_pass import BackwardRules, ScriptBackward
-from ...zero.core.reduction import Scope, StepStatus
+from ...zero.core.reduction import REGROUP, STOP, Scope, StepStatus
 from ..counters import Counters
 from ..data.batches import as_inputs, check_loss, move
 from ..means import UNIT, Weight
@@ -402,13 +402,14 @@ class TrainingStep(BackwardRules):
             return self._norm(self._start_finish())
 
     def _start_finish(self) -> StepStatus:
-        must_stop = self._parts.preemption.is_asked
-        return self._sharded.start_finish(must_stop=must_stop, means=self.means.message())
+        flags = STOP * self._parts.preemption.is_asked + REGROUP * self._parts.recovery.must_regroup
+        return self._sharded.start_finish(flags=flags, means=self.means.message())
 
     def _norm(self, status: StepStatus) -> float:
         square = self._sharded.end_finish(status)
         self.means.arrived(status.means)
         self._parts.preemption.agree(status)
+        self._parts.recovery.agree(status)
         return math.sqrt(square) * self.gradient_factor() if square >= 0 else math.nan
 
     def _measure_for_update(self) -> tuple[float, list[bool]]:

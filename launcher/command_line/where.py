@@ -137,6 +137,7 @@ def _job(args: ParsedArgs) -> Job:
         bind_cores=args.has("bind_cores_to_rank"),
         core_list=args.text("bind_core_list"),
         recovers=args.has("recover"),
+        num_spares=args.number("spares", 0, least=0),
     )
 
 

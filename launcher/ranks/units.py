@@ -10,13 +10,16 @@ environment. The store is in this process, and outlives every rank.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from ...utils.errors import XdsError
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 STOPPED_SECONDS = 1.0  # a rank that is stopped for so long is lost
 _LOOK_SECONDS = 0.05
+_SPARE_SECONDS = 2.0  # for a spare to end
 _MOST_SECONDS = 0.2  # between two looks: in more time this process was stopped itself
 
 
@@ -52,10 +56,21 @@ class Units(threading.Thread):
         self.folder, self.order = folder, order
         self._stop_asked, self._extra = stop, extra
         self._ranks: dict[int, int] = {}
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._ended: queue.SimpleQueue[tuple[int, int, float]] = queue.SimpleQueue()
-        self._lost: set[int] = set()  # ranks without which the run went on
+        self._is_over = False  # on request
+        self._argv: list[str] = []
+        self._environments: dict[int, dict[str, Any]] = {}
+        self._errors: dict[int, str] = {}  # by rank: the path of its failure record
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._codes: dict[int, int] = {}  # by rank: how its last process ended
+        self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._lost: set[int] = set()  # ranks without which the run goes on
         self._stopped: dict[int, float] = {}  # by rank: for how long it has been stopped
+        self._spares: list[subprocess.Popen[bytes]] = []
+        self._joining: dict[
+            int, int
+        ] = {}  # by rank: the number of its new process, which is no part yet
+        self._admitted: set[int] = set()  # of them, those that are in the newest generation
+        self._attempt = 0  # the number of the last new process
 
     def ranks(self) -> dict[int, int]:
         """Rank by local rank; empty until they start."""
@@ -76,7 +91,7 @@ class Units(threading.Thread):
 
     def _run(self) -> None:
         from ...ops.watch.store import Store
-        from ...recovery.generations import Lighthouse
+        from ...recovery.generations import SHARED_MEMORY, STATES_PREFIX, Lighthouse
         from .rendezvous_store import serve
 
         rendezvous, store = serve(self.order.rendezvous)
@@ -84,33 +99,44 @@ class Units(threading.Thread):
         self.store_reference = store
         messages = Store(store, "recovery", -1, self.order.key)
         lighthouse = Lighthouse(messages, self.num_ranks)
-        errors = self._start_all(rendezvous.endpoint)
-        codes: dict[int, int] = {}
+        self._prepare(rendezvous.endpoint)
+        for rank in range(self.num_ranks):
+            self._run_rank(
+                rank,
+                subprocess.Popen(self._argv, env=self._environment(rank), start_new_session=True),
+            )
+        self._fill_spares()
         now = time.monotonic()
-        while len(codes) < self.num_ranks:
+        while self._running:
             with contextlib.suppress(queue.Empty):
-                rank, code, _ = self._ended.get(timeout=_LOOK_SECONDS)
-                codes[rank] = code
-                if code and not self.is_ending:
-                    self._lose(rank, codes, lighthouse)
+                rank, code = self._ended.get(timeout=_LOOK_SECONDS)
+                self._codes[rank] = code
+                process = self._running.pop(rank)
+                if code and not (self.is_ending or self._is_over):
+                    self._lose(rank, lighthouse)
+                if code and rank not in self._lost:
+                    self._note_failure(rank, process.pid, code)
             before, now = now, time.monotonic()
             if now - before < _MOST_SECONDS:
-                self._look_for_stopped(now - before, codes)
-        if self.is_ending:
-            self._collect(codes, errors)
+                self._look_for_stopped(now - before)
+            self._admit(lighthouse)
+        self._end_spares()
+        for path in Path(SHARED_MEMORY).glob(f"{STATES_PREFIX}{os.getpid()}-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        if not (self.is_ending or self._is_over):
+            self.failures = {}
 
     # -- start ------------------------------------------------------------------------------------------
 
-    def _start_all(self, endpoint: str) -> dict[int, str]:
-        """Start every rank. Returns the paths of their failure records."""
+    def _prepare(self, endpoint: str) -> None:
+        """Choose the environment of every rank, and the paths of its files."""
         from .elastic import WORKER, RankFiles
 
         host, _, port = endpoint.rpartition(":")
         count = str(self.num_ranks)
-        environments: dict[int, dict[str, Any]] = {}
         for rank in range(self.num_ranks):
             number = str(rank)
-            environments[rank] = {
+            self._environments[rank] = {
                 **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), number),
                 **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), count),
                 **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default"},
@@ -122,74 +148,136 @@ class Units(threading.Thread):
                 "XDS_LIGHTHOUSE": endpoint,
             }
         files = RankFiles(self.folder, self.order, self.num_ranks, self._ranks, self._extra)
-        destinations = files.reify(environments)
+        self._errors = files.reify(self._environments).error_files
         job = self.order.job
-        argv = [sys.executable, "-u", WORKER, job.kind, job.target, *job.args]
-        for rank, environment in environments.items():
-            process = subprocess.Popen(
-                argv, env={**os.environ, **environment}, start_new_session=True
-            )
-            self._processes[rank] = process
-            threading.Thread(target=self._wait, args=(rank, process.pid), daemon=True).start()
-        return destinations.error_files
+        self._argv = [sys.executable, "-u", WORKER, job.kind, job.target, *job.args]
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return {**os.environ, **self._environments[rank]}
+
+    def _run_rank(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self._running[rank] = process
+        threading.Thread(target=self._wait, args=(rank, process.pid), daemon=True).start()
 
     def _wait(self, rank: int, pid: int) -> None:
         # WNOWAIT: another thread waits for it as well, and reads how it ended
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         is_exit = ended.si_code == os.CLD_EXITED
-        self._ended.put((rank, ended.si_status if is_exit else -ended.si_status, time.time()))
+        self._ended.put((rank, ended.si_status if is_exit else -ended.si_status))
+
+    # -- spares -----------------------------------------------------------------------------------------
+
+    def _fill_spares(self) -> None:
+        """Start processes that import torch, and then wait for the place of a lost rank."""
+        while len(self._spares) < self.order.job.num_spares:
+            # of the last rank, whose output goes to a file, until it gets those of its own rank
+            environment = {**self._environment(self.num_ranks - 1), "XDS_SPARE": "1"}
+            self._spares.append(
+                subprocess.Popen(
+                    self._argv, env=environment, stdin=subprocess.PIPE, start_new_session=True
+                )
+            )
+
+    def _fill_place(self, rank: int, generation: int) -> None:
+        """Let a spare be `rank` from now on, and start another spare."""
+        self._spares = [spare for spare in self._spares if spare.poll() is None]
+        if not self._spares:
+            return
+        spare, self._attempt = self._spares.pop(0), self._attempt + 1
+        changes = {**self._environments[rank], "XDS_JOINS": f"{generation} {self._attempt}"}
+        assert spare.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            spare.stdin.write(json.dumps(changes).encode() + b"\n")
+            spare.stdin.close()
+        self._joining[rank] = self._attempt
+        self._run_rank(rank, spare)
+        self._fill_spares()
+
+    def _admit(self, lighthouse: Lighthouse) -> None:
+        """Let new processes that have built their engines take part. End those that nobody waits for."""
+        for rank, attempt in list(self._joining.items()):
+            if rank not in self._admitted and lighthouse.admit(rank, attempt) is not None:
+                self._admitted.add(rank)
+            elif rank in self._admitted and lighthouse.has_joined(rank, attempt):
+                del self._joining[rank]
+                self._admitted.discard(rank)
+                self._lost.discard(rank)
+                self._tell(
+                    f"rank {rank} is there again (generation {lighthouse.generation.number})"
+                )
+        if self._running and self._running.keys() <= self._joining.keys():  # the others have ended
+            self._is_over = True
+            for process in self._running.values():
+                process.kill()
+
+    def _end_spares(self) -> None:
+        for spare in self._spares:
+            assert spare.stdin is not None
+            with contextlib.suppress(OSError):
+                spare.stdin.close()
+        for spare in self._spares:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                spare.wait(_SPARE_SECONDS)
+            spare.kill()
 
     # -- a rank is lost ---------------------------------------------------------------------------------
 
-    def _lose(self, rank: int, codes: dict[int, int], lighthouse: Lighthouse) -> None:
-        """Go on without `rank`, or end the run. codes: by rank that has ended."""
-        code, former = codes[rank], lighthouse.generation.units
-        how = (
+    def _lose(self, rank: int, lighthouse: Lighthouse) -> None:
+        """Go on without `rank`, or end the run."""
+        code, former = self._codes[rank], lighthouse.generation.units
+        ending = (
             f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         )
         left = [unit for unit in former if unit != rank]
         if self._stop_asked.signum or code == SAVED_AND_LEFT:
-            self.is_ending = True  # the others end as well
+            self._is_over = True  # the others end as well
+            return
+        if self._joining.pop(rank, None) is not None:  # it has not taken part yet
+            number = lighthouse.generation.number
+            if rank in self._admitted:
+                self._admitted.discard(rank)
+                number = lighthouse.lose(rank, f"rank {rank} {ending}").number
+            self._fill_place(rank, number)
             return
         least = (
             lighthouse.min_units or self.num_ranks
         )  # before all have built their engines none goes on
-        if rank not in former or len(left) < least or any(codes.get(unit) == 0 for unit in left):
+        has_ended = any(unit not in self._running for unit in left)
+        if rank not in former or len(left) < least or has_ended:
             self._end_all()
             return
         self._lost.add(rank)
-        generation = lighthouse.lose(rank, f"rank {rank} {how}")
+        generation = lighthouse.lose(rank, f"rank {rank} {ending}")
         units = ", ".join(map(str, left))
-        text = f"xds: rank {rank} {how}; ranks {units} go on (generation {generation.number})\n"
-        self.folder.record(text.strip())
-        write_stderr(text, self._stop_asked.is_requested)
+        self._tell(f"rank {rank} {ending}; ranks {units} go on (generation {generation.number})")
+        self._fill_place(rank, generation.number)
+
+    def _tell(self, text: str) -> None:
+        self.folder.record(text)
+        write_stderr(f"xds: {text}\n", self._stop_asked.is_requested)
 
     def _end_all(self) -> None:
         self.is_ending = True
-        for process in self._processes.values():
+        for process in self._running.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGTERM)
 
-    def _look_for_stopped(self, seconds: float, ended: dict[int, int]) -> None:
+    def _look_for_stopped(self, seconds: float) -> None:
         """Kill ranks that are stopped while others run: a collective waits for them, and they could wake."""
-        running = [rank for rank in self._processes if rank not in ended]
-        stopped = [rank for rank in running if _is_stopped(self._processes[rank].pid)]
-        if len(stopped) == len(running):  # somebody has stopped the whole run
+        stopped = [rank for rank, process in self._running.items() if _is_stopped(process.pid)]
+        if len(stopped) == len(self._running):  # somebody has stopped the whole run
             stopped = []
         self._stopped = {rank: self._stopped.get(rank, 0.0) + seconds for rank in stopped}
         for rank, waited_seconds in self._stopped.items():
             if waited_seconds > STOPPED_SECONDS:
                 with contextlib.suppress(ProcessLookupError):
-                    self._processes[rank].send_signal(signal.SIGKILL)
+                    self._running[rank].send_signal(signal.SIGKILL)
 
-    def _collect(self, codes: dict[int, int], errors: dict[int, str]) -> None:
+    def _note_failure(self, rank: int, pid: int, code: int) -> None:
         from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-        for rank, code in codes.items():
-            if code and rank not in self._lost:
-                pid = self._processes[rank].pid
-                self.failures[rank] = ProcessFailure(rank, pid, code, errors[rank])
+        self.failures[rank] = ProcessFailure(rank, pid, code, self._errors[rank])
 
 
 def _is_stopped(pid: int) -> bool:

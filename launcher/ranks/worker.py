@@ -50,6 +50,8 @@ class _Outcome:
 def main() -> None:
     kind, target, *args = sys.argv[1:]
     _exit_with_launcher(os.environ.pop("XDS_LAUNCHER_PID", ""))
+    if os.environ.pop("XDS_SPARE", ""):
+        _wait_for_place()
     files = os.environ.pop("XDS_RANK_FILES", "")
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     is_shown = not files or os.environ.get("RANK") == "0"
@@ -85,6 +87,22 @@ def main() -> None:
             error_file, f"{type(error).__name__}: {error}", _traceback_text(error), 1, log
         )
     sys.exit(outcome.code)
+
+
+def _wait_for_place() -> None:
+    """Import what ranks import, then wait for the variables of a rank that is lost. Ends if none comes."""
+    import xds.engine.initialize  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import torch._dynamo  # noqa: F401  # the first optimizer would import it
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(0)
+    os.environ.update(json.loads(line))
+    os.environ.pop("XDS_LAUNCHER_PID", None)
+    os.environ.pop("XDS_RANK_OUT", None)  # nobody reads the streams of the rank before it
+    os.environ.pop("XDS_RANK_ERR", None)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
 
 def _exit_with_launcher(launcher_pid: str) -> None:

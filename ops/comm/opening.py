@@ -1,6 +1,7 @@
 """Chooses the backend for a process group and the device of its tensors.
 
 one rank               SingleRank
+fake                   WaitingBackend         a rank that waits for its place in the group
 gloo, CPU, one machine SharedMemoryBackend    where its ranks can map each other's memory
 gloo, CPU, machines    MachinesBackend        where one of them has several ranks
 gloo, CPU              GlooBackend
@@ -52,6 +53,10 @@ def open_collectives(
     if group is None or group.size() == 1:
         return Collectives(SingleRank(device))
     member = member_of(group, device, part_of)
+    if dist.get_backend(group) == "fake":
+        from .waiting import WaitingBackend
+
+        return Collectives(WaitingBackend(member), part_of)
     if dist.get_backend(group) != "gloo":
         return open_nccl(member, part_of)
     if device.type == "cpu":

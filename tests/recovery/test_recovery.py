@@ -84,6 +84,24 @@ def test_the_run_goes_on_with_the_same_numbers(tmp_path: Path, deaths: dict[int,
     assert manifest["mesh"]["data"] == len(left) and len(manifest["files"]) == len(left)
 
 
+@pytest.mark.slow
+def test_a_new_process_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
+    environ = {"OUT": str(tmp_path), "DEATHS": json.dumps({1: [3, "forward", "SIGKILL"]})}
+    environ |= {"OMP_NUM_THREADS": "1", "STEPS": "60", "WAITS": "1"}
+    words = ["--recover", "--spares", "1", "--nproc-per-node", "3", str(SCRIPT)]
+    launcher = ForkedLauncher(words, tmp_path, {**os.environ, **environ})
+    out, err = launcher.communicate(on_busy_machines(90))
+    assert launcher.returncode == 0, err
+    assert "rank 1 is there again (generation 2)" in err
+    found = [json.loads((tmp_path / f"unit{unit}.json").read_text()) for unit in range(3)]
+    losses, values = plain(60, 3)
+    for rank, unit in enumerate(found):
+        torch.testing.assert_close(torch.tensor(unit["values"]), values, rtol=1e-4, atol=1e-5)
+        assert unit["values"] == found[0]["values"] and unit["ranks"] == [rank, 3]
+        assert unit["losses"] == pytest.approx(losses, rel=1e-4)
+        assert unit["samples"] == 60 * 12
+
+
 # -- samples ------------------------------------------------------------------------------------------------
 
 

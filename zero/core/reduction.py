@@ -24,8 +24,8 @@ from ...ops.kernels.decide import decide, is_in_range
 from ..layout.groups import FlatGroups
 from .grad_bucket import GradBucket
 
-NUM_COUNTS = 1 << 40  # numbers of writes are below it; with two flags they are exact in fp64
-LATE, STOP = NUM_COUNTS, 2 * NUM_COUNTS  # flags beside the number of writes
+NUM_COUNTS = 1 << 40  # numbers of writes are below it; with three flags they are exact in fp64
+LATE, STOP, REGROUP = (NUM_COUNTS << bit for bit in range(3))  # flags beside the number of writes
 
 
 @final
@@ -99,6 +99,11 @@ class StepStatus:
     def stops(self) -> list[bool]:
         """By rank: its process was asked to stop."""
         return [bool(int(number) & STOP) for number in self._column(1)]
+
+    @property
+    def regroups(self) -> bool:
+        """Some rank knows of another generation of the group, which begins after this step."""
+        return any(int(number) & REGROUP for number in self._column(1))
 
     @property
     def num_writes(self) -> list[int]:
@@ -283,12 +288,12 @@ class Reduction:
         for bucket in self.order:
             bucket.scale_by(factor)
 
-    def start_finish(self, *, num_writes: int, must_stop: bool, means: Tensor) -> StepStatus:
+    def start_finish(self, *, num_writes: int, flags: int, means: Tensor) -> StepStatus:
         """Sum every gradient over the ranks, also those that were held back. The host waits for no device.
 
         Args:
             num_writes: of this rank's user code to parameters, below NUM_COUNTS; the message tells all ranks.
-            must_stop: this rank's process was asked to stop; the message tells all ranks.
+            flags: STOP, if this rank's process was asked to stop, plus REGROUP; the message tells all ranks.
             means: fp64 [2]: the sum of this rank's weights, or -1; its losses. The message tells all ranks.
 
         Sends 32 bytes to each rank beside the gradients, 24 at stage 0 on devices. `end_finish` must follow.
@@ -296,7 +301,7 @@ class Reduction:
         self.reduce_held()
         self.fill_left_out()
         self.cross_replicas()
-        return self._agree(means, exact=False, flags=num_writes + STOP * must_stop)
+        return self._agree(means, exact=False, flags=num_writes + flags)
 
     def end_finish(self, status: StepStatus) -> float:
         """Reduce late gradients.
@@ -518,4 +523,4 @@ def _on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [copies.get(number, tensor) for number, tensor in enumerate(tensors)]
 
 
-__all__ = ["STOP", "StepStatus", "LATE", "REDUCTIONS_IN_FLIGHT", "Reduction", "Scope"]
+__all__ = ["REGROUP", "STOP", "StepStatus", "LATE", "REDUCTIONS_IN_FLIGHT", "Reduction", "Scope"]

@@ -342,11 +342,11 @@ class ShardedModel:
             for unit in dropped:
                 unit.reshard()
 
-    def start_finish(self, *, must_stop: bool, means: Tensor) -> StepStatus:
+    def start_finish(self, *, flags: int, means: Tensor) -> StepStatus:
         """Every gradient is summed over the ranks on return. See `Reduction.start_finish`."""
         self.backward_pass.end()  # a loss.backward() of user code's own
         num_writes = self._replica_check.count()
-        return self.reduction.start_finish(num_writes=num_writes, must_stop=must_stop, means=means)
+        return self.reduction.start_finish(num_writes=num_writes, flags=flags, means=means)
 
     def end_finish(self, status: StepStatus) -> float:
         """The squared norm. See `Reduction.end_finish`.
