@@ -26,7 +26,7 @@ RANKS = 8
 STATES = (  # kinds of the planner, name, fill, bytes of an element
     (("param",), "parameters", "blue", 2),
     (("grad",), "gradients", "orange", 4),
-    (("master", "optimizer"), "optimizer", "green", 12),
+    (("master", "optimizer"), "optimizer", "green", 10),
 )
 
 

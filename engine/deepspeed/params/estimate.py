@@ -10,7 +10,8 @@ from ....offload.host import NUM_BUFFERS
 from ....zero.layout.discover import find_units
 from ...config.config import Config
 
-PARAM_BYTES, GRAD_BYTES, OPTIMIZER_BYTES = 2, 4, 12
+PARAM_BYTES, GRAD_BYTES, MOMENT_BYTES = 2, 4, 8
+MASTER_BYTES, HOST_MASTER_BYTES = 2, 4  # beside its parameter a master is 16 bits more
 UNITS_IN_FLIGHT = {2: 4, 3: 6}
 SUMS_IN_FLIGHT = 6  # shards of sums that are reduced, or copied to the host
 BUILD_BYTES = 4  # a parameter is built in fp32
@@ -38,7 +39,7 @@ def rank_bytes(
         numel: elements of the whole model; largest_numel: of its largest unit.
     """
     kinds = {3: 0 if offload.params else PARAM_BYTES}
-    kinds |= {2: 0, 1: 0} if offload.optimizer else {2: GRAD_BYTES, 1: OPTIMIZER_BYTES}
+    kinds |= {2: 0, 1: 0} if offload.optimizer else {2: GRAD_BYTES, 1: MASTER_BYTES + MOMENT_BYTES}
     states = sum(
         numel * size / (world_size if stage >= level else 1) for level, size in kinds.items()
     )
@@ -62,7 +63,7 @@ def host_bytes(  # noqa: PLR0913 (what the table varies)
     """
     ranks_per_node, num_nodes = nodes
     build = BUILD_BYTES * (largest_numel if zero_init else numel) * ranks_per_node
-    each = OPTIMIZER_BYTES + GRAD_BYTES if offload.optimizer else 0
+    each = HOST_MASTER_BYTES + MOMENT_BYTES + GRAD_BYTES if offload.optimizer else 0
     each += PARAM_BYTES if offload.params else 0
     states = each * numel / num_nodes
     if offload.optimizer and not offload.params:
@@ -86,7 +87,7 @@ def table(stage: int, model: nn.Module, nodes: tuple[int, int], factor: float) -
     numel, largest = measure(model)
     per_node, num_nodes = nodes
     lines = [
-        "Estimated memory for parameters, gradients and optimizer state, Adam in 16 bits:",
+        "Estimated memory for parameters, gradients and optimizer state, Adam in bf16:",
         f"{num_nodes} nodes with {per_node} ranks each; {numel / 1e6:.1f}M parameters, "
         f"{largest / 1e6:.1f}M in the largest unit; ZeRO stage {stage}.",
         "  host of a node | device of a rank",
