@@ -199,6 +199,7 @@ def written() -> None:
     assert master[5:].equal(before[5:])
     assert master[:5].bfloat16()[[0, 1, 2, 4]].equal(weight.data[[0, 1, 2, 4]])
     values = (torch.linspace(-1, 1, weight.numel()) * 3.4e38).view_as(weight)
+    values[0, :2] = torch.tensor([1 + 2**-8, -1 - 2**-8])  # in the middle of two bf16
     xds.zero.set_full_param(weight, values)
     assert xds.zero.get_full_param(weight).equal(values)
     assert weight.data.equal(rounded_away(values))
