@@ -105,10 +105,6 @@ OPTIMIZERS = ClassTable(
             ("MuAdam", "MuAdamW", "MuSGD"),
             "muP optimizers are not supported yet; give parameter groups their own lr instead",
         ),
-        **dict.fromkeys(
-            ("Lion8bit", "lion_8bit", "lion_bnb_8bit", "PagedLion8bit", "paged_lion_8bit"),
-            "Lion has no states of 8 bits yet; use Lion, or AdamW8bit",
-        ),
         "LBFGS": "needs several loss evaluations per step, but the engine does one; use AdamW",
         "ZeroOneAdam": "0/1 Adam was removed, because it missed its loss; use OneBitAdam with freeze_step",
         "SparseAdam": "sparse gradients are not supported yet; use Adam",
@@ -123,6 +119,8 @@ EIGHT_BITS = {
     **dict.fromkeys(("adamw8bit", "adamw_8bit", "adamw_bnb_8bit"), "AdamW"),
     **dict.fromkeys(("pagedadamw8bit", "paged_adamw_8bit"), "AdamW"),
     **dict.fromkeys(("adam8bit", "pagedadam8bit"), "Adam"),
+    **dict.fromkeys(("lion8bit", "lion_8bit", "lion_bnb_8bit"), "Lion"),
+    **dict.fromkeys(("pagedlion8bit", "paged_lion_8bit"), "Lion"),
 }
 
 
@@ -147,8 +145,8 @@ class OptimizerConfig(Section):
 
     type: str = Field(
         "",
-        description="name of the optimizer, in any case; must be given. AdamW8bit and Adam8bit mean AdamW and "
-        "Adam with state_dtype int8",
+        description="name of the optimizer, in any case; must be given. AdamW8bit, Adam8bit and Lion8bit "
+        "mean AdamW, Adam and Lion with state_dtype int8",
     )
     params: Object = Field(default_factory=dict, description="its arguments")
 

@@ -187,9 +187,10 @@ REGISTERED: dict[str, Registration] = {
     "Lion": Registration(
         "lion",
         "Lion",
-        {**_ALL, "betas": BETAS},
+        {**_ALL, "betas": BETAS, "state_dtype": STATE_DTYPE},
         aliases=("fusedlion", "cpulion", "deepspeedcpulion"),
         states=frozenset(("exp_avg",)),
+        rounds_masters=True,
     ),
     "AdamWScheduleFree": Registration(
         "schedule_free",

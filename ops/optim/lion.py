@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from ..kernels.lion import lion_
 from .scale import Scale
 from .shard_optimizer import Item, OnePassOptimizer, Update
@@ -20,6 +22,8 @@ class Lion(OnePassOptimizer):
 
     num_states = 1
     can_skip = True
+    counts_together = True
+    rounds_masters = True
 
     def __init__(
         self,
@@ -33,20 +37,34 @@ class Lion(OnePassOptimizer):
     def states_before(self, item: Item) -> dict[str, Any]:
         return {"exp_avg": item.new_state()}
 
+    def state_of(self, item: Item) -> dict[str, Any]:
+        """Steps are counted where random numbers depend on them. A checkpoint of fp32 states has no count."""
+        state = super().state_of(item)
+        if item.draws is not None and "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=item.master.device)
+        return state
+
     def one_pass(
         self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Scale
     ) -> None:
-        master = update.item.master
+        item, step = update.item, state.get("step")
+        if step is not None and not update.is_counted:
+            step += 1
+        high, low = update.halves or (item.master, None)
         lion_(
-            master,
+            high,
             update.grad,
             state["exp_avg"],
             update.out,
-            scale.on(master.device),
+            scale.on(update.grad.device),
             scale.found_inf,
             float(group["lr"]),
             *group["betas"],
             group["weight_decay"],
             update.takes_edits,
             *update.old_values(state, "exp_avg"),
+            step=step,
+            draws=item.draws,
+            low=low,
+            rounds_away=item.rounds_away,
         )

@@ -246,7 +246,7 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
     is_elementwise = True  # False: `update` must get all items of the model in one call
     takes_edits = False  # True: `update` itself compares `out` with the masters, see `take_edits`
     counts_together = (
-        False  # True: states have a tensor "step", which `count_step` counts for all items
+        False  # True: a tensor "step" that states have is counted by `count_step`, for all items
     )
     rounds_masters = (
         False  # True: masters may have 16 bits, see `Item.draws`, or be `Update.halves`
@@ -389,7 +389,8 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         """Count a step of all `items` in one launch, before their updates. False: `update` counts each."""
         if not self.counts_together:
             return False
-        steps, taken = [self.state_of(item)["step"] for item in items], scale.steps_taken
+        states, taken = [self.state_of(item) for item in items], scale.steps_taken
+        steps = [state["step"] for state in states if "step" in state]
         if isinstance(taken, Tensor) and steps:
             # without alpha torch takes it for a number, and reads it on the host
             torch._foreach_add_(steps, taken, alpha=1)

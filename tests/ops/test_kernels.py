@@ -265,6 +265,24 @@ def test_masters_of_16_bits_are_rounded_by_the_number_of_their_element(kernels: 
         assert numel < 100 or has_draws == (squares[0].unique().numel() == 2)
 
 
+def one_step(
+    run: Any,
+    tensors: tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None],
+    count: Tensor,
+    more: tuple[Any, ...],
+    *,
+    takes_edits: bool = False,
+) -> None:
+    """Of AdamW; of Lion if there is one state. more: draws, the lower halves, how `out` is rounded."""
+    param, grad, states, out = tensors
+    if len(states) == 2:
+        constants = (LR, BETA1, BETA2, EPS, DECAY, True, True)
+        given = (*states, out, count, None, None, *constants, takes_edits, *[None] * 3)
+    else:
+        given = (*states, out, None, None, LR, BETA1, BETA2, DECAY, takes_edits, None, None, count)
+    run(param, grad, *given, *more)
+
+
 def split_steps(run: Any, param: Tensor, grad: Tensor, states: list[Tensor]) -> None:
     """Two steps of masters in halves have the bits of fp32 masters beside parameters that are rounded alike."""
     wide, out = param.clone(), upper_half(param)
@@ -277,10 +295,8 @@ def split_steps(run: Any, param: Tensor, grad: Tensor, states: list[Tensor]) -> 
     halves.low[is_written] = 0  # without `out` they would stay
     for step in (1.0, 2.0):
         count = torch.tensor(step, device=param.device)
-        constants = (None, None, LR, BETA1, BETA2, EPS, DECAY, True, True)
-        run(wide, grad, *states, out, count, *constants, True, *[None] * 3, draws, None, True)
-        rest = (*[None] * 3, draws, halves.low)
-        run(halves.high, grad, *twins, None, count, *constants, False, *rest)
+        one_step(run, (wide, grad, states, out), count, (draws, None, True), takes_edits=True)
+        one_step(run, (halves.high, grad, twins, None), count, (draws, halves.low))
         same([halves.high, upper_half(wide)], [out, out], len(param))
         same([halves.joined().view(torch.int32)], [wide.view(torch.int32)], len(param))
         same(twins, states, len(param))
@@ -292,13 +308,13 @@ def test_masters_in_halves_have_the_bits_of_whole_ones(kernels: Kernels) -> None
         bits = on.param.view(torch.int32)
         bits[::3] = (bits[::3] & ~0xFFFF) | 0x8000  # in the middle of two
         on.grad[::6] = 0
-        run = partial(kernels.call, op("adam_"))
-        for _ in kernels.each():
-            split_steps(run, on.param, on.grad, [state.clone() for state in on.states])
+        for _, (name, count) in product(kernels.each(), STATES.items()):
+            states = [state.clone() for state in on.states[:count]]
+            split_steps(partial(kernels.call, op(name)), on.param, on.grad, states)
     param = torch.randn(3 * BLOCK_NUMEL).to(kernels.device)
-    codes = [new_codes(len(param), param.device, of_squares=squares) for squares in (False, True)]
-    for run in (partial(kernels.call, op("adam_")), partial(reference, "adam_")):
-        split_steps(run, param, param.to(BF16), [each.clone() for each in codes])
+    for name in STATES:
+        for run in (partial(kernels.call, op(name)), partial(reference, name)):
+            split_steps(run, param, param.to(BF16), codes_of(name, param))
 
 
 def test_a_value_in_halves_comes_back() -> None:
@@ -321,6 +337,14 @@ def test_a_value_in_halves_comes_back() -> None:
     assert differs.equal(is_tie) and differs.any()
     halves.high.zero_()  # by a script: whatever the lower halves are
     assert not halves.joined().any()
+
+
+STATES = {"adam_": 2, "lion_": 1}  # of the ops that round at random
+
+
+def codes_of(name: str, param: Tensor) -> list[Tensor]:
+    kinds = (False, True)[: STATES[name]]
+    return [new_codes(len(param), param.device, of_squares=squares) for squares in kinds]
 
 
 def codes_after(run: Any, param: Tensor, grad: Tensor, draws: Tensor | None) -> list[list[Tensor]]:
@@ -357,6 +381,56 @@ def test_states_of_8_bits_have_the_bits_of_the_reference(kernels: Kernels) -> No
             ):
                 assert all(map(torch.equal, found, codes)), (rows, offset, narrow, has_draws, way)
         assert all(map(torch.equal, wanted[0], wanted[2]))
+
+
+def after_lion(
+    run: Any, param: Tensor, grad: Tensor, state: Tensor, draws: Tensor | None
+) -> list[Tensor]:
+    """After two exact steps: the first one sets the momentum, and the second one leaves it."""
+    param, state = param.clone(), state.clone()
+    for step, beta in ((1.0, 0.0), (2.0, 1.0)):
+        count = torch.tensor(step, device=param.device)
+        constants = (2.0**-12, beta, beta, 0.0, False, None, None, count, draws)
+        run(param, grad if step == 1 else grad * 0, state, None, None, None, *constants)
+    return [state, param.nan_to_num()]
+
+
+def test_lion_rounds_masters_and_momentum_as_the_reference(kernels: Kernels) -> None:
+    for offset, narrow, kind, has_draws in product(
+        (0, 3), (FP32, BF16, FP16), (torch.int8, BF16), (True, False)
+    ):
+        numel = 19 * BLOCK_NUMEL
+        generator = torch.Generator().manual_seed(1)
+        memory = torch.randn(offset + numel, generator=generator)
+        memory[offset + 7] = 0
+        grad = memory.to(kernels.device)[offset:]
+        param = torch.randn(numel, generator=generator).to(kernels.device, narrow)
+        draws = draw_rows([(0, numel, 7, "w")], 1).to(kernels.device) if has_draws else None
+        is_coded = kind == torch.int8
+        state = codes_of("lion_", param)[0] if is_coded else torch.zeros_like(param, dtype=kind)
+        wanted = after_lion(partial(reference, "lion_"), param, grad, state, draws)
+        for way in kernels.each():
+            found = after_lion(partial(kernels.call, op("lion_")), param, grad, state, draws)
+            assert all(map(torch.equal, found, wanted)), (offset, narrow, kind, has_draws, way)
+
+
+def test_threads_change_no_bit_of_what_is_rounded_at_random(cpu: Any) -> None:
+    numel = 5 << 15  # several times the fewest elements of a thread
+    param, grad = torch.randn(numel), torch.randn(numel)
+    draws, count = draw_rows([(0, numel - 3, 0, "w")], 1), torch.tensor(1.0)
+    before = torch.get_num_threads()
+    for (name, number), narrow, is_coded in product(STATES.items(), (FP32, BF16), (True, False)):
+        found = []
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            tried = param.to(narrow, copy=True)
+            states = [torch.zeros(numel, dtype=BF16) for _ in range(number)]
+            states = codes_of(name, param) if is_coded else states
+            one_step(op(name), (tried, grad, states, None), count, (draws,))
+            found.append([tried, *states])
+        torch.set_num_threads(before)
+        for others in found[1:]:
+            assert all(map(torch.equal, others, found[0])), (name, narrow, is_coded)
 
 
 def test_a_value_of_8_bits_keeps_its_code_and_has_the_mean_of_what_it_was() -> None:

@@ -19,6 +19,7 @@ from xds.engine.config.config import parse_config
 from xds.ops.coded import BLOCK_NUMEL, new_codes
 from xds.ops.flat import align_up
 from xds.ops.kernels.adam import adam_
+from xds.ops.kernels.lion import lion_
 from xds.ops.libraries import load
 from xds.ops.rounding import draw_rows
 
@@ -28,19 +29,26 @@ FP32: dict[str, Any] = {}
 
 
 def given(
-    stage: int, states: str, half: dict[str, Any], zero: dict[str, Any] | None = None
+    stage: int,
+    states: str,
+    half: dict[str, Any],
+    zero: dict[str, Any] | None = None,
+    optimizer: str = "AdamW",
 ) -> dict[str, Any]:
-    params = {"weight_decay": DECAY, "eps": EPS, "state_dtype": states}
-    return config(stage, samples=4, zero=zero, params=params, **half)
+    params: dict[str, Any] = {"weight_decay": DECAY, "state_dtype": states}
+    if optimizer == "AdamW":
+        params["eps"] = EPS
+    return config(stage, samples=4, zero=zero, optimizer=optimizer, params=params, **half)
 
 
-def new_states(states: str, numel: int) -> list[Tensor]:
+def new_states(states: str, numel: int, optimizer: str) -> list[Tensor]:
+    kinds = (False, True) if optimizer == "AdamW" else (False,)
     if states == "bf16":
-        return [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2)]
-    return [new_codes(numel, torch.device("cpu"), of_squares=squares) for squares in (False, True)]
+        return [torch.zeros(numel, dtype=torch.bfloat16) for _ in kinds]
+    return [new_codes(numel, torch.device("cpu"), of_squares=squares) for squares in kinds]
 
 
-def in_a_loop(states: str, half: dict[str, Any]) -> dict[str, Tensor]:
+def in_a_loop(states: str, half: dict[str, Any], optimizer: str) -> dict[str, Tensor]:
     """The same by autograd and one call of the kernel for each parameter."""
     load("cpu")
     is_bf16, is_narrow = bool(half), half is NARROW
@@ -52,7 +60,7 @@ def in_a_loop(states: str, half: dict[str, Any]) -> dict[str, Tensor]:
         for name, param in params.items()
     }
     padded = {name: align_up(param.numel(), BLOCK_NUMEL) for name, param in params.items()}
-    moments = {name: new_states(states, numel) for name, numel in padded.items()}
+    moments = {name: new_states(states, numel, optimizer) for name, numel in padded.items()}
     for step in range(STEPS):
         model(micro_batch(step, 0)).backward()
         for name, param in params.items():
@@ -60,34 +68,37 @@ def in_a_loop(states: str, half: dict[str, Any]) -> dict[str, Tensor]:
             assert grad is not None
             flat, grad = (F.pad(t.view(-1), (0, padded[name] - numel)) for t in (param.data, grad))
             master = masters[name] if is_bf16 and not is_narrow else flat
-            adam_(
-                *(master, grad, *moments[name], None if master is flat else flat),
-                *(torch.tensor(step + 1.0), None, None),
-                *(1e-2, 0.9, 0.999, EPS, DECAY, True, True),
-                draws=draw_rows([(0, numel, 0, name)], seed),
-                rounds_away=is_bf16,
-            )
+            count, draws = torch.tensor(step + 1.0), draw_rows([(0, numel, 0, name)], seed)
+            tensors = (master, grad, *moments[name], None if master is flat else flat)
+            rounding = {"draws": draws, "rounds_away": is_bf16}
+            if optimizer == "AdamW":
+                constants = (1e-2, 0.9, 0.999, EPS, DECAY, True, True)
+                adam_(*tensors, count, None, None, *constants, **rounding)
+            else:
+                constants = (1e-2, 0.9, 0.999, DECAY)
+                lion_(*tensors, None, None, *constants, step=count, **rounding)
             param.data.view(-1).copy_(flat[:numel])
             param.grad = None
     return {name: param.data for name, param in params.items()}
 
 
 @pytest.mark.parametrize(
-    ("states", "half", "world"),
+    ("states", "half", "world", "optimizer"),
     [
-        ("bf16", BF16, 2),
-        ("bf16", FP32, 4),
-        ("int8", BF16, 1),
-        ("int8", FP32, 2),
-        ("int8", NARROW, 2),
-        ("int8", NARROW, 4),
+        ("bf16", BF16, 2, "AdamW"),
+        ("bf16", FP32, 4, "AdamW"),
+        ("int8", BF16, 1, "AdamW"),
+        ("int8", FP32, 2, "AdamW"),
+        ("int8", NARROW, 2, "AdamW"),
+        ("int8", NARROW, 4, "AdamW"),
+        ("int8", BF16, 2, "Lion"),
     ],
 )
 def test_ranks_stages_places_and_resumes_change_no_bit(
-    states: str, half: dict[str, Any], world: int, tmp_path: Path
+    states: str, half: dict[str, Any], world: int, optimizer: str, tmp_path: Path
 ) -> None:
-    wanted = in_a_loop(states, half)
-    case_of = lambda stage, zero: given(stage, states, half, zero)  # noqa: E731 (ranks are threads)
+    wanted = in_a_loop(states, half, optimizer)
+    case_of = lambda stage, zero: given(stage, states, half, zero, optimizer)  # noqa: E731
     for per_rank in run_ranks(of_world, world, case_of, str(tmp_path)):
         for name, found in per_rank.items():
             for key, value in wanted.items():
@@ -203,14 +214,13 @@ def test_what_cannot_keep_small_states_is_refused() -> None:
         xds.initialize(model, case)
     with pytest.raises(xds.ConfigError, match="AdamW8bit means int8; choose AdamW"):
         parse_config(config(optimizer="AdamW8bit", params={"state_dtype": "fp32"}))
-    with pytest.raises(xds.ConfigError, match="use Lion, or AdamW8bit"):
-        xds.initialize(model, config(1, optimizer="Lion8bit"))
 
 
 def test_names_of_other_libraries_mean_states_of_8_bits() -> None:
     for name, kind in (
         *(("AdamW8bit", "AdamW"), ("adam8bit", "Adam"), ("adamw_bnb_8bit", "AdamW")),
         *(("paged_adamw_8bit", "AdamW"), ("PagedAdam8bit", "Adam")),
+        *(("Lion8bit", "Lion"), ("PagedLion8bit", "Lion")),
     ):
         case = parse_config(config(1, optimizer=name))
         assert (case.optimizer.type, case.state_dtype) == (kind, "int8")

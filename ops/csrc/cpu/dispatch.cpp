@@ -94,14 +94,15 @@ void needs_wide(const Streams& s) {
   STD_TORCH_CHECK(s.state_kind != Kind::rows, "states must be float32 or bfloat16");
 }
 
-// The lower halves of master weights whose upper ones are `param`.
-uint16_t* lower_halves(const Streams& s, const OptionalTensor& low, int64_t numel) {
-  if (!low.has_value()) return nullptr;
+// low: the lower halves of master weights whose upper ones are `param`. rounds_away: `out` is rounded as they are.
+void use_halves(Streams& s, const OptionalTensor& low, bool rounds_away, int64_t numel) {
+  if (rounds_away && s.out_kind == Kind::bf16) s.out_kind = Kind::upper;
+  if (!low.has_value()) return;
   check_flat(*low, "low", numel);
   STD_TORCH_CHECK(low->scalar_type() == ScalarType::Short, "low must be int16");
   STD_TORCH_CHECK(s.param_kind == Kind::bf16 && s.old_param == nullptr && s.out == nullptr,
                   "low needs a param that is bfloat16, and neither old values nor out");
-  return static_cast<uint16_t*>(low->data_ptr());
+  s.low = static_cast<uint16_t*>(low->data_ptr());
 }
 
 Draws draws_of(const OptionalTensor& rows, const Tensor& step) {
@@ -149,8 +150,7 @@ void adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const 
   Streams s = streams_of(param, &grad, &exp_avg, &exp_avg_sq, out, takes_edits);
   read_from(s, param.numel(), old_param, old_exp_avg, old_exp_avg_sq);
   s.draws = draws_of(draws, step);
-  s.low = lower_halves(s, low, param.numel());
-  if (rounds_away && s.out_kind == Kind::bf16) s.out_kind = Kind::upper;
+  use_halves(s, low, rounds_away, param.numel());
   const Correction correction(step, beta1, beta2, bias_correction);
   Adam rule = {};
   rule.decoupled = decoupled;
@@ -180,10 +180,13 @@ void frozen_adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg,
 void lion(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const OptionalTensor& out,
           const OptionalTensor& scale, const OptionalTensor& found_inf, double lr, double beta1,
           double beta2, double weight_decay, bool takes_edits, const OptionalTensor& old_param,
-          const OptionalTensor& old_exp_avg) {
+          const OptionalTensor& old_exp_avg, const OptionalTensor& step, const OptionalTensor& draws,
+          const OptionalTensor& low, bool rounds_away) {
   Streams s = streams_of(param, &grad, &exp_avg, nullptr, out, takes_edits);
   read_from(s, param.numel(), old_param, old_exp_avg);
-  needs_wide(s);
+  STD_TORCH_CHECK(step.has_value() || !draws.has_value(), "draws need the number of the step");
+  if (step.has_value()) s.draws = draws_of(draws, *step);
+  use_halves(s, low, rounds_away, param.numel());
   const Lion rule = {scalar(scale, "scale", 1.0f), rounded(lr * weight_decay),
                      rounded(1.0 - beta1), rounded(1.0 - beta2), rounded(lr)};
   if (!skips(found_inf)) spread(param.numel(), kernels().lion, s, rule);

@@ -219,14 +219,19 @@ inline void narrowed_by(const float* __restrict from, void* data, Kind kind, int
 
 // -- one pass -----------------------------------------------------------------------------------------------
 
+// Store values of 16 bits, rounded by `draws`, or to nearest.
+INLINE void put_narrow(const float* values, void* state, Kind kind, int64_t at, int64_t count,
+                      const uint16_t* draws) {
+  draws != nullptr ? narrowed_by(values, state, kind, at, count, draws) : narrowed(values, state, kind, at, count);
+}
+
 // Store a `param` that is narrower than fp32, or whose old values are in other memory (IS_OTHER), and `out`.
 template <bool IS_OTHER>
 INLINE void put_param(const Streams& s, int64_t at, int64_t count, const float* param, const uint16_t* draws) {
   if (s.low != nullptr) {
     halved(param, s, at, count);
   } else if (s.param_kind != Kind::fp32) {
-    draws != nullptr ? narrowed_by(param, s.param, s.param_kind, at, count, draws)
-                     : narrowed(param, s.param, s.param_kind, at, count);
+    put_narrow(param, s.param, s.param_kind, at, count, draws);
   } else if (IS_OTHER) {
     stored(param, s.param, Kind::fp32, at, count);
   }
@@ -243,9 +248,9 @@ INLINE void put_group(const Streams& s, Cursor& cursor, int64_t at, int64_t coun
   if (by_draws) drawn(s.draws, cursor, at, count, draws);
   put_param<IS_OTHER>(s, at, count, param, by_draws ? draws : nullptr);
   if (narrow_states) {
-    narrowed(m, s.states[0], s.state_kind, at, count);
-    by_draws && s.states[1] != nullptr ? narrowed_by(v, s.states[1], s.state_kind, at, count, draws)
-                                       : narrowed(v, s.states[1], s.state_kind, at, count);
+    const bool has_two = s.states[1] != nullptr;
+    put_narrow(m, s.states[0], s.state_kind, at, count, by_draws && !has_two ? draws : nullptr);
+    if (has_two) put_narrow(v, s.states[1], s.state_kind, at, count, by_draws ? draws : nullptr);
   } else if (IS_OTHER) {
     stored(m, s.states[0], Kind::fp32, at, count);
     stored(v, s.states[1], Kind::fp32, at, count);
@@ -307,7 +312,8 @@ INLINE void one_row(const Streams& s, Cursor& cursor, int64_t at, const Rule& ru
   alignas(64) uint16_t draws[ROW_NUMEL];
   const void* const* rows = IS_OTHER ? s.old_states : s.states;
   decode_means(row_at(rows[0], at), means);
-  decode_squares(row_at(rows[1], at), squares);
+  const bool has_two = rows[1] != nullptr;
+  if (has_two) decode_squares(row_at(rows[1], at), squares);
   for (int64_t i = 0; i < ROW_NUMEL; i += GROUP) {
     if (BY_DRAWS) drawn(s.draws, cursor, at + i, GROUP, draws + i);
     float* param = IS_OTHER ? old_values(s.old_param, s.param_kind, at + i, GROUP, params)
@@ -318,6 +324,7 @@ INLINE void one_row(const Streams& s, Cursor& cursor, int64_t at, const Rule& ru
     put_param<IS_OTHER>(s, at + i, GROUP, param, BY_DRAWS ? draws + i : nullptr);
   }
   encode_row<MEAN_LEVELS, BY_DRAWS>(means, draws, const_cast<uint8_t*>(row_at(s.states[0], at)));
+  if (!has_two) return;
   encode_row<SQUARE_LEVELS, BY_DRAWS>(squares, draws, const_cast<uint8_t*>(row_at(s.states[1], at)));
 }
 
@@ -498,9 +505,10 @@ INLINE void lion_group(const Lion& a, int64_t count, float* __restrict p, const 
 }
 
 void lion(const Streams& s, const Lion& a, int64_t begin, int64_t end) {
-  pass(s, begin, end, [&](int64_t, int64_t count, float* p, const float* g, float* m, float*) {
+  const auto rule = [&](int64_t, int64_t count, float* p, const float* g, float* m, float*) {
     lion_group(a, count, p, g, m);
-  });
+  };
+  s.state_kind == Kind::rows ? pass_rows(s, begin, end, rule) : pass(s, begin, end, rule);
 }
 
 INLINE void adagrad_group(const Adagrad& a, int64_t count, float* __restrict p, const float* __restrict grad,

@@ -29,7 +29,7 @@ struct Streams {
   void* out;  // receives the new values in the compute dtype, or nullptr
   Kind out_kind;
   bool takes_edits;  // `out`, of 16 bits, is `param` rounded, except where a script wrote a new value
-  Draws draws;  // for a `param` of 16 bits, the second state if it is bf16, and states of 8 bits
+  Draws draws;  // for a `param` of 16 bits, the last state if it is bf16, and states of 8 bits
   // Where the values before the step are, if not in `param` and `states`. These are not changed.
   const void* old_param;
   const void* old_states[2];

@@ -27,7 +27,7 @@ struct Operands {
   void* states[kStates > 0 ? kStates : 1];
   Out out;
   bool takes_edits;  // `out` is `param` rounded, except where a script wrote a new value
-  Draws draws;  // for a `param` of 16 bits, and the second state if it is bf16
+  Draws draws;  // for a `param` of 16 bits, and the last state if it is bf16
   const float* step;
   const float* scale;
   const float* found_inf;
@@ -39,7 +39,7 @@ __device__ inline void sweep(
     const Operands<Rule::kStates>& on, const Rule& rule, const typename Rule::Step& step, float scale,
     int64_t units, Where where) {
   constexpr bool kSplit = std::is_same_v<Param, Upper>;
-  constexpr bool kDraws = (sizeof(Param) == 2 && !kSplit) || (sizeof(State) == 2 && Rule::kStates == 2);
+  constexpr bool kDraws = (sizeof(Param) == 2 && !kSplit) || (sizeof(State) == 2 && Rule::kStates > 0);
   Drawer drawer(on.draws, kDraws ? number_or(on.step, 1.0f) : 0.0f);
   Param* const params = static_cast<Param*>(on.param);
   constexpr int kStates = Rule::kStates;
@@ -93,7 +93,7 @@ __device__ inline void sweep(
 #pragma unroll
         for (int s = 0; s < kStates; ++s) {
           states[u][s].at[i] =
-              draws && s == 1 ? rounded_by<State>(state[s], draw) : static_cast<State>(state[s]);
+              draws && s == kStates - 1 ? rounded_by<State>(state[s], draw) : static_cast<State>(state[s]);
         }
       }
       store<kWide>(params + at, param[u]);
