@@ -61,6 +61,7 @@ _STATES = [  # of optimizers with the same states for each parameter: a step nee
         {"step", "square_avg"},
         {"step", "sum"},
         {"exp_avg"},
+        {"step", "exp_avg"},
     )
 ]
 
