@@ -189,8 +189,8 @@ class Bf16(Half):
     )
     master_weights: Annotated[Literal["split", "fp32"], ANY_CASE] = Field(
         "split",
-        description="how Adam, AdamW and Lion of the config keep fp32 masters. split: the upper 16 bits are the "
-        "parameter, and 2 bytes more are the lower ones, 16 bytes a parameter instead of 18. fp32: 4 bytes "
+        description="how Adam, AdamW and Lion of the config keep fp32 masters. split: the upper 16 bits are "
+        "the parameter, and 2 bytes more are the lower ones, 16 bytes a parameter instead of 18. fp32: 4 bytes "
         "beside the parameter, which is rounded to even",
     )
     bf16_master_weights_and_grads: Flag = Field(

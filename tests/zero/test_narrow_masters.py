@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,8 @@ def given(stage: int, half: dict[str, Any], zero: dict[str, Any] | None = None) 
     )
 
 
-def in_a_loop(half: dict[str, Any]) -> dict[str, Tensor]:
-    """The same by autograd and one call of the kernel for each parameter."""
+def in_a_loop(half: dict[str, Any], parts: int = 1) -> dict[str, Tensor]:
+    """The same by autograd and one call of the kernel for each parameter. parts: micro-batches of a step."""
     load("cpu")
     is_fp16 = "loss_scale" in half
     dtype, scale = (torch.float16, 8.0) if is_fp16 else (torch.bfloat16, 1.0)
@@ -48,7 +50,8 @@ def in_a_loop(half: dict[str, Any]) -> dict[str, Tensor]:
         for name, param in model.named_parameters()
     }
     for step in range(STEPS):
-        (model(micro_batch(step, 0)) * scale).backward()
+        for part in range(parts):
+            (model(micro_batch(parts * step + part, 0)) * scale / parts).backward()
         for name, param in model.named_parameters():
             flat, grad = param.data.view(-1), param.grad
             assert grad is not None
@@ -82,6 +85,29 @@ def test_each_precision_has_the_bits_of_a_loop(half: dict[str, Any], tmp_path: P
             assert torch.equal(found[key].to(value.dtype), value), key
     other = in_a_loop({**half, **NEAREST}) if "master_rounding" not in half else None
     assert other is None or differing(other, wanted)
+
+
+def accumulated(stage: int, *, by_hand: bool) -> dict[str, Tensor]:
+    """Two micro-batches a step, by the config or by `no_sync`."""
+    case = given(stage, STATES) | {"gradient_accumulation_steps": 1 if by_hand else 2}
+    engine = xds.initialize(build("tied"), case)
+    for at in range(2 * STEPS):
+        with engine.no_sync() if by_hand and at % 2 == 0 else nullcontext():
+            loss = engine(micro_batch(at, 0))
+            engine.backward(loss / 2 if by_hand else loss)
+        if at % 2 or not by_hand:
+            engine.step()
+    found = engine.full_state_dict(rank0_only=False)
+    engine.destroy()
+    return found
+
+
+def test_sums_of_micro_batches_are_those_of_autograd_in_16_bits() -> None:
+    wanted = in_a_loop(STATES, parts=2)
+    for stage, by_hand in ((0, False), (3, False), (2, True)):
+        (found, _) = run_ranks(partial(accumulated, by_hand=by_hand), 2, stage)
+        for key, value in wanted.items():
+            assert torch.equal(found[key].to(value.dtype), value), (stage, by_hand, key)
 
 
 def across(half: dict[str, Any], other: dict[str, Any], folder: str) -> dict[str, Any]:

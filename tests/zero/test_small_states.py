@@ -9,8 +9,9 @@ import pytest
 import torch
 from helpers import run_ranks
 from models import build, micro_batch
+from pipeline_runs import Model, batches, config_of
 from rounded_runs import DECAY, EPS, SEED, STEPS, of_world
-from runs import config
+from runs import config, differing
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -104,6 +105,24 @@ def test_ranks_stages_places_and_resumes_change_no_bit(
             for key, value in wanted.items():
                 same = found[key].reshape(-1).to(value.dtype)
                 assert torch.equal(same, value.reshape(-1)), (name, key)
+
+
+def in_stages(stages: int, schedule: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    states = {"optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-2}}}
+    case = config_of(stages, 2, zero={"stage": 1, "unit_min_numel": 0}, pipeline=schedule, **states)
+    engine = xds.initialize(Model(), case)
+    for step in range(STEPS):
+        engine.train_batch(iter(batches(step, engine.dp_rank, 2)))
+    found = engine.full_state_dict(rank0_only=False)
+    engine.destroy()
+    return found
+
+
+def test_stages_of_a_pipeline_change_no_bit() -> None:
+    wanted = run_ranks(in_stages, 1, 1, {})[0]
+    for found in run_ranks(in_stages, 2, 2, {"schedule": "1f1b"}):
+        assert not differing(found, wanted)
 
 
 def across(first: str, then: str, folder: str) -> dict[str, Any]:
