@@ -224,7 +224,7 @@ def held_bytes(case: dict[str, Any], gives: bool) -> int:
 
 
 def test_masters_stay_whole_where_halves_do_not_serve() -> None:
-    others = {"optimizer": {"type": "Lion", "params": {"lr": 1e-2}}}
+    others = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}}
     script = {key: value for key, value in given(0, SPLIT).items() if key != "optimizer"}
     for case, gives, master_bytes in (
         (given(0, SPLIT), False, 2),
