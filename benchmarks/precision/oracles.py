@@ -2,8 +2,8 @@
 
     python benchmarks/precision/oracles.py [--libraries torchao bitsandbytes]
 
-Prints |w - w32| / |w32 - w0| after 20 steps on one matrix, the mean of three seeds. Its gradients are noise whose
-columns differ in size by up to 100 times. Masters are fp32.
+Prints |w - w32| / |w32 - w0| after 20 steps on one matrix, the mean of three seeds. Its gradients are noise
+whose columns differ in size by up to 100 times. Masters are fp32.
 """
 
 from __future__ import annotations
