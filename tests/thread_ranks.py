@@ -35,6 +35,7 @@ from helpers import TIMEOUT_SECONDS
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from xds.engine.checkpoint.saver import Saver
 from xds.engine.optim import loss_scale
 from xds.ops.comm import opening
 from xds.ops.comm.handles import Handle, Messages
@@ -445,6 +446,24 @@ _torchs_new_group = dist.new_group
 dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
 
 
+_wait_for_save = Saver.wait
+
+
+def _wait_while_others_run(saver: Saver) -> None:
+    """`Saver.wait`: another rank may still have to start the same save."""
+    thread, rank = saver._thread, _rank()
+    if rank is not None and thread is not None:
+        baton: Baton = threading.current_thread().xds_mail.baton  # type: ignore[attr-defined]
+
+        def tell() -> None:
+            thread.join()
+            baton.changed()
+
+        threading.Thread(target=tell).start()
+        baton.wait_until(rank, lambda: not thread.is_alive())
+    _wait_for_save(saver)
+
+
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
@@ -453,6 +472,7 @@ def _patched() -> Iterator[None]:
         mock.patch.object(threading.Thread, "start", _start_with_world),
         # what xds opens for a group of torch whose backend is not gloo
         mock.patch.object(opening, "NcclBackend", ThreadBackend),
+        mock.patch.object(Saver, "wait", _wait_while_others_run),
         mock.patch.object(dist, "new_group", _new_group),
         mock.patch.object(c10d, "new_group", _new_group),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from checkpoint_runs import BF16, engine_of, inputs, same, states_of, train, whole
-from helpers import run_processes
+from helpers import run_processes, run_ranks
 from safetensors import safe_open
 from torch import nn
 
@@ -320,6 +321,20 @@ def save_without_memory(folder: str) -> str:
             engine.wait_for_checkpoint()
     engine.destroy()
     return str(caught.value)
+
+
+def saved_at_the_end(folder: str) -> list[str]:
+    engine = engine_of(1, **BACKGROUND)
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    return sorted(os.listdir(folder))
+
+
+def test_a_rank_that_waits_for_a_save_lets_the_others_start_it(tmp_path: Path) -> None:
+    """Of ranks that are threads, and take turns."""
+    found, _ = run_ranks(saved_at_the_end, 2, str(tmp_path))
+    assert "latest" in found
 
 
 def test_a_copy_without_memory_names_the_setting(tmp_path: Path) -> None:
