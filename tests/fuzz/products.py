@@ -398,13 +398,16 @@ def examine(product: Product, run: Run = _on_warm_ranks) -> tuple[str, str]:
     return ("wrong", "; ".join(said)) if said else ("equal", "")
 
 
-def other_messages(product: Product, by_rank: list[list[Message]]) -> list[str]:
+def other_messages(
+    product: Product, by_rank: list[list[Message]], *, is_ordered: bool = False
+) -> list[str]:
     """Where two ranks have not sent the same messages to the groups that both belong to, in one order.
 
-    With states on the host a gather starts early where its values are there in time: in any order.
+    With states on the host a gather starts early where its values are there in time: in any order, unless
+    `is_ordered` says that messages have no tags.
     """
     layouts = [product.first] if product.then is None else [product.first, product.then]
-    is_ordered = all(layout.offload == "none" for layout in layouts)
+    is_ordered = is_ordered or all(layout.offload == "none" for layout in layouts)
     said = []
     for one, other in itertools.combinations(range(len(by_rank)), 2):
         mine, theirs = (

@@ -9,6 +9,7 @@ import timeline
 import torch
 import torch.distributed as dist
 from device_ranks import ranks
+from orders import examined
 from test_parallel import COUNT, OVERLAPPED, TENSOR, config_of
 from torch import Tensor, nn
 
@@ -230,3 +231,10 @@ def test_stages_start_the_same_messages_in_one_order_and_receive_while_they_comp
         for message in sent:
             came = [m.take for m in received if m.take > message.start]
             assert message.take > min([*came, last])
+
+
+@pytest.mark.slow
+def test_random_products_start_their_messages_in_one_order() -> None:
+    """`benchmarks/fuzz/orders.py` has more of them."""
+    found = [examined(seed) for seed in range(3)]
+    assert {outcome for outcome, _ in found} <= {"ordered", "refused", "skipped"}, found
