@@ -236,5 +236,5 @@ def test_stages_start_the_same_messages_in_one_order_and_receive_while_they_comp
 @pytest.mark.slow
 def test_random_products_start_their_messages_in_one_order() -> None:
     """`benchmarks/fuzz/orders.py` has more of them."""
-    found = [examined(seed) for seed in range(3)]
+    found = [examined(seed) for seed in (0, 10, 17)]  # two offload groups of several sizes
     assert {outcome for outcome, _ in found} <= {"ordered", "refused", "skipped"}, found

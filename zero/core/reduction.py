@@ -514,11 +514,12 @@ def _added(first: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 def _on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The same in the same order; those on the host are copied together, without a wait for the device."""
+    """The same rows in their order; those on the host are copied together, without a wait for the device."""
     numbers = [number for number, tensor in enumerate(tensors) if tensor.device != device]
     if not numbers:
         return list(tensors)
-    together = moved(torch.stack([tensors[number] for number in numbers]), device)
+    there = [tensors[number] for number in numbers]  # as many elements as their groups have ranks
+    together = moved(torch.cat(there), device).split([tensor.numel() for tensor in there])
     copies = dict(zip(numbers, together, strict=True))
     return [copies.get(number, tensor) for number, tensor in enumerate(tensors)]
 
