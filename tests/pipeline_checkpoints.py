@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from helpers import run_ranks
+from saved_checkpoints import values_of
 from torch import Tensor, nn
 
 import xds
@@ -162,7 +163,7 @@ def parts_of(engine: Any) -> Iterator[Part]:
     snapshot = Snapshot(own.module, own.sharded, own.updater)
     shapes = {slot.name: slot.shape for flat in snapshot.flats for slot in flat.slots}
     for block in (*snapshot.values, *snapshot.states):
-        flat = block.tensor.detach().reshape(-1)
+        flat = values_of(block)
         for piece in pieces(snapshot.flats[block.flat], block.start, block.stop):
             here = flat[piece.target : piece.target + piece.stop - piece.start]
             at = places_in(shapes[piece.name], piece.box)[piece.start : piece.stop]

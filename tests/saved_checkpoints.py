@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xds
+from xds.zero.checkpoint.snapshot import StateBlock
 
 WIDTH = 9
 
@@ -68,3 +69,10 @@ def save(folder: str, stage: int, precision: str, **more: Any) -> tuple[Any, Any
 
 def save_each(folder: str, cases: list[tuple[int, str]]) -> list[Any]:
     return [save(f"{folder}/{stage}-{precision}", stage, precision) for stage, precision in cases]
+
+
+def values_of(block: StateBlock) -> Tensor:
+    """The values of a block of a `Snapshot`, [n], also of one that has no tensor of them, such as halves."""
+    if block.blocks is None:
+        return block.tensor.detach().reshape(-1)
+    return torch.cat([part.clone() for part in block.blocks(0, block.tensor.numel())])

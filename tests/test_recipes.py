@@ -54,7 +54,8 @@ def row_of(recipe: str) -> str:
     options = plan_command._parser().parse_args(words_of(recipe, "xds plan"))
     source = model_source(options.model, options.sequence_length)
     config = parse_config(options.config)
-    (rank,) = make_plan(source, config, options.world_size, options.ranks_per_host).ranks
+    ranks_per_host = options.ranks_per_host or plan_command.RANKS_PER_HOST
+    (rank,) = make_plan(source, config, options.world_size, ranks_per_host).ranks
     host = rank.states["host"]
     device = sum(rank.states.values()) - host
     activations = rank.activations

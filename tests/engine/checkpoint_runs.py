@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from runs import config, of_rank
+from saved_checkpoints import values_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -95,7 +96,7 @@ def states_of(engine: Any) -> States:
     snapshot = Snapshot(parts.module, parts.sharded, parts.updater)
     found: States = {}
     for block in (*snapshot.values, *snapshot.states):
-        flat = block.tensor.detach().reshape(-1)
+        flat = values_of(block)
         for piece in pieces(snapshot.flats[block.flat], block.start, block.stop):
             values = flat[piece.target : piece.target + piece.stop - piece.start].clone()
             found.setdefault((piece.name, block.key), []).append((piece.start, values))

@@ -24,6 +24,7 @@ from checkpoint_runs import engine_of as plain_engine
 from helpers import run_ranks
 from manifest_damages import MANIFEST, TOO_DEEP, manifest_text, rewrite, with_sum
 from runs import config
+from saved_checkpoints import values_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -89,7 +90,7 @@ def digest(engine: Any) -> str:
     snapshot = Snapshot(parts.module, parts.sharded, parts.updater)
     found: list[Any] = [parts.loss_scale.state_dict(), parts.loss_scale.value]
     for block in (*snapshot.values, *snapshot.states, *snapshot.grad_totals()):
-        found += [block.flat, block.key, block.start, block.tensor.detach().cpu().tolist()]
+        found += [block.flat, block.key, block.start, values_of(block).cpu().tolist()]
     for flat, (local, filled) in snapshot.grad_locals().items():
         found += [flat, filled, local.tolist()]
     found += [list(snapshot.constants)]
