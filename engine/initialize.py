@@ -110,6 +110,7 @@ from .optim.optimizers import (
     split_by_kind,
 )
 from .parallel.division import LocalModel, divide
+from .parallel.flat_groups import BuildPolicy
 from .parts import (
     AfterSteps,
     KeptUnits,
@@ -348,7 +349,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     )
 
 
-def _policy(config: Config, given: _Given, trains: bool) -> Callable[[int, int], Policy]:
+def _policy(config: Config, given: _Given, trains: bool) -> BuildPolicy:
     """The policy of a ZeRO stage over a number of ranks."""
     return partial(policy_of, config, trains and splits_masters(config, given.optimizer))
 
