@@ -37,7 +37,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-FOLDERS = {"checkpoint": "engine", "config": "engine"}  # by the first word; others have its name
+# by the first word; others have its name
+FOLDERS = {"checkpoint": "engine", "config": "engine", "device": "rehearsal"}
 BROAD = (
     "contract",
     "fuzz",

@@ -7,17 +7,27 @@ are the CPU's, and native ones are off, since other devices have none. Without f
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from device_ranks import ranks
 from helpers import run_ranks
 
+import xds
+from xds.offload.pinned import host_memory
+from xds.ops.device import present
+
 sys.path.append(str(Path(__file__).parents[1] / "contract"))
-from same_bits import cases, train  # noqa: E402
+from same_bits import batch, build, cases, config_of, train  # noqa: E402
 
 STEPS = 3
+CONFIG = {"ops": {"native": False}}
+TIMED = {
+    "comms_logger": {"enabled": True, "debug": True}
+}  # waits for each message, so races are hidden
 DEFAULT = (
     "2 ranks, stage 2, fp32, host",
     "2 ranks, stage 3, bf16, accumulation 2",
@@ -40,13 +50,41 @@ MORE = (
 
 
 def results(names: list[str], folder: str) -> list[Any]:
-    """Losses, norms and a digest of all states, by case; or the error of the case."""
+    """Losses, norms and a digest of all states, by case; or the error of the case.
+
+    Training runs on a stream of the script, where there are streams.
+    """
     found = []
     for name in names:
         case = cases()[name][1]
-        case["config"] = {"ops": {"native": False}, **case.get("config", {})}
-        found.append(train(case, STEPS, folder))
+        case["config"] = {**CONFIG, **case.get("config", {})}
+        with torch.Stream() if present().has_streams else nullcontext():
+            found.append(train(case, STEPS, folder))
     return found
+
+
+def resumed(folder: str) -> list[list[float]]:
+    """The loss after a step, a checkpoint and its load into a second engine; then that engine's parameters."""
+    case = {**cases()["2 ranks, stage 2, fp32, accumulation 1"][1], "config": {**CONFIG, **TIMED}}
+    losses = []
+    for number in range(2):
+        engine = xds.initialize(build(case), config_of(case, folder))
+        if number == 1:
+            engine.load_checkpoint(folder)
+        loss = engine(batch(case, number, 0, engine.dp_rank, engine.device))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if number == 0:
+            engine.save_checkpoint(folder)
+        params = [param.detach().cpu().flatten() for param in engine.module.parameters()]
+        engine.destroy()
+    return [losses, torch.cat(params).tolist()]
+
+
+def is_page_locked() -> bool:
+    """Whether memory is page-locked where that is asked for."""
+    return host_memory(8, pin=True).is_pinned()
 
 
 def both(names: list[str], device: str, folder: Path) -> tuple[list[Any], list[Any]]:
@@ -70,7 +108,13 @@ def test_training_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
     assert other_bits([*DEFAULT], "xsim", tmp_path) == []
 
 
+def test_a_checkpoint_of_the_device_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
+    there = ranks(2, device="xsim").run(resumed, str(tmp_path / "there"))
+    assert there == run_ranks(resumed, 2, str(tmp_path / "here"))
+
+
 def test_without_fp64_streams_and_page_locked_memory_norms_are_right(tmp_path: Path) -> None:
+    assert ranks(2, device="plain").run(is_page_locked) == [False, False]
     there, here = both([*DEFAULT[:1]], "plain", tmp_path)
     for [found], [wanted] in zip(there, here, strict=True):
         assert found["losses"] == wanted["losses"]
