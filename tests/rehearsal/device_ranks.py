@@ -11,7 +11,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class DeviceRanks:
         """The results by rank."""
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
-        answers = [_answer(pipe) for pipe in self._pipes]
+        answers = _answers(self._pipes)
         failures = [text for ok, text in answers if not ok]
         if failures:
             if len(self._pipes) > 1:  # the others may still wait for a message
@@ -81,10 +81,19 @@ class DeviceRanks:
         self._folder.cleanup()
 
 
+def _answers(pipes: list[Connection]) -> list[tuple[bool, Any]]:
+    """Those of all ranks, or of the first that fail: others may wait for these."""
+    found: dict[Connection, tuple[bool, Any]] = {}
+    while len(found) < len(pipes) and all(ok for ok, _ in found.values()):
+        ready = wait([pipe for pipe in pipes if pipe not in found], TIMEOUT_SECONDS)
+        if not ready:
+            return [(False, "a rank gave no answer")]
+        found |= {pipe: _answer(pipe) for pipe in ready}  # type: ignore[misc]
+    return [found[pipe] for pipe in pipes if pipe in found]
+
+
 def _answer(pipe: Connection) -> tuple[bool, Any]:
     try:
-        if not pipe.poll(TIMEOUT_SECONDS):
-            return False, "a rank gave no answer"
         answer: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
         return answer
     except EOFError:
