@@ -20,7 +20,7 @@ TOP, SECONDS, TRIALS = 10, 25, 5
 
 def main(argv: Sequence[str]) -> int:
     """Print the best layouts. Returns 0, or 2 after printing what is wrong to stderr."""
-    options = _parser().parse_args(list(argv))
+    options = parser().parse_args(list(argv))
     try:
         return _tune(options)
     except (ConfigError, UsageError) as error:
@@ -55,7 +55,7 @@ def _tune(options: argparse.Namespace) -> int:
     best = found.rows[0]
     if not options.no_run:
         if has_ranks(machine, options.world_size):
-            confirmed = confirm(options, found.rows[:TRIALS], machine)
+            confirmed = confirm(options, found.fastest[:TRIALS], machine)
             best = confirmed or best
         else:
             print(f"\nNot run: {options.world_size:,} ranks are not on this machine.")
@@ -89,14 +89,15 @@ def _write(path: str, text: str, option: str) -> None:
         ) from None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+def parser() -> argparse.ArgumentParser:
+    """Of the command line; docs/options.md has its options."""
+    made = Parser(
         prog="xds tune",
         description="Find the layout of ranks that fits and is fast. Keys that the config gives stay; keys "
         'that are absent or "auto" are free.',
     )
-    add = parser.add_argument
-    add("config", help="path, JSON text, or base64 of it")
+    add = made.add_argument
+    add("config", help="path of the config, JSON text, or base64 of it")
     add(
         "--model",
         required=True,
@@ -174,6 +175,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="also print how often to save, and the share of useful time",
     )
-    add("--save-seconds", type=float, default=30.0, metavar="S", help="a save stops training")
-    add("--restart-seconds", type=float, default=600.0, metavar="S", help="failure to next step")
-    return parser
+    add(
+        "--save-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="that a save stops training (default: 30)",
+    )
+    add(
+        "--restart-seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="from a failure to the next step (default: 600)",
+    )
+    return made

@@ -65,9 +65,8 @@ OVERLAPPED = (
 STATES_BYTES = 28  # that an update of one parameter reads and writes, for estimates
 MARGIN = 1.15  # what is estimated above so many times the last row is not tried
 MOST_COMPRESSED = 3  # of the best rows, with messages of few bits
-FIRST_TRIES = 2  # of a division or a layout that fit, before others had theirs
 STAGE_MICRO_BATCHES = 4  # of each pipeline stage, where no batch size is given
-MOST_ALIKE = 3  # rows with one division of the ranks
+MOST_VARIANTS = 2  # of a division of the ranks, below its best row
 SLOW_ORDERS = (
     "zbv",
     "dualpipev",
@@ -149,14 +148,18 @@ class Row:
 @final
 @dataclass
 class Found:
-    """The result. rows: the best layouts, the fastest first.
+    """The result.
 
+    rows: the fastest of each division of the ranks, the fastest first. variants: its name -> others of it,
+        whose stage or settings differ. fastest: of all divisions together, as many as rows are shown.
     tried: (bytes, tokens/s, division of the ranks) of what was planned; 0 tokens/s: it does not fit.
     num_points: in the space. num_left: not tried, as the time was over. too_large: do not fit.
     refused: why the engine does not take a point -> how many.
     """
 
     rows: list[Row] = field(default_factory=list)
+    variants: dict[str, list[Row]] = field(default_factory=dict)
+    fastest: list[Row] = field(default_factory=list)
     tried: list[tuple[int, float, str]] = field(default_factory=list)
     num_points: int = 0
     num_left: int = 0
@@ -353,15 +356,15 @@ class _Search:
         queue.sort(key=lambda pair: (pair[0], -points[pair[1]].stage))
         end = time.process_time() + self._goal.seconds
         done = [False] * len(points)
-        tries: Counter[tuple[Any, ...]] = Counter()
+        fitting: set[tuple[Any, ...]] = set()  # divisions and layouts
         worst = math.inf
         # each division of the ranks has its turn, then each layout, then all points
-        for length, most in ((4, FIRST_TRIES), (6, FIRST_TRIES), (10, 1)):
+        for length in (4, 6, 10):
             for estimate, number in queue:
                 point = points[number]
                 if estimate > MARGIN * worst:
                     break
-                if done[number] or tries[point[:length]] >= most:
+                if done[number] or point[:length] in fitting:
                     continue
                 if time.process_time() > end and found.rows:
                     found.num_left = sum(
@@ -372,11 +375,10 @@ class _Search:
                 rows = list(self._rows(point))
                 for row in rows:
                     self._take(row)
-                for each in (4, 6) if rows else ():
-                    tries[point[:each]] += 1
-                found.rows = self._top()
-                if len(found.rows) == self._goal.top:
-                    worst = found.rows[-1].sample_seconds
+                fitting |= {point[:4], point[:6]} if rows else set()
+                self._rank()
+                if len(found.fastest) == self._goal.top:
+                    worst = found.fastest[-1].sample_seconds
         return self._finished()
 
     def _finished(self) -> Found:
@@ -392,7 +394,7 @@ class _Search:
         for row in found.rows[:MOST_COMPRESSED]:
             for smaller in self._compressed(row):
                 self._take(smaller)
-        found.rows = self._top()
+        self._rank()
         return found
 
     def _take(self, row: Row) -> None:
@@ -400,14 +402,17 @@ class _Search:
         if old is None or row.sample_seconds < old.sample_seconds:
             self._best[row.layout] = row
 
-    def _top(self) -> list[Row]:
-        alike: Counter[tuple[Any, ...]] = Counter()
-        rows: list[Row] = []
+    def _rank(self) -> None:
+        """Sort what fits: the best of each division of the ranks, and its variants."""
+        found, top = self._found, self._goal.top
+        found.fastest = sorted(self._best.values(), key=lambda row: row.sample_seconds)[:top]
+        divisions: dict[str, list[Row]] = {}
         for row in sorted(self._best.values(), key=lambda row: row.sample_seconds):
-            alike[row.point[:4]] += 1
-            if alike[row.point[:4]] <= MOST_ALIKE:
-                rows.append(row)
-        return rows[: self._goal.top]
+            divisions.setdefault(row.name, []).append(row)
+        found.rows = [rows[0] for rows in divisions.values()][:top]
+        found.variants = {
+            row.name: divisions[row.name][1 : 1 + MOST_VARIANTS] for row in found.rows
+        }
 
     def _rows(self, point: Point) -> Iterator[Row]:
         """What fits of a point: as it is, else with what saves memory."""
@@ -517,7 +522,10 @@ class _Search:
             size = int(own / parts * (group - 1) / group)
             axes: tuple[Axis, ...] = ("data",)
             one = parts * self._timer.message(Message("all_gather", axes, size, group, near - 1))[0]
-            gathers = 2 * point.steps if point.stage == 3 and point.pipe == 1 else 1
+            # a rank gathers where it changes between its parts of the model
+            order = NUMBERS.get(point.schedule)
+            changes = point.pipe == 1 or order is None or order.chunks > 1
+            gathers = 2 * point.steps if point.stage == 3 and changes else 1
             sent = one * (1 + gathers)
         exposed = max(sent - OVERLAPPED * busy, LEAST_EXPOSED * sent)
         updated = STATES_BYTES / 2 * own / (group if point.stage else 1)

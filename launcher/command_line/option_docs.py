@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+
+from .. import tune
 from .option_table import GROUPS, OPTIONS, Option
 
 _HEAD = """\
 # The options of `xds`
 
-This page is generated from launcher/command_line/option_table.py. `xds [options] script.py [arguments]` takes
-the options of `deepspeed` and of `torchrun`, and a few of its own.
+This page is generated from launcher/command_line/option_table.py and launcher/tune.py.
+`xds [options] script.py [arguments]` takes the options of `deepspeed` and of `torchrun`, and a few of its own.
 
 - A long option may be written with dashes or underscores. Its value is the next argument, or follows `=`.
 - Options end at the script (or at `--`). All arguments after it are passed to the script.
 - Flags take precedence over the environment.
-- Commands have options of their own: see [report.md](report.md), [plan.md](plan.md) and
-  [tune.md](tune.md).
+- Commands have options of their own: see [`xds tune`](#xds-tune) below, [report.md](report.md) and
+  [plan.md](plan.md).
 - `eval "$(xds completion bash)"` in `~/.bashrc` lets the shell complete them. zsh and fish have one too.
 - If an option marked † is not given, torchrun's variable `PET_<NAME>` is used.
 
@@ -62,7 +65,18 @@ def page() -> str:
     parts.append(_table("Accepted without effect", "because", silent))
     refused = [(each, each.refusal) for each in OPTIONS if each.refusal]
     parts.append(_table("Refused", "because", refused))
+    parts.append(_command_table("xds tune", tune.parser()))
     return "\n".join(parts)
+
+
+def _command_table(name: str, parser: argparse.ArgumentParser) -> str:
+    """The options of a command, from its parser."""
+    lines = [f"## `{name}`", "", "| option | meaning |", "|---|---|"]
+    for action in parser._actions:
+        if action.dest != "help":
+            words = [", ".join(action.option_strings) or action.dest, str(action.metavar or "")]
+            lines.append(f"| `{_cell(' '.join(words).strip())}` | {_cell(action.help or '')} |")
+    return "\n".join([*lines, ""])
 
 
 def _table(title: str, column: str, rows: list[tuple[Option, str]]) -> str:

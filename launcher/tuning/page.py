@@ -19,7 +19,8 @@ def page_of(found: Found, best: Row, machine: Machine) -> str:
     """The HTML."""
     title = shown(f"{best.plan.name} on {best.plan.mesh.size:,} ranks", 120)
     rows = "".join(
-        "<tr>" + "".join(f"<td>{shown(cell, 200)}" for cell in row_cells(row)) for row in found.rows
+        "<tr>" + "".join(f"<td>{shown(cell, 200)}" for cell in row_cells(row))
+        for row in found.fastest
     )
     head = "".join(f"<th>{name}" for name in HEAD)
     price = ", ".join(gives_up(best)) or "nothing"

@@ -37,7 +37,10 @@ def rows_text(found: Found, machine: Machine, world_size: int) -> str:
         f"  {found.num_points:,} layouts; {len(found.tried):,} planned, {found.too_large:,} do not fit into "
         f"{size_text(found.limit_bytes)} ({1 - RESERVE:.0%} of a device)"
     )
-    rows = [(str(number), row_cells(row)) for number, row in enumerate(found.rows, 1)]
+    rows = []
+    for number, row in enumerate(found.rows, 1):
+        rows.append((str(number), row_cells(row)))
+        rows += [("", ["", *row_cells(each)[1:]]) for each in found.variants[row.name]]
     parts = [head, table_text(HEAD, rows), _parts(best)]
     if len(found.rows) > 1:
         parts.append(_why_lost(best, found.rows[1]))

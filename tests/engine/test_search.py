@@ -27,7 +27,10 @@ def test_the_best_rows_are_those_of_timing_every_point() -> None:
         for row in searching._rows(point):
             every[row.layout] = min(every.get(row.layout, 1e9), row.sample_seconds)
     best = sorted(every.values())[:3]
-    assert [row.sample_seconds for row in found.rows] == pytest.approx(best)
+    assert [row.sample_seconds for row in found.fastest] == pytest.approx(best)
+    assert sorted(row.name for row in found.rows) == ["data 2", "pipe 2"]
+    assert found.fastest[0] is found.rows[0]
+    assert {row.name for row in found.variants["data 2"]} == {"data 2"}
     assert found.num_points > len(every) > 3
 
 

@@ -257,6 +257,7 @@ def test_the_command_prints_the_parts(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "xds plan: machine nothing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench_machine, "ROUND_SECONDS", 1e-4)
     monkeypatch.setattr(bench_machine, "PASSES", 2)

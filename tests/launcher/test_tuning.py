@@ -156,7 +156,7 @@ def test_autotuning_without_a_config_or_a_section_is_refused(
 def test_runs_go_on_after_a_failed_one_and_are_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = search(SOURCE, DATA, machine(), Goal(2, 2, top=3)).rows
+    rows = search(SOURCE, DATA, machine(), Goal(2, 2, top=3)).fastest
     started = []
 
     def run(words: Any, folder: Path, most_seconds: float | None = None) -> Outcome:
