@@ -519,7 +519,7 @@ def _on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if not numbers:
         return list(tensors)
     there = [tensors[number] for number in numbers]  # as many elements as their groups have ranks
-    together = moved(torch.cat(there), device).split([tensor.numel() for tensor in there])
+    together = torch.split(moved(torch.cat(there), device), [tensor.numel() for tensor in there])
     copies = dict(zip(numbers, together, strict=True))
     return [copies.get(number, tensor) for number, tensor in enumerate(tensors)]
 
