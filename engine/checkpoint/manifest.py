@@ -61,9 +61,10 @@ _STATES = [  # of optimizers with the same states for each parameter: a step nee
         {"step", "square_avg"},
         {"step", "sum"},
         {"exp_avg"},
-        {"step", "exp_avg"},
     )
 ]
+# of checkpoints with totals alone: without them it could be Adam's set that has lost a moment
+_DRAWN_LION = {"state/step", "state/exp_avg"}
 
 
 @dataclass(frozen=True)
@@ -514,13 +515,16 @@ def lacking(manifest: Manifest, catalogue: Catalogue, *, with_optimizer: bool = 
     what was not sent      the errors of all ranks of a buffer, or of none
     """
     names = catalogue.uncovered()
+    sets = [*_STATES, _DRAWN_LION] if manifest.totals else _STATES
     for flat in manifest.flats if with_optimizer else ():
         if flat.kind == "param" and flat.trains:
-            names += _lacking_of(flat, catalogue, len(manifest.holders_of(flat)))
+            names += _lacking_of(flat, catalogue, len(manifest.holders_of(flat)), sets)
     return list(dict.fromkeys(names))
 
 
-def _lacking_of(flat: SavedFlat, catalogue: Catalogue, num_ranks: int) -> Iterator[str]:
+def _lacking_of(
+    flat: SavedFlat, catalogue: Catalogue, num_ranks: int, sets: Iterable[set[str]]
+) -> Iterator[str]:
     for slot in flat.slots:
         whole = whole_piece("param", slot)
         numel = whole.stop
@@ -532,7 +536,7 @@ def _lacking_of(flat: SavedFlat, catalogue: Catalogue, num_ranks: int) -> Iterat
         # steps alone say nothing: Adafactor has states of other shapes beside them
         if states - {"state/step"}:
             keys |= min(
-                (of_optimizer for of_optimizer in _STATES if states <= of_optimizer),
+                (of_optimizer for of_optimizer in sets if states <= of_optimizer),
                 key=len,
                 default=set(),
             )
