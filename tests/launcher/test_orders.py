@@ -125,7 +125,7 @@ def test_a_rank_that_is_bound_to_cores_has_a_thread_for_each(
     for num_ranks, cores in ((9, "8"), (3, "6,7,8")):
         envs = {rank: {"RANK": str(rank), **place} for rank in range(num_ranks)}
         with run_folder("") as folder:
-            elastic._RankFiles(folder, bound, num_ranks, {}, {}).reify(envs)
+            elastic.RankFiles(folder, bound, num_ranks, {}, {}).reify(envs)
         last = envs[num_ranks - 1]
         threads = str(len(cores.split(",")))
         assert (last["XDS_RANK_CORES"], last["OMP_NUM_THREADS"]) == (cores, threads)

@@ -178,7 +178,7 @@ def test_a_second_run_with_the_same_log_folder_is_refused_and_sees_no_failure_of
 
 def test_no_failure_of_an_earlier_start_is_seen_once_the_ranks_of_a_start_are_known(runs):
     """The launcher would stop the ranks of the other hosts, and the new rank would wait for them."""
-    from xds.launcher.ranks.elastic import _RankFiles
+    from xds.launcher.ranks.elastic import RankFiles
 
     class Ranks(dict):
         def update(self, *given):
@@ -190,7 +190,7 @@ def test_no_failure_of_an_earlier_start_is_seen_once_the_ranks_of_a_start_are_kn
     with run_folder("") as folder:
         folder.error(2).write_text("{}")
         place = dict.fromkeys(("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"), "1")
-        _RankFiles(folder, order, 1, Ranks(), {}).reify({0: {"RANK": "2", **place}})
+        RankFiles(folder, order, 1, Ranks(), {}).reify({0: {"RANK": "2", **place}})
     assert seen == [None]
 
 
