@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C import DisableTorchFunction as NoTorchFunction
 from torch._C import DisableTorchFunctionSubclass as NoTorchFunctionSubclass
@@ -119,6 +120,24 @@ def num_users(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
+def set_values(tensor: Tensor, values: Tensor) -> None:
+    """Let `tensor`, a leaf, have the memory of `values`, which may be of another device.
+
+    torch's `tensor.data = values` refuses devices that register themselves (PrivateUse1), as Ascend's do.
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, values):
+        tensor.data = values
+    else:
+        torch._C._swap_tensor_impl(tensor, values.detach().requires_grad_(tensor.requires_grad))
+
+
+def open_fake_group(rank: int, world_size: int) -> None:
+    """Open the default process group with a backend that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
 __all__ = [
     "CALL",
     "AroundCall",
@@ -135,8 +154,10 @@ __all__ = [
     "in_backward",
     "in_functorch",
     "num_users",
+    "open_fake_group",
     "outside_of_functorch",
     "outside_of_graphs",
+    "set_values",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -146,14 +167,3 @@ __all__ = [
     "treespec_loads",
     "will_execute",
 ]
-
-
-def set_values(tensor: Tensor, values: Tensor) -> None:
-    """Let `tensor`, a leaf, have the memory of `values`, which may be of another device.
-
-    torch's `tensor.data = values` refuses devices that register themselves (PrivateUse1), as Ascend's do.
-    """
-    if torch._has_compatible_shallow_copy_type(tensor, values):
-        tensor.data = values
-    else:
-        torch._C._swap_tensor_impl(tensor, values.detach().requires_grad_(tensor.requires_grad))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ...ops.device import device_of, device_type, has_backend, num_devices
+from ...ops.torch_internals import open_fake_group
 from ...utils.errors import PeerError, UsageError
 from ...utils.messages import write_stderr
 from .foreign_launcher import fill, place
@@ -96,10 +97,7 @@ def join(device: torch.device) -> dist.ProcessGroup:
         present = [key for key in LAUNCHER_KEYS if key in os.environ]
         if joins() is not None:
             # the others train: nothing is sent until this rank has its place
-            from torch.testing._internal.distributed.fake_pg import FakeStore
-
-            rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+            open_fake_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         elif backend == "mpi":
             dist.init_process_group("mpi")
         elif len(present) == len(LAUNCHER_KEYS):

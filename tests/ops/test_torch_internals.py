@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -135,3 +136,14 @@ def test_a_parameter_gets_memory_of_any_device():
         internals.set_values(param, torch.zeros(3, device=device))
         assert param.shape == (3,) and param.device.type == device
         assert isinstance(param, nn.Parameter) and param.requires_grad and param.is_leaf
+
+
+def test_a_group_that_sends_nothing_has_the_rank_that_was_asked_for():
+    internals.open_fake_group(1, 3)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (1, 3)
+        values = torch.ones(2)
+        dist.all_reduce(values)
+        assert values.tolist() == [1, 1]
+    finally:
+        dist.destroy_process_group()
