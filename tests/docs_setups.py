@@ -166,6 +166,7 @@ validation = [{"x": torch.randn(4, 8)} for _ in range(12)]
         edits={"range(100)": "range(2)", '"pipeline.json"': '"config.json"'},
     ),
     "docs/plan.md": Setup(world_size=1),
+    "docs/tune.md": Setup(world_size=1),
     "docs/profiling.md": Setup(
         """
         import torch
