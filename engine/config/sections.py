@@ -109,7 +109,8 @@ class Half(Section):
                 key, True, f"needs {section}.enabled; set it to true, or remove the key"
             )
         elif optimizer is not None and optimizer.type not in ("", *ROUNDS_MASTERS):
-            names = " and ".join(ROUNDS_MASTERS)
+            *first, last = ROUNDS_MASTERS
+            names = f"{', '.join(first)} and {last}"
             report.complain(
                 key,
                 True,

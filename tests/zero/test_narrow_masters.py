@@ -281,7 +281,7 @@ def test_bytes_are_2_for_the_master_2_for_the_gradient_and_those_of_the_states(
 
 def test_what_cannot_round_its_masters_is_refused() -> None:
     for half, optimizer, need in (
-        (BF16, "SGD", "only Adam and AdamW update"),
+        (BF16, "SGD", "only Adam, AdamW and Lion update"),
         ({**BF16, "enabled": False}, "AdamW", "needs bf16.enabled"),
         ({"enabled": True, "bf16_optimizer_states": True}, "AdamW", "needs bf16.bf16_master"),
     ):
