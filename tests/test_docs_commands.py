@@ -81,6 +81,7 @@ HAS_NO_DATA_OPTION = (
     "examples/generation/",
 )
 LAUNCHING = ROOT / "examples" / "launching"
+MACHINES = ROOT / "engine" / "planning" / "machines"
 PLACEHOLDERS = {"FILE": "config.json", "N": "8", "DIR": "llama"}
 ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
 SCRIPT = """
@@ -149,6 +150,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "llama").mkdir()
     llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}
     (folder / "llama" / "config.json").write_text(json.dumps(llama))
+    shutil.copy(MACHINES / "a100-40-hdr.json", folder / "machine.json")
     with IndexedWriter(folder / "corpus", "uint16") as writer:
         writer.add_rows(range(60), [10, 20, 30])
     for name in ("examples", "benchmarks"):
@@ -355,7 +357,7 @@ def is_run(words: Sequence[str]) -> bool:
 
 RUN = [words for words in LINES if is_run(words)]
 SLOW = [words for words in RUN if script_of(words)]
-MEASURES = ("bench", "plan")  # for seconds
+MEASURES = ("bench", "plan", "tune")  # for seconds
 QUICK = [
     pytest.param(words, marks=[pytest.mark.slow] * (words[1] in MEASURES), id=" ".join(words))
     for words in RUN
@@ -398,6 +400,8 @@ def test_a_quick_command_runs(
         shutil.rmtree(folder / "out")
     if words[1:3] == ("bench", "comm"):
         words = (*words, "--max-size", "1KiB")
+    if words[1] == "tune":
+        words = (*words, "--no-run", "--seconds", "1")
     if words[1] == "plan":  # in this process, which imports transformers once for all of them
         monkeypatch.chdir(folder)
         monkeypatch.syspath_prepend(str(folder))
