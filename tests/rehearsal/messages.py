@@ -101,10 +101,10 @@ class DeviceGroup(dist.ProcessGroup):
         stream.wait_stream(torch.cuda.current_stream())
         with stream, _disable_current_modes():  # what counts ops sees none of a message
             _ops.begin(f"message {name}")
-            for tensor in reads:
-                _ops.use(tensor, False)
-            for tensor in writes:
-                _ops.use(tensor, True)
+            for tensors, writes_them in ((reads, False), (writes, True)):
+                for tensor in tensors:
+                    if tensor.device.type != "cpu":  # copies on the host, which gloo sends
+                        _ops.use(tensor, writes_them)
             arrive = run()
             event = torch.cuda.Event()
             event.record(stream)

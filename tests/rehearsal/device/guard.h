@@ -14,10 +14,10 @@ namespace {
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return kType; }
-  Device exchangeDevice(Device d) const override { auto old = getDevice(); t_device = d.index(); return old; }
+  Device exchangeDevice(Device d) const override { auto old = getDevice(); setDevice(d); return old; }
   Device getDevice() const override { return Device(kType, t_device); }
-  void setDevice(Device d) const override { t_device = d.index(); }
-  void uncheckedSetDevice(Device d) const noexcept override { t_device = d.index(); }
+  void setDevice(Device d) const override { if (d.has_index()) t_device = d.index(); }
+  void uncheckedSetDevice(Device d) const noexcept override { if (d.has_index()) t_device = d.index(); }
   Stream getStream(Device d) const override { return Stream(Stream::UNSAFE, d, t_stream); }
   Stream getDefaultStream(Device d) const override { return Stream(Stream::UNSAFE, d, 0); }
   Stream getNewStream(Device d, int) const override {
