@@ -242,3 +242,26 @@ def refused() -> None:
 
 def test_another_name_is_refused() -> None:
     run_ranks(refused, 1)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_load_after_an_edit_has_every_bit(tmp_path: Path, stage: int) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine = xds.initialize(torch.nn.Linear(8, 8), config)
+    engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    saved = engine.full_state_dict(full_precision=True)
+    with torch.no_grad(), xds.zero.GatheredParameters(engine.module, modifier_rank=0):
+        for param in engine.module.parameters():
+            param.fill_(0.5)
+    engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
+    engine.load_checkpoint(tmp_path)
+    loaded = engine.full_state_dict(full_precision=True)
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    engine.destroy()

@@ -65,6 +65,7 @@ class SplitStorage(StateStorage):
     def join(self) -> None:
         """The tensors of the masters have their values until `divide` or `drop`."""
         if not self._is_joined:
+            self.take_edits()  # what is written now, such as a checkpoint, comes after them
             self._is_joined = True
             values = self.halves.joined()
             for view, start in self._views:
