@@ -32,7 +32,7 @@ def _show(options: argparse.Namespace) -> int:
     from ..engine.config.config import parse_config
     from ..engine.planning.models import model_source
     from ..engine.planning.plan import make_plan
-    from .planning.text import plan_text
+    from .planning.text import plan_text, seconds_text
 
     config = parse_config(options.config)
     trusts_code = options.trust_remote_code
@@ -50,7 +50,6 @@ def _show(options: argparse.Namespace) -> int:
     text = plan_text(plan)
     if machine is not None:
         from ..engine.planning.seconds import step_seconds
-        from .planning.seconds_text import seconds_text
 
         text += "\n" + seconds_text(step_seconds(plan, machine), machine, plan)
     print(text, end="")

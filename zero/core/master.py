@@ -28,11 +28,11 @@ from ...ops.optim.shard_optimizer import Item, Old, ParamPart, Update
 from ...ops.rounding import narrowed
 from ..layout.layout import Piece
 from .grad_bucket import GradBucket
-from .param_bucket import ParamBucket
-from .split_storage import SplitStorage, computed_values
+from .param_bucket import ParamBucket, computed_values
 
 if TYPE_CHECKING:
     from ...offload.host import HostStore
+    from .split_storage import SplitStorage
 
 
 @final
@@ -67,6 +67,8 @@ class Master:
         self._update: JobHandle = FinishedJob()
         self.split: SplitStorage | None = None
         if self.rounds_away and not (store.is_on_host or self.crosses_device or self._keeps_master):
+            from .split_storage import SplitStorage
+
             self.split = SplitStorage(params, is_sharded=is_sharded)
             self._tensor = self.split.master
         elif self.has_compute_copy:

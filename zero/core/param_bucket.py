@@ -691,11 +691,18 @@ def _is_same(param: Tensor, value: Tensor) -> bool:
     return param.dtype is value.dtype and param.is_set_to(value)
 
 
+def computed_values(params: ParamBucket, *, is_sharded: bool) -> Tensor:
+    """The values that forward computes with, [n]: all of them, or this rank's shard."""
+    params.arrive()
+    return params.shard if is_sharded or params.shards_params else params.raw
+
+
 __all__ = [
     "LiveElements",
     "ParamBucket",
     "ParamMemory",
     "ShardState",
+    "computed_values",
     "own_memory",
     "placeholder_like",
     "views_in",

@@ -17,15 +17,9 @@ from torch import Tensor
 
 from ...offload.interfaces import Blocks, StateStorage
 from ...ops.halves import Halves
-from .param_bucket import ParamBucket
+from .param_bucket import ParamBucket, computed_values
 
 BLOCK_NUMEL = 1 << 20  # of a master that is read in parts
-
-
-def computed_values(params: ParamBucket, *, is_sharded: bool) -> Tensor:
-    """The values that forward computes with, [n]: all of them, or this rank's shard."""
-    params.arrive()
-    return params.shard if is_sharded or params.shards_params else params.raw
 
 
 @final
@@ -95,10 +89,10 @@ class SplitStorage(StateStorage):
 
         def blocks(start: int, stop: int) -> Iterator[Tensor]:
             for begin in range(start, stop, BLOCK_NUMEL):
-                block = halves.part(begin, min(begin + BLOCK_NUMEL, stop)).joined().cpu()
+                block = halves.part(begin, min(begin + BLOCK_NUMEL, stop)).joined()
                 yield block  # a reader may keep its address alone
 
         return blocks
 
 
-__all__ = ["SplitStorage", "computed_values"]
+__all__ = ["SplitStorage"]

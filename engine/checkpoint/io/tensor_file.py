@@ -117,7 +117,7 @@ def copy_image(entries: Sequence[TensorEntry], memory: Tensor) -> None:
         if entry.blocks is None:
             target.copy_(entry.values, non_blocking=True)
         for block in () if entry.blocks is None else entry.blocks(entry.start, entry.stop):
-            target[: block.numel()].copy_(block)
+            target[: block.numel()].copy_(block, non_blocking=True)
             target = target[block.numel() :]
         offset += entry.size_bytes
     for device in {entry.tensor.device for entry in ordered}:
@@ -150,7 +150,9 @@ def _pieces(entries: Sequence[TensorEntry]) -> Iterator[memoryview]:
     yield memoryview(_header(ordered))
     for entry in ordered:
         if entry.blocks is not None:
-            yield from map(bytes_of, entry.blocks(entry.start, entry.stop))
+            for block in entry.blocks(entry.start, entry.stop):
+                here = block.cpu()
+                yield bytes_of(here)
             continue
         values = entry.values
         is_plain = values.device.type == "cpu" and values.is_contiguous()
