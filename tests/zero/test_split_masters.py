@@ -41,8 +41,19 @@ def rounded_away(value: Tensor) -> Tensor:
     return torch.where(is_further[1] & (down.abs() > low.abs()), down, low).bfloat16()
 
 
-def in_a_loop(model: nn.Module, steps: int, loss_of: Any, *, is_split: bool) -> dict[str, Tensor]:
-    """The fp32 masters of a loop of plain torch, and one call of the kernel for each parameter."""
+def in_a_loop(
+    model: nn.Module,
+    steps: int,
+    loss_of: Any,
+    *,
+    is_split: bool,
+    decays: dict[str, float] | None = None,
+    frozen: str = "",
+) -> dict[str, Tensor]:
+    """The fp32 masters of a loop of plain torch, and one call of the kernel for each parameter.
+
+    From step 2 on the parameter `frozen` keeps its value.
+    """
     load("cpu")
     params = dict(model.named_parameters())
     masters = {name: param.data.reshape(-1).float() for name, param in params.items()}
@@ -51,10 +62,13 @@ def in_a_loop(model: nn.Module, steps: int, loss_of: Any, *, is_split: bool) -> 
         loss_of(model, step).backward()
         for name, param in params.items():
             assert param.grad is not None
+            if step >= 2 and name == frozen:
+                continue
+            decay = (decays or {}).get(name, DECAY)
             adam_(
                 *(masters[name], param.grad.reshape(-1), *moments[name], None),
                 *(torch.tensor(step + 1.0), None, None),
-                *(1e-2, 0.9, 0.999, EPS, DECAY, True, True),
+                *(1e-2, 0.9, 0.999, EPS, decay, True, True),
             )
             rounded = rounded_away(masters[name]) if is_split else masters[name].bfloat16()
             param.data.view(-1).copy_(rounded)
@@ -115,6 +129,34 @@ def test_masters_are_those_of_a_loop_after_a_thousand_steps(tmp_path: Path) -> N
     for key, value in masters.items():
         assert found[key].reshape(-1).equal(value), key
     assert ties > 0
+
+
+FROZEN = "0.bias"
+
+
+def grouped_and_frozen(stage: int) -> dict[str, Tensor]:
+    model = line()
+    weights = [param for param in model.parameters() if param.ndim == 2]
+    biases = {"params": [param for param in model.parameters() if param.ndim == 1]}
+    groups = [{"params": weights}, biases | {"weight_decay": 0.0}]
+    engine = xds.initialize(model, given(stage, SPLIT), model_parameters=groups)
+    for step in range(4):
+        engine.module[0].bias.requires_grad_(step < 2)
+        engine.backward(loss_of_line(engine, step))
+        engine.step()
+    masters = engine.full_state_dict(rank0_only=False, full_precision=True)
+    engine.destroy()
+    return masters
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_groups_share_a_buffer_and_a_frozen_parameter_keeps_every_bit(stage: int) -> None:
+    decays = {"0.bias": 0.0, "2.bias": 0.0}
+    model = line().bfloat16()
+    masters = in_a_loop(model, 4, loss_of_line, is_split=True, decays=decays, frozen=FROZEN)
+    for found in run_ranks(grouped_and_frozen, 2, stage):
+        for key, value in masters.items():
+            assert found[key].reshape(-1).equal(value), key
 
 
 def bytes_of(stage: int) -> tuple[dict[str, int], int, int, int]:
