@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,9 @@ def _tune(options: argparse.Namespace) -> int:
     if complaints or not isinstance(data, dict):
         raise ConfigError(complaints or ["must be an object {...}"], name)
     data.pop("autotuning", None)
+    goodput = goodput_text(options) if options.gpu_hours_between_failures else ""
+    for path, option in ((options.output, "--output"), (options.html, "--html")):
+        _check_place(path, option)
     machine = load_machine(options.machine)
     trusts = options.trust_remote_code
     source = ResizedBatches(
@@ -59,8 +63,8 @@ def _tune(options: argparse.Namespace) -> int:
             best = confirmed or best
         else:
             print(f"\nNot run: {options.world_size:,} ranks are not on this machine.")
-    if options.gpu_hours_between_failures:
-        print("\n" + goodput_text(options))
+    if goodput:
+        print(f"\n{goodput}")
     parsed(best.source).resolve(options.world_size)  # it loads as it is
     _write(options.output, json.dumps(best.source, indent=2) + "\n", "--output")
     parse_config(options.output, auto=_auto(best.source), world_size=options.world_size)
@@ -78,6 +82,20 @@ def _auto(data: dict[str, Any]) -> dict[str, Any]:
     from ..engine.config.config import canonical_path
 
     return trainer_values(data, canonical_path)
+
+
+def _check_place(path: str | None, option: str) -> None:
+    """
+    Raises:
+        UsageError: no file can be written there; it is found before the search.
+    """
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(
+            f"{option} {printable(path)}: no file can be written there; name a file in a folder that exists"
+        )
 
 
 def _write(path: str, text: str, option: str) -> None:

@@ -601,6 +601,15 @@ def keeping_draws(*devices: torch.device) -> Iterator[None]:
             generator.set_state(state)
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast; None: it is off, or there is none, as on the meta device of a plan."""
+    import torch
+
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
 def wide_place(device: torch.device) -> torch.device:
     """Where fp64 numbers of `device` are: there, or on the host where it has no fp64."""
     import torch

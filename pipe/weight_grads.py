@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from ..ops.device import autocast_dtype
 from ..ops.linear import bias_grad, input_grad, is_by_columns, linear_transposed, weight_grad
 from ..ops.torch_internals import in_functorch
 from ..utils.errors import UsageError
@@ -212,8 +213,9 @@ def _deferrable(base: type[nn.Module], owner: WeightGrads) -> type[nn.Module]:
         return linear(x, weight, bias)
 
     def linear(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # what autocast would save
+        dtype = autocast_dtype(x.device.type)
+        if dtype is not None and x.dtype is not torch.float64:
+            x = x.to(dtype)  # what autocast would save
         result: Tensor = _Linear.apply(x, weight, bias, owner, is_transposed)  # type: ignore[no-untyped-call]
         return result
 

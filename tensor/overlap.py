@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.comm.handles import Handle
+from ..ops.device import autocast_dtype
 from ..ops.linear import bias_grad, input_grad, is_by_columns, linear_transposed, weight_grad
 from . import compiled
 from .exchange import Exchange
@@ -86,9 +87,9 @@ def can_overlap(layer: nn.Module) -> bool:
 
 def product(layer: nn.Module, x: Tensor, token: Tensor, uses: _Uses) -> Tensor:
     """x W^T + b of `layer`, whose gradients the Weight node of `token` computes."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
-        x = x.to(torch.get_autocast_dtype(kind))
+    dtype = autocast_dtype(x.device.type)
+    if dtype is not None and x.dtype is not torch.float64:
+        x = x.to(dtype)
     weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
     y: Tensor = _Product.apply(x, token, weight, bias, uses)  # type: ignore[no-untyped-call]
     return y

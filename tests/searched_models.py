@@ -35,6 +35,11 @@ class Model(nn.Module):
         return x.square().mean()
 
 
+def both() -> tuple[nn.Module, Any]:
+    source = Source()
+    return source.build(), source.batch(3)
+
+
 def machine(device_bytes: float = 1e9) -> Machine:
     def table(*point: float) -> dict[str, Any]:
         return {"points": [point], "source": "test"}

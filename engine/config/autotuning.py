@@ -49,8 +49,8 @@ class Autotuning(Section):
     end_profile_step: Count = Field(5, description="the last timed step; the run ends after it")
     metric: Annotated[Literal["throughput", "latency", "flops"], ANY_CASE] = Field(
         "throughput",
-        description="what is best: samples/s, milliseconds of a step, or operations/s, which are in the order "
-        "of samples/s. All of the clock on the wall",
+        description="what is best: samples/s, milliseconds of a step, or operations of products in a second "
+        "on a device (flops), where a backward counts as two forwards. All of the clock on the wall",
     )
     metric_path: str | None = Field(
         None, description="where rank 0 writes the metrics; null: autotuning_metric.json"
@@ -94,6 +94,12 @@ class Autotuning(Section):
                 "autotuning.end_profile_step",
                 last,
                 f"steps after start_profile_step ({first}) are timed up to this one; set it to {first + 2}",
+            )
+        if self.enabled and self.metric == "flops" and first < 1:
+            report.complain(
+                "autotuning.start_profile_step",
+                first,
+                'metric = "flops" counts operations in the first step, which is slow; set it to at least 1',
             )
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, final
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from ...ops.device import KINDS
 from ...utils.errors import ConfigError
 from ...utils.quoting import printable
 from ...utils.schema.section import nearest
@@ -36,6 +37,12 @@ def _same_length(points: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ..
     if len({len(point) for point in points}) != 1:
         raise ValueError("all points must have as many numbers")
     return points
+
+
+def _known_device(name: str) -> str:
+    if name not in KINDS and name != torch._C._get_privateuse1_backend_name():
+        raise ValueError(f"must be one of {', '.join(KINDS)}")
+    return name
 
 
 Points = Annotated[tuple[tuple[Rate, ...], ...], Field(min_length=1), AfterValidator(_same_length)]
@@ -122,7 +129,7 @@ class Link(Part):
 class Machine(Part):
     """One kind of host with its devices, and the links between such hosts.
 
-    name: for people. device: "cuda": kernels run beside the host, which launches them; "cpu": the host itself.
+    name: for people. device: a kind of ops/device.py. "cpu": the host itself; others run kernels beside it.
     date: when it was measured or put together. versions: of torch and of others that matter.
     devices_per_host. device_bytes, host_bytes: memory of one device, and of one host.
     matrix: dtype -> points [m, n, k, flop/s] of a product [m, k] x [k, n], 2 m n k operations.
@@ -140,7 +147,7 @@ class Machine(Part):
     """
 
     name: str
-    device: Literal["cpu", "cuda"]
+    device: Annotated[str, AfterValidator(_known_device)]
     devices_per_host: Annotated[int, Field(ge=1)]
     date: str
     versions: dict[str, str] = {}

@@ -263,6 +263,7 @@ class Shares:
         while left:
             here = self._at(pipe, left[0])
             with sliced_here(module, runs, found, self.ways, self._config, here) as cut:
+                cut.tokens.undo()  # stubs of blocks have no tokens to cut
                 equal = [rank for rank in left if _widths(cut, rank) == _widths(cut, left[0])]
                 experts = self.keep_experts(module, here)
                 built, trace = self._built(module, runs, Division(found, cut, experts), here)

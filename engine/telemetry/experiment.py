@@ -20,22 +20,30 @@ from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ...utils.small_files import replace_small_file
 from ..config.config import Config
+from ..profiling.recorder import Recorder
 
 METRICS, MODEL_INFO = "autotuning_metric.json", "autotuning_model_info.json"
 
 
 @final
 class Experiment:
-    """Times the steps after `start_profile_step` up to `end_profile_step`."""
+    """Times the steps after `start_profile_step` up to `end_profile_step`.
 
-    def __init__(self, config: Config, collectives: Collectives) -> None:
+    With the metric flops the first step counts operations. It is slow, and not among those that are timed.
+    """
+
+    def __init__(self, config: Config, model: nn.Module, collectives: Collectives) -> None:
         self._section, self._config = config.autotuning, config
         self._collectives = collectives
+        self._recorder = Recorder(model) if config.autotuning.metric == "flops" else None
+        self._flops = 0.0  # of a step on this rank
         self._steps = 0
         self._begin_seconds = 0.0
 
     def begin(self) -> None:
         """See `AfterSteps` of parts.py."""
+        if self._recorder is not None:
+            self._recorder.start()
         self._mark()
 
     def resume(self, step: int) -> None:
@@ -46,6 +54,7 @@ class Experiment:
         """See `AfterSteps` of parts.py. Raises SystemExit after the last timed step."""
         section = self._section
         self._steps += 1
+        self._count()
         if self._steps == section.start_profile_step:
             self._mark()
         if self._steps == section.end_profile_step:
@@ -59,18 +68,29 @@ class Experiment:
                 "latency": 1000 * seconds,
                 "throughput": samples / seconds,
                 "train_batch_size": samples,
-                "peak_bytes": self._most(device_of(self._collectives.device).memory().peak_bytes),
+                "peak_bytes": int(
+                    self._of_ranks(device_of(self._collectives.device).memory().peak_bytes).max()
+                ),
             }
+            if section.metric == "flops":
+                metrics["FLOPS_per_gpu"] = float(self._of_ranks(self._flops).mean()) / seconds
             self._end(section.metric_path or METRICS, "autotuning.metric_path", metrics)
+
+    def _count(self) -> None:
+        """The operations of the first step. A backward counts as two forwards, as DeepSpeed does."""
+        if self._recorder is not None:
+            self._recorder.stop()
+            self._flops = 3.0 * self._recorder.profile(1).flops
+            self._recorder = None
 
     def _mark(self) -> None:
         """The device has done what came before."""
         device_of(self._collectives.device).synchronize()
         self._begin_seconds = time.perf_counter()
 
-    def _most(self, size: int) -> int:
-        mine = torch.tensor([float(size)], dtype=torch.float64)
-        return int(self._collectives.gather_small(mine.to(self._collectives.device)).max())
+    def _of_ranks(self, value: float) -> Tensor:
+        mine = torch.tensor([float(value)], dtype=torch.float64)
+        return self._collectives.gather_small(mine.to(self._collectives.device))
 
     def _end(self, path: str, key: str, values: dict[str, Any]) -> None:
         if self._collectives.rank == 0:
@@ -130,7 +150,7 @@ def build_experiment(
     """What the section autotuning asks for."""
     if config.autotuning.profiles_model:
         return ModelProfile(config, model, collectives)
-    return Experiment(config, collectives)
+    return Experiment(config, model, collectives)
 
 
 def write_result(path: str, key: str, values: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """`xds --autotuning tune|run`: DeepSpeed's autotuner, with its keys, folders and file names.
 
 1. A run with micro-batches of one sample counts parameters and what a forward keeps (profile_model_info).
-2. Stages that cannot fit are left out. Of each other one the largest micro-batch is found: the computed one
-   first, then halves between those that run and those that do not.
-3. Micro-batches from a half of it on are tried. `fast: false` then tries overlap_comm, or lists of the config.
+2. Stages that cannot fit are left out. Of each other one the largest micro-batch is found: the script's own one
+   first, then the computed one, then halves between those that run and those that do not.
+3. Micro-batches from a half of it on are tried, with as many for each step as max_train_batch_size allows.
+   `fast: false` then tries overlap_comm, or lists of the config.
 4. The fastest config and command are written. "run" starts that command.
 
 An experiment is this command line without --autotuning, with the config in place of the script's. Its speed is
@@ -20,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any, final
@@ -41,6 +43,7 @@ MICRO, STEPS, TRAIN = (
 )
 CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed", "--config")
 PROFILE = "profile_model_info"
+MEASURES = {"throughput": "throughput", "latency": "latency", "flops": "FLOPS_per_gpu"}
 PLATEAU = 0.05  # less gain than this ends the search for a larger micro-batch
 STATE_BYTES = {
     True: 16,
@@ -131,8 +134,9 @@ class Autotuner:
             if found:
                 best = max(found, key=_value)
                 lines.append(f"| {space} | {len(trials)} | {best.shown:.6g} | {best.name} |")
-        seconds = time.monotonic() - self._begin
-        lines += ["", f"Tuning completed in {seconds:.0f} s. Experiments: {len(self._trials)}."]
+        took = timedelta(seconds=time.monotonic() - self._begin)
+        total = len(self._trials)
+        lines += ["", f"Tuning completed in {took}. Total number of experiments: {total}."]
         text = "\n".join(lines) + "\n"
         (self._results / "summary.txt").write_text(text)
         print(text, end="")
@@ -201,37 +205,53 @@ class Autotuner:
 
     def _micro_batches(self, stage: int, largest: int) -> Trial | None:
         """Try micro-batches of a stage. Returns the best experiment; None: none runs."""
-        space = f"z{stage}"
         given = self._data.get(MICRO)
         if isinstance(given, list):
-            tried = [self._micro(space, stage, int(size)) for size in given]
-            return _best(tried)
+            return _best([self._micro(stage, int(size), self._steps(int(size))) for size in given])
         least = self.section.min_train_micro_batch_size_per_gpu
-        first = self._micro(space, stage, least)
-        if first.value is None:
+        tried: list[Trial] = []
+        for first in dict.fromkeys((min(self._given(MICRO) or least, largest), least)):
+            tried.append(self._micro(stage, first, self._steps(first)))
+            if tried[-1].value is not None:
+                break
+        else:
             return None
-        tried, low, high, size = [first], least, largest + 1, largest
-        while low < high - 1:  # the largest that runs is in [low, high)
-            trial = self._micro(space, stage, size)
+        is_too_large = len(tried) > 1  # the script's own one
+        high = tried[0].config[MICRO] if is_too_large else largest + 1
+        low = self._largest_that_runs(stage, high, tried)
+        for size, steps in self._sizes(low, max(low // 2, least)):
+            if (size, steps) not in {(t.config[MICRO], t.config[STEPS]) for t in tried}:
+                tried.append(self._micro(stage, size, steps))
+        return _best(tried)
+
+    def _largest_that_runs(self, stage: int, high: int, tried: list[Trial]) -> int:
+        """The largest micro-batch from the last one of `tried` on that runs, or is as fast as a larger one."""
+        low, size = tried[-1].config[MICRO], high - 1
+        while low < high - 1:  # it is in [low, high)
+            trial = self._micro(stage, size, self._steps(size))
+            best = max(_value(one) for one in tried)
             tried.append(trial)
             if trial.value is None:
                 high = size
             else:
-                gain = trial.value / max(_value(t) for t in tried[:-1] if t.value is not None) - 1
                 low = size
-                if gain < PLATEAU:
+                if trial.value - best < PLATEAU * abs(best):
                     break
             size = (low + high) // 2
-        start = max(low // 2, least)
-        stride = max((low - start) // self.section.num_tuning_micro_batch_sizes, 1)
-        names = {trial.config[MICRO] for trial in tried}
-        for size in range(start, low, stride):
-            if size not in names:
-                tried.append(self._micro(space, stage, size))
-        return _best(tried)
+        return int(low)
 
-    def _micro(self, space: str, stage: int, size: int) -> Trial:
-        steps = self._steps(size)
+    def _sizes(self, largest: int, least: int) -> list[tuple[int, int]]:
+        """Micro-batches to try, and how many of them are in a step: those of the largest, or of its batch."""
+        stride = max((largest - least) // self.section.num_tuning_micro_batch_sizes, 1)
+        sizes = [*range(least, largest, stride), largest]
+        batch = self.section.max_train_batch_size
+        if not batch:
+            return [(size, self._steps(size)) for size in sizes]
+        each = batch * self.section.mp_size // self._ranks
+        return [(size, max(each // size, 1)) for size in sizes]
+
+    def _micro(self, stage: int, size: int, steps: int) -> Trial:
+        space = f"z{stage}"
         config = deepcopy(self._data)
         config |= {MICRO: size, STEPS: steps}
         config.pop(TRAIN, None)
@@ -240,10 +260,22 @@ class Autotuner:
 
     def _steps(self, size: int) -> int:
         """Micro-batches of a step: the config's, or as many as min_train_batch_size needs."""
-        given = self._data.get(STEPS)
-        if isinstance(given, int) and given > 0:
-            return given
-        return -(-self.section.min_train_batch_size // (size * self._ranks))
+        least = -(-self.section.min_train_batch_size // (size * self._ranks))
+        return self._given(STEPS) or least
+
+    def _given(self, key: str) -> int | None:
+        """A number of the config, or of the argument of the script that has to agree with it."""
+        value = self._data.get(key)
+        if isinstance(value, int):
+            return value
+        arguments = {
+            k.strip(): str(v).strip() for k, v in (self.section.arg_mappings or {}).items()
+        }
+        name = arguments.get(key)
+        if name not in self._script[:-1] or (key == STEPS and not is_auto(value)):
+            return None
+        word = self._script[self._script.index(name) + 1]
+        return int(word) if word.isdecimal() and int(word) > 0 else None
 
     def _keys(self, stage: int, best: Trial) -> None:
         """Try the keys of a stage that change its speed, or the lists that the config gives."""
@@ -277,15 +309,15 @@ class Autotuner:
             "enabled": True,
             "start_profile_step": section.start_profile_step,
             "end_profile_step": section.end_profile_step,
+            "metric": section.metric,
             "metric_path": str(self._results / name / METRICS),
         }
         outcome = self._run(name, config, kept=self._results / name / METRICS)
         metrics = outcome.metrics
         value = shown = None
         if metrics:
-            is_latency = section.metric == "latency"
-            shown = float(metrics["latency" if is_latency else "throughput"])
-            value = -shown if is_latency else shown
+            shown = float(metrics[MEASURES[section.metric]])
+            value = -shown if section.metric == "latency" else shown
         self._say(f"{name}: {outcome.reason if shown is None else f'{section.metric} {shown:.6g}'}")
         trial = Trial(name, space, config, value, shown)
         self._trials.append(trial)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
+from ...ops.device import autocast_dtype
 from ...utils.errors import UsageError
 from ...utils.transformers_version import need_transformers
 from ..compiled import number_of
@@ -173,9 +174,8 @@ class SequenceAttention:
         """[B, own heads, tokens of the block, D] -> the same."""
         self._check_ring(layout, module, kwargs)
         query = tensors[0]
-        device = query.device.type
-        if torch.is_autocast_enabled(device):  # as attention of torch does
-            dtype = torch.get_autocast_dtype(device)
+        dtype = autocast_dtype(query.device.type)
+        if dtype is not None:  # as attention of torch does
             tensors = (query.to(dtype), tensors[1].to(dtype), tensors[2].to(dtype))
         scale = kwargs.get("scaling")
         seen = Visibility(kwargs.get("sliding_window"), *self.whole.kept_and_documents())

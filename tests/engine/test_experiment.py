@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import run_ranks
 from models import build, micro_batch
+from torch.utils.flop_counter import FlopCounterMode
 
 import xds
 
@@ -39,6 +40,16 @@ def test_steps_are_timed_by_the_wall_and_every_rank_ends_alike(tmp_path: Path) -
     metrics = json.loads(path.read_text())
     assert metrics["throughput"] == pytest.approx(4 / (metrics["latency"] / 1000))
     assert metrics["train_batch_size"] == 4 and metrics["peak_bytes"] > 0
+
+
+def test_operations_are_those_of_the_forward_three_times(tmp_path: Path) -> None:
+    path, section = tmp_path / "metrics.json", {"metric": "flops", "start_profile_step": 1}
+    run_ranks(train, 2, str(path), section | {"end_profile_step": 2})
+    metrics = json.loads(path.read_text())
+    with FlopCounterMode(display=False) as counter:
+        build("tied")(micro_batch(0, 0, 2))
+    wanted = 3 * counter.get_total_flops() / (metrics["latency"] / 1000)
+    assert metrics["FLOPS_per_gpu"] == pytest.approx(wanted)
 
 
 def test_the_model_is_described_after_the_first_forward(tmp_path: Path) -> None:

@@ -199,6 +199,25 @@ def test_recomputed_blocks_run_their_forward_twice() -> None:
     assert recomputed.flops == plain.flops
 
 
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def test_norms_of_a_part_of_the_tokens_are_faster() -> None:
+    layers = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")} | {"o_proj": "rowwise"}
+    plan = {f"model.layers.*.self_attn.{name}": word for name, word in layers.items()}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "activation_checkpointing": {"enabled": True},
+        "tensor_parallel": {"tp_size": 2, "plan": plan},
+    }
+    source, found = FunctionModel("planned_models:llama"), []
+    for _ in range(2):
+        made = make_plan(source, parse_config(config), 2, 8, traces=True)
+        found.append(step_seconds(made, parse_machine(content())).parts[OTHER_KERNELS])
+        plan.update({f"model.layers.*.{name}": "sequence_parallel" for name in NORMS})
+    assert found[1] < 0.9 * found[0]
+
+
 # ---- machine files ---------------------------------------------------------------------------------------
 
 
@@ -216,6 +235,7 @@ WRONG = {
     "a negative number": ({"launch": number(-1)}, "launch.value = -1"),
     "a point too short": ({"memory": table([1, 2, 3])}, "must have 2 numbers"),
     "unequal points": ({"memory": table([1, 2], [1])}, "all points must have as many numbers"),
+    "a device": ({"device": "tpu"}, 'device = "tpu": must be one of cpu, cuda, rocm, xpu, npu'),
     "a dtype": ({"matrix": {"fp33": table([1, 1, 1, 1])}}, '"fp33"'),
     "a number without a source": ({"launch": {"value": 1}}, "launch.source: is missing"),
 }
@@ -240,9 +260,11 @@ def test_files_that_are_no_machine(tmp_path: Path) -> None:
         load_machine("no-such-machine")
 
 
-def test_every_ready_machine_is_one() -> None:
+def test_every_ready_machine_is_one_and_other_kinds_of_devices_are_known() -> None:
     names = [path.stem for path in machines.READY.glob("*.json")]
     assert all(isinstance(load_machine(name), Machine) for name in names)
+    for device in ("xpu", "npu"):
+        assert parse_machine(content(device=device)).device == device
 
 
 def test_the_command_prints_the_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

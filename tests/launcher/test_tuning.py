@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from searched_models import DATA, SOURCE, machine
 
 import xds
+from xds.engine.planning.goodput import goodput_of
 from xds.engine.planning.search import Goal, search
 from xds.engine.planning.seconds import step_seconds
 from xds.launcher.cli import main
@@ -150,6 +152,26 @@ def test_autotuning_without_a_config_or_a_section_is_refused(
     assert "autotuning.enabled = true" in capsys.readouterr().err
 
 
+def test_the_scripts_micro_batch_is_first_and_steps_fill_the_largest_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    section = {**CONFIG["autotuning"], "max_train_batch_size": 24}  # type: ignore[dict-item]
+    Path("ds.json").write_text(
+        json.dumps({**CONFIG, "zero_optimization": {}, "autotuning": section})
+    )
+    started = fake_runs(monkeypatch, most=6)
+    words = ["--autotuning", "tune", "t.py", "--deepspeed", "ds.json"]
+    autotuning.main(read([*words, "--per_device_train_batch_size", "4"]), "tune")
+    names = [path.name for path in Path("autotuning_results").iterdir() if path.is_dir()]
+    tried = {name for name in names if name.startswith("z0_")}
+    assert "z0_gas1_tmbspg4" in tried and "z0_gas1_tmbspg1" not in tried
+    assert {"z0_gas2_tmbspg5", "z0_gas2_tmbspg6", "z0_gas3_tmbspg4"} <= tried  # 12 samples a rank
+    assert len(started) == len(tried) + 1  # and the profile
+    summary = Path("autotuning_results/summary.txt").read_text()
+    assert re.search(r"Tuning completed in 0:00:\S+ Total number of experiments: \d+\.", summary)
+
+
 # -- xds tune --------------------------------------------------------------------------------------------
 
 
@@ -178,6 +200,49 @@ def test_runs_go_on_after_a_failed_one_and_are_not_repeated(
     assert confirm.confirm(options, rows, machine()) is best and len(started) == 3
     assert "xds tune" in (tmp_path / "machine.json").read_text()
     assert read_metrics(tmp_path / "results.json")
+
+
+def tune(folder: Path, *more: str) -> int:
+    (folder / "machine.json").write_text(machine().model_dump_json(exclude_none=True))
+    words = ["tune", json.dumps(DATA), "--model", "searched_models:both", "--world-size", "2"]
+    words += ["--machine", str(folder / "machine.json"), "--no-run", "--seconds", "1"]
+    return main([*words, "--output", str(folder / "tuned.json"), *more])
+
+
+def test_the_page_is_one_file_without_scripts_and_the_text_has_how_often_to_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "tuned.html"
+    failures = ["--gpu-hours-between-failures", "1000", "--save-seconds", "10"]
+    assert tune(tmp_path, "--html", str(page), *failures) == 0
+    wanted = goodput_of(1000 * 3600 / 2, 10.0, 600.0)
+    text = capsys.readouterr().out
+    minutes = wanted.interval_seconds / 60
+    assert (
+        f"A failure every 500.00 h: save every {minutes:.1f} minutes. {wanted.useful:.1%}" in text
+    )
+    html = page.read_text()
+    assert not re.search(r"<script|<link|\bsrc=|https?://|@import|url\(", html)
+    tags = re.findall(r"<(table|tr|td|th|svg|figure|pre|h1|h2)\b", html)
+    assert tags.count("table") == 2 and tags.count("svg") == 1 and tags.count("h2") == 4
+    table = html.rpartition("<table>")[2].partition("</table>")[0]
+    head, *rows = table.split("<tr>")[1:]
+    assert all(row.count("<td>") == head.count("<th>") for row in rows) and rows
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--gpu-hours-between-failures", "1", "--save-seconds", "-1"], "save_seconds = -1.0"),
+        (["--html", "no/such/folder/page.html"], "--html no/such/folder/page.html: no file can"),
+    ],
+)
+def test_what_cannot_be_written_or_computed_is_refused_before_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    assert tune(tmp_path, *more) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and not printed.out
 
 
 def test_a_learned_machine_gives_what_was_measured() -> None:
