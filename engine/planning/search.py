@@ -515,7 +515,7 @@ class _Search:
             return None
         samples = point.micro_batch * point.steps
         busy = work * samples / point.pipe * (LARGER_IS_FASTER if point.micro_batch > 1 else 1.0)
-        near = max(min(self._goal.ranks_per_host // (point.tensor * point.sequence), group), 1)
+        near = max(min(self._goal.ranks_per_host // point.tensor, group), 1)  # sequence ranks share
         sent = 0.0
         if group > 1:
             parts = max(self._num_blocks // point.pipe, 1)

@@ -15,6 +15,7 @@ from searched_models import DATA, SOURCE, machine
 
 import xds
 from xds.engine.planning.goodput import goodput_of
+from xds.engine.planning.models import FunctionModel, ResizedBatches
 from xds.engine.planning.search import Goal, search
 from xds.engine.planning.seconds import step_seconds
 from xds.launcher.cli import main
@@ -200,6 +201,15 @@ def test_runs_go_on_after_a_failed_one_and_are_not_repeated(
     assert confirm.confirm(options, rows, machine()) is best and len(started) == 3
     assert "xds tune" in (tmp_path / "machine.json").read_text()
     assert read_metrics(tmp_path / "results.json")
+
+
+def test_ranks_of_one_host_need_no_links_between_hosts() -> None:
+    source = ResizedBatches(FunctionModel("planned_models:llama"))  # its sequences can be cut
+    alone = machine().model_copy(update={"links": {"host": machine().links["host"]}})
+    fixed = {"pipeline": {"stages": 1}, "tensor_parallel": {"tp_size": 1}}
+    fixed |= {"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 2}
+    found = search(source, {**DATA, **fixed}, alone, Goal(2, 2, top=2, seconds=1))
+    assert found.num_points == 2 and found.rows[0].name == "data 2"
 
 
 def tune(folder: Path, *more: str) -> int:
