@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -705,8 +704,7 @@ class Engine:
         options = SaveOptions(
             save_latest, exclude_frozen_parameters, how, (metric, mode, keep_best)
         )
-        save = partial(self._states.save, save_dir, tag, client_state, options)
-        given = self._parts.recovery.run(save, None)
+        given = self._parts.recovery.run(self._states.save, save_dir, tag, client_state, options)
         name = f"global_step{self.global_steps}" if tag is None else tag
         self._parts.report.saved(save_dir, name, given)
         return True

@@ -311,7 +311,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         monitor = _monitor(config, record)
         loader = _loader(given.training_data, given.collate_fn, config, mesh, collectives)
         packing = _packing(model, config, loader, collectives)
-        recovery = _recovery(config, collectives, loader)
+        recovery = _recovery(config, collectives, loader, mesh)
         scheduler = _scheduler(config, given.lr_scheduler, optimizer, loader) if optimizer else None
     balances = [] if local.experts is None else [local.experts.balance]
     return Parts(
@@ -690,13 +690,13 @@ def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preem
     return SaveOnPreemption(section, collectives)
 
 
-def _recovery(config: Config, collectives: Collectives, loader: Any) -> Recovery:
+def _recovery(config: Config, collectives: Collectives, loader: Any, mesh: MeshGroups) -> Recovery:
     """Raises UsageError: ranks cannot recover here."""
     if not config.recovery.enabled:
         return Recovery()
     from .recovering import LiveRecovery
 
-    return LiveRecovery(config, collectives, loader)
+    return LiveRecovery(config, collectives, loader, mesh)
 
 
 def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

@@ -96,6 +96,7 @@ class Recovery:
     is_on = False
     has_lost = False
     must_regroup = False  # what this rank says in the message of its steps
+    generation = 0  # of the groups
 
     def bind(self, parts: Parts, counters: Counters, step: Any, states: Any) -> None:
         """The pieces of the engine."""
@@ -120,6 +121,13 @@ class Recovery:
         """A collective has failed. Returns whether `recover` will follow, and not the error."""
         return False
 
+    def settle(self, error: PeerError) -> StepStatus:
+        """The message of a step has failed. Returns it, if other ranks have got it, so that the step counts.
+
+        Raises `error`: none has.
+        """
+        raise error
+
     def agree(self, status: StepStatus) -> None:
         """What the ranks said in the message of the step that runs."""
         return
@@ -136,9 +144,9 @@ class Recovery:
         """After a failure: return when the group is whole again, and the running step is dropped."""
         raise AssertionError("the failure was raised")
 
-    def run(self, call: Callable[[], Any], otherwise: Any) -> Any:
-        """A collective call between two steps. otherwise: its result if other ranks alone have ended it."""
-        return call()
+    def run(self, call: Callable[..., Any], *args: Any) -> Any:
+        """A collective call between two steps. Returns None if other ranks alone have ended it."""
+        return call(*args)
 
     def refuse(self, call: str) -> None:
         """Raises UsageError: the script calls what would change the samples of a step."""

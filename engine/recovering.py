@@ -1,15 +1,16 @@
-"""Goes on in the same process when another rank has failed: drops the step, opens the group again, heals.
+"""Goes on in the same processes when a rank of another unit has failed: drops the step, opens groups, heals.
 
-    collective fails ──> drop the step ──> next generation ──> open groups ──> compare steps ──> shares, loader
-                         gradients, counts  from the launcher                   who is behind copies the states
+    collective fails ──> next generation ──> open groups ──> compare steps ──> drop the step, or take it
+                         from the launcher                                     newcomers copy states; shares
 
-No update begins before the message of the norm has arrived from all ranks. So a failure finds each rank before
-or after an update, never in one. If some rank has updated, the step counts: the others copy its states. If none
-has, all repeat the step.
+No update begins before the message of the norm has arrived from all ranks, and each rank sends its part when
+its sums are complete. So what a rank lacks, if others have updated, is the message: they give it, and it
+updates as well. If none has updated, all repeat the step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -17,32 +18,32 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, final
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 import torch.distributed as dist
 
-from ..ops.comm.backend import SingleRank, state_of
+from ..ops.comm.backend import state_of
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.exchange import all_gather_json
+from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
-from ..ops.mesh import Mesh
 from ..recovery.generations import (
     SHARED_MEMORY,
     STATES_PREFIX,
     Generation,
     Meeting,
-    shares_of,
 )
-from ..utils.errors import PeerError, UsageError
+from ..recovery.units import data_ranks_of_unit, mesh_of_units, shares_of
+from ..utils.errors import PeerError, UsageError, XdsError
 from ..utils.version import __version__
 from ..zero.core.reduction import StepStatus
-from .checkpoint.load_plan import LoadOptions
-from .checkpoint.random_state import read_random_state, set_random_state
+from .checkpoint.image import read_image, write_image
+from .checkpoint.random_state import KeptRandom
 from .checkpoint.save import SaveOptions
 from .config.config import Config
 from .counters import Counters
@@ -55,9 +56,9 @@ from .steps.training_step import TrainingStep
 
 log = logging.getLogger("xds")
 LIGHTHOUSE = "XDS_LIGHTHOUSE"  # host:port of the store in which the launcher names generations
-ENGINES = 2  # of a group: one engine, and the comparison of configs before it
 LOOK_SECONDS = 0.1  # between two looks of rank 0 for another generation
 CONNECT_SECONDS = 2.0  # of a new group: all its ranks are there
+NEW = -1  # the step of a process that has no states yet
 Result = TypeVar("Result")
 
 
@@ -79,38 +80,57 @@ class _Committed:
     position: dict[str, int]
     micro_steps: int
     global_samples: int
+    random: KeptRandom
+
+
+class _Row(NamedTuple):
+    """What a rank says in the first message of a generation.
+
+    step: the steps that it has taken; NEW: it has no states. calls: collective calls between steps; is_inside:
+    it is in the last one. digest: of config and versions. waits: it has lost the message of its next step.
+    """
+
+    step: int
+    calls: int
+    is_inside: int
+    digest: int
+    waits: int
 
 
 @final
 class LiveRecovery(Recovery):
-    """Recovery of one engine, whose ranks each hold all states (stage 0)."""
+    """Recovery of one engine. A unit is a set of ranks that holds all states: see recovery/units.py."""
 
     is_on = True
 
-    def __init__(self, config: Config, collectives: Collectives, loader: Any) -> None:
-        """Raises UsageError: recovery cannot work here."""
-        group = collectives.group
+    def __init__(
+        self, config: Config, collectives: Collectives, loader: Any, groups: MeshGroups
+    ) -> None:
+        """groups: all others than `collectives`. Raises UsageError: recovery cannot work here."""
         _check(config, collectives, loader)
-        assert group is not None
         source = loader.source
         assert isinstance(source, StepSampler)
-        self._config, self._collectives = config, collectives
+        self._config, self._collectives, self._groups = config, collectives, groups
         self._loader, self._source = loader, source
-        self._unit, self._num_units = collectives.rank, collectives.world_size
-        self._generation = Generation(0, tuple(range(self._num_units)))
+        self._rank, self._mesh = collectives.rank, groups.mesh  # at the start of the run
+        self._shard_ranks = config.recovery.shard_ranks(config.zero_optimization, groups.mesh)
+        self._units = config.recovery.units(config.zero_optimization, groups.mesh)
+        self._base = _connection()  # of groups
+        self._meeting = Meeting(_connection(), "recovery", self._rank, self._units)
+        self._generation = Generation(0, tuple(range(len(self._units))))
         self._joins = joins()
         if self._joins is not None:
             self._generation = Generation(self._joins.generation, ())
-        self._base = _connection()  # of groups
-        self._meeting = Meeting(_connection(), "recovery", self._unit)
+        self._has_met = False  # in the newest generation; states are still to be settled
+        self._rows: list[_Row] = []  # of the last meeting, by rank
         self._regroups = False  # another generation begins after the step that runs
         self._looked_seconds = 0.0
-        self._has_newcomer = False  # in the newest generation
+        self._num_engines = 0  # that use the group
         self._target: RecoveryTarget | None = None
         self._committed: _Committed
         self._num_calls = 0  # collective calls between steps; the last one may be running
         self._is_inside = False
-        self._first_inside = -1  # the first rank that is in such a call
+        self._call: tuple[Any, ...] = ()  # its arguments
         self._lost_seconds = 0.0  # when a collective failed; 0: none has
         settings = json.dumps(config.as_dict(), sort_keys=True, default=str)
         self._digest = zlib.crc32(f"{torch.__version__} {__version__} {settings}".encode())
@@ -119,16 +139,25 @@ class LiveRecovery(Recovery):
 
     def bind(self, parts: Parts, counters: Counters, step: TrainingStep, states: States) -> None:
         self._target = RecoveryTarget(parts, counters, step, states)
+        parts.sharded.reduction.sums_first = True
 
     def begin(self) -> None:
         self._collectives.watch.recovers = True
         self._note(self._source.start())
         if self._joins is not None:
             self._meeting.ask_to_join(self._joins.attempt)
-            self._meet()
+            self._recover()
+            if self._call:  # the others save
+                assert self._target is not None
+                self.run(self._target.states.save, *self._call)
             return
+        self._count_engines()
         self._collectives.barrier()  # from here on every rank can recover
-        self._meeting.announce(self._config.recovery.least_units(self._num_units))
+        self._meeting.announce(self._config.recovery.least_units(len(self._units)))
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        return self._generation.number
 
     @property
     def has_lost(self) -> bool:  # type: ignore[override]
@@ -136,12 +165,17 @@ class LiveRecovery(Recovery):
 
     def takes_failure(self) -> bool:
         group = self._collectives.group
-        if group is not None and state_of(group).num_engines > ENGINES:
+        if group is not None and state_of(group).num_engines > self._num_engines:
             return False  # another engine of this process uses the group that would be opened again
         if not self.has_lost:
             self._lost_seconds = time.monotonic()
-            self._collectives.leave()  # those that wait for this rank recover as well
+            self._leave()
         return True
+
+    def _leave(self) -> None:
+        """Those that wait for this rank recover as well."""
+        for opened in self._groups.opened:
+            opened.leave()
 
     @property
     def must_regroup(self) -> bool:  # type: ignore[override]
@@ -151,7 +185,17 @@ class LiveRecovery(Recovery):
         return self._meeting.is_replaced(self._generation)
 
     def agree(self, status: StepStatus) -> None:
-        self._regroups = status.regroups
+        self._regroups = status.regroups and not self.has_lost
+
+    def settle(self, error: PeerError) -> StepStatus:
+        if not self.takes_failure():
+            raise error
+        assert self._target is not None
+        status = self._meet(waits=True)
+        if status is None:
+            raise error
+        self._target.parts.updater.lost = error  # new values are published with those of the others
+        return status
 
     def commit(self) -> None:
         taken, before = self._source.taken(), self._committed.position
@@ -165,7 +209,7 @@ class LiveRecovery(Recovery):
                 "that trains them, and not ahead"
             )
         self._note(taken)
-        if self._regroups:  # all ranks do, after this step
+        if self._regroups and not self.has_lost:  # all ranks do, after this step
             self._lost_seconds = time.monotonic()
 
     def loaded(self) -> None:
@@ -175,61 +219,21 @@ class LiveRecovery(Recovery):
         """See `Recovery`. Raises PeerError: the run does not go on, or not with this rank."""
         assert self._target is not None
         self._drop(self._target)
-        self._meet()
+        self._recover()
 
-    def _meet(self) -> None:
-        """Take part in the newest generation, from the newest step on."""
-        target, begun_seconds = self._target, self._lost_seconds or time.monotonic()
-        assert target is not None
-        while True:
-            generation = self._next()  # raises PeerError where there is none for this rank
-            try:
-                self._enter(generation, target.parts)
-                self._heal(target)
-                break
-            except PeerError:  # another rank has failed meanwhile
-                self._collectives.leave()
-        if self._joins is not None:
-            self._meeting.say_joined(self._joins.attempt)
-        self._lost_seconds, self._regroups, self._joins = 0.0, False, None
-        self._take_shares(target.counters)
-        if self._collectives.rank == 0:
-            units = ", ".join(map(str, self._generation.units))
-            seconds = time.monotonic() - begun_seconds
-            log.warning(
-                "%s: ranks %s go on after step %d, %.2f s later",
-                self._generation.reason,
-                units,
-                target.counters.global_steps,
-                seconds,
-            )
-
-    def run(self, call: Callable[[], Result], otherwise: Result) -> Result:
-        """`call`, a collective between two steps. It is repeated if a rank fails before any has ended it.
-
-        otherwise: the result where another rank has ended the call, so all have done their part.
-        """
+    def run(self, call: Callable[..., Result], *args: Any) -> Result | None:
+        """`call`, a collective between two steps. It is repeated if a rank fails before any has ended it."""
         self._num_calls += 1
-        self._is_inside = True
+        self._is_inside, self._call = True, args
         try:
             while True:
                 with self:
-                    return call()
+                    return call(*args)
                 self.recover()
                 if not self._is_inside:
-                    return otherwise
-                if self._has_newcomer:  # which does not run this call
-                    return self._run_alone(call, otherwise)
+                    return None
         finally:
-            self._is_inside = False
-
-    def _run_alone(self, call: Callable[[], Result], otherwise: Result) -> Result:
-        """Let one rank that is in the call run it for all. At stage 0 it has all states."""
-        assert self._target is not None
-        if self._collectives.rank != self._first_inside:
-            return otherwise
-        with self._alone(Collectives(self._collectives.backend), self._target.parts):
-            return call()
+            self._is_inside, self._call = False, ()
 
     def end(self) -> None:
         self._target = None
@@ -245,8 +249,10 @@ class LiveRecovery(Recovery):
 
     def _note(self, position: dict[str, int]) -> None:
         assert self._target is not None
-        counters = self._target.counters
-        self._committed = _Committed(position, counters.micro_steps, counters.global_samples)
+        counters, random = self._target.counters, KeptRandom(self._collectives.device)
+        self._committed = _Committed(
+            position, counters.micro_steps, counters.global_samples, random
+        )
 
     def _drop(self, target: RecoveryTarget) -> None:
         """Be where the last step has ended."""
@@ -255,9 +261,53 @@ class LiveRecovery(Recovery):
         target.counters.micro_steps = self._committed.micro_steps
         target.counters.global_samples = self._committed.global_samples
         self._loader.resume(self._committed.position)
+        self._committed.random.restore()
+
+    def _recover(self) -> None:
+        """Take part in the newest generation, from the newest step on."""
+        target, begun_seconds = self._target, self._lost_seconds or time.monotonic()
+        assert target is not None
+        while True:
+            if not self._has_met:
+                self._meet()
+            try:
+                self._heal(target)
+                break
+            except PeerError:  # another rank has failed meanwhile
+                self._has_met = False
+                self._leave()
+        if self._joins is not None:
+            self._meeting.say_joined(self._joins.attempt)
+        self._lost_seconds, self._regroups, self._joins, self._has_met = 0.0, False, None, False
+        self._take_shares(target.counters)
+        if self._collectives.rank == 0:
+            ranks = ", ".join(map(str, self._meeting.ranks_in(self._generation)))
+            log.warning(
+                "%s: ranks %s go on after step %d, %.2f s later",
+                self._generation.reason,
+                ranks,
+                target.counters.global_steps,
+                time.monotonic() - begun_seconds,
+            )
+
+    def _meet(self, *, waits: bool = False) -> StepStatus | None:
+        """Meet the others in the newest generation.
+
+        waits: this rank has lost the message of its step. Returns it, if others have it.
+        """
+        assert self._target is not None
+        while True:
+            generation = self._next()  # raises PeerError where there is none for this rank
+            try:
+                self._enter(generation, self._target.parts)
+                status = self._compare(self._target, waits)
+                self._has_met = True
+                return status
+            except PeerError:  # another rank has failed meanwhile
+                self._leave()
 
     def _next(self) -> Generation:
-        """The next generation that all its units have joined."""
+        """The next generation that all its ranks have joined."""
         number = self._generation.number
         while True:
             is_new = self._joins is not None
@@ -267,96 +317,154 @@ class LiveRecovery(Recovery):
             number = found.number
 
     def _enter(self, generation: Generation, parts: Parts) -> None:
-        """Open the group of all ranks anew. Raises PeerError: a rank has failed meanwhile."""
+        """Open all groups anew. Raises PeerError: a rank has failed meanwhile."""
         self._generation = generation
-        rank, size = generation.units.index(self._unit), len(generation.units)
+        ranks = self._meeting.ranks_in(generation)
+        mesh = mesh_of_units(self._mesh, self._shard_ranks, len(generation.units))
         self._collectives.stop_watching()
         if dist.is_initialized():
             dist.destroy_process_group()
         store = dist.PrefixStore(f"generation{generation.number}", self._base)  # type: ignore[attr-defined]
         short = timedelta(seconds=CONNECT_SECONDS)
+        section = self._config.communication.where(has_native_ops=self._config.ops.native)
+        device = self._collectives.device
         try:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=short)
+            dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=ranks.index(self._rank),
+                world_size=len(ranks),
+                timeout=short,
+            )
+            group = dist.group.WORLD
+            assert group is not None
+            self._collectives.reopen(open_collectives(group, device, section=section))
+            self._groups.reopen(mesh, group, CONNECT_SECONDS)
         except RuntimeError as error:
             raise PeerError(
-                f"rank {self._unit}: generation {generation.number}: {error}"
+                f"rank {self._rank}: generation {generation.number}: {error}"
             ) from error
-        group = dist.group.WORLD
-        assert group is not None
         seconds = timedelta(seconds=timeout_seconds())
         dist.distributed_c10d._set_pg_timeout(seconds, group)
-        section = self._config.communication.where(has_native_ops=self._config.ops.native)
-        self._be(open_collectives(group, self._collectives.device, section=section), parts)
+        parts.sharded.regroup(mesh)
+        self._count_engines()
         if self._config.watch.enabled:
             self._collectives.start_watching(self._config.watch, timeout_seconds())
 
-    def _be(self, opened: Collectives, parts: Parts) -> None:
-        self._collectives.reopen(opened)
-        parts.sharded.regroup(Mesh(pipe=1, data=opened.world_size))
+    def _count_engines(self) -> None:
+        group = self._collectives.group
+        self._num_engines = 0 if group is None else state_of(group).num_engines
 
-    def _heal(self, target: RecoveryTarget) -> None:
-        """Let ranks whose last step is older copy the states of one whose step is the newest."""
-        parts, step = target.parts, target.counters.global_steps
-        now = (step if self._joins is None else -1, self._num_calls, self._is_inside, self._digest)
-        own = torch.tensor([int(number) for number in now])
-        table = self._collectives.gather_small(own, what="steps").tolist()
-        steps = [row[0] for row in table]
-        newest = steps.index(max(steps))
-        if self._digest != table[newest][3]:
+    def _compare(self, target: RecoveryTarget, waits: bool) -> StepStatus | None:
+        """Compare the steps of all ranks. Returns the message of the step that this rank `waits` for."""
+        step = NEW if self._joins is not None else target.counters.global_steps
+        own = _Row(step, self._num_calls, self._is_inside, self._digest, waits)
+        table = self._collectives.gather_small(torch.tensor([int(n) for n in own]), what="steps")
+        self._rows = rows = [_Row(*numbers) for numbers in table.tolist()]
+        newest = max(rows, key=lambda row: row.step)
+        if self._digest != newest.digest:
             raise UsageError(
-                f"rank {self._unit} cannot take the place of a lost rank: its config, or its version of xds or "
+                f"rank {self._rank} cannot take the place of a lost rank: its config, or its version of xds or "
                 "torch, differs from that of the ranks that train; start the run again"
             )
-        if max(steps) < 0:
+        if newest.step == NEW:
             raise UsageError(
                 "all ranks that have trained are lost, before a new process has their states: start the run "
                 "again from its last checkpoint"
             )
-        self._has_newcomer = min(steps) < 0
-        self._first_inside = next((rank for rank, row in enumerate(table) if row[2]), -1)
-        if self._joins is not None:
-            self._num_calls = max(row[1] for row in table)
         # another rank has ended the call that this one is in: all have done their part of it
-        if any(calls - inside >= self._num_calls for _, calls, inside, _ in table):
+        if any(row.calls - row.is_inside >= self._num_calls for row in rows):
             self._is_inside = False
-        if min(steps) == max(steps):
+        behind = [row for row in rows if NEW < row.step < newest.step]
+        if not behind:
+            return None
+        reduction = target.parts.sharded.reduction
+        told: list[str] = []
+        if step == newest.step and reduction.status is not None:
+            told = [number.hex() for number in reduction.status.table.view(-1).tolist()]
+        every = all_gather_json(self._collectives, told, "the message of a step")
+        if step in (NEW, newest.step):
+            return None
+        if not waits or step + 1 != newest.step:
+            raise XdsError(
+                f"rank {self._rank} has taken {step} steps and others {newest.step}: it cannot go on with them"
+            )
+        table = next(each for each in every if each)
+        return reduction.status_of([float.fromhex(number) for number in table])
+
+    def _heal(self, target: RecoveryTarget) -> None:
+        """Let processes without states copy those of the same rank of another unit, and publish parameters."""
+        ranks = self._meeting.ranks_in(self._generation)
+        new = {rank for rank, row in zip(ranks, self._rows, strict=True) if row.step == NEW}
+        parts, states = target.parts, target.states
+        if not new:
+            if parts.sharded.policy.shards_optimizer:
+                parts.updater.publish_again()
             return
-        opened = Collectives(self._collectives.backend)
-        rank, folder = self._collectives.rank, ""
+        source = next(u for u in self._generation.units if new.isdisjoint(self._units[u]))
+        folder, failure = "", ""
         parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         try:
-            if rank == newest:
+            if self._meeting.unit == source:
+                # a save that runs has its own
+                client_state = self._call[2] if self._call else states.client_state
                 folder = tempfile.mkdtemp(prefix=f"{STATES_PREFIX}{os.getppid()}-", dir=parent)
-                with self._alone(opened, parts):
-                    target.states.save(folder, None, None, SaveOptions())
-            place = all_gather_json(self._collectives, folder, "the folder of states")[newest]
-            if steps[rank] < max(steps):
-                with self._alone(opened, parts), _keeping_random(self._collectives.device):
-                    target.states.load(place, None, LoadOptions())
-                self._note(self._source.start())
+                try:
+                    write_image(parts, target.counters, client_state, Path(folder))
+                except OSError as error:
+                    failure = str(error)
+            told = {"folder": folder, "failure": failure, "call": _told(self._call)}
+            every = all_gather_json(self._collectives, told, "the folder of states")
+            if self._joins is not None:
+                unit = self._units[self._meeting.unit]
+                peer = self._units[source][unit.index(self._rank)]
+                self._take(target, every[ranks.index(peer)], every)
+            elif parts.sharded.policy.shards_optimizer:
+                parts.updater.publish_again()
             self._collectives.barrier()
         finally:
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    @contextmanager
-    def _alone(self, opened: Collectives, parts: Parts) -> Iterator[None]:
-        """Inside, this rank is the only one. opened: the collectives of the group."""
-        saver, parts.saver, level = parts.saver, None, log.level
-        log.setLevel(logging.WARNING)
-        self._be(Collectives(SingleRank(self._collectives.device)), parts)
-        try:
-            yield
-        finally:
-            log.setLevel(level)
-            parts.saver = saver
-            self._be(opened, parts)
+    def _take(self, target: RecoveryTarget, told: Any, every: list[Any]) -> None:
+        """Take the states that another rank has written, and its part in a call that runs."""
+        if told["failure"]:
+            raise UsageError(
+                f"rank {self._rank} cannot take the place of a lost rank: the states of another rank do not "
+                f"fit into {SHARED_MEMORY}: {told['failure']}"
+            )
+        folder = Path(told["folder"])
+        client_state = read_image(target.parts, target.counters, folder, also_random=False)
+        self._note(self._source.start())
+        calls = max(row.calls for row in self._rows)
+        is_ended = any(row.calls - row.is_inside >= calls for row in self._rows if row.step != NEW)
+        call = next((each["call"] for each in every if each["call"]), None)
+        if is_ended or call is None:
+            self._num_calls, self._call = calls, ()
+            target.states.client_state = client_state
+            return
+        save_dir, tag, options = call
+        options["score"] = tuple(options["score"])
+        self._num_calls, self._call = (
+            calls - 1,
+            (save_dir, tag, client_state, SaveOptions(**options)),
+        )
 
     def _take_shares(self, counters: Counters) -> None:
-        steps = self._config.gradient_accumulation_steps
-        shares = shares_of(self._generation.units, self._num_units, steps, self._unit)
-        self._source.share(shares)
+        steps, unit = self._config.gradient_accumulation_steps, self._meeting.unit
+        shares = shares_of(self._generation.units, len(self._units), steps, unit)
+        each = data_ranks_of_unit(self._mesh, self._shard_ranks)
+        place = self._mesh.coordinates(self._rank).data % each
+        self._source.share([(number * each + place, micro) for number, micro in shares])
         counters.accumulation.extra = len(shares) - steps
+
+
+def _told(call: tuple[Any, ...]) -> Any:
+    """The arguments of a save, as JSON values, without the client_state."""
+    if not call:
+        return None
+    save_dir, tag, _, options = call
+    return [str(save_dir), tag, dataclasses.asdict(options)]
 
 
 def _connection() -> Any:
@@ -381,7 +489,7 @@ def _check(config: Config, collectives: Collectives, loader: Any) -> None:
             "built for gloo on CPUs; set recovery.enabled to false"
         )
     is_world = collectives.group is dist.group.WORLD or joins() is not None
-    if not is_world or collectives.backend.member.engine >= ENGINES:
+    if not is_world or collectives.backend.member.engine > 1:  # the first compares configs
         raise UsageError(
             "recovery.enabled: the engine must be the only one of its process, over all ranks; set "
             "recovery.enabled to false where there are several"
@@ -391,15 +499,6 @@ def _check(config: Config, collectives: Collectives, loader: Any) -> None:
             "recovery.enabled needs training_data = a dataset in xds.initialize: a step that is dropped reads "
             "its samples again, and other ranks read those of a lost one"
         )
-
-
-@contextmanager
-def _keeping_random(device: torch.device) -> Iterator[None]:
-    state = read_random_state(device)
-    try:
-        yield
-    finally:
-        set_random_state(state, device)
 
 
 __all__ = ["LIGHTHOUSE", "LiveRecovery"]

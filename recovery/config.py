@@ -7,8 +7,10 @@ from typing import Any, Protocol, final
 
 from pydantic import Field
 
+from ..ops.mesh import Mesh
 from ..utils.schema.section import Report, Section
 from ..utils.schema.values import Count, Flag, Natural, shown
+from .units import units_of
 
 # Buffers are divided equally over any number of units from min_units to all. Their sizes are multiples of
 # 16 elements times the least common multiple of these numbers: 1.8 MB of fp32 at this limit.
@@ -67,8 +69,8 @@ class Recovery(Section):
     )
     min_units: Count = Field(
         1,
-        description="with fewer ranks than these the run ends, as without the section; of more than 12 ranks "
-        "at most a few can be lost",
+        description="with fewer units than these the run ends, as without the section; of more than 12 units "
+        "at stage 0 at most a few can be lost",
     )
 
     def check_with(self, config: Neighbours, report: Report) -> None:
@@ -82,9 +84,18 @@ class Recovery(Section):
                 "recovery.spare_hosts", self.spare_hosts, "must be 0: spare hosts are not built"
             )
         zero = config.zero_optimization
+        has_host = zero.offload_optimizer.device != "none" or zero.offload_param.device != "none"
         packs, sampling = config.data_packing.tokens, config.data_efficiency.data_sampling
         refused = {
-            "zero_optimization.stage": (zero.stage, zero.stage != 0),
+            "pipeline stages x tensor ranks x sequence ranks": (
+                config.model_ranks,
+                config.model_ranks > 1,
+            ),
+            "zero_optimization.offload_optimizer, offload_param": ("a host", has_host),
+            "zero_optimization.zero_hpz_partition_size, zero_quantized_weights and _gradients": (
+                "ZeRO++",
+                zero.compresses,
+            ),
             "zero_optimization.shared_parameters": (True, zero.shared_parameters),
             "optimizer.type": (config.optimizer_type, config.optimizer_type.startswith("OneBit")),
             "expert_parallel.enabled": (True, config.expert_parallel.enabled),
@@ -105,19 +116,24 @@ class Recovery(Section):
                 config.dataloader_num_workers,
                 config.dataloader_num_workers > 0,
             ),
-            "pipeline stages x tensor ranks x sequence ranks": (
-                config.model_ranks,
-                config.model_ranks > 1,
-            ),
         }
         for key, (value, is_refused) in refused.items():
             if is_refused:
                 report.complain(
                     key,
                     value,
-                    "does not work with recovery.enabled, which is built for whole models on each rank "
-                    "(stage 0); change it, or set recovery.enabled to false",
+                    "does not work with recovery.enabled; change it, or set recovery.enabled to false",
                 )
+
+    def shard_ranks(self, zero: Any, mesh: Mesh) -> int:
+        """So many data and sequence ranks share one copy of the states."""
+        if zero.stage == 0:
+            return 1
+        return zero.mics_shard_size if zero.mics_shard_size > 0 else mesh.data * mesh.sequence
+
+    def units(self, zero: Any, mesh: Mesh) -> list[tuple[int, ...]]:
+        """The ranks of each unit."""
+        return units_of(mesh, self.shard_ranks(zero, mesh))
 
     def least_units(self, num_units: int) -> int:
         """The fewest units that go on, of `num_units` at the start: all of these numbers divide buffers."""
@@ -130,14 +146,23 @@ class Recovery(Section):
         """Buffers have a multiple of so many elements, times their alignment, with `num_units` at the start."""
         return _parts(self.least_units(num_units), num_units)
 
-    def complaints(self, num_units: int) -> list[str]:
-        """What is wrong with so many units at the start."""
-        least = max(2, self.min_units)
-        if not self.enabled or num_units >= least:
+    def complaints(self, zero: Any, mesh: Mesh) -> list[str]:
+        """What is wrong with the ranks at the start."""
+        if not self.enabled:
             return []
+        num_units, least = len(self.units(zero, mesh)), max(2, self.min_units)
+        if num_units >= least:
+            return []
+        if num_units == 1 and mesh.size > 1 and zero.stage:
+            return [
+                f"zero_optimization.stage = {zero.stage} with recovery.enabled: all {mesh.size} ranks share "
+                "one copy of the states, so none may be lost; set zero_optimization.mics_shard_size to a "
+                "divisor of the ranks, so that there are several copies, or recovery.enabled to false"
+            ]
         return [
-            f"recovery.min_units = {shown(self.min_units)}: the run has {num_units} ranks, and "
-            f"recovery.enabled needs at least {least}; start more, or set recovery.enabled to false"
+            f"recovery.min_units = {shown(self.min_units)}: the run has {num_units} units (the smallest sets "
+            f"of ranks with the whole state), and recovery.enabled needs at least {least}; start more ranks, "
+            "or set recovery.enabled to false"
         ]
 
 

@@ -1,7 +1,7 @@
 """Generations of the group of a run: who decides which units take part, and how they meet.
 
     launcher   Lighthouse   rank 2 has ended -> generation 1 has units 0, 1
-    rank       Meeting      a collective has failed -> waits for generation 1, then for all of its units
+    rank       Meeting      a collective has failed -> waits for generation 1, then for all of its ranks
 
 One generation replaces another one as a whole. Each has a number, which is in the name of its groups and in
 the key of every message. So a process that is not in the newest one finds no group to take part in.
@@ -10,7 +10,7 @@ the key of every message. So a process that is not in the newest one finds no gr
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
@@ -34,7 +34,7 @@ _WAIT_SECONDS = 0.5  # of one wait for the next generation
 class Generation:
     """The units that take part from now on.
 
-    number: from 0, the start. units: their numbers at the start of the run, ascending; unit r is rank r then.
+    number: from 0, the start. units: their numbers at the start of the run, ascending.
     reason: what happened, in words.
     """
 
@@ -44,55 +44,82 @@ class Generation:
 
 
 _KIND = TypeAdapter(Generation)
+_ANNOUNCED = TypeAdapter(
+    tuple[int, int]
+)  # the number of the rank's unit, the fewest units that go on
 
 
 def _key(number: int) -> str:
     return f"{PREFIX}/generation/{number}"
 
 
-def _ready_key(number: int, unit: int) -> str:
-    return f"{PREFIX}/ready/{number}/{unit}"
+def _ready_key(number: int, rank: int) -> str:
+    return f"{PREFIX}/ready/{number}/{rank}"
 
 
-def _join_key(unit: int, attempt: int) -> str:
-    return f"{PREFIX}/join/{unit}/{attempt}"
+def _join_key(rank: int, attempt: int) -> str:
+    return f"{PREFIX}/join/{rank}/{attempt}"
 
 
 @final
 class Lighthouse:
-    """Decides who is in a generation. One process of the run has it, which outlives the ranks: the launcher."""
+    """Decides who is in a generation. One process of the run has it, which outlives the ranks: the launcher.
 
-    def __init__(self, store: Store, num_units: int) -> None:
-        self.generation = Generation(0, tuple(range(num_units)))
-        self._store = store
-        self._min_units = 0
+    units: the ranks of each unit; empty until all ranks can recover. min_units: the fewest that go on.
+    """
 
-    @property
-    def min_units(self) -> int:
-        """The fewest units that go on; 0: some unit has not built its engine, so it cannot recover."""
-        if not self._min_units:
-            found = [self._store.read(_ready_key(0, unit)) for unit in self.generation.units]
-            self._min_units = 0 if None in found else int(found[0] or 0)
-        return self._min_units
+    def __init__(self, store: Store, num_ranks: int) -> None:
+        self.generation = Generation(0, ())
+        self.units: list[tuple[int, ...]] = []
+        self.min_units = 0
+        self._store, self._num_ranks = store, num_ranks
+
+    def is_ready(self) -> bool:
+        """All ranks have built their engines, so they can recover."""
+        if not self.units:
+            keys = [_ready_key(0, rank) for rank in range(self._num_ranks)]
+            found = self._store.read_all_as(_ANNOUNCED, keys)
+            if not found:
+                return False
+            numbers = sorted({unit for unit, _ in found})
+            self.units = [
+                tuple(rank for rank, (unit, _) in enumerate(found) if unit == number)
+                for number in numbers
+            ]
+            self.min_units = found[0][1]
+            self.generation = Generation(0, tuple(numbers))
+        return True
+
+    def unit_of(self, rank: int) -> int:
+        """The number of the unit of `rank`."""
+        return next(number for number, ranks in enumerate(self.units) if rank in ranks)
+
+    def ranks_in(self, units: Sequence[int]) -> list[int]:
+        """The ranks of these units, ascending."""
+        return sorted(rank for unit in units for rank in self.units[unit])
 
     def lose(self, unit: int, reason: str) -> Generation:
         """Begin a generation without `unit`."""
         units = tuple(other for other in self.generation.units if other != unit)
         return self._begin(units, reason)
 
-    def admit(self, unit: int, attempt: int) -> Generation | None:
-        """Begin a generation with the new process of `unit`, if that is ready to take part; else None.
+    def admit(self, unit: int, attempts: Mapping[int, int]) -> Generation | None:
+        """Begin a generation with the new processes of `unit`, if all are ready to take part; else None.
 
-        attempt: the number of the process among those that were started for lost units.
+        attempts: by rank, the number of its process among those that were started for lost ranks.
         """
-        if self._store.read(_join_key(unit, attempt)) is None:
+        keys = [_join_key(rank, attempts.get(rank, 0)) for rank in self.units[unit]]
+        if any(self._store.read(key) is None for key in keys):
             return None
         units = tuple(sorted({*self.generation.units, unit}))
-        return self._begin(units, f"rank {unit} is there again")
+        ranks = self.units[unit]
+        who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {_listed(ranks)} are"
+        return self._begin(units, f"{who} there again")
 
-    def has_joined(self, unit: int, attempt: int) -> bool:
-        """That process has the states of the others, and takes part."""
-        return self._store.read(_join_key(unit, attempt)) == _JOINED
+    def has_joined(self, unit: int, attempts: Mapping[int, int]) -> bool:
+        """Those processes have the states of the others, and take part."""
+        keys = [_join_key(rank, attempts[rank]) for rank in self.units[unit]]
+        return all(self._store.read(key) == _JOINED for key in keys)
 
     def _begin(self, units: tuple[int, ...], reason: str) -> Generation:
         self.generation = Generation(self.generation.number + 1, units, reason)
@@ -103,32 +130,39 @@ class Lighthouse:
 
 @final
 class Meeting:
-    """Where one unit meets the others of a generation."""
+    """Where one rank meets the others of a generation."""
 
-    def __init__(self, store: Any, group: str, unit: int) -> None:
-        """store: torch's, a connection that nothing else uses. group: the same name as the launcher's."""
+    def __init__(self, store: Any, group: str, rank: int, units: Sequence[tuple[int, ...]]) -> None:
+        """
+        Args:
+            store: torch's, a connection that nothing else uses.
+            group: the same name as the launcher's.
+            rank: the number of this rank at the start of the run. units: the ranks of each unit then.
+        """
         self._raw = store
-        self._store = Store(store, group, unit)
-        self._unit = unit
+        self._store = Store(store, group, rank)
+        self._rank, self._units = rank, units
+        self.unit = next(number for number, ranks in enumerate(units) if rank in ranks)
 
     def announce(self, min_units: int) -> None:
-        """This unit can recover from now on. min_units: the fewest that go on."""
-        self._store.set(_ready_key(0, self._unit), str(min_units))
+        """This rank can recover from now on. min_units: the fewest units that go on."""
+        text = _ANNOUNCED.dump_json((self.unit, min_units)).decode()
+        self._store.set(_ready_key(0, self._rank), text)
 
     def ask_to_join(self, attempt: int) -> None:
         """This process is ready for the place of a lost one."""
-        self._store.set(_join_key(self._unit, attempt), "ready")
+        self._store.set(_join_key(self._rank, attempt), "ready")
 
     def say_joined(self, attempt: int) -> None:
         """This process has the states of the others."""
-        self._store.set(_join_key(self._unit, attempt), _JOINED)
+        self._store.set(_join_key(self._rank, attempt), _JOINED)
 
     def next_after(
         self, number: int, timeout_seconds: float, *, is_new: bool = False
     ) -> Generation:
         """Wait for a generation after `number`; the newest one.
 
-        is_new: this unit takes the place of a lost one, so generations without it may come before.
+        is_new: this process takes the place of a lost one, so generations without it may come before.
 
         Raises:
             PeerError: there is none within the timeout, the launcher has ended, or this unit is not in it.
@@ -147,22 +181,26 @@ class Meeting:
                 found = newer
         except RuntimeError as error:
             raise PeerError(
-                f"a collective failed on rank {self._unit}, and no rank has ended: the launcher has named no "
+                f"a collective failed on rank {self._rank}, and no rank has ended: the launcher has named no "
                 f"generation after {number} within {timeout_seconds:.0f} s"
             ) from error
-        if self._unit not in found.units:
+        if self.unit not in found.units:
             if is_new:
                 return self.next_after(found.number, timeout_seconds, is_new=True)
             raise PeerError(
-                f"rank {self._unit} is not in generation {found.number} of this run, because it did not answer "
+                f"rank {self._rank} is not in generation {found.number} of this run, because it did not answer "
                 f"({found.reason}): its work is dropped, and it ends"
             )
         return found
 
+    def ranks_in(self, generation: Generation) -> list[int]:
+        """The ranks that take part, by their numbers at the start of the run, ascending."""
+        return sorted(rank for unit in generation.units for rank in self._units[unit])
+
     def gather(self, generation: Generation) -> bool:
-        """Wait until all units of `generation` are here. False: a newer one has replaced it."""
-        self._store.set(_ready_key(generation.number, self._unit), "ready")
-        keys = [_ready_key(generation.number, unit) for unit in generation.units]
+        """Wait until all ranks of `generation` are here. False: a newer one has replaced it."""
+        self._store.set(_ready_key(generation.number, self._rank), "ready")
+        keys = [_ready_key(generation.number, rank) for rank in self.ranks_in(generation)]
         while not self._raw.check(keys):
             if self.is_replaced(generation):
                 return False
@@ -174,21 +212,8 @@ class Meeting:
         return bool(self._raw.check([_key(generation.number + 1)]))
 
 
-def shares_of(
-    units: Sequence[int], num_units: int, num_micro_batches: int, unit: int
-) -> list[tuple[int, int]]:
-    """The micro-batches (unit, number) of a step that `unit` runs: its own, and those of units that are gone.
-
-    units: that are left, of `num_units`. num_micro_batches: of each unit in a step.
-
-    >>> shares_of((0, 2), 3, 2, 0), shares_of((0, 2), 3, 2, 2)
-    ([(0, 0), (0, 1), (1, 0)], [(2, 0), (2, 1), (1, 1)])
-    """
-    numbers = range(num_micro_batches)
-    gone = [other for other in range(num_units) if other not in units]
-    left_over = [(other, number) for other in gone for number in numbers]
-    own = [(unit, number) for number in numbers]
-    return own + left_over[units.index(unit) :: len(units)]
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
-__all__ = ["SHARED_MEMORY", "STATES_PREFIX", "Generation", "Lighthouse", "Meeting", "shares_of"]
+__all__ = ["SHARED_MEMORY", "STATES_PREFIX", "Generation", "Lighthouse", "Meeting"]

@@ -2,8 +2,9 @@
 
     python benchmarks/recovery/kills.py --kills 1200 --ranks 4
 
-Each run has `ranks` units and loses all but one, one or two at a time. A run fails if it hangs, ends with an
-error, leaves processes or files, or has other parameters at its end than a run without kills.
+Each run loses all units but one, one or two at a time. A unit is a rank, or `mics` ranks.
+A run fails if it hangs, ends with an error, leaves processes or files, or has other parameters at its end
+than a run without kills.
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ LIMIT_SECONDS = 180.0
 TOLERANCE = 1e-4
 
 
-def plan_of(random_: random.Random, ranks: int, steps: int, kills: int) -> list[dict[str, Any]]:
-    """What happens to units. kills: of a run whose lost ranks are replaced; 0: they are not."""
-    units = random_.sample(range(ranks), ranks - 1)
+def plan_of(
+    random_: random.Random, ranks: int, mics: int, steps: int, kills: int
+) -> list[dict[str, Any]]:
+    """What happens to ranks. kills: of a run whose lost ranks are replaced; 0: they are not."""
+    count = ranks // mics
+    units = [
+        mics * unit + random_.randrange(mics) for unit in random_.sample(range(count), count - 1)
+    ]
     if kills:
         units = [random_.randrange(ranks) for _ in range(kills)]
     step, plan = 3, []
@@ -150,10 +156,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stage", type=int, default=0, help="ZeRO stage; above 0 with --mics")
+    parser.add_argument("--mics", type=int, default=1, help="ranks of a shard group")
     parser.add_argument("--signal", default="", help="this one only")
     parser.add_argument("--spares", type=int, default=0, help="lost ranks are replaced")
     parser.add_argument("--kills-per-run", type=int, default=6, help="with --spares")
     args = parser.parse_args()
+    os.environ |= {"STAGE": str(args.stage), "MICS": str(args.mics)}
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
     before = {path.name for path in Path("/dev/shm").iterdir()}
     problem, found = run(folder / "reference", [], args.ranks, args.steps)
@@ -165,7 +174,7 @@ def main() -> None:
     while kills < args.kills:
         number += 1
         replaced = args.kills_per_run if args.spares else 0
-        plan = plan_of(random_, args.ranks, args.steps, replaced)
+        plan = plan_of(random_, args.ranks, args.mics, args.steps, replaced)
         if args.signal:
             plan = [{**entry, "signal": args.signal} for entry in plan]
         out = folder / f"run{number}"

@@ -1,7 +1,7 @@
 """A run that is killed: a small GPT on several ranks, with saves. Started by kills.py and step_time.py.
 
 Environment: STEPS, PLAN (JSON: [{"number", "unit", "step", "phase", "signal"}]), OUT (a folder: `unit3.jsonl`
-gets a line for each step, kill and end), RECOVERY (0: without the section).
+gets a line for each step, kill and end), RECOVERY (0: without the section), STAGE, MICS.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ STEPS = int(os.environ.get("STEPS", "60"))
 OUT = Path(os.environ["OUT"])
 PLAN = [entry for entry in json.loads(os.environ.get("PLAN", "[]")) if entry["unit"] == UNIT]
 SAVE_EVERY = 10
+STAGE, MICS = int(os.environ.get("STAGE", "0")), int(os.environ.get("MICS", "1"))
 WIDTH, TOKENS, VOCABULARY = int(os.environ.get("WIDTH", "64")), 32, 256
 
 lines = open(OUT / f"unit{UNIT}.jsonl", "a", buffering=1)
@@ -101,6 +103,7 @@ def patch_all(model: nn.Module) -> None:
     patch(Collectives, "reduce_scatter", "before sum", "in sum")
     patch(Collectives, "sum_whole", "before sum", "in sum")
     patch(Collectives, "gather_small", "before norm", "after norm")
+    patch(Collectives, "start_gather_small", "before norm", "after norm")
     patch(Updater, "step", "before update", "after update")
     patch(SaveJob, "write", "before write", "after write")
     patch(SaveJob, "commit", "before commit", "after commit")
@@ -109,6 +112,19 @@ def patch_all(model: nn.Module) -> None:
 
         patch(LiveRecovery, "_enter", "before group", "after group")
         patch(LiveRecovery, "_heal", "before healing", "after healing")
+
+
+def train(engine: Any) -> Iterator[None]:
+    """Train, and yield after each step. With sharded parameters train_batch runs the steps."""
+    while STAGE == 3:
+        engine.train_batch()
+        yield
+    for tokens in engine.training_dataloader:
+        engine.backward(engine(tokens))
+        before = engine.global_steps
+        engine.step()
+        if engine.global_steps > before:
+            yield
 
 
 def main() -> None:
@@ -130,22 +146,19 @@ def main() -> None:
     }
     if os.environ.get("RECOVERY", "1") == "1":
         config["recovery"] = {"enabled": True}
+    if STAGE:
+        config["zero_optimization"] = {"stage": STAGE, "mics_shard_size": MICS}
     engine = xds.initialize(model, config, training_data=data)
     write(start=os.getpid())
     while engine.global_steps < STEPS:
-        for tokens in engine.training_dataloader:
-            loss = engine(tokens)
-            engine.backward(loss)
-            before = engine.global_steps
-            engine.step()
-            if engine.global_steps == before:
-                continue
+        for _ in train(engine):
             write(step=engine.global_steps, norm=engine.get_global_grad_norm())
             if engine.global_steps % SAVE_EVERY == 0:
                 engine.save_checkpoint(OUT / "checkpoints")
             if engine.global_steps >= STEPS:
                 break
-    values = torch.cat([param.detach().flatten() for param in model.parameters()]).double()
+    whole = engine.full_state_dict(rank0_only=False)
+    values = torch.cat([value.flatten() for value in whole.values()]).double()
     checks = [values.norm().item(), values.sum().item(), values[::1000].abs().sum().item()]
     write(end=engine.global_steps, samples=engine.global_samples, checks=checks)
 

@@ -116,12 +116,12 @@ def _load(
         )
     with ExitStack() as undo, CheckedFiles(folder, manifest) as files:
         plan, reports = step(lambda: _begin(parts, folder, manifest, files, options), report)
-        step(lambda: _prepare(parts, counters, plan, reports, options))
+        step(lambda: prepare(parts, counters, plan, reports, options))
         if not options.load_module_only:
             step(lambda: set_engine(parts, counters, plan, options, undo))
         plan.restore.begin()
         half_way = f"{DOING}, half-way (load again before continuing)"
-        together(collectives, half_way, lambda: _read_files(plan, is_fresh=False))
+        together(collectives, half_way, lambda: read_files(plan, is_fresh=False))
         undo.pop_all()  # nothing below can fail
         plan.restore.finish(plan.targets)
     set_own(plan, parts.device)
@@ -270,7 +270,7 @@ def _begin(
     return LoadPlan(folder, manifest, snapshot, catalogue, Restore(snapshot, catalogue), files)
 
 
-def _prepare(
+def prepare(
     parts: Parts,
     counters: Counters,
     plan: LoadPlan,
@@ -286,7 +286,7 @@ def _prepare(
     _read_own(plan, options)
     _plan_targets(plan, options)
     check_restore(plan.restore, plan.folder, options)
-    _read_files(plan, is_fresh=True)
+    read_files(plan, is_fresh=True)
     check_views(plan)
 
 
@@ -338,7 +338,7 @@ def _plan_targets(plan: LoadPlan, options: LoadOptions) -> None:
         restore.plan_locals(plan.own.get("grads", {}), any_held=any_held)
 
 
-def _read_files(plan: LoadPlan, *, is_fresh: bool) -> None:
+def read_files(plan: LoadPlan, *, is_fresh: bool) -> None:
     """Check every byte that this rank needs, and fill new tensors, file by file.
 
     is_fresh: False: fill the live tensors; their bytes were checked and are in the page cache now.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -29,6 +29,26 @@ def read_random_state(device: torch.device) -> dict[str, Any]:
         words = torch.tensor([int(word) for word in keys])
         state["numpy"] = {"name": name, "words": words, "rest": [position, has_gauss, cached]}
     return state
+
+
+@final
+class KeptRandom:
+    """The same states as they are in this process, to go back to: much faster than `read_random_state`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._device = None if device.type == "cpu" else device_of(device).generator
+        self._of_device = None if self._device is None else self._device.get_state()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        if self._device is not None and self._of_device is not None:
+            self._device.set_state(self._of_device)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
 
 
 def check_random_state(state: dict[str, Any], source: str) -> None:

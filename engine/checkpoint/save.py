@@ -54,7 +54,7 @@ class SaveOptions:
 
 @final
 @dataclass(eq=False)
-class _Content:
+class Content:
     """The tensors and values that this rank writes."""
 
     snapshot: Snapshot
@@ -150,7 +150,7 @@ class _Save:
     job            what is left to do: see that the folder is there, write the files, and commit
     """
 
-    content: _Content
+    content: Content
     save_dir: Path
 
     def __init__(self, parts: Parts, counters: Counters, options: SaveOptions) -> None:
@@ -179,13 +179,13 @@ class _Save:
             raise wrong("client_state", client_state, "a dict, or None")
         parts.saver.wait()
         self._asked = asked_score(*self._options.score)
-        self.content = _prepare(parts, counters, client_state, self._options)
+        self.content = collect(parts, counters, client_state, self._options)
         if self._is_first:
             self._claim = make_folder(self.save_dir, self._tag)
 
     def shared_values(self, _: None) -> Any:
         folder = str(self._claim.folder.absolute()) if self._claim is not None else ""
-        return [self._tag, folder, self._asked, _buffer_sums(self.content.snapshot)]
+        return [self._tag, folder, self._asked, buffer_sums(self.content.snapshot)]
 
     def agree(self, shared: list[Any]) -> None:
         """`shared`: the values of all ranks, in rank order."""
@@ -193,7 +193,7 @@ class _Save:
         self._score = score_of(asked)
         self._tag = _agreed_tag(list(tags), self._options.tag_validation, self._is_first)
         self._first_folder = Path(folders[0])
-        _add_own(self.content, self._parts, self._counters, list(sums))
+        add_own(self.content, self._parts, self._counters, list(sums))
 
     def discard_folder(self) -> None:
         """Remove the folder, if this rank has made it."""
@@ -238,13 +238,15 @@ def _agreed_tag(tags: list[str], tag_validation: str, is_first: bool) -> str:
 # -- what is saved ------------------------------------------------------------------------------------------
 
 
-def _prepare(
+def collect(
     parts: Parts,
     counters: Counters,
     client_state: Mapping[str, Any] | None,
     options: SaveOptions,
-) -> _Content:
-    """Collect the content. All refusals happen here, before any file is written."""
+    *,
+    is_alone: bool = False,
+) -> Content:
+    """Collect the content. All refusals happen here, before any file is written. is_alone: see `Snapshot`."""
     if parts.sharded.backward_pass.has_seen_one:
         raise UsageError(
             "save_checkpoint() between backward() and step(): the gradients of this micro-batch would be "
@@ -253,10 +255,10 @@ def _prepare(
     parts.sharded.backward_pass.end_checked()
     parts.sharded.complete_sums()
     parts.updater.take_edits()
-    snapshot = Snapshot(parts.module, parts.sharded, parts.updater)
+    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, is_alone=is_alone)
     if options.exclude_frozen_parameters:
         snapshot.leave_out_frozen()
-    content = _Content(snapshot)
+    content = Content(snapshot)
     totals = snapshot.grad_totals()
     for block in (*snapshot.values, *snapshot.states, *totals, *snapshot.pending_errors()):
         content.add(block)
@@ -330,16 +332,14 @@ def _buffer_blocks(snapshot: Snapshot) -> dict[str, StateBlock]:
     return {flats[block.flat].slots[0].name: block for block in blocks}
 
 
-def _buffer_sums(snapshot: Snapshot) -> dict[str, int]:
+def buffer_sums(snapshot: Snapshot) -> dict[str, int]:
     return {
         name: zlib.crc32(bytes_of(dense(block.tensor)))
         for name, block in _buffer_blocks(snapshot).items()
     }
 
 
-def _add_own(
-    content: _Content, parts: Parts, counters: Counters, sums: list[dict[str, int]]
-) -> None:
+def add_own(content: Content, parts: Parts, counters: Counters, sums: list[dict[str, int]]) -> None:
     """Add this rank's own values: random generators, unreduced gradients, buffers that differ.
 
     The first rank that has a buffer saves it for all; others save theirs where `sums`, by rank, differ.

@@ -77,9 +77,13 @@ def policy_of(config: Config, splits: bool, stage: int, world_size: int) -> Poli
         communicate=DTYPES[sent] if sent else None,
     )
     if config.recovery.enabled:
+        units, num_parts = config.data_parallel_ranks, 0
+        if (
+            not policy.shards_optimizer
+        ):  # each data rank is a unit, and groups have the same ranks of each
+            num_parts = world_size // units * config.recovery.num_parts(units)
         # ranks run unequal numbers of micro-batches later, and send one dtype all the same
-        num_parts = config.recovery.num_parts(world_size)
-        policy = replace(policy, holds_grads=True, num_parts=num_parts)
+        policy = replace(policy, holds_grads=not policy.shards_grads, num_parts=num_parts)
     return replace(_with_narrow_states(policy, config), splits_masters=splits)
 
 

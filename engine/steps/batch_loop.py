@@ -125,24 +125,32 @@ class BatchLoop(Loop):
                 "train_batch(data_iter) with recovery.enabled: a step that is dropped needs its batches again, "
                 "so they come from training_data: call train_batch() without an iterator"
             )
+        engine.module.train()
         done = engine.global_steps
-        while engine.global_steps == done:
-            self._train(engine, None)
+        while engine.global_steps == done:  # a step that is dropped begins again
+            with self._recovery:
+                self._micro_batch(engine, self._next_batches(engine, None))
+            if self._recovery.has_lost:
+                self._recovery.recover()
         return torch.tensor(self._means.loss)  # of all ranks, without another message
+
+    def _micro_batch(self, engine: Trained, batches: Iterator[Any]) -> Tensor:
+        """Forward, backward and step; the loss."""
+        with self._collectives.publishing_errors("the data iterator of train_batch"):
+            batch = next(batches)
+        loss = loss_of(call_with(engine, move(batch, self._device)))
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
 
     def _train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
         batches = self._next_batches(engine, data_iter)
         engine.module.train()
         total = torch.zeros((), dtype=torch.float64, device=wide_place(self._device))
         steps = self._accumulation.steps_now
-        for _ in range(steps + self._accumulation.extra):
-            with self._collectives.publishing_errors("the data iterator of train_batch"):
-                batch = next(batches)
-            loss = loss_of(call_with(engine, move(batch, self._device)))
-            engine.backward(loss)
-            total += wide(loss.detach())
-            engine.step()
-        return total if self._recovery.is_on else self.average(total / steps)
+        for _ in range(steps):
+            total += wide(self._micro_batch(engine, batches))
+        return self.average(total / steps)
 
     @torch.no_grad()
     def evaluate(

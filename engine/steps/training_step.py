@@ -16,7 +16,7 @@ from ...ops.device import device_of
 from ...ops.kernels.decide import CLIP_EPS
 from ...ops.optim.scale import Scale
 from ...utils.arguments import wrong
-from ...utils.errors import UnscaledLossError, UsageError, XdsError
+from ...utils.errors import PeerError, UnscaledLossError, UsageError, XdsError
 from ...zero.core.backward_pass import BackwardRules, ScriptBackward
 from ...zero.core.reduction import REGROUP, STOP, Scope, StepStatus
 from ..counters import Counters
@@ -403,10 +403,16 @@ class TrainingStep(BackwardRules):
 
     def _start_finish(self) -> StepStatus:
         flags = STOP * self._parts.preemption.is_asked + REGROUP * self._parts.recovery.must_regroup
-        return self._sharded.start_finish(flags=flags, means=self.means.message())
+        try:
+            return self._sharded.start_finish(flags=flags, means=self.means.message())
+        except PeerError as error:
+            return self._parts.recovery.settle(error)
 
     def _norm(self, status: StepStatus) -> float:
-        square = self._sharded.end_finish(status)
+        try:
+            square = self._sharded.end_finish(status)
+        except PeerError as error:
+            square = self._parts.recovery.settle(error).square
         self.means.arrived(status.means)
         self._parts.preemption.agree(status)
         self._parts.recovery.agree(status)
@@ -464,6 +470,8 @@ class TrainingStep(BackwardRules):
             if not is_done:
                 clip = limit / (norm + CLIP_EPS) if limit and norm > limit else 1.0
                 self._parts.updater.step(Scale(self.gradient_factor() * clip), written=written)
+            with self._parts.recovery:  # the step counts, whoever is lost now
+                self._parts.updater.check_published()
             self._sharded.reduction.reset()
             if self._parts.auto_ratio is not None:
                 self._parts.auto_ratio.after_update()

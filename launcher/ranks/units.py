@@ -1,6 +1,7 @@
-"""Runs the ranks of one machine so that the others go on when one fails: `xds --recover`.
+"""Runs the ranks of one machine so that other units go on when a rank fails: `xds --recover`.
 
-    rank 2 ends ──> a thread that waits for it ──> the lighthouse names the next generation, without rank 2
+    rank 2 ends ──> a thread that waits for it ──> the lighthouse names the next generation, without its unit
+                                                   the other ranks of the unit are killed
     rank 1 is stopped (SIGSTOP) for too long ──> it is killed, so it ends
 
 torch's agent ends all its ranks at the first failure. So this module starts the ranks itself, in the same
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -38,12 +40,12 @@ if TYPE_CHECKING:
 STOPPED_SECONDS = 1.0  # a rank that is stopped for so long is lost
 _LOOK_SECONDS = 0.05
 _SPARE_SECONDS = 2.0  # for a spare to end
-_MOST_SECONDS = 0.2  # between two looks: in more time this process was stopped itself
+_MOST_SECONDS = 0.2  # that count between two looks: in the rest this process was stopped itself
 
 
 @final
 class Units(threading.Thread):
-    """A thread that starts the ranks, each of which is a unit, and stores their result."""
+    """A thread that starts the ranks, and stores their result."""
 
     def __init__(self, order: Order, folder: RunFolder, stop: Stop, extra: dict[str, str]) -> None:
         super().__init__(name="xds-units", daemon=True)
@@ -66,10 +68,9 @@ class Units(threading.Thread):
         self._lost: set[int] = set()  # ranks without which the run goes on
         self._stopped: dict[int, float] = {}  # by rank: for how long it has been stopped
         self._spares: list[subprocess.Popen[bytes]] = []
-        self._joining: dict[
-            int, int
-        ] = {}  # by rank: the number of its new process, which is no part yet
-        self._admitted: set[int] = set()  # of them, those that are in the newest generation
+        # by rank: the number of its new process, which is no part yet
+        self._joining: dict[int, int] = {}
+        self._admitted: set[int] = set()  # units of such ranks that are in the newest generation
         self._attempt = 0  # the number of the last new process
 
     def ranks(self) -> dict[int, int]:
@@ -117,8 +118,7 @@ class Units(threading.Thread):
                 if code and rank not in self._lost:
                     self._note_failure(rank, process.pid, code)
             before, now = now, time.monotonic()
-            if now - before < _MOST_SECONDS:
-                self._look_for_stopped(now - before)
+            self._look_for_stopped(min(now - before, _MOST_SECONDS))
             self._admit(lighthouse)
         self._end_spares()
         for path in Path(SHARED_MEMORY).glob(f"{STATES_PREFIX}{os.getpid()}-*"):
@@ -171,40 +171,47 @@ class Units(threading.Thread):
     def _fill_spares(self) -> None:
         """Start processes that import torch, and then wait for the place of a lost rank."""
         while len(self._spares) < self.order.job.num_spares:
-            # of the last rank, whose output goes to a file, until it gets those of its own rank
-            environment = {**self._environment(self.num_ranks - 1), "XDS_SPARE": "1"}
-            self._spares.append(
-                subprocess.Popen(
-                    self._argv, env=environment, stdin=subprocess.PIPE, start_new_session=True
-                )
-            )
+            self._spares.append(self._new_spare())
 
-    def _fill_place(self, rank: int, generation: int) -> None:
-        """Let a spare be `rank` from now on, and start another spare."""
-        self._spares = [spare for spare in self._spares if spare.poll() is None]
-        if not self._spares:
+    def _new_spare(self) -> subprocess.Popen[bytes]:
+        # of the last rank, whose output goes to a file, until it gets those of its own rank
+        environment = {**self._environment(self.num_ranks - 1), "XDS_SPARE": "1"}
+        return subprocess.Popen(
+            self._argv, env=environment, stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def _fill_places(self, ranks: Sequence[int], generation: int) -> None:
+        """Let spares be these ranks from now on, or new processes where there are fewer. Start other spares."""
+        if not self.order.job.num_spares:
             return
-        spare, self._attempt = self._spares.pop(0), self._attempt + 1
-        changes = {**self._environments[rank], "XDS_JOINS": f"{generation} {self._attempt}"}
-        assert spare.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            spare.stdin.write(json.dumps(changes).encode() + b"\n")
-            spare.stdin.close()
-        self._joining[rank] = self._attempt
-        self._run_rank(rank, spare)
+        self._spares = [spare for spare in self._spares if spare.poll() is None]
+        for rank in ranks:
+            spare = self._spares.pop(0) if self._spares else self._new_spare()
+            self._attempt += 1
+            changes = {**self._environments[rank], "XDS_JOINS": f"{generation} {self._attempt}"}
+            assert spare.stdin is not None
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                spare.stdin.write(json.dumps(changes).encode() + b"\n")
+                spare.stdin.close()
+            self._joining[rank] = self._attempt
+            self._run_rank(rank, spare)
         self._fill_spares()
 
     def _admit(self, lighthouse: Lighthouse) -> None:
         """Let new processes that have built their engines take part. End those that nobody waits for."""
-        for rank, attempt in list(self._joining.items()):
-            if rank not in self._admitted and lighthouse.admit(rank, attempt) is not None:
-                self._admitted.add(rank)
-            elif rank in self._admitted and lighthouse.has_joined(rank, attempt):
-                del self._joining[rank]
-                self._admitted.discard(rank)
-                self._lost.discard(rank)
+        for unit in sorted({lighthouse.unit_of(rank) for rank in self._joining}):
+            ranks = lighthouse.units[unit]
+            attempts = {rank: self._joining[rank] for rank in ranks if rank in self._joining}
+            if unit not in self._admitted:
+                if lighthouse.admit(unit, attempts) is not None:
+                    self._admitted.add(unit)
+            elif lighthouse.has_joined(unit, attempts):
+                for rank in ranks:
+                    del self._joining[rank]
+                self._admitted.discard(unit)
+                self._lost.difference_update(ranks)
                 self._tell(
-                    f"rank {rank} is there again (generation {lighthouse.generation.number})"
+                    f"{lighthouse.generation.reason} (generation {lighthouse.generation.number})"
                 )
         if self._running and self._running.keys() <= self._joining.keys():  # the others have ended
             self._is_over = True
@@ -224,34 +231,46 @@ class Units(threading.Thread):
     # -- a rank is lost ---------------------------------------------------------------------------------
 
     def _lose(self, rank: int, lighthouse: Lighthouse) -> None:
-        """Go on without `rank`, or end the run."""
-        code, former = self._codes[rank], lighthouse.generation.units
-        ending = (
-            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        )
-        left = [unit for unit in former if unit != rank]
+        """Go on without the unit of `rank`, or end the run."""
+        code = self._codes[rank]
         if self._stop_asked.signum or code == SAVED_AND_LEFT:
             self._is_over = True  # the others end as well
             return
-        if self._joining.pop(rank, None) is not None:  # it has not taken part yet
-            number = lighthouse.generation.number
-            if rank in self._admitted:
-                self._admitted.discard(rank)
-                number = lighthouse.lose(rank, f"rank {rank} {ending}").number
-            self._fill_place(rank, number)
-            return
-        least = (
-            lighthouse.min_units or self.num_ranks
-        )  # before all have built their engines none goes on
-        has_ended = any(unit not in self._running for unit in left)
-        if rank not in former or len(left) < least or has_ended:
+        if not lighthouse.is_ready():  # before all have built their engines none goes on
             self._end_all()
             return
-        self._lost.add(rank)
-        generation = lighthouse.lose(rank, f"rank {rank} {ending}")
-        units = ", ".join(map(str, left))
-        self._tell(f"rank {rank} {ending}; ranks {units} go on (generation {generation.number})")
-        self._fill_place(rank, generation.number)
+        name = (
+            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        )
+        ending, unit = f"rank {rank} {name}", lighthouse.unit_of(rank)
+        ranks = lighthouse.units[unit]
+        if rank in self._joining:  # it has not taken part yet
+            for other in ranks:
+                self._joining.pop(other, None)
+            if unit in self._admitted:
+                self._admitted.discard(unit)
+                lighthouse.lose(unit, ending)
+        elif rank not in self._lost and not self._go_on(unit, ending, lighthouse):
+            self._end_all()
+            return
+        for other in ranks:  # they have no whole state
+            if other in self._running:
+                self._running[other].kill()
+        if not any(other in self._running for other in ranks):
+            self._fill_places(ranks, lighthouse.generation.number)
+
+    def _go_on(self, unit: int, ending: str, lighthouse: Lighthouse) -> bool:
+        """Begin a generation without `unit`. False: the run cannot go on without it."""
+        former = lighthouse.generation.units
+        left = lighthouse.ranks_in([other for other in former if other != unit])
+        has_ended = any(other not in self._running for other in left)
+        if unit not in former or has_ended or len(former) - 1 < lighthouse.min_units:
+            return False
+        self._lost.update(lighthouse.units[unit])
+        generation = lighthouse.lose(unit, ending)
+        numbers = ", ".join(map(str, left))
+        self._tell(f"{ending}; ranks {numbers} go on (generation {generation.number})")
+        return True
 
     def _tell(self, text: str) -> None:
         self.folder.record(text)

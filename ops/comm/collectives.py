@@ -109,8 +109,9 @@ class Collectives:
         self.replace_backend(opened.backend)
         self.group, self.rank = opened.backend.group, opened.backend.rank
         self.world_size = opened.backend.world_size
-        self.traffic = Traffic(self.world_size)
-        self.watch.regroup(self.rank, self.world_size, partial(_store_of, self.group))
+        self._members = opened._members
+        if self._members is None:
+            self.watch.regroup(self.rank, self.world_size, partial(_store_of, self.group))
 
     @property
     def members(self) -> Sequence[int]:

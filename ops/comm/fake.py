@@ -16,7 +16,7 @@ from ..mesh import Axis, Mesh
 from .backend import Backend, Bounds, Gather, Member, SharedFlat
 from .collectives import Collectives
 from .handles import DONE, Handle
-from .mesh_groups import AxisGroups
+from .mesh_groups import AxisGroups, GroupsOf
 from .message_log import Traffic
 
 
@@ -235,8 +235,9 @@ class FakeGroups(AxisGroups):
             backend_of(group).journal = journal
 
     def _open(
-        self, groups: Sequence[Sequence[int]], axes: tuple[Axis, ...], use: str = ""
+        self, groups_of: GroupsOf, axes: tuple[Axis, ...], use: str = ""
     ) -> Collectives | None:
+        groups = groups_of(self.mesh)
         members = next((tuple(ranks) for ranks in groups if self.rank in ranks), None)
         if members is None:
             return None

@@ -11,7 +11,7 @@ A process keeps its groups: the next engine with the same mesh uses them again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -88,6 +88,10 @@ def block_length(hosts: Sequence[int]) -> int:
 
 # -- the groups of a mesh -----------------------------------------------------------------------------------
 
+GroupsOf = Callable[
+    [Mesh], Sequence[Sequence[int]]
+]  # the ranks of one group and of all similar ones
+
 
 class AxisGroups(ABC):
     """The groups of ranks along the axes of a mesh, for one rank. `fake.py` has those of a plan.
@@ -110,7 +114,7 @@ class AxisGroups(ABC):
 
     @abstractmethod
     def _open(
-        self, groups: Sequence[Sequence[int]], axes: tuple[Axis, ...], use: str = ""
+        self, groups_of: GroupsOf, axes: tuple[Axis, ...], use: str = ""
     ) -> Collectives | None:
         """Open the one of these groups that has this rank. None: this rank is in none of them."""
 
@@ -123,7 +127,7 @@ class AxisGroups(ABC):
 
         use: Tells several groups of one axis apart.
         """
-        return self._open_own(self.mesh.groups(axes), axes, use)
+        return self._open_own(lambda mesh: mesh.groups(axes), axes, use)
 
     def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
         """Split the group `whole` into blocks of `length` ranks, which divides it. **Collective.**
@@ -131,25 +135,37 @@ class AxisGroups(ABC):
         whole: The group along `axes`, or one of its equal blocks.
         """
         size = whole.world_size
-        wholes = blocks_of(self.mesh, axes, size)
-        starts, places = range(0, size, length), range(length)
-        inside = [ranks[start : start + length] for ranks in wholes for start in starts]
-        across = [ranks[place::length] for ranks in wholes for place in places]
+        is_block = size < self.mesh.length(axes)
+
+        def wholes(mesh: Mesh) -> list[tuple[int, ...]]:
+            return blocks_of(mesh, axes, size if is_block else mesh.length(axes))
+
+        def inside(mesh: Mesh) -> list[tuple[int, ...]]:
+            return [
+                ranks[start : start + length]
+                for ranks in wholes(mesh)
+                for start in range(0, len(ranks), length)
+            ]
+
+        def across(mesh: Mesh) -> list[tuple[int, ...]]:
+            return [ranks[place::length] for ranks in wholes(mesh) for place in range(length)]
+
         levels = [
-            whole if len(groups[0]) == size else self._open_own(groups, axes)
-            for groups in (inside, across)
+            whole if len(groups_of(self.mesh)[0]) == size else self._open_own(groups_of, axes)
+            for groups_of in (inside, across)
         ]
         return Levels(whole, *levels)
 
     def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
         """As `along`, with the ranks whose place on the tensor axis is in the same set as this one's."""
-        coordinates = self.mesh.coordinates
-        groups = [
-            [rank for rank in ranks if coordinates(rank).tensor in places]
-            for ranks in self.mesh.groups(axes)
-            for places in tensor_sets
-        ]
-        return self._open_own(groups, axes)
+        return self._open_own(
+            lambda mesh: [
+                [rank for rank in ranks if mesh.coordinates(rank).tensor in places]
+                for ranks in mesh.groups(axes)
+                for places in tensor_sets
+            ],
+            axes,
+        )
 
     def shared(self, stages: Sequence[int], *, by_slice: bool = False) -> Collectives | None:
         """Open the group of all ranks of several pipeline stages. **Collective.**
@@ -158,17 +174,18 @@ class AxisGroups(ABC):
         by_slice: Only those with the same place on the tensor axis as this rank.
         """
         axes: tuple[Axis, ...] = ("pipe", "data", "sequence") + (() if by_slice else ("tensor",))
-        coordinates = self.mesh.coordinates
-        groups = [
-            [rank for rank in ranks if coordinates(rank).pipe in stages]
-            for ranks in self.mesh.groups(axes)
-        ]
-        return self._open(groups, axes)
+        return self._open(
+            lambda mesh: [
+                [rank for rank in ranks if mesh.coordinates(rank).pipe in stages]
+                for ranks in mesh.groups(axes)
+            ],
+            axes,
+        )
 
     def _open_own(
-        self, groups: Sequence[Sequence[int]], axes: Axis | tuple[Axis, ...], use: str = ""
+        self, groups_of: GroupsOf, axes: Axis | tuple[Axis, ...], use: str = ""
     ) -> Collectives:
-        collectives = self._open(groups, (axes,) if isinstance(axes, str) else tuple(axes), use)
+        collectives = self._open(groups_of, (axes,) if isinstance(axes, str) else tuple(axes), use)
         assert collectives is not None
         return collectives
 
@@ -216,26 +233,33 @@ class MeshGroups(AxisGroups):
         self.rank = group.rank()
         self._section = section
         self._timeout = timedelta(seconds=timeout_seconds)
+        self._made: list[tuple[Collectives, GroupsOf, str]] = []  # in the order of their opening
 
     @property
     def is_everywhere(self) -> bool:
         return self._world.size() == dist.get_world_size()
 
     def _open(
-        self, groups: Sequence[Sequence[int]], axes: tuple[Axis, ...], use: str = ""
+        self, groups_of: GroupsOf, axes: tuple[Axis, ...], use: str = ""
     ) -> Collectives | None:
+        collectives = self._connect(groups_of, use)
+        if collectives is not None:
+            self._made.append((collectives, groups_of, use))
+            if collectives.world_size > 1:
+                self.opened.append(collectives)
+        return collectives
+
+    def _connect(self, groups_of: GroupsOf, use: str) -> Collectives | None:
+        groups = groups_of(self.mesh)
         for ranks in groups:
             self._make(ranks, use)
         members = next((ranks for ranks in groups if self.rank in ranks), None)
         if members is None:
             return None
         device = self._collectives.device
-        if len(members) == 1:
-            return open_collectives(None, device)
         part_of = PartOf(self._collectives, tuple(members))
-        collectives = open_collectives(self._make(members, use), device, part_of, self._section)
-        self.opened.append(collectives)
-        return collectives
+        group = None if len(members) == 1 else self._make(members, use)
+        return open_collectives(group, device, part_of, self._section)
 
     def _make(self, ranks: Sequence[int], use: str) -> Any:
         if len(ranks) == 1 or (len(ranks) == self.mesh.size and not use):
@@ -245,6 +269,29 @@ class MeshGroups(AxisGroups):
         if key not in made:
             made[key] = self._new_group(ranks)
         return made[key]
+
+    def reopen(self, mesh: Mesh, group: dist.ProcessGroup, connect_seconds: float) -> None:
+        """Open all groups again, for the ranks of `group`, which are those of `mesh`. **Collective.**
+
+        The collectives of all ranks belong to `group` already. All others stay the same objects.
+
+        Args:
+            connect_seconds: The timeout of the connections. All ranks are there.
+        Raises:
+            RuntimeError, PeerError: A rank has ended meanwhile.
+        """
+        self.mesh, self._world, self.rank = mesh, group, group.rank()
+        timeout, self._timeout = self._timeout, timedelta(seconds=connect_seconds)
+        try:
+            for collectives, groups_of, use in self._made:
+                opened = self._connect(groups_of, use)
+                assert opened is not None
+                collectives.reopen(opened)
+        finally:
+            self._timeout = timeout
+        for made in state_of(group).parts.values():
+            if isinstance(made, dist.ProcessGroup):
+                dist.distributed_c10d._set_pg_timeout(timeout, made)
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
         """Call torch's new_group. Raises PeerError, within seconds where one of `ranks` ends meanwhile.

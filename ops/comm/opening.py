@@ -51,7 +51,7 @@ def open_collectives(
         section: The same on all ranks.
     """
     if group is None or group.size() == 1:
-        return Collectives(SingleRank(device))
+        return Collectives(SingleRank(device), part_of)
     member = member_of(group, device, part_of)
     if dist.get_backend(group) == "fake":
         from .waiting import WaitingBackend

@@ -18,8 +18,10 @@ from torch.utils.data import TensorDataset
 import xds
 from xds.engine.data.loaders import build_loader
 from xds.engine.data.step_sampler import step_loader
+from xds.ops.mesh import Mesh
 from xds.ops.watch.store import Store
-from xds.recovery.generations import Lighthouse, Meeting, shares_of
+from xds.recovery.generations import Lighthouse, Meeting
+from xds.recovery.units import shares_of, units_of
 from xds.utils.errors import PeerError
 
 SCRIPT = Path(__file__).with_name("training.py")
@@ -57,26 +59,33 @@ def plain(steps: int, units: int) -> tuple[list[float], torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "deaths",
+    ("deaths", "ranks", "shard"),
     [
         # rank 0 has updated, or its peer has not: in either case the step counts once. Then an exception
-        pytest.param({0: [3, "norm", "SIGKILL"], 2: [7, "forward", "raise"]}, id="two"),
-        pytest.param({1: [4, "forward", "SIGSTOP"]}, id="stopped", marks=pytest.mark.slow),
+        pytest.param({0: [3, "norm", "SIGKILL"], 2: [7, "forward", "raise"]}, 3, 1, id="two"),
+        # rank 1 of a shard group has updated: rank 0 ends with it, the ranks of the other group agree
+        pytest.param({1: [3, "norm", "SIGKILL"]}, 4, 2, id="shard group"),
+        pytest.param({1: [4, "forward", "SIGSTOP"]}, 3, 1, id="stopped", marks=pytest.mark.slow),
     ],
 )
-def test_the_run_goes_on_with_the_same_numbers(tmp_path: Path, deaths: dict[int, list]) -> None:
+def test_the_run_goes_on_with_the_same_numbers(
+    tmp_path: Path, deaths: dict[int, list], ranks: int, shard: int
+) -> None:
     environ = {"OUT": str(tmp_path), "DEATHS": json.dumps(deaths), "OMP_NUM_THREADS": "1"}
-    words = ["--recover", "--nproc-per-node", "3", "--log-dir", str(tmp_path / "logs"), str(SCRIPT)]
+    environ["SHARD"] = str(shard)
+    words = ["--recover", "--nproc-per-node", str(ranks), "--log-dir", str(tmp_path / "logs")]
+    words.append(str(SCRIPT))
     launcher = ForkedLauncher(words, tmp_path, {**os.environ, **environ})
     out, err = launcher.communicate(on_busy_machines(60))
     assert launcher.returncode == 0, err
-    left = [unit for unit in range(3) if unit not in deaths]
+    lost = {unit // shard for unit in deaths}
+    left = [unit for unit in range(ranks) if unit // shard not in lost]
     found = [json.loads((tmp_path / f"unit{unit}.json").read_text()) for unit in left]
-    losses, values = plain(12, 3)
+    losses, values = plain(12, ranks)
     for rank, unit in enumerate(found):
         torch.testing.assert_close(torch.tensor(unit["values"]), values, rtol=1e-5, atol=1e-6)
         assert unit["losses"] == pytest.approx(losses, rel=1e-5)
-        assert unit["samples"] == 12 * 12 and unit["ranks"] == [rank, len(left)]
+        assert unit["samples"] == 12 * 4 * ranks and unit["ranks"] == [rank, len(left)]
     for unit, (_, _, how) in deaths.items():
         ended = "ended with code 1" if how == "raise" else "was ended by SIGKILL"
         assert f"xds: rank {unit} {ended}; ranks" in err
@@ -85,24 +94,47 @@ def test_the_run_goes_on_with_the_same_numbers(tmp_path: Path, deaths: dict[int,
 
 
 @pytest.mark.slow
-def test_a_new_process_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "shard"), [(3, 1), (4, 2)])
+def test_new_processes_take_the_place_of_a_lost_unit(
+    tmp_path: Path, ranks: int, shard: int
+) -> None:
     environ = {"OUT": str(tmp_path), "DEATHS": json.dumps({1: [3, "forward", "SIGKILL"]})}
-    environ |= {"OMP_NUM_THREADS": "1", "STEPS": "60", "WAITS": "1"}
-    words = ["--recover", "--spares", "1", "--nproc-per-node", "3", str(SCRIPT)]
+    environ |= {"OMP_NUM_THREADS": "1", "STEPS": "60", "WAITS": "1", "SHARD": str(shard)}
+    words = ["--recover", "--spares", "1", "--nproc-per-node", str(ranks), str(SCRIPT)]
     launcher = ForkedLauncher(words, tmp_path, {**os.environ, **environ})
     out, err = launcher.communicate(on_busy_machines(90))
     assert launcher.returncode == 0, err
-    assert "rank 1 is there again (generation 2)" in err
-    found = [json.loads((tmp_path / f"unit{unit}.json").read_text()) for unit in range(3)]
-    losses, values = plain(60, 3)
+    again = "rank 1 is" if shard == 1 else "ranks 0, 1 are"
+    assert f"{again} there again (generation 2)" in err
+    found = [json.loads((tmp_path / f"unit{unit}.json").read_text()) for unit in range(ranks)]
+    losses, values = plain(60, ranks)
     for rank, unit in enumerate(found):
         torch.testing.assert_close(torch.tensor(unit["values"]), values, rtol=1e-4, atol=1e-5)
-        assert unit["values"] == found[0]["values"] and unit["ranks"] == [rank, 3]
+        assert unit["values"] == found[0]["values"] and unit["ranks"] == [rank, ranks]
         assert unit["losses"] == pytest.approx(losses, rel=1e-4)
-        assert unit["samples"] == 60 * 12
+        assert unit["samples"] == 60 * 4 * ranks
 
 
 # -- samples ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shard_ranks", "units"),
+    [
+        (Mesh(pipe=1, data=3), 1, [(0,), (1,), (2,)]),
+        (Mesh(pipe=1, data=6), 2, [(0, 1), (2, 3), (4, 5)]),
+        (Mesh(pipe=1, data=4), 4, [(0, 1, 2, 3)]),
+        (Mesh(pipe=2, data=2), 1, [(0, 2), (1, 3)]),
+        (Mesh(pipe=2, data=2, tensor=2), 1, [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        (Mesh(pipe=1, data=2, sequence=2), 1, [(0, 1), (2, 3)]),
+        (Mesh(pipe=1, data=4, sequence=2), 4, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (Mesh(pipe=1, data=3, sequence=3), 3, [(0, 1, 2), (3, 4, 5), (6, 7, 8)]),
+    ],
+)
+def test_a_unit_is_the_smallest_set_of_ranks_with_all_states(
+    mesh: Mesh, shard_ranks: int, units: list
+) -> None:
+    assert units_of(mesh, shard_ranks) == units
 
 
 def test_every_micro_batch_has_one_unit() -> None:
@@ -168,13 +200,14 @@ def fresh(unit: int, epoch: int) -> object:
 def test_a_unit_that_is_not_in_the_newest_generation_is_refused() -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))
-    units = [Meeting(store, "recovery", unit) for unit in range(3)]
+    ranks = [(0,), (1,), (2,)]
+    units = [Meeting(store, "recovery", unit, ranks) for unit in range(3)]
     lighthouse = Lighthouse(Store(store, "recovery", -1), 3)
     for unit in units[:2]:
         unit.announce(1)
-    assert lighthouse.min_units == 0  # unit 2 cannot recover yet
+    assert not lighthouse.is_ready()  # unit 2 cannot recover yet
     units[2].announce(1)
-    assert lighthouse.min_units == 1
+    assert lighthouse.is_ready() and lighthouse.min_units == 1 and lighthouse.units == ranks
     first = lighthouse.lose(2, "rank 2 did not answer")
     assert units[0].next_after(0, 1.0) == first
     second = lighthouse.lose(1, "rank 1 was ended by SIGKILL")
@@ -194,7 +227,14 @@ def test_a_unit_that_is_not_in_the_newest_generation_is_refused() -> None:
     [
         ({"recovery": {"copies": 2}}, "recovery.copies = 2: must be 1"),
         ({"recovery": {"spare_hosts": 1}}, "recovery.spare_hosts = 1: must be 0"),
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2: does not work with"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            'offload_param = "a host": does not work with recovery.enabled',
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}},
+            'type = "OneBitAdam": does not',
+        ),
         ({"pipeline": {"stages": 2}}, "= 2: does not work with recovery.enabled"),
         ({"checkpoint": {"async_save": True}}, "checkpoint.async_save = true: does not work"),
         ({"dataloader_num_workers": 1}, "dataloader_num_workers = 1: does not work with"),
@@ -210,9 +250,12 @@ def test_what_is_not_built_is_refused_by_name(more: dict, named: str) -> None:
 def test_numbers_of_units_that_cannot_recover_are_refused() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "recovery": {"enabled": True}}
     with pytest.raises(
-        xds.ConfigError, match="the run has 1 ranks, and recovery.enabled needs at least 2"
+        xds.ConfigError, match="the run has 1 units .* and recovery.enabled needs at least 2"
     ):
         xds.Config.load(config, world_size=1)
+    sharded = {**config, "zero_optimization": {"stage": 2}}
+    with pytest.raises(xds.ConfigError, match="all 4 ranks share one copy of the states"):
+        xds.Config.load(sharded, world_size=4)
     section = xds.Config.load(config, world_size=16).recovery
     # sizes of buffers: a multiple of all numbers of units that can be left
     assert [section.least_units(n) for n in (2, 8, 12, 16)] == [1, 1, 1, 12]

@@ -318,7 +318,7 @@ class Restore:
         if self._errors is not None:
             self._errors.finish_values()
         self._finish_gradients()
-        self._publish()
+        self._snapshot.sharded.publish_all()
         for master in self._snapshot.masters:
             master.remember()
 
@@ -348,19 +348,6 @@ class Restore:
         for master in self._snapshot.masters if self._is_within_step else ():
             if master.grads.is_lossy:
                 master.grads.mark_kept()
-
-    def _publish(self) -> None:
-        sharded = self._snapshot.sharded
-        groups = sharded.flat_groups
-        policies = {
-            id(group.collectives): group.policy for group in (groups.data, *groups.shared.values())
-        }
-        for unit in sharded.units:
-            for flat in unit.params:
-                policy = policies[id(flat.collectives)]
-                if policy.shards_optimizer or policy.shards_params:
-                    flat.start_publish()
-        sharded.wait_published()
 
 
 def _same(first: Any, second: Any) -> bool:

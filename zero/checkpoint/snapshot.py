@@ -22,6 +22,7 @@ from ...offload.interfaces import Blocks, StateStorage
 from ...ops.boxes import Box
 from ...ops.coded import ROW_BYTES, decoded, has_elements, is_coded, rows_of
 from ...ops.flat import CHUNK_NUMEL, flattened, overlap
+from ...ops.mesh import Mesh
 from ...ops.optim.shard_optimizer import PartNumbers, PartTensors
 from ...utils.errors import UsageError
 from ..core.master import Master
@@ -117,14 +118,18 @@ class Snapshot:
         module: nn.Module,
         sharded: ShardedModel,
         updater: Updater,
+        *,
+        is_alone: bool = False,
     ) -> None:
-        """
+        """is_alone: this rank saves all that it holds, as the only one.
+
         Raises:
             UsageError: the optimizer has a state that is neither a number nor a tensor of a known kind.
         """
-        self.rank = sharded.collectives.rank
+        self._is_alone = is_alone
+        self.rank = 0 if is_alone else sharded.collectives.rank
         self._data = sharded.flat_groups.data
-        self.mesh = sharded.flat_groups.mesh
+        self.mesh = Mesh(pipe=1, data=1) if is_alone else sharded.flat_groups.mesh
         self.place = self.mesh.coordinates(self.rank)
         self._updater = updater
         updater.wait()
@@ -156,6 +161,8 @@ class Snapshot:
         Buffers of modules that several stages have: each stage has a share.
         """
         group = self._groups[flat]
+        if self._is_alone:
+            return 0, self.flats[flat].numel
         if flat < len(self._layouts):
             shard = self._layouts[flat].shard_range(group.collectives.rank)
             return share_of_replica(shard, group.replica, flat)
@@ -362,13 +369,14 @@ class Snapshot:
         assert self.optimizer is not None
         for item in master.items:
             self.optimizer.make_states(item)
-        if not group.is_first_replica or not (master.is_sharded or master.rank == 0):
+        is_saver = group.is_first_replica and (master.is_sharded or master.rank == 0)
+        if not (is_saver or self._is_alone):
             return {}
         return {
             part.name: self.state[item.master]
             for item in master.items
             for part in item.parts
-            if not part.param_start
+            if self._is_alone or not part.param_start
         }
 
     def _refuse(self, key: str, what: str) -> None:

@@ -227,6 +227,8 @@ class BackwardPass:
         self._is_running = False
         self._reduction.expect_no_more()
         self._reduction.abandon()
+        if self._gatherer is not None:
+            self._gatherer.abandon()
         self.manual_grads.clear()
         self.has_seen_one = False
 

@@ -220,6 +220,17 @@ class Gatherer:
             unit.is_kept_until_update = False
         self.end_backward()
 
+    def abandon(self) -> None:
+        """Drop all units, without a wait: the group has failed. The next forward begins as the first one."""
+        for unit in self._units:
+            unit.is_held = False
+            for flat in unit.params:
+                flat.abandon()
+        self._put_off.clear()
+        self._uneven = None
+        self._order, self._previous, self._expected = UseOrder(), UseOrder(), UseOrder()
+        self.begin_update()
+
     @property
     def order(self) -> Sequence[Unit]:
         """Units in the order of the last forward: a new list for each forward."""

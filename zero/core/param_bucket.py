@@ -439,6 +439,18 @@ class ParamBucket:
         self._versions = self._read_versions()
         return changed[0] if changed else ""
 
+    def abandon(self) -> None:
+        """Be dropped, without a wait: what is in flight will not arrive, for the group has failed."""
+        self._handle = None
+        self.is_held = False
+        if self._reshards and self.raw.untyped_storage().nbytes():
+            self._become(ShardState.SHARDED)
+            self._point_to(self._placeholders)
+            self.raw.untyped_storage().resize_(0)
+            self._versions = self._read_versions()
+        elif self._state is ShardState.IN_FLIGHT:
+            self._become(ShardState.SHARDED)
+
     def start_publish(self, target: Tensor | None = None) -> None:
         """The shard has changed: start to gather it, if the full buffer stays gathered between steps.
 

@@ -121,6 +121,11 @@ class StepStatus:
         return is_in_range(self.square, self._numel)
 
     @property
+    def table(self) -> Tensor:
+        """fp64 [world_size, 4]; see `__init__`."""
+        return self._table
+
+    @property
     def is_plain(self) -> bool:
         """The condition of the op `decide`."""
         weights = self._column(2)
@@ -188,6 +193,10 @@ class Reduction:
         self._used: set[GradBucket] = set()
         self._left_out: set[GradBucket] = set()
         self.has_sums = False  # a backward has computed gradients since the last step
+        self.sums_first = (
+            False  # the sums are complete on a rank before it sends its part of the norm
+        )
+        self.status: StepStatus | None = None  # of the last message
 
     def _count_numel(self) -> int:
         """The elements of all buffers, on the rank that has the most."""
@@ -301,6 +310,8 @@ class Reduction:
         self.reduce_held()
         self.fill_left_out()
         self.cross_replicas()
+        if self.sums_first:
+            self.settle()
         return self._agree(means, exact=False, flags=num_writes + flags)
 
     def end_finish(self, status: StepStatus) -> float:
@@ -347,8 +358,19 @@ class Reduction:
     def _no_means(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64, device=wide_place(self._world.device))
 
+    def status_of(self, numbers: Sequence[float]) -> StepStatus:
+        """What another rank has heard, in the place of a message that did not arrive. numbers: of its table."""
+        place = wide_place(self._world.device)
+        table = torch.tensor(numbers, dtype=torch.float64, device=place).view(-1, 4)
+        self.status = StepStatus(table, self._numel)
+        return self.status
+
     def _agree(self, means: Tensor, *, exact: bool, flags: int = 0) -> StepStatus:
         """The squared norm of the sums, and each rank's `flags`, with that of late gradients, and `means`."""
+        self.status = self._exchange(means, exact=exact, flags=flags)
+        return self.status
+
+    def _exchange(self, means: Tensor, *, exact: bool, flags: int) -> StepStatus:
         flags += LATE * any(bucket.is_late for bucket in self.order)
         # made on the device: there is no copy to wait for
         status = torch.cat((means.new_full((1,), flags), means))

@@ -458,6 +458,13 @@ class ShardedModel:
         for flat in self._flats:
             flat.wait()
 
+    def publish_all(self) -> None:
+        """All shards have changed: gather what stays gathered. For all ranks; sends as an update does."""
+        for flat in self._flats:
+            if flat.group.policy.shards_optimizer or flat.shards_params:
+                flat.start_publish()
+        self.wait_published()
+
     def exchange_maxima(self) -> None:
         """Agree on what gathers of new values need of all ranks, in one message. For all ranks.
 
@@ -478,14 +485,15 @@ class ShardedModel:
         self.backward_pass.abandon_all()
 
     def regroup(self, mesh: Mesh) -> None:
-        """The group has other ranks, with nothing sharded over them and no gradients: divide all buffers anew.
+        """The groups have other ranks, and there are no gradients: divide what is not sharded over them anew.
 
         mesh: of these ranks.
         """
-        assert not self.policy.shards_optimizer
         self.flat_groups.mesh = mesh
         for flat in self._flats:
-            flat.layout.divide(self.collectives.world_size)
+            ranks = flat.collectives.world_size
+            assert ranks == flat.layout.world_size or not flat.group.policy.shards_optimizer
+            flat.layout.divide(ranks)
         self._replica_check.begin()
 
     def detach(self) -> None:

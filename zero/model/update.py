@@ -19,7 +19,7 @@ from ...offload.interfaces import JobHandle, OptimizerStates
 from ...ops.device import device_of
 from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World
-from ...utils.errors import UsageError, XdsError
+from ...utils.errors import PeerError, UsageError, XdsError
 from ..core.master import Master, parts_in
 from ..core.optimizer_tensors import FrozenValues, OptimizerTensors, copies_of, states_of_others
 from ..core.reduction import StepStatus
@@ -68,6 +68,7 @@ class Updater:
         self._host_updates: HostUpdates | None = None
         self._super_offload: SuperOffload | None = None
         self.optimizer_tensors = OptimizerTensors(self.masters, self.world)
+        self.lost: PeerError | None = None  # why new values of this step are not published
 
     @property
     def casts(self) -> bool:
@@ -194,11 +195,40 @@ class Updater:
             with self.in_memory():
                 self._step_at_once(optimizer, scale, written)
         optimizer.count_update()
-        self.model.wait_published()
-        self.model.exchange_maxima()
+        try:
+            self._raise_lost()
+            self.model.wait_published()
+            self.model.exchange_maxima()
+        except PeerError as error:
+            self.lost = error
         for master in self.masters:
             master.remember()
         return True
+
+    def check_published(self) -> None:
+        """After `step`. Raises PeerError: all masters are updated, and parameters have not got their values."""
+        lost, self.lost = self.lost, None
+        if lost is not None:
+            raise lost
+
+    def _raise_lost(self) -> None:
+        if self.lost is not None:
+            raise self.lost
+
+    def _publish(self, master: Master) -> None:
+        """Publish its values. A failure is kept for `check_published`: all masters are updated, or none."""
+        if self.lost is None:
+            try:
+                master.publish()
+            except PeerError as error:
+                self.lost = error
+
+    @torch.no_grad()
+    def publish_again(self) -> None:
+        """After a failure: parameters get the values of their masters. For all ranks of a shard group."""
+        for master in self.masters:
+            master.write_compute()
+        self.model.publish_all()
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
@@ -291,7 +321,7 @@ class Updater:
             master.write_copy()
             if decided is not None and master.publishes and not decided.is_plain:
                 return False
-            master.publish()
+            self._publish(master)
         if decided is not None and not decided.is_plain:
             return False
         if self.stores.are_on_disk:
@@ -303,7 +333,7 @@ class Updater:
                 master.params.defer(arrival, gathers=master.is_sharded)
             else:
                 arrival.wait_on_device()
-                master.publish()
+                self._publish(master)
         return True
 
     def _start_on_host(self, scale: Scale) -> list[tuple[Master, JobHandle]]:
@@ -359,7 +389,7 @@ class Updater:
         frozen.restore()
         for master in self.masters:
             master.write_copy()
-            master.publish()
+            self._publish(master)
 
     def _keep_frozen(self, masters: Sequence[Master]) -> FrozenValues:
         """Save the values and states of the parameters that are frozen now."""
