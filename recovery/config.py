@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from math import lcm
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from pydantic import Field
 
-from ..ops.mesh import Mesh
 from ..utils.schema.section import Report, Section
 from ..utils.schema.values import Count, Flag, Natural, shown
-from .units import units_of
+
+if TYPE_CHECKING:
+    from ..ops.mesh import Mesh
 
 # Buffers are divided equally over any number of units from min_units to all. Their sizes are multiples of
 # 16 elements times the least common multiple of these numbers: 1.8 MB of fp32 at this limit.
@@ -133,6 +134,8 @@ class Recovery(Section):
 
     def units(self, zero: Any, mesh: Mesh) -> list[tuple[int, ...]]:
         """The ranks of each unit."""
+        from .units import units_of
+
         return units_of(mesh, self.shard_ranks(zero, mesh))
 
     def least_units(self, num_units: int) -> int:
