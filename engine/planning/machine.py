@@ -40,7 +40,7 @@ def _same_length(points: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ..
 
 
 def _known_device(name: str) -> str:
-    if name not in KINDS and name != torch._C._get_privateuse1_backend_name():
+    if name not in KINDS and name != getattr(torch.accelerator.current_accelerator(), "type", None):
         raise ValueError(f"must be one of {', '.join(KINDS)}")
     return name
 

@@ -329,7 +329,7 @@ def test_what_another_run_removes_while_it_loads_is_loaded_or_the_newer_one_is(
     for place, is_newer in (
         ("read_manifest", True),
         ("_begin", True),
-        ("_prepare", False),  # every file is open
+        ("prepare", False),  # every file is open
         ("set_engine", False),
         ("_find_tag", tag is None),
     ):
