@@ -279,14 +279,15 @@ class Engine:
         self._states.check_usable()
         if reduce_output not in ("avg", None):
             raise wrong("eval_batch: reduce_output", reduce_output, '"avg" or None')
-        return self._batches.evaluate(
-            self,
-            data_iter,
-            num_micro_batches,
-            return_logits=return_logits,
-            reduces=reduce_output == "avg",
-            computes_loss=compute_loss,
-        )
+        with self._parts.report.spending("evaluation"):
+            return self._batches.evaluate(
+                self,
+                data_iter,
+                num_micro_batches,
+                return_logits=return_logits,
+                reduces=reduce_output == "avg",
+                computes_loss=compute_loss,
+            )
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
         """Let train_batch and eval_batch use `fn(batch)` for each micro-batch they read; None: as read."""
@@ -411,7 +412,8 @@ class Engine:
         """
         self._states.check_usable()
         self._batches.refuse("generate", "export the weights to generate without a pipeline")
-        with self._found_rollouts().running(memory_limit, seed, own_numbers, bits) as module:
+        rollouts = self._found_rollouts().running(memory_limit, seed, own_numbers, bits)
+        with self._parts.report.spending("evaluation"), rollouts as module:
             yield module
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -704,7 +706,10 @@ class Engine:
         options = SaveOptions(
             save_latest, exclude_frozen_parameters, how, (metric, mode, keep_best)
         )
-        given = self._parts.recovery.run(self._states.save, save_dir, tag, client_state, options)
+        with self._parts.report.spending("save"):
+            given = self._parts.recovery.run(
+                self._states.save, save_dir, tag, client_state, options
+            )
         name = f"global_step{self.global_steps}" if tag is None else tag
         self._parts.report.saved(save_dir, name, given)
         return True
@@ -720,7 +725,8 @@ class Engine:
         Raises XdsError: it could not be written; the one before it is the last.
         """
         if self._parts.saver is not None:
-            self._parts.saver.wait()
+            with self._parts.report.spending("save"):
+                self._parts.saver.wait()
 
     def checkpoint_progress(self) -> Progress | None:
         """What this rank is writing in the background; None: nothing."""
@@ -751,7 +757,8 @@ class Engine:
         self._check_outside("load_checkpoint()")
         what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states)
         options = LoadOptions(*what, load_module_only, fallback)
-        found = self._states.load(load_dir, tag, options)
+        with self._parts.report.spending("start"):
+            found = self._states.load(load_dir, tag, options)
         if found[0] is not None:
             self._torch_calls.forget_mode()
             for follower in self._parts.after_steps:

@@ -309,7 +309,9 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     with everywhere():
         record = _record(config, device, mesh, collectives)
         monitor = _monitor(config, record)
-        loader = _loader(given.training_data, given.collate_fn, config, mesh, collectives)
+        loader = _watched(
+            _loader(given.training_data, given.collate_fn, config, mesh, collectives), record
+        )
         packing = _packing(model, config, loader, collectives)
         recovery = _recovery(config, collectives, loader, mesh)
         scheduler = _scheduler(config, given.lr_scheduler, optimizer, loader) if optimizer else None
@@ -669,6 +671,15 @@ def _record(
 
     place = mesh.mesh.coordinates(collectives.rank)
     return RunRecord(config, device, collectives, mesh.opened, place)
+
+
+def _watched(loader: Any, record: RunRecord | None) -> Any:
+    """`loader`; the ledger of time knows how long steps wait for its batches."""
+    if record is not None:
+        from .data.loaders import watch_loader
+
+        watch_loader(loader, record.ledger.waiting)
+    return loader
 
 
 def _monitor(config: Config, record: RunRecord | None) -> Monitor:

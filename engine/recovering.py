@@ -145,10 +145,11 @@ class LiveRecovery(Recovery):
         self._collectives.watch.recovers = True
         self._note(self._source.start())
         if self._joins is not None:
+            assert self._target is not None
             self._meeting.ask_to_join(self._joins.attempt)
             self._recover()
+            self._target.parts.report.has_joined()
             if self._call:  # the others save
-                assert self._target is not None
                 self.run(self._target.states.save, *self._call)
             return
         self._count_engines()
@@ -191,7 +192,8 @@ class LiveRecovery(Recovery):
         if not self.takes_failure():
             raise error
         assert self._target is not None
-        status = self._meet(waits=True)
+        with self._target.parts.report.spending("stall"):
+            status = self._meet(waits=True)
         if status is None:
             raise error
         self._target.parts.updater.lost = error  # new values are published with those of the others
@@ -218,8 +220,12 @@ class LiveRecovery(Recovery):
     def recover(self) -> None:
         """See `Recovery`. Raises PeerError: the run does not go on, or not with this rank."""
         assert self._target is not None
-        self._drop(self._target)
-        self._recover()
+        report = self._target.parts.report
+        repeated_seconds = report.drop_step()
+        with report.spending("stall"):
+            self._drop(self._target)
+            reason, stall_seconds = self._recover()
+        report.recovered(reason, {"stall": round(stall_seconds, 6), "repeated": repeated_seconds})
 
     def run(self, call: Callable[..., Result], *args: Any) -> Result | None:
         """`call`, a collective between two steps. It is repeated if a rank fails before any has ended it."""
@@ -263,8 +269,8 @@ class LiveRecovery(Recovery):
         self._loader.resume(self._committed.position)
         self._committed.random.restore()
 
-    def _recover(self) -> None:
-        """Take part in the newest generation, from the newest step on."""
+    def _recover(self) -> tuple[str, float]:
+        """Take part in the newest generation, from the newest step on. Returns why, and the seconds it took."""
         target, begun_seconds = self._target, self._lost_seconds or time.monotonic()
         assert target is not None
         while True:
@@ -280,15 +286,13 @@ class LiveRecovery(Recovery):
             self._meeting.say_joined(self._joins.attempt)
         self._lost_seconds, self._regroups, self._joins, self._has_met = 0.0, False, None, False
         self._take_shares(target.counters)
+        seconds = time.monotonic() - begun_seconds
+        ranks = ", ".join(map(str, self._meeting.ranks_in(self._generation)))
+        steps = target.counters.global_steps
+        reason = f"{self._generation.reason}: ranks {ranks} go on after step {steps}"
         if self._collectives.rank == 0:
-            ranks = ", ".join(map(str, self._meeting.ranks_in(self._generation)))
-            log.warning(
-                "%s: ranks %s go on after step %d, %.2f s later",
-                self._generation.reason,
-                ranks,
-                target.counters.global_steps,
-                time.monotonic() - begun_seconds,
-            )
+            log.warning("%s, %.2f s later", reason, seconds)
+        return reason, seconds
 
     def _meet(self, *, waits: bool = False) -> StepStatus | None:
         """Meet the others in the newest generation.

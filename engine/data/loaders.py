@@ -210,6 +210,7 @@ class RankLoader(DataLoader[Any]):
         self._source = source
         self._seed = seed
         self._position = source.start()
+        self.around: Callable[[Iterator[Any]], Iterator[Any]] = iter
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         start = self._position = self._source.begin()
@@ -217,7 +218,7 @@ class RankLoader(DataLoader[Any]):
         if epoch is not None and self.generator is not None:
             # workers get their seeds from it: an epoch's seeds are the same in a resumed run
             self.generator.manual_seed(self._seed + epoch * SEED_STEP)
-        return self._counted(super().__iter__(), start)
+        return self._counted(self.around(super().__iter__()), start)
 
     def _counted(self, batches: Iterator[Any], start: Mapping[str, int]) -> Iterator[Any]:
         assert self.batch_size is not None
@@ -359,6 +360,12 @@ def loader_position(loader: Any) -> dict[str, int] | None:
 def resume_loader(loader: Any, position: Mapping[str, int]) -> bool:
     """Begin the loader's next iteration at `position`, at any number of ranks. False: not possible."""
     return isinstance(loader, RankLoader) and loader.resume(position)
+
+
+def watch_loader(loader: Any, around: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+    """Let iterations go through `around`, which gives the same batches, if `build_loader` built `loader`."""
+    if isinstance(loader, RankLoader):
+        loader.around = around
 
 
 def check_indexed(dataset: object) -> int:

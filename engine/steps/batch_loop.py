@@ -115,6 +115,7 @@ class BatchLoop(Loop):
         self._collectives = parts.sharded.collectives
         self._accumulation = accumulation
         self._means, self._recovery = parts.means, parts.recovery
+        self._report = parts.report
         self._repeated: Iterator[Any] | None = None
 
     def train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
@@ -136,7 +137,10 @@ class BatchLoop(Loop):
 
     def _micro_batch(self, engine: Trained, batches: Iterator[Any]) -> Tensor:
         """Forward, backward and step; the loss."""
-        with self._collectives.publishing_errors("the data iterator of train_batch"):
+        with (
+            self._report.spending("data"),
+            self._collectives.publishing_errors("the data iterator of train_batch"),
+        ):
             batch = next(batches)
         loss = loss_of(call_with(engine, move(batch, self._device)))
         engine.backward(loss)

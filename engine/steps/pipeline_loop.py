@@ -305,7 +305,8 @@ class PipelineLoop(Loop):
         problem: UsageError | None = None
         try:
             self._step.begin_stages()
-            batches = self._read(engine, data_iter, count, call)
+            with self._parts.report.spending("data" if call == "train_batch" else "evaluation"):
+                batches = self._read(engine, data_iter, count, call)
         except UsageError as error:
             problem = error
         inputs = _inputs(call, batches)

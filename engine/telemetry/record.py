@@ -3,16 +3,19 @@
 kind of a line   when                                 what
 ---------------  -----------------------------------  --------------------------------------------------------
 start            an engine is made                    command, config, versions, ranks, device
-step             each optimizer step                  loss, learning rate, norm of the gradients
+step             each optimizer step                  loss, learning rate, norm; time since the line before
 use              once a second, after a step          memory of rank 0, bytes that it has sent by kind
 experts          once a second, after a step          the tokens of each expert in that step
 timeline         steps 3, 30, 300, ... of a process   forwards, backwards and update on each rank, in time
 value            the script writes monitor events     their names and values
 saved            a checkpoint is saved                its path, and its metric
 failure          the launcher has found one           its report; see launcher/ranks/run_folder.py
+recovered        the other ranks go on after one      what happened, and the seconds that were lost
 end              engine.destroy(), or the process ends without a failure
 
 Each line has the number of its engine, `run`, so that `xds report` can tell two that write at the same time.
+`spent` of a step, and of the end, is the time by class since the line before: see ledger.py. The first one of
+a process has `since`, the clock when its time began. With recovery the lowest rank that is left goes on.
 The host waits for the device only at a timeline: the mean of the losses comes with the norm of the gradients.
 """
 
@@ -29,6 +32,7 @@ import socket
 import sys
 import time
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -46,7 +50,9 @@ from ...utils.quoting import printable
 from ...utils.small_files import open_no_link
 from ...utils.version import __version__
 from ..config.config import Config
+from ..process.process import joins
 from ..profiling.clock import ProfileClock
+from .ledger import Ledger, in_seconds
 
 FILE = "run.jsonl"
 USE_SECONDS = 1.0
@@ -110,11 +116,15 @@ class RunRecord:
         self._used_at = 0.0
         self._file = -1
         self._at_exit: Any = None
-        self._run = os.urandom(4).hex()
+        self.ledger = Ledger()
+        self._is_first = True  # this rank has written no time yet
+        self._recovers = config.recovery.enabled
+        self._run = _number_of_run() if self._recovers else os.urandom(4).hex()
         self._started_at = time.time()
         self._loss = math.nan
         self._saved = ""
-        if collectives.rank == 0:
+        self._is_open = True  # else `close` was called, or the file cannot be written any more
+        if collectives.rank == 0 and joins() is None:
             self._open()
             self._start(config)
 
@@ -124,6 +134,7 @@ class RunRecord:
         self, name: str, inner: AbstractContextManager[None]
     ) -> AbstractContextManager[None]:
         """The context around a region of a step, which includes `inner`."""
+        self.ledger.region(name, trains=torch.is_grad_enabled())
         return inner if self._spans is None else self._timed(name, inner, self._spans)
 
     @contextmanager
@@ -151,7 +162,8 @@ class RunRecord:
         """An optimizer step has ended."""
         self._num_steps += 1
         spans, self._spans = self._spans, None
-        if self._file >= 0:
+        writes, spent = self._writes(), self.ledger.take()
+        if writes:
             now, self._loss = time.time(), engine.mean_loss()
             self._append(
                 kind="step",
@@ -161,6 +173,7 @@ class RunRecord:
                 loss=self._loss,
                 lr=engine.get_lr()[0],
                 norm=engine.get_global_grad_norm(),
+                **self._spent(spent, now),
             )
             if now - self._used_at >= USE_SECONDS:
                 self._write_use()
@@ -168,7 +181,9 @@ class RunRecord:
                     self._append(step=engine.global_steps, **each.line())
         if spans is not None:
             self._write_timeline(engine.global_steps, spans)
-        if str(self._num_steps + 1).rstrip("0") == "3":  # 3, 30, 300, ...
+        # processes that have come later count as the others do
+        number = engine.global_steps if self._recovers else self._num_steps
+        if str(number + 1).rstrip("0") == "3":  # 3, 30, 300, ...
             self._spans, self._labels, self._began = [], [], self._clock.now()
 
     def write(self, events: Sequence[tuple[str, float, int]]) -> None:
@@ -182,13 +197,22 @@ class RunRecord:
         more = {} if metric is None else {"text": f"metric {metric:g}"}
         self._append(kind="saved", path=self._saved, time=time.time(), **more)
 
+    def recovered(self, reason: str, seconds: dict[str, float]) -> None:
+        """The ranks go on. seconds: that were lost."""
+        self._append(kind="recovered", time=time.time(), text=reason, seconds=seconds)
+
+    def has_joined(self) -> None:
+        """This process takes part in a run that others have written. Its time before does not count."""
+        self.ledger.take("start")
+
     def close(self) -> None:
         """No step follows. Logs where things are."""
-        if self._file < 0:
+        if not self._writes():
+            self._is_open = False
             return
         self._write_use()
         self._at_exit()
-        self._file = -1
+        self._file, self._is_open = -1, False
         seconds = time.time() - self._started_at
         loss = "" if math.isnan(self._loss) else f", loss {self._loss:.4f}"
         log.info("%d steps in %.1f s%s", self._num_steps, seconds, loss)
@@ -204,12 +228,32 @@ class RunRecord:
 
     # -- lines ----------------------------------------------------------------------------------------
 
+    def _writes(self) -> bool:
+        """This rank writes. With recovery it may be another one than before."""
+        is_chosen = self._is_open and self._collectives.rank == 0
+        if is_chosen and self._file < 0:
+            try:
+                self._open()
+            except UsageError as error:
+                self._is_open = is_chosen = False
+                log.warning("%s", error)
+        self.ledger.is_written = is_chosen
+        return is_chosen
+
+    def _spent(self, spent: dict[str, int], now: float) -> dict[str, Any]:
+        """The part of a line about time."""
+        is_first, self._is_first = self._is_first, False
+        since = {"since": round(now - sum(spent.values()) / 1e6, 6)} if is_first else {}
+        return {**since, "spent": in_seconds(spent)}
+
     def _open(self) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
             self._file = open_no_link(str(self._folder / FILE), flags)
-            self._at_exit = weakref.finalize(self, _end, self._file, self._run, os.getpid())
+            self._at_exit = weakref.finalize(
+                self, _end, self._file, self._run, os.getpid(), self.ledger
+            )
             if os.fstat(self._file).st_size:
                 os.write(self._file, b"\n")  # after what a killed run has half written
         except (OSError, ValueError) as error:
@@ -246,14 +290,14 @@ class RunRecord:
 
     def _append(self, **line: Any) -> None:
         """Write a line, at once, so that it survives the process. A full disk ends the record, not the run."""
-        if self._file < 0:
+        if not self._writes():
             return
         try:
             _write(self._file, line | {"run": self._run})
         except OSError as error:
             self._at_exit.detach()
             os.close(self._file)
-            self._file = -1
+            self._file, self._is_open = -1, False
             log.warning("report_folder: %s cannot be written any more: %s", FILE, error.strerror)
 
     def _write_use(self) -> None:
@@ -296,13 +340,19 @@ def _write(file: int, line: dict[str, Any]) -> None:
     os.write(file, text.encode(errors="replace") + b"\n")  # no halves of characters
 
 
-def _end(file: int, run: str, pid: int) -> None:
+def _number_of_run() -> str:
+    """The same on all ranks, so that another rank can go on with the record."""
+    names = ("XDS_RUN_FOLDER", "XDS_LIGHTHOUSE", "TORCHELASTIC_RESTART_COUNT")
+    return f"{zlib.crc32(repr([os.environ.get(name) for name in names]).encode()):08x}"
+
+
+def _end(file: int, run: str, pid: int, ledger: Ledger) -> None:
     """End a record: at `close`, or where the script ends without `engine.destroy()`."""
-    if os.getpid() == pid and not hasattr(
-        sys, "last_type"
-    ):  # not in a fork, nor after an exception
+    is_over = ledger.is_written and os.getpid() == pid  # not in a fork
+    if is_over and not hasattr(sys, "last_type"):  # nor after an exception
+        spent = in_seconds(ledger.take())
         with contextlib.suppress(OSError):
-            _write(file, {"kind": "end", "time": time.time(), "run": run})
+            _write(file, {"kind": "end", "time": time.time(), "run": run, "spent": spent})
     os.close(file)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -171,6 +171,24 @@ class StepReport:
         if self._profiler is not None:
             measured = self._profiler.region(name, measured)
         return measured if self._memory is None else self._memory.region(name, measured)
+
+    def spending(self, name: str) -> AbstractContextManager[None]:
+        """Around what is of the class `name` in the ledger of time: see ledger.py."""
+        return nullcontext() if self._record is None else self._record.ledger.spending(name)
+
+    def drop_step(self) -> float:
+        """The step that runs is dropped. Returns its seconds where a ledger is kept."""
+        return 0.0 if self._record is None else self._record.ledger.drop() / 1e6
+
+    def recovered(self, reason: str, seconds: dict[str, float]) -> None:
+        """The ranks go on after a failure. seconds: that were lost, by class."""
+        if self._record is not None:
+            self._record.recovered(reason, seconds)
+
+    def has_joined(self) -> None:
+        """This process takes part in a run of others from now on."""
+        if self._record is not None:
+            self._record.has_joined()
 
     def follow(self, engine: Profiled) -> None:
         """`engine` begins to train."""

@@ -273,7 +273,6 @@ class Units(threading.Thread):
         return True
 
     def _tell(self, text: str) -> None:
-        self.folder.record(text)
         write_stderr(f"xds: {text}\n", self._stop_asked.is_requested)
 
     def _end_all(self) -> None:

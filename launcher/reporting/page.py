@@ -108,9 +108,18 @@ def _tiles(run: Run) -> str:
         ("peak memory", _bytes(max(run.memory[2])) if run.memory[2] else ""),
         ("ranks", shown(run.start.ranks, 20)),
         ("starts", str(run.num_starts)),
+        ("goodput", _share(run.ledger["step"], _total(run)) if _total(run) else ""),
     ]
     filled = [f"<div><span>{name}</span><b>{text}</b></div>" for name, text in tiles if text]
     return f"<div class=tiles>{''.join(filled)}</div>"
+
+
+def _total(run: Run) -> float:
+    return sum(run.ledger.values())
+
+
+def _share(part: float, total: float) -> str:
+    return f"{part / total:.1%}"
 
 
 def _bytes(size: float) -> str:
@@ -175,6 +184,8 @@ def _sections(run: Run) -> Iterator[tuple[str, str]]:
         yield f"Pipeline: {heading.lower()}" if staged else heading, _timeline(run)
     if run.experts is not None:
         yield f"Tokens of experts in step {run.experts.step}", _experts(run.experts)
+    yield "Time", _ledger(run)
+    yield "Time that failures have cost", _failures(run)
     yield "Bytes sent by rank 0", _traffic(run)
     yield "Starts, failures and checkpoints", _events(run)
     start = run.start
@@ -209,6 +220,33 @@ def _traffic(run: Run) -> str:
         for kind, size in found
     ]
     return f"<table>{''.join(rows)}</table>"
+
+
+def _ledger(run: Run) -> str:
+    """A row for each class of time."""
+    total = _total(run)
+    if not total:
+        return ""
+    rows = [
+        f'<tr><th>{name}<td class=wide><meter max="{total}" value="{seconds}"></meter>'
+        f"<td>{_duration(seconds)}<td>{_share(seconds, total)}"
+        for name, seconds in run.ledger.items()
+        if seconds > 0
+    ]
+    note = f"<p>{_duration(total)} from the start of the first process to the last line of a step."
+    return f"<table>{''.join(rows)}</table>{note}"
+
+
+def _failures(run: Run) -> str:
+    rows = [
+        f"<tr><th>{_clock(each.time)}<td class=wide>{shown(each.text.partition(chr(10))[0], 300)}"
+        f"<td>{sum(each.seconds.values()):.2f} s"
+        f"<td>{', '.join(f'{name} {spent:.2f} s' for name, spent in each.seconds.items() if spent)}"
+        for each in run.failures[-MOST_ROWS:]
+    ]
+    hidden = len(run.failures) - len(rows)
+    more = f"<p>{hidden} earlier ones are not shown." if hidden else ""
+    return f"<table>{''.join(rows)}</table>{more}" if rows else ""
 
 
 def _experts(found: Experts) -> str:

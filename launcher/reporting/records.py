@@ -11,10 +11,10 @@ import os
 import stat
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, final
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, final, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -55,7 +55,17 @@ class Start(_Line):
     versions: Any = None
 
 
+Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
+Class = Literal[
+    "start", "step", "data", "evaluation", "save", "stall", "repeated", "restart", "other"
+]
+CLASSES: tuple[Class, ...] = get_args(Class)
+Spent = dict[Class, Seconds]
+
+
 class _Step(_Line):
+    """spent: seconds by class since the line before. since: the clock when they began, of the first line."""
+
     kind: Literal["step"]
     step: Annotated[int, Field(ge=0, lt=1 << 62)]
     samples: float
@@ -63,6 +73,8 @@ class _Step(_Line):
     loss: float | None = None
     lr: float | None = None
     norm: float | None = None
+    spent: Spent = {}
+    since: Seconds | None = None
 
 
 class _Value(_Line):
@@ -126,12 +138,17 @@ class Timeline(_Line):
 
 
 class Event(_Line):
-    """Beside a start what the page lists: a checkpoint, a failure, the end."""
+    """Beside a start what the page lists: a checkpoint, a failure, that the others go on, the end.
 
-    kind: Literal["saved", "failure", "end"]
+    seconds: that a failure has cost, by class. spent: of the end, as that of a step.
+    """
+
+    kind: Literal["saved", "failure", "recovered", "end"]
     time: float
     path: str = ""
     text: str = ""
+    seconds: Spent = {}
+    spent: Spent = {}
 
 
 _Kinds = Start | _Step | _Value | Use | Experts | Timeline | Event
@@ -154,6 +171,8 @@ class Run:
     values: what the script wrote: samples and values, by name.
     memory: of rank 0: after which steps, bytes in use, and the most so far.
     breaks: indices of the first steps of later processes. start, use, experts: the last ones.
+    ledger: seconds by class since the start of the first process. Their sum is the time until the last line
+    of a step. failures: what has cost time.
     damaged: lines that were skipped. foreign: lines of another engine, which still wrote after the last start.
     """
 
@@ -174,6 +193,8 @@ class Run:
     start: Start = field(default_factory=Start)
     num_starts: int = 0
     events: list[Start | Event] = field(default_factory=list)
+    ledger: dict[Class, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
+    failures: list[Event] = field(default_factory=list)
     last_time: float = 0.0
     damaged: int = 0
     foreign: int = 0
@@ -230,6 +251,9 @@ class _Reader:
         self._is_new = False  # the process has started and has not ended a step
         self._former: set[str] = set()  # engines before the last one that started
         self._named: set[str] = set()  # values that the last one has written
+        self._trained = _numbers()  # seconds of each step
+        self._until: float | None = None  # the clock; time before it is in the ledger
+        self._ended: Event | None = None  # the failure that a restart follows
 
     def read(self, file: BinaryIO) -> Run:
         run = self._run
@@ -252,13 +276,67 @@ class _Reader:
             self._measured(found)
         else:
             if isinstance(found, Start):
-                if run.start.run:
-                    self._former.add(run.start.run)
-                self._named.clear()
-                run.start, self._is_new = found, True
-                run.num_starts += 1
+                self._start(found)
+            else:
+                self._event(found)
             run.events = [*run.events[1 - MOST_EVENTS :], found]
             run.last_time = max(run.last_time, found.time)
+
+    def _start(self, found: Start) -> None:
+        run = self._run
+        if run.start.run:
+            self._former.add(run.start.run)
+        self._named.clear()
+        run.start, self._is_new = found, True
+        run.num_starts += 1
+
+    def _event(self, found: Event) -> None:
+        if found.kind == "failure":
+            self._ended = found
+        if found.kind in ("failure", "recovered"):
+            self._run.failures = [*self._run.failures[1 - MOST_EVENTS :], found]
+        if self._until is not None:
+            self._count(found.spent)
+
+    # -- the ledger of time -------------------------------------------------------------------------------
+
+    def _count(self, spent: Mapping[Class, float]) -> None:
+        for name, seconds in spent.items():
+            self._run.ledger[name] += seconds
+        self._until = (self._until or 0.0) + sum(spent.values())
+
+    def _begin(self, since: float, spent: dict[Class, float]) -> None:
+        """The first time that a process has written. What lies before it is in the ledger as well."""
+        until, ended = self._until, self._ended
+        if until is None:
+            self._until = since
+            return
+        if since < until:  # two engines of one process, or clocks that differ
+            most: Class = max(spent, key=lambda name: spent[name], default="start")
+            spent[most] = max(0.0, spent.get(most, 0.0) - (until - since))
+            return
+        gap: dict[Class, float] = {"restart": since - until} if self._is_new else {}
+        if ended is not None and self._is_new:
+            repeated = min(max(ended.time - until, 0.0), since - until)
+            gap = {"repeated": repeated, "restart": since - until - repeated}
+            self._lose(gap | {"start": spent.get("start", 0.0)})
+        self._count(gap or {"stall": since - until})
+
+    def _lose(self, seconds: Mapping[Class, float]) -> None:
+        """The last failure has cost so much more."""
+        if self._ended is not None:
+            known = self._ended.seconds
+            for name, more in seconds.items():
+                known[name] = known.get(name, 0.0) + more
+
+    def _repeat(self, at: int) -> None:
+        """Steps from the index `at` on were for nothing."""
+        seconds = sum(self._trained[at:])
+        self._run.ledger["step"] -= seconds
+        self._run.ledger["repeated"] += seconds
+        self._lose({"repeated": seconds})
+
+    # -- curves -------------------------------------------------------------------------------------------
 
     def _measured(self, found: Use | Experts | Timeline) -> None:
         run = self._run
@@ -277,6 +355,11 @@ class _Reader:
         run = self._run
         if run.steps and found.step <= run.steps[-1]:
             self._forget_from(found.step, found.samples)
+        spent = dict(found.spent)
+        if found.since is not None:
+            self._begin(found.since, spent)
+        self._count(spent)
+        self._trained.append(spent.get("step", 0.0))
         if self._is_new and run.steps:
             run.breaks.append(len(run.steps))
         self._is_new = False
@@ -285,6 +368,11 @@ class _Reader:
             column.append(NAN if value is None else value)
         if found.time > run.last_time:
             run.last_time = found.time
+
+    @property
+    def _is_again(self) -> bool:
+        """The last process was started because one before it has failed."""
+        return self._run.start.restart not in (0, "")
 
     def _value(self, found: _Value) -> None:
         series = self._run.values
@@ -303,7 +391,12 @@ class _Reader:
         """A later process repeats the steps from `step` on."""
         run = self._run
         at = bisect_left(run.steps, step)
-        for column in self._columns:
+        if at or self._is_again:
+            self._repeat(at)
+        else:
+            run.ledger.update(dict.fromkeys(CLASSES, 0.0))
+            run.failures, self._until, self._ended = [], None, None
+        for column in (*self._columns, self._trained):
             del column[at:]
         while run.breaks and run.breaks[-1] >= at:
             run.breaks.pop()
@@ -329,6 +422,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 __all__ = [
+    "CLASSES",
     "Event",
     "Experts",
     "RankTimeline",

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +314,71 @@ def test_the_launcher_adds_why_ranks_failed(tmp_path: Path) -> None:
     page = page_of(run, "a run", run.last_time)
     assert "no_such_thing" in page and "failed on" in page and "restart 1" in page
     assert "xds --nproc-per-node 2 --max-restarts 1 train.py" in page
+
+
+# -- the ledger of time -------------------------------------------------------------------------------------
+
+
+def spent(**seconds: float) -> dict[str, Any]:
+    return {"spent": seconds}
+
+
+def test_time_of_a_killed_and_resumed_run_adds_up_to_the_wall_clock(tmp_path: Path) -> None:
+    first = [
+        START,
+        step(1, 1.0, 107.0, since=100.0, **spent(start=5.0, step=2.0)),
+        step(2, 1.0, 110.0, **spent(step=2.0, save=0.75, other=0.25)),
+        step(3, 1.0, 112.0, **spent(step=1.5, data=0.5)),
+        {"kind": "failure", "time": 113.0, "text": "rank 1 failed\nwhy"},  # 1 s of step 4 is lost
+    ]
+    again = START | {"restart": 1, "time": 118.0}
+    second = [step(3, 1.0, 123.0, since=117.0, **spent(start=4.0, step=2.0))]
+    second += [{"kind": "recovered", "time": 124.0, "text": "2 go on", "seconds": {"stall": 0.25}}]
+    second += [step(4, 1.0, 125.0, **spent(step=1.0, stall=0.25, repeated=0.75))]
+    second += [{"kind": "end", "time": 125.5, **spent(other=0.5)}]
+    run = read_run(write(tmp_path, [*first, again, *second]))
+    assert {name: seconds for name, seconds in run.ledger.items() if seconds} == {
+        **{"start": 9.0, "step": 7.0, "data": 0.5, "save": 0.75, "stall": 0.25},
+        **{"repeated": 1.5 + 1.0 + 0.75, "restart": 4.0, "other": 0.75},
+    }
+    assert sum(run.ledger.values()) == 125.5 - 100.0 and run.damaged == 0
+    costs = [each.seconds for each in run.failures]
+    assert costs == [{"repeated": 2.5, "restart": 4.0, "start": 4.0}, {"stall": 0.25}]
+    page = page_of(run, "a run", 126.0)
+    for part in ("<span>goodput</span><b>27.5%", "<th>restart<", "<td>10.50 s<td>repeated 2.50 s"):
+        assert part in page, part
+    # a later run in the same folder
+    later = [START, step(1, 1.0, 300.0, since=200.0, **spent(start=99.0, step=1.0))]
+    run = read_run(write(tmp_path, [*first, again, *second, *later]))
+    assert run.ledger["step"] == 1.0 and sum(run.ledger.values()) == 100.0 and not run.failures
+
+
+def train_in_classes(folder: str) -> tuple[float, float]:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
+    began = time.time()
+    data = [torch.ones(4) for _ in range(8)]
+    config |= {"report_folder": f"{folder}/report", "gradient_accumulation_steps": 2}
+    engine = xds.initialize(torch.nn.Linear(4, 1), config, training_data=data)
+    for number, batch in enumerate(engine.training_dataloader):
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+        if number == 3:
+            engine.save_checkpoint(f"{folder}/saved")
+            with torch.no_grad():
+                engine(batch)
+    engine.destroy()
+    return began, time.time()
+
+
+def test_every_second_of_a_process_is_in_a_class(tmp_path: Path) -> None:
+    ((began, ended),) = run_ranks(train_in_classes, 1, str(tmp_path))
+    run = read_run(str(tmp_path / "report"))
+    found = {name for name, seconds in run.ledger.items() if seconds}
+    assert found == {"start", "step", "data", "evaluation", "save", "other"}
+    lines = [json.loads(line) for line in (tmp_path / "report" / FILE).read_text().splitlines()]
+    spent = [line["spent"] for line in lines if "spent" in line]
+    assert (
+        len(spent) == 5 and ["save" in each for each in spent] == [False] * 2 + [True] + [False] * 2
+    )
+    (since,) = (line["since"] for line in lines if "since" in line)
+    assert since < began < since + sum(run.ledger.values()) < ended + 0.01

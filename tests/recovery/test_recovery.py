@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import xds
 from xds.engine.data.loaders import build_loader
 from xds.engine.data.step_sampler import step_loader
+from xds.launcher.reporting.records import read_run
 from xds.ops.mesh import Mesh
 from xds.ops.watch.store import Store
 from xds.recovery.generations import Lighthouse, Meeting
@@ -89,6 +90,13 @@ def test_the_run_goes_on_with_the_same_numbers(
     for unit, (_, _, how) in deaths.items():
         ended = "ended with code 1" if how == "raise" else "was ended by SIGKILL"
         assert f"xds: rank {unit} {ended}; ranks" in err
+    # the lowest rank that is left goes on with the record; each second is in a class
+    run = read_run(str(tmp_path / "report"))
+    assert list(run.steps)[-8:] == list(range(5, 13)) and run.num_starts == 1 and not run.foreign
+    assert len(run.failures) == len(deaths) and run.state == "end"
+    assert all(each.seconds["stall"] > 0 for each in run.failures)
+    assert sum(each.seconds["stall"] for each in run.failures) <= run.ledger["stall"] + 0.05
+    assert 0 < run.last_time - run.start.time < sum(run.ledger.values())
     manifest = json.loads(next((tmp_path / "saved").glob("*/manifest.json")).read_text())
     assert manifest["mesh"]["data"] == len(left) and len(manifest["files"]) == len(left)
 

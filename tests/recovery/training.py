@@ -46,6 +46,7 @@ def main() -> None:
         **SIZES,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
         "recovery": {"enabled": True},
+        "report_folder": str(OUT / "report"),
         "zero_optimization": {"stage": 2 if SHARD > 1 else 0, "mics_shard_size": SHARD},
     }
     engine = xds.initialize(model.eval(), config, training_data=dataset())
