@@ -15,7 +15,9 @@ class Ops(Section):
     """Native ops, compiled on first use. Their torch versions compute the same values more slowly."""
 
     native: Flag = Field(
-        True, description="ops are compiled on first use; false uses their torch versions"
+        True,
+        description="ops are compiled on first use; false compiles and loads none, and runs their torch "
+        "versions. A process whose other engine has loaded them runs them in all engines",
     )
     require: Flag = Field(
         False,

@@ -1,7 +1,8 @@
 """Devices that are neither CPU nor CUDA: "xsim", and "plain", which lacks what Apple's lack. See stand_in.py.
 
 Messages go through host memory, by gloo itself. Every number is that of the CPU to the last bit: ops of both
-are the CPU's, and native ones are off, since other devices have none. Without fp64 norms differ by rounding.
+are the CPU's, and native ones are off, since other devices have none. Ranks on the CPU are new processes: once
+a process has loaded kernels, all its engines run them. Without fp64 norms differ by rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from device_ranks import ranks
-from helpers import run_ranks
+from helpers import run_new_ranks
 
 import xds
 from xds.offload.pinned import host_memory
@@ -91,7 +92,7 @@ def both(names: list[str], device: str, folder: Path) -> tuple[list[Any], list[A
     """The results of each rank on the device, and on the CPU."""
     (world_size,) = {cases()[name][0] for name in names}
     there = ranks(world_size, device=device).run(results, names, str(folder))
-    return there, run_ranks(results, world_size, names, str(folder))
+    return there, run_new_ranks(results, world_size, names, str(folder))
 
 
 def other_bits(names: list[str], device: str, folder: Path) -> list[str]:
@@ -110,7 +111,7 @@ def test_training_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_the_device_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
     there = ranks(2, device="xsim").run(resumed, str(tmp_path / "there"))
-    assert there == run_ranks(resumed, 2, str(tmp_path / "here"))
+    assert there == run_new_ranks(resumed, 2, str(tmp_path / "here"))
 
 
 def test_without_fp64_streams_and_page_locked_memory_norms_are_right(tmp_path: Path) -> None:
