@@ -8,6 +8,7 @@ Engine ──> TrainingStep (steps/)    forward, backward, step
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -706,13 +707,24 @@ class Engine:
         options = SaveOptions(
             save_latest, exclude_frozen_parameters, how, (metric, mode, keep_best)
         )
+        begun_seconds = time.monotonic()
         with self._parts.report.spending("save"):
             given = self._parts.recovery.run(
                 self._states.save, save_dir, tag, client_state, options
             )
+        self._parts.saves.saved(time.monotonic() - begun_seconds)
         name = f"global_step{self.global_steps}" if tag is None else tag
         self._parts.report.saved(save_dir, name, given)
         return True
+
+    def should_save(self) -> bool:
+        """It is time for a checkpoint, by `checkpoint.interval`: the same on all ranks, after the same step.
+
+        True after a step until the next one, and again after that one, until `save_checkpoint` is called.
+
+        Raises UsageError: the config has no checkpoint.interval.
+        """
+        return self._parts.saves.is_due()
 
     @property
     def last_client_state(self) -> Mapping[str, Any] | None:

@@ -28,6 +28,7 @@ autotuning                             telemetry/experiment.py: timed steps, the
 comms_logger, memory_breakdown,        telemetry/traffic.py, telemetry/memory.py, profiling/steps.py:
 flops_profiler                         `StepReport` chooses them
 checkpoint.preemption_save_dir         preemption.py
+checkpoint.interval                    steps/save_interval.py
 recovery                               recovering.py, recovery/
 checkpoint                             checkpoint/, at the first save or load
 watch                                  ops/watch/watcher.py, on several ranks
@@ -121,6 +122,7 @@ from .parts import (
     Parts,
     Preemption,
     Recovery,
+    SaveInterval,
     UnevenForwards,
 )
 from .process.process import is_launched, join, pick_device, timeout_seconds
@@ -338,6 +340,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
         recovery=recovery,
+        saves=_saves(config, collectives),
         schedules=changes.schedules,
         after_steps=[
             *([_compressing(model)] if compresses else []),
@@ -699,6 +702,14 @@ def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preem
     from .preemption import SaveOnPreemption
 
     return SaveOnPreemption(section, collectives)
+
+
+def _saves(config: Config, collectives: Collectives) -> SaveInterval:
+    if config.checkpoint.interval is None:
+        return SaveInterval()
+    from .steps.save_interval import TimedSaves
+
+    return TimedSaves(config.checkpoint.interval, collectives)
 
 
 def _recovery(config: Config, collectives: Collectives, loader: Any, mesh: MeshGroups) -> Recovery:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.comm.collectives import Collectives
-from ..utils.errors import PeerError
+from ..utils.errors import PeerError, UsageError
 from ..zero.model.sharded_model import ShardedModel
 from ..zero.model.update import Updater
 from .config.config import Config
@@ -84,6 +84,31 @@ class Preemption:
 
     def end(self) -> None:
         """The engine takes no more steps."""
+        return
+
+
+class SaveInterval:
+    """When it is time for a checkpoint: by default the script decides."""
+
+    is_asked = False  # what this rank says in the message of its steps
+
+    def agree(self, status: StepStatus) -> None:
+        """What the ranks said in the message of the step that runs."""
+        return
+
+    def is_due(self) -> bool:
+        """It is time for a checkpoint; the same on all ranks. Raises UsageError: nothing says when."""
+        raise UsageError(
+            "engine.should_save() without checkpoint.interval: set it to seconds between two saves, or to "
+            '"auto", in the config'
+        )
+
+    def saved(self, seconds: float) -> None:
+        """A save has stopped training for so long."""
+        return
+
+    def dropped(self, *, has_failed: bool) -> None:
+        """The running step is dropped, where other ranks come or one has failed."""
         return
 
 
@@ -286,6 +311,7 @@ class Parts:
     saver: CheckpointWriter | None  # None: no checkpoint was saved yet; `States` makes it
     preemption: Preemption
     recovery: Recovery
+    saves: SaveInterval
     schedules: ModelSchedules
     after_steps: Sequence[AfterSteps]
     packing: Packing

@@ -222,6 +222,7 @@ class LiveRecovery(Recovery):
         assert self._target is not None
         report = self._target.parts.report
         repeated_seconds = report.drop_step()
+        self._target.parts.saves.dropped(has_failed=not self._regroups)
         with report.spending("stall"):
             self._drop(self._target)
             reason, stall_seconds = self._recover()

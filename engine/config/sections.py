@@ -493,6 +493,7 @@ class ActivationCheckpointing(Section):
 class Checkpoint(Section):
     """How `save_checkpoint` writes checkpoints, and how many it keeps."""
 
+    own_auto: ClassVar[frozenset[str]] = frozenset({"interval"})
     others: ClassVar[Mapping[str, Entry]] = {
         "parallel_write": Group(
             "which ranks write",
@@ -529,6 +530,13 @@ class Checkpoint(Section):
         0,
         description="how many checkpoints are kept among those whose tags differ only in their numbers; 0 "
         "keeps all",
+    )
+    interval: (
+        Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | Literal["auto"] | None
+    ) = Field(
+        None,
+        description="seconds from a save until engine.should_save() is true, on all ranks after the same step. "
+        '"auto": the best for what saves have cost and how often ranks have failed',
     )
     preemption_save_dir: str = Field(
         "",

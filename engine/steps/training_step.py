@@ -18,7 +18,7 @@ from ...ops.optim.scale import Scale
 from ...utils.arguments import wrong
 from ...utils.errors import PeerError, UnscaledLossError, UsageError, XdsError
 from ...zero.core.backward_pass import BackwardRules, ScriptBackward
-from ...zero.core.reduction import REGROUP, STOP, Scope, StepStatus
+from ...zero.core.reduction import REGROUP, SAVE, STOP, Scope, StepStatus
 from ..counters import Counters
 from ..data.batches import as_inputs, check_loss, move
 from ..means import UNIT, Weight
@@ -402,7 +402,11 @@ class TrainingStep(BackwardRules):
             return self._norm(self._start_finish())
 
     def _start_finish(self) -> StepStatus:
-        flags = STOP * self._parts.preemption.is_asked + REGROUP * self._parts.recovery.must_regroup
+        parts = self._parts
+        regroups = parts.recovery.must_regroup
+        # not in one message: a process that comes would not hear that the others save
+        saves = parts.saves.is_asked and not regroups
+        flags = STOP * parts.preemption.is_asked + REGROUP * regroups + SAVE * saves
         try:
             return self._sharded.start_finish(flags=flags, means=self.means.message())
         except PeerError as error:
@@ -416,6 +420,7 @@ class TrainingStep(BackwardRules):
         self.means.arrived(status.means)
         self._parts.preemption.agree(status)
         self._parts.recovery.agree(status)
+        self._parts.saves.agree(status)
         return math.sqrt(square) * self.gradient_factor() if square >= 0 else math.nan
 
     def _measure_for_update(self) -> tuple[float, list[bool]]:

@@ -212,6 +212,7 @@ class RankFiles(LogsSpecs):
             env["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
             env["XDS_RANK_FILES"] = str(self._folder.path / f"rank{rank}")
             env["XDS_RUN_FOLDER"] = str(self._folder.path)
+            env["XDS_RUN_BEGAN"] = f"{self._folder.began_seconds:.3f}"
             env["XDS_LOG_FOLDER"] = str(self._folder.shown())
             env["XDS_GRACE_FILE"] = str(self._folder.grace(rank))
             # the names that DeepSpeed uses

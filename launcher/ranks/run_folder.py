@@ -51,10 +51,12 @@ class RunFolder:
     """The paths of each rank's files.
 
     path: the run's folder, which no other user may change. log_dir: the folder that the user named, if any.
+    began_seconds: the clock at the start of the launcher.
     """
 
     def __init__(self, path: Path, log_dir: Path | None = None) -> None:
         self.path = path
+        self.began_seconds = time.time()
         self.log_dir = log_dir
         self.ranks: set[int] = set()  # of this host
         self.log_begins: dict[int, int] = {}  # where this start's output begins in each log

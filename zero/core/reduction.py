@@ -24,8 +24,8 @@ from ...ops.kernels.decide import decide, is_in_range
 from ..layout.groups import FlatGroups
 from .grad_bucket import GradBucket
 
-NUM_COUNTS = 1 << 40  # numbers of writes are below it; with three flags they are exact in fp64
-LATE, STOP, REGROUP = (NUM_COUNTS << bit for bit in range(3))  # flags beside the number of writes
+NUM_COUNTS = 1 << 40  # numbers of writes are below it; with four flags they are exact in fp64
+LATE, STOP, REGROUP, SAVE = (NUM_COUNTS << bit for bit in range(4))  # beside the number of writes
 
 
 @final
@@ -104,6 +104,11 @@ class StepStatus:
     def regroups(self) -> bool:
         """Some rank knows of another generation of the group, which begins after this step."""
         return any(int(number) & REGROUP for number in self._column(1))
+
+    @property
+    def saves(self) -> bool:
+        """Some rank says that it is time for a checkpoint."""
+        return any(int(number) & SAVE for number in self._column(1))
 
     @property
     def num_writes(self) -> list[int]:
@@ -302,7 +307,7 @@ class Reduction:
 
         Args:
             num_writes: of this rank's user code to parameters, below NUM_COUNTS; the message tells all ranks.
-            flags: STOP, if this rank's process was asked to stop, plus REGROUP; the message tells all ranks.
+            flags: STOP, if this rank's process was asked to stop, plus REGROUP and SAVE; the message tells all.
             means: fp64 [2]: the sum of this rank's weights, or -1; its losses. The message tells all ranks.
 
         Sends 32 bytes to each rank beside the gradients, 24 at stage 0 on devices. `end_finish` must follow.
@@ -546,4 +551,13 @@ def _on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [copies.get(number, tensor) for number, tensor in enumerate(tensors)]
 
 
-__all__ = ["REGROUP", "STOP", "StepStatus", "LATE", "REDUCTIONS_IN_FLIGHT", "Reduction", "Scope"]
+__all__ = [
+    "REGROUP",
+    "SAVE",
+    "STOP",
+    "StepStatus",
+    "LATE",
+    "REDUCTIONS_IN_FLIGHT",
+    "Reduction",
+    "Scope",
+]
