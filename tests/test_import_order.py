@@ -185,7 +185,8 @@ def engine_room(module):
     """
     parts = module.split(".")[2:]
     is_section = parts[1:] == ["config"] and parts[0] != "deepspeed"
-    is_arithmetic = parts in (["data", "schedules"], ["elastic", "rules"])
+    arithmetic = (["data", "schedules"], ["elastic", "rules"], ["planning", "goodput"])
+    is_arithmetic = parts in arithmetic
     return "config" if is_section or is_arithmetic else parts[0]
 
 
@@ -219,6 +220,7 @@ ASK = {
     "offload/disk/creation.py": "space of a disk, which `Builder` agrees on",
     "offload/device_memory.py": "its callers take the least of all ranks",
     "engine/generation/rollout.py": "the least of all ranks",
+    "engine/steps/save_interval.py": "rank 0 decides, and its message of a step tells all ranks",
     "engine/model/arguments.py": "whether classes exist of which the model has objects",
 }
 SENDS = ("zero", "pipe", "tensor", "offload", "compression", "ops/comm/")

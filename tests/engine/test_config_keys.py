@@ -285,7 +285,14 @@ def test_null_is_the_same_as_no_key_and_auto_too_unless_only_an_integration_know
         found = complaints(key.config("auto"))
         if not found:
             own = key.path.endswith(
-                ("schedule", "ratio", "checkpointing.enabled", "autoep_size", "fp32_modules")
+                (
+                    "schedule",
+                    "ratio",
+                    "checkpointing.enabled",
+                    "autoep_size",
+                    "fp32_modules",
+                    "t.interval",
+                )
             )
             assert (
                 own
