@@ -127,7 +127,7 @@ def serve(numbers: list[int], folder: str, *, kernels: bool, gloo: bool, device:
     """The program of the processes."""
     import stand_in
 
-    stand_in.load(stand_in.compiled(device), device)
+    stand_in.load(stand_in.compiled(), device)
     import torch
     import torch._dynamo  # noqa: F401  (the first optimizer imports it)
     from helpers import SMALL_NUMEL

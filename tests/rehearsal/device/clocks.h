@@ -6,11 +6,12 @@
 // torch's own sanitizer of CUDA streams does, torch/cuda/_sanitizer.py.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -23,22 +24,17 @@ using c10::DeviceType;
 using c10::Stream;
 using c10::StreamId;
 
-// Its place in torch: that of CUDA, or, with -DXSIM, one of its own, where nothing has CUDA's name.
-#ifdef XSIM
-#define DEVICE_KEY PrivateUse1
-#define DEVICE_NAME "xsim"
-#define NUM_DEVICES 4
-#else
-#define DEVICE_KEY CUDA
-#define DEVICE_NAME "cuda"
-#define NUM_DEVICES 1
-#endif
-
 namespace {
 
-constexpr auto kType = DeviceType::DEVICE_KEY;
-constexpr auto kKey = c10::DispatchKey::DEVICE_KEY;
-constexpr DeviceIndex kDevices = NUM_DEVICES;
+// Its place in torch: that of CUDA, or, for XDS_STAND_IN=xsim, one of its own, where nothing has CUDA's name.
+const bool kIsCuda = [] {
+  const char* name = std::getenv("XDS_STAND_IN");
+  return !name || std::string(name) != "xsim";
+}();
+const auto kType = kIsCuda ? DeviceType::CUDA : DeviceType::PrivateUse1;
+const auto kKey = kIsCuda ? c10::DispatchKey::CUDA : c10::DispatchKey::PrivateUse1;
+const char* const kName = kIsCuda ? "cuda" : "xsim";
+const DeviceIndex kDevices = kIsCuda ? 1 : 4;
 constexpr int kStreams = 16;
 constexpr char kUnknown = (char)0xff;  // each byte of what is not known yet: not a number, in every floating type
 constexpr size_t kCell = 2;  // bytes whose users are known together: two neighbours in bf16 may differ

@@ -1,10 +1,13 @@
 // A device that is host memory: every op computes its numbers at once, on the CPU, and is recorded with its stream.
-#ifdef XSIM
-#include <ATen/autocast_mode.h>
-#endif
+#include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
 #include "guard.h"
+
+namespace at::autocast {  // ATen/autocast_mode.h, which takes seconds to read
+TORCH_API ScalarType get_autocast_dtype(DeviceType);
+TORCH_API Tensor cached_cast(ScalarType, const Tensor&, DeviceType);
+}  // namespace at::autocast
 
 namespace {
 
@@ -65,7 +68,7 @@ struct Call {
   std::vector<Pair> pairs;
   at::Generator draws, on_host;  // a generator of the device, and one of the CPU with its state
   at::Generator drawing(at::Generator given) {
-    TORCH_CHECK(given.device().type() == kType, "Expected a '" DEVICE_NAME "' device type for generator but found 'cpu'");
+    TORCH_CHECK(given.device().type() == kType, "Expected a '", kName, "' device type for generator but found 'cpu'");
     draws = given;
     on_host = at::make_generator<at::CPUGeneratorImpl>();
     copy_state(draws, on_host);
@@ -148,7 +151,7 @@ void check_devices(const c10::FunctionSchema& schema, const torch::jit::Stack& s
     auto check = [&](const at::Tensor& t) {
       if (t.defined() && t.device().type() == DeviceType::CPU && (t.dim() > 0 || is_kernel) && schema.name() != "aten::copy_" &&
           schema.name() != "aten::index.Tensor" && schema.name() != "aten::_index_put_impl_" && schema.name() != "aten::index")
-        TORCH_CHECK(false, schema.name(), ": Expected all tensors to be on the same device, but found " DEVICE_NAME ":0 and cpu (argument ",
+        TORCH_CHECK(false, schema.name(), ": Expected all tensors to be on the same device, but found ", kName, ":0 and cpu (argument ",
                     schema.arguments()[at].name(), ")");
     };
     if (value.isTensor()) check(value.toTensor());
@@ -421,9 +424,12 @@ struct SetUp {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_, DEVICE_KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+using torch::detail::TorchLibraryInit;  // what TORCH_LIBRARY_IMPL writes, whose key is known here at the start
 
-TORCH_LIBRARY_IMPL(aten, DEVICE_KEY, m) {
+void use_fallback(torch::Library& m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+const TorchLibraryInit g_fallback(torch::Library::IMPL, use_fallback, "_", kKey, __FILE__, __LINE__);
+
+void use_own(torch::Library& m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("copy_", copy_);
@@ -437,17 +443,21 @@ TORCH_LIBRARY_IMPL(aten, DEVICE_KEY, m) {
   for (auto* name : {"_foreach_add_.Tensor", "_foreach_add_.Scalar"})  // one launch
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
+const TorchLibraryInit g_own(torch::Library::IMPL, use_own, "aten", kKey, __FILE__, __LINE__);
 
-#ifdef XSIM  // the list of CUDA's is torch's own
+// autocast of xsim: the list of CUDA's is torch's own
+void cast_down(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastPrivateUse1);
+  auto dtype = at::autocast::get_autocast_dtype(kType);
+  for (size_t at = stack->size() - op.schema().arguments().size(); at < stack->size(); ++at)
+    if ((*stack)[at].isTensor()) (*stack)[at] = at::autocast::cached_cast(dtype, (*stack)[at].toTensor(), kType);
+  op.callBoxed(stack);
+}
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+  for (auto* name : {"linear", "addmm", "mm", "bmm", "matmul"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cast_down>());
 }
-#endif
 
 TORCH_LIBRARY(host_cuda, m) {
   m.def("take_faults() -> str[]", take_faults);
@@ -473,8 +483,9 @@ TORCH_LIBRARY(host_cuda, m) {
   m.def("use(Tensor t, bool writes) -> ()");
   m.def("resize_storage(Tensor t, int nbytes) -> ()");
 }
-TORCH_LIBRARY_IMPL(host_cuda, DEVICE_KEY, m) {
+void use_tensors(torch::Library& m) {
   m.impl("alias", host_alias);
   m.impl("use", use);
   m.impl("resize_storage", resize_storage);
 }
+const TorchLibraryInit g_tensors(torch::Library::IMPL, use_tensors, "host_cuda", kKey, __FILE__, __LINE__);

@@ -80,7 +80,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return 1.0;
   }
 };
-C10_REGISTER_GUARD_IMPL(DEVICE_KEY, Guard)
+const c10::impl::DeviceGuardImplRegistrar g_guard(kType, new Guard);
 
 // -- generators and what torch asks of a build -----------------------------------------------------------
 
@@ -94,17 +94,8 @@ struct Draws final : at::CPUGeneratorImpl {
 }  // namespace
 
 namespace at {
-#ifdef XSIM
-struct Hooks final : PrivateUse1HooksInterface {
-#else
-struct CUDAHooks final : CUDAHooksInterface {
-  explicit CUDAHooks(CUDAHooksArgs) {}
-  bool hasCUDA() const override { return true; }
-  int getNumGPUs() const override { return 1; }
-  DeviceIndex current_device() const override { return t_device; }
-  Allocator* getCUDADeviceAllocator() const override { return &g_allocator; }
-  void deviceSynchronize(DeviceIndex) const override { Guard().synchronizeDevice(0); }
-#endif
+template <class Base>
+struct Hooks : Base {
   void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -126,13 +117,24 @@ struct CUDAHooks final : CUDAHooksInterface {
   }
   Generator getNewGenerator(DeviceIndex) const override { return at::make_generator<Draws>(0); }
 };
-#ifdef XSIM
+
+struct CudaHooks final : Hooks<CUDAHooksInterface> {
+  bool hasCUDA() const override { return true; }
+  int getNumGPUs() const override { return 1; }
+  DeviceIndex current_device() const override { return t_device; }
+  Allocator* getCUDADeviceAllocator() const override { return &g_allocator; }
+  void deviceSynchronize(DeviceIndex) const override { Guard().synchronizeDevice(0); }
+};
+
 const bool g_is_registered = [] {
-  RegisterPrivateUse1HooksInterface(new Hooks);
-  c10::register_privateuse1_backend(DEVICE_NAME);
+  if (kIsCuda) {
+    CUDAHooksRegistry()->Register("CUDAHooks", [](CUDAHooksArgs) -> std::unique_ptr<CUDAHooksInterface> {
+      return std::make_unique<CudaHooks>();
+    });
+  } else {
+    RegisterPrivateUse1HooksInterface(new Hooks<PrivateUse1HooksInterface>);
+    c10::register_privateuse1_backend(kName);
+  }
   return true;
 }();
-#else
-REGISTER_CUDA_HOOKS(CUDAHooks);
-#endif
 }  // namespace at
