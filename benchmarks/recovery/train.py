@@ -24,6 +24,7 @@ STEPS = int(os.environ.get("STEPS", "60"))
 OUT = Path(os.environ["OUT"])
 PLAN = [entry for entry in json.loads(os.environ.get("PLAN", "[]")) if entry["unit"] == UNIT]
 SAVE_EVERY = 10
+FULL = os.environ.get("FULL", "")  # kill only while so many ranks are there
 STAGE, MICS = int(os.environ.get("STAGE", "0")), int(os.environ.get("MICS", "1"))
 WIDTH, TOKENS, VOCABULARY = int(os.environ.get("WIDTH", "64")), 32, 256
 
@@ -72,6 +73,8 @@ def reach(phase: str) -> None:
         if entry["phase"] == phase and engine is not None and engine.global_steps >= entry["step"]:
             done = OUT / f"done{entry['number']}"
             if done.exists():  # in the process before this one
+                continue
+            if FULL and engine.world_size < int(FULL):
                 continue
             done.touch()
             write(kill=phase, step=engine.global_steps)
@@ -152,7 +155,8 @@ def main() -> None:
     write(start=os.getpid())
     while engine.global_steps < STEPS:
         for _ in train(engine):
-            write(step=engine.global_steps, norm=engine.get_global_grad_norm())
+            norm, world = engine.get_global_grad_norm(), engine.world_size
+            write(step=engine.global_steps, norm=norm, world=world)
             if engine.global_steps % SAVE_EVERY == 0:
                 engine.save_checkpoint(OUT / "checkpoints")
             if engine.global_steps >= STEPS:

@@ -4,8 +4,8 @@
 
 The kernel kills a rank when its launcher is killed (see worker.py), but not the rank's child processes. So each
 launcher starts a guard process, in its own process group. The guard's standard input closes when the launcher
-ends for any reason. Then the guard kills every process in the ranks' sessions. A session also includes children
-of children, even after their parent has exited, and in any process group.
+ends for any reason. Then the guard kills every process in the ranks' sessions, and says so. A session also
+includes children of children, even after their parent has exited, and in any process group.
 
 The guard is started by its path and imports only the standard library. It starts within milliseconds, while the
 launcher imports torch.
@@ -27,6 +27,10 @@ HELPERS_SECONDS = 0.5  # time for trackers of shared memory to clean up after th
 _GIVE_UP_SECONDS = 2.0
 _TICK_SECONDS = 0.02
 _DONE = b"done\n"
+LAUNCHER_KILLED = (
+    "xds: the launcher was killed, so all its ranks have ended; "
+    "start the run again from its last checkpoint\n"
+)
 
 
 def members(sessions: Iterable[int]) -> list[int]:
@@ -91,7 +95,6 @@ class Guard:
                     cwd="/",
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
                     bufsize=0,
                 )
         return self
@@ -120,7 +123,8 @@ class Guard:
 
 def main() -> None:
     os.setpgid(0, 0)  # not in the launcher's group, so that it survives a kill of that group
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTTOU)
+    for signum in ignored:
         signal.signal(signum, signal.SIG_IGN)
     ranks: dict[int, str] = {}
     for line in sys.stdin.buffer:
@@ -129,6 +133,9 @@ def main() -> None:
         pid = int(line)
         ranks[pid] = started(pid)
     end_sessions(still_ours(ranks), HELPERS_SECONDS)
+    if ranks:
+        with contextlib.suppress(OSError):  # nobody reads
+            os.write(2, LAUNCHER_KILLED.encode())
 
 
 if __name__ == "__main__":

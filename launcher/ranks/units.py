@@ -213,7 +213,8 @@ class Units(threading.Thread):
                 self._tell(
                     f"{lighthouse.generation.reason} (generation {lighthouse.generation.number})"
                 )
-        if self._running and self._running.keys() <= self._joining.keys():  # the others have ended
+        is_left = bool(self._running) and self._running.keys() <= self._joining.keys()
+        if is_left and not self.is_ending:  # the others have ended
             self._is_over = True
             for process in self._running.values():
                 process.kill()
@@ -266,11 +267,20 @@ class Units(threading.Thread):
         has_ended = any(other not in self._running for other in left)
         if unit not in former or has_ended or len(former) - 1 < lighthouse.min_units:
             return False
+        if not any(self._has_states(other, lighthouse) for other in former if other != unit):
+            self._tell(f"{ending}; no other rank has the states yet, so the run ends")
+            return False
         self._lost.update(lighthouse.units[unit])
         generation = lighthouse.lose(unit, ending)
         numbers = ", ".join(map(str, left))
         self._tell(f"{ending}; ranks {numbers} go on (generation {generation.number})")
         return True
+
+    def _has_states(self, unit: int, lighthouse: Lighthouse) -> bool:
+        """Its processes have trained, or have copied the states of others."""
+        ranks = lighthouse.units[unit]
+        attempts = {rank: self._joining[rank] for rank in ranks if rank in self._joining}
+        return unit not in self._admitted or lighthouse.has_joined(unit, attempts)
 
     def _tell(self, text: str) -> None:
         write_stderr(f"xds: {text}\n", self._stop_asked.is_requested)

@@ -29,7 +29,8 @@ def rank():
 
 
 def start_guard():
-    return subprocess.Popen([sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE)
+    words = [sys.executable, "-I", "-S", guard.__file__]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_after_a_usual_end_nothing_is_touched(rank):
@@ -53,6 +54,8 @@ def test_what_is_left_of_a_session_ends_when_the_input_does_and_signals_end_noth
     assert members([session]) == [child]
     process.stdin.close()
     assert process.wait(60) == 0 and members([session]) == []
+    assert process.stderr.read().decode() == guard.LAUNCHER_KILLED
+    process.stderr.close()
 
 
 def test_a_number_that_another_process_has_got_is_let_alone():

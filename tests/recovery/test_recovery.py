@@ -5,6 +5,7 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from torch.utils.data import TensorDataset
 import xds
 from xds.engine.data.loaders import build_loader
 from xds.engine.data.step_sampler import step_loader
+from xds.launcher.ranks.units import Units
 from xds.launcher.reporting.records import read_run
 from xds.ops.mesh import Mesh
 from xds.ops.watch.store import Store
-from xds.recovery.generations import Lighthouse, Meeting
+from xds.recovery.generations import Generation, Lighthouse, Meeting
 from xds.recovery.units import shares_of, units_of
 from xds.utils.errors import PeerError
 
@@ -83,6 +85,9 @@ def test_the_run_goes_on_with_the_same_numbers(
     left = [unit for unit in range(ranks) if unit // shard not in lost]
     found = [json.loads((tmp_path / f"unit{unit}.json").read_text()) for unit in left]
     losses, values = plain(12, ranks)
+    assert sum(
+        unit["repeated"] for unit in found
+    )  # with the same random numbers: the script compares them
     for rank, unit in enumerate(found):
         torch.testing.assert_close(torch.tensor(unit["values"]), values, rtol=1e-5, atol=1e-6)
         assert unit["losses"] == pytest.approx(losses, rel=1e-5)
@@ -225,6 +230,24 @@ def test_a_unit_that_is_not_in_the_newest_generation_is_refused() -> None:
         units[2].next_after(0, 1.0)
     with pytest.raises(PeerError, match="the launcher has named no generation after 2"):
         units[0].next_after(2, 0.1)
+
+
+def test_the_launcher_ends_a_run_of_which_no_rank_has_the_states(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    store = Store(HashStore(), "recovery", -1)
+    lighthouse = Lighthouse(store, 4)
+    lighthouse.units, lighthouse.min_units = [(0, 1), (2, 3)], 1
+    lighthouse.generation = Generation(2, (0, 1))
+    units = Units(*[SimpleNamespace(is_requested=lambda: False)] * 4)  # type: ignore[list-item]
+    units._running = dict.fromkeys(range(4))  # type: ignore[arg-type]
+    units._joining, units._admitted = {0: 1, 1: 2}, {0}  # they copy the states of ranks 2 and 3
+    del units._running[3]
+    assert not units._go_on(1, "rank 3 was ended by SIGKILL", lighthouse)
+    assert "rank 3 was ended by SIGKILL; no other rank has the states yet" in capfd.readouterr().err
+    for rank, attempt in units._joining.items():
+        store.set(f"xds/recovery/join/{rank}/{attempt}", "joined")
+    assert units._go_on(1, "rank 3 was ended by SIGKILL", lighthouse)
 
 
 # -- what is not built --------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ UNIT, OUT = int(os.environ["RANK"]), Path(os.environ["OUT"])
 DEATHS = json.loads(os.environ["DEATHS"])  # by unit: [step, where, signal, or "raise"]
 SIZES = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
 STEPS = int(os.environ.get("STEPS", "12"))
+OPTIMIZER = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+OPTIMIZER = json.loads(os.environ.get("OPTIMIZER", json.dumps(OPTIMIZER)))
 WAITS, SHARD = "WAITS" in os.environ, int(os.environ.get("SHARD", "1"))
 
 
@@ -44,7 +46,7 @@ def main() -> None:
     model = build()
     config = {
         **SIZES,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "optimizer": OPTIMIZER,
         "recovery": {"enabled": True},
         "report_folder": str(OUT / "report"),
         "zero_optimization": {"stage": 2 if SHARD > 1 else 0, "mics_shard_size": SHARD},
@@ -57,9 +59,14 @@ def main() -> None:
         return update(self, *args, **kwargs)
 
     Updater.step = step
-    losses = []
+    losses, drawn, num_repeated = [], {}, 0
     while engine.global_steps < STEPS:
         for x, y in engine.training_dataloader:
+            place, number = (engine.global_steps, engine.micro_steps), torch.rand(()).item()
+            num_repeated += place in drawn
+            assert drawn.setdefault(place, number) == number, (
+                "a step is repeated with other numbers"
+            )
             loss = nn.functional.cross_entropy(engine(x), y)
             die("forward", engine.global_steps)
             engine.backward(loss)
@@ -77,6 +84,7 @@ def main() -> None:
         "losses": losses[-3:],
         "values": values.tolist(),
         "samples": engine.global_samples,
+        "repeated": num_repeated,
         "ranks": [engine.global_rank, engine.world_size],
     }
     (OUT / f"unit{UNIT}.json").write_text(json.dumps(found))
