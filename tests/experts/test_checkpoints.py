@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from helpers import run_processes, run_ranks
+from helpers import run_processes, run_ranks, with_slow
 from manifest_damages import rewrite
 from random_loads import Cut, compare, engine_of, random_loads, save, values_of
 from runs import config
@@ -103,7 +103,9 @@ def train_and_save(folder: str, name: str) -> tuple[dict[str, Tensor], Tensor]:
     return values, logits
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize(
+    "name", with_slow(sorted(MODELS), "qwen3_moe", "granite_moe", "mixtral", "nemotron_h")
+)
 def test_an_export_is_read_by_from_pretrained(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     values, logits = run_ranks(train_and_save, 4, str(tmp_path / "in"), name)[3]

@@ -98,8 +98,11 @@ def trained_with(stage: int, rollouts: bool, precision: str, zero: dict[str, Any
     [
         (0, "fp32", {}),
         (3, "bf16", {"stage3_max_reuse_distance": 0, "overlap_comm": True}),
-        (3, "fp32", {"offload_param": {"device": "cpu"}}),
-        (2, "fp32", {"offload_optimizer": {"device": "cpu", "overlap_step": True}}),
+        pytest.param(3, "fp32", {"offload_param": {"device": "cpu"}}, marks=pytest.mark.slow),
+        pytest.param(
+            *(2, "fp32", {"offload_optimizer": {"device": "cpu", "overlap_step": True}}),
+            marks=pytest.mark.slow,
+        ),
         (
             3,
             "bf16",

@@ -159,7 +159,9 @@ def perplexity_here(state: dict[str, Tensor], name: str, settings: dict[str, Any
     ("name", "ranks"),
     [
         ("gpt2", [(2, {"mp_size": 2})]),
-        ("llama", [(4, {"mp_size": 4}), (2, {"zero": {"stage": 3}})]),
+        pytest.param(
+            *("llama", [(4, {"mp_size": 4}), (2, {"zero": {"stage": 3}})]), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_int8_keeps_the_perplexity(

@@ -33,6 +33,7 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_and_one_without_memory_have_their_reasons(tmp_path: Path) -> None:
     killed = run_experiment([*LOCAL, script(tmp_path, "kill -9 $$")], tmp_path / "killed")
     assert killed.kind == "killed" and "killed by SIGKILL" in killed.reason

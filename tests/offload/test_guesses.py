@@ -146,7 +146,10 @@ BETWEEN: dict[str, Any] = {
             1,
             {"offload_optimizer": {**OVERLAP["offload_optimizer"], "super_offload": True}},
         ),
-        (2, 2, "bf16", 2, {"offload_optimizer": {**GUESS["offload_optimizer"], "ratio": 0.5}}),
+        pytest.param(
+            *(2, 2, "bf16", 2, {"offload_optimizer": {**GUESS["offload_optimizer"], "ratio": 0.5}}),
+            marks=pytest.mark.slow,
+        ),
         (2, 3, "bf16", 1, GUESS | PARAMS),
         (2, 1, "fp32", 1, GUESS),  # torch's kernel writes the unscaled gradient back
     ],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_ranks, with_slow
 from runs import config, differing, of_rank, train
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -270,7 +270,7 @@ def in_16_bits(name: str) -> None:
     assert not any(differing(values, results[0]) for values in results)
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", with_slow(FORMULAS, "Apollo", "AdamMini"))
 def test_16_bits_are_close_and_equal_at_all_stages_and_on_the_host(name: str) -> None:
     run_ranks(in_16_bits, 2, name)
 
@@ -305,7 +305,7 @@ def go_on(name: str, folder: str, stage: int, tag: str) -> Values:
     return found
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", with_slow(FORMULAS, "Apollo", "AdamMini"))
 def test_a_run_resumes_exactly_and_at_any_layout(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
     wanted = run_ranks(save_half, 2, name, folder, 2)[0]
