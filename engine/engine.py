@@ -95,28 +95,31 @@ class Engine:
         self._batches: Loop = parts.loop(parts, self._step, self._counters)
         parts.schedules.begin(self._counters)
         parts.recovery.bind(parts, self._counters, self._step, self._states)
+        parts.outer.bind(parts, self._counters)
 
     # -- ranks: other ones after a recovery ---------------------------------------------------------------
 
     @property
     def global_rank(self) -> int:
         """The number of this rank among those of the engine."""
-        return self._sharded.collectives.rank
+        own = self._sharded.collectives
+        return self._parts.outer.number * own.world_size + own.rank
 
     @property
     def world_size(self) -> int:
         """The ranks of the engine."""
-        return self._sharded.collectives.world_size
+        return self._parts.outer.num_groups * self._sharded.collectives.world_size
 
     @property
     def dp_rank(self) -> int:
         """The place of this rank among those with other samples."""
-        return self._sharded.flat_groups.mesh.coordinates(self.global_rank).data
+        mesh, rank = self._sharded.flat_groups.mesh, self._sharded.collectives.rank
+        return self._parts.outer.number * mesh.data + mesh.coordinates(rank).data
 
     @property
     def dp_world_size(self) -> int:
         """The ranks with other samples."""
-        return self._sharded.flat_groups.mesh.data
+        return self._parts.outer.num_groups * self._sharded.flat_groups.mesh.data
 
     # -- forward, backward, step ------------------------------------------------------------------------
 
@@ -217,6 +220,9 @@ class Engine:
                 self.lr_scheduler, by_optimizer=by_optimizer
             ):
                 recovery.commit()
+                self._parts.outer.advance(
+                    self._step.means.weight if self._step.was_applied else 0.0
+                )
                 for follower in self._parts.after_steps:
                     follower.advance(self.global_steps - self.skipped_steps)
                 self._parts.report.step(self)
@@ -541,7 +547,7 @@ class Engine:
     def bytes_sent(self) -> dict[str, int]:
         """Bytes this rank has sent since the engine was made, for each kind of collective."""
         sent: Counter[str] = Counter()
-        for collectives in self._parts.opened:
+        for collectives in (*self._parts.opened, *self._parts.outer.opened):
             sent.update(collectives.sent_bytes)
         return dict(sent)
 
@@ -852,6 +858,7 @@ class Engine:
         self.monitor.close()
         self._sharded.collectives.stop_watching()
         self._parts.recovery.end()
+        self._parts.outer.end()
         try:
             if self._parts.saver is not None:
                 self._parts.saver.close()  # it may still read the states

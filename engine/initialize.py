@@ -30,6 +30,7 @@ flops_profiler                         `StepReport` chooses them
 checkpoint.preemption_save_dir         preemption.py
 checkpoint.interval                    steps/save_interval.py
 recovery                               recovering.py, recovery/
+outer                                  meeting.py, outer/
 checkpoint                             checkpoint/, at the first save or load
 watch                                  ops/watch/watcher.py, on several ranks
 zero_optimization.stage = 3            generation/evaluation.py: what `engine.eval()` keeps gathered
@@ -45,7 +46,7 @@ training_data                          data/loaders.py; with data_packing data/p
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -118,6 +119,7 @@ from .parts import (
     LoopFactory,
     LossCheck,
     ModelSchedules,
+    OuterLoop,
     Packing,
     Parts,
     Preemption,
@@ -206,6 +208,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     parts.report.follow(engine)
     parts.preemption.begin(engine)
     parts.recovery.begin()
+    parts.outer.begin()
     for follower in parts.after_steps:
         follower.begin()
     _show_start(parts, optimizer)
@@ -269,7 +272,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     needs_optimizer = trains and given.optimizer is None
     config = resolve_together(config, given.optimizer, group, device, needs_section=needs_optimizer)
     log_notes(config, group.rank())
-    collectives, mesh = _open_groups(config, group, device)
+    outer, collectives, mesh = _open_outer(config, group, device)
     everywhere = partial(agreeing, collectives, "xds.initialize")
     with everywhere():
         compresses = _compresses(model, config, given)
@@ -311,9 +314,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     with everywhere():
         record = _record(config, device, mesh, collectives)
         monitor = _monitor(config, record)
-        loader = _watched(
-            _loader(given.training_data, given.collate_fn, config, mesh, collectives), record
-        )
+        data, collate_fn = given.training_data, given.collate_fn
+        loader = _watched(_loader(data, collate_fn, config, mesh, collectives, outer), record)
         packing = _packing(model, config, loader, collectives)
         recovery = _recovery(config, collectives, loader, mesh)
         scheduler = _scheduler(config, given.lr_scheduler, optimizer, loader) if optimizer else None
@@ -341,6 +343,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         preemption=_preemption(config, collectives, trains),
         recovery=recovery,
         saves=_saves(config, collectives),
+        outer=outer,
         schedules=changes.schedules,
         after_steps=[
             *([_compressing(model)] if compresses else []),
@@ -721,6 +724,22 @@ def _recovery(config: Config, collectives: Collectives, loader: Any, mesh: MeshG
     return LiveRecovery(config, collectives, loader, mesh)
 
 
+def _open_outer(
+    config: Config, group: dist.ProcessGroup, device: torch.device
+) -> tuple[OuterLoop, Collectives, MeshGroups]:
+    """How groups of ranks meet, and the groups of the engine: those of `_open_groups`.
+
+    Raises UsageError: there are no such groups of ranks.
+    """
+    if config.outer is None:
+        return OuterLoop(), *_open_groups(config, group, device)
+    from .meeting import GroupsLoop, open_rank_groups
+
+    found = open_rank_groups(config.outer, group)
+    opened = _open_groups(config, found.own, device, found.sites)
+    return GroupsLoop(config.outer, found), *opened
+
+
 def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     section = config.torch_autocast
     if not section.enabled:
@@ -734,6 +753,7 @@ def _loader(
     config: Config,
     mesh: MeshGroups,
     collectives: Collectives,
+    outer: OuterLoop,
 ) -> Any:
     packing, sampling = config.data_packing, config.data_efficiency.data_sampling
     sections = {
@@ -757,8 +777,8 @@ def _loader(
         return data
     common: dict[str, Any] = {
         "micro_batch_size": config.train_micro_batch_size_per_gpu,
-        "rank": mesh.coordinate("data"),
-        "world_size": mesh.mesh.data,
+        "rank": outer.number * mesh.mesh.data + mesh.coordinate("data"),
+        "world_size": outer.num_groups * mesh.mesh.data,
         "num_workers": config.dataloader_num_workers,
         "drop_last": config.dataloader_drop_last,
         "collate_fn": collate_fn,
@@ -851,9 +871,15 @@ def _give_values(
 
 
 def _open_groups(
-    config: Config, group: dist.ProcessGroup, device: torch.device
+    config: Config,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    sites: Sequence[Sequence[int]] = (),
 ) -> tuple[Collectives, MeshGroups]:
-    """The collectives of all ranks, logged and watched as the config says, and those of the mesh."""
+    """The collectives of all ranks, logged and watched as the config says, and those of the mesh.
+
+    sites: see `MeshGroups`.
+    """
     section = config.communication.where(has_native_ops=config.ops.native)
     world = open_collectives(group, device, section=section)
     logged = config.comms_logger
@@ -864,7 +890,7 @@ def _open_groups(
     mesh = mesh_of(
         config.pipeline, config.tensor_parallel, group.size(), config.sequence_parallel_size
     )
-    return world, MeshGroups(mesh, group, world, timeout_seconds(), section)
+    return world, MeshGroups(mesh, group, world, timeout_seconds(), section, sites)
 
 
 def _sharded(

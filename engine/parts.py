@@ -182,6 +182,38 @@ class Recovery:
         return
 
 
+class OuterLoop:
+    """How groups of ranks that train alone meet: by default there is one group, and it has all ranks."""
+
+    is_on = False
+    num_groups = 1
+    number = 0  # of this rank's group
+    opened: Sequence[Collectives] = ()  # between the groups
+
+    def bind(self, parts: Parts, counters: Counters) -> None:
+        """The pieces of the engine."""
+        return
+
+    def begin(self) -> None:
+        """The engine is ready. For all ranks of all groups."""
+        return
+
+    def advance(self, weight: float) -> None:
+        """A step has ended, which `weight` items count. For all groups, after steps in which some meet.
+
+        Raises XdsError: the parameters of a group are not finite.
+        """
+        return
+
+    def settle(self) -> None:
+        """Wait for what runs in the background. For all ranks of all groups."""
+        return
+
+    def end(self) -> None:
+        """The engine takes no more steps."""
+        return
+
+
 class ModelSchedules:
     """What acts on the model by the number of the step: by default nothing does."""
 
@@ -312,6 +344,7 @@ class Parts:
     preemption: Preemption
     recovery: Recovery
     saves: SaveInterval
+    outer: OuterLoop
     schedules: ModelSchedules
     after_steps: Sequence[AfterSteps]
     packing: Packing

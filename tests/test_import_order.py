@@ -4,7 +4,7 @@ Lower packages never import higher ones:
 
 5   launcher
 4   engine                       nothing imports engine/deepspeed but the root, lazily
-3   zero  |  pipe  |  tensor  |  experts  |  recovery      never import each other
+3   zero  |  pipe  |  tensor  |  experts  |  recovery  |  outer      never import each other
 2   offload  |  compression       never import each other
 1   ops
 0   utils
@@ -23,7 +23,7 @@ LAYERS = (
     ("utils",),
     ("ops",),
     ("offload", "compression"),
-    ("zero", "pipe", "tensor", "experts", "recovery"),
+    ("zero", "pipe", "tensor", "experts", "recovery", "outer"),
     ("engine",),
     ("launcher",),
 )

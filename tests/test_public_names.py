@@ -171,6 +171,8 @@ BARRED = (
         "xds.engine.planning",
         "xds.engine.recovering",
         "xds.recovery.generations",
+        "xds.engine.meeting",
+        "xds.outer.",
         "xds.engine.profiling",
     ),
     *("xds.engine.checkpoint", "xds.zero.checkpoint", "xds.zero.construction"),
@@ -205,7 +207,7 @@ BARRED = (
     ),
 )
 PLAIN = ("pipe.config", "tensor.config", "experts.config", "compression.config", "offload.config")
-PLAIN += ("recovery.config",)
+PLAIN += ("recovery.config", "outer.config")
 PLAIN += ("compression.training", "compression.training.config")
 PLAIN += ("compression.scheme", "offload.stores", "offload.interfaces")
 MOST_MODULES = 175

@@ -40,6 +40,7 @@ from xds.engine.optim import loss_scale
 from xds.ops.comm import opening
 from xds.ops.comm.handles import Handle, Messages
 from xds.ops.comm.point_to_point import PointToPointBackend, transfer
+from xds.ops.comm.threads import ThreadJob
 
 IDLE_SECONDS = 60
 BACKEND = "threads"
@@ -464,6 +465,24 @@ def _wait_while_others_run(saver: Saver) -> None:
     _wait_for_save(saver)
 
 
+_join_job = ThreadJob.join
+
+
+def _join_while_others_run(job: ThreadJob) -> None:
+    """`ThreadJob.join`: another rank may still have to send what the job waits for."""
+    rank = _rank()
+    if rank is not None and not job.wait(0):
+        baton: Baton = threading.current_thread().xds_mail.baton  # type: ignore[attr-defined]
+
+        def tell() -> None:
+            job.wait(TIMEOUT_SECONDS)
+            baton.changed()
+
+        threading.Thread(target=tell, daemon=True).start()
+        baton.wait_until(rank, lambda: job.wait(0))
+    _join_job(job)
+
+
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
@@ -473,6 +492,7 @@ def _patched() -> Iterator[None]:
         # what xds opens for a group of torch whose backend is not gloo
         mock.patch.object(opening, "NcclBackend", ThreadBackend),
         mock.patch.object(Saver, "wait", _wait_while_others_run),
+        mock.patch.object(ThreadJob, "join", _join_while_others_run),
         mock.patch.object(dist, "new_group", _new_group),
         mock.patch.object(c10d, "new_group", _new_group),
     ):

@@ -33,9 +33,15 @@ def batch_of(config: Any, world_size: int) -> tuple[list[str], dict[str, int]]:
     """(complaints, the fields of `Config` that depend on the number of ranks)."""
     if type(world_size) is not int or world_size < 1:
         return [f"world size = {shown(world_size)}: must be a whole number, at least 1"], {}
+    groups = config.num_groups
+    if config.outer is not None and (found := config.outer.complaints(world_size)):
+        return found, {}
     try:
         mesh = mesh_of(
-            config.pipeline, config.tensor_parallel, world_size, config.sequence_parallel_size
+            config.pipeline,
+            config.tensor_parallel,
+            world_size // groups,
+            config.sequence_parallel_size,
         )
     except ValueError as error:
         return [str(error)], {}
@@ -46,22 +52,23 @@ def batch_of(config: Any, world_size: int) -> tuple[list[str], dict[str, int]]:
             config.train_batch_size,
             config.train_micro_batch_size_per_gpu,
             config.gradient_accumulation_steps,
-            mesh.data,
+            mesh.data * groups,
             auto=tuple(key for key in config.auto_keys if key in COMPUTED),
             named=WORLD_SIZE if config.model_ranks == 1 else DATA_RANKS,
         )
+    data_ranks = mesh.data * groups
     complaints = [*complaints, *_wrong_micro_batches(config.pipeline, steps)]
     complaints += _wrong_shard_groups(config.zero_optimization, mesh)
     complaints += _wrong_expert_ranks(config.expert_parallel, mesh.size // mesh.pipe)
     complaints += config.recovery.complaints(config.zero_optimization, mesh)
     wanted = config.data_parallel_size
-    if wanted is not None and wanted != mesh.data:
+    if wanted is not None and wanted != data_ranks:
         complaints.append(
             f"data_parallel_size = {wanted}: must equal the number of data-parallel ranks "
-            f"({mesh.data}); remove it or start {wanted * config.model_ranks}"
+            f"({data_ranks}); remove it or start {wanted * config.model_ranks}"
         )
     sizes = dict(zip(COMPUTED, (train, micro, steps), strict=True))
-    return complaints, {**sizes, "world_size": world_size, "data_parallel_ranks": mesh.data}
+    return complaints, {**sizes, "world_size": world_size, "data_parallel_ranks": data_ranks}
 
 
 def _wrong_micro_batches(section: Pipeline, steps: int) -> list[str]:

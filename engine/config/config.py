@@ -24,6 +24,7 @@ from ...ops.config import Ops
 from ...ops.optim.config import REGISTERED
 from ...ops.sparse_attention.config import SparseAttention
 from ...ops.watch.config import WatchConfig
+from ...outer.config import Outer
 from ...pipe.config import ONE_STAGE, Pipeline
 from ...recovery.config import Recovery
 from ...tensor.config import LongSequences, TensorParallel
@@ -191,6 +192,10 @@ class Config(Section):
     autotuning: Autotuning = nested(Autotuning)
     checkpoint: Checkpoint = nested(Checkpoint)
     recovery: Recovery = nested(Recovery)
+    outer: Outer | None = Field(
+        None,
+        description="groups of ranks train alone and meet every so many steps; null: no groups",
+    )
     compile: Compile = nested(Compile)
     ops: Ops = nested(Ops)
     communication: Communication = nested(Communication)
@@ -255,6 +260,11 @@ class Config(Section):
         if complaints:
             raise ConfigError(complaints, self.source)
         return self if sizes["world_size"] == self.world_size else self.model_copy(update=sizes)
+
+    @property
+    def num_groups(self) -> int:
+        """The groups of ranks that train alone."""
+        return 1 if self.outer is None else self.outer.groups
 
     @property
     def model_ranks(self) -> int:

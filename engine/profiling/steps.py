@@ -125,7 +125,8 @@ class StepProfiler:
             both += found.flops + found.recomputed_flops
         mine = torch.tensor([round(profile.flops), round(both)], device=engine.device)
         table = self._collectives.gather_small(mine, what="flops of each rank")
-        forward, both = (table.sum(0) / engine.dp_world_size).tolist()
+        models = len(table) / engine.config.model_ranks
+        forward, both = (table.sum(0) / models).tolist()
         lines = {
             "fwd of a whole model, all its ranks": _work(forward),
             "fwd+bwd of a whole model, all its ranks": _work(both),

@@ -69,7 +69,7 @@ class GroupState:
 
     num_engines: int = 0
     dropped: list[Any] = field(default_factory=list)
-    parts: dict[tuple[tuple[int, ...], str], Any] = field(default_factory=dict)
+    parts: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()

@@ -219,12 +219,15 @@ class MeshGroups(AxisGroups):
         world: Collectives,
         timeout_seconds: float,
         section: Communication = DEFAULT,
+        sites: Sequence[Sequence[int]] = (),
     ) -> None:
         """
         Args:
             group: torch's group of all ranks.
             world: The collectives of `group`, opened with `section`.
             timeout_seconds: The timeout of waits in new groups.
+            sites: The ranks in the job of `group` and of all groups beside it, which have the same mesh and
+                open the same groups; (): `group` is the whole job.
         """
         self.mesh = mesh
         self.opened = [world]
@@ -232,12 +235,13 @@ class MeshGroups(AxisGroups):
         self._collectives = world
         self.rank = group.rank()
         self._section = section
+        self._sites = sites
         self._timeout = timedelta(seconds=timeout_seconds)
         self._made: list[tuple[Collectives, GroupsOf, str]] = []  # in the order of their opening
 
     @property
     def is_everywhere(self) -> bool:
-        return self._world.size() == dist.get_world_size()
+        return bool(self._sites) or self._world.size() == dist.get_world_size()
 
     def _open(
         self, groups_of: GroupsOf, axes: tuple[Axis, ...], use: str = ""
@@ -265,7 +269,8 @@ class MeshGroups(AxisGroups):
         if len(ranks) == 1 or (len(ranks) == self.mesh.size and not use):
             return self._world
         assert dist.group.WORLD is not None
-        made, key = state_of(dist.group.WORLD).parts, (tuple(ranks), use)
+        made, sites = state_of(dist.group.WORLD).parts, tuple(map(tuple, self._sites))
+        key = (tuple(ranks), use, *sites)
         if key not in made:
             made[key] = self._new_group(ranks)
         return made[key]
@@ -293,6 +298,17 @@ class MeshGroups(AxisGroups):
             if isinstance(made, dist.ProcessGroup):
                 dist.distributed_c10d._set_pg_timeout(timeout, made)
 
+    def _new_groups(self, ranks: Sequence[int]) -> Any:
+        """Call torch's new_group, for these ranks of every site. Returns that of this site."""
+        if not self._sites:
+            return dist.new_group(list(ranks), timeout=self._timeout)
+        own = dist.get_process_group_ranks(self._world)
+        every = [
+            (site, dist.new_group([site[rank] for rank in ranks], timeout=self._timeout))
+            for site in self._sites
+        ]
+        return next(group for site, group in every if list(site) == own)
+
     def _new_group(self, ranks: Sequence[int]) -> Any:
         """Call torch's new_group. Raises PeerError, within seconds where one of `ranks` ends meanwhile.
 
@@ -305,7 +321,7 @@ class MeshGroups(AxisGroups):
         with watch.guard("new_group", CONTROL_BUFFER, what) as record:
             record.members = tuple(ranks)
             if self.rank not in ranks or dist.get_backend(self._world) != "gloo":
-                return dist.new_group(list(ranks), timeout=self._timeout)
+                return self._new_groups(ranks)
             place = ranks.index(self.rank)
             after, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
             made: list[Any] = []
@@ -313,7 +329,7 @@ class MeshGroups(AxisGroups):
 
             def make() -> None:
                 try:
-                    made.append(dist.new_group(list(ranks), timeout=self._timeout))
+                    made.append(self._new_groups(ranks))
                     self._world.send([torch.zeros(1)], before, _MADE_TAG).wait()
                 except Exception as error:
                     failed.append((error, None))

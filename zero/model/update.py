@@ -255,13 +255,16 @@ class Updater:
                     master.drop()
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Inside, the script writes masters. On exit all ranks' parameters get their values. A collective."""
+    def changing(self, masters: Sequence[Master] | None = None) -> Iterator[None]:
+        """Inside, the caller writes masters. On exit all ranks' parameters get their values. A collective.
+
+        masters: those that it writes, the same on all ranks that share them; None: all.
+        """
         self.model.before_update()
         with torch.no_grad(), self.in_memory():
             self.take_edits()
             yield
-            for master in self.masters:
+            for master in self.masters if masters is None else masters:
                 master.write_compute()
                 master.publish()
         self.model.wait_published()

@@ -181,7 +181,8 @@ def _grid_of(engine: Engine) -> PipelineParallelGrid:
         tuple(dist.get_process_group_ranks(group)): group
         for group in engine.internals.process_groups()
     }
-    mesh = mesh_of(engine.config.pipeline, engine.config.tensor_parallel, engine.world_size)
+    num_ranks = engine.world_size // engine.config.num_groups
+    mesh = mesh_of(engine.config.pipeline, engine.config.tensor_parallel, num_ranks)
     return PipelineParallelGrid(topology_of(mesh), known=known)
 
 

@@ -1,0 +1,286 @@
+"""Groups of ranks train alone and meet: the groups of the section `outer`, and the loop around their steps.
+
+    rank = group * R + r      group 0: 0 1 | group 1: 2 3       an engine's data, pipe and tensor groups
+                              meet: 0 2 / 1 3                   equal ranks of the groups, over their elements
+
+    step of a group ──> starts: read masters, outer gradient, job in the background
+                   └──> due: outer parameters, mixed with the masters ──> masters, parameters
+
+What a rank meets over is its shard. Where several ranks of a group have the same elements (stage 0, replicas of
+MiCS), each takes an equal part of them, and they exchange the results inside the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ops.comm.backend import state_of
+from ..ops.comm.collectives import Bounds, Collectives
+from ..ops.comm.config import Communication
+from ..ops.comm.exchange import agreeing
+from ..ops.comm.opening import open_collectives
+from ..ops.comm.threads import OrderedThreads
+from ..ops.flat import cut
+from ..outer.config import Outer
+from ..outer.fragment import DONE, Fragment, Job, Meeting
+from ..outer.mean import EXACT_BITS, mean_of
+from ..outer.optimizer import OuterSgd
+from ..outer.schedule import MeetingSchedule, fragment_of
+from ..utils.errors import UsageError
+from ..zero.core.master import Master
+from .counters import Counters
+from .parts import OuterLoop, Parts
+from .process.process import timeout_seconds
+
+_threads = OrderedThreads("xds-outer")
+NO_SHARED_MEMORY = Communication.model_construct(shared_memory=False)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RankGroups:
+    """The group of ranks that this one trains with, and the equal ranks of all groups, which meet.
+
+    sites: the ranks of each group, as numbers in the job.
+    """
+
+    own: Any
+    meet: Any
+    sites: tuple[tuple[int, ...], ...]
+
+
+def open_rank_groups(section: Outer, world: dist.ProcessGroup) -> RankGroups:
+    """Divide the ranks of the job. For all of them.
+
+    Raises UsageError: `world` is not the whole job.
+    """
+    if world is not dist.group.WORLD:
+        raise UsageError(
+            "group= with the section outer: its groups are made of all ranks; leave group= out, or remove outer"
+        )
+    num_ranks = world.size() // section.groups
+    sites = tuple(
+        tuple(range(first, first + num_ranks)) for first in range(0, world.size(), num_ranks)
+    )
+    made, key = state_of(world).parts, ((section.groups,), "outer")
+    if key not in made:
+        timeout = timedelta(seconds=timeout_seconds())
+        inside = [dist.new_group(list(ranks), timeout=timeout) for ranks in sites]
+        # messages between sites are those of hosts, whatever the device
+        across = [
+            dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+            for ranks in zip(*sites, strict=True)
+        ]
+        made[key] = RankGroups(
+            inside[world.rank() // num_ranks], across[world.rank() % num_ranks], sites
+        )
+    found: RankGroups = made[key]
+    return found
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """The elements [start, stop) of a master that this rank meets over.
+
+    holders: the ranks of the group with the same elements of the master, and the part of each of them; None:
+    this rank alone. begin: of the part in the fragment.
+    """
+
+    master: Master
+    start: int
+    stop: int
+    begin: int
+    holders: Collectives | None = None
+    bounds: Bounds = ()
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def place(self) -> slice:
+        """In the tensors of the fragment."""
+        return slice(self.begin, self.begin + self.numel)
+
+
+@final
+class GroupsLoop(OuterLoop):
+    """The meetings of one engine."""
+
+    is_on = True
+
+    def __init__(self, section: Outer, groups: RankGroups) -> None:
+        self._section, self._groups = section, groups
+        self.num_groups = section.groups
+        device = torch.device("cpu")
+        self.meet = open_collectives(groups.meet, device, section=NO_SHARED_MEMORY)
+        self.meet.name_places({number: f"group {number}" for number in range(self.num_groups)})
+        self.opened = [self.meet]
+        self.number = self.meet.rank
+        self._schedule = MeetingSchedule(section.steps, section.fragments, section.delay)
+        self._optimizer = OuterSgd(section.optimizer)
+        self._meeting = Meeting(self.meet, mean_of(self.meet, section.bits), self._optimizer)
+        self._fragments: list[Fragment] = []
+        self._parts: list[list[_Part]] = []  # of each fragment
+        self._engine: Parts
+        self._counters: Counters
+
+    # -- the start --------------------------------------------------------------------------------------
+
+    def bind(self, parts: Parts, counters: Counters) -> None:
+        self._engine, self._counters = parts, counters
+        unit_of = {
+            id(params): number
+            for number, unit in enumerate(parts.sharded.units)
+            for params in unit.params
+        }
+        found: list[list[_Part]] = [[] for _ in range(self._section.fragments)]
+        sizes = [0] * self._section.fragments
+        for master in parts.updater.masters:
+            number = fragment_of(unit_of[id(master.params)], self._section.fragments)
+            found[number].append(_part_of(master, sizes[number]))
+            sizes[number] += found[number][-1].numel
+        with agreeing(parts.sharded.collectives, "xds.initialize"):
+            _check(parts, self._section, sizes)
+        self._parts = found
+        self._fragments = [
+            Fragment(
+                number,
+                numel,
+                self.num_groups,
+                momentum=self._optimizer.has_momentum,
+                error=self._section.bits < EXACT_BITS,
+            )
+            for number, numel in enumerate(sizes)
+        ]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """All groups begin with the values of the first one."""
+        for tensor in self._values_beside():
+            values = tensor.detach().cpu().contiguous()
+            self.meet.broadcast(values)
+            tensor.detach().copy_(values)
+        everything = range(len(self._fragments))
+        for number in everything:
+            fragment = self._fragments[number]
+            fragment.outer[: fragment.numel] = self._read(number)
+            self.meet.broadcast(fragment.outer)
+        if self.number:
+            self._write(everything, mix=0.0)
+
+    def _values_beside(self) -> list[Tensor]:
+        """What is not trained: buffers, and frozen parameters or this rank's shards of them."""
+        sharded = self._engine.sharded
+        trained = {id(master.params) for master in self._engine.updater.masters}
+        flats = [flat for unit in sharded.units for flat in unit.params]
+        return [
+            *self._engine.module.buffers(),
+            *(param.data for param in sharded.frozen.values()),
+            *(f.stored_shard.tensor for f in flats if id(f) not in trained and not f.is_on_disk),
+        ]
+
+    # -- after each step --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def advance(self, weight: float) -> None:
+        step = self._counters.global_steps
+        for fragment in self._fragments:
+            fragment.weight += weight
+        starts, due = self._schedule.starts(step), self._schedule.due(step)
+        if self._section.delay and due:
+            self._write(due, self._section.mix)
+        for number in starts:
+            fragment = self._fragments[number]
+            fragment.start(self._read(number), self._meeting, self._run)
+        if due and not self._section.delay:
+            self._write(due, self._section.mix)
+
+    def _run(self, job: Callable[[], None]) -> Job:
+        if self._section.delay:
+            return _threads.add(id(self), job)
+        job()  # nothing is computed meanwhile
+        return DONE
+
+    @torch.no_grad()
+    def _read(self, number: int) -> Tensor:
+        """The values of a fragment's masters, fp32 [numel] on the host."""
+        values = torch.empty(self._fragments[number].numel)
+        with self._engine.updater.changing(()):
+            for part in self._parts[number]:
+                values[part.place()] = part.master.tensor[part.start : part.stop].to("cpu")
+        return values
+
+    def _write(self, numbers: Sequence[int], mix: float) -> None:
+        """Give masters and parameters what the meetings of these fragments have found."""
+        updater = self._engine.updater
+        masters = [part.master for number in numbers for part in self._parts[number]]
+        mixed = [
+            self._fragments[number].mixed(self._read(number) if mix else torch.empty(0), mix)
+            for number in numbers
+        ]
+        with updater.changing(masters):
+            for number, values in zip(numbers, mixed, strict=True):
+                for part in self._parts[number]:
+                    _give(part, values[part.place()])
+
+    # -- the end ----------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        for fragment in self._fragments:
+            fragment.settle()
+
+    def end(self) -> None:
+        self.settle()
+        self._fragments, self._parts = [], []
+
+
+def _part_of(master: Master, begin: int) -> _Part:
+    """This rank's part of a master: an equal one where ranks of the group have the same elements."""
+    group, numel = master.params.group, master.raw.numel()
+    holders = group.collectives
+    if master.is_sharded:
+        if group.levels is None or group.levels.across.world_size == 1:
+            return _Part(master, 0, numel, begin)
+        holders = group.levels.across
+    elif holders.world_size == 1:
+        return _Part(master, 0, numel, begin)
+    bounds = cut(numel, holders.world_size)
+    return _Part(master, *bounds[holders.rank], begin, holders, bounds)
+
+
+def _give(part: _Part, values: Tensor) -> None:
+    """Set the elements of the master that this rank meets over, and those of the other holders."""
+    master = part.master.tensor
+    if part.holders is None:
+        master.copy_(values)
+        return
+    whole = torch.empty_like(master)
+    part.holders.collect(whole, values.to(whole), part.bounds)
+    master.copy_(whole)
+
+
+def _check(parts: Parts, section: Outer, sizes: Sequence[int]) -> None:
+    """Raises UsageError: the model cannot be divided as the section says."""
+    wide = next((m for m in parts.updater.masters if m.raw.dtype == torch.float64), None)
+    if wide is not None:
+        raise UsageError(
+            f"the section outer with fp64 parameters ({wide.params.layout.slots[0].name}): outer parameters "
+            "are fp32; train in fp32, or remove outer"
+        )
+    has_stages = parts.config.pipeline.stages > 1
+    if not has_stages and len(sizes) > len(parts.sharded.units):
+        raise UsageError(
+            f"outer.fragments = {section.fragments}: a fragment has at least one unit, and the model has "
+            f"{len(parts.sharded.units)}; lower outer.fragments, or zero_optimization.stage3_min_unit_numel"
+        )
+
+
+__all__ = ["GroupsLoop", "RankGroups", "open_rank_groups"]

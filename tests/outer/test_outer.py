@@ -1,0 +1,183 @@
+"""Groups that train alone and meet: the numbers of plain data parallelism, of a reference, bytes, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import run_ranks
+from models import build, micro_batch
+from torch import Tensor
+
+import xds
+from xds.engine.config.config import Config
+from xds.outer.config import OuterOptimizer
+from xds.outer.mean import bytes_of_mean, padded_numel
+from xds.outer.schedule import MeetingSchedule, fragment_of
+
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+MEAN = {"steps": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.0}}}
+Found = tuple[list[float], dict[str, Tensor], dict[str, int], int]
+
+
+def config_of(outer: dict[str, Any] | None, stage: int, optimizer: Any) -> dict[str, Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": stage},
+    }
+    return config if outer is None else config | {"outer": outer}
+
+
+def train(outer: dict[str, Any] | None, stage: int, steps: int, optimizer: Any = SGD) -> Found:
+    engine = xds.initialize(build("tied"), config_of(outer, stage, optimizer))
+    losses = []
+    for step in range(steps):
+        loss = engine(micro_batch(step, engine.dp_rank, 2))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    state = engine.full_state_dict(rank0_only=False)
+    sent = engine.bytes_sent()
+    numel = sum(master.raw.numel() for master in engine._parts.updater.masters)
+    engine.destroy()
+    return losses, state, sent, numel
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_meeting_in_every_step_is_plain_data_parallelism(stage: int) -> None:
+    plain = run_ranks(train, 4, None, 0, 4)
+    found = run_ranks(train, 4, MEAN | {"groups": 2}, stage, 4)
+    for rank in range(4):
+        assert found[rank][0] == pytest.approx(plain[rank][0], rel=1e-5)
+    for name, value in plain[0][1].items():
+        torch.testing.assert_close(found[3][1][name], value, rtol=1e-5, atol=1e-6)
+
+
+def units_of(outer: dict[str, Any]) -> dict[str, int]:
+    """The fragment of each parameter."""
+    engine = xds.initialize(build("plain"), config_of(None, 2, ADAM))
+    units = [
+        [slot.name for flat in unit.params for slot in flat.layout.slots]
+        for unit in engine._parts.sharded.units
+    ]
+    engine.destroy()
+    return {
+        name: fragment_of(number, outer.get("fragments", 1))
+        for number, names in enumerate(units)
+        for name in names
+    }
+
+
+def reference(outer: dict[str, Any], steps: int) -> dict[str, Tensor]:
+    """Streaming DiLoCo in plain torch, two workers: the parameters of the first one."""
+    workers = [build("plain") for _ in range(2)]
+    inner = [torch.optim.AdamW(w.parameters(), lr=1e-2, weight_decay=0.0) for w in workers]
+    names = [name for name, _ in workers[0].named_parameters()]
+    theirs = [dict(w.named_parameters()) for w in workers]
+    held = {name: theirs[0][name].detach().clone().requires_grad_() for name in names}
+    section = outer["optimizer"]["params"]
+    optimizers = {name: torch.optim.SGD([held[name]], nesterov=True, **section) for name in names}
+    fragment = units_of(outer)
+    schedule = MeetingSchedule(outer["steps"], outer.get("fragments", 1), outer.get("delay", 0))
+    for step in range(1, steps + 1):
+        for rank, worker in enumerate(workers):
+            inner[rank].zero_grad()
+            worker(micro_batch(step - 1, rank, 2)).backward()
+            inner[rank].step()
+        due = schedule.due(step) if outer.get("delay") else []
+        for turn in range(2):
+            with torch.no_grad():
+                for name in (n for n in names if fragment[n] in due):
+                    for own in theirs:
+                        own[name].copy_(torch.lerp(held[name], own[name], outer.get("mix", 0.0)))
+            if turn:
+                break
+            for name in (n for n in names if fragment[n] in schedule.starts(step)):
+                held[name].grad = (
+                    held[name].detach() - (theirs[0][name] + theirs[1][name]).detach() / 2
+                )
+                optimizers[name].step()
+            due = schedule.due(step) if not outer.get("delay") else []
+    return {name: theirs[0][name].detach() for name in names}
+
+
+def streams(outer: dict[str, Any], steps: int, stage: int = 2) -> dict[str, Tensor]:
+    engine = xds.initialize(build("plain"), config_of(outer, stage, ADAM))
+    for step in range(steps):
+        engine.backward(engine(micro_batch(step, engine.dp_rank, 2)))
+        engine.step()
+    state = engine.full_state_dict(rank0_only=False)
+    engine.destroy()
+    return state
+
+
+NESTEROV = {"optimizer": {"type": "Nesterov", "params": {"lr": 0.7, "momentum": 0.9}}}
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        {"groups": 2, "steps": 3} | NESTEROV,
+        {"groups": 2, "steps": 4, "fragments": 2, "delay": 1, "mix": 0.5} | NESTEROV,
+        {"groups": 2, "steps": 4, "fragments": 2, "delay": 3} | NESTEROV,
+    ],
+)
+def test_meetings_follow_the_formulas_of_streaming_diloco(outer: dict[str, Any]) -> None:
+    expected = reference(outer, 9)
+    found = run_ranks(streams, 2, outer, 9)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [32, 8, 4, 2])
+def test_groups_agree_and_send_what_was_computed(bits: int) -> None:
+    outer = {"groups": 2, "steps": 2, "bits": bits}
+    found = run_ranks(train, 4, outer, 1, 4)
+    for name, value in found[0][1].items():
+        assert torch.equal(value, found[3][1][name])
+    numel = found[0][3]  # of the shards of a rank
+    assert found[0][2]["outer"] == 2 * bytes_of_mean(padded_numel(numel, 2), 2, bits)
+    assert found[0][2]["outer"] <= 2 * 1.05 * numel * bits / 8  # 3 % are magnitudes of blocks
+
+
+def test_fragments_meet_in_turn() -> None:
+    schedule = MeetingSchedule(steps=10, fragments=3, delay=4)
+    starts = {step: schedule.starts(step) for step in range(1, 21) if schedule.starts(step)}
+    assert starts == {3: [1], 6: [2], 10: [0], 13: [1], 16: [2], 20: [0]}
+    assert schedule.due(7) == [1]
+    assert schedule.due(4) == []
+    assert schedule.under_way(12) == [0]
+    assert schedule.under_way(14) == [1]
+    assert schedule.under_way(13) == [0, 1]
+
+
+def wrong(outer: dict[str, Any], more: dict[str, Any], world_size: int = 4) -> str:
+    with pytest.raises(xds.ConfigError) as caught:
+        Config.load(config_of(outer, 1, ADAM) | more, world_size=world_size)
+    return str(caught.value)
+
+
+def test_sizes_count_all_groups() -> None:
+    config = Config.load(config_of({"groups": 2}, 1, ADAM), world_size=4)
+    assert config.train_batch_size == 8
+    assert OuterOptimizer().params.lr == 0.7
+
+
+@pytest.mark.parametrize(
+    ("outer", "more", "text"),
+    [
+        ({"groups": 3}, {}, "outer.groups = 3: must divide the number of ranks (4)"),
+        ({"steps": 2, "delay": 2}, {}, "outer.delay = 2: must be below outer.steps"),
+        ({"steps": 2, "fragments": 3}, {}, "outer.fragments = 3: must be at most outer.steps"),
+        ({"bits": 16}, {}, "outer.bits = 16: must be"),
+        ({}, {"checkpoint": {"async_save": True}}, "does not work with the section outer"),
+        ({}, {"elasticity": {"enabled": True}}, "does not work with the section outer"),
+    ],
+)
+def test_what_does_not_work_is_refused(
+    outer: dict[str, Any], more: dict[str, Any], text: str
+) -> None:
+    assert text in wrong(outer, more)
