@@ -796,7 +796,8 @@ class Engine:
         from .checkpoint.load import has_checkpoint
 
         self._states.check_usable()
-        if not has_checkpoint(self._sharded.collectives, folder):
+        found = has_checkpoint(self._sharded.collectives, folder)
+        if not self._parts.outer.of_first(found):
             return None, {}
         path, client_state = self.load_checkpoint(folder, fallback=True)
         return path, client_state or {}

@@ -12,10 +12,11 @@ MiCS), each takes an equal part of them, and they exchange the results inside th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch import Tensor
 from ..ops.comm.backend import state_of
 from ..ops.comm.collectives import Bounds, Collectives
 from ..ops.comm.config import Communication
-from ..ops.comm.exchange import agreeing
+from ..ops.comm.exchange import agreeing, all_gather_json
 from ..ops.comm.opening import open_collectives
 from ..ops.comm.threads import OrderedThreads
 from ..ops.flat import cut
@@ -39,7 +40,13 @@ from .counters import Counters
 from .parts import OuterLoop, Parts
 from .process.process import timeout_seconds
 
+if TYPE_CHECKING:
+    from ..zero.checkpoint.restore import Restore
+    from ..zero.checkpoint.snapshot import Snapshot, StateBlock
+    from ..zero.checkpoint.targets import Target
+
 _threads = OrderedThreads("xds-outer")
+Result = TypeVar("Result")
 NO_SHARED_MEMORY = Communication.model_construct(shared_memory=False)
 
 
@@ -231,14 +238,96 @@ class GroupsLoop(OuterLoop):
                 for part in self._parts[number]:
                     _give(part, values[part.place()])
 
+    # -- checkpoints ------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, save: Callable[[str | Path], Result]) -> Result:
+        from .checkpoint.groups import save_in_turn
+
+        self._settle()
+        return save_in_turn(self.meet, folder, save)
+
+    def load(
+        self,
+        folder: str | Path,
+        tag: str | None,
+        load: Callable[[str | Path, str | None], Result],
+        *,
+        falls_back: bool,
+    ) -> Result:
+        """Raises UsageError: the groups have loaded different steps."""
+        from .checkpoint.groups import check_steps, choose
+
+        self._settle()
+        own = self._engine.sharded.collectives
+        folder, tag, is_new = choose(self.meet, own, folder, tag, falls_back=falls_back)
+        result = load(folder, tag)
+        if tag is not None:
+            check_steps(self.meet, self._counters.global_steps)
+            if is_new:
+                self._write(range(len(self._fragments)), mix=0.0)
+        return result
+
+    def of_first(self, value: bool) -> bool:
+        return bool(all_gather_json(self.meet, value, "what group 0 has")[0])
+
+    def _tensors(self, fragment: Fragment) -> list[tuple[str, Tensor]]:
+        """The states of a fragment, with their keys in a checkpoint."""
+        from ..zero.checkpoint.ranges import OUTER
+
+        held = zip(OUTER, (fragment.outer, fragment.momentum, fragment.error), strict=True)
+        return [(key, tensor) for key, tensor in held if tensor is not None]
+
+    def _ranges(self) -> Iterator[tuple[Master, int, str, Tensor]]:
+        """The master, the first element in its flat buffer, the key, the elements."""
+        for fragment, parts in zip(self._fragments, self._parts, strict=True):
+            for part in (part for part in parts if part.numel):
+                master, start = part.master, part.start
+                if master.is_sharded:
+                    start += master.params.layout.shard_range(master.rank)[0]
+                for key, tensor in self._tensors(fragment):
+                    yield master, start, key, tensor[part.place()]
+
+    def blocks(self, snapshot: Snapshot) -> Sequence[StateBlock]:
+        from ..zero.checkpoint.snapshot import StateBlock as Block
+
+        return [
+            Block(snapshot.number_of(master), key, start, tensor, is_own=True)
+            for master, start, key, tensor in self._ranges()
+        ]
+
+    def state(self) -> dict[str, Any]:
+        weights = [fragment.weight for fragment in self._fragments]
+        return {"outer": {"groups": self.num_groups, "weights": weights}}
+
+    def targets(self, restore: Restore) -> Sequence[Target]:
+        return [
+            restore.plan_range(restore.number_of(master), key, start, tensor)
+            for master, start, key, tensor in self._ranges()
+        ]
+
+    @torch.no_grad()
+    def restored(self, state: Any) -> None:
+        """Without a state the outer parameters are those of the group, and nothing is owed."""
+        weights = [] if state is None else state["weights"]
+        is_same = state is not None and state["groups"] == self.num_groups
+        for number, fragment in enumerate(self._fragments):
+            fragment.weight = weights[number] if len(weights) == len(self._fragments) else 0.0
+            if not is_same and fragment.error is not None:
+                fragment.error.zero_()
+            if state is None:
+                fragment.outer[: fragment.numel] = self._read(number)
+                if fragment.momentum is not None:
+                    fragment.momentum.zero_()
+
     # -- the end ----------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
+        """Wait for what runs in the background. For all groups."""
         for fragment in self._fragments:
             fragment.settle()
 
     def end(self) -> None:
-        self.settle()
+        self._settle()
         self._fragments, self._parts = [], []
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,15 @@ from .optim.loss_scale import GradientFactor, LossScale
 from .telemetry.report import StepReport
 
 if TYPE_CHECKING:
+    from ..zero.checkpoint.restore import Restore
+    from ..zero.checkpoint.snapshot import Snapshot, StateBlock
+    from ..zero.checkpoint.targets import Target
     from ..zero.core.reduction import StepStatus
     from ..zero.model.auto_ratio import AutoRatio
     from .optim.schedule_base import Scheduler
+
+
+Result = TypeVar("Result")
 
 
 class Saving(Protocol):
@@ -205,8 +212,39 @@ class OuterLoop:
         """
         return
 
-    def settle(self) -> None:
-        """Wait for what runs in the background. For all ranks of all groups."""
+    def save(self, folder: str | Path, save: Callable[[str | Path], Result]) -> Result:
+        """`save` into the folder of this group. For all ranks of all groups."""
+        return save(folder)
+
+    def load(
+        self,
+        folder: str | Path,
+        tag: str | None,
+        load: Callable[[str | Path, str | None], Result],
+        *,
+        falls_back: bool,
+    ) -> Result:
+        """`load` the checkpoint of this group, of the tag that group 0 has. For all ranks of all groups."""
+        return load(folder, tag)
+
+    def of_first(self, value: bool) -> bool:
+        """What group 0 says. For all ranks of all groups."""
+        return value
+
+    def blocks(self, snapshot: Snapshot) -> Sequence[StateBlock]:
+        """What a checkpoint has of this rank."""
+        return ()
+
+    def state(self) -> dict[str, Any]:
+        """What it has of this group."""
+        return {}
+
+    def targets(self, restore: Restore) -> Sequence[Target]:
+        """Where a load reads the `blocks` to."""
+        return ()
+
+    def restored(self, state: Any) -> None:
+        """They are read. state: of the checkpoint; None: it has none."""
         return
 
     def end(self) -> None:

@@ -83,7 +83,12 @@ class States:
         if parts.saver is None:
             parts.saver = build_saver(parts.config, parts.sharded.collectives)
         try:
-            metric = save_checkpoint(parts, self._counters, save_dir, tag, client_state, options)
+            metric = parts.outer.save(
+                save_dir,
+                lambda folder: save_checkpoint(
+                    parts, self._counters, folder, tag, client_state, options
+                ),
+            )
             if client_state is not None:
                 self.client_state = dict(client_state)
             return metric
@@ -103,7 +108,13 @@ class States:
 
         if self._parts.saver is not None:
             self._parts.saver.wait()
-        path, client_state = load_checkpoint(self._parts, self._counters, load_dir, tag, options)
+        parts, counters = self._parts, self._counters
+        path, client_state = parts.outer.load(
+            load_dir,
+            tag,
+            lambda folder, tag: load_checkpoint(parts, counters, folder, tag, options),
+            falls_back=options.fallback,
+        )
         if client_state and not options.load_module_only:
             self.client_state = client_state
         return path, client_state

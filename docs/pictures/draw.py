@@ -113,11 +113,12 @@ FLOORS = (  # from the top; a room is a folder and what it does
     (("launcher", "starts the ranks, watches them, reports the first failure"),),
     (("engine", "config, training step, checkpoints; deepspeed: DeepSpeed's names over it"),),
     (
-        ("zero", "shards states over ranks"),
-        ("pipe", "cuts models into stages"),
-        ("tensor", "cuts layers and tokens"),
-        ("experts", "sends tokens to experts"),
-        ("recovery", "goes on without a rank"),
+        ("zero", "shards states"),
+        ("pipe", "cuts stages"),
+        ("tensor", "cuts layers"),
+        ("experts", "sends tokens"),
+        ("recovery", "lost ranks"),
+        ("outer", "joins sites"),
     ),
     (("offload", "states in host memory, on disks"), ("compression", "messages of fewer bits")),
     (("ops", "collectives, flat optimizers, native kernels, the watcher"),),
@@ -137,11 +138,12 @@ def house() -> Picture:
     fills = ("purple", "blue", "blue", "green", "orange", "orange")
     for number, (rooms, fill) in enumerate(zip(FLOORS, fills, strict=True)):
         y, width = top + number * (floor + gap), (right - left + gap) / len(rooms) - gap
+        edge = 14 if len(rooms) < 6 else 8
         for place, (name, words) in enumerate(rooms):
             x = left + place * (width + gap)
             picture.box(x, y, width, floor, fill, radius=4)
-            picture.text(x + 14, y + 24, name, size=15, bold=True, code=True, ink="white")
-            picture.text(x + 14, y + 43, words, size=13, ink="white")
+            picture.text(x + edge, y + 24, name, size=15, bold=True, code=True, ink="white")
+            picture.text(x + edge, y + 43, words, size=13, ink="white")
     bottom = top + len(FLOORS) * (floor + gap)
     picture.line((682, top), (682, bottom - gap), arrow=True)
     picture.text(WIDTH - 16, (top + bottom) / 2 - 8, "imports", ink="muted", anchor="end")

@@ -74,7 +74,7 @@ def load_checkpoint(
     if parts.optimizer is None:  # an engine for inference
         options = replace(options, load_optimizer_states=False)
     collectives = parts.sharded.collectives
-    chosen = _find_tag(collectives, load_dir, tag, falls_back=options.fallback)
+    chosen = find_tag(collectives, load_dir, tag, falls_back=options.fallback)
     load_dir = Path(load_dir)
     if chosen is None:
         hint = "" if options.fallback else "; fallback=True loads the newest checkpoint there"
@@ -124,6 +124,7 @@ def _load(
         together(collectives, half_way, lambda: read_files(plan, is_fresh=False))
         undo.pop_all()  # nothing below can fail
         plan.restore.finish(plan.targets)
+    parts.outer.restored(plan.state.get("outer") if options.with_optimizer else None)
     set_own(plan, parts.device)
     if collectives.rank == 0:
         log.info("loaded checkpoint %s", folder)
@@ -147,7 +148,7 @@ def has_checkpoint(collectives: Collectives, folder: str | Path) -> bool:
 # -- which one ----------------------------------------------------------------------------------------------
 
 
-def _find_tag(
+def find_tag(
     collectives: Collectives, load_dir: str | Path, tag: str | None, *, falls_back: bool
 ) -> str | None:
     """`tag`; else the tag in `latest`; None where no tag is given and there is no `latest`. A collective.
@@ -284,7 +285,7 @@ def prepare(
     if options.with_optimizer and plan.state["optimizer"] is not None:
         check_groups(plan.catalogue, plan.snapshot, plan.folder)
     _read_own(plan, options)
-    _plan_targets(plan, options)
+    _plan_targets(parts, plan, options)
     check_restore(plan.restore, plan.folder, options)
     read_files(plan, is_fresh=True)
     check_views(plan)
@@ -321,12 +322,13 @@ def _own_buffers(plan: LoadPlan) -> dict[str, Tensor]:
     return buffers
 
 
-def _plan_targets(plan: LoadPlan, options: LoadOptions) -> None:
+def _plan_targets(parts: Parts, plan: LoadPlan, options: LoadOptions) -> None:
     restore, state = plan.restore, plan.state
     plan.targets = restore.plan_values()
     if not options.with_optimizer:
         return
     plan.targets += restore.plan_states()
+    plan.targets += parts.outer.targets(restore)
     plan.targets += restore.plan_pending_errors(
         state.get("owed_unit") or 1.0,
         state.get("owed_steps") or 0,

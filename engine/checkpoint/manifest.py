@@ -31,6 +31,7 @@ from ...zero.checkpoint.ranges import (
     CHANNELS_LAST_DIMS,
     COPY,
     ERROR,
+    OUTER,
     SERVER,
     Catalogue,
     ConstantRange,
@@ -429,6 +430,8 @@ def _is_key(elements: Range, flat: SavedFlat) -> bool:
         rank = elements.key.removeprefix(ERROR)
         is_known = elements.key in (SERVER, COPY) or (rank.isdecimal() and len(rank) <= RANK_DIGITS)
         return flat.trains and is_known and kind_of_number(elements.dtype) == "float"
+    if elements.key in OUTER:
+        return flat.trains and elements.dtype == "float32"
     return flat.trains if elements.key == "grad" else elements.key.startswith("state/")
 
 

@@ -260,7 +260,8 @@ def collect(
         snapshot.leave_out_frozen()
     content = Content(snapshot)
     totals = snapshot.grad_totals()
-    for block in (*snapshot.values, *snapshot.states, *totals, *snapshot.pending_errors()):
+    outer = parts.outer.blocks(snapshot)
+    for block in (*snapshot.values, *snapshot.states, *totals, *snapshot.pending_errors(), *outer):
         content.add(block)
     is_accumulating = bool(totals or snapshot.grad_locals()) or snapshot.has_kept_grads
     state = _engine_state(parts, counters, is_accumulating)
@@ -300,6 +301,7 @@ def _engine_state(parts: Parts, counters: Counters, is_accumulating: bool) -> di
         if has_state
         else None,
         "data": loader_position(parts.loader),
+        **parts.outer.state(),
     }
 
 

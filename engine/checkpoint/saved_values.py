@@ -79,8 +79,19 @@ class SchedulerState:
 
 
 @dataclass(frozen=True)
+class OuterState:
+    """groups: how many have saved. weights: the items of this one since the last meeting, by fragment."""
+
+    groups: Positive
+    weights: list[Annotated[Real, Field(ge=0)]]
+
+
+@dataclass(frozen=True)
 class SavedEngineState:
-    """The manifest's `state`. owed_*: the pending errors, see `PendingError`; older checkpoints have none."""
+    """The manifest's `state`. owed_*: the pending errors, see `PendingError`; older checkpoints have none.
+
+    outer: of groups that train alone.
+    """
 
     counters: SavedCounters
     loss_scale: dict[Text, Any]
@@ -91,6 +102,7 @@ class SavedEngineState:
     owed_unit: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
     owed_steps: Size = 0
     owed_holds_momentum: bool = False
+    outer: OuterState | None = None
 
 
 @dataclass(frozen=True)

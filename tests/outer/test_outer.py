@@ -181,3 +181,52 @@ def test_what_does_not_work_is_refused(
     outer: dict[str, Any], more: dict[str, Any], text: str
 ) -> None:
     assert text in wrong(outer, more)
+
+
+def resumes(outer: dict[str, Any], folder: str, steps: tuple[int, int], saves: bool) -> Any:
+    """Train to `steps[0]`, save or load there, train on to `steps[1]`: the losses after it, and the weights."""
+    engine = xds.initialize(build("plain"), config_of(outer, 2, ADAM))
+    if not saves:
+        engine.load_checkpoint(folder)
+    first = {
+        name: value.clone() for name, value in engine.full_state_dict(rank0_only=False).items()
+    }
+    losses = []
+    while engine.global_steps < steps[1]:
+        loss = engine(micro_batch(engine.global_steps, engine.dp_rank, 2))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if saves and engine.global_steps == steps[0]:
+            engine.save_checkpoint(folder)
+            losses.clear()
+    state = engine.full_state_dict(rank0_only=False)
+    outers = torch.cat([fragment.outer for fragment in engine._parts.outer._fragments])
+    engine.destroy()
+    return losses, state, first, outers
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [{"steps": 4, "fragments": 2, "delay": 2, "mix": 0.5}, {"steps": 3, "bits": 4}],
+)
+def test_a_resumed_run_has_the_same_bits(outer: dict[str, Any], tmp_path: Any) -> None:
+    outer = {"groups": 2} | outer
+    before = run_ranks(resumes, 4, outer, str(tmp_path), (5, 9), True)
+    after = run_ranks(resumes, 4, outer, str(tmp_path), (5, 9), False)
+    for rank in range(4):
+        assert after[rank][0] == before[rank][0]
+        for name, value in before[rank][1].items():
+            assert torch.equal(after[rank][1][name], value)
+        assert torch.equal(after[rank][3], before[rank][3])
+
+
+def test_a_run_goes_on_with_other_groups_and_ranks(tmp_path: Any) -> None:
+    run_ranks(resumes, 4, {"groups": 2, "steps": 4}, str(tmp_path), (5, 5), True)
+    three = run_ranks(resumes, 3, {"groups": 3, "steps": 4}, str(tmp_path), (5, 5), False)
+    assert torch.equal(three[0][3][: three[2][3].numel()], three[2][3])
+    flat = torch.cat([value.flatten() for value in three[2][2].values()])
+    held = three[2][3].sort().values  # the new group begins with the outer parameters
+    assert torch.isin(flat, held).all()
+    own = torch.cat([value.flatten() for value in three[1][2].values()])
+    assert not torch.isin(own, held).all()

@@ -22,6 +22,7 @@ from ...utils.schema.checked_types import Flag, Size, Text
 from ..layout.layout import Slot
 from ..layout.slices import StridedRuns, clipped, common_runs, runs_to_channels_last
 
+OUTER = ("outer/value", "outer/momentum", "outer/error")  # of groups that train alone
 ERROR, SERVER, COPY = "error/", "server", "copy"  # keys of pending errors, see pending_errors.py
 CHANNELS_LAST_DIMS = (4, 5)  # of a tensor that torch calls channels_last
 SPLIT_NUMEL = 1 << 16  # elements per rank; a smaller flat is written by a single rank

@@ -16,6 +16,7 @@ from ...ops.coded import encode, new_codes, rows_of
 from ...ops.flat import chunks, is_channels_last, numel_of, shaped
 from ...ops.optim.shard_optimizer import PartNumbers, PartTensors
 from ..core.grad_bucket import GradBucket, GradSums
+from ..core.master import Master
 from .pending_errors import ErrorRestore
 from .ranges import Catalogue, ConstantRange, Copy, TargetPiece, pieces
 from .snapshot import STEP, Held, Snapshot, StateBlock, plain
@@ -243,6 +244,15 @@ class Restore:
                 copies = self._catalogue.copies(piece, f"state/{key}")
                 targets.append(target_for(tensor, copies, is_fresh=is_fresh))
         return targets
+
+    def number_of(self, master: Master) -> int:
+        """The number of the flat of `master`."""
+        return self._snapshot.number_of(master)
+
+    def plan_range(self, flat: int, key: str, start: int, tensor: Tensor) -> Target:
+        """The target for elements of `key` of a flat, from `start`, in a tensor that is in use."""
+        block = StateBlock(flat, key, start, tensor)
+        return target_for(tensor, self._copies(block))
 
     def plan_grads(self) -> list[Target]:
         """Targets for gradient sums over ranks, in fresh tensors."""
