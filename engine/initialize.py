@@ -314,8 +314,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     with everywhere():
         record = _record(config, device, mesh, collectives)
         monitor = _monitor(config, record)
-        data, collate_fn = given.training_data, given.collate_fn
-        loader = _watched(_loader(data, collate_fn, config, mesh, collectives, outer), record)
+        loader = _watched(_loader(given, config, mesh, collectives, outer), record)
         packing = _packing(model, config, loader, collectives)
         recovery = _recovery(config, collectives, loader, mesh)
         scheduler = _scheduler(config, given.lr_scheduler, optimizer, loader) if optimizer else None
@@ -748,13 +747,13 @@ def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractCont
 
 
 def _loader(
-    data: Any,
-    collate_fn: Callable[[list[Any]], Any] | None,
+    given: _Given,
     config: Config,
     mesh: MeshGroups,
     collectives: Collectives,
     outer: OuterLoop,
 ) -> Any:
+    data, collate_fn = given.training_data, given.collate_fn
     packing, sampling = config.data_packing, config.data_efficiency.data_sampling
     sections = {
         "data_packing": bool(packing.tokens),

@@ -102,6 +102,7 @@ class Outer(Section):
             "elasticity.enabled": (True, config.elasticity.enabled),
             "autotuning.enabled": (True, config.autotuning.enabled),
             "checkpoint.async_save": (True, config.checkpoint.async_save),
+            "checkpoint.interval": (config.checkpoint.interval, bool(config.checkpoint.interval)),
             "checkpoint.preemption_save_dir": (
                 config.checkpoint.preemption_save_dir,
                 bool(config.checkpoint.preemption_save_dir),
