@@ -169,7 +169,7 @@ ENGINE_FLOORS = (  # rooms of engine/: folders, and files beside them; the lowes
     "steps",
     "model",
     "parallel",
-    "dropping packing preemption recovering torch_calls",
+    "dropping packing preemption recovering meeting torch_calls",
     "internals planning",
     "engine",
     "initialize",
