@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.exchange import all_gather_json
+from ..ops.device import device_of
 from ..utils.errors import UsageError
 from .config import BIASES
 from .layer import ExpertLayer
@@ -70,7 +71,10 @@ class Balance:
     def advance(self, step: int) -> None:
         """So many steps have updated the parameters. A collective: 8 bytes for each expert and rank."""
         shape = len(self._sizes), max(self._sizes.values(), default=0) + 1
-        totals = torch.zeros(shape, dtype=torch.float64, device=self._world.device)
+        device = self._world.device
+        # whole numbers; the sums of memory that ranks share are of floats
+        dtype = torch.float64 if device_of(device).has_fp64 else torch.int64
+        totals = torch.zeros(shape, dtype=dtype, device=device)
         for row, layer in zip(self._rows, self._layers, strict=True):
             counts = layer.take_counts()
             totals[row, : layer.num_experts] = counts[:-1]
@@ -82,7 +86,8 @@ class Balance:
         for row, layer, bias in zip(self._rows, self._layers, self._biases, strict=False):
             counts = totals[row, : layer.num_experts]
             with torch.no_grad():
-                bias += self._coefficient * torch.sign(counts.mean() - counts).to(bias)
+                below_mean = torch.sign(counts.sum() - len(counts) * counts)
+                bias += self._coefficient * below_mean.to(bias)
 
     def resume(self, step: int) -> None:
         """The same after a load. Tokens of a step that it has ended do not count."""

@@ -186,7 +186,8 @@ class OrderedSum:
         if not len(self._place):
             return self._place, []
         leaf = (self._place << NODE_BITS) | self._node
-        height = torch.frexp((leaf[1:] ^ leaf[:-1]).double()).exponent.clamp(max=NODE_BITS + 1)
+        differing = (leaf[1:] ^ leaf[:-1]).clamp_(max=1 << NODE_BITS)  # exact in fp32
+        height = torch.frexp(differing.float()).exponent
         counts = torch.bincount(height, minlength=NODE_BITS + 2).tolist()
         height, right = torch.sort(height, stable=True)
         right = right + 1

@@ -85,7 +85,8 @@ class CastSender(ParamSender):
         """The bytes of this rank's `shard` [n]; of gaps, 0."""
         assert self._maxima is not None
         codes = torch.zeros(shard.numel(), dtype=torch.uint8, device=shard.device)
-        scales = (self._largest / self._maxima.double()).float()
+        # not `largest / maxima`, which torch computes as largest * (1 / maxima): rounded twice
+        scales = torch.full_like(self._maxima, self._largest).div_(self._maxima)
         for number, start, stop in self._ranges[self._collectives.rank]:
             scaled = (shard[start:stop].float() * scales[number]).clamp_(
                 -self._largest, self._largest

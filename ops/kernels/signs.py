@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device import device_of
 from .define import define
 from .quantize import block_count, check_block, in_blocks
 
@@ -61,11 +62,7 @@ def sign_pack_reference(
     width = block_numel or max(numel, 1)
     buffer = value.float() + error
     rows = in_blocks(buffer, width)
-    sizes = rows.double().square_() if root_mean_square else rows.double().abs_()
-    counts = torch.full((rows.shape[0],), width, dtype=torch.float64, device=rows.device)
-    counts[-1:] -= rows.numel() - numel
-    means = sizes.sum(dim=1) / counts
-    scale = (means.sqrt_() if root_mean_square else means).float().mul_(gain)
+    scale = _mean_sizes(rows, numel, root_mean_square).mul_(gain)
     scales.zero_()
     scales[: scale.numel()].copy_(scale)  # n = 0 has no row, but one scale
 
@@ -77,6 +74,25 @@ def sign_pack_reference(
     sent = torch.where(torch.signbit(rows), -scale[:, None], scale[:, None])
     kept = torch.where(scale[:, None].isfinite(), rows - sent, in_blocks(error, width))
     error.copy_(kept.view(-1)[:numel])
+
+
+def _mean_sizes(rows: Tensor, numel: int, root_mean_square: bool) -> Tensor:
+    """The mean magnitude of each row, or the root of its mean square, fp32. After `numel` elements is padding.
+
+    Without fp64 rows are divided by their largest magnitude, so that no square is out of range.
+    """
+    has_fp64 = device_of(rows.device).has_fp64
+    largest = torch.ones_like(rows[:, 0])
+    if has_fp64:
+        rows = rows.double()
+    elif rows.shape[0]:
+        largest = rows.abs().amax(1)
+        largest = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+        rows = rows / largest[:, None]
+    counts = rows.new_full((rows.shape[0],), rows.shape[1])
+    counts[-1:] -= rows.numel() - numel
+    means = (rows.square() if root_mean_square else rows.abs()).sum(dim=1) / counts
+    return (means.sqrt_() if root_mean_square else means).float().mul_(largest)
 
 
 def sign_unpack_reference(

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from ..device import device_of, wide_place
+from ..kernels.decide import square_sum_without_fp64
 from .adam import new_moments
 from .freezing import FixedStep, FreezeRule, VarianceRule
 from .shard_optimizer import Flat, Item, ShardOptimizer, Update, World
@@ -73,7 +75,8 @@ class OneBitOptimizer(ShardOptimizer, ABC):
         first: dict[str, Any] = next((state for state in self._states.values() if state), {})
         own_numbers = [first.get(name, 0) for name in names]
         collectives = self.world.collectives
-        values = torch.tensor(own_numbers, dtype=torch.float64, device=collectives.device)
+        place = wide_place(collectives.device)
+        values = torch.tensor(own_numbers, dtype=torch.float64, device=place)
         table = collectives.gather_small(values, what="the step of the optimizer")
         largest: list[float] = table.amax(0).tolist()
         return largest
@@ -174,12 +177,20 @@ class _Variances:
 
     def norm(self) -> float:
         collectives = self._optimizer.world.collectives
-        own_sum = torch.zeros(1, dtype=torch.float64, device=collectives.device)
+        place = wide_place(collectives.device)
+        own_sum = torch.zeros(1, dtype=torch.float64, device=place)
         for tensor, flat in self._flats.items():
             holders = 1 if flat.is_sharded else flat.collectives.world_size
             variance = self._optimizer._states[tensor]["exp_avg_sq"]
-            own_sum += variance.sum(dtype=torch.float64) / holders
+            own_sum += _wide_sum(variance).to(place) / holders
         return float(collectives.gather_small(own_sum, what="the norm of the variance").sum())
+
+
+def _wide_sum(variance: Tensor) -> Tensor:
+    """The sum of values of at least 0 in fp64, at their `wide_place`."""
+    if device_of(variance.device).has_fp64:
+        return variance.sum(dtype=torch.float64)
+    return square_sum_without_fp64(variance.float().sqrt())
 
 
 __all__ = [

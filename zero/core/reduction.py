@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from ...ops.comm.handles import Handle
-from ...ops.device import wide_place
+from ...ops.device import device_of, wide_place
 from ...ops.flat import moved
 from ...ops.kernels.decide import decide, is_in_range
 from ..layout.groups import FlatGroups
@@ -41,7 +41,7 @@ class StepStatus:
             numel: elements of all gradients, on the rank that has the most.
         """
         self._table, self._numel = table, numel
-        self._arrived: tuple[Tensor, torch.Event] | None = None
+        self._arrived: tuple[Tensor, Any] | None = None  # the second is an event
         self._flags: Tensor | None = None
 
     def attach(self, flags: Tensor | None) -> None:
@@ -54,11 +54,10 @@ class StepStatus:
         A later read on the host waits only for the work before this call.
         """
         numbers = decide(self._table, self._numel, factor, limit)
-        host = torch.empty(self._table.shape, dtype=self._table.dtype, pin_memory=True)
+        place = device_of(self._table.device)
+        host = torch.empty(self._table.shape, dtype=self._table.dtype, pin_memory=place.pins_memory)
         host.copy_(self._table, non_blocking=True)
-        event = torch.Event(self._table.device)
-        event.record()
-        self._arrived = host, event
+        self._arrived = host, place.event()
         return numbers
 
     @cached_property
