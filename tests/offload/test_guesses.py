@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import on_busy_machines, run_ranks
 from models import build, micro_batch
 from offload_runs import GUESS, OVERLAP, PARAMS, SAMPLES, config_of, every_update_is_guessed
 from runs import differing
@@ -15,6 +17,8 @@ from runs import differing
 import xds
 from xds.engine.steps.training_step import NUM_NORMS, Forecast
 from xds.offload import undo_pool
+from xds.offload.host import HostGradStore
+from xds.offload.job_queues import _ThreadHandle
 from xds.offload.undo_pool import UndoPool
 from xds.utils.errors import ConfigError
 
@@ -212,6 +216,43 @@ def test_ranks_of_a_machine_share_half_of_its_free_memory(
     assert pool.take([limit_bytes], 0) is not None
     pool.release()
     assert pool.take([1], 0) is None
+
+
+def add_late(losses: list[float]) -> None:
+    """The thread of updates, which adds gradients of a device, begins when two speculations wait for it."""
+    config = config_of(2, "bf16", 2, GUESS, "AdamW") | {"gradient_clipping": 1e3}
+    engine = xds.initialize(build("plain"), config)
+    host, guesses = engine._parts.updater.stores.host, engine._parts.updater._super_offload
+    assert host is not None and guesses is not None
+    begin, gate = guesses.begin, threading.Event()
+
+    def begin_and_open(master: Any) -> None:
+        begin(master)
+        if guesses._num_begun == 2:
+            gate.set()
+
+    guesses.begin = begin_and_open  # type: ignore[method-assign]
+    for step in range(3):
+        if step == 1:
+            host.queues.updates.run(partial(gate.wait, on_busy_machines(60)))
+        _step(engine, step, "nothing")
+        losses.append(engine.get_global_grad_norm())
+    assert guesses.num_used > 0
+    engine.destroy()
+
+
+def test_no_speculation_waits_for_a_sum_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[float]] = [[], []]
+    run_ranks(add_late, 1, found[0])
+    # as gradients of a device are added
+    staged = HostGradStore._staged
+    monkeypatch.setattr(
+        HostGradStore, "_add", lambda self, to, value, done: staged(self, value, to.add_, done)
+    )
+    seconds = on_busy_machines(20)
+    monkeypatch.setattr(_ThreadHandle, "wait", lambda handle: handle._future.result(seconds))
+    run_ranks(add_late, 1, found[1])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

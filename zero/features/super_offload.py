@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -102,7 +103,9 @@ def _values_bytes(master: Master) -> int:
 class Speculation:
     """One update before its norm is known. Its result is used once, or taken back."""
 
-    def __init__(self, update: HostUpdate, optimizer: ShardOptimizer) -> None:
+    def __init__(self, update: HostUpdate, optimizer: ShardOptimizer, number: int) -> None:
+        """number: of this speculation among all of an engine."""
+        self.number = number
         self.master = master = update.master
         self._update = update
         self._optimizer = optimizer
@@ -116,6 +119,10 @@ class Speculation:
         self._error: BaseException | None = None
 
     # -- in the thread of updates -----------------------------------------------------------------------
+
+    def can_run_as(self, number: int) -> bool:
+        """In the job of speculation `number`. The thread may still have to add to sums that were sent later."""
+        return self.number <= number or self._sum_arrives.is_done
 
     def reserve(self, undo_pool: UndoPool) -> bool:
         """False: there is too little memory, so it cannot run."""
@@ -225,6 +232,7 @@ class SuperOffload:
         self._has_stepped = False
         self._running: dict[int, Speculation] = {}  # by id of the master
         self._waiting: list[Speculation] = []  # those that have not begun
+        self._num_begun = 0
         self._has_buffers = False
         self._choosing = threading.Lock()  # which ones begin
         # without a copy the parameters themselves are the master: user code would read new values
@@ -250,19 +258,23 @@ class SuperOffload:
         update = self._updates.prepare(master, self._scale)
         if update.frozen or update.takes_edits:  # the new memory would need the old values
             return
-        speculation = Speculation(update, self._optimizer)
+        self._num_begun = number = self._num_begun + 1
+        speculation = Speculation(update, self._optimizer, number)
         with self._choosing:
             self._running[id(master)] = speculation
             self._waiting.append(speculation)
-        master.host.queues.updates.run(self._run_latest)
+        master.host.queues.updates.run(partial(self._run_latest, number))
 
-    def _run_latest(self) -> None:
+    def _run_latest(self, number: int) -> None:
+        """The job of speculation `number` runs the latest one that it can run."""
         with self._choosing:
-            if not self._waiting:
+            found = [each for each in self._waiting if each.can_run_as(number)]
+            if not found:
                 return
             if not self._has_buffers:
                 self._make_buffers()
-            speculation = self._waiting.pop()
+            speculation = found[-1]
+            self._waiting.remove(speculation)
             if not speculation.reserve(self._undo_pool):
                 del self._running[id(speculation.master)]
                 return
