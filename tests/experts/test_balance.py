@@ -83,7 +83,7 @@ def test_biases_move_as_in_one_process_and_a_run_shows_the_tokens(tmp_path: Path
     (layer,) = line["layers"]
     assert sum(layer["counts"]) == 2 * 2 * 9 * 2  # ranks, samples, tokens, choices
     run = read_run(str(tmp_path / "report"))
-    assert "Tokens of experts in step 1" in page_of(run, "run", 0.0)
+    assert "Tokens of experts in step " in page_of(run, "run", 0.0)
 
 
 def test_a_router_without_a_bias_is_refused() -> None:

@@ -1,4 +1,9 @@
-"""Ranks that have the device of stand_in.py: processes of their own, forked from one that has imported xds."""
+"""Ranks that have the device of stand_in.py: processes of their own, forked from one that has imported xds.
+
+tests ── a set of ranks ──> template of "cuda"  ─┬─ leader, rank 0 ── rank 1
+                                                 └─ leader, rank 0 ── rank 1 ── ...
+                            template of "xsim"  ─── leader, rank 0 ── rank 1
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,14 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -40,18 +48,8 @@ class DeviceRanks:
         ends = [Pipe() for _ in range(world_size)]
         self._pipes = [here for here, _ in ends]
         numbers = [there.fileno() for _, there in ends]
-        arguments = (
-            f"{numbers}, {self._folder.name!r}, kernels={kernels}, gloo={gloo}, device={device!r}"
-        )
-        code = f"import device_ranks; device_ranks.serve({arguments})"
-        paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=numbers,
-            env=environment,
-            start_new_session=True,
-        )
+        named = {"folder": self._folder.name, "kernels": kernels, "gloo": gloo, "device": device}
+        self._leader = _template("cuda" if device == "cuda" else "xsim").fork(numbers, named)
         for _, there in ends:
             there.close()
 
@@ -73,12 +71,68 @@ class DeviceRanks:
         """End the processes."""
         for pipe in self._pipes:
             pipe.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        until = time.monotonic() + 5
+        with suppress(ProcessLookupError):  # the template waits for none
+            while time.monotonic() < until:
+                os.killpg(self._leader, 0)
+                time.sleep(0.01)
+            os.killpg(self._leader, signal.SIGKILL)
         self._folder.cleanup()
+
+
+class Template:
+    """A process that has imported xds and has a device. It forks sets of ranks until `end`."""
+
+    def __init__(self, device: str) -> None:
+        self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = f"import device_ranks; device_ranks.fork_sets({there.fileno()}, {device!r})"
+        paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[there.fileno()],
+            env=environment,
+            start_new_session=True,
+        )
+        there.close()
+
+    def fork(self, numbers: list[int], named: dict[str, Any]) -> int:
+        """Start a set of ranks with these pipes. Returns the number of its first process and of its group."""
+        socket.send_fds(self._socket, [pickle.dumps(named)], numbers)
+        answer = self._socket.recv(64)
+        assert answer, "the process that forks ranks has ended"
+        return int(answer)
+
+    def end(self) -> None:
+        """Sets that run stay."""
+        self._socket.close()
+        self._process.wait()
+
+
+def fork_sets(number: int, device: str) -> None:
+    """The program of a template."""
+    import stand_in
+
+    stand_in.load(stand_in.compiled(), device)
+    import torch._dynamo  # noqa: F401  (the first optimizer imports it)
+
+    import xds.engine.initialize  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing is left of sets that end
+    server = socket.socket(fileno=number)
+    while True:
+        text, numbers, _, _ = socket.recv_fds(server, 1 << 16, 64)
+        if not text:
+            os._exit(0)
+        leader = os.fork()
+        if leader == 0:
+            server.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            serve(list(numbers), **pickle.loads(text))
+        for one in numbers:
+            os.close(one)
+        server.send(str(leader).encode())
 
 
 def _answers(pipes: list[Connection]) -> list[tuple[bool, Any]]:
@@ -101,6 +155,13 @@ def _answer(pipe: Connection) -> tuple[bool, Any]:
 
 
 _started: dict[tuple[int, bool, bool, str], DeviceRanks] = {}
+_templates: dict[str, Template] = {}
+
+
+def _template(device: str) -> Template:
+    if device not in _templates:
+        _templates[device] = Template(device)
+    return _templates[device]
 
 
 def ranks(
@@ -118,23 +179,23 @@ def ranks(
 
 
 def stop_ranks(above: int = 0) -> None:
-    """End the processes of all sets of more than `above` ranks."""
+    """End the processes of all sets of more than `above` ranks; with the last one what has forked them."""
     for key in [key for key in _started if key[0] > above]:
         _started.pop(key).stop()
+    while not above and _templates:
+        _templates.popitem()[1].end()
 
 
 def serve(numbers: list[int], folder: str, *, kernels: bool, gloo: bool, device: str) -> None:
-    """The program of the processes."""
+    """The program of the ranks of a set."""
     import stand_in
-
-    stand_in.load(stand_in.compiled(), device)
     import torch
-    import torch._dynamo  # noqa: F401  (the first optimizer imports it)
     from helpers import SMALL_NUMEL
 
-    import xds.engine.initialize  # noqa: F401  (before the ranks are forked)
     from xds.zero.core import grad_bucket
 
+    if device == "plain":
+        stand_in.be_plain()
     if kernels:
         stand_in.use_host_kernels()
     grad_bucket.SMALL_NUMEL = SMALL_NUMEL  # as in the ranks of helpers.py

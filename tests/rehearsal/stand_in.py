@@ -75,27 +75,34 @@ def compiled() -> str:
 
 
 def load(library: str, device: str = "cuda") -> None:
-    """For a process that has not imported torch: torch asks once, at its import, whether there is CUDA."""
+    """For a process that has not imported torch: torch asks once, at its import, whether there is CUDA.
+
+    device: "cuda" or "xsim"; `be_plain` makes the latter "plain".
+    """
     assert "torch" not in sys.modules, "torch is imported already"
-    name = "cuda" if device == "cuda" else "xsim"
-    os.environ["XDS_STAND_IN"] = name
+    os.environ["XDS_STAND_IN"] = device
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
     import torch
 
     torch.ops.load_library(library)
-    if name == "xsim":
-        torch._register_device_module(name, ModuleType(f"torch.{name}"))
+    if device == "xsim":
+        torch._register_device_module(device, ModuleType(f"torch.{device}"))
         _use_kernels_of_torch(torch)
         _hide_addresses(torch)
-    _replace_functions(torch, getattr(torch, name), name)
-    if device == "plain":
-        torch.ops.host_cuda.be_plain()
-        for missing in ("Stream", "Event", "default_stream", "current_stream", "stream"):
-            delattr(torch.xsim, missing)
+    _replace_functions(torch, getattr(torch, device), device)
     if device == "cuda":
         torch.cuda.cudart = _Runtime
-    _replace_storage(torch, name)
+    _replace_storage(torch, device)
     _tell_workers(torch)
+
+
+def be_plain() -> None:
+    """From now on this process's xsim is "plain"."""
+    import torch
+
+    torch.ops.host_cuda.be_plain()
+    for missing in ("Stream", "Event", "default_stream", "current_stream", "stream"):
+        delattr(torch.xsim, missing)
 
 
 def _use_kernels_of_torch(torch: Any) -> None:
