@@ -68,22 +68,32 @@ class PlanCache:
             placement = order.placement(section.stages, section.chunks or 0)
             left_out = (*_NO_PART, "pipeline.schedule", "pipeline.chunks")
         steps: int = config.gradient_accumulation_steps
+        without = min(steps, 2)  # gradients are summed, or not
+        plain = _values(config, left_out), mesh, ranks_per_host, without, placement
+        key: tuple[Any, ...] = plain
         if traced:
-            left_out = _NO_TRACE
-        else:
-            steps = min(steps, 2)  # gradients are summed, or not
-        key = (_values(config, left_out), mesh, ranks_per_host, steps, placement, tuple(traced))
+            key = (_values(config, _NO_TRACE), mesh, ranks_per_host, steps, placement, *traced)
 
         def make() -> Shares:
-            return Shares(self._source, model, config, mesh, ranks_per_host, traced=traced)
+            return Shares(
+                self._source,
+                model,
+                config,
+                mesh,
+                ranks_per_host,
+                traced=traced,
+                once=self._once,
+            )
 
         if is_part(model):
             made = make()
-            return made, made.all
+            return made, lambda: made.all()
         made = self._once(("shares", *key), make)
 
         def parts() -> list[Share]:
-            return self._once(("parts", *key), made.all)
+            known = self._made.get(("parts", *plain)) if traced else None
+            known = known if isinstance(known, list) else []
+            return self._once(("parts", *key), lambda: made.all(known))
 
         if made.schedule is None:
             return made, parts

@@ -7,12 +7,12 @@ made as the engine makes it, with tensors on the meta device: cut, sliced, laid 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -55,6 +55,13 @@ from .trace import Block, Trace, Tracer
 
 if TYPE_CHECKING:
     from ...experts.cut import Cut, Found
+
+Once = Callable[[tuple[Any, ...], Callable[[], Any]], Any]
+
+
+def made_now(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """Nothing is kept."""
+    return make()
 
 
 @final
@@ -135,8 +142,11 @@ class Shares:
         ranks_per_host: int,
         *,
         traced: Collection[int] = (),
+        once: Once = made_now,
     ) -> None:
         """`config` is resolved for the ranks of `mesh`. traced: pipeline stages with the order of a step.
+
+        once: keeps what does not depend on the whole config.
 
         Raises:
             UsageError: the model cannot be divided as the config says.
@@ -168,13 +178,20 @@ class Shares:
         self.blocks = [block for block in self.blocks if block[1] not in listed]
         whole = {f.experts_name for f in self._experts}
         is_sliced = config.tensor_parallel.size > 1
-        self.ways = plan_slices(model, self.blocks, config, whole) if is_sliced else None
+        self.ways = None
+        if is_sliced:
+            zero, section = config.zero_optimization, config.tensor_parallel
+            key = ("slices", str(section), zero.units, zero.unit_min_numel, frozenset(whole))
+            self.ways = once(key, lambda: plan_slices(model, self.blocks, config, whole))
         if is_cut(model, config):
             self.schedule = plan_schedule(model, self.blocks, config)
             if not (is_part(model) or isinstance(model, nn.Sequential)):
                 where = partition_of(model, config)
                 placement = self.schedule.placement
-                self._outline = outline_model(model, self.blocks, placement, *where)
+                self._outline = once(
+                    ("outline", placement, len(self.blocks), where),
+                    lambda: outline_model(model, self.blocks, placement, *where),
+                )
 
     @property
     def sides(self) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -188,14 +205,17 @@ class Shares:
         )
         return first, last
 
-    def all(self) -> list[Share]:
+    def all(self, known: Sequence[Share] = ()) -> list[Share]:
         """Every part that differs from the others, by pipeline stage and tensor coordinate.
 
-        Stages of blocks that are alike are built once.
+        Stages of blocks that are alike are built once. known: the same without traces.
         """
         found: list[Share] = []
         by_kind: dict[Hashable, list[Share]] = {}
         for pipe in range(self._mesh.pipe):
+            if known and pipe not in self._traced:
+                found += [share for share in known if share.pipe == pipe]
+                continue
             with self._part(pipe) as (module, runs, stage):
                 kind = self._kind(module, runs, stage)
                 if kind in by_kind and pipe not in self._traced:

@@ -10,8 +10,10 @@ each one is a stub that notes that it runs, and that gives a gradient to each of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, final
@@ -114,14 +116,25 @@ class Tracer:
         return tuple(chain(*first, middle, *rest))
 
     def row(self, row: Sequence[Action], units: StageUnits, *, recomputes: bool) -> Trace:
-        """The same for the actions of a pipeline rank."""
+        """The same for the actions of a pipeline rank.
+
+        Where a stage sends nothing between its first and its last micro-batch, those between its second and its
+        last one do the same as the second, and do not run.
+        """
+        like = _repeated(row) if units.holds_all else {}
         with self._noting() as journal, self._stubs(recomputes=recomputes):
             for is_noted in (False, True):
                 journal.events.clear()
                 if is_noted:
                     self._update()
+                seen: dict[Action, list[Event]] = {}
                 for place, action in enumerate(row):
+                    if action in like:
+                        journal.events += [action, *map(copy, seen[like[action]])]
+                        continue
+                    first = len(journal.events) + 1
                     self._act(action, units, row[place + 1 :])
+                    seen[action] = list(map(copy, journal.events[first:]))
                 units.release_all()
                 units.reduce_root()
                 self._finish()
@@ -282,6 +295,23 @@ class Tracer:
 
     def _inputs(self) -> tuple[Tensor]:
         return (torch.empty(1, device="meta", requires_grad=True),)
+
+
+def _repeated(row: Sequence[Action]) -> dict[Action, Action]:
+    """Action of a middle micro-batch -> the one that it is like; {}: there are none, or messages between them."""
+    found: dict[Action, Action] = {}
+    by_stage: dict[int, dict[Op, list[Action]]] = defaultdict(lambda: defaultdict(list))
+    for action in row:
+        by_stage[action.stage][action.op].append(action)
+    for ops in by_stage.values():
+        if any(len(ops[op]) > 1 for op in (Op.GATHER, Op.DROP, Op.REDUCE)):
+            continue
+        computed = [actions for op, actions in ops.items() if op in COMPUTE and actions]
+        orders = {tuple(action.micro_batch for action in actions) for actions in computed}
+        if len(orders) == 1:  # an action and its backward are both left out
+            for actions in computed:
+                found |= dict.fromkeys(actions[2:-1], actions[1])
+    return found
 
 
 @final
