@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..utils.errors import UsageError
+from .same_batches import has_dropout
 from .styles import ALIASES, KEEPS_WHOLE, REFUSED, ParallelStyle, StyleName, is_linear
 
 ParallelPlan = dict[str, ParallelStyle]
@@ -68,6 +69,25 @@ def plan_of_model(model: nn.Module) -> dict[str, str]:
     if prefix and hasattr(model, prefix):
         base = {f"{prefix}.{pattern}": style_name for pattern, style_name in base.items()}
     return base | head_plan
+
+
+def plan_with_tokens(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
+    """The plan of a transformers model with `sequence_parallel` for one norm of each block.
+
+    {}: it has no plan, or a block has no norm, or has dropout.
+    """
+    plan = plan_of_model(model)
+    for name, block in blocks if plan else ():
+        norms = [
+            key for key, each in block.named_children() if "norm" in type(each).__name__.lower()
+        ]
+        if not norms or any(map(has_dropout, block.modules())):
+            return {}
+        pattern = ".".join(
+            "*" if part.isdigit() else part for part in f"{name}.{norms[0]}".split(".")
+        )
+        plan[pattern] = StyleName.TOKENS.value
+    return plan
 
 
 def check_module(name: str, module: nn.Module, style_name: StyleName) -> None:
@@ -186,4 +206,12 @@ def _example(modules: Mapping[str, Any]) -> str:
     return ", ".join(names[len(names) // 2 :][:2]) or "none"
 
 
-__all__ = ["ParallelPlan", "check_module", "is_inside", "own_plan", "plan_of_model", "read_plan"]
+__all__ = [
+    "ParallelPlan",
+    "check_module",
+    "is_inside",
+    "own_plan",
+    "plan_of_model",
+    "plan_with_tokens",
+    "read_plan",
+]

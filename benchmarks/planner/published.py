@@ -23,6 +23,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from as_run import FUSED, register, with_overlapped_sums, with_tokens_once_a_host
 from xds.engine.config.config import parse_config
 from xds.engine.planning.machine import Machine, Table, load_machine
 from xds.engine.planning.models import ModelSource
@@ -30,7 +31,11 @@ from xds.engine.planning.plan import Plan, make_plan
 from xds.engine.planning.seconds import StepSeconds, step_seconds
 from xds.pipe.schedules.plan import SchedulePlan
 from xds.pipe.schedules.simulation import Costs, simulate
+from xds.tensor.finding import find_plan
+from xds.tensor.plan import plan_with_tokens
+from xds.tensor.styles import StyleName
 from xds.utils.errors import ConfigError, UsageError
+from xds.zero.layout.discover import found_blocks
 
 DATA = Path(__file__).with_name("published.json")
 CLASSES = {  # class of a row -> the bound of the mean error
@@ -57,6 +62,7 @@ KINDS = {  # of published.json -> the names of a config and of a model in transf
 class Row:
     """One published figure and the run that it is of. See "about" in published.json.
 
+    options: `scattered`: tensor ranks share the tokens between layers. `overlapped`, `once_a_host`: see as_run.py.
     host: GPUs that one fast link connects. micro: samples of a micro-batch. steps: micro-batches of a step.
     attention: the kernel of the run; "flash" is the machine file's own. differs: what xds does otherwise.
     """
@@ -92,14 +98,20 @@ class Row:
 
     @property
     def is_foreign(self) -> bool:
-        """xds lacks ring attention, 8 bits of slices and experts, and fused attention with sinks."""
-        has_sinks = self.attention == "eager" and self.cls == "sparse"
-        return self.sequence_ranks > 1 or self.is_priced_in_float8 or has_sinks
+        """xds lacks ring attention, 8 bits of slices and experts, fused attention with sinks, and what as_run.py has."""
+        others = {"overlapped", "once_a_host"} & self.options
+        has_sinks = self.attention == "sinks"
+        return self.sequence_ranks > 1 or self.is_priced_in_float8 or has_sinks or bool(others)
 
     @property
     def is_priced_in_float8(self) -> bool:
         """xds does not multiply so: slices and experts. The plan is that of bf16."""
         return self.precision == "float8" and (self.tensor > 1 or self.expert_ranks > 1)
+
+    @property
+    def _plain_order(self) -> str:
+        """Fewer micro-batches than stages are those of GPipe in both orders, which xds refuses for 1F1B."""
+        return "1f1b" if self.steps >= self.pipe else "gpipe"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -117,7 +129,7 @@ class Row:
         short = "short_gradients" in self.options
         pipeline = {
             "stages": self.pipe,
-            "schedule": "interleaved_1f1b" if self.chunks > 1 else "1f1b",
+            "schedule": "interleaved_1f1b" if self.chunks > 1 else self._plain_order,
             "chunks": self.chunks,
         }
         experts = self.expert_ranks
@@ -163,6 +175,9 @@ class ConfigModel(ModelSource):
         self._config = made(use_cache=False, **sizes)
         if row.attention == "eager":
             self._config._attn_implementation = "eager"
+        elif row.attention == "sinks":
+            register()
+            self._config._attn_implementation = FUSED
         self._row = row
 
     def build(self) -> nn.Module:
@@ -179,6 +194,14 @@ class ConfigModel(ModelSource):
         """See `ModelSource.batch`."""
         tokens = torch.zeros((micro_batch_size, self._row.sequence), dtype=torch.int64)
         return {"input_ids": tokens, "labels": tokens.clone()}
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """How many there are, and how many a token has."""
+        config = self._config
+        names = ("num_experts", "n_routed_experts", "num_local_experts")
+        found = [getattr(config, name, None) for name in names]
+        return next(number for number in found if number), config.num_experts_per_tok
 
     @property
     def flops_per_token(self) -> float:
@@ -233,9 +256,12 @@ class Published:
 
         Raises ConfigError or UsageError: xds does not run it.
         """
-        return make_plan(
-            self.source(row), parse_config(row.config), row.gpus, row.host, traces=True
-        )
+        source, config = self.source(row), row.config
+        if row.tensor > 1 and ("scattered" in row.options or row.lora_rank):
+            config["tensor_parallel"]["plan"] = _slices(source.on_meta(), row)
+        traced = sorted({0, row.pipe // 2, row.pipe - 1})
+        plan = make_plan(source, parse_config(config), row.gpus, row.host, traces=traced)
+        return with_overlapped_sums(plan) if "overlapped" in row.options else plan
 
     def machine(self, row: Row) -> Machine:
         """The machine of a row, with the attention kernel that the run had."""
@@ -243,7 +269,10 @@ class Published:
         if row.is_priced_in_float8:
             matrix = {**machine.matrix, "bf16": machine.matrix["float8"]}
             machine = machine.model_copy(update={"matrix": matrix})
-        if row.attention in ("flash", "eager"):
+        if "once_a_host" in row.options:
+            sizes = self.source(row).experts
+            machine = with_tokens_once_a_host(machine, row.expert_ranks, row.host, *sizes)
+        if row.attention in ("flash", "eager", "sinks"):
             return machine
         given = self._attention[f"{row.attention}-{row.machine.partition('-')[0]}"]
         tables = {
@@ -303,6 +332,34 @@ def _row(data: dict[str, Any]) -> Row:
     known = {key: value for key, value in data.items() if key in Row.__dataclass_fields__}
     others = data.keys() - known.keys() - {"class"}
     return Row(cls=data["class"], options=frozenset(others), **known)
+
+
+def _slices(model: nn.Module, row: Row) -> dict[str, str]:
+    """The plan of the model, or the one that is found, with LoRA's names, and tokens shared where the run has them."""
+    base = getattr(getattr(model, "base_model", None), "model", None) if row.lora_rank else None
+    inner = model if base is None else base
+    blocks = found_blocks(inner, ())
+    found = plan_with_tokens(inner, blocks) or {
+        name: way.name.value for name, way in find_plan(inner, blocks).items()
+    }
+    shared = StyleName.TOKENS.value
+    plan = {name: way for name, way in found.items() if way != shared or "scattered" in row.options}
+    if "scattered" in row.options and shared not in plan.values():
+        norms = [
+            next(k for k, m in b.named_children() if "Norm" in type(m).__name__) for _, b in blocks
+        ]
+        plan |= {f"{name}.{norm}": shared for (name, _), norm in zip(blocks, norms, strict=True)}
+    if not row.lora_rank:
+        return plan
+    parts = {"colwise": "lora_B", "rowwise": "lora_A"}  # the factor that is cut as the layer is
+    lora: dict[str, str] = {}
+    for name, way in plan.items():
+        if way not in parts:  # "all-linear" leaves out the head
+            lora[f"base_model.model.{name}"] = way
+            continue
+        lora[f"base_model.model.{name}.base_layer"] = way
+        lora[f"base_model.model.{name}.{parts[way]}.default"] = way
+    return lora
 
 
 def _rates(given: Mapping[str, Any], key: str) -> tuple[tuple[float, ...], ...]:

@@ -51,6 +51,14 @@ class QuantizedPackets:
         scales, stored = self._parts(packet)
         dequantize_(stored[None], scales[None], out, self._bits, BLOCK_NUMEL, 1.0)
 
+    def unpack_each(self, packets: Tensor, outs: Tensor) -> None:
+        """Write the values of each of `packets` [count, packet_bytes] to its row of `outs` [count, n]."""
+        stop = self._scale_bytes + self._value_bytes
+        scales = packets[:, None, : self._scale_bytes].view(torch.float32).unbind()
+        stored = packets[:, None, self._scale_bytes : stop].unbind()
+        for each, magnitudes, out in zip(stored, scales, outs.unbind(), strict=True):
+            dequantize_(each, magnitudes, out, self._bits, BLOCK_NUMEL, 1.0)
+
     def unpack_sum(self, packets: Tensor, out: Tensor) -> None:
         """Write the sum of `packets` [count, packet_bytes], in their order, to `out` [n]."""
         scales = packets[:, : self._scale_bytes].clone(memory_format=torch.contiguous_format)

@@ -45,8 +45,7 @@ class QuantizedSender(ParamSender):
         handle = gather_in_levels(self._levels, rows, own, buffer=self._buffer.index, kind=KIND)
 
         def finish() -> None:
-            for rank, packet in enumerate(rows):
-                self._packets.unpack(packet, self._whole.shard_of(flat, rank))
+            self._packets.unpack_each(rows, flat.view(len(rows), -1))
 
         return Then(handle, finish)
 

@@ -22,6 +22,7 @@ from ...ops.comm.fake import Message, Start
 from ...ops.mesh import AXES, Axis
 from ...pipe.config import NUMBERS, Pipeline
 from ...pipe.schedules.actions import ScheduleError
+from ...tensor.plan import plan_with_tokens
 from ...utils.errors import ConfigError, UsageError
 from ...utils.schema.section import is_auto
 from ...zero.layout.discover import found_blocks
@@ -37,6 +38,11 @@ from .seconds import StepSeconds, StepTimer, Work
 
 TENSOR, PIPE, SEQUENCE = "tensor_parallel.tp_size", "pipeline.stages", "sequence_parallel_size"
 EXPERTS, HAS_EXPERTS = "expert_parallel.autoep_size", "expert_parallel.enabled"
+SLICES, VOCABULARY = "tensor_parallel.plan", "tensor_parallel.vocab_parallel_lm_head"
+NO_TOKENS = (  # of activations that tensor ranks share, if a file gives them
+    *("tensor_parallel.partition_config", "compile.enabled"),
+    "activation_checkpointing.partition_activations",
+)
 STAGE, SHARD = "zero_optimization.stage", "zero_optimization.mics_shard_size"
 SCHEDULE, CHUNKS = "pipeline.schedule", "pipeline.chunks"
 RECOMPUTE = "activation_checkpointing.enabled"
@@ -201,6 +207,8 @@ class Space:
         self._data, self._goal, self._has_experts = data, goal, has_experts
         self._num_blocks = num_blocks
         self.given = dict(_leaves(data))
+        # (tensor ranks, sequence ranks) -> path -> value
+        self.sliced: dict[tuple[int, int], dict[str, Any]] = {}
         self._samples = int(self.given.get(TRAIN, 0) or 0)
         if goal.tokens:
             self._samples = goal.tokens // max(sample_tokens, 1)
@@ -253,17 +261,29 @@ class Space:
             values |= {EXPERTS: point.experts, HAS_EXPERTS: True}
         if point.pipe > 1:
             values |= {PIPE: point.pipe, SCHEDULE: point.schedule, CHUNKS: point.chunks or None}
+        values |= self.sliced.get((point.tensor, point.sequence), {})
         data = deepcopy(dict(self._data))
         for path, value in {**values, **more}.items():
-            if path not in self.given and value is not None:
+            if self.is_free(path) and value is not None:
                 _set(data, path, value)
         if self._samples:
             data[TRAIN] = self._samples
         return data
 
     def is_free(self, path: str) -> bool:
-        """The file does not give the key."""
-        return path not in self.given
+        """The file does not give the key, or the object that it stands for."""
+        return path not in self.given and not any(key.startswith(f"{path}.") for key in self.given)
+
+    def ways_to_slice(self, plan: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        """Values for layers in slices, the best first: tensor ranks share the tokens between layers and the logits.
+
+        plan: with which they share tokens; {}: there is none.
+        """
+        tokens = bool(plan) and self.is_free(SLICES) and not any(map(self.given.get, NO_TOKENS))
+        for more in [{SLICES: dict(plan)}] * tokens + [{}]:
+            if self.is_free(VOCABULARY):
+                yield {**more, VOCABULARY: True}
+            yield more
 
     def _sizes(self, path: str, free: Sequence[int]) -> Sequence[int]:
         return [int(self.given[path])] if path in self.given else free
@@ -339,11 +359,13 @@ class _Search:
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         tokens = 0 if ids is None else int(ids.shape[-1])
         has_experts = hasattr(getattr(model, "config", None), "num_experts_per_tok")
-        blocks = len(found_blocks(model, ()))
-        self._space = Space(data, goal, tokens, blocks, has_experts=has_experts)
+        blocks = found_blocks(model, ())
+        self._space = Space(data, goal, tokens, len(blocks), has_experts=has_experts)
+        self._plan_of_slices = plan_with_tokens(model, blocks)
         self._busy: dict[tuple[int, int], float | None] = {}
         self._num_blocks = 1
         self._bubbles: dict[tuple[Any, ...], float] = {}
+        self._end = math.inf
         self._found = Found(limit_bytes=int(machine.device_bytes.value * (1 - RESERVE)))
         self._best: dict[tuple[Any, ...], Row] = {}
 
@@ -354,7 +376,7 @@ class _Search:
         estimates = ((self._estimate(point), number) for number, point in enumerate(points))
         queue = [(seconds, number) for seconds, number in estimates if seconds is not None]
         queue.sort(key=lambda pair: (pair[0], -points[pair[1]].stage))
-        end = time.process_time() + self._goal.seconds
+        self._end = time.process_time() + self._goal.seconds
         done = [False] * len(points)
         fitting: set[tuple[Any, ...]] = set()  # divisions and layouts
         worst = math.inf
@@ -366,7 +388,7 @@ class _Search:
                     break
                 if done[number] or point[:length] in fitting:
                     continue
-                if time.process_time() > end and found.rows:
+                if self._is_over():
                     found.num_left = sum(
                         not done[each] for value, each in queue if value <= MARGIN * worst
                     )
@@ -380,6 +402,10 @@ class _Search:
                 if len(found.fastest) == self._goal.top:
                     worst = found.fastest[-1].sample_seconds
         return self._finished()
+
+    def _is_over(self) -> bool:
+        """The time of the search, where it has found something."""
+        return bool(self._found.rows) and time.process_time() > self._end
 
     def _finished(self) -> Found:
         """The result, with layouts whose messages are smaller. Raises UsageError: there is none."""
@@ -421,6 +447,8 @@ class _Search:
             bool, int
         ] = {}  # is it recomputed -> bytes that are too many with states away
         for relief in RELIEFS:
+            if self._is_over():
+                return
             paths = set(relief)
             recomputes = RECOMPUTE in paths
             is_idle = any(fits <= paths for fits in fitting)
@@ -437,7 +465,7 @@ class _Search:
             if OPTIMIZER not in paths:
                 lacking[recomputes] = lacks
             if size <= self._found.limit_bytes:
-                row = self._timed(point, relief, size)
+                row = self._timed(point, relief)
                 if row is not None:
                     fitting.append(paths)
                     yield row
@@ -458,13 +486,11 @@ class _Search:
         for more in [second] * bool(second) + [{**lossy, **second}]:
             if not all(map(self._space.is_free, more)) or zero.divergent_graphs:
                 continue
-            plan = self._plan(point, {**row.more, **more})
-            if plan is not None:
-                size, _ = self._needs(plan)
-                found = self._timed(point, {**row.more, **more}, size)
-                is_faster = found is not None and found.sample_seconds < row.sample_seconds
-                if found is not None and is_faster and size <= self._found.limit_bytes:
-                    yield found
+            found = self._timed(point, {**row.more, **more})
+            if found is None or found.device_bytes > self._found.limit_bytes:
+                continue
+            if found.sample_seconds < row.sample_seconds:
+                yield found
 
     def _plan(
         self, point: Point, more: Mapping[str, Any], traces: Collection[int] = ()
@@ -490,11 +516,12 @@ class _Search:
         movable = sum(rank.states.get(kind, 0) for kind in ("grad", "master", "optimizer"))
         return size, size - movable - self._found.limit_bytes
 
-    def _timed(self, point: Point, more: Mapping[str, Any], size: int) -> Row | None:
+    def _timed(self, point: Point, more: Mapping[str, Any]) -> Row | None:
         """The row with its seconds, by the first, a middle and the last stage of a pipeline."""
         plan = self._plan(point, more, sorted({0, point.pipe // 2, point.pipe - 1}))
         if plan is None:
             return None
+        size, _ = self._needs(plan)
         seconds = self._timer.of(plan)
         self._found.tried.append((size, seconds.tokens_per_second, division_text(plan)))
         return Row(point, self._space.source(point, more), dict(more), plan, seconds, size)
@@ -557,6 +584,20 @@ class _Search:
         return self._busy[key]
 
     def _observe(self, point: Point) -> float | None:
+        """The first way to slice that the engine takes is that of all points with these tensor ranks."""
+        if point.tensor == 1:
+            return self._kernels(point)
+        for values in self._space.ways_to_slice(self._plan_of_slices):
+            self._space.sliced[point.tensor, point.sequence] = values
+            refused = self._found.refused.copy()
+            seconds = self._kernels(point)
+            if seconds is not None:
+                return seconds
+            if values:
+                self._found.refused = refused
+        return None
+
+    def _kernels(self, point: Point) -> float | None:
         alone = point._replace(pipe=1, experts=1, stage=0, shard=0, micro_batch=1, steps=1)
         data = self._space.source(alone, {})
         data.pop(TRAIN, None)

@@ -29,6 +29,8 @@ UPDATE, MESSAGES, BUBBLE = "update", "exposed messages", "bubble"
 OFFLOAD, HOST = "offload copies", "host-bound"
 PARTS = (MATRIX_WORK, ATTENTION, OTHER_KERNELS, UPDATE, MESSAGES, BUBBLE, OFFLOAD, HOST)
 PIPELINE = "activations"  # the kind of the messages between stages
+WAITS = (MESSAGES, BUBBLE, OFFLOAD, HOST, UPDATE)  # parts in which a device computes no model
+SHOWN = 0.05  # part of a step from which on the largest of them is named
 
 
 @final
@@ -41,7 +43,7 @@ class StepSeconds:
     tokens: of all ranks in a step; samples, where inputs are no whole numbers. flops: of the model, in a
         step on all ranks, without what is run again; scores of attention that a causal mask drops count.
     utilisation: flops / (total x ranks x the best matrix rate of the dtype).
-    bound: one sentence: what limits the step, and what a remedy would give.
+    bound: one or two lines: what limits the step, and what a remedy would give.
     error: relative, of `total`, from the errors in the machine file.
     """
 
@@ -264,17 +266,23 @@ class StepTimer:
         return by_part.get(part, machine.memory.error)
 
     def _bound(self, plan: Plan, parts: Mapping[str, float], walk: Walk, total: float) -> str:
-        part = max(parts, key=parts.__getitem__)
+        """What takes most of the step, then the largest part that computes nothing; each with a remedy."""
+        first = max(parts, key=parts.__getitem__)
+        waits = {part: parts[part] for part in WAITS if part != first}
+        text = self._remedy(first, plan, parts, walk, total)
+        then = max(waits, key=waits.__getitem__)
+        if waits[then] < SHOWN * total:
+            return text
+        return f"{text}\n  then {self._remedy(then, plan, parts, walk, total)}"
+
+    def _remedy(
+        self, part: str, plan: Plan, parts: Mapping[str, float], walk: Walk, total: float
+    ) -> str:
         share = f"{parts[part] / total:.0%}"
         if part == MESSAGES:
             kind = max(walk.exposed, key=walk.exposed.__getitem__)
             most = f"{kind} ({walk.exposed[kind] / total:.0%})"
-            text = f"exposed messages: {share} of the step, most of it {most}"
-            if kind == "all_gather" and plan.config.zero_optimization.stage == 3:
-                inside = max(self._walks(plan, gathers_inside=True), key=lambda each: each.now)
-                left = inside.exposed[kind] / inside.now
-                return f"{text}; with gathers inside of a host (zero_hpz_partition_size) {left:.0%}"
-            return f"{text}; more micro-batches in a step send less for a token"
+            return f"exposed messages: {share} of the step, most of it {most}; {self._sent_less(kind, plan)}"
         halved = parts[BUBBLE] / (2 * total - parts[BUBBLE])
         remedies = {
             MATRIX_WORK: f"the best rate of the machine would take {self._at_best(plan) / total:.0%}",
@@ -286,6 +294,24 @@ class StepTimer:
             HOST: "a larger micro-batch, or compile, launches fewer kernels for a token",
         }
         return f"{part}: {share} of the step; {remedies[part]}"
+
+    def _sent_less(self, kind: str, plan: Plan) -> str:
+        """What lowers the messages that a step waits for most."""
+        zero, axes = plan.config.zero_optimization, kind.partition(" ")[0].split("+")
+        second = zero.zero_hpz_partition_size
+        if kind == "all_gather" and zero.stage == 3 and second <= 1 < plan.ranks_per_host:
+            inside = max(self._walks(plan, gathers_inside=True), key=lambda each: each.now)
+            left = inside.exposed[kind] / inside.now
+            return f"with gathers inside of a host (zero_hpz_partition_size) {left:.0%}"
+        if kind == PIPELINE:
+            return "fewer chunks of a stage send less"
+        if "data" in axes and plan.mesh.experts > 1:
+            return "chunks of expert_parallel send tokens beside experts; expert ranks of one host send less far"
+        if "tensor" in axes:
+            return "fewer tensor ranks, or tp_overlap_comm, lower it"
+        if "sequence" in axes:
+            return "fewer sequence ranks, or a larger micro-batch, lower it"
+        return "more micro-batches in a step send less for a token"
 
     def _at_best(self, plan: Plan) -> float:
         """Seconds of one rank's FLOPs at the best measured rate of their dtype."""
