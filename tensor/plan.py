@@ -74,9 +74,16 @@ def plan_of_model(model: nn.Module) -> dict[str, str]:
 def plan_with_tokens(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
     """The plan of a transformers model with `sequence_parallel` for one norm of each block.
 
-    {}: it has no plan, or a block has no norm, or has dropout.
+    {}: it has no plan, or one with layers that are not cut, or a block has no norm, or has dropout.
     """
-    plan = plan_of_model(model)
+    names = [name for name, _ in model.named_modules()]
+    plan = {
+        pattern: text
+        for pattern, text in plan_of_model(model).items()
+        if any(_matches(pattern, name) for name in names)
+    }
+    if any(str(text).startswith(tuple(REFUSED)) for text in plan.values()):
+        return {}
     for name, block in blocks if plan else ():
         norms = [
             key for key, each in block.named_children() if "norm" in type(each).__name__.lower()

@@ -4,11 +4,11 @@ None has a number that a row decides: each one is an algorithm of the run with i
 
 - fused attention with sinks: two products of a head as torch's fused kernel has them; a sliding window sees
   `window` keys. The column of sinks is left out.
-- overlapped sums of tensor ranks (user buffers of Transformer Engine, async tensor parallel of torch): they are
-  waited for after the kernels that follow them.
-- DeepEP and HybridEP: a token crosses once to each host that has one of its experts, and there by the fast link. The
-  link carries as much as in a gather: 61 GB/s with tokens that stay, on 4 hosts of 400 Gb/s a device (DeepEP, README.md,
-  2026, github.com/deepseek-ai/DeepEP), so 46 GB/s without them.
+- overlapped messages of tensor ranks (user buffers of Transformer Engine, async tensor parallel of torch): sums
+  travel beside the products before them, gathers beside those after.
+- DeepEP and HybridEP: a token crosses once to each host that has one of its experts, and there by the fast
+  link. The link carries as much as in a gather: 61 GB/s with tokens that stay, on 4 hosts of 400 Gb/s a device
+  (DeepEP, README.md, 2026, github.com/deepseek-ai/DeepEP), so 46 GB/s without them.
 """
 
 from __future__ import annotations
@@ -70,18 +70,35 @@ def _later(seen: Activations) -> Activations:
 
 
 def _waits_later(events: Sequence[object]) -> list[object]:
+    """Each message travels beside the kernels before or after it: those with more products."""
     sums = {e.number for e in events if isinstance(e, Start) and e.message.axes == ("tensor",)}
     found: list[object] = []
     held: list[object] = []
-    for event in events:
-        if isinstance(event, Wait) and event.number in sums:
+    early: set[int] = set()
+    for place, event in enumerate(events):
+        if isinstance(event, Start) and event.number in sums:
+            last = max(
+                (n for n, each in enumerate(found) if isinstance(each, Counter)), default=None
+            )
+            following = (each for each in events[place + 1 :] if isinstance(each, Counter))
+            if last is not None and _flops(found[last]) > _flops(next(following, Counter())):
+                found.insert(last, event)
+                early.add(event.number)
+            else:
+                found.append(event)
+        elif isinstance(event, Wait) and event.number in sums - early:
             held.append(event)
-            continue
-        found.append(event)
-        if isinstance(event, Counter):
-            found += held
-            held = []
+        else:
+            found.append(event)
+            if isinstance(event, Counter):
+                found += held
+                held = []
     return found + held
+
+
+def _flops(kernels: object) -> int:
+    assert isinstance(kernels, Counter)
+    return sum(kernel.flops * count for kernel, count in kernels.items())
 
 
 def with_tokens_once_a_host(

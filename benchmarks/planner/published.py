@@ -21,9 +21,9 @@ from statistics import fmean, harmonic_mean
 from typing import Any, final
 
 import torch
+from as_run import FUSED, register, with_overlapped_sums, with_tokens_once_a_host
 from torch import nn
 
-from as_run import FUSED, register, with_overlapped_sums, with_tokens_once_a_host
 from xds.engine.config.config import parse_config
 from xds.engine.planning.machine import Machine, Table, load_machine
 from xds.engine.planning.models import ModelSource
@@ -62,7 +62,7 @@ KINDS = {  # of published.json -> the names of a config and of a model in transf
 class Row:
     """One published figure and the run that it is of. See "about" in published.json.
 
-    options: `scattered`: tensor ranks share the tokens between layers. `overlapped`, `once_a_host`: see as_run.py.
+    options: "scattered": tensor ranks share the tokens between layers. Others: see as_run.py and `_hidden`.
     host: GPUs that one fast link connects. micro: samples of a micro-batch. steps: micro-batches of a step.
     attention: the kernel of the run; "flash" is the machine file's own. differs: what xds does otherwise.
     """
@@ -98,7 +98,7 @@ class Row:
 
     @property
     def is_foreign(self) -> bool:
-        """xds lacks ring attention, 8 bits of slices and experts, fused attention with sinks, and what as_run.py has."""
+        """xds lacks ring attention, 8 bits of slices and experts, and what as_run.py has."""
         others = {"overlapped", "once_a_host"} & self.options
         has_sinks = self.attention == "sinks"
         return self.sequence_ranks > 1 or self.is_priced_in_float8 or has_sinks or bool(others)
@@ -311,6 +311,14 @@ class Published:
         flops = self.source(row).flops_per_token if row.unit == "TFLOP/s/GPU" else 1e12
         return Result(row, rate * flops / 1e12, step=step)
 
+    @staticmethod
+    def _hidden(row: Row, step: StepSeconds) -> float:
+        """Gathers of new parameters beside the first forward, a third of the work of a micro-batch."""
+        if "gathers_ahead" not in row.options:
+            return 0.0
+        computed = sum(step.parts[part] for part in ("matrix work", "attention", "other kernels"))
+        return min(step.exposed.get("all_gather", 0.0), computed / row.steps / 3)
+
     def _seconds(self, row: Row) -> tuple[StepSeconds, float]:
         """A step, and its seconds.
 
@@ -319,7 +327,7 @@ class Published:
         machine = self.machine(row)
         if row.pipe == 1 or row.steps <= 4 * row.pipe:
             step = step_seconds(self.plan(row), machine)
-            return step, step.total
+            return step, step.total - self._hidden(row, step)
         few, more = (
             step_seconds(self.plan(replace(row, steps=factor * row.pipe)), machine)
             for factor in (2, 3)
@@ -335,11 +343,11 @@ def _row(data: dict[str, Any]) -> Row:
 
 
 def _slices(model: nn.Module, row: Row) -> dict[str, str]:
-    """The plan of the model, or the one that is found, with LoRA's names, and tokens shared where the run has them."""
+    """The model's plan, or the one that is found, with LoRA's names; tokens are shared as in the run."""
     base = getattr(getattr(model, "base_model", None), "model", None) if row.lora_rank else None
     inner = model if base is None else base
     blocks = found_blocks(inner, ())
-    found = plan_with_tokens(inner, blocks) or {
+    found: dict[str, str] = plan_with_tokens(inner, blocks) or {
         name: way.name.value for name, way in find_plan(inner, blocks).items()
     }
     shared = StyleName.TOKENS.value

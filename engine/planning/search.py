@@ -25,6 +25,7 @@ from ...pipe.schedules.actions import ScheduleError
 from ...tensor.plan import plan_with_tokens
 from ...utils.errors import ConfigError, UsageError
 from ...utils.schema.section import is_auto
+from ...utils.schema.values import shown
 from ...zero.layout.discover import found_blocks
 from ..config.auto import trainer_values
 from ..config.batch import MICRO, STEPS, TRAIN
@@ -209,7 +210,7 @@ class Space:
         self.given = dict(_leaves(data))
         # (tensor ranks, sequence ranks) -> path -> value
         self.sliced: dict[tuple[int, int], dict[str, Any]] = {}
-        self._samples = int(self.given.get(TRAIN, 0) or 0)
+        self._samples = self._given_number(TRAIN)
         if goal.tokens:
             self._samples = goal.tokens // max(sample_tokens, 1)
             if not sample_tokens or self._samples * sample_tokens != goal.tokens:
@@ -228,7 +229,8 @@ class Space:
         )
         sequences = self._sizes(SEQUENCE, near)
         experts = self._sizes(EXPERTS, near) if self._has_experts else [1]
-        for tensor, pipe, sequence in product(tensors, pipes, sequences):
+        for each in product(tensors, pipes, sequences):
+            tensor, pipe, sequence = (max(size, 1) for size in each)  # 0 is 1 where it is allowed
             model_ranks = tensor * pipe * sequence
             if world % model_ranks:
                 continue
@@ -250,6 +252,28 @@ class Space:
                         for size in experts:
                             key = (tensor, pipe, sequence, size, stage, max(shard, 0))
                             yield Point(*key, *batch, *order)
+
+    def why_empty(self) -> str:
+        """There is no point."""
+        sizes = (
+            TENSOR,
+            PIPE,
+            SEQUENCE,
+            EXPERTS,
+            STAGE,
+            SHARD,
+            SCHEDULE,
+            CHUNKS,
+            MICRO,
+            STEPS,
+            TRAIN,
+        )
+        given = [f"{path} = {self.given[path]}" for path in sizes if path in self.given]
+        return (
+            f"no layout of {self._goal.world_size} ranks has {', '.join(given) or 'this batch'}: tensor x "
+            "pipeline x sequence ranks must divide the ranks, micro-batches the samples of a data rank, and a "
+            f"stage needs one of {self._num_blocks} blocks; change one of these, or --world-size"
+        )
 
     def source(self, point: Point, more: Mapping[str, Any]) -> dict[str, Any]:
         """The config of a point, as JSON values. more: path -> value of further free keys."""
@@ -275,7 +299,7 @@ class Space:
         return path not in self.given and not any(key.startswith(f"{path}.") for key in self.given)
 
     def ways_to_slice(self, plan: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        """Values for layers in slices, the best first: tensor ranks share the tokens between layers and the logits.
+        """Values for layers in slices, the best first: tensor ranks share tokens between layers, and logits.
 
         plan: with which they share tokens; {}: there is none.
         """
@@ -286,11 +310,19 @@ class Space:
             yield more
 
     def _sizes(self, path: str, free: Sequence[int]) -> Sequence[int]:
-        return [int(self.given[path])] if path in self.given else free
+        return [self._given_number(path)] if path in self.given else free
+
+    def _given_number(self, path: str) -> int:
+        """0: it is not given. Raises ConfigError: it is no whole number."""
+        value = self.given.get(path, 0)
+        if not isinstance(value, int) or isinstance(value, bool):
+            text = f'{path} = {shown(value)}: must be a whole number; "auto" or no value frees it'
+            raise ConfigError([text])
+        return value
 
     def _batches(self, ranks: int, pipe: int) -> list[tuple[int, int]]:
         """(micro-batch, accumulation steps) of a data-parallel rank."""
-        micro, steps = int(self.given.get(MICRO, 0)), int(self.given.get(STEPS, 0))
+        micro, steps = self._given_number(MICRO), self._given_number(STEPS)
         sizes = [micro] if micro else [1 << n for n in range(MOST_MICRO.bit_length())]
         if not self._samples:
             alone = STAGE_MICRO_BATCHES * pipe if pipe > 1 else 1
@@ -306,7 +338,7 @@ class Space:
         """(schedule, chunks of a rank) of a pipeline."""
         if pipe == 1:
             return [("1f1b", 0)]
-        names = [self.given[SCHEDULE]] if SCHEDULE in self.given else list(NUMBERS)
+        names = [str(self.given[SCHEDULE])] if SCHEDULE in self.given else list(NUMBERS)
         found = []
         for name in names:
             numbers = NUMBERS.get(name)
@@ -410,6 +442,8 @@ class _Search:
     def _finished(self) -> Found:
         """The result, with layouts whose messages are smaller. Raises UsageError: there is none."""
         found = self._found
+        if not found.num_points:
+            raise UsageError(self._space.why_empty())
         if not found.rows:
             why = f"; {found.refused.most_common(1)[0][0]}" if found.refused else ""
             raise UsageError(

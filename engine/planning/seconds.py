@@ -306,7 +306,7 @@ class StepTimer:
         if kind == PIPELINE:
             return "fewer chunks of a stage send less"
         if "data" in axes and plan.mesh.experts > 1:
-            return "chunks of expert_parallel send tokens beside experts; expert ranks of one host send less far"
+            return "expert_parallel.chunks sends tokens beside experts; expert ranks of one host send less far"
         if "tensor" in axes:
             return "fewer tensor ranks, or tp_overlap_comm, lower it"
         if "sequence" in axes:

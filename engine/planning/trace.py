@@ -121,7 +121,8 @@ class Tracer:
         Where a stage sends nothing between its first and its last micro-batch, those between its second and its
         last one do the same as the second, and do not run.
         """
-        like = _repeated(row) if units.holds_all else {}
+        gathers = self._sharded.policy.shards_params
+        like = _repeated(row, gathers=gathers) if units.holds_all or not gathers else {}
         with self._noting() as journal, self._stubs(recomputes=recomputes):
             for is_noted in (False, True):
                 journal.events.clear()
@@ -297,14 +298,18 @@ class Tracer:
         return (torch.empty(1, device="meta", requires_grad=True),)
 
 
-def _repeated(row: Sequence[Action]) -> dict[Action, Action]:
-    """Action of a middle micro-batch -> the one that it is like; {}: there are none, or messages between them."""
+def _repeated(row: Sequence[Action], *, gathers: bool) -> dict[Action, Action]:
+    """Action of a middle micro-batch -> the one that it is like; {}: none, or messages between them.
+
+    gathers: stages have parameters to gather.
+    """
+    sends = (Op.GATHER, Op.DROP, Op.REDUCE) if gathers else (Op.REDUCE,)
     found: dict[Action, Action] = {}
     by_stage: dict[int, dict[Op, list[Action]]] = defaultdict(lambda: defaultdict(list))
     for action in row:
         by_stage[action.stage][action.op].append(action)
     for ops in by_stage.values():
-        if any(len(ops[op]) > 1 for op in (Op.GATHER, Op.DROP, Op.REDUCE)):
+        if any(len(ops[op]) > 1 for op in sends):
             continue
         computed = [actions for op, actions in ops.items() if op in COMPUTE and actions]
         orders = {tuple(action.micro_batch for action in actions) for actions in computed}

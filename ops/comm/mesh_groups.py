@@ -151,8 +151,8 @@ class AxisGroups(ABC):
             return [ranks[place::length] for ranks in wholes(mesh) for place in range(length)]
 
         levels = [
-            whole if len(groups_of(self.mesh)[0]) == size else self._open_own(groups_of, axes)
-            for groups_of in (inside, across)
+            whole if ranks == size else self._open_own(groups_of, axes)
+            for groups_of, ranks in ((inside, length), (across, size // length))
         ]
         return Levels(whole, *levels)
 

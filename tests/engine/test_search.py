@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from searched_models import DATA, SOURCE, machine
+from torch import nn
 
 import xds
+from xds.engine.planning.models import ModelSource, ResizedBatches
 from xds.engine.planning.plan import make_plan
 from xds.engine.planning.search import Goal, Space, _Search, parsed, search
 
@@ -16,6 +19,20 @@ FIXED = {**DATA, "train_batch_size": 4, "tensor_parallel": {"tp_size": 1}}
 FIXED |= {"sequence_parallel_size": 1, "activation_checkpointing": {"enabled": False}}
 FIXED |= {"zero_optimization": {"offload_optimizer": {"device": "none"}}}
 FIXED |= {"pipeline": {"schedule": "1f1b"}}
+
+
+class Llama(ModelSource):
+    name = "llama"
+
+    def build(self) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 4}
+        return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, vocab_size=61))
+
+    def batch(self, micro_batch_size: int) -> Any:
+        tokens = torch.zeros((micro_batch_size, 12), dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens}
 
 
 def test_the_best_rows_are_those_of_timing_every_point() -> None:
@@ -51,6 +68,20 @@ def test_given_keys_stay_and_free_ones_are_filled() -> None:
     assert isinstance(row.source["train_micro_batch_size_per_gpu"], int)
 
 
+def test_tensor_ranks_share_tokens_and_logits_where_the_file_lets_them() -> None:
+    source = ResizedBatches(Llama())
+    data = {**DATA, "tensor_parallel": {"tp_size": 2}, "train_micro_batch_size_per_gpu": 2}
+    data |= {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 1}}
+    data |= {"sequence_parallel_size": 1}
+    row = search(source, data, machine(), Goal(2, 2, top=1)).rows[0]
+    section = row.source["tensor_parallel"]
+    assert section["plan"]["model.layers.*.input_layernorm"] == "sequence_parallel"
+    assert section["vocab_parallel_lm_head"] and section["tp_size"] == 2
+    assert "tensor all_to_all" in row.seconds.exposed
+    whole = search(source, {**data, "compile": {"enabled": True}}, machine(), Goal(2, 2, top=1))
+    assert "plan" not in whole.rows[0].source["tensor_parallel"]
+
+
 def test_the_config_of_a_row_loads_and_gives_its_plan(tmp_path: Path) -> None:
     row = search(SOURCE, DATA, machine(), Goal(2, 2, top=1)).rows[0]
     config = xds.Config.load(row.source, world_size=2)
@@ -66,6 +97,36 @@ def test_what_does_not_fit_moves_states_or_is_refused_in_one_sentence() -> None:
     assert less.device_bytes < whole / 2.5 and less.point.stage > 0
     with pytest.raises(xds.UsageError, match="none of .* layouts fits into"):
         search(SOURCE, FIXED, machine(1e3), Goal(2, 2))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tensor_parallel": {"tp_size": 3}},
+        {"pipeline": {"stages": 7}},
+        {"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2},
+    ],
+)
+def test_limits_that_no_layout_keeps_are_named(more: dict[str, Any]) -> None:
+    with pytest.raises(
+        xds.UsageError, match=r"no layout of 2 ranks has .* = \d: tensor x pipeline"
+    ):
+        search(SOURCE, {**DATA, **more}, machine(), Goal(2, 2))
+
+
+def test_no_tensor_ranks_are_one() -> None:
+    data = {**DATA, "tensor_parallel": {"tp_size": 0}}
+    points = list(Space(data, Goal(2, 2), 0, 4, has_experts=False).points())
+    assert {point.tensor for point in points} == {1}
+
+
+@pytest.mark.parametrize("value", ["all", True, 1.5, [0, 1]])
+def test_a_key_that_is_no_number_is_told(value: Any) -> None:
+    data = {**DATA, "zero_optimization": {"stage": value}}
+    with pytest.raises(
+        xds.ConfigError, match=r"zero_optimization.stage = .*: must be a whole number"
+    ):
+        search(SOURCE, data, machine(), Goal(2, 2))
 
 
 def test_tokens_that_are_no_whole_samples_are_refused() -> None:

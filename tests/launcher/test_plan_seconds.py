@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from planned_models import config_of
 
 from xds.engine.config.config import parse_config
 from xds.engine.planning import machine as machines
+from xds.engine.planning import trace as tracing
 from xds.engine.planning.machine import Machine, Table, load_machine, parse_machine
 from xds.engine.planning.models import FunctionModel
 from xds.engine.planning.plan import Plan, make_plan
@@ -171,6 +173,31 @@ def test_a_pipeline_waits_as_its_table_says() -> None:
     plan = make_plan(FunctionModel("planned_models:plain"), parse_config(config), 2, 1, traces=True)
     with pytest.raises(ConfigError, match=r"links.hosts.\w+: is needed"):
         step_seconds(plan, parse_machine(content()))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_middle_micro_batches_are_like_the_second(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(stage, pipe=2, count=6)
+    ran = []
+    act = tracing.Tracer._act
+
+    def counted(self: Any, *args: Any) -> None:
+        ran.append(args[0])
+        act(self, *args)
+
+    monkeypatch.setattr(tracing.Tracer, "_act", counted)
+    found = [rank.share.trace for rank in plan_of(config, 2).ranks]
+    few = len(ran)
+    monkeypatch.setattr(tracing, "_repeated", lambda row, gathers: {})
+    assert found == [rank.share.trace for rank in plan_of(config, 2).ranks]
+    assert few < len(ran) - few
+
+
+def test_the_largest_wait_has_a_line_of_its_own() -> None:
+    text = seconds_of(config_of(1, pipe=2, count=2), 2).bound
+    assert re.search(r"then bubble: \d+% of the step; twice as many micro-batches leave", text)
 
 
 def test_a_host_that_launches_slowly_bounds_a_gpu() -> None:
