@@ -140,6 +140,8 @@ class Engine:
         self._states.check_usable()
         self._batches.refuse("forward")
         self._parts.preemption.check()
+        if self._parts.recovery.is_on and torch.is_grad_enabled():
+            self._begin_step()
         return self._step.forward(args, kwargs)
 
     def backward(
@@ -171,12 +173,18 @@ class Engine:
         self._check_trains()
         self._batches.refuse("backward")
         recovery = self._parts.recovery
+        self._begin_step()
         with recovery:
             if not recovery.has_lost:
                 return self._step.backward(
                     loss, retain_graph=retain_graph, divides=scale_wrt_gas, weight=weight
                 )
         return self._step.share_of(loss, divides=scale_wrt_gas and weight is None)
+
+    def _begin_step(self) -> None:
+        """A step begins or goes on. If a rank fails here the step is dropped at its end."""
+        with self._parts.recovery:
+            self._parts.recovery.begin_step()
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
         """`loss` times the loss scale over the accumulation steps, to call `.backward()` on yourself.

@@ -114,14 +114,17 @@ class StepMeans:
         if weight is not None:
             self._weights.append(weight)
 
-    def add_all(self, losses: Sequence[Tensor], weights: Sequence[Weight | None]) -> None:
+    def add_all(
+        self, losses: Sequence[Tensor], weights: Sequence[Weight | None], divisor: int
+    ) -> None:
         """What a pipeline has computed. Both are empty on the ranks without its last stage.
 
+        divisor: of losses without weights, as of their gradients.
         Raises UsageError: as `begin`.
         """
         for loss, weight in zip(losses, weights, strict=True):
             self.begin(is_weighted=weight is not None)
-            self.add(loss if weight is not None else loss / len(losses), weight)
+            self.add(loss if weight is not None else loss / divisor, weight)
 
     @property
     def is_weighted(self) -> bool:

@@ -114,8 +114,8 @@ class SaveInterval:
         """A save has stopped training for so long."""
         return
 
-    def dropped(self, *, has_failed: bool) -> None:
-        """The running step is dropped, where other ranks come or one has failed."""
+    def dropped(self) -> None:
+        """The running step is dropped, because a rank has failed."""
         return
 
 
@@ -162,6 +162,13 @@ class Recovery:
 
     def agree(self, status: StepStatus) -> None:
         """What the ranks said in the message of the step that runs."""
+        return
+
+    def begin_step(self) -> None:
+        """A forward or backward that trains begins: if other ranks wait to take part, they do from now on.
+
+        A collective then.
+        """
         return
 
     def commit(self) -> None:

@@ -211,8 +211,16 @@ class LiveRecovery(Recovery):
                 "that trains them, and not ahead"
             )
         self._note(taken)
-        if self._regroups and not self.has_lost:  # all ranks do, after this step
-            self._lost_seconds = time.monotonic()
+
+    def begin_step(self) -> None:
+        if not self._regroups or self.has_lost:
+            return
+        # what the script does between two steps, such as a save, is done: new processes know nothing of it
+        assert self._target is not None
+        report = self._target.parts.report
+        with report.spending("stall"):
+            reason, stall_seconds = self._recover()
+        report.recovered(reason, {"stall": round(stall_seconds, 6)})
 
     def loaded(self) -> None:
         self._note(self._source.start())
@@ -222,7 +230,7 @@ class LiveRecovery(Recovery):
         assert self._target is not None
         report = self._target.parts.report
         repeated_seconds = report.drop_step()
-        self._target.parts.saves.dropped(has_failed=not self._regroups)
+        self._target.parts.saves.dropped()
         with report.spending("stall"):
             self._drop(self._target)
             reason, stall_seconds = self._recover()
@@ -415,7 +423,8 @@ class LiveRecovery(Recovery):
                 client_state = self._call[2] if self._call else states.client_state
                 folder = tempfile.mkdtemp(prefix=f"{STATES_PREFIX}{os.getppid()}-", dir=parent)
                 try:
-                    write_image(parts, target.counters, client_state, Path(folder))
+                    with self._loader.standing_at(self._committed.position):
+                        write_image(parts, target.counters, client_state, Path(folder))
                 except OSError as error:
                     failure = str(error)
             told = {"folder": folder, "failure": failure, "call": _told(self._call)}

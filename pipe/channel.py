@@ -153,6 +153,14 @@ class Channel:
         """A step begins. `inputs`: for each micro-batch the shapes of its input, see `signature`."""
         self._inputs = inputs
 
+    def forget(self) -> None:
+        """The groups are new ones: drop what was on its way, and the headers, which each side may lack."""
+        for known in (self._sent, self._known, self._arriving, self._due):
+            known.clear()
+        self._headers.clear()
+        self._returning.clear()
+        self._outgoing.clear()
+
     # -- forward ----------------------------------------------------------------------------------------
 
     def send_forward(self, stage: int, micro_batch: int, flow: Flow) -> Header:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 MOST_PARTS = 27_720  # of 1 to 12 units
 
 
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble")  # of pipelines, with any number of micro-batches
+
+
 class Neighbours(Protocol):
     """What the rules read of the other sections."""
 
@@ -43,6 +46,8 @@ class Neighbours(Protocol):
     def curriculum_learning(self) -> Any: ...
     @property
     def watch(self) -> Any: ...
+    @property
+    def pipeline(self) -> Any: ...
     @property
     def model_ranks(self) -> int: ...
     @property
@@ -86,12 +91,19 @@ class Recovery(Section):
             )
         zero = config.zero_optimization
         has_host = zero.offload_optimizer.device != "none" or zero.offload_param.device != "none"
+        stages, cut_ranks = config.pipeline.stages, config.model_ranks // config.pipeline.stages
         packs, sampling = config.data_packing.tokens, config.data_efficiency.data_sampling
         refused = {
-            "pipeline stages x tensor ranks x sequence ranks": (
-                config.model_ranks,
-                config.model_ranks > 1,
+            "tensor ranks x sequence ranks": (cut_ranks, cut_ranks > 1),
+            "pipeline.schedule": (
+                config.pipeline.schedule,
+                stages > 1 and config.pipeline.schedule not in SCHEDULES,
             ),
+            "pipeline.reduce": (
+                config.pipeline.reduce,
+                stages > 1 and config.pipeline.reduce == "micro_batch",
+            ),
+            "zero_optimization.stage of pipelines": (zero.stage, stages > 1 and zero.stage > 0),
             "zero_optimization.offload_optimizer, offload_param": ("a host", has_host),
             "zero_optimization.zero_hpz_partition_size, zero_quantized_weights and _gradients": (
                 "ZeRO++",

@@ -24,6 +24,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from xds.ops.mesh import Mesh
+from xds.recovery.units import units_of
+
 TRAIN = Path(__file__).with_name("train.py")
 PHASES = (
     *("forward", "backward", "before sum", "in sum", "before norm", "after norm"),
@@ -37,18 +40,16 @@ TOLERANCE = 1e-4
 
 
 def plan_of(
-    random_: random.Random, ranks: int, mics: int, steps: int, kills: int
+    random_: random.Random, units_: list[tuple[int, ...]], steps: int, kills: int
 ) -> list[dict[str, Any]]:
     """What happens to ranks. kills: of a run whose lost ranks are replaced; 0: they are not."""
-    count = ranks // mics
+    count = len(units_)
     phases = PHASES
     if kills and count == 2:  # the other unit has the only states while new processes copy them
         phases = tuple(phase for phase in PHASES if "group" not in phase and "healing" not in phase)
-    units = [
-        mics * unit + random_.randrange(mics) for unit in random_.sample(range(count), count - 1)
-    ]
+    units = [random_.choice(unit) for unit in random_.sample(units_, count - 1)]
     if kills:
-        units = [random_.randrange(ranks) for _ in range(kills)]
+        units = [random_.choice(random_.choice(units_)) for _ in range(kills)]
     step, plan = 3, []
     for number, unit in enumerate(units):
         # else together with the one before
@@ -156,7 +157,7 @@ def show(ranks: int, runs: int, failed: int, seconds: list[float], phases: Count
     print(", ".join(f"{phase} {count}" for phase, count in sorted(phases.items())))
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--ranks", type=int, default=4)
@@ -164,13 +165,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stage", type=int, default=0, help="ZeRO stage; above 0 with --mics")
     parser.add_argument("--mics", type=int, default=1, help="ranks of a shard group")
+    parser.add_argument("--pipe", type=int, default=1, help="stages of a pipeline")
     parser.add_argument("--signal", default="", help="this one only")
     parser.add_argument("--spares", type=int, default=0, help="lost ranks are replaced")
     parser.add_argument("--kills-per-run", type=int, default=6, help="with --spares")
-    args = parser.parse_args()
-    os.environ |= {"STAGE": str(args.stage), "MICS": str(args.mics)}
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = options()
+    os.environ |= {"STAGE": str(args.stage), "MICS": str(args.mics), "PIPE": str(args.pipe)}
+    if args.pipe > 1:
+        os.environ.setdefault("ACCUMULATION", "4")
+    units = units_of(Mesh(pipe=args.pipe, data=args.ranks // args.pipe), args.mics)
     # a kill waits until all ranks are there, where none but the killed unit and another one have states
-    is_pair = args.spares and args.ranks == 2 * args.mics
+    is_pair = args.spares and len(units) == 2
     os.environ["FULL"] = str(args.ranks) if is_pair else ""
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
     before = {path.name for path in Path("/dev/shm").iterdir()}
@@ -183,7 +192,7 @@ def main() -> None:
     while kills < args.kills:
         number += 1
         replaced = args.kills_per_run if args.spares else 0
-        plan = plan_of(random_, args.ranks, args.mics, args.steps, replaced)
+        plan = plan_of(random_, units, args.steps, replaced)
         if args.signal:
             plan = [{**entry, "signal": args.signal} for entry in plan]
         out = folder / f"run{number}"

@@ -23,9 +23,10 @@ UNIT = int(os.environ["RANK"])
 STEPS = int(os.environ.get("STEPS", "60"))
 OUT = Path(os.environ["OUT"])
 PLAN = [entry for entry in json.loads(os.environ.get("PLAN", "[]")) if entry["unit"] == UNIT]
-SAVE_EVERY = 10
+SAVE_EVERY = int(os.environ.get("SAVE_EVERY", "10"))
 FULL = os.environ.get("FULL", "")  # kill only while so many ranks are there
 STAGE, MICS = int(os.environ.get("STAGE", "0")), int(os.environ.get("MICS", "1"))
+PIPE = int(os.environ.get("PIPE", "1"))
 WIDTH, TOKENS, VOCABULARY = int(os.environ.get("WIDTH", "64")), 32, 256
 
 lines = open(OUT / f"unit{UNIT}.jsonl", "a", buffering=1)
@@ -101,7 +102,13 @@ def patch_all(model: nn.Module) -> None:
     from xds.ops.comm.collectives import Collectives
     from xds.zero.model.update import Updater
 
-    model.head.register_forward_pre_hook(lambda *_: reach("forward"))
+    if PIPE == 1:
+        model.head.register_forward_pre_hook(lambda *_: reach("forward"))
+    else:
+        from xds.pipe.channel import Channel
+
+        patch(Channel, "take_forward", "forward")
+        patch(Channel, "send_backward", "", "backward")
     model.blocks[1].register_full_backward_hook(lambda *_: reach("backward"))
     patch(Collectives, "reduce_scatter", "before sum", "in sum")
     patch(Collectives, "sum_whole", "before sum", "in sum")
@@ -118,8 +125,8 @@ def patch_all(model: nn.Module) -> None:
 
 
 def train(engine: Any) -> Iterator[None]:
-    """Train, and yield after each step. With sharded parameters train_batch runs the steps."""
-    while STAGE == 3:
+    """Train, and yield after each step. With sharded parameters, or stages, train_batch runs the steps."""
+    while STAGE == 3 or PIPE > 1:
         engine.train_batch()
         yield
     for tokens in engine.training_dataloader:
@@ -151,6 +158,8 @@ def main() -> None:
         config["recovery"] = {"enabled": True}
     if STAGE:
         config["zero_optimization"] = {"stage": STAGE, "mics_shard_size": MICS}
+    if PIPE > 1:
+        config["pipeline"] = {"stages": PIPE}
     engine = xds.initialize(model, config, training_data=data)
     write(start=os.getpid())
     while engine.global_steps < STEPS:

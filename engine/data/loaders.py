@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any, final
 
@@ -236,6 +237,15 @@ class RankLoader(DataLoader[Any]):
     def position(self) -> dict[str, int]:
         """The position of the next sample."""
         return self._position
+
+    @contextmanager
+    def standing_at(self, position: dict[str, int]) -> Iterator[None]:
+        """Inside, `position()` is this one: of a step whose first batch was taken, and that has not begun."""
+        here, self._position = self._position, position
+        try:
+            yield
+        finally:
+            self._position = here
 
     def resume(self, position: Mapping[str, int]) -> bool:
         """Begin the next iteration at `position`. False: the position is of another kind of source."""

@@ -49,7 +49,12 @@ class StepSampler(Sampler[int], Resumable):
         self._indices: tuple[int, list[int]] = (-1, [])  # of an epoch
 
     def share(self, shares: Sequence[tuple[int, int]]) -> None:
-        """From the next step on this rank runs these micro-batches (unit, number), its own first."""
+        """From the next step on this rank runs these micro-batches (unit, number), its own first.
+
+        The first one of that step may have been taken already.
+        """
+        if self._given == len(self._shares):
+            self._move(self.epoch, self._step + 1)
         self._shares = list(shares)
 
     def taken(self) -> dict[str, int]:

@@ -18,6 +18,11 @@ from ..data.batches import call_with, loss_of, move
 from ..parts import Parts
 from .training_step import TrainingStep
 
+NO_ITERATOR = (
+    "train_batch(data_iter) with recovery.enabled: a step that is dropped needs its batches again, so they "
+    "come from training_data: call train_batch() without an iterator"
+)
+
 
 class Trained(Protocol):
     """What the loops call on an engine."""
@@ -122,10 +127,7 @@ class BatchLoop(Loop):
         if not self._recovery.is_on:
             return self._train(engine, data_iter)
         if data_iter is not None:
-            raise UsageError(
-                "train_batch(data_iter) with recovery.enabled: a step that is dropped needs its batches again, "
-                "so they come from training_data: call train_batch() without an iterator"
-            )
+            raise UsageError(NO_ITERATOR)
         engine.module.train()
         done = engine.global_steps
         while engine.global_steps == done:  # a step that is dropped begins again
@@ -221,4 +223,12 @@ def _checked(data_iter: Iterator[Any], call: str) -> Iterator[Any]:
     return data_iter
 
 
-__all__ = ["WHOLE_MODEL", "BatchLoop", "Loop", "PipelinePosition", "Trained", "batch_loop"]
+__all__ = [
+    "NO_ITERATOR",
+    "WHOLE_MODEL",
+    "BatchLoop",
+    "Loop",
+    "PipelinePosition",
+    "Trained",
+    "batch_loop",
+]

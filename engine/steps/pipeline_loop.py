@@ -36,7 +36,7 @@ from ..data.loaders import RepeatingLoader
 from ..data.sharing import share_batches
 from ..means import UNIT, Weight, weighted
 from ..parts import ModelSchedules, Parts
-from .batch_loop import Loop, PipelinePosition, Trained
+from .batch_loop import NO_ITERATOR, Loop, PipelinePosition, Trained
 from .training_step import TrainingStep
 
 CALL_TRAIN_BATCH = (
@@ -147,6 +147,8 @@ class PipelineLoop(Loop):
         )
         self._tables: dict[int, Table] = {}
         self._repeated: Iterator[Any] | None = None
+        self._num_pipelines = parts.sharded.flat_groups.mesh.data  # at the start
+        self._generation = parts.recovery.generation  # of the groups
         placement = pipeline.placement
         stages = placement.stages_of(pipeline.rank)
         self.place = PipelinePosition(
@@ -161,7 +163,27 @@ class PipelineLoop(Loop):
         raise UsageError(f"{text}; {remedy}" if remedy else text)
 
     def train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
-        count = self._counters.accumulation.steps_now
+        recovery = self._parts.recovery
+        if not recovery.is_on:
+            return self._train(engine, data_iter)
+        if data_iter is not None:
+            raise UsageError(NO_ITERATOR)
+        done = engine.global_steps
+        while engine.global_steps == done:  # a step that is dropped begins again
+            with recovery:
+                recovery.begin_step()
+                if self._generation != recovery.generation:
+                    self._pipeline.channel.forget()
+                    self._generation = recovery.generation
+                self._train(engine, None)
+            if recovery.has_lost:
+                recovery.recover()
+        return torch.tensor(self._step.means.loss)  # of all ranks, without another message
+
+    def _train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
+        accumulation = self._counters.accumulation
+        steps = accumulation.steps_now
+        count = steps + accumulation.extra  # with the micro-batches of lost pipelines
         batches = self._take(engine, data_iter, count, "train_batch")
         self._prove_packing(engine.module, batches)
         self._prove_sequences(engine.module, batches)
@@ -175,13 +197,16 @@ class PipelineLoop(Loop):
                 self._tables[count],
                 self._pipeline.rank,
                 batches,
-                factor=self._parts.loss_scale.value / count,
+                factor=self._parts.loss_scale.value / steps,
                 weight_factor=self._parts.loss_scale.value / UNIT,
             )
-            self._step.means.add_all(outcome.losses, outcome.weights)
+            self._step.means.add_all(outcome.losses, outcome.weights, steps)
         self._parts.report.name_actions(self._tables[count].rows[self._pipeline.rank])
         self._units.reduce_root()
-        loss = self._mean(outcome, count)
+        loss = self._mean(outcome, steps)
+        num_left = self._parts.sharded.flat_groups.mesh.data
+        if num_left != self._num_pipelines:  # these have run the micro-batches of all
+            loss *= num_left / self._num_pipelines
         if not self._step.means.is_weighted:  # else the step reports it
             self._parts.report.add_loss(loss)
         for _ in range(count - 1):

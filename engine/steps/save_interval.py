@@ -60,9 +60,9 @@ class TimedSaves(SaveInterval):
         self._is_due, self._since_seconds = False, time.monotonic()
         self.seconds = self._interval()
 
-    def dropped(self, *, has_failed: bool) -> None:
+    def dropped(self) -> None:
         self._is_due = False
-        self._failures += has_failed
+        self._failures += 1
         self.seconds = self._interval()
 
     def _interval(self) -> float:

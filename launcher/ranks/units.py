@@ -157,14 +157,13 @@ class Units(threading.Thread):
 
     def _run_rank(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self._running[rank] = process
-        threading.Thread(target=self._wait, args=(rank, process.pid), daemon=True).start()
+        threading.Thread(target=self._wait, args=(rank, process), daemon=True).start()
 
-    def _wait(self, rank: int, pid: int) -> None:
+    def _wait(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         # WNOWAIT: another thread waits for it as well, and reads how it ended
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        is_exit = ended.si_code == os.CLD_EXITED
-        self._ended.put((rank, ended.si_status if is_exit else -ended.si_status))
+        with contextlib.suppress(ChildProcessError):  # a signal to it has found that it had ended
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        self._ended.put((rank, process.wait()))
 
     # -- spares -----------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def test_auto_is_the_best_interval_of_measured_saves_and_failures(
         saves.saved(seconds)
     # two failures with the one that is assumed, in 50,700 and 100 x 10 hours
     assert saves.seconds == pytest.approx(best_interval_seconds(51_700 / 2 / 100 * 3600, 10.0))
-    saves.dropped(has_failed=True)
+    saves.dropped()
     assert saves.seconds == pytest.approx(best_interval_seconds(51_700 / 3 / 100 * 3600, 10.0))
     assert TimedSaves(7.5, collectives).seconds == 7.5
 

@@ -128,6 +128,29 @@ def test_new_processes_take_the_place_of_a_lost_unit(
         assert unit["samples"] == 60 * 4 * ranks
 
 
+def pipelines(folder: Path, death: list, left: list[int]) -> list[dict]:
+    folder.mkdir()
+    environ = {"OUT": str(folder), "DEATH": json.dumps(death), "OMP_NUM_THREADS": "1"}
+    script = SCRIPT.with_name("pipelines.py")
+    words = ["--recover", "--nproc-per-node", "6", "--log-dir", str(folder / "logs"), str(script)]
+    launcher = ForkedLauncher(words, folder, {**os.environ, **environ})
+    _, err = launcher.communicate(on_busy_machines(90))
+    assert launcher.returncode == 0, err
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in left]
+
+
+@pytest.mark.slow
+def test_the_other_pipelines_run_the_micro_batches_of_a_lost_one(tmp_path: Path) -> None:
+    """Ranks 0 and 3 are a pipeline, 1 and 4, 2 and 5: three have 9 micro-batches in a step, two 4 and 5."""
+    wanted = pipelines(tmp_path / "whole", [], [0])[0]
+    for number, death in enumerate(([1, 3, "backward"], [4, 4, "norm"])):
+        found = pipelines(tmp_path / str(number), death, [0, 2, 3, 5])
+        for place, rank in enumerate(found):
+            assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+            assert rank["values"] == pytest.approx(wanted["values"], rel=1e-4, abs=1e-6)
+            assert rank["samples"] == wanted["samples"] and rank["ranks"] == [place, 4]
+
+
 # -- samples ------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +224,22 @@ def test_a_step_is_given_again_with_the_samples_of_a_lost_unit() -> None:
         assert numbers(next(iter(loader))) == numbers(next(iter(fresh(unit, epoch=1))))
 
 
+@pytest.mark.parametrize("num_taken", [0, 1])
+def test_a_unit_that_comes_again_runs_its_own_samples(num_taken: int) -> None:
+    whole = [[numbers(batch) for batch in loader] for loader in loaders(3, 29)]
+    loader = loaders(3, 29)[0]
+    loader.source.share(shares_of((0, 1), 3, 2, 0))
+    rounds = iter(loader)
+    given = [numbers(next(rounds)) for _ in range(3)]  # one of the lost unit
+    done = loader.source.taken()
+    given += [numbers(next(rounds)) for _ in range(num_taken)]
+    with loader.standing_at(done):
+        assert loader.position() == done == {"epoch": 0, "samples": 12}
+    loader.source.share(shares_of((0, 1, 2), 3, 2, 0))
+    given += [numbers(batch) for batch in rounds]
+    assert given == [*whole[0][:2], whole[2][0], *whole[0][2:]]
+
+
 def fresh(unit: int, epoch: int) -> object:
     loader = loaders(3, 29)[unit]
     loader.resume({"epoch": epoch, "samples": 0})
@@ -266,7 +305,15 @@ def test_the_launcher_ends_a_run_of_which_no_rank_has_the_states(
             {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}},
             'type = "OneBitAdam": does not',
         ),
-        ({"pipeline": {"stages": 2}}, "= 2: does not work with recovery.enabled"),
+        (
+            {"pipeline": {"stages": 2, "schedule": "zbv"}},
+            'pipeline.schedule = "zbv": does not work with',
+        ),
+        (
+            {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}},
+            "stage of pipelines = 1: does not",
+        ),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor ranks x sequence ranks = 2: does not"),
         ({"checkpoint": {"async_save": True}}, "checkpoint.async_save = true: does not work"),
         ({"dataloader_num_workers": 1}, "dataloader_num_workers = 1: does not work with"),
     ],
