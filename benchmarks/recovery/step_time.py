@@ -15,14 +15,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 TRAIN = Path(__file__).with_name("train.py")
 NUM_FIRST = 20  # that do not count
 
 
-def median_seconds(out: Path, *, recovers: bool, ranks: int, steps: int) -> float:
-    """Of the steps of a run, on unit 0; saves are between two of them."""
+def step_of(out: Path, *, recovers: bool, ranks: int, steps: int) -> tuple[float, float]:
+    """The median step of rank 0 of a run in seconds: by the wall clock, and of its processor."""
     out.mkdir()
     environ = {**os.environ, "OUT": str(out), "STEPS": str(steps), "RECOVERY": str(int(recovers))}
     environ |= {"OMP_NUM_THREADS": "1", "SAVE_EVERY": str(10 * steps)}
@@ -30,8 +31,11 @@ def median_seconds(out: Path, *, recovers: bool, ranks: int, steps: int) -> floa
     words += ["--nproc-per-node", str(ranks), "--log-dir", str(out / "logs"), str(TRAIN)]
     subprocess.run(words, env=environ, check=True, stdout=subprocess.DEVNULL, stderr=sys.stderr)
     lines = [json.loads(line) for line in (out / "unit0.jsonl").read_text().splitlines()]
-    times = [line["seconds"] for line in lines if "step" in line][NUM_FIRST:]
-    return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+    rows = [line for line in lines if "step" in line][NUM_FIRST:]
+    wall, cpu = (
+        statistics.median(b[key] - a[key] for a, b in pairwise(rows)) for key in ("seconds", "cpu")
+    )
+    return wall, cpu
 
 
 def main() -> None:
@@ -47,15 +51,19 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="step-time-"))
     turns = []
     for number in range(2 * args.pairs):
-        seconds = median_seconds(
+        turn = step_of(
             folder / str(number), recovers=number % 2 == 1, ranks=args.ranks, steps=args.steps
         )
-        turns.append(seconds)
-        print(f"{'AB'[number % 2]} {1000 * seconds:.2f} ms", flush=True)
-    ratios = [b / a for a, b in zip(turns[::2], turns[1::2], strict=True)]
-    ratios += [b / a for a, b in zip(turns[2::2], turns[1::2], strict=False)]
-    found = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
-    print(f"with recovery over without: median {statistics.median(ratios):.3f} ({found})")
+        turns.append(turn)
+        wall, cpu = (1000 * seconds for seconds in turn)
+        print(f"{'AB'[number % 2]} {wall:.2f} ms, {cpu:.2f} ms of the processor", flush=True)
+    for place, name in enumerate(("wall clock", "processor")):
+        column = [turn[place] for turn in turns]
+        ratios = [b / a for a, b in zip(column[::2], column[1::2], strict=True)]
+        ratios += [b / a for a, b in zip(column[2::2], column[1::2], strict=False)]
+        found = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
+        middle = statistics.median(ratios)
+        print(f"{name}, with recovery over without: median {middle:.3f} ({found})")
 
 
 if __name__ == "__main__":

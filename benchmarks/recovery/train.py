@@ -158,6 +158,8 @@ def main() -> None:
         config["recovery"] = {"enabled": True}
     if STAGE:
         config["zero_optimization"] = {"stage": STAGE, "mics_shard_size": MICS}
+    if "REPORT" in os.environ:
+        config["report_folder"] = os.environ["REPORT"]
     if PIPE > 1:
         config["pipeline"] = {"stages": PIPE}
     engine = xds.initialize(model, config, training_data=data)
@@ -165,7 +167,7 @@ def main() -> None:
     while engine.global_steps < STEPS:
         for _ in train(engine):
             norm, world = engine.get_global_grad_norm(), engine.world_size
-            write(step=engine.global_steps, norm=norm, world=world)
+            write(step=engine.global_steps, norm=norm, world=world, cpu=time.process_time())
             if engine.global_steps % SAVE_EVERY == 0:
                 engine.save_checkpoint(OUT / "checkpoints")
             if engine.global_steps >= STEPS:

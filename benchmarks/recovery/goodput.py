@@ -1,0 +1,67 @@
+"""Goodput of a run of which a rank is killed every 15 s, and replaced: from the ledger of time in its record.
+
+    python benchmarks/recovery/goodput.py --kills 6
+
+Goodput is the share of the time after the first forward that is neither a stall nor a repeated step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from xds.launcher.reporting.records import read_run
+
+TRAIN = Path(__file__).with_name("train.py")
+
+
+def last_process(out: Path, rank: int) -> int:
+    """The process id of `rank`; 0 before it has built its engine."""
+    path = out / f"unit{rank}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    starts = [json.loads(line)["start"] for line in lines if '"start"' in line]
+    return starts[-1] if starts else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--every-seconds", type=float, default=15.0)
+    args = parser.parse_args()
+    out = Path(tempfile.mkdtemp(prefix="goodput-"))
+    environ = {**os.environ, "OUT": str(out), "STEPS": "1000000", "OMP_NUM_THREADS": "1"}
+    environ |= {"REPORT": str(out / "report")}
+    words = [str(Path(sys.executable).with_name("xds")), "--recover", "--spares", "1"]
+    words += ["--nproc-per-node", str(args.ranks), "--log-dir", str(out / "logs"), str(TRAIN)]
+    with open(out / "output.txt", "w") as output:
+        run = subprocess.Popen(words, env=environ, stdout=output, stderr=subprocess.STDOUT)
+        while not all(last_process(out, rank) for rank in range(args.ranks)):
+            time.sleep(0.1)
+        for _ in range(args.kills):
+            time.sleep(args.every_seconds)
+            os.kill(last_process(out, random.randrange(args.ranks)), signal.SIGKILL)
+        time.sleep(args.every_seconds)
+        run.send_signal(signal.SIGTERM)
+        run.wait()
+    found = read_run(str(out / "report"))
+    spent = {name: seconds for name, seconds in found.ledger.items() if seconds}
+    trained = sum(spent.values()) - spent.get("start", 0.0)
+    lost = spent.get("stall", 0.0) + spent.get("repeated", 0.0)
+    for each in found.failures:
+        seconds = ", ".join(f"{name} {value:.2f} s" for name, value in each.seconds.items())
+        print(f"{each.text}: {seconds}")
+    print(", ".join(f"{name} {seconds:.2f} s" for name, seconds in spent.items()))
+    print(f"{len(found.steps)} steps, {args.kills} kills, goodput {1 - lost / trained:.1%}")
+
+
+if __name__ == "__main__":
+    main()
