@@ -179,11 +179,11 @@ class RunRecord:
                 self._write_use()
                 for each in measured:
                     self._append(step=engine.global_steps, **each.line())
-        if spans is not None:
-            self._write_timeline(engine.global_steps, spans)
-        # processes that have come later count as the others do
+        # processes that have come later count as the others do, and take part in the message
         number = engine.global_steps if self._recovers else self._num_steps
-        if str(number + 1).rstrip("0") == "3":  # 3, 30, 300, ...
+        if _is_timed(number):
+            self._write_timeline(engine.global_steps, spans)
+        if _is_timed(number + 1):
             self._spans, self._labels, self._began = [], [], self._clock.now()
 
     def write(self, events: Sequence[tuple[str, float, int]]) -> None:
@@ -314,13 +314,16 @@ class RunRecord:
             steps=self._num_steps,
         )
 
-    def _write_timeline(self, step: int, spans: list[tuple[str, Any, Any]]) -> None:
-        """Gather the regions of a step from all ranks. Waits for the device; a collective."""
+    def _write_timeline(self, step: int, spans: list[tuple[str, Any, Any]] | None) -> None:
+        """Gather the regions of a step from all ranks. Waits for the device; a collective.
+
+        spans: of this rank; None: it has not timed this step.
+        """
         stop = self._clock.now()
         self._clock.finish()
         seconds = self._clock.seconds
         mine: dict[str, Any] = {}
-        if self._collectives.rank < MOST_RANKS:
+        if spans is not None and self._collectives.rank < MOST_RANKS:
             labels = self._labels + [""] * (len(spans) - len(self._labels))
             mine = {
                 "place": self._place,
@@ -332,7 +335,13 @@ class RunRecord:
                 ],
             }
         ranks = all_gather_json(self._collectives, mine, "the timeline of a step")
-        self._append(kind="timeline", step=step, time=time.time(), ranks=ranks[:MOST_RANKS])
+        ranks = [each for each in ranks[:MOST_RANKS] if each]
+        self._append(kind="timeline", step=step, time=time.time(), ranks=ranks)
+
+
+def _is_timed(number: int) -> bool:
+    """3, 30, 300, ..."""
+    return str(number).rstrip("0") == "3"
 
 
 def _write(file: int, line: dict[str, Any]) -> None:
