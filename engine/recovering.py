@@ -469,7 +469,8 @@ class LiveRecovery(Recovery):
         shares = shares_of(self._generation.units, len(self._units), steps, unit)
         each = data_ranks_of_unit(self._mesh, self._shard_ranks)
         place = self._mesh.coordinates(self._rank).data % each
-        self._source.share([(number * each + place, micro) for number, micro in shares])
+        taken = [(number * each + place, micro) for number, micro in shares]
+        self._source.share(taken, self._committed.position)
         counters.accumulation.extra = len(shares) - steps
 
 

@@ -31,6 +31,12 @@ def last_process(out: Path, rank: int) -> int:
     return starts[-1] if starts else 0
 
 
+def is_alive(pid: int) -> bool:
+    """It runs, and is no zombie."""
+    path = Path(f"/proc/{pid}/stat")
+    return path.exists() and path.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=6)
@@ -48,7 +54,8 @@ def main() -> None:
             time.sleep(0.1)
         for _ in range(args.kills):
             time.sleep(args.every_seconds)
-            os.kill(last_process(out, random.randrange(args.ranks)), signal.SIGKILL)
+            pids = [last_process(out, rank) for rank in range(args.ranks)]
+            os.kill(random.choice([pid for pid in pids if is_alive(pid)]), signal.SIGKILL)
         time.sleep(args.every_seconds)
         run.send_signal(signal.SIGTERM)
         run.wait()

@@ -48,12 +48,12 @@ class StepSampler(Sampler[int], Resumable):
         self._is_running = False  # an iteration has begun, and has not ended
         self._indices: tuple[int, list[int]] = (-1, [])  # of an epoch
 
-    def share(self, shares: Sequence[tuple[int, int]]) -> None:
+    def share(self, shares: Sequence[tuple[int, int]], done: Mapping[str, int]) -> None:
         """From the next step on this rank runs these micro-batches (unit, number), its own first.
 
-        The first one of that step may have been taken already.
+        done: the position after the last step. The first micro-batch of the next one may have been taken.
         """
-        if self._given == len(self._shares):
+        if self.epoch == done["epoch"] and self._step * self.step_samples < done["samples"]:
             self._move(self.epoch, self._step + 1)
         self._shares = list(shares)
 

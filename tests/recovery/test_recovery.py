@@ -182,10 +182,10 @@ def test_every_micro_batch_has_one_unit() -> None:
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def loaders(units: int, length: int) -> list:
+def loaders(units: int, length: int, step_batches: int = 2) -> list:
     data = TensorDataset(torch.arange(length))
     sizes = {"micro_batch_size": 2, "world_size": units, "num_workers": 0}
-    more = {"drop_last": False, "collate_fn": None, "step_batches": 2}
+    more = {"drop_last": False, "collate_fn": None, "step_batches": step_batches}
     return [step_loader(data, rank=unit, **sizes, **more) for unit in range(units)]
 
 
@@ -216,7 +216,7 @@ def test_a_step_is_given_again_with_the_samples_of_a_lost_unit() -> None:
         loader.resume(done)  # dropped in its second micro-batch
         assert loader.position() == done == {"epoch": 0, "samples": 12}
         shares = shares_of((0, 1), 3, 2, unit)
-        loader.source.share(shares)
+        loader.source.share(shares, done)
         given += [numbers(batch) for batch in rounds]
         rest = [whole[other][2 * step + number] for step in (1, 2) for other, number in shares]
         assert given == whole[unit][:2] + rest
@@ -225,19 +225,24 @@ def test_a_step_is_given_again_with_the_samples_of_a_lost_unit() -> None:
 
 
 @pytest.mark.parametrize("num_taken", [0, 1])
-def test_a_unit_that_comes_again_runs_its_own_samples(num_taken: int) -> None:
-    whole = [[numbers(batch) for batch in loader] for loader in loaders(3, 29)]
-    loader = loaders(3, 29)[0]
-    loader.source.share(shares_of((0, 1), 3, 2, 0))
+@pytest.mark.parametrize(("micro_batches", "unit"), [(2, 0), (1, 0), (1, 1)])
+def test_a_unit_runs_its_own_samples_when_another_one_comes_again(
+    micro_batches: int, unit: int, num_taken: int
+) -> None:
+    """Unit 2 is lost in the first step. With one micro-batch unit 0 runs that of unit 2, and unit 1 its own."""
+    whole = [[numbers(batch) for batch in loader] for loader in loaders(3, 29, micro_batches)]
+    loader, start = loaders(3, 29, micro_batches)[unit], {"epoch": 0, "samples": 0}
+    shares = shares_of((0, 1), 3, micro_batches, unit)
+    loader.source.share(shares, start)
     rounds = iter(loader)
-    given = [numbers(next(rounds)) for _ in range(3)]  # one of the lost unit
+    given = [numbers(next(rounds)) for _ in shares]
     done = loader.source.taken()
     given += [numbers(next(rounds)) for _ in range(num_taken)]
     with loader.standing_at(done):
-        assert loader.position() == done == {"epoch": 0, "samples": 12}
-    loader.source.share(shares_of((0, 1, 2), 3, 2, 0))
+        assert loader.position() == done == {"epoch": 0, "samples": 6 * micro_batches}
+    loader.source.share(shares_of((0, 1, 2), 3, micro_batches, unit), done)
     given += [numbers(batch) for batch in rounds]
-    assert given == [*whole[0][:2], whole[2][0], *whole[0][2:]]
+    assert given == [whole[other][number] for other, number in shares] + whole[unit][micro_batches:]
 
 
 def fresh(unit: int, epoch: int) -> object:
