@@ -113,7 +113,13 @@ def huge(kernels: OnHost) -> Any:
     kernels.set_multiprocessors(3)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "momentum"])
+SKELETONS = ("adamw", "lion", "momentum")  # of two states and one; others run with the slow tests
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in SKELETONS else pytest.mark.slow) for name in RULES],
+)
 def test_a_step_reaches_elements_beyond_two_to_the_31(huge: OnHost, name: str) -> None:
     rule = RULES[name]
     param, grad, out = sparse(NUMEL, FP32), sparse(NUMEL, BF16), sparse(NUMEL, BF16)
@@ -177,6 +183,9 @@ def test_packing_reaches_elements_beyond_two_to_the_31(huge: OnHost, name: str) 
         huge.call(op(name), flat, packed, numbers, error, 8, block)
     else:
         huge.call(op(name), flat, error, packed, numbers, block, False)
+    out, back = sparse(NUMEL, BF16), "dequantize_" if name == "quantize_" else "sign_unpack_"
+    constants = (8, block, 1.0) if name == "quantize_" else (block, 1.0)
+    huge.call(op(back), packed[None], numbers[None], out, *constants)
     for window in windows(NUMEL):
         start, stop = window.start, window.stop
         part, lost = flat[window], torch.zeros(stop - start)
@@ -190,6 +199,9 @@ def test_packing_reaches_elements_beyond_two_to_the_31(huge: OnHost, name: str) 
         same([packed[bytes_here]], [codes], (name, window))
         found = [numbers[start // block : start // block + len(sizes)], error[window]]
         same(found, [sizes, lost], (name, window), 1e-6, 2e-6)
+        restored = torch.zeros(stop - start, dtype=BF16)
+        reference(back, codes[None], found[0][None], restored, *constants)
+        same([out[window]], [restored], (back, window))
 
 
 # -- every op, dtype, tail and alignment ----------------------------------------------------------------------
