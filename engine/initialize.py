@@ -312,7 +312,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     if messages is not None:
         messages.bind(optimizer, updater, gradient_factor.without_weights)
     with everywhere():
-        record = _record(config, device, mesh, collectives)
+        record = None if outer.number else _record(config, device, mesh, collectives)
         monitor = _monitor(config, record)
         loader = _watched(_loader(given, config, mesh, collectives, outer), record)
         packing = _packing(model, config, loader, collectives)

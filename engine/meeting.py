@@ -23,20 +23,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.comm.backend import state_of
-from ..ops.comm.collectives import Bounds, Collectives
 from ..ops.comm.config import Communication
 from ..ops.comm.exchange import agreeing, all_gather_json
 from ..ops.comm.opening import open_collectives
 from ..ops.comm.threads import OrderedThreads
-from ..ops.flat import cut
 from ..outer.config import Outer
 from ..outer.fragment import DONE, Fragment, Job, Meeting
 from ..outer.mean import EXACT_BITS, mean_of
 from ..outer.optimizer import OuterSgd
-from ..outer.schedule import MeetingSchedule, fragment_of
+from ..outer.schedule import MeetingSchedule
 from ..utils.errors import UsageError
 from ..zero.core.master import Master
 from .counters import Counters
+from .parallel.outer_parts import OuterPart, outer_parts
 from .parts import OuterLoop, Parts
 from .process.process import timeout_seconds
 
@@ -93,31 +92,6 @@ def open_rank_groups(section: Outer, world: dist.ProcessGroup) -> RankGroups:
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """The elements [start, stop) of a master that this rank meets over.
-
-    holders: the ranks of the group with the same elements of the master, and the part of each of them; None:
-    this rank alone. begin: of the part in the fragment.
-    """
-
-    master: Master
-    start: int
-    stop: int
-    begin: int
-    holders: Collectives | None = None
-    bounds: Bounds = ()
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    def place(self) -> slice:
-        """In the tensors of the fragment."""
-        return slice(self.begin, self.begin + self.numel)
-
-
-@final
 class GroupsLoop(OuterLoop):
     """The meetings of one engine."""
 
@@ -135,25 +109,21 @@ class GroupsLoop(OuterLoop):
         self._optimizer = OuterSgd(section.optimizer)
         self._meeting = Meeting(self.meet, mean_of(self.meet, section.bits), self._optimizer)
         self._fragments: list[Fragment] = []
-        self._parts: list[list[_Part]] = []  # of each fragment
+        self._parts: list[list[OuterPart]] = []  # of each fragment
         self._engine: Parts
         self._counters: Counters
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        return {"outer": sum(fragment.held_bytes for fragment in self._fragments)}
 
     # -- the start --------------------------------------------------------------------------------------
 
     def bind(self, parts: Parts, counters: Counters) -> None:
         self._engine, self._counters = parts, counters
-        unit_of = {
-            id(params): number
-            for number, unit in enumerate(parts.sharded.units)
-            for params in unit.params
-        }
-        found: list[list[_Part]] = [[] for _ in range(self._section.fragments)]
-        sizes = [0] * self._section.fragments
-        for master in parts.updater.masters:
-            number = fragment_of(unit_of[id(master.params)], self._section.fragments)
-            found[number].append(_part_of(master, sizes[number]))
-            sizes[number] += found[number][-1].numel
+        count = self._section.fragments
+        found = outer_parts(parts.sharded.units, parts.updater.masters, count)
+        sizes = [sum(part.numel for part in each) for each in found]
         with agreeing(parts.sharded.collectives, "xds.initialize"):
             _check(parts, self._section, sizes)
         self._parts = found
@@ -331,21 +301,7 @@ class GroupsLoop(OuterLoop):
         self._fragments, self._parts = [], []
 
 
-def _part_of(master: Master, begin: int) -> _Part:
-    """This rank's part of a master: an equal one where ranks of the group have the same elements."""
-    group, numel = master.params.group, master.raw.numel()
-    holders = group.collectives
-    if master.is_sharded:
-        if group.levels is None or group.levels.across.world_size == 1:
-            return _Part(master, 0, numel, begin)
-        holders = group.levels.across
-    elif holders.world_size == 1:
-        return _Part(master, 0, numel, begin)
-    bounds = cut(numel, holders.world_size)
-    return _Part(master, *bounds[holders.rank], begin, holders, bounds)
-
-
-def _give(part: _Part, values: Tensor) -> None:
+def _give(part: OuterPart, values: Tensor) -> None:
     """Set the elements of the master that this rank meets over, and those of the other holders."""
     master = part.master.tensor
     if part.holders is None:

@@ -204,6 +204,11 @@ class OuterLoop:
     number = 0  # of this rank's group
     opened: Sequence[Collectives] = ()  # between the groups
 
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of its states on this rank, by kind."""
+        return {}
+
     def bind(self, parts: Parts, counters: Counters) -> None:
         """The pieces of the engine."""
         return

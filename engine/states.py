@@ -123,7 +123,8 @@ class States:
         """Bytes of model states on this rank."""
         from ..zero.model.state_memory import memory_plan
 
-        return memory_plan(self._parts.sharded, self._parts.updater)
+        plan = memory_plan(self._parts.sharded, self._parts.updater)
+        return plan | self._parts.outer.held_bytes
 
     def offload(self, include: Iterable[Any] | None, device: Any, *, pin_memory: bool) -> None:
         """Move the included states to host memory."""

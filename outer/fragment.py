@@ -8,7 +8,7 @@ All tensors are flat, fp32 and on the host: each rank has those of its own eleme
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import XdsError
-from .mean import Mean, padded_numel
+from .config import Outer
+from .mean import EXACT_BITS, Mean, bytes_of_mean, padded_numel
 from .optimizer import OuterSgd
 
 
@@ -85,6 +86,18 @@ class Fragment:
         return outer if not mix else torch.lerp(outer, values, mix)
 
 
+def held_bytes(section: Outer, numels: Sequence[int]) -> int:
+    """Bytes of all fragments of these elements on a rank."""
+    kinds = 1 + (section.optimizer.params.momentum > 0) + (section.bits < EXACT_BITS)
+    return sum(4 * kinds * padded_numel(numel, section.groups) for numel in numels)
+
+
+def round_bytes(section: Outer, numels: Sequence[int]) -> int:
+    """Bytes that a rank sends to other groups while each fragment meets once."""
+    groups, bits = section.groups, section.bits
+    return sum(bytes_of_mean(padded_numel(numel, groups), groups, bits) for numel in numels)
+
+
 @final
 class Meeting:
     """What the groups do in a meeting, in the order in which meetings start."""
@@ -114,4 +127,4 @@ class Meeting:
         self._optimizer.step(fragment.outer, fragment.momentum, grad)
 
 
-__all__ = ["DONE", "Fragment", "Job", "Meeting"]
+__all__ = ["DONE", "Fragment", "Job", "Meeting", "held_bytes", "round_bytes"]

@@ -145,4 +145,4 @@ def mean_of(groups: Collectives, bits: int) -> Mean:
     return ExactMean(groups) if bits == EXACT_BITS else PackedMean(groups, bits)
 
 
-__all__ = ["Mean", "bytes_of_mean", "mean_of", "padded_numel"]
+__all__ = ["EXACT_BITS", "Mean", "bytes_of_mean", "mean_of", "padded_numel"]

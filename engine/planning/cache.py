@@ -115,7 +115,8 @@ class PlanCache:
         """
         config = with_model(config, self.model()).resolve(world_size)
         sequence = config.sequence_parallel_size
-        mesh = mesh_of(config.pipeline, config.tensor_parallel, world_size, sequence)
+        num_ranks = world_size // config.num_groups
+        mesh = mesh_of(config.pipeline, config.tensor_parallel, num_ranks, sequence)
         shares, _ = self.shares(config, mesh, ranks_per_host)
         return self.observed(shares, config, mesh, (0,))[0], config
 

@@ -35,7 +35,7 @@ from ..model.storage import fake_stores
 from ..optim.optimizers import Groups, as_shard_optimizer, named_optimizer
 from ..parallel.messages import Messages
 
-STATE_KINDS = ("param", "grad", "master", "optimizer", "gathered", "host", "disk")
+STATE_KINDS = ("param", "grad", "master", "optimizer", "gathered", "host", "disk", "outer")
 
 
 @final
@@ -130,6 +130,21 @@ class RankObjects:
             if self.updater.masters:
                 self._update(config, trained, messages)
         self.flats = tuple(self._step())
+        self._add_outer(config)
+
+    def _add_outer(self, config: Config) -> None:
+        """The states of groups that train alone, and what they send in a step on average."""
+        section = config.outer
+        if section is None:
+            return
+        from ...outer.fragment import held_bytes, round_bytes
+        from ..parallel.outer_parts import outer_parts
+
+        parts = outer_parts(self.sharded.units, self.updater.masters, section.fragments)
+        numels = [sum(part.numel for part in each) for each in parts]
+        self.held["outer"] = held_bytes(section, numels)
+        sent = Link(between=round_bytes(section, numels) // section.steps)
+        self.applied = {**self.applied, "outer": sent}
 
     def end(self) -> None:
         """Take every hook out of the module."""

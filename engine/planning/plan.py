@@ -91,9 +91,11 @@ def make_plan(
     cache = cache or PlanCache(source)
     config = with_model(config, cache.model()).resolve(world_size)
     sequence = config.sequence_parallel_size
-    mesh = mesh_of(config.pipeline, config.tensor_parallel, world_size, sequence)
+    num_ranks = world_size // config.num_groups
+    mesh = mesh_of(config.pipeline, config.tensor_parallel, num_ranks, sequence)
     if isinstance(traces, bool):
         traces = range(mesh.pipe if traces else 0)
+    ranks_per_host = min(ranks_per_host, num_ranks)
     shares, make_parts = cache.shares(config, mesh, ranks_per_host, traced=traces)
     return _Planner(source, cache, config, mesh, shares).plan(make_parts())
 
@@ -153,6 +155,12 @@ class _Planner:
             self._notes.append(
                 f"optimizer = {section.type}: the figures are those of the first data rank. Parameters have "
                 "states of different sizes, and other ranks have more or fewer of each"
+            )
+        if self._config.outer is not None:
+            self._notes.append(
+                f"outer: the figures are those of one of {self._config.num_groups} groups. What a rank sends "
+                f"to other groups is a mean over {self._config.outer.steps} steps. A meeting publishes the "
+                "parameters inside its group once more"
             )
         if zero.shared_parameters:
             self._notes.append(

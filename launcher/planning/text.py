@@ -117,7 +117,7 @@ def _blocks(names: Sequence[str]) -> str:
 def _states(plan: Plan) -> tuple[list[str], list[Row]]:
     kinds = [kind for kind in STATE_KINDS if any(each.states.get(kind) for each in plan.ranks)]
     is_known = any(each.activations is not None for each in plan.ranks)
-    away = [kind for kind in kinds if kind in ("host", "disk")]
+    away = [kind for kind in kinds if kind in ("host", "disk", "outer")]
 
     def cells(each: RankPlan) -> list[str]:
         row = [size_text(each.states.get(kind, 0)) for kind in kinds]

@@ -11,7 +11,9 @@ from models import build, micro_batch
 from torch import Tensor
 
 import xds
-from xds.engine.config.config import Config
+from xds.engine.config.config import Config, parse_config
+from xds.engine.planning.models import FunctionModel
+from xds.engine.planning.plan import make_plan
 from xds.outer.config import OuterOptimizer
 from xds.outer.mean import bytes_of_mean, padded_numel
 from xds.outer.schedule import MeetingSchedule, fragment_of
@@ -141,6 +143,29 @@ def test_groups_agree_and_send_what_was_computed(bits: int) -> None:
     numel = found[0][3]  # of the shards of a rank
     assert found[0][2]["outer"] == 2 * bytes_of_mean(padded_numel(numel, 2), 2, bits)
     assert found[0][2]["outer"] <= 2 * 1.05 * numel * bits / 8  # 3 % are magnitudes of blocks
+
+
+def plain_model() -> Any:
+    return build("plain")
+
+
+def held_and_sent(outer: dict[str, Any], stage: int) -> tuple[int, int]:
+    engine = xds.initialize(build("plain"), config_of(outer, stage, ADAM))
+    for step in range(outer["steps"]):
+        engine.backward(engine(micro_batch(step, engine.dp_rank, 2)))
+        engine.step()
+    found = engine.memory_plan()["outer"], engine.bytes_sent()["outer"]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_plan_has_the_bytes_of_states_and_meetings(stage: int) -> None:
+    outer = {"groups": 2, "steps": 2, "fragments": 2, "bits": 4}
+    found = run_ranks(held_and_sent, 4, outer, stage)
+    config = parse_config(config_of(outer, stage, ADAM))
+    rank = make_plan(FunctionModel(f"{__name__}:plain_model"), config, 4, 8).ranks[0]
+    assert found[0] == (rank.states["outer"], 2 * rank.sent["outer"].between)
 
 
 def test_fragments_meet_in_turn() -> None:
