@@ -143,8 +143,9 @@ class GroupsLoop(OuterLoop):
         """All groups begin with the values of the first one."""
         for tensor in self._values_beside():
             values = tensor.detach().cpu().contiguous()
-            self.meet.broadcast(values)
-            tensor.detach().copy_(values)
+            if values.numel():
+                self.meet.broadcast(values.view(-1).view(torch.uint8))
+                tensor.detach().copy_(values)
         everything = range(len(self._fragments))
         for number in everything:
             fragment = self._fragments[number]

@@ -2,10 +2,10 @@
 
     python benchmarks/outer/link.py [--megabits 100] [--seconds 0.3] [--steps 60]
 
-Two hosts made of namespaces (tests/real_hosts.py, needs root), one rank on each, `tc tbf` between them. The model
-has 11 M parameters. A step is a sleep, so that the ranks do not compete for processors. Share: the sleeps, over the
-time of all steps. Where the kernel has netem, the link also delays packets by 50 ms; else the output says that it
-does not.
+Two hosts made of namespaces (tests/real_hosts.py, needs root), one rank on each, `tc tbf` between them. The
+model has 11 M parameters. A step is a sleep, so that the ranks do not compete for processors. Share: the
+sleeps, over the time of all steps. Where the kernel has netem, the link also delays packets by 50 ms; else the
+output says that it does not.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from harness import run_ranks  # noqa: E402
 CONTEXT, BATCH = 32, 4
 WIDTH, LAYERS, HEADS = 144, 4, 4  # 1.0 M parameters
 RATE, WARMUP = 2e-3, 40
-OUTER = {"type": "Nesterov", "params": {"lr": 0.7, "momentum": 0.9}}
 WAYS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "H 10": {"steps": 10},
@@ -37,23 +36,26 @@ WAYS: dict[str, dict[str, Any] | None] = {
 }
 
 
+Rates = tuple[float, float]  # learning rate and momentum of the outer optimizer
+
+
 def compare(
-    rank: int, count: int, ways: list[str], seed: int, steps: int, lr: float
+    rank: int, count: int, ways: list[str], seed: int, steps: int, outer: Rates
 ) -> dict[str, dict[str, Any]]:
     """What each way has found; rank 0 prints it."""
     found: dict[str, dict[str, Any]] = {}
     for way in ways:
         each = (WAYS[way] or {}).get("steps", 1)  # a run ends with a meeting of every fragment
-        found[way] = trained(rank, count, way, seed, steps // each * each or each, lr)
+        found[way] = trained(rank, count, way, seed, steps // each * each or each, outer)
         first = found[ways[0]]["loss"]
-        more = {"groups": count, "seed": seed, "way": way, "lr": lr}
+        more = {"groups": count, "seed": seed, "way": way, "outer": outer}
         found[way] |= more | {"percent": 100 * (found[way]["loss"] / first - 1)}
         if rank == 0:
             print(json.dumps(found[way]), flush=True)
     return found
 
 
-def trained(rank: int, count: int, way: str, seed: int, steps: int, lr: float) -> dict[str, Any]:
+def trained(rank: int, count: int, way: str, seed: int, steps: int, outer: Rates) -> dict[str, Any]:
     import torch
     from data import load_text
     from model import GPT, Shape
@@ -74,8 +76,9 @@ def trained(rank: int, count: int, way: str, seed: int, steps: int, lr: float) -
         "log_level": "warning",
     }
     if WAYS[way] is not None:
-        outer = {"type": OUTER["type"], "params": OUTER["params"] | {"lr": lr}}
-        config["outer"] = {"groups": count, "optimizer": outer} | (WAYS[way] or {})
+        params = {"lr": outer[0], "momentum": outer[1]}
+        optimizer = {"type": "Nesterov", "params": params}
+        config["outer"] = {"groups": count, "optimizer": optimizer} | (WAYS[way] or {})
     train, held = load_text(None, CONTEXT)
     engine = xds.initialize(model, config)
     order = torch.Generator().manual_seed(seed)
@@ -111,12 +114,21 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--lr", type=float, default=0.7, help="of the outer optimizer")
+    parser.add_argument("--momentum", type=float, default=0.9, help="of the outer optimizer")
     parser.add_argument("--quick", action="store_true", help="20 steps of one seed")
     options = parser.parse_args()
     steps = 20 if options.quick else options.steps
     for groups in options.groups:
         for seed in options.seeds[: 1 if options.quick else None]:
-            run_ranks(compare, groups, options.ways, seed, steps, options.lr, timeout_seconds=3600)
+            run_ranks(
+                compare,
+                groups,
+                options.ways,
+                seed,
+                steps,
+                (options.lr, options.momentum),
+                timeout_seconds=3600,
+            )
     return 0
 
 

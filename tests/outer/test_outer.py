@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import run_ranks
 from models import build, micro_batch
 from torch import Tensor
@@ -14,8 +15,9 @@ import xds
 from xds.engine.config.config import Config, parse_config
 from xds.engine.planning.models import FunctionModel
 from xds.engine.planning.plan import make_plan
+from xds.ops.comm.opening import open_collectives
 from xds.outer.config import OuterOptimizer
-from xds.outer.mean import bytes_of_mean, padded_numel
+from xds.outer.mean import bytes_of_mean, mean_of, padded_numel
 from xds.outer.schedule import MeetingSchedule, fragment_of
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}
@@ -143,6 +145,28 @@ def test_groups_agree_and_send_what_was_computed(bits: int) -> None:
     numel = found[0][3]  # of the shards of a rank
     assert found[0][2]["outer"] == 2 * bytes_of_mean(padded_numel(numel, 2), 2, bits)
     assert found[0][2]["outer"] <= 2 * 1.05 * numel * bits / 8  # 3 % are magnitudes of blocks
+
+
+def means(bits: int, times: int) -> tuple[Tensor, Tensor]:
+    """The mean of the means of equal values, and the exact one."""
+    groups = open_collectives(dist.group.WORLD, torch.device("cpu"))
+    numel, generator = padded_numel(700, 3), torch.Generator().manual_seed(5)
+    every = torch.randn(3, numel, generator=generator)
+    error, total = torch.zeros(numel), torch.zeros(numel)
+    for _ in range(times):
+        values = every[groups.rank].clone()
+        mean_of(groups, bits).of(values, error, (groups.rank + 1) / 6)
+        total += values
+    return total / times, (every * torch.tensor([[1.0], [2.0], [3.0]])).sum(0) / 6
+
+
+@pytest.mark.parametrize(("bits", "most", "left"), [(8, 0.02, 0.2), (4, 0.2, 0.2), (2, 0.6, 0.5)])
+def test_what_a_message_loses_comes_with_the_next_ones(bits: int, most: float, left: float) -> None:
+    (once, exact), *_ = run_ranks(means, 3, bits, 1)
+    assert (once - exact).norm() / exact.norm() < most
+    found = run_ranks(means, 3, bits, 20)
+    assert all(torch.equal(found[0][0], each) for each, _ in found)
+    assert (found[0][0] - exact).norm() < left * (once - exact).norm()
 
 
 def plain_model() -> Any:
