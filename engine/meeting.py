@@ -325,7 +325,7 @@ def _check(parts: Parts, section: Outer, sizes: Sequence[int]) -> None:
     if not has_stages and len(sizes) > len(parts.sharded.units):
         raise UsageError(
             f"outer.fragments = {section.fragments}: a fragment has at least one unit, and the model has "
-            f"{len(parts.sharded.units)}; lower outer.fragments, or zero_optimization.stage3_min_unit_numel"
+            f"{len(parts.sharded.units)}; lower outer.fragments, or zero_optimization.unit_min_numel"
         )
 
 

@@ -73,6 +73,7 @@ def trained(rank: int, count: int, way: str, seed: int, steps: int, outer: Rates
             "params": {"total_num_steps": steps, "warmup_num_steps": WARMUP},
         },
         "gradient_clipping": 1.0,
+        "zero_optimization": {"unit_min_numel": 1},  # as many units as blocks
         "log_level": "warning",
     }
     if WAYS[way] is not None:
