@@ -109,7 +109,8 @@ def _use_kernels_of_torch(torch: Any) -> None:
     """Ops with a kernel of the CPU run it, instead of a formula for all devices that has other bits."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::") and has(name, "CompositeExplicitAutograd"):
+        formulas = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
+        if name.startswith("aten::") and any(has(name, key) for key in formulas):
             if has(name, "CPU") and not has(name, "PrivateUse1"):
                 torch.ops.host_cuda.use_host_kernel(name)
 
