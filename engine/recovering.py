@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 import torch.distributed as dist
 
-from ..ops.comm.backend import state_of
+from ..ops.comm.backend import set_timeout, state_of
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.exchange import all_gather_json
 from ..ops.comm.mesh_groups import MeshGroups
@@ -357,8 +357,7 @@ class LiveRecovery(Recovery):
             raise PeerError(
                 f"rank {self._rank}: generation {generation.number}: {error}"
             ) from error
-        seconds = timedelta(seconds=timeout_seconds())
-        dist.distributed_c10d._set_pg_timeout(seconds, group)
+        set_timeout(group, timedelta(seconds=timeout_seconds()))
         parts.sharded.regroup(mesh)
         self._count_engines()
         if self._config.watch.enabled:

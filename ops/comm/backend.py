@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -65,11 +66,13 @@ class GroupState:
             of a connection in order: one whose memory is gone would hold up all later ones. Nothing says
             when such a work is complete.
         parts: Groups of some of these ranks, by ranks and use. The next engine uses them again.
+        timeout: Of waits for messages between two ranks; None: that with which the group was opened.
     """
 
     num_engines: int = 0
     dropped: list[Any] = field(default_factory=list)
     parts: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    timeout: timedelta | None = None
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
@@ -81,6 +84,15 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
     if found is None:
         found = _states[group] = GroupState()
     return found
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Give later operations of `group` another timeout than that of its opening.
+
+    torch's setter does not reach gloo's messages between two ranks: their waits have `GroupState.timeout`.
+    """
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    state_of(group).timeout = timeout
 
 
 @final
@@ -313,5 +325,6 @@ __all__ = [
     "Member",
     "SharedFlat",
     "SingleRank",
+    "set_timeout",
     "state_of",
 ]

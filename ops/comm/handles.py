@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, final
 
 from torch import Tensor
@@ -74,9 +75,14 @@ class InFlight(Handle):
         works: Sequence[tuple[int | None, Any]],
         finish: Callable[[], None] | None = None,
         dropped: list[Any] | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
-        """dropped: Gets the works if nobody waits for them. None where the backend keeps them itself."""
-        self._works = works
+        """
+        Args:
+            dropped: Gets the works if nobody waits for them. None where the backend keeps them itself.
+            timeout: Of each wait; None: that of the group.
+        """
+        self._works, self._timeout = works, timeout
         self._finish = finish
         self._dropped = dropped
 
@@ -87,7 +93,10 @@ class InFlight(Handle):
     def wait(self) -> None:
         for peer, work in self._works:
             try:
-                work.wait()
+                if self._timeout is None:
+                    work.wait()
+                else:
+                    work.wait(self._timeout)
             except RuntimeError as error:
                 self._works = ()  # the backend has closed the connections
                 raise Lost(str(error), peer) from error

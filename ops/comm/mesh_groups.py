@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
-from .backend import CONTROL_BUFFER, state_of
+from .backend import CONTROL_BUFFER, set_timeout, state_of
 from .collectives import Collectives, PartOf
 from .config import Communication
 from .opening import DEFAULT, open_collectives
@@ -296,7 +296,7 @@ class MeshGroups(AxisGroups):
             self._timeout = timeout
         for made in state_of(group).parts.values():
             if isinstance(made, dist.ProcessGroup):
-                dist.distributed_c10d._set_pg_timeout(timeout, made)
+                set_timeout(made, timeout)
 
     def _new_groups(self, ranks: Sequence[int]) -> Any:
         """Call torch's new_group, for these ranks of every site. Returns that of this site."""

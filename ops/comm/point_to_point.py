@@ -279,7 +279,8 @@ def transfer(
     assert of.group is not None
     works: Works = []
     post(of, works, tag, receives, sends)
-    return InFlight(works, finish, state_of(of.group).dropped)
+    state = state_of(of.group)
+    return InFlight(works, finish, state.dropped, state.timeout)
 
 
 def close_connections(of: Backend, peers: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from datetime import timedelta
 from itertools import product
 from unittest import mock
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from helpers import run_processes, run_ranks
 from torch import Tensor
 
-from xds.ops.comm.backend import SingleRank
+from xds.ops.comm.backend import SingleRank, set_timeout
 from xds.ops.comm.collectives import Collectives
 from xds.ops.comm.config import Communication
 from xds.ops.comm.exchange import EqualParts, agree
@@ -315,6 +316,20 @@ def dropped() -> None:
 def test_ranks_may_start_and_wait_in_different_orders() -> None:
     run_processes(crossing, 2)
     run_processes(crossing, 3)
+
+
+def late_message() -> Tensor:
+    """Of a rank that is slower than the timeout with which the group was opened."""
+    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    set_timeout(group, timedelta(seconds=60))
+    collectives = open_collectives(group, CPU, section=Communication(shared_memory=False))
+    if dist.get_rank():
+        time.sleep(1)
+    return collectives.gather_small(torch.ones(1), what="a late message").clone()
+
+
+def test_a_group_waits_for_messages_as_long_as_its_later_timeout_says() -> None:
+    assert [table.tolist() for table in run_processes(late_message, 2)] == [[[1.0], [1.0]]] * 2
 
 
 def test_collectives_that_nobody_waits_for_do_not_hold_up_later_ones() -> None:
