@@ -57,6 +57,7 @@ ROUNDS = 3
 ROUND_SECONDS = 0.02  # calls of a round together, about
 MOST_CALLS = 10_000
 PASSES = 9  # over the kernels of a model
+SOURCE_SECONDS = 10.0  # of the passes of one model, about, and of the calls of one product
 MOST_BYTES = 1 << 28  # of the tensors of one call; larger ones are left out
 UPDATED_NUMEL = 1 << 22
 LINK_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
@@ -166,6 +167,10 @@ class Meter:
         own = torch.tensor([value], dtype=torch.float64, device=self._device)
         return float(self._where.gather_small(own).mean())
 
+    def _is_over(self, begin_seconds: float) -> bool:
+        """Whether the time of one source is over, on all ranks alike."""
+        return self._mean(time.perf_counter() - begin_seconds) > SOURCE_SECONDS
+
     def _error(self) -> float:
         """The median error of what was measured since the last call."""
         errors, self._errors = self._errors, []
@@ -175,42 +180,41 @@ class Meter:
 
     def _kernels(self, plan: MachinePlan, sources: Sequence[ModelSource]) -> dict[str, Any]:
         """The tables of products, attention and other kernels."""
-        matrix: Points = {}
-        attention: Points = {}
-        backward: Points = {}
-        others: Points = {}
+        tables: dict[str, Points] = {
+            name: {} for name in ("matrix", "attention", "attention_backward", "kernels")
+        }
+        # A CPU may lack instructions for a dtype. Then its larger samples would take many minutes.
+        slow: set[str] = set()
         for source, size, dtype in product(sources, plan.micro_batches, plan.dtypes):
-            config = {"train_micro_batch_size_per_gpu": size}
-            on = {} if dtype == "fp32" else {dtype: {"enabled": True}}
+            if dtype in slow:
+                continue
+            begin = time.perf_counter()
             found = self._in_model(source, size, DTYPES[dtype])
             if found is None:
-                calls = kernel_calls(source, parse_config({**config, **on}))
-                found = self._in_sequence(calls)
-            for kernel, seconds in found.items():
-                if kernel.kind == OTHER:
-                    _add(others, kernel.name, (kernel.size_bytes,), kernel.size_bytes / seconds)
-                elif kernel.kind == MATRIX:
-                    _add(matrix, kernel.dtype, kernel.shape[1:], kernel.flops / seconds)
-                else:
-                    table = attention if kernel.kind == ATTENTION else backward
-                    _, queries, _, width, _ = kernel.shape
-                    _add(table, kernel.dtype, (width, queries), kernel.flops / seconds)
-        squares = SQUARES if self._on.runs_ahead else HOST_SQUARES
-        for dtype, size in ((d, s) for d in plan.dtypes for s in squares):
-            kind = DTYPES[dtype]
-            left, right = (torch.rand(size, size, device=self._device).to(kind) for _ in range(2))
-            seconds = self.seconds(lambda a=left, b=right: torch.mm(a, b))  # type: ignore[misc]
-            _add(matrix, dtype, (size, size, size), 2 * size**3 / seconds)
+                config = {"train_micro_batch_size_per_gpu": size}
+                on = {} if dtype == "fp32" else {dtype: {"enabled": True}}
+                found = self._in_sequence(kernel_calls(source, parse_config({**config, **on})))
+            _sort(found, tables)
+            if not plan.models and self._is_over(begin):
+                slow.add(dtype)
+        for dtype in plan.dtypes:
+            self._squares(dtype, tables["matrix"])
         error = self._error()
         return {
             key: {name: _table(points, error) for name, points in by_name.items()}
-            for key, by_name in (
-                ("matrix", matrix),
-                ("attention", attention),
-                ("attention_backward", backward),
-                ("kernels", others),
-            )
+            for key, by_name in tables.items()
         }
+
+    def _squares(self, dtype: str, matrix: Points) -> None:
+        """Products of square matrices, up to one that takes long: the next one has eight times the work."""
+        for size in SQUARES if self._on.runs_ahead else HOST_SQUARES:
+            begin = time.perf_counter()
+            sides = (torch.rand(size, size, device=self._device) for _ in range(2))
+            left, right = (side.to(DTYPES[dtype]) for side in sides)
+            seconds = self.seconds(lambda a=left, b=right: torch.mm(a, b))  # type: ignore[misc]
+            _add(matrix, dtype, (size, size, size), 2 * size**3 / seconds)
+            if self._is_over(begin):
+                break
 
     def _in_model(
         self, source: ModelSource, micro_batch: int, dtype: torch.dtype
@@ -226,7 +230,10 @@ class Meter:
         if batch is None:
             return None
         timer = KernelTimer(self._device)
+        begin = time.perf_counter()
         for number in range(PASSES):
+            if number > 1 and self._is_over(begin):
+                break
             self._where.barrier()
             if number == 1:
                 timer.forget()
@@ -560,6 +567,21 @@ class _SampleModel(nn.Module):
             x = block(x)
         loss: Tensor = nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
         return loss
+
+
+def _sort(found: Mapping[Kernel, float], tables: Mapping[str, Points]) -> None:
+    """Add the rates of kernels to the tables of their kinds. found: their seconds."""
+    for kernel, seconds in found.items():
+        if kernel.kind == OTHER:
+            rate = kernel.size_bytes / seconds
+            _add(tables["kernels"], kernel.name, (kernel.size_bytes,), rate)
+        elif kernel.kind == MATRIX:
+            _add(tables["matrix"], kernel.dtype, kernel.shape[1:], kernel.flops / seconds)
+        else:
+            is_forward = kernel.kind == ATTENTION
+            _, queries, _, width, _ = kernel.shape
+            table = tables["attention" if is_forward else "attention_backward"]
+            _add(table, kernel.dtype, (width, queries), kernel.flops / seconds)
 
 
 def _add(

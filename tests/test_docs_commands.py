@@ -371,7 +371,7 @@ def finish(words: Sequence[str], folder: Path) -> str:
     else:
         words = words[1:]
     launcher = ForkedLauncher(words, folder, {**ENV, "OMP_NUM_THREADS": "1"})
-    out, err = launcher.communicate(timeout=1200)  # `bench machine` on a busy machine: minutes
+    out, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, out + err
     return out + err
 

@@ -325,6 +325,27 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert parse_machine(meter.machine(plan, [source])).kernels.keys() == machine.kernels.keys()
 
 
+def test_a_dtype_that_is_slow_is_measured_in_small_samples_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a CPU without instructions for bf16, where a sample takes minutes."""
+    monkeypatch.setattr(bench_machine, "SOURCE_SECONDS", 0.0)
+    monkeypatch.setattr(bench_machine, "HOST_SQUARES", (16, 64))
+    seen = []
+    device = torch.device("cpu")
+    meter = bench_machine.Meter(open_collectives(None, device), None, device)
+
+    def in_model(source: Any, size: int, dtype: torch.dtype) -> dict:
+        seen.append((source.name, size, dtype))
+        return {}
+
+    monkeypatch.setattr(meter, "_in_model", in_model)
+    plan = MachinePlan("", "here", [], None, [1, 4], ["fp32", "bf16"], str(tmp_path))
+    found = meter._kernels(plan, bench_machine.sources_of(plan, device))
+    assert [each[1:] for each in seen] == [(1, torch.float32), (1, torch.bfloat16)]
+    assert [point[0] for point in found["matrix"]["bf16"]["points"]] == [16]
+
+
 def test_words_of_the_bench() -> None:
     plan, rest = read_machine(["--micro-batch", "2,8", "--dtype", "bf16", "--nproc-per-node", "2"])
     assert (plan.micro_batches, plan.dtypes) == ([2, 8], ["bf16"])
