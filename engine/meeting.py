@@ -28,9 +28,8 @@ from ..ops.comm.exchange import agreeing, all_gather_json
 from ..ops.comm.opening import open_collectives
 from ..ops.comm.threads import OrderedThreads
 from ..outer.config import Outer
-from ..outer.fragment import DONE, Fragment, Job, Meeting
+from ..outer.fragment import DONE, Fragment, Job, Meeting, OuterSgd
 from ..outer.mean import EXACT_BITS, mean_of
-from ..outer.optimizer import OuterSgd
 from ..outer.schedule import MeetingSchedule
 from ..utils.errors import UsageError
 from ..zero.core.master import Master
@@ -278,7 +277,7 @@ class GroupsLoop(OuterLoop):
 
     @torch.no_grad()
     def restored(self, state: Any) -> None:
-        """Without a state the outer parameters are those of the group, and nothing is owed."""
+        """Without a state the outer parameters are those of the group, and nothing is pending."""
         weights = [] if state is None else state["weights"]
         is_same = state is not None and state["groups"] == self.num_groups
         for number, fragment in enumerate(self._fragments):

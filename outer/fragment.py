@@ -3,7 +3,14 @@
     start    outer gradient = outer - parameters       ──> job: mean over groups, outer optimizer
     finish   waits for the job                         ──> mix x parameters + (1 - mix) x outer
 
+    g = mean over groups of the outer gradients
+    Nesterov         m = momentum m + g        outer -= lr (g + momentum m)
+    SGD              m = momentum m + g        outer -= lr m
+
 All tensors are flat, fp32 and on the host: each rank has those of its own elements.
+
+Source: Douillard et al., DiLoCo, 2023, algorithm 1, https://arxiv.org/abs/2311.08105; the formulas are those
+of torch.optim.SGD.
 """
 
 from __future__ import annotations
@@ -16,9 +23,8 @@ from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import XdsError
-from .config import Outer
+from .config import Outer, OuterOptimizer
 from .mean import EXACT_BITS, Mean, bytes_of_mean, padded_numel
-from .optimizer import OuterSgd
 
 
 class Job(Protocol):
@@ -99,6 +105,31 @@ def round_bytes(section: Outer, numels: Sequence[int]) -> int:
 
 
 @final
+class OuterSgd:
+    """Updates flat outer parameters, fp32 [n]."""
+
+    def __init__(self, section: OuterOptimizer) -> None:
+        self._lr, self._momentum = section.params.lr, section.params.momentum
+        self._is_nesterov = section.type == "Nesterov"
+
+    @property
+    def has_momentum(self) -> bool:
+        """It keeps a momentum of the size of the parameters."""
+        return self._momentum > 0
+
+    @torch.no_grad()
+    def step(self, outer: Tensor, momentum: Tensor | None, grad: Tensor) -> None:
+        """Update `outer` and `momentum`; `grad` is overwritten."""
+        if momentum is not None:
+            momentum.mul_(self._momentum).add_(grad)
+            if self._is_nesterov:
+                grad.add_(momentum, alpha=self._momentum)
+            else:
+                grad = momentum
+        outer.sub_(grad, alpha=self._lr)
+
+
+@final
 class Meeting:
     """What the groups do in a meeting, in the order in which meetings start."""
 
@@ -127,4 +158,4 @@ class Meeting:
         self._optimizer.step(fragment.outer, fragment.momentum, grad)
 
 
-__all__ = ["DONE", "Fragment", "Job", "Meeting", "held_bytes", "round_bytes"]
+__all__ = ["DONE", "Fragment", "Job", "Meeting", "OuterSgd", "held_bytes", "round_bytes"]

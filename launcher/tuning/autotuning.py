@@ -45,10 +45,6 @@ CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed", "--config")
 PROFILE = "profile_model_info"
 MEASURES = {"throughput": "throughput", "latency": "latency", "flops": "FLOPS_per_gpu"}
 PLATEAU = 0.05  # less gain than this ends the search for a larger micro-batch
-STATE_BYTES = {
-    True: 16,
-    False: 16,
-}  # of a parameter: master, two moments, and their gradient in fp32
 
 
 @final
