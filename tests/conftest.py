@@ -58,6 +58,23 @@ def _each_file_begins_anew() -> Iterator[None]:
         sys.modules["torch._dynamo"].reset()
 
 
+@pytest.hookimpl(tryfirst=True)  # before "-m" is applied
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases that `quick` does not name are much like those that it names: they are slow tests."""
+    named: dict[str, set[str]] = {}
+    for item in items:
+        quick, call = item.get_closest_marker("quick"), getattr(item, "callspec", None)
+        if quick is None or call is None:
+            continue
+        left = named.setdefault(item.nodeid.partition("[")[0], set(quick.args))
+        left.discard(call.id)
+        if call.id not in quick.args:
+            item.add_marker(pytest.mark.slow)
+    unknown = {test: names for test, names in named.items() if names}
+    if unknown and not any("::" in arg for arg in config.args):
+        raise pytest.UsageError(f"quick names cases that do not exist: {unknown}; correct the ids")
+
+
 def pytest_collection_finish() -> None:
     """A collection of garbage looks at what the tests make, not at torch and all test modules."""
     gc.collect()

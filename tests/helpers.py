@@ -10,22 +10,15 @@ import pickle
 import random
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-
-import pytest
 
 TIMEOUT_SECONDS = (
     600  # only what hangs takes so long, also on a machine where 30 processes want each core
 )
 # gradients of so many elements are copied at once, smaller ones in one call: tiny models go both ways
 SMALL_NUMEL = 64
-
-
-def with_slow(cases: Iterable[Any], *slow: Any) -> list[Any]:
-    """`cases` for parametrize. Those in `slow` are much like others, and run with `pytest -m slow` alone."""
-    return [pytest.param(one, marks=pytest.mark.slow) if one in slow else one for one in cases]
 
 
 def on_busy_machines(seconds: float) -> float:

@@ -155,6 +155,7 @@ def test_the_blocks_of_the_start_page_run_alike_on_any_number_of_ranks(tmp_path)
 
 
 @pytest.mark.parametrize("page", ["from-accelerate.md", "from-fabric.md"])
+@pytest.mark.quick("from-fabric.md")
 def test_the_loop_after_a_move_runs_on_two_ranks(page, tmp_path):
     _, after = blocks(ROOT / "docs" / page, "python")
     first, second = run_processes(_start, 2, [after], str(tmp_path))

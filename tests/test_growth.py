@@ -180,6 +180,7 @@ CASES: dict[str, Callable[[int, Path], Counter[Line]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick("a unit for each block")
 def test_no_line_runs_more_often_than_elements_grow(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,6 +162,7 @@ def check_close(name: str, got: torch.Tensor, plain: torch.Tensor) -> None:
     [pytest.param(Run(feature, 2), marks=pytest.mark.contract) for feature in DEFAULT_RUN],
     ids=lambda run: run.name,
 )
+@pytest.mark.quick("mixed_shapes-2")
 def test_every_combination_matches_plain_pytorch(run: Run) -> None:
     results = run_processes(rank_main, run.world_size, run)
     for case in run.cases:

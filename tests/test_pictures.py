@@ -19,6 +19,7 @@ def script():
     sys.path[:] = path
 
 
+@pytest.mark.slow
 def test_each_picture_is_the_one_that_its_script_draws(script):
     drawn = {name: draw().svg() for name, draw in script["PICTURES"].items()}
     assert sorted(drawn) == sorted(path.stem for path in FOLDER.glob("*.svg"))

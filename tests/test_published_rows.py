@@ -60,6 +60,7 @@ def test_every_number_of_a_ready_machine_has_a_source() -> None:
 
 
 @pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.quick("C15-4x8")
 def test_the_page_has_what_is_predicted(name: str) -> None:
     published = Published()
     (row,) = (row for row in published.rows if row.id == name)

@@ -256,6 +256,7 @@ def engine_runs(plan: Plan) -> dict[tuple[int, str], Any]:
         for name, (plan, is_slow) in VARIANTS.items()
     ],
 )
+@pytest.mark.quick("gpt2", "gpt2, lora", "gpt2, recomputed by config", "t5")
 def test_steps_equal_plain_pytorch(plan: Plan) -> None:
     found, second = run_ranks(engine_runs, WORLD_SIZE, plan)
     for case, run in found.items():

@@ -67,6 +67,7 @@ def row_of(recipe: str) -> str:
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft calls it
 @pytest.mark.parametrize("recipe", SOME_SLOW)
+@pytest.mark.quick("1b_two_cpu_machines")
 def test_the_memory_in_the_readme_is_what_plan_computes(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +99,7 @@ def tiny_model(recipe: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("recipe", SOME_SLOW)
+@pytest.mark.quick("1b_two_cpu_machines")
 def test_it_trains_saves_and_resumes(recipe: str, tmp_path: Path) -> None:
     model, text = tiny_model(recipe, tmp_path), tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 400)

@@ -108,6 +108,7 @@ def alone(world_size: int, recipe: str) -> tuple[list[tuple[list[float], float]]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.quick("rowwise")
 def test_each_stage_has_the_bits_of_torchao_alone(recipe: str) -> None:
     """On three ranks, of which no size is a multiple."""
     stages = [run_ranks(on_ranks, 3, stage, recipe, "fp32", {}) for stage in range(4)]

@@ -364,6 +364,7 @@ def test_what_a_script_writes_is_computed_with_and_nothing_else_changes() -> Non
         ({**GRADS, **RESET_AFTER_LOAD}, 1, FP16, 1),
     ],
 )
+@pytest.mark.quick("zero1-1-more1-1")
 def test_a_resumed_run_has_the_same_bits(
     zero: dict[str, Any], stage: int, more: dict[str, Any], num_micro: int, tmp_path: Any
 ) -> None:

@@ -85,6 +85,7 @@ def save_and_go_on(folder: str, stage: int, more: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("stage", "more"), [(2, BF16), (3, {})])
+@pytest.mark.quick("3-more1")
 def test_the_copy_is_exact_though_training_goes_on(
     tmp_path: Path, stage: int, more: dict[str, Any]
 ) -> None:

@@ -126,6 +126,7 @@ def every_call(folder: str, victim: int, kind: str, tag: str | None, more: dict[
         (0, "full", None, IN_BACKGROUND, 13),
     ],
 )
+@pytest.mark.quick("1-full-again-more2-3", "1-short-None-more1-3")
 def test_whichever_call_fails_all_ranks_raise_and_both_checkpoints_are_whole(
     tmp_path: Path, victim: int, kind: str, tag: str | None, more: Any, least: int
 ) -> None:

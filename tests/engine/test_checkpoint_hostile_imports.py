@@ -433,6 +433,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from _places(inner, (*path, key))
 
 
+@pytest.mark.slow
 def test_random_values_are_refused_or_give_a_checkpoint_that_loads(tmp_path: Path) -> None:
     rng = random.Random(0)
     outcomes = {True: 0, False: 0}

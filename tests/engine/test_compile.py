@@ -128,6 +128,7 @@ def shapes_with_inputs_on_the_host(more: dict[str, Any]) -> Any:
     return *found, counters["stats"]["unique_graphs"], breaks_of(counters)
 
 
+@pytest.mark.slow
 def test_blocks_are_compiled_inside_of_a_recomputation_that_stores_inputs_on_the_host():
     eager, compiled, graphs, breaks = run_ranks(shapes_with_inputs_on_the_host, 1, COMPILED)[0]
     assert compiled == pytest.approx(eager, rel=1e-6)
@@ -229,6 +230,7 @@ def bare_at_all_stages() -> list[Any]:
 
 
 @pytest.mark.contract
+@pytest.mark.slow
 def test_a_model_without_blocks_is_compiled_as_a_whole():
     found = run_processes(bare_at_all_stages, 2)[0]
     assert found == [(1, 0, found[0][2])] * 4
@@ -245,6 +247,7 @@ class Numbered(nn.Module):
         return x + self.linear(x) / (self.number + 1)
 
 
+@pytest.mark.slow
 def test_more_different_blocks_than_torch_keeps_graphs_for_are_all_compiled():
     model = nn.Sequential(*(Numbered(number) for number in range(9)))
     engine = xds.initialize(model, config_of())

@@ -501,6 +501,7 @@ def read(source: object) -> Config | None:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[*HealthCheck])
 @given(configs() | nearly_right())
+@pytest.mark.slow
 def test_any_dict_is_read_or_refused_and_shown_by_check(source: dict[str, Any]) -> None:
     before = repr(source)
     config = read(source)

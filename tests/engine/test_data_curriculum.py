@@ -215,6 +215,7 @@ def steps_of(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick("value")
 def test_steps_are_the_same_at_any_number_of_ranks_and_resumed(files: Path, kind: str) -> None:
     metrics = KINDS[kind](files)
     whole, end = steps_of(metrics, 1, 12)
@@ -455,6 +456,7 @@ def in_order(found: Any, micro: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.quick("0")
 def test_two_ranks_that_resume_as_three_take_the_samples_of_one(
     files: Path, tmp_path: Path, stage: int
 ) -> None:

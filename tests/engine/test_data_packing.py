@@ -129,6 +129,7 @@ def steps(
 
 
 @pytest.mark.parametrize("kind", [Samples, lambda: Samples(has_lengths=False), Stream])
+@pytest.mark.quick("Stream")
 def test_steps_are_the_same_at_any_number_of_ranks_and_resumed(kind: Any) -> None:
     whole, end = steps(1, kind)
     assert end == {"epoch": 1, "rows": 0} and len(whole) > 10
@@ -312,6 +313,7 @@ def packed(build: Any, stage: int, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "bloom"])
+@pytest.mark.quick("gpt2", "bloom")
 def test_packed_rows_have_the_loss_and_gradients_of_one_sample_a_row(kind: str) -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
     run_ranks(packed, 2, partial(model_of, kind), 2, {})
@@ -422,6 +424,11 @@ SEES = "lets tokens see other samples of their row"
             "RobertaForCausalLM has positions that do not begin at",
         ),
     ],
+)
+@pytest.mark.quick(
+    "build0-names0-0-lets tokens see other samples of their row",
+    "own_model-names1-0-pass it position_ids of the batch",
+    "build6-names6-0-RobertaForCausalLM has positions that do not begin at",
 )
 def test_a_model_whose_samples_are_not_apart_is_refused_on_every_rank(
     build: Any, names: list[str], steps: int, says: str

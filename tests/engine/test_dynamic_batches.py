@@ -209,6 +209,7 @@ SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {**WARMUP, "warmup_type"
 
 
 @pytest.mark.parametrize("method", ["linear", "sqrt", "none"])
+@pytest.mark.quick("sqrt")
 def test_rates_follow_the_samples_of_a_step_and_means_are_exact(
     method: str, tmp_path: Path
 ) -> None:

@@ -468,6 +468,7 @@ def llama_counts(more: dict[str, Any]) -> tuple[Any, ...]:
     ],
     ids=["zero-bubble", "tensor", "sequence"],
 )
+@pytest.mark.quick("tensor")
 def test_ranks_that_share_a_model_count_their_parts(more: dict[str, Any]) -> None:
     (alone,) = run_ranks(llama_counts, 1, {})
     parts = run_ranks(llama_counts, 2, more)

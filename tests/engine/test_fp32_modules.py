@@ -167,6 +167,7 @@ def trained(
 
 
 @pytest.mark.parametrize("optimizer", UPDATES)
+@pytest.mark.quick("AdamW")
 def test_one_rank_has_the_bits_of_plain_torch(optimizer: str) -> None:
     """Also where blocks run again in backward, and where they are compiled."""
     plain = Reference(optimizer)
@@ -196,6 +197,7 @@ def several(optimizer: str) -> list[Trained]:
 
 
 @pytest.mark.parametrize("optimizer", UPDATES)
+@pytest.mark.quick("SGD")
 def test_several_ranks_clip_and_offload_as_plain_torch(optimizer: str) -> None:
     plain = Reference(optimizer, clip=0.5)
     parts = [[batch(step, part) for part in range(4)] for step in range(3)]

@@ -89,6 +89,7 @@ def test_the_generator_gives_the_same_numbers_for_ever():
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 2), (1, 1), (2, 2), (3, 1), (3, 2)])
+@pytest.mark.quick("2-2", "3-2")
 def test_steps_are_those_of_plain_pytorch_with_the_same_choices(stage, accumulation):
     wanted, values = reference(2, accumulation)
     results = run_ranks(run, 2, stage, accumulation)
@@ -100,6 +101,7 @@ def test_steps_are_those_of_plain_pytorch_with_the_same_choices(stage, accumulat
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.quick("0")
 def test_a_dropped_block_is_neither_gathered_nor_reduced(stage):
     plain = run_ranks(partial(run, progressive_layer_drop={}), 2, stage, 1)[0][2]
     sent = run_ranks(run, 2, stage)[0][2]
@@ -113,6 +115,7 @@ def test_a_dropped_block_is_neither_gathered_nor_reduced(stage):
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp16"), (2, "fp32"), (3, "bf16")])
+@pytest.mark.quick("2-fp32")
 def test_theta_of_one_has_the_bits_of_a_plain_run(stage, precision):
     more = {"precision": precision}
     plain = run_ranks(partial(run, progressive_layer_drop={}, **more), 2, stage, 2)
@@ -144,6 +147,7 @@ def without_others(stage: int) -> Any:
 
 
 @pytest.mark.parametrize("case", ALSO)
+@pytest.mark.quick("recomputed", "joint units", "on the host")
 def test_other_features_drop_the_same_blocks(case):
     stage, more = ALSO[case]
     wanted = without_others(stage)
@@ -172,6 +176,7 @@ def test_the_learned_order_keeps_the_place_of_a_dropped_block():
 
 
 @pytest.mark.parametrize(("stage", "is_between"), [(0, True), (3, False), (3, True)])
+@pytest.mark.quick("3-True")
 def test_a_resume_at_another_number_of_ranks_goes_on_exactly(tmp_path, stage, is_between):
     ranks = 2 if is_between else 3
 

@@ -28,6 +28,7 @@ def longest_groups(lengths, ids, width, max_tokens, least, most):
 
 @pytest.mark.parametrize("order", ["dataloader", "random", "seqlen"])
 @pytest.mark.parametrize("same_size", [False, True])
+@pytest.mark.quick("True-seqlen", "False-random")
 def test_batches_are_those_of_an_exhaustive_search(order, same_size):
     draw = random.Random(f"{order}{same_size}")
     for _ in range(60):

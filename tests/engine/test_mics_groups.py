@@ -25,6 +25,7 @@ TWO_LEVELS = {"mics_hierarchical_params_gather": True}
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (1, "bf16")])
+@pytest.mark.quick("3-fp32")
 def test_two_levels_send_one_lth_across_hosts_and_the_same_bits(stage: int, precision: str) -> None:
     places = (0, 0, 1, 1)
     pairwise = config_of(stage, 4, precision, 2)
@@ -66,6 +67,7 @@ def three_replicas(stage: int) -> Any:
     return runs
 
 
+@pytest.mark.slow
 def test_three_replicas() -> None:
     ranks = run_ranks(three_replicas, 6, 2)
     for zero, mics in ranks:
@@ -122,6 +124,7 @@ def test_ranks_of_a_host_in_a_mesh() -> None:
         ranks_of_host(mesh, 4, [RankHost(rank // 6, "ab"[rank // 6 % 2]) for rank in range(16)])
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_that_of_plain_zero() -> None:
     cases = []
     for size in (0, 2):
@@ -139,6 +142,7 @@ LOCO = {"zeropp_loco_param": {"err_beta": 0.6, "reset_T": 7}}
 HOSTS = (0, 0, 1, 1)
 
 
+@pytest.mark.slow
 def test_few_bits_inside_a_shard_group() -> None:
     stage, precision, size, zero = 3, "bf16", 2, WEIGHTS | GRADS | LOCO
     exact = config_of(stage, size, precision, 2)

@@ -522,6 +522,7 @@ def _unread(folder):
         _preempted(f"{folder}/{kind}")
 
 
+@pytest.mark.slow
 def test_it_saves_whoever_reads_standard_error(tmp_path):
     run_new_ranks(_unread, 1, str(tmp_path))
 

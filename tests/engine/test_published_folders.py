@@ -130,6 +130,7 @@ OTHERS: list[tuple[str, ...]] = [(), (SINGLE,), (BIN,), (BIN_INDEXED,), (SINGLE,
 @pytest.mark.parametrize(
     "prior", [(INDEXED,), ENTRIES, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)]
 )
+@pytest.mark.quick("prior0")
 def test_a_reader_finds_the_old_weights_or_the_new_ones_whenever_the_export_is_killed(
     tmp_path: Path, prior: tuple[str, ...]
 ) -> None:

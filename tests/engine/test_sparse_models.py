@@ -121,6 +121,7 @@ def test_layers_and_seeds_have_their_own_random_blocks_and_runs_the_same_ones() 
 
 
 @pytest.mark.parametrize("name", SIZES)
+@pytest.mark.quick("llama")
 def test_stages_ranks_and_checkpointing_change_no_bit(name: str) -> None:
     wanted = run_ranks(losses, 2, name, SPARSE, {})
     for stage in (1, 3):

@@ -171,6 +171,7 @@ def test_all_tokens_have_the_bits_of_a_plain_run(stage):
         {"progressive_layer_drop": {"enabled": True, "theta": 1.0}},
     ],
 )
+@pytest.mark.quick("more0", "more2")
 def test_other_features_keep_the_same_tokens(more):
     wanted = run_ranks(run, 2, 3, section())[0][0]
     assert run_ranks(partial(run, **more), 2, 3, section())[0][0] == pytest.approx(wanted, rel=1e-6)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks, with_slow
+from helpers import run_ranks
 from torch import Tensor
 
 import xds
@@ -119,8 +119,9 @@ def trains_beside(feature: str) -> None:
 
 @pytest.mark.parametrize(
     "feature",
-    with_slow(FEATURES, "sequence ranks", "token drop", "layer drop", "tiles", "sparse attention"),
+    FEATURES,
 )
+@pytest.mark.quick("packing", "slices", "stage 3")
 def test_a_second_model_of_the_same_config_object_computes_as_before(feature: str) -> None:
     run_ranks(trains_beside, 2, feature)
 

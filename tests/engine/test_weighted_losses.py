@@ -88,6 +88,7 @@ def config_of(stage: int, precision: str = "fp32", **changes: Any) -> dict[str, 
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.quick("0", "3")
 def test_the_step_is_that_of_one_process_with_the_whole_batch(stage: int) -> None:
     cases: list[tuple[int, dict[str, Any], bool, bool]] = [
         (1, {"accumulation": 3}, False, False),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks, with_slow
+from helpers import run_ranks
 from runs import config, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -130,7 +130,8 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("case", with_slow(AXES, "tensor, E above it", "gpipe", "interleaved"))
+@pytest.mark.parametrize("case", AXES)
+@pytest.mark.quick("sequence", "zero-bubble", "tensor, E = 2, uneven")
 def test_equal_to_one_process(case: str) -> None:
     make, world_size, data, size, stage, optimizer, axes, length = AXES[case]
     given = config(stage, accumulation=COUNT, expert_parallel=section(size), **optimizer, **axes)

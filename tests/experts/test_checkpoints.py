@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from helpers import run_processes, run_ranks, with_slow
+from helpers import run_processes, run_ranks
 from manifest_damages import rewrite
 from random_loads import Cut, compare, engine_of, random_loads, save, values_of
 from runs import config
@@ -31,6 +31,7 @@ def section(size: int) -> dict[str, Any]:
 # -- checkpoints --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_experts_load_at_any_cut(tmp_path: Path) -> None:
     cuts = [Cut(1, 4, 2, 2), Cut(2, 2, 2, 1, precision="bf16"), Cut(1, 2, 0, 3)]
     saved = [save(str(tmp_path), cut) for cut in cuts]
@@ -103,9 +104,8 @@ def train_and_save(folder: str, name: str) -> tuple[dict[str, Tensor], Tensor]:
     return values, logits
 
 
-@pytest.mark.parametrize(
-    "name", with_slow(sorted(MODELS), "qwen3_moe", "granite_moe", "mixtral", "nemotron_h")
-)
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.quick("gpt_oss")
 def test_an_export_is_read_by_from_pretrained(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     values, logits = run_ranks(train_and_save, 4, str(tmp_path / "in"), name)[3]
@@ -155,6 +155,7 @@ def load(name: str, folder: str, stage: int, size: int, is_late: bool, stages: i
     ("ranks", "stage", "size", "is_late", "stages"),
     [(2, 2, 2, False, 1), (4, 3, 2, False, 1), (2, 3, 2, True, 1), (4, 1, 2, False, 2)],
 )
+@pytest.mark.quick("2-3-2-True-1-stacked", "4-1-2-False-2-one file tensor an expert")
 def test_a_rank_reads_its_own_experts(
     ranks: int,
     stage: int,

@@ -75,6 +75,7 @@ def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_cache")
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.quick("0")
 def test_lora_on_stacked_experts_is_cut_with_them(stage: int) -> None:
     given = config(stage, optimizer="SGD", params={"lr": 0.1}, **EXPERTS)
     is_as_one_process(run_ranks(trained, 4, with_adapters, given))
@@ -220,6 +221,7 @@ def evaluated(stage: int, with_experts: bool) -> tuple[list[float], list[float]]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.quick("2")
 def test_ranks_run_unequal_numbers_of_forwards(stage: int) -> None:
     """Rank 0 runs none: it computes its experts for the others."""
     wanted = run_ranks(evaluated, 4, stage, False)

@@ -139,6 +139,7 @@ def check(ranks: Any, wanted: Any, params: dict[str, Tensor]) -> None:
     ("world_size", "size", "stage"),
     [(2, 1, 3), (2, 2, 0), (2, 2, 2), (2, 2, 3), (4, 2, 1), (4, 2, 3), (4, 4, 2)],
 )
+@pytest.mark.quick("2-1-3", "2-2-2", "4-2-3")
 def test_equal_to_one_process(world_size: int, size: int, stage: int) -> None:
     check(run_ranks(trained, world_size, Model, stage, size), *plain(Model(), world_size))
 
@@ -229,6 +230,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", sorted(OTHERS))
+@pytest.mark.quick("shared, gate", "sigmoid, scale")
 def test_other_blocks(how: str) -> None:
     def make() -> nn.Module:
         return other(**OTHERS[how])
@@ -294,6 +296,7 @@ def _step(engine: Any, first: int, last: int) -> list[float]:
     return engine.get_global_grad_norm()
 
 
+@pytest.mark.slow
 def test_loads_at_other_sizes(tmp_path: Path) -> None:
     norm, values = run_ranks(saved, 4, tmp_path)[0]
     for stage, size in ((3, 1), (0, 4)):

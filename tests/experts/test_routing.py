@@ -59,6 +59,7 @@ def test_a_recomputation_sends_rows_alone() -> None:
         assert second == third == 2 * 5 * 3 * 4  # rows there, and their sums back
 
 
+@pytest.mark.slow
 def test_random_routings_are_those_of_one_process() -> None:
     kinds = {compare(seed).kind for seed in range(60)}
     assert kinds == set(KINDS)

@@ -163,6 +163,7 @@ def trained_with(build: Callable[[], Any], given: dict[str, Any]) -> Any:
     ("name", "stage"),
     [("mixtral", 0), ("mixtral", 1), ("mixtral", 2), *((name, 3) for name in MODELS)],
 )
+@pytest.mark.quick("mixtral-1", "mixtral-3", "gpt_oss-3")
 def test_equal_to_one_process(name: str, stage: int) -> None:
     wanted, params = plain(name, 2)
     ranks = run_ranks(trained, 2, name, stage, 2)

@@ -110,6 +110,7 @@ def trained_with(stage: int, rollouts: bool, precision: str, zero: dict[str, Any
         ),
     ],
 )
+@pytest.mark.quick("0-fp32-zero0", "3-bf16-zero1")
 def test_losses_after_rollouts_have_the_bits_of_a_run_without(
     stage: int, precision: str, zero: dict[str, Any]
 ) -> None:
@@ -142,6 +143,7 @@ def unequal_lengths() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_four_ranks_generate_1_7_64_and_500_tokens_with_one_gather_a_unit() -> None:
     found = run_ranks(unequal_lengths, 4)
     assert [len(tokens) - PROMPT.shape[1] for tokens in found] == list(LENGTHS)

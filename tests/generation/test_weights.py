@@ -84,6 +84,9 @@ def values(stage: int, dtype: torch.dtype | None, bucket_bytes: int, more: dict[
         (2, 0, None, 5000, {"tensor_parallel": {"autotp_size": 2}}),
     ],
 )
+@pytest.mark.quick(
+    "1-3-None-5000-more7", "2-3-None-5000-more6", "3-3-dtype3-3000-more3", "2-0-None-1048576-more0"
+)
 def test_weights_are_those_of_the_state_dict(
     world: int, stage: int, dtype: torch.dtype | None, bucket_bytes: int, more: dict[str, Any]
 ) -> None:

@@ -46,6 +46,7 @@ def expect_same(found: list[tuple[Tensor, Tensor]], name: str, atol: float = 1e-
 
 # a fused projection, heads of keys that are copied, a bias after each sum
 @pytest.mark.parametrize(("name", "tp_size"), [("gpt2", 1), ("gpt2", 2), ("llama", 4), ("opt", 2)])
+@pytest.mark.quick("gpt2-2", "opt-2")
 def test_slices_answer_as_transformers(name: str, tp_size: int) -> None:
     settings = {**FP32, "tensor_parallel": {"tp_size": tp_size}}
     expect_same(run_ranks(answers_here, tp_size, name, settings), name)

@@ -88,6 +88,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.quick("stage 1, 4 micro-batches", "stage 3", "stages, stage 3")
 def test_the_trace_sends_what_the_plan_counts(name: str) -> None:
     plan = plan_of(*ORDERS[name])
     for rank in plan.ranks:
@@ -176,6 +177,7 @@ def test_a_pipeline_waits_as_its_table_says() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.quick("3")
 def test_middle_micro_batches_are_like_the_second(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

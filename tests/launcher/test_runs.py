@@ -221,6 +221,7 @@ STARTS_OTHERS = """
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGKILL"])
+@pytest.mark.quick("SIGKILL")
 def test_a_signal_to_the_launcher_ends_the_ranks_and_whatever_they_started(start, tmp_path, name):
     """SIGHUP: of a terminal that is closed, to ranks that ignore it. SIGKILL: to the whole process group."""
     master, slave = pty.openpty()

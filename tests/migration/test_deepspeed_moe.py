@@ -87,6 +87,7 @@ def _train(
     ("stage", "optimizer", "size"),
     [(0, "SGD", 1), (3, "Adam", 1), (0, "SGD", 2), (1, "Adam", 2), (2, "SGD", 2), (3, "SGD", 2)],
 )
+@pytest.mark.quick("0-SGD-2", "3-SGD-2")
 def test_two_ranks_train_as_one_process(stage: int, optimizer: str, size: int) -> None:
     results = run_ranks(_train, 2, stage, optimizer, size)
     model = Net()
@@ -163,6 +164,7 @@ NO_DRAWS = {"use_rts": False, "top2_2nd_expert_sampling": False}
     ("train", "world_size", "num_data", "options"),
     [(on_tensor_ranks, 2, 1, {}), (in_a_pipeline, 4, 2, NO_DRAWS)],
 )
+@pytest.mark.quick("on_tensor_ranks-2-1-options0")
 def test_layers_on_tensor_ranks_and_in_a_pipeline(
     train: Any, world_size: int, num_data: int, options: dict[str, Any]
 ) -> None:

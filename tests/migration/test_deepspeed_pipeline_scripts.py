@@ -114,6 +114,7 @@ def test_an_alexnet_in_stages_trains_as_plain_pytorch(train: Any, tmp_path: Path
     assert found["stages"] == 2
 
 
+@pytest.mark.slow
 def test_a_tied_gpt_with_a_topology_trains_as_plain_pytorch(tmp_path: Path) -> None:
     options = ["--stage", "1"]
     found = run("pipeline_language_model.py", 4, *options, folder=tmp_path)

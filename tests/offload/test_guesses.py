@@ -158,6 +158,7 @@ BETWEEN: dict[str, Any] = {
         (2, 1, "fp32", 1, GUESS),  # torch's kernel writes the unscaled gradient back
     ],
 )
+@pytest.mark.quick("1-1-fp16-1-offload0", "2-1-fp32-1-offload3")
 def test_events_between_backward_and_step(
     world_size: int, stage: int, precision: str, accumulation: int, offload: dict[str, Any]
 ) -> None:

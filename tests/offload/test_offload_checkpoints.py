@@ -72,6 +72,7 @@ def continue_each(
         (2, 3, "bf16", "plain", [(PLAIN, CPU | PARAMS), (CPU | PARAMS, CPU), (CPU, PLAIN)]),
     ],
 )
+@pytest.mark.quick("1-2-bf16-reused-pairs0")
 def test_a_step_goes_on_in_its_middle(
     tmp_path: Path, world_size: int, stage: int, precision: str, feature: str, pairs: Any
 ) -> None:

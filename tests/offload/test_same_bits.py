@@ -70,6 +70,9 @@ CASES: list[tuple[int, tuple[Any, ...], list[dict[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("world_size", "case", "offloads"), CASES)
+@pytest.mark.quick(
+    "1-case0-offloads0", "2-case2-offloads2", "2-case4-offloads4", "2-case7-offloads7"
+)
 def test_training_with_every_event_of_a_step(
     tmp_path: Path, world_size: int, case: tuple[Any, ...], offloads: list[dict[str, Any]]
 ) -> None:
@@ -84,6 +87,7 @@ def test_training_with_every_event_of_a_step(
         (2, (3, "bf16", 2), [GUESS | PARAMS, PARAMS_DISK | DISK]),
     ],
 )
+@pytest.mark.quick("1-case0-offloads0")
 def test_copies_and_updates_that_are_as_late_as_they_may_be(
     tmp_path: Path, world_size: int, case: tuple[Any, ...], offloads: list[dict[str, Any]]
 ) -> None:

@@ -214,6 +214,7 @@ def train(*case: Any) -> list[str]:
         (2, GUESS | PARAMS, (3, "bf16", 1)),
     ],
 )
+@pytest.mark.quick("1-offload0-case0")
 def test_ops_stay_in_one_place(
     world_size: int, offload: dict[str, Any], case: tuple[Any, ...]
 ) -> None:

@@ -106,6 +106,7 @@ KEPT = 10**6  # parameters stay gathered between steps
     ("size", "stage", "precision", "persistence", "writes"),
     [(1, 2, "bf16", KEPT, BETWEEN), (2, 3, "bf16", KEPT, BETWEEN), (2, 3, "bf16", 0, FROZEN)],
 )
+@pytest.mark.quick("1-2-bf16-1000000-writes0")
 def test_writes_count_as_without_offload(
     tmp_path: Path, size: int, stage: int, precision: str, persistence: int, writes: Any
 ) -> None:

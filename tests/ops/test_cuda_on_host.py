@@ -120,6 +120,7 @@ SKELETONS = ("adamw", "lion", "momentum")  # of two states and one; others run w
     "name",
     [pytest.param(name, marks=[] if name in SKELETONS else pytest.mark.slow) for name in RULES],
 )
+@pytest.mark.slow
 def test_a_step_reaches_elements_beyond_two_to_the_31(huge: OnHost, name: str) -> None:
     rule = RULES[name]
     param, grad, out = sparse(NUMEL, FP32), sparse(NUMEL, BF16), sparse(NUMEL, BF16)

@@ -38,7 +38,12 @@ FENCE_NUMEL = 16  # behind every flat tensor, to be left alone
 
 
 @pytest.fixture(
-    scope="module", params=["cpu", "cuda on host", pytest.param("gpu", marks=pytest.mark.gpu)]
+    scope="module",
+    params=[
+        "cpu",
+        pytest.param("cuda on host", marks=pytest.mark.slow),
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ],
 )
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     if request.param == "cpu":

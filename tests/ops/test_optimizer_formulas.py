@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks, with_slow
+from helpers import run_ranks
 from runs import config, differing, of_rank, train
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -249,6 +249,7 @@ def at_stages(name: str, *stages: int) -> list[Values]:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.quick("AdamWScheduleFree", "GaLore")
 def test_every_stage_and_number_of_ranks_computes_the_formula(name: str) -> None:
     for num_ranks, stages in ((1, (0,)), (2, (0, 1, 2, 3)), (4, (3,))):
         for results in run_ranks(at_stages, num_ranks, name, *stages):
@@ -270,7 +271,8 @@ def in_16_bits(name: str) -> None:
     assert not any(differing(values, results[0]) for values in results)
 
 
-@pytest.mark.parametrize("name", with_slow(FORMULAS, "Apollo", "AdamMini"))
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.quick("Adafactor")
 def test_16_bits_are_close_and_equal_at_all_stages_and_on_the_host(name: str) -> None:
     run_ranks(in_16_bits, 2, name)
 
@@ -305,7 +307,8 @@ def go_on(name: str, folder: str, stage: int, tag: str) -> Values:
     return found
 
 
-@pytest.mark.parametrize("name", with_slow(FORMULAS, "Apollo", "AdamMini"))
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.quick("GaLore")
 def test_a_run_resumes_exactly_and_at_any_layout(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
     wanted = run_ranks(save_half, 2, name, folder, 2)[0]
@@ -374,6 +377,7 @@ def bytes_held(name: str, stage: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.quick("AdamMini", "Apollo")
 def test_states_take_the_bytes_of_the_formula(name: str) -> None:
     for num_ranks, stage in ((1, 0), (4, 3)):
         for held, wanted in run_ranks(bytes_held, num_ranks, name, stage):
@@ -405,6 +409,7 @@ def freezes(name: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.quick("AdamMini", "GaLore")
 def test_a_frozen_parameter_keeps_its_values_and_states(name: str, tmp_path: Path) -> None:
     run_ranks(freezes, 2, name, str(tmp_path))
 

@@ -199,6 +199,7 @@ def every(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(SECTIONS))
+@pytest.mark.quick("AdamW", "SGD", "Muon")
 def test_sharded_equals_whole(name: str) -> None:
     run_ranks(every, 2, name)
 

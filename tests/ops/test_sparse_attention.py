@@ -188,6 +188,7 @@ def test_dropout_keeps_the_mean() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.slow
 def test_flex_attention_has_the_same_values() -> None:
     """Only its forward: on a CPU torch has no backward of it."""
     rng = random.Random(4)

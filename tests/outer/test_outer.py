@@ -51,6 +51,7 @@ def train(outer: dict[str, Any] | None, stage: int, steps: int, optimizer: Any =
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.quick("3")
 def test_a_meeting_in_every_step_is_plain_data_parallelism(stage: int) -> None:
     plain = run_ranks(train, 4, None, 0, 4)
     found = run_ranks(train, 4, MEAN | {"groups": 2}, stage, 4)
@@ -259,6 +260,7 @@ def resumes(outer: dict[str, Any], folder: str, steps: tuple[int, int], saves: b
     "outer",
     [{"steps": 4, "fragments": 2, "delay": 2, "mix": 0.5}, {"steps": 3, "bits": 4}],
 )
+@pytest.mark.quick("outer0")
 def test_a_resumed_run_has_the_same_bits(outer: dict[str, Any], tmp_path: Any) -> None:
     outer = {"groups": 2} | outer
     before = run_ranks(resumes, 4, outer, str(tmp_path), (5, 9), True)

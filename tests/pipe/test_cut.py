@@ -72,6 +72,7 @@ def tiny_hugging_face(name):
 
 
 @pytest.mark.parametrize("name", ["opt", "bert", "gemma3"])
+@pytest.mark.quick("bert")
 def test_models_with_masks_norms_and_projections_equal_the_whole_model(name):
     model = tiny_hugging_face(name)
     ids = torch.randint(3, 61, (2, 10))

@@ -201,6 +201,7 @@ def whole_states(folder: str, cut: Cut) -> dict[str, Any]:
     ],
     ids=lambda cut: cut.tag,
 )
+@pytest.mark.quick("2x1x1-zero1-tied-1-fp32", "2x2x1-zero3-tied-1-fp32")
 def test_state_dicts_span_the_stages(tmp_path: Path, cut: Cut) -> None:
     torch.manual_seed(0)
     first = Net(tied=True, frozen=1).state_dict()

@@ -91,6 +91,7 @@ def train(name: str, stages: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.quick("muon", "reduce each", "reentrant")
 def test_features_equal_those_without_a_pipeline(name: str) -> None:
     data = 2 if name == "overlap" else 1
     expected = run_ranks(train, data, name, 1)[0]

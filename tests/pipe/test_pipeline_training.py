@@ -140,6 +140,12 @@ SHARP = [  # every value of every axis once
 
 
 @pytest.mark.parametrize("case", SHARP, ids=lambda case: case.name)
+@pytest.mark.quick(
+    "2x1-zero0-1f1b-fp32-checkpointed",
+    "2x2-zero2-zero_bubble-fp32-tied",
+    "2x2-zero3-dualpipev-fp16-plain",
+    "4x1-zero1-interleaved_1f1b-fp32-tied",
+)
 def test_steps_equal_those_of_one_process(case: Case) -> None:
     results: list[Result] = run_ranks(run, case.world_size, case)
     first = results[0]

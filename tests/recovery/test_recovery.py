@@ -71,6 +71,7 @@ def plain(steps: int, units: int) -> tuple[list[float], torch.Tensor]:
         pytest.param({1: [4, "forward", "SIGSTOP"]}, 3, 1, id="stopped", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.quick("shard group")
 def test_the_run_goes_on_with_the_same_numbers(
     tmp_path: Path, deaths: dict[int, list], ranks: int, shard: int
 ) -> None:

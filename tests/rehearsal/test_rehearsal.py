@@ -178,6 +178,7 @@ def copies() -> list[Any]:
     return [early, target.tolist(), back.tolist()]
 
 
+@pytest.mark.slow
 def test_races_memory_in_flight_and_tensors_of_the_host_are_faults() -> None:
     for found in ranks(2, kernels=True).run(faults):
         for text, said in zip(found, SAID.values(), strict=True):
@@ -214,6 +215,7 @@ def check(config: dict[str, Any], precision: str, num_ranks: int = 2) -> list[di
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, "bf16"), (0, "fp32"), (1, "fp32"), (2, "fp16"), (3, "bf16")]
 )
+@pytest.mark.quick("0-fp32", "2-fp16", "3-bf16")
 def test_training_has_the_numbers_of_the_cpu_and_no_race(stage: int, precision: str) -> None:
     for found in check(config_of(stage, precision, 2), precision):
         assert found["in_steps"] <= STEPS - FIRST  # the norm, once a step
@@ -353,6 +355,7 @@ def offloaded(
         (3, "bf16", 1, "none", "cpu", 2),
     ],
 )
+@pytest.mark.quick("3-fp32-1-nvme-nvme-6")
 def test_offloaded_training_has_the_numbers_of_the_cpu_and_no_race(
     stage: int,
     precision: str,
@@ -421,6 +424,7 @@ def resumed(config: dict[str, Any], folder: str) -> list[Any]:
     return ends
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_with_the_same_bits(tmp_path: Path) -> None:
     config = config_of(2, "bf16", 1, **offloaded("cpu", "none", tmp_path))
     for plain, again in ranks(2, kernels=True).run(resumed, config, str(tmp_path / "out")):
@@ -502,6 +506,7 @@ def recomputed(config: dict[str, Any], offloads: bool) -> tuple[list[float], lis
     return [loss.item() for loss in losses], found.tolist()
 
 
+@pytest.mark.slow
 def test_inputs_of_blocks_leave_and_come_back_without_a_wait() -> None:
     here = ranks(2, kernels=True)
     config = config_of(2, "bf16", 1)
@@ -557,6 +562,7 @@ def states(config: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.quick("2")
 def test_what_stays_is_not_among_activations(stage: int) -> None:
     """States come before the first activation; gradient buffers are allocated again after the first update."""
     config = config_of(stage, "bf16", 1) | {"ops": {"native": True}}

@@ -113,6 +113,7 @@ def other_bits(names: list[str], folder: Path, steps: int = STEPS) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_training_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
     assert other_bits([*DEFAULT], tmp_path) == []
 

@@ -75,6 +75,7 @@ def refused(*args: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_compiled_block_is_one_graph_with_the_numbers_of_an_eager_one() -> None:
     section = {"backend": "aot_eager", "kwargs": {"fullgraph": True}}
     (compiled, graphs), other = run_processes(train, 2, section, 3)

@@ -126,6 +126,7 @@ CASES: list[tuple[tuple[Any, ...], str, int, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
+@pytest.mark.quick("0", "1", "2", "3", "5", "6")
 def test_sequence_ranks_equal_one_process(number: int) -> None:
     model, kind, sequence, stage, more = CASES[number]
     update = ("AdamW", "SGD")[number % 2]

@@ -225,6 +225,7 @@ def train_deferred(schedule: str) -> tuple[list[Any], set[tuple[int, ...]], int]
     return found, shapes, sum(owners.values())
 
 
+@pytest.mark.slow
 def test_weight_gradients_of_slices_are_deferred() -> None:
     later, at_once = (run_processes(train_deferred, 4, name) for name in ("zero_bubble", "1f1b"))
     assert [steps for steps, _, _ in later] == [steps for steps, _, _ in at_once]

@@ -118,6 +118,9 @@ SLOW = (1, 4, 9, 10, 11, 13)  # each differs in little from one of the others
         for at, (case, _, _) in enumerate(CASES)
     ],
 )
+@pytest.mark.quick(
+    "12-llama-1x1x1x2-zero2", "2-gpt2-1x1x1x2-zero3", "8-llama-1x2x1x1-zero3", "7-gpt-1x1x2x2-zero2"
+)
 def test_steps_equal_those_of_one_process(number: int) -> None:
     case, tensor, more = CASES[number]
     ranks = run_ranks(train, case.mesh.size, *CASES[number])

@@ -123,6 +123,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick("adamw", "bf16")
 def test_training_equals_that_of_row_major_weights_at_every_stage(kind: str) -> None:
     key, more = KINDS[kind]
     stages = {"adamw": [0, 1, 2, 3], "host": [1, 3]}.get(kind, [0, 3])
@@ -245,6 +246,7 @@ TORCHS = {"optimizer": lambda groups: torch.optim.Adam(groups, lr=1e-2)}
 
 
 @pytest.mark.parametrize("place", ["memory", "host", "disk"])
+@pytest.mark.quick("memory")
 def test_states_of_whole_parameters_are_saved_and_loaded(tmp_path: Path, place: str) -> None:
     disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "disk")}}
     more = {**TORCHS, "zero": {"memory": {}, "host": HOST, "disk": disk}[place]}
@@ -305,6 +307,7 @@ CASES = [(True, 2, 3, False), (False, 3, 1, True), (True, 0, 2, True)]
 
 
 @pytest.mark.parametrize(("last", "stage", "other", "frozen"), CASES)
+@pytest.mark.quick("True-2-3-False")
 def test_checkpoints_load_into_the_same_and_the_other_format(
     tmp_path: Path, last: bool, stage: int, other: int, frozen: bool
 ) -> None:

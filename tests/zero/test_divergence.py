@@ -58,6 +58,9 @@ def train(kind: str, cases: list[tuple[int, dict[str, Any]]]) -> list[Any]:
     ("kind", "world_size"),
     [(kind, 3 if number % 3 == 0 else 2) for number, kind in enumerate(TOGETHER)],
 )
+@pytest.mark.quick(
+    "images and zeros-2", "layers of one unit-2", "stochastic depth-3", "unused experts-3"
+)
 def test_ranks_with_different_graphs_train_as_plain_pytorch(kind: str, world_size: int) -> None:
     apart = {"stage3_max_reuse_distance": 0, "divergent_graphs": True}
     if kind.startswith("unused experts"):
@@ -256,6 +259,7 @@ GATHERS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("name", GATHERS)
+@pytest.mark.quick("reentrant")
 def test_every_rank_names_the_ranks_and_units_that_differ(name: str, runs: Runs) -> None:
     for text in runs[name].result():
         assert text.startswith("PeerError: ")

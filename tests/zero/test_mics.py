@@ -292,6 +292,7 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all() -> None:
         (3, "fp32", 2, {"offload_param": CPU, "offload_optimizer": CPU}),
     ],
 )
+@pytest.mark.quick("3-fp32-2-offload1")
 def test_offload_is_the_same_model(
     stage: int, precision: str, accumulation: int, offload: dict[str, Any]
 ) -> None:

@@ -66,6 +66,7 @@ def in_a_loop(half: dict[str, Any], parts: int = 1) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.quick("1", "2")
 def test_ranks_stages_places_and_resumes_change_no_bit(world: int, tmp_path: Path) -> None:
     wanted = in_a_loop(STATES)
     case_of = lambda stage, zero: given(stage, STATES, zero)  # noqa: E731 (ranks are threads)
@@ -138,6 +139,7 @@ FP32 = {"enabled": True}
 @pytest.mark.parametrize(
     ("half", "other"), [(FP32, STATES), (STATES, FP32), (BF16, STATES), (STATES, BF16)]
 )
+@pytest.mark.quick("half0-other0", "half2-other2")
 def test_a_checkpoint_of_one_variant_loads_into_another(
     half: dict[str, Any], other: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -267,6 +269,7 @@ def plans(half: dict[str, Any]) -> list[tuple[int, int, dict[str, int]]]:
 
 
 @pytest.mark.parametrize(("half", "state_bytes"), [(BF16, 8), (STATES, 4), (FP16, 8)])
+@pytest.mark.quick("half1-4")
 def test_bytes_are_2_for_the_master_2_for_the_gradient_and_those_of_the_states(
     half: dict[str, Any], state_bytes: int
 ) -> None:

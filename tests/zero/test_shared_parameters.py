@@ -124,6 +124,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("size", "stage", "precision", "more"), CASES)
+@pytest.mark.quick("2-1-fp32-more0")
 def test_training_and_every_access_have_the_bits_of_a_copy_in_each_rank(
     tmp_path: Path, size: int, stage: int, precision: str, more: dict[str, Any]
 ) -> None:

@@ -95,6 +95,7 @@ def in_a_loop(states: str, half: dict[str, Any], optimizer: str) -> dict[str, Te
         ("int8", BF16, 2, "Lion"),
     ],
 )
+@pytest.mark.quick("int8-half2-1-AdamW", "int8-half6-2-Lion", "bf16-half0-2-AdamW")
 def test_ranks_stages_places_and_resumes_change_no_bit(
     states: str, half: dict[str, Any], world: int, optimizer: str, tmp_path: Path
 ) -> None:

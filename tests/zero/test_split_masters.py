@@ -81,6 +81,7 @@ def loss_of_batch(model: nn.Module, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("bf16", "world"), [(SPLIT, 1), (SPLIT, 2), (SPLIT, 4), (FP32, 2)])
+@pytest.mark.quick("bf160-1", "bf163-2")
 def test_ranks_stages_places_and_resumes_change_no_bit(
     bf16: dict[str, Any], world: int, tmp_path: Path
 ) -> None:
