@@ -153,16 +153,17 @@ class GroupsLoop(OuterLoop):
         if self.number:
             self._write(everything, mix=0.0)
 
-    def _values_beside(self) -> list[Tensor]:
-        """What is not trained: buffers, and frozen parameters or this rank's shards of them."""
+    def _values_beside(self) -> Iterator[Tensor]:
+        """What is not trained: buffers, and frozen parameters or this rank's shards of them.
+
+        A shard on a disk is in memory until the next one is asked for.
+        """
         sharded = self._engine.sharded
         trained = {id(master.params) for master in self._engine.updater.masters}
-        flats = [flat for unit in sharded.units for flat in unit.params]
-        return [
-            *self._engine.module.buffers(),
-            *(param.data for param in sharded.frozen.values()),
-            *(f.stored_shard.tensor for f in flats if id(f) not in trained and not f.is_on_disk),
-        ]
+        yield from self._engine.module.buffers()
+        yield from (param.data for param in sharded.frozen.values())
+        flats = (flat for unit in sharded.units for flat in unit.params)
+        yield from (flat.shard for flat in flats if id(flat) not in trained)
 
     # -- after each step --------------------------------------------------------------------------------
 

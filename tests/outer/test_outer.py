@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 from models import build, micro_batch
-from torch import Tensor
+from torch import Tensor, nn
 
 import xds
 from xds.engine.config.config import Config, parse_config
@@ -59,6 +60,36 @@ def test_a_meeting_in_every_step_is_plain_data_parallelism(stage: int) -> None:
         assert found[rank][0] == pytest.approx(plain[rank][0], rel=1e-5)
     for name, value in plain[0][1].items():
         torch.testing.assert_close(found[3][1][name], value, rtol=1e-5, atol=1e-6)
+
+
+def partly_frozen(folder: str, place: str) -> dict[str, Tensor]:
+    """Each rank builds other values; half of them are frozen."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)))
+    for block in model:
+        block[0].requires_grad_(False)
+    config = config_of({"groups": 2, "steps": 2}, 3, ADAM)
+    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
+    config["zero_optimization"]["offload_param"] = {
+        "device": place,
+        "nvme_path": folder,
+        "max_in_cpu": 0,
+    }
+    engine = xds.initialize(model, config)
+    for step in range(2):
+        engine.backward(engine(torch.full((2, 8), float(step))).sum())
+        engine.step()
+    state = engine.full_state_dict(rank0_only=False)
+    engine.destroy()
+    return state
+
+
+@pytest.mark.parametrize("place", ["none", "cpu", "nvme"])
+@pytest.mark.quick("nvme")
+def test_all_groups_have_the_frozen_parameters_of_the_first(place: str, tmp_path: Path) -> None:
+    found = run_ranks(partly_frozen, 4, str(tmp_path), place)
+    for name, value in found[0].items():
+        assert torch.equal(found[2][name], value), name
 
 
 def units_of(outer: dict[str, Any]) -> dict[str, int]:
