@@ -114,7 +114,8 @@ class Half(Section):
             report.complain(
                 key,
                 True,
-                f"optimizer.type is {optimizer.type}, but only {names} update 16-bit masters",
+                f"optimizer.type is {optimizer.type}, but only {names} update 16-bit masters; choose one "
+                "of them, or remove the key",
             )
 
 
