@@ -127,7 +127,7 @@ from .parts import (
     SaveInterval,
     UnevenForwards,
 )
-from .process.process import is_launched, join, pick_device, timeout_seconds
+from .process.process import is_launched, join, num_sites, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.report import Monitor, StepReport
 from .telemetry.screen import log_notes, log_start, show_messages
@@ -731,6 +731,12 @@ def _open_outer(
     Raises UsageError: there are no such groups of ranks.
     """
     if config.outer is None:
+        if num_sites() > 1 and group.rank() == 0:
+            log.warning(
+                "the hostfile has %d sites, and the config has no section outer: ranks of all sites exchange "
+                "gradients in every step; add outer with groups = %d",
+                *(num_sites(), num_sites()),
+            )
         return OuterLoop(), *_open_groups(config, group, device)
     from .meeting import GroupsLoop, open_rank_groups
 

@@ -36,7 +36,7 @@ from ..zero.core.master import Master
 from .counters import Counters
 from .parallel.outer_parts import OuterPart, outer_parts
 from .parts import OuterLoop, Parts
-from .process.process import timeout_seconds
+from .process.process import num_sites, timeout_seconds
 
 if TYPE_CHECKING:
     from ..zero.checkpoint.restore import Restore
@@ -64,8 +64,13 @@ class RankGroups:
 def open_rank_groups(section: Outer, world: dist.ProcessGroup) -> RankGroups:
     """Divide the ranks of the job. For all of them.
 
-    Raises UsageError: `world` is not the whole job.
+    Raises UsageError: `world` is not the whole job, or a group would have ranks of several sites.
     """
+    if section.groups % num_sites():
+        raise UsageError(
+            f"outer.groups = {section.groups}: the hostfile has {num_sites()} sites, and a group would have "
+            "ranks of two; set a multiple of the sites"
+        )
     if world is not dist.group.WORLD:
         raise UsageError(
             "group= with the section outer: its groups are made of all ranks; leave group= out, or remove outer"

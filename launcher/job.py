@@ -18,6 +18,7 @@ class Job:
     bind_cores: give each rank of a machine its own cores.
     core_list: the cores to use, such as "0-3,8"; "" means all.
     recovers: when a rank fails, the others go on. num_spares: processes that wait for its place.
+    num_sites: of the hostfile; each has the same number of consecutive ranks.
     """
 
     kind: Literal["script", "module", "program"]
@@ -30,6 +31,7 @@ class Job:
     core_list: str = ""
     recovers: bool = False
     num_spares: int = 0
+    num_sites: int = 1
 
 
 @final
@@ -71,10 +73,14 @@ class Restarts:
 @final
 @dataclass(frozen=True)
 class Host:
-    """A machine of a hostfile. slots: the device numbers to use on it, one rank each."""
+    """A machine of a hostfile. slots: the device numbers to use on it, one rank each.
+
+    site: the name of the place where it stands; "" where the hostfile names none.
+    """
 
     name: str
     slots: tuple[int, ...]
+    site: str = ""
 
 
 @final

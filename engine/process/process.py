@@ -70,6 +70,11 @@ def joins() -> Joins | None:
     return Joins(*map(int, found.split())) if found else None
 
 
+def num_sites() -> int:
+    """What the launcher says in XDS_SITES: the sites of the hostfile. Each has as many consecutive ranks."""
+    return int(os.environ.get("XDS_SITES", "1"))
+
+
 def is_launched() -> bool:
     """There may be other ranks: the process group exists, or a launcher has described it."""
     return dist.is_initialized() or all(key in os.environ for key in LAUNCHER_KEYS)

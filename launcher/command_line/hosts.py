@@ -1,7 +1,8 @@
 """Selects machines and their slots: hostfiles and filters in DeepSpeed's syntax.
 
-A hostfile has a line for each host: `worker-1 slots=8`. A filter names hosts and slots of it:
-`worker-1@worker-2:0,2-4`. A name with a colon or an @ in it may be put in brackets: `[fe80::1]:0`.
+A hostfile has a line for each host: `worker-1 slots=8`, or `worker-1 slots=8 site=paris`. A filter names hosts
+and slots of it: `worker-1@worker-2:0,2-4`. A name with a colon or an @ in it may be put in brackets:
+`[fe80::1]:0`.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ def read_hostfile(path: str | Path) -> list[Host]:
         if fields == [""]:
             continue
         try:
-            name, num_slots = host_name(fields[0]), _num_slots(fields)
+            name, (num_slots, site) = host_name(fields[0]), _slots_and_site(fields)
             if name in hosts:
                 raise UsageError(
                     f"{quoted(name)} is already in an earlier line; name each host once, with all of its slots"
                 )
         except UsageError as error:
             raise UsageError(f"hostfile = {quoted(path)}: line {number}: {error}") from None
-        hosts[name] = Host(name, tuple(range(num_slots)))
+        hosts[name] = Host(name, tuple(range(num_slots)), site)
     if not hosts:
         raise UsageError(
             f"hostfile = {quoted(path)}: no host in it; write a line such as `worker-1 slots=8` for each"
@@ -82,23 +83,51 @@ def host_name(text: str) -> str:
     return f"{user}{at}{name}"
 
 
-def _num_slots(fields: list[str]) -> int:
+def _slots_and_site(fields: list[str]) -> tuple[int, str]:
+    """The number of slots, and the site, which is "" if none is named."""
     need = "needs `slots=N`, such as `worker-1 slots=8`"
     if len(fields) < 2:
         raise UsageError(f"{quoted(fields[0])}: {need}")
     name, _, number = fields[1].partition("=")
     if name != "slots":
         raise UsageError(f"{quoted(fields[1])}: {need}")
-    # hostfiles of Open MPI may also have max_slots, which is not used here
-    more = [word for word in fields[2:] if not re.fullmatch(r"max[-_]slots=[0-9]+", word)]
-    if more:
-        raise UsageError(f"{quoted(more[0])}: unexpected after slots=; comments begin with #")
     if not re.fullmatch("[0-9]{1,9}", number) or not 1 <= int(number) <= _MAX_SLOTS:
         raise UsageError(
             f"slots={printable(number)}: must be a number from 1 to {_MAX_SLOTS}"
             "; to skip a host, begin its line with #"
         )
-    return int(number)
+    site = ""
+    for word in fields[2:]:
+        if word.startswith("site=") and word != "site=" and not site:
+            site = word.removeprefix("site=")
+        elif not re.fullmatch(r"max[-_]slots=[0-9]+", word):  # of Open MPI, not used here
+            raise UsageError(
+                f"{quoted(word)}: unexpected after slots=, where one site=NAME may stand; comments begin with #"
+            )
+    return int(number), site
+
+
+def by_site(hosts: Sequence[Host]) -> list[Host]:
+    """The hosts of each site one after the other, sites in the order of their first hosts.
+
+    Raises:
+        UsageError: some hosts have a site and others have none, or sites have unequal numbers of slots.
+    """
+    sites = dict.fromkeys(host.site for host in hosts)
+    ordered = [host for site in sites for host in hosts if host.site == site]
+    if "" in sites and len(sites) > 1:
+        name = next(host.name for host in hosts if not host.site)
+        raise UsageError(
+            f"host {quoted(name)} has no site, and others have one; write site=NAME in all lines, or in none"
+        )
+    counts = {s: sum(len(host.slots) for host in hosts if host.site == s) for s in sites}
+    if len(set(counts.values())) > 1:
+        said = ", ".join(f"{quoted(site)} {count}" for site, count in counts.items())
+        raise UsageError(
+            f"sites have unequal numbers of slots ({said}); give each as many: every group of ranks has the "
+            "same number"
+        )
+    return ordered
 
 
 def filter_hosts(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:

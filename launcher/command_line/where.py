@@ -22,7 +22,7 @@ from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ...utils.trust import is_found
 from ..job import Host, Job, Remote, Rendezvous, Restarts
-from .hosts import filter_hosts, first_hosts, read_hostfile
+from .hosts import by_site, filter_hosts, first_hosts, read_hostfile
 from .options import ParsedArgs, check_options
 from .rendezvous import dynamic, num_machines, static
 
@@ -272,7 +272,11 @@ def _all_hosts(
             " slots of the hosts; set a number, or remove the option"
         )
     num_nodes = args.number("num_nodes", 0, least=1)
-    return first_hosts(hosts, num_nodes, 0 if isinstance(num_ranks, str) else num_ranks)
+    return by_site(first_hosts(hosts, num_nodes, 0 if isinstance(num_ranks, str) else num_ranks))
+
+
+def _num_sites(hosts: Sequence[Host]) -> int:
+    return len({host.site for host in hosts})
 
 
 def _count_here(args: ParsedArgs) -> int:
@@ -293,11 +297,17 @@ def _on_hosts(
 
     if launcher not in BACKENDS:
         backend_named(launcher)  # raises the error
-    job = replace(_job(args), num_ranks="auto")  # the slots define the number
+    # the slots define the number of ranks
+    job = replace(_job(args), num_ranks="auto", num_sites=_num_sites(hosts))
     restarts = _restarts(args)
     # by default as many as run at a time, not all hosts
     if restarts.max_nodes and not restarts.min_nodes:
         restarts = replace(restarts, min_nodes=min(restarts.max_nodes, len(hosts)))
+    if job.num_sites > 1 and restarts.max_nodes:
+        raise UsageError(
+            f"--max-elastic-nodes = {restarts.max_nodes}: the hostfile has {job.num_sites} sites, which need "
+            "all of their hosts; remove the option, or site= from the hostfile"
+        )
     return Hosts(job, tuple(hosts), remote(args, environ), launcher, restarts)
 
 
@@ -346,7 +356,7 @@ def _one_of_hosts(args: ParsedArgs, hosts: Sequence[Host]) -> Local:
     host = hosts[args.number("node_rank", 0, most=len(hosts) - 1)]
     first = hosts[0].name.rpartition("@")[2]
     rendezvous = static(args, len(hosts), first)
-    job = replace(_job(args), num_ranks=len(host.slots))
+    job = replace(_job(args), num_ranks=len(host.slots), num_sites=_num_sites(hosts))
     devices = host.slots if args.has("include", "exclude") else None
     return Local(job, rendezvous, _restarts(args), devices)
 

@@ -158,6 +158,8 @@ def _environment(order: Order, num_ranks: int) -> dict[str, str]:
         found["XDS_DEFAULT_THREADS"] = "1"  # nobody has chosen the number
     if job.backend is not None:
         found["XDS_BACKEND"] = job.backend
+    if job.num_sites > 1:
+        found["XDS_SITES"] = str(job.num_sites)
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo's own default depends on a lookup of the machine's name
         interface = interface_towards(order.rendezvous.endpoint)

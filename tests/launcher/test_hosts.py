@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xds.launcher.command_line.hosts import filter_hosts, first_hosts, read_hostfile
+from xds.launcher.command_line.hosts import by_site, filter_hosts, first_hosts, read_hostfile
 from xds.launcher.job import Host, Restarts
 from xds.launcher.remote.start import choose_hosts
 from xds.utils.errors import UsageError
@@ -35,11 +35,27 @@ def test_hostfiles(tmp_path):
         assert read_hostfile(tmp_path / "hosts") == hosts
 
 
+def test_hosts_of_a_site_are_next_to_each_other(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("a slots=2 site=x\nb slots=4 site=y max_slots=4\nc slots=2 site=x\n")
+    found = by_site(read_hostfile(file))
+    assert [(each.name, each.site) for each in found] == [("a", "x"), ("c", "x"), ("b", "y")]
+    assert by_site(THREE) == THREE
+    with pytest.raises(
+        UsageError, match="unequal numbers of slots \\('x' 2, 'y' 4\\); give each as many"
+    ):
+        by_site([found[0], found[2]])
+    with pytest.raises(UsageError, match="host 'worker-0' has no site, and others have one"):
+        by_site([*found, THREE[0]])
+
+
 WRONG_LINES = {
     "a": "'a': needs `slots=N`",
     "a 4": "'4': needs `slots=N`",
     "a slot=4": "'slot=4': needs `slots=N`",
     "a slots=4 gpus=2": "'gpus=2': unexpected after slots=",
+    "a slots=4 site=": "'site=': unexpected after slots=, where one site=NAME may stand",
+    "a slots=4 site=x site=y": "'site=y': unexpected after slots=",
     "a slots=": "slots=: must be a number from 1",
     "a slots=0": "slots=0: must be a number from 1 to 4096; to skip a host",
     "a slots=-1": "slots=-1: must be",

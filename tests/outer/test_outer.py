@@ -84,6 +84,23 @@ def partly_frozen(folder: str, place: str) -> dict[str, Tensor]:
     return state
 
 
+def test_a_group_is_never_in_two_sites(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def groups(number: int | None) -> None:
+        outer = None if number is None else {"groups": number}
+        xds.initialize(build("plain"), config_of(outer, 1, ADAM)).destroy()
+
+    monkeypatch.setenv("XDS_SITES", "2")
+    run_ranks(groups, 4, 4)
+    with pytest.raises(
+        AssertionError, match="the hostfile has 2 sites, and a group would have ranks"
+    ):
+        run_ranks(groups, 1, 1)
+    run_ranks(groups, 2, None)
+    assert caplog.text.count("add outer with groups = 2") == 1
+
+
 @pytest.mark.parametrize("place", ["none", "cpu", "nvme"])
 @pytest.mark.quick("nvme")
 def test_all_groups_have_the_frozen_parameters_of_the_first(place: str, tmp_path: Path) -> None:
