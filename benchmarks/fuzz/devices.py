@@ -1,9 +1,10 @@
 """Training on a simulated device of another name against the CPU, bit for bit.
 
-    python benchmarks/fuzz/devices.py [--ranks 1,2,4] [--only TEXT] [--every N] [--steps N]
+    python benchmarks/fuzz/devices.py [--ranks 1,2,4] [--only TEXT] [--without TEXT] [--every N] [--steps N]
 
 The cases are those of tests/contract/same_bits.py, the device is `xsim` of docs/design/gpu-rehearsal.md. Exit
-status 1: a case differs, or fails.
+status 1: a case differs, or fails. Processes of the CPU train several cases one after another. Where one fails,
+each is tried alone.
 """
 
 from __future__ import annotations
@@ -21,32 +22,42 @@ from same_bits import cases  # noqa: E402
 from test_simulated_device import other_bits  # noqa: E402
 
 
-def examined(name: str, steps: int) -> str:
-    """What differs; "" is nothing."""
+def examined(names: list[str], steps: int) -> list[str]:
+    """What differs in cases of one number of ranks; a case of which nothing is said is equal."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return "; ".join(other_bits([name], Path(folder), steps))
+            return other_bits(names, Path(folder), steps)
         except AssertionError as error:
-            return str(error)[-1500:]
+            if len(names) == 1:
+                return [f"{names[0]}: {str(error)[-1500:]}"]
+    return [text for name in names for text in examined([name], steps)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks (default: %(default)s)")
     parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--without", help="no case whose name has this text")
+    parser.add_argument("--at-once", type=int, default=12, help="cases of the same processes")
     parser.add_argument("--every", type=int, default=1, help="each Nth of them alone")
     parser.add_argument("--steps", type=int, default=5, help="steps (default: %(default)s)")
     given = parser.parse_args()
     wanted = [int(number) for number in given.ranks.split(",")]
     names = [
-        name for name, (number, _) in cases().items() if number in wanted and given.only in name
+        name
+        for name, (number, _) in cases().items()
+        if number in wanted and given.only in name and not (given.without and given.without in name)
     ]
     names = names[:: given.every]
     num_wrong = 0
-    for name in names:
-        said = examined(name, given.steps)
-        num_wrong += bool(said)
-        print(f"{name}: {said or 'equal'}", flush=True)
+    for number in wanted:
+        own = [name for name in names if cases()[name][0] == number]
+        for start in range(0, len(own), given.at_once):
+            chunk = own[start : start + given.at_once]
+            said = examined(chunk, given.steps)
+            num_wrong += len(said)
+            ends = chunk[0] if len(chunk) == 1 else f"{chunk[0]} to {chunk[-1]}"
+            print("\n".join(said or [f"{ends}: {len(chunk)} equal"]), flush=True)
     stop_ranks()
     print(f"{len(names) - num_wrong} of {len(names)} cases have the bits of the CPU")
     return int(num_wrong > 0)

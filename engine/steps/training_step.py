@@ -82,9 +82,7 @@ class TrainingStep(BackwardRules):
         self._only_counted = False  # and it updated nothing
         self._warned: set[str] = set()
         self._schedule_place: Any = None  # after the last step of the schedule
-        self._allocates_states = device_of(
-            parts.device
-        ).reports_memory  # at the first forward that trains
+        self._allocates_states = True  # at the first forward that trains
         self.means = parts.means
         self.gradient_factor = parts.gradient_factor
         parts.sharded.backward_pass.ask(self)
@@ -128,10 +126,11 @@ class TrainingStep(BackwardRules):
             return module(*args, **kwargs)
 
     def _allocate_states(self) -> None:
-        """On a GPU, once: the optimizer's states get memory before any activation.
+        """Once: the optimizer's states get memory before any activation.
 
-        torch's allocator splits a block that activations have freed. A part that stays for the whole training
-        keeps the rest from being joined again, so the next forward would allocate more.
+        A GPU's allocator splits a block that activations have freed. A part that stays for the whole training
+        keeps the rest from being joined again, so the next forward would allocate more. On other devices the
+        order does not matter; a script finds the same states on all of them.
         """
         if self._allocates_states:
             self._allocates_states = False

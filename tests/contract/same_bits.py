@@ -205,6 +205,27 @@ def cases() -> dict[str, tuple[int, dict[str, Any]]]:  # noqa: C901, PLR0915 (a 
             accumulation=2,
             config={"pipeline": {"stages": 2}},
         )
+    for stage in (0, 2):
+        for precision in ("bf16", "fp16"):
+            more = {"precision": precision, "accumulation": 2}
+            add(f"stage {stage}, 4 ranks, {precision}", 4, {"stage": stage}, **more)
+    for schedule in ("gpipe", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"):
+        cut = {"pipeline": {"stages": 2, "schedule": schedule}}
+        add(f"pipeline, {schedule}", 2, layers=True, accumulation=4, config=cut)
+    streamed = {"memory_limit": 0}
+    for ranks in (1, 2, 4):
+        for stage in (0, 3):
+            add(f"generation, stage {stage}", ranks, {"stage": stage}, llama=True, rollout={})
+        add("generation, streamed", ranks, {"stage": 3}, llama=True, rollout=streamed)
+    add(
+        "generation, 8 bits",
+        2,
+        {"stage": 3, "offload_param": {"device": "cpu"}},
+        llama=True,
+        rollout={**streamed, "bits": 8},
+    )
+    slices = {"tensor_parallel": {"tp_size": 2}}
+    add("generation, slices", 4, {"stage": 1}, llama=True, rollout={}, config=slices)
     return found
 
 
@@ -323,7 +344,7 @@ def train(  # noqa: C901 (one loop)
 
     model = build(case)
     engine = xds.initialize(model, config_of(case, folder))
-    losses, norms = [], []
+    losses, norms, tokens = [], [], []
     rank = engine.dp_rank
     count = case.get("accumulation", 1)
     is_pipeline = "pipeline" in case.get("config", {})
@@ -354,6 +375,8 @@ def train(  # noqa: C901 (one loop)
         norms.append(float(engine.get_global_grad_norm() or 0))
         if case.get("edits"):
             edit(engine, step)
+        if "rollout" in case:
+            tokens.append(generated(engine, case["rollout"]))
         if case.get("freezing") and step in (1, 2):
             engine.module.blocks[0].up.weight.requires_grad_(step == 2)
     digest = hashlib.sha256()
@@ -371,7 +394,21 @@ def train(  # noqa: C901 (one loop)
                 digest.update(state.detach().float().cpu().contiguous().numpy().tobytes())
     engine.destroy()
     texts = {"losses": [repr(x) for x in losses], "norms": [repr(x) for x in norms]}
+    if tokens:
+        texts["tokens"] = [repr(x) for x in tokens]
     return {**texts, "digest": digest.hexdigest()[:16]}
+
+
+def generated(engine: Any, how: dict[str, Any]) -> list[list[int]]:
+    """The likeliest tokens, and tokens that are drawn."""
+    import torch
+
+    prompt = torch.tensor([[5, 6, 7, 8 + engine.dp_rank]], device=engine.device)
+    with engine.generating(**how):
+        return [
+            engine.generate(prompt, max_new_tokens=6, do_sample=draws)[0].tolist()
+            for draws in (False, True)
+        ]
 
 
 def edit(engine: Any, step: int) -> None:

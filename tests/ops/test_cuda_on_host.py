@@ -21,7 +21,9 @@ from test_kernels import (
     FP16,
     FP32,
     LAMB,
+    ROW_NUMEL,
     RULES,
+    STATES,
     Operands,
     direction_of,
     op,
@@ -32,6 +34,9 @@ from test_kernels import (
 )
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from xds.ops.coded import BLOCK_NUMEL, ROW_BYTES, encode, rows_of
+from xds.ops.rounding import draw_rows, rows_from
 
 FAULTS = {
     0: "",
@@ -46,6 +51,7 @@ FAULTS = {
     9: "of 48 threads",
 }
 NUMEL = 2**31 + 2**11 + 5
+CODED_NUMEL = 2**31 + 2**11 + 3 * BLOCK_NUMEL  # of states of 8 bits
 NORESERVE = 0x4000
 
 
@@ -79,8 +85,9 @@ def sparse(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def windows(numel: int) -> list[slice]:
-    """At the ends, and where an index of 31 bits wraps."""
-    starts = (0, 2**31 - 2048, 2**31, numel - numel % 2048)
+    """At the ends, and where an index of 31 bits wraps: of an element, and of a byte of states of 8 bits."""
+    of_byte = 2**31 // ROW_BYTES * BLOCK_NUMEL
+    starts = (0, of_byte, 2**31 - 2048, 2**31, numel - numel % 2048)
     return [slice(start, min(start + 2048, numel)) for start in starts]
 
 
@@ -91,19 +98,11 @@ def fill(tensor: Tensor, seed: int, scale: float = 1.0) -> None:
         part.copy_(torch.randn(len(part), generator=random) * scale)
 
 
-def run_at(kernels: OnHost, *block_numels: int) -> None:
-    """A grid of one block for each piece of work; those of the windows are run."""
+def run_at(kernels: OnHost, block_numel: int, *, first: int = 0) -> None:
+    """A grid of one block for each piece of work; those of the windows are run, and the `first` ones."""
     kernels.set_multiprocessors(2**30)
-    kernels.run_blocks(
-        sorted(
-            {
-                element // block
-                for block in block_numels
-                for window in windows(NUMEL)
-                for element in (window.start, window.stop - 1)
-            }
-        )
-    )
+    ends = [end for window in windows(NUMEL) for end in (window.start, window.stop - 1)]
+    kernels.run_blocks(sorted({*range(first), *(end // block_numel for end in ends)}))
 
 
 @pytest.fixture
@@ -169,6 +168,140 @@ def test_sums_reach_elements_beyond_two_to_the_31(huge: OnHost) -> None:
     with Zeros():
         found = float(huge.call(op("square_sum"), flat))
     assert found == pytest.approx(total, rel=1e-12)
+
+
+MASTERS = ("halves", "bf16", "fp32")
+NARROW = [  # op, masters, whether states have 8 bits; those of 16 bits in one pass are among `RULES` otherwise
+    (name, master, has_codes)
+    for name, master, has_codes in product(STATES, MASTERS, (False, True))
+    if has_codes or master != "fp32"
+]
+QUICK = [("adam_", "halves", False), ("adam_", "bf16", True)]
+
+
+def exact_step(run: Any, param: Tensor, low: Tensor | None, more: tuple[Any, ...]) -> None:
+    """With constants whose arithmetic has the same bits in every implementation. more: of one step."""
+    grad, states, out, draws = more
+    count, rounded = torch.tensor(3.0), (draws, low)
+    if len(states) == 2:
+        constants = (2.0**-12, 0.5, 0.5, 1.0, 0.0, True, False, False, *[None] * 3)
+        run(param, grad, *states, out, count, None, None, *constants, *rounded)
+    else:
+        run(
+            param,
+            grad,
+            *states,
+            out,
+            None,
+            None,
+            2.0**-12,
+            0.5,
+            0.5,
+            0.0,
+            False,
+            None,
+            None,
+            count,
+            *rounded,
+        )
+
+
+def random_states(kinds: list[torch.dtype], numel: int, *, has_codes: bool) -> list[Tensor]:
+    """Powers of 2 in the windows."""
+    states = []
+    for seed, kind in enumerate(kinds):
+        if has_codes:
+            state = sparse(numel // BLOCK_NUMEL * ROW_BYTES, kind).view(-1, ROW_BYTES)
+        else:
+            state = sparse(numel, FP32)
+        random = torch.Generator().manual_seed(10 + seed)
+        for window in windows(numel):
+            values = powers(window.stop - window.start, random).abs()
+            if has_codes:
+                encode(state[rows_of(window.start, window.stop)], values)
+            else:
+                state[window] = values
+        states.append(state)
+    return states
+
+
+def powers(numel: int, random: torch.Generator) -> Tensor:
+    sizes = 2.0 ** torch.randint(-4, 4, (numel,), generator=random)
+    return sizes * (torch.randint(0, 2, (numel,), generator=random) * 2 - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "master", "has_codes"),
+    [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow) for one in NARROW],
+)
+def test_narrow_masters_and_states_reach_elements_beyond_two_to_the_31(
+    huge: OnHost, name: str, master: str, has_codes: bool
+) -> None:
+    numel = CODED_NUMEL
+    param = sparse(numel, FP32 if master == "fp32" else BF16)
+    low = sparse(numel, torch.int16) if master == "halves" else None
+    grad, out = sparse(numel, BF16), sparse(numel, BF16) if master == "fp32" else None
+    states = random_states([torch.int8, torch.uint8][: STATES[name]], numel, has_codes=has_codes)
+    fill(param, 0)
+    random = torch.Generator().manual_seed(1)
+    for window in windows(numel):
+        grad[window] = powers(window.stop - window.start, random).to(BF16)
+        if low is not None:
+            low[window].random_(-(2**15), 2**15, generator=random)
+    # a parameter's index wraps as well, in the last window
+    runs = [(0, 2**31 - 7, 5, "a"), (2**31 - 7, numel, 2**32 - 2300, "b")]
+    draws = draw_rows(runs, 1) if has_codes or master == "bf16" else None
+    wanted = []
+    for window in windows(numel):
+        parts = [None if one is None else one[window].clone() for one in (param, low, out)]
+        rows = rows_of(window.start, window.stop) if has_codes else window
+        kept = [state[rows].clone() for state in states]
+        numbers = None if draws is None else rows_from(draws, window.start)
+        more = (grad[window], kept, parts[2], numbers)
+        exact_step(partial(reference, name), parts[0], parts[1], more)
+        wanted.append([*parts, *kept])
+    run_at(huge, 2048)
+    exact_step(partial(huge.call, op(name)), param, low, (grad, states, out, draws))
+    for window, kept in zip(windows(numel), wanted, strict=True):
+        rows = rows_of(window.start, window.stop) if has_codes else window
+        found = [None if one is None else one[window] for one in (param, low, out)]
+        same([*found, *(state[rows] for state in states)], kept, (name, window))
+
+
+@pytest.mark.parametrize(
+    ("state", "first"), [(FP32, 2**31 - 20_000), pytest.param(BF16, 0, marks=pytest.mark.slow)]
+)
+def test_lamb_reaches_elements_beyond_two_to_the_31(
+    huge: OnHost, state: torch.dtype, first: int
+) -> None:
+    param, grad, out = sparse(NUMEL, FP32), sparse(NUMEL, BF16), sparse(NUMEL, BF16)
+    states, direction = [sparse(NUMEL, state) for _ in range(2)], sparse(NUMEL, FP32)
+    for seed, tensor in enumerate((param, grad, states[0])):
+        fill(tensor, seed)
+    bounds = [first, 2**31 - 100, 2**31 + 100, NUMEL]  # one part is in two rows
+    rates = torch.tensor([0.5, 0.25, 0.125])
+    one, wanted = torch.tensor(3.0), []
+    norms = torch.zeros(3, 2, dtype=torch.float64)
+    for window in windows(NUMEL):
+        parts = [tensor[window].clone() for tensor in (param, grad, *states, out, direction)]
+        part = Operands(*parts[:2], parts[2:4], parts[4], one, None, None)
+        here = [min(max(bound - window.start, 0), len(parts[0])) for bound in bounds]
+        norms += direction_of(partial(reference, "lamb_direction_"), part, here, parts[5])
+        reference("lamb_apply_", parts[0], parts[5], parts[4], torch.tensor(here), rates, None)
+        wanted.append([parts[0], *parts[2:4], parts[5]])
+    run_at(huge, ROW_NUMEL, first=len(rates))
+    on = Operands(param, grad, states, out, one, None, None)
+    with Zeros():
+        call = partial(huge.call, op("lamb_direction_"))
+        found_norms = direction_of(call, on, bounds, direction)
+    huge.call(op("lamb_apply_"), param, direction, out, torch.tensor(bounds), rates, None)
+    same([found_norms], [norms], "norms", 1e-6)
+    for window, kept in zip(windows(NUMEL), wanted, strict=True):
+        found = [tensor[window] for tensor in (param, *states, direction)]
+        low = state == BF16
+        same([found[0], found[3]], [kept[0], kept[3]], window, 2e-6, 2e-6)
+        same(found[1:3], kept[1:3], window, 8e-3 if low else 2e-6, 2e-7)
+        assert torch.equal(out[window], param[window].to(BF16)), window
 
 
 @pytest.mark.parametrize("name", ["quantize_", "sign_pack_"])

@@ -35,6 +35,7 @@ DEFAULT = (
     "2 ranks, stage 3, bf16, accumulation 2",
 )
 MORE = (
+    "2 ranks, stage 0, fp16, accumulation 1",  # its steps overflow, so states are those of before
     "2 ranks, stage 2, fp32, edits",
     "2 ranks, stage 2, fp32, host, accumulation",
     "2 ranks, stage 2, fp32, host, edits",

@@ -37,6 +37,8 @@ def read_and_write(stage: int, precision: str) -> None:
     assert zero.safe_get_full_optimizer_state(up, "exp_avg") is None
 
     train(engine, 0)
+    for key in ("exp_avg", "exp_avg_sq"):  # made by the forward, on every device
+        assert not zero.get_full_optimizer_state(up, key).any()
     whole = build("plain")
     whole(micro_batch(0, 0, 2 * dist.get_world_size())).backward()
     if precision == "fp32":

@@ -443,7 +443,7 @@ class Access(ParamOwner):
     # -- optimizer states -------------------------------------------------------------------------------
 
     def optimizer_state(self, param: nn.Parameter, key: str) -> ShardView | Tensor | None:
-        """The optimizer's state `key`; a scalar tensor for step counts; None before the first step.
+        """The optimizer's state `key`; a scalar tensor for step counts; None where there is none yet.
 
         Raises:
             UsageError: the parameter is frozen, or the optimizer has no such state.

@@ -88,13 +88,14 @@ def get_full_optimizer_state(param: nn.Parameter, key: str) -> Tensor:
     Shapes:  the parameter's, or [] for a scalar such as the step count. Sends as `get_full_param`.
 
     Raises:
-        UsageError: no step has run yet, there is no such state, or the parameter is frozen.
+        UsageError: there are no states yet, there is no such state, or the parameter is frozen. States are made
+            by the first forward that trains; offloaded ones, and those of torch's own classes, by a step.
     """
     state = safe_get_full_optimizer_state(param, key)
     if state is None:
         raise UsageError(
             f'get_full_optimizer_state({owner_of(param, "").name_of(param)}, "{key}"): the optimizer '
-            "has no state before its first step"
+            "has no states yet; call it after the first step"
         )
     return state
 
@@ -108,8 +109,8 @@ def set_full_optimizer_state(param: nn.Parameter, value: Tensor, key: str) -> No
     stored = owner.optimizer_state(param, key)
     if stored is None:
         raise UsageError(
-            f'set_full_optimizer_state({owner.name_of(param)}, "{key}"): the optimizer has no state before its '
-            "first step"
+            f'set_full_optimizer_state({owner.name_of(param)}, "{key}"): the optimizer has no states yet; call '
+            "it after the first step"
         )
     if isinstance(stored, Tensor):
         raise UsageError(
@@ -143,7 +144,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, key: str) -> Tensor | None:
-    """`get_full_optimizer_state`, but None before the first step."""
+    """`get_full_optimizer_state`, but None where there are no states yet."""
     owner = owner_of(param, "get_full_optimizer_state")
     _check_key("get_full_optimizer_state", key)
     owner.agree(f"get_full_optimizer_state {key}", param)

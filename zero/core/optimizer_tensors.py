@@ -185,7 +185,7 @@ def _places(state: Tensor, ranges: Sequence[Range]) -> list[Range]:
 def states_of_others(
     optimizer: ShardOptimizer, in_master: Sequence[Tensor], empty: Tensor, group: int
 ) -> dict[str, Any] | None:
-    """States for a parameter of hyperparameter group `group`, without elements; None before the first step.
+    """States for a parameter of hyperparameter group `group`, without elements; None where there are none.
 
     First those of the same group: an optimizer may keep other states for other groups.
 

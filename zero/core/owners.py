@@ -233,7 +233,7 @@ class ParamOwner(ABC):
         return 1.0
 
     def optimizer_state(self, param: nn.Parameter, key: str) -> ShardView | Tensor | None:
-        """The optimizer's state `key`: a stored tensor, a scalar, or None before the first step.
+        """The optimizer's state `key`: a stored tensor, a scalar, or None where there is none yet.
 
         Raises:
             UsageError: there is no such state.

@@ -140,7 +140,7 @@ class Updater:
             self._super_offload.expect(scale)
 
     def allocate_states(self) -> None:
-        """Allocate states on the device that the first step would allocate."""
+        """Make the states that the first step would make, but for those on the host."""
         assert self._optimizer is not None
         on_device = [master for master in self.masters if not master.store.is_on_host]
         for master in on_device:
@@ -414,7 +414,7 @@ class Updater:
         """The optimizer's states of this rank's part of `slot`, and the range that they cover.
 
         Returns:
-            the states by key, None before the first step; and [start, stop) in this rank's part of the flat
+            the states by key, None where there are none yet; and [start, stop) in this rank's part of the flat
             buffer that the state tensors cover, or None if they have the parameter's own shape.
         """
         assert self._optimizer is not None

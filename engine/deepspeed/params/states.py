@@ -85,7 +85,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 @raises_theirs
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """`xds.zero.get_full_optimizer_state`; None for a frozen parameter, and before the first step."""
+    """`xds.zero.get_full_optimizer_state`; None for a frozen parameter, and where there is none yet."""
     if not _has_states(param):
         return None
     return full.safe_get_full_optimizer_state(param, optim_state_key)
@@ -131,7 +131,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 @raises_theirs
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's slice of an optimizer state, such as "exp_avg"; None before the first step."""
+    """This rank's slice of an optimizer state, such as "exp_avg"; None where there is none yet."""
     return _own(
         "safe_get_local_optimizer_state",
         param,
