@@ -304,21 +304,24 @@ def test_lamb_reaches_elements_beyond_two_to_the_31(
         assert torch.equal(out[window], param[window].to(BF16)), window
 
 
-@pytest.mark.parametrize("name", ["quantize_", "sign_pack_"])
-def test_packing_reaches_elements_beyond_two_to_the_31(huge: OnHost, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("quantize_", 8), pytest.param("quantize_", 4, marks=pytest.mark.slow), ("sign_pack_", 1)],
+)
+def test_packing_reaches_elements_beyond_two_to_the_31(huge: OnHost, name: str, bits: int) -> None:
     block = 1024
     flat = sparse(NUMEL, BF16)
     fill(flat, 2)
-    packed = sparse(NUMEL if name == "quantize_" else -(-NUMEL // 8), torch.uint8)
+    per_byte = 8 // bits
+    packed = sparse(-(-NUMEL // per_byte), torch.uint8)
     numbers, error = sparse(-(-NUMEL // block), FP32), sparse(NUMEL, FP32)
-    per_byte = 1 if name == "quantize_" else 8
     run_at(huge, 8192)
     if name == "quantize_":
-        huge.call(op(name), flat, packed, numbers, error, 8, block)
+        huge.call(op(name), flat, packed, numbers, error, bits, block)
     else:
         huge.call(op(name), flat, error, packed, numbers, block, False)
     out, back = sparse(NUMEL, BF16), "dequantize_" if name == "quantize_" else "sign_unpack_"
-    constants = (8, block, 1.0) if name == "quantize_" else (block, 1.0)
+    constants = (bits, block, 1.0) if name == "quantize_" else (block, 1.0)
     huge.call(op(back), packed[None], numbers[None], out, *constants)
     for window in windows(NUMEL):
         start, stop = window.start, window.stop
@@ -326,7 +329,7 @@ def test_packing_reaches_elements_beyond_two_to_the_31(huge: OnHost, name: str) 
         codes = torch.zeros(-(-(stop - start) // per_byte), dtype=torch.uint8)
         sizes = torch.zeros(-(-(stop - start) // block))
         if name == "quantize_":
-            reference(name, part, codes, sizes, lost, 8, block)
+            reference(name, part, codes, sizes, lost, bits, block)
         else:
             reference(name, part, lost, codes, sizes, block, False)
         bytes_here = slice(start // per_byte, start // per_byte + len(codes))
