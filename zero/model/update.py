@@ -141,7 +141,8 @@ class Updater:
 
     def allocate_states(self) -> None:
         """Make the states that the first step would make, but for those on the host."""
-        assert self._optimizer is not None
+        if self._optimizer is None:  # the engine only infers
+            return
         on_device = [master for master in self.masters if not master.store.is_on_host]
         for master in on_device:
             for item in master.items:
