@@ -1,10 +1,10 @@
 """Published runs against plans of the same runs: seconds of a step, memory, bubbles of pipelines.
 
-    python benchmarks/planner/published.py [PATTERN] [--markdown FILE]
+    python benchmarks/planner/published.py [PATTERN ...] [--markdown PAGE]
 
-PATTERN chooses rows of published.json by id. `half` of a row was fixed by a hash of its id before the first
-prediction. The machine files have no number from any row, so both halves could be graded; the marks are those
-of the half "graded".
+PATTERN chooses rows of published.json by id. PAGE gets the number of each row as soon as it is there, and other
+rows keep theirs. `half` of a row was fixed by a hash of its id before the first prediction. The marks are those
+of the half "graded". What was set from the open half is in as_run.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import fnmatch
 import json
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,14 +22,27 @@ from statistics import fmean, harmonic_mean
 from typing import Any, final
 
 import torch
-from as_run import FUSED, register, with_overlapped_sums, with_tokens_once_a_host
+from as_run import (
+    ASYNC_HIDDEN,
+    FUSED,
+    register,
+    with_costs_of_rows,
+    with_gathers_in_float8,
+    with_hidden_share,
+    with_overlapped_sums,
+    with_plain_exchanges,
+    with_rings,
+    with_tokens_once_a_host,
+)
 from torch import nn
 
 from xds.engine.config.config import parse_config
+from xds.engine.planning.cache import PlanCache
 from xds.engine.planning.machine import Machine, Table, load_machine
 from xds.engine.planning.models import ModelSource
 from xds.engine.planning.plan import Plan, make_plan
 from xds.engine.planning.seconds import StepSeconds, step_seconds
+from xds.experts.expected import row_share
 from xds.pipe.schedules.plan import SchedulePlan
 from xds.pipe.schedules.simulation import Costs, simulate
 from xds.tensor.finding import find_plan
@@ -37,6 +51,8 @@ from xds.tensor.styles import StyleName
 from xds.utils.errors import ConfigError, UsageError
 from xds.zero.layout.discover import found_blocks
 
+TABLES = "## Marks of the half"  # they begin with it
+DIGITS = ".4g"
 DATA = Path(__file__).with_name("published.json")
 CLASSES = {  # class of a row -> the bound of the mean error
     "dense": 0.12,
@@ -46,6 +62,7 @@ CLASSES = {  # class of a row -> the bound of the mean error
     "states": 0.05,
     "closed form": 0.005,
 }
+AS_RUN = {"overlapped", "async_tensor", "float8_gathers", "once_a_host", "plain_exchange", "ring"}
 KINDS = {  # of published.json -> the names of a config and of a model in transformers
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
@@ -99,7 +116,7 @@ class Row:
     @property
     def is_foreign(self) -> bool:
         """xds lacks ring attention, 8 bits of slices and experts, and what as_run.py has."""
-        others = {"overlapped", "once_a_host"} & self.options
+        others = AS_RUN & self.options
         has_sinks = self.attention == "sinks"
         return self.sequence_ranks > 1 or self.is_priced_in_float8 or has_sinks or bool(others)
 
@@ -140,7 +157,10 @@ class Row:
             half: precision,
             "zero_optimization": zero,
             "sequence_parallel_size": self.sequence_ranks,
-            "tensor_parallel": {"tp_size": self.tensor},
+            "tensor_parallel": {
+                "tp_size": self.tensor,
+                "vocab_parallel_lm_head": self.tensor > 1 and not self.lora_rank,
+            },
             "pipeline": pipeline if self.pipe > 1 else {},
             "expert_parallel": {"enabled": experts > 1, "autoep_size": experts},
             "activation_checkpointing": {
@@ -204,6 +224,15 @@ class ConfigModel(ModelSource):
         return next(number for number in found if number), config.num_experts_per_tok
 
     @property
+    def width_of_heads(self) -> int:
+        """Of all heads together."""
+        config = self._config
+        width: int | None = getattr(config, "head_dim", None)
+        return (width or config.hidden_size // config.num_attention_heads) * int(
+            config.num_attention_heads
+        )
+
+    @property
     def flops_per_token(self) -> float:
         """Of a training step as Megatron counts it: products with weights, and all scores of attention."""
         config, model = self._config, self.on_meta()
@@ -212,10 +241,7 @@ class ConfigModel(ModelSource):
             for module in model.modules()
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
         )
-        width = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
-        scores = config.num_hidden_layers * config.num_attention_heads * width * self._row.sequence
+        scores = config.num_hidden_layers * self.width_of_heads * self._row.sequence
         return 6.0 * weights + 12.0 * scores * (0.5 if "causal" in self._row.options else 1.0)
 
 
@@ -246,22 +272,44 @@ class Published:
         self.models: dict[str, dict[str, Any]] = data["models"]
         self._attention: dict[str, Any] = data["attention"]
         self.rows = [_row(each) for each in data["rows"]]
+        self._cache: tuple[tuple[Any, ...], ConfigModel, PlanCache] | None = None
 
     def source(self, row: Row) -> ConfigModel:
         """The model of a row."""
-        return ConfigModel(row.model, self.models[row.model], row)
+        return self._made(row)[0]
+
+    def _made(self, row: Row) -> tuple[ConfigModel, PlanCache]:
+        """The model of a row, and what its plans share. Rows of one model come one after the other."""
+        key = row.model, row.sequence, row.attention, row.lora_rank
+        if self._cache is None or self._cache[0] != key:
+            source = ConfigModel(row.model, self.models[row.model], row)
+            self._cache = key, source, PlanCache(source)
+        return self._cache[1:]
 
     def plan(self, row: Row) -> Plan:
         """The plan of a row.
 
         Raises ConfigError or UsageError: xds does not run it.
         """
-        source, config = self.source(row), row.config
+        (source, cache), config = self._made(row), row.config
         if row.tensor > 1 and ("scattered" in row.options or row.lora_rank):
             config["tensor_parallel"]["plan"] = _slices(source.on_meta(), row)
         traced = sorted({0, row.pipe // 2, row.pipe - 1})
-        plan = make_plan(source, parse_config(config), row.gpus, row.host, traces=traced)
-        return with_overlapped_sums(plan) if "overlapped" in row.options else plan
+        plan = make_plan(source, parse_config(config), row.gpus, row.host, cache, traces=traced)
+        if "ring" in row.options:
+            width = source.width_of_heads
+            own = row.micro * row.sequence // row.sequence_ranks * width // row.tensor
+            plan = with_rings(plan, own)
+        if "float8_gathers" in row.options:
+            plan = with_gathers_in_float8(plan)
+        if "plain_exchange" in row.options:
+            experts, choices = source.experts
+            rows = row.micro * row.sequence * choices // row.tensor // row.sequence_ranks
+            once_a_rank = row.expert_ranks * row_share(experts, row.expert_ranks, choices)
+            beside = "exchange_beside" in row.options
+            plan = with_plain_exchanges(plan, choices / once_a_rank, rows, beside=beside)
+        is_beside = {"overlapped", "async_tensor"} & row.options
+        return with_overlapped_sums(plan) if is_beside else plan
 
     def machine(self, row: Row) -> Machine:
         """The machine of a row, with the attention kernel that the run had."""
@@ -269,6 +317,10 @@ class Published:
         if row.is_priced_in_float8:
             matrix = {**machine.matrix, "bf16": machine.matrix["float8"]}
             machine = machine.model_copy(update={"matrix": matrix})
+        if "plain_exchange" in row.options:
+            machine = with_costs_of_rows(machine)
+        if "async_tensor" in row.options:
+            machine = with_hidden_share(machine, ASYNC_HIDDEN)
         if "once_a_host" in row.options:
             sizes = self.source(row).experts
             machine = with_tokens_once_a_host(machine, row.expert_ranks, row.host, *sizes)
@@ -303,7 +355,8 @@ class Published:
                 return Result(row, per_param if row.cls == "states" else peak)
             step, seconds = self._seconds(row)
         except (ConfigError, UsageError) as error:
-            return Result(row, None, str(error).strip().split("\n")[-1].strip(" -"))
+            reason = str(error).strip().split("\n")[-1].strip(" -")
+            return Result(row, None, f"no plan: {reason}")
         if row.unit == "s":
             return Result(row, seconds, step=step)
         replicas = row.gpus // (row.tensor * row.pipe * row.sequence_ranks)
@@ -467,9 +520,9 @@ def line(result: Result) -> str:
         layout.append("recomputed")
     if row.precision != "bf16":
         layout.append(row.precision)
-    predicted = "-" if result.predicted is None else f"{result.predicted:.4g}"
+    predicted = "-" if result.predicted is None else f"{result.predicted:{DIGITS}}"
     error = "-" if result.error is None else f"{result.error:+.0%}"
-    notes = "; ".join(filter(None, (row.differs, result.reason and f"no plan: {result.reason}")))
+    notes = "; ".join(filter(None, (row.differs, result.reason)))
     where = f"{row.gpus} {row.machine}" if row.machine else ""
     return (
         f"| {row.id} | {row.half} | {where} | {', '.join(layout)} | {row.micro} x {row.steps} "
@@ -477,10 +530,26 @@ def line(result: Result) -> str:
     )
 
 
+def on_page(page: str, rows: Sequence[Row]) -> list[Result]:
+    """The numbers that a page has."""
+    cells = [[cell.strip() for cell in line.split("|")] for line in page.splitlines()]
+    known = {
+        each[1]: each[7]
+        for each in cells
+        if len(each) == len(line(Result(rows[0], None)).split("|"))
+    }
+    found = []
+    for row in rows:
+        number = known.get(row.id, "-")
+        predicted = None if number == "-" else float(number)
+        found.append(Result(row, predicted, "" if predicted else "not computed yet"))
+    return found
+
+
 def markdown(results: Sequence[Result], published: Published) -> Iterator[str]:
     """The tables of docs/published-rows.md."""
     for half in ("graded", "open"):
-        yield f'## Marks of the half "{half}"\n'
+        yield f'{TABLES} "{half}"\n'
         yield "| rows | number | mean error, or Spearman | target | largest |\n|---|---|---|---|---|"
         yield from marks([r for r in results if r.row.half == half])
         yield ""
@@ -494,24 +563,46 @@ def markdown(results: Sequence[Result], published: Published) -> Iterator[str]:
     yield from (f"- {text}" for text in published.sources.values())
 
 
+def _as_printed(result: Result) -> Result:
+    """Its number has the digits of the page."""
+    if result.predicted is None:
+        return result
+    return replace(result, predicted=float(f"{result.predicted:{DIGITS}}"))
+
+
+def _write(page: Path, results: Sequence[Result], published: Published) -> None:
+    """Replace the tables of `page`."""
+    text = page.read_text(encoding="utf-8").partition(TABLES)[0]
+    tables = "\n".join(markdown(results, published))
+    page.write_text(f"{text}{tables}\n", encoding="utf-8")
+
+
 def main(argv: Sequence[str]) -> int:
     """Print each row as it is predicted, then the marks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("pattern", nargs="?", default="*", help="of ids, such as 'C7-*'")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="replace its tables")
+    parser.add_argument("patterns", nargs="*", default=["*"], help="of ids, such as 'C7-*'")
+    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="replace its tables")
     options = parser.parse_args(argv)
     published = Published()
-    results = []
-    for row in published.rows:
-        if fnmatch.fnmatch(row.id, options.pattern):
-            results.append(published.predict(row))
-            print(line(results[-1]), flush=True)
-    for half in ("graded", "open"):
-        print(f"\n{half}", *marks([r for r in results if r.row.half == half]), sep="\n")
+    page = options.markdown.read_text(encoding="utf-8") if options.markdown else ""
+    results = {each.row.id: each for each in on_page(page, published.rows)}
+    chosen = [
+        row
+        for pattern in options.patterns
+        for row in published.rows
+        if fnmatch.fnmatch(row.id, pattern)
+    ]
+    for row in chosen:
+        begin = time.perf_counter()
+        results[row.id] = _as_printed(published.predict(row))
+        print(line(results[row.id]), f"{time.perf_counter() - begin:.0f} s", flush=True)
+        if options.markdown is not None:
+            _write(options.markdown, list(results.values()), published)
     if options.markdown is not None:
-        options.markdown.write_text(
-            "\n".join(markdown(results, published)) + "\n", encoding="utf-8"
-        )
+        _write(options.markdown, list(results.values()), published)
+    shown = results.values() if page else [results[row.id] for row in chosen]
+    for half in ("graded", "open"):
+        print(f"\n{half}", *marks([r for r in shown if r.row.half == half]), sep="\n")
     return 0
 
 
