@@ -112,6 +112,7 @@ from .optim.optimizers import (
     split_by_kind,
 )
 from .parallel.division import LocalModel, divide
+from .parallel.features import check_features
 from .parallel.flat_groups import BuildPolicy
 from .parts import (
     AfterSteps,
@@ -398,8 +399,7 @@ class _Changes:
 
 def _change(model: nn.Module, config: Config, mesh: MeshGroups) -> tuple[Config, _Changes]:
     """Change the model as the config says. Returns the config with the units that this needs."""
-    _check_sequences(model, config)
-    _check_tiles(model, config)
+    check_features(model, config)
     config, schedules = _schedules(model, config, mesh)
     own_configs = _own_configs(model, config)
     return config, _Changes(schedules, [own_configs, _sparse_attention(model, config)])
@@ -452,13 +452,6 @@ def _experiment(config: Config, model: nn.Module, collectives: Collectives) -> l
     from .telemetry.experiment import build_experiment
 
     return [build_experiment(config, model, collectives)]
-
-
-def _check_sequences(model: nn.Module, config: Config) -> None:
-    if config.sequence_parallel_size > 1:
-        from .parallel.sequences import check_sequences
-
-        check_sequences(model, config)
 
 
 def _cut_sequences(
@@ -518,13 +511,6 @@ def _sparse_attention(model: nn.Module, config: Config) -> Callable[[], None]:
     from ..ops.sparse_attention.huggingface import switch
 
     return switch(model, section)
-
-
-def _check_tiles(model: nn.Module, config: Config) -> None:
-    if config.sequence.tiled_loss is not False and not is_part(model):
-        from .parallel.tiles import check_logits
-
-        check_logits(model)
 
 
 def _tiles(local: LocalModel, config: Config) -> Callable[[], None]:

@@ -24,6 +24,26 @@ def compress(model: nn.Module, section: CompressionTraining) -> list[str]:
     """
     if done := [name for name, _ in compressed_layers(model)]:
         raise UsageError(f"init_compression: {_shown(done)} compressed already; call it once")
+    found = check_layers(model, section)
+    layers = dict(model.named_modules())
+    for name, settings in found.items():
+        layer: Any = layers[name]
+        layer.__class__ = compressed_class(type(layer))
+        layer.begin(settings)
+    for module in layers.values():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(compressed_layers(module)):
+            module.register_forward_pre_hook(_slow_path)
+    return list(found)
+
+
+def check_layers(
+    model: nn.Module, section: CompressionTraining
+) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """Name of a layer that `section` compresses -> technique -> its settings.
+
+    Raises:
+        ConfigError, UsageError: as `compress`.
+    """
     found: dict[str, dict[str, tuple[Any, Any]]] = {}
     complaints: list[str] = []
     for technique in section.enabled:
@@ -36,14 +56,7 @@ def compress(model: nn.Module, section: CompressionTraining) -> list[str]:
     for name, settings in found.items():
         _check(name, layers[name], settings)
     cuts_of(model, section)
-    for name, settings in found.items():
-        layer: Any = layers[name]
-        layer.__class__ = compressed_class(type(layer))
-        layer.begin(settings)
-    for module in layers.values():
-        if isinstance(module, nn.TransformerEncoderLayer) and any(compressed_layers(module)):
-            module.register_forward_pre_hook(_slow_path)
-    return list(found)
+    return found
 
 
 def is_compressed_by(model: nn.Module, section: CompressionTraining) -> bool:

@@ -74,9 +74,13 @@ class QuantizedReducer(GradientReducer):
 
     def _exchange(self, group: Collectives, mine: Tensor, kind: str) -> tuple[Tensor, Handle]:
         theirs = torch.empty_like(mine)
+        if mine.is_meta:  # of a plan, whose parts are alike
+            outs = parts = [mine[0]] * len(mine)
+        else:
+            outs, parts = list(theirs), list(mine)
         handle = group.all_to_all(
-            list(theirs),
-            list(mine),
+            outs,
+            parts,
             what=f"flat buffer {self._buffer.index}",
             kind=kind,
             buffer=self._buffer.index,

@@ -64,10 +64,9 @@ class BlockCompiler:
         self._undo: Callable[[], None] | None = None
         self._hooks: list[RemovableHandle] = []
         section = config.compile
-        if section.enabled:
-            problem = _problem(section.backend, section.arguments())
-            if problem is not None:
-                raise ConfigError([f"compile: {problem}"], config.source)
+        complaint = complaint_of(section) if section.enabled else None
+        if complaint is not None:
+            raise ConfigError([complaint], config.source)
 
     @property
     def is_compiled(self) -> bool:
@@ -106,7 +105,7 @@ class BlockCompiler:
                 f"engine.compile({_shown(settings)}): the model is already compiled with "
                 f'{_shown(self._settings)}; set it once, in the section "compile" of the config or here'
             )
-        self._refuse_dropout()
+        refuse_dropout(self._model, self._targets(), self._config)
         self._settings = settings
         chosen, arguments = settings
         change = partial(torch.compile, backend=chosen, **arguments, **self._limit())
@@ -170,20 +169,6 @@ class BlockCompiler:
             raise UsageError(f"engine.compile: {problem}")
         return chosen, read.arguments()
 
-    def _refuse_dropout(self) -> None:
-        """A graph cannot change the generator of random numbers where activations become cut."""
-        size = self._config.tensor_parallel.size
-        if size == 1:
-            return
-        from ...tensor.same_batches import has_dropout
-
-        if any(has_dropout(part) for top in self._targets() for part in top.modules()):
-            raise UsageError(
-                f"compile: blocks of {type(self._model).__name__} have dropout, and tensor_parallel.tp_size = "
-                f"{size}: tensor ranks need different random numbers inside of a block, which a compiled one "
-                "cannot draw; set the rates of dropout to 0, or compile.enabled to false"
-            )
-
     def _targets(self) -> list[nn.Module]:
         """The modules to compile, without those that the script compiled itself."""
         found = self._blocks or [self._model]
@@ -214,6 +199,33 @@ def _prepare(block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 def _is_compiled(module: nn.Module) -> bool:
     return isinstance(module, torch._dynamo.OptimizedModule) or bool(module._compiled_call_impl)
+
+
+def refuse_dropout(model: nn.Module, targets: Sequence[nn.Module], config: Config) -> None:
+    """A graph cannot change the generator of random numbers where activations become cut.
+
+    targets: the modules of `model` that are compiled.
+
+    Raises:
+        UsageError: they have dropout, and tensor ranks cut their layers.
+    """
+    size = config.tensor_parallel.size
+    if size == 1:
+        return
+    from ...tensor.same_batches import has_dropout
+
+    if any(has_dropout(part) for top in targets for part in top.modules()):
+        raise UsageError(
+            f"compile: blocks of {type(model).__name__} have dropout, and tensor_parallel.tp_size = "
+            f"{size}: tensor ranks need different random numbers inside of a block, which a compiled one "
+            "cannot draw; set the rates of dropout to 0, or compile.enabled to false"
+        )
+
+
+def complaint_of(section: Compile) -> str | None:
+    """torch's complaint about the section; None: it has none."""
+    problem = _problem(section.backend, section.arguments())
+    return None if problem is None else f"compile: {problem}"
 
 
 def _problem(backend: Backend, arguments: Mapping[str, Any]) -> str | None:

@@ -17,6 +17,7 @@ from ...compression.training.config import CompressionTraining
 from ...compression.training.layers import STATES
 from ...compression.training.prepare import (
     Schedule,
+    check_layers,
     compress,
     compressed_layers,
     is_compressed_by,
@@ -70,17 +71,28 @@ def section_of(config: Config) -> CompressionTraining:
     return config.quantize_training.applied_to(config.compression_training)
 
 
-def prepare(model: nn.Module, config: Config, optimizer: Any, params: Any) -> None:
-    """Compress the layers of `model`, unless the script has.
-
+def check_prepare(model: nn.Module, config: Config) -> None:
+    """
     Raises:
-        UsageError: the model's layers are built later, or an optimizer would not have the scores.
+        UsageError: the model's layers are built later.
+        ConfigError: a pattern of the section matches no layer, or two match the same.
     """
     if is_part(model):
         raise UsageError(
             "compression_training with a PipelineModule: its layers are built by each rank; pass the whole "
             "model, and set pipeline.stages"
         )
+    if not compressed_layers(model):
+        check_layers(model, section_of(config))
+
+
+def prepare(model: nn.Module, config: Config, optimizer: Any, params: Any) -> None:
+    """Compress the layers of `model`, unless the script has.
+
+    Raises:
+        UsageError: the model's layers are built later, or an optimizer would not have the scores.
+    """
+    check_prepare(model, config)
     section = section_of(config)
     if compressed_layers(model):
         if section.enabled and not is_compressed_by(model, section):

@@ -13,6 +13,7 @@ from ...tensor.layer_specs import has_specs, keeps_own_plan, read_specs
 from ...tensor.plan import ParallelPlan, is_inside, own_plan, read_plan
 from ...tensor.proof import Proof
 from ...tensor.slicing import Sliced, slice_model
+from ...tensor.styles import StyleName
 from ...tensor.ties import cut_names, with_head, with_heads, with_ties
 from ...tensor.vocabulary import CHECKED_BACKWARDS, check_uses_of_logits
 from ...utils.errors import UsageError
@@ -71,6 +72,7 @@ def _plan(
     if section.vocab_parallel_lm_head:
         names = [name for name, _ in blocks]
         ways = with_heads(ways) if is_stage else with_head(ways, model, names)
+    check_tokens(ways, config)
     return with_ties(ways, model)
 
 
@@ -102,18 +104,18 @@ def slice_layers(
     proof = Proof(model, blocks, own, rerouted.whole, rerouted.stand_ins)
     overlaps = config.tensor_parallel.tp_overlap_comm
     sliced = slice_model(model, own, group, overlaps=overlaps, blocks=runs)
-    if sliced.tokens.names:
-        _check_tokens(config)
     if plan is not None and found is not None:
         sliced.names = cut_names(plan, found.part.aliases)
     return sliced, proof
 
 
-def _check_tokens(config: Config) -> None:
+def check_tokens(ways: ParallelPlan | None, config: Config) -> None:
     """
     Raises:
-        UsageError: settings that need whole activations in the blocks.
+        UsageError: settings that need whole activations in the blocks, whose tokens `ways` cut.
     """
+    if not any(way.name is StyleName.TOKENS for way in (ways or {}).values()):
+        return
     wrong = {
         "compile.enabled": config.compile.enabled,
         "activation_checkpointing.partition_activations": (
@@ -169,4 +171,4 @@ class LogitsCheck(LossCheck):
             self._num_unchecked -= 1
 
 
-__all__ = ["LogitsCheck", "plan_slices", "slice_layers", "ways_here"]
+__all__ = ["LogitsCheck", "check_tokens", "plan_slices", "slice_layers", "ways_here"]

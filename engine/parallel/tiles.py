@@ -16,6 +16,7 @@ from ...tensor.tiles.loss import tiled_loss
 from ...tensor.tiles.modules import tile_forward
 from ...tensor.tiles.ranges import tiles_for
 from ...utils.errors import UsageError
+from ..config.config import Config
 from ..model.arguments import BlockRuns
 from ..model.forwards import Forward, replace_forwards
 from .division import LocalModel
@@ -40,11 +41,7 @@ def tile_layers(divided: LocalModel, section: LongSequences) -> Callable[[], Non
     is_stage = divided.found is not None  # which may have no block
     if section.tiled_mlp is not False:
         length = None if section.tiled_mlp is True else int(section.tiled_mlp)
-        if not is_stage and not any(runs):
-            raise UsageError(
-                f"sequence.tiled_mlp: {type(model).__name__} has no list of blocks whose MLPs could run in "
-                "tiles; call xds.tensor.tile_forward for them, and remove the setting"
-            )
+        _refuse_no_blocks(model, runs, is_stage=is_stage)
         for module in _mlps(runs, section.tiled_modules):
             tile_forward(module, length)
             undo.append(functools.partial(module.__dict__.pop, "forward"))
@@ -57,6 +54,14 @@ def tile_layers(divided: LocalModel, section: LongSequences) -> Callable[[], Non
             one()
 
     return undo_all
+
+
+def _refuse_no_blocks(model: nn.Module, runs: BlockRuns, *, is_stage: bool) -> None:
+    if not is_stage and not any(runs):
+        raise UsageError(
+            f"sequence.tiled_mlp: {type(model).__name__} has no list of blocks whose MLPs could run in "
+            "tiles; call xds.tensor.tile_forward for them, and remove the setting"
+        )
 
 
 def _mlps(runs: BlockRuns, given: Sequence[str] | None) -> list[nn.Module]:
@@ -225,10 +230,24 @@ def _check_unchanged(passed: Tensor, received: Tensor) -> None:
         )
 
 
-def check_logits(model: nn.Module) -> None:
+def check_tiles(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: Config) -> None:
     """Before the model is divided: later the last pipeline stage alone sees the logits.
 
-    A forward on the meta device, with a head that gives logits of the host. Where it does not run, the first
+    blocks: of the whole model. Those of experts are known when it is divided.
+
+    Raises:
+        UsageError: a block has no MLP of a known name, or the model has another loss, or changes its logits.
+    """
+    section = config.sequence
+    if section.tiled_mlp is not False and not config.expert_parallel.enabled:
+        _refuse_no_blocks(model, [blocks], is_stage=config.pipeline.stages > 1)
+        _mlps([blocks], section.tiled_modules)
+    if section.tiled_loss is not False:
+        _check_logits(model)
+
+
+def _check_logits(model: nn.Module) -> None:
+    """A forward on the meta device, with a head that gives logits of the host. Where it does not run, the first
     forward of training shows the same.
 
     Raises:
@@ -251,4 +270,4 @@ def check_logits(model: nn.Module) -> None:
         _check_unchanged(logits, one)
 
 
-__all__ = ["check_logits", "tile_layers"]
+__all__ = ["check_tiles", "tile_layers"]

@@ -7,7 +7,7 @@ Nothing is computed: the run costs as much as its calls.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,24 +156,37 @@ class Observer:
         return tensor
 
 
-@final
-class Repeated:
-    """Blocks that are like an earlier one do not run: their outputs are their inputs, and they count alike.
+class NotRepeated(Exception):
+    """A block returns something else than its input's shape, so what follows it depends on it."""
+
+
+def models_of(kinds: Iterable[Hashable]) -> dict[int, int]:
+    """Number of a block that need not run -> the one that it is like, from the kind of each block.
 
     Two of each kind run. The second one is the model for the others, as the first also keeps what all share.
     """
+    found: dict[int, int] = {}
+    numbers: dict[Hashable, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        alike = numbers.setdefault(kind, [])
+        alike.append(number)
+        if len(alike) > 2:
+            found[number] = alike[1]
+    return found
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._blocks = blocks
-        self._like: dict[int, int] = {}  # number of a block that may be skipped -> its model
+
+@final
+class Repeated:
+    """Blocks that are like an earlier one do not run: their outputs are their inputs, and they count alike."""
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], like: Mapping[int, int], *, can_run: bool = True
+    ) -> None:
+        """like: see `models_of`. can_run: such blocks are cut as the others, so they may run all the same."""
+        self._blocks, self._can_run = blocks, can_run
+        self._like = like
         self._skipped: set[int] = set()
         self._passes: dict[int, bool] = {}  # number of a model -> its output is like its input
-        kinds: dict[Hashable, list[int]] = {}
-        for number, block in enumerate(blocks):
-            alike = kinds.setdefault(kind_of(block), [])
-            alike.append(number)
-            if len(alike) > 2:
-                self._like[number] = alike[1]
 
     @contextmanager
     def skipped(self) -> Iterator[None]:
@@ -212,6 +225,8 @@ class Repeated:
     def _stub(self, number: int, forward: Forward) -> Forward:
         def stub(*args: Any, **kwargs: Any) -> Any:
             if not self._passes.get(self._like[number]):
+                if not self._can_run:
+                    raise NotRepeated
                 return forward(*args, **kwargs)
             self._skipped.add(number)
             first = _tensors(args)[0]
@@ -227,6 +242,7 @@ def observe(
     call: Callable[[], Tensor],
     calls: dict[Kernel, Call] | None,
     *,
+    repeated: Repeated,
     compiles: bool = False,
 ) -> Activations:
     """Run `call`, a forward of `model` to its loss, and its backward. All on the meta device.
@@ -235,7 +251,6 @@ def observe(
 
     Raises whatever the model raises: not every forward runs without values.
     """
-    repeated = Repeated(blocks)
     observer = Observer(model, blocks, groups, calls, compiles=compiles)
     with repeated.skipped(), observer.watching(), FusedKernels(), ShapesOnly():
         with observer.watch:
@@ -300,4 +315,15 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-__all__ = ["BEFORE", "Activations", "after", "held_by", "kind_of", "observe", "sent_by"]
+__all__ = [
+    "BEFORE",
+    "Activations",
+    "NotRepeated",
+    "Repeated",
+    "after",
+    "held_by",
+    "kind_of",
+    "models_of",
+    "observe",
+    "sent_by",
+]

@@ -103,12 +103,14 @@ class FlatMessages:
 class RankObjects:
     """Builds and hooks the flat buffers of `module`, their masters and the optimizer.
 
+    applied: what the optimizer itself sends in a step. After `count`:
     held: bytes by kind between two steps; "gathered" are whole parameters at stage 3 that are never dropped.
-    applied: what the optimizer itself sends in a step. flats: all flat buffers, in the order of their units.
+    flats: all flat buffers, in the order of their units.
     """
 
     held: Counter[str]
     applied: Sent
+    flats: tuple[FlatMessages, ...]
 
     def __init__(
         self,
@@ -126,15 +128,19 @@ class RankObjects:
         self.sharded = sharded = ShardedModel(module, trained.index, groups, zero, stores, runs)
         self.updater = Updater(sharded)
         self._opened = opened.opened
+        self._config = config
         with self._counting() as self.applied:
             if self.updater.masters:
                 self._update(config, trained, messages)
-        self.flats = tuple(self._step())
-        self._add_outer(config)
 
-    def _add_outer(self, config: Config) -> None:
+    def count(self) -> None:
+        """Run the other messages of a step. Sets `held` and `flats`, and adds to `applied`."""
+        self.flats = tuple(self._step())
+        self._add_outer()
+
+    def _add_outer(self) -> None:
         """The states of groups that train alone, and what they send in a step on average."""
-        section = config.outer
+        section = self._config.outer
         if section is None:
             return
         from ...outer.fragment import held_bytes, round_bytes
@@ -168,7 +174,14 @@ class RankObjects:
             for master in self.updater.masters
             for update in master.updates(groups, torch.empty_like(master.raw), None, has_old=False)
         ]
-        stepped.update(updates, Scale(1.0), self.updater.world)
+        # a step of single elements sends nothing, so only its states count
+        rest = [
+            update
+            for update in updates
+            if not (stepped.is_elementwise and stepped.state_of(update.item))
+        ]
+        if rest:
+            stepped.update(rest, Scale(1.0), self.updater.world)
 
     def _step(self) -> Iterator[FlatMessages]:
         """The other messages of a step. Sets `held` by what is there before the update."""

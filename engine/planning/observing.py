@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from ...ops.comm.fake import FakeGroups
 from ...ops.mesh import Mesh
 from ...ops.torch_internals import tree_leaves
+from ...tensor.plan import ParallelPlan
 from ...tensor.slicing import Sliced
+from ...tensor.styles import StyleName
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ..config.batch import mesh_of
@@ -26,7 +28,7 @@ from ..model.fp32_modules import cast_borders
 from ..model.precision import compute_dtype
 from ..model.recompute import Recomputing
 from ..parallel.sequences import by_name, check_sequences, token_cuts
-from .activations import Activations, observe
+from .activations import Activations, NotRepeated, Repeated, kind_of, models_of, observe
 from .models import FusedKernels, ModelSource, ShapesOnly
 from .shares import Shares, sliced_here
 from .work import Call, Kernel
@@ -109,22 +111,38 @@ class Observations:
         return self._config.train_micro_batch_size_per_gpu
 
     def _run(self, batch: Any, tensor: int) -> Activations:
+        if not self._shares.depends_on_names:
+            kinds = (self._shares.kind_of(*block) for block in self._shares.blocks)
+            with suppress(NotRepeated):
+                return self._run_blocks(batch, tensor, models_of(kinds))
+        return self._run_blocks(batch, tensor, None)
+
+    def _run_blocks(self, batch: Any, tensor: int, like: Mapping[int, int] | None) -> Activations:
+        """like: blocks that stay whole and do not run, see `models_of`; None: all are sliced."""
         model, shares = self._shares.model, self._shares
         groups = FakeGroups(self._mesh, shares.ranks_per_host, tensor=tensor)
         blocks = [module for _, module in shares.blocks]
         dtype, fp32 = compute_dtype(self._config), shares.fp32
+        idle = {id(p) for number in like or () for p in blocks[number].parameters()}
         gc.collect()  # a graph of another rank's slices knows parameters by the shapes that they had
-        with sliced_here(model, [shares.blocks], None, shares.ways, self._config, groups) as cut:
+        ways = self._ways(like or {})
+        with sliced_here(model, [shares.blocks], None, ways, self._config, groups) as cut:
             for param in model.parameters() if dtype else []:
-                if param.is_floating_point():
+                if param.is_floating_point() and id(param) not in idle:
                     param.data = param.data.to(torch.float32 if id(param) in fp32.params else dtype)
             self._convert(model, self._expect_tokens(groups, cut))
             if dtype and fp32.borders:
                 cast_borders(fp32.borders, dtype)  # `sliced_here` ends it
+            repeated = Repeated(blocks, like or models_of(map(kind_of, blocks)), can_run=not like)
             with _own_tokens(model, batch, self._config, groups) as own:
                 call = partial(_loss, model, own)
                 compiles = self._config.compile.enabled
-                run = partial(observe, model, blocks, groups, call, self._calls, compiles=compiles)
+                run = partial(
+                    observe,
+                    *(model, blocks, groups, call, self._calls),
+                    repeated=repeated,
+                    compiles=compiles,
+                )
                 found = run()
                 if self._config.activation_checkpointing.enabled:  # a recomputed block sends again
                     undo_inner = replace_forwards(blocks, _on_meta)
@@ -134,6 +152,21 @@ class Observations:
                     recomputing.end()
                     undo_inner()
             return found
+
+    def _ways(self, idle: Collection[int]) -> ParallelPlan | None:
+        """How layers are sliced. Those of blocks that do not run stay whole; their tokens are still cut."""
+        if self._shares.ways is None:
+            return None
+        inside = {
+            f"{name}.{inner}"
+            for name, block in (self._shares.blocks[number] for number in idle)
+            for inner, _ in block.named_modules()
+        }
+        return {
+            name: way
+            for name, way in self._shares.ways.items()
+            if way.name is StyleName.TOKENS or name not in inside
+        }
 
     def _convert(self, model: nn.Module, experts: Collection[int]) -> None:
         """Linear layers multiply in 8 bits where the config says so; `sliced_here` ends it.

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
+from torch import nn
+
 from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...ops.mesh import Mesh
 from ...ops.optim.config import REGISTERED
@@ -19,6 +21,8 @@ from ...pipe.schedules.plan import SchedulePlan
 from ..config.batch import mesh_of
 from ..config.config import Config
 from ..model.arguments import is_part, with_model
+from ..parallel.features import check_features
+from ..parallel.slices import check_tokens
 from .activations import Activations, held_by, sent_by
 from .cache import PlanCache
 from .models import ModelSource
@@ -96,8 +100,25 @@ def make_plan(
     if isinstance(traces, bool):
         traces = range(mesh.pipe if traces else 0)
     ranks_per_host = min(ranks_per_host, num_ranks)
+    config = with_features(cache.model(), config)
     shares, make_parts = cache.shares(config, mesh, ranks_per_host, traced=traces)
+    check_tokens(shares.ways, config)  # of a cache, whose config may have differed
     return _Planner(source, cache, config, mesh, shares).plan(make_parts())
+
+
+def with_features(model: nn.Module, config: Config) -> Config:
+    """The config with the units that its features need.
+
+    Raises:
+        ConfigError, UsageError: the engine would refuse the config for this model.
+    """
+    check_features(model, config)
+    sections = config.progressive_layer_drop, config.curriculum_learning
+    if config.data_efficiency.drops_tokens or any(section.enabled for section in sections):
+        from ..dropping.plan import Schedules
+
+        config = Schedules(model, config, 0, 1).with_units(config)
+    return config
 
 
 @final

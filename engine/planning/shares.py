@@ -6,12 +6,11 @@ made as the engine makes it, with tensors on the meta device: cut, sliced, laid 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -157,11 +156,7 @@ class Shares:
         self._mesh = mesh
         self.ranks_per_host = ranks_per_host
         self._traced = traced
-        hosts = [
-            RankHost(number, str(number))
-            for number in (r // ranks_per_host for r in range(mesh.size))
-        ]
-        self._shard_groups = build_shard_groups(config, mesh, lambda: hosts, is_first=False)
+        self._shard_groups = build_shard_groups(config, mesh, self._hosts, is_first=False)
         self.blocks: list[tuple[str, nn.Module]] = (
             [] if is_part(model) else found_blocks(model, config.zero_optimization.units)
         )
@@ -176,6 +171,10 @@ class Shares:
             self._experts, self.num_expert_ranks = plan_experts(model, config.expert_parallel, mesh)
         listed = {expert for f in self._experts for expert in f.experts or ()}
         self.blocks = [block for block in self.blocks if block[1] not in listed]
+        names = tuple(name for name, _ in self.blocks)
+        self._kinds: dict[str, Hashable] = once(
+            ("kinds", names), lambda: {name: kind_of(block) for name, block in self.blocks}
+        )
         whole = {f.experts_name for f in self._experts}
         is_sliced = config.tensor_parallel.size > 1
         self.ways = None
@@ -194,6 +193,18 @@ class Shares:
                 )
 
     @property
+    def depends_on_names(self) -> bool:
+        """What changes layers is chosen by their names, or moves their experts: equal blocks may differ."""
+        config = self._config
+        named = config.float8.enabled or config.data_types.keep_in_fp32_modules
+        return bool(named or self._experts)
+
+    def _hosts(self) -> list[RankHost]:
+        """Of each rank."""
+        numbers = (rank // self.ranks_per_host for rank in range(self._mesh.size))
+        return [RankHost(number, str(number)) for number in numbers]
+
+    @property
     def sides(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """The modules outside of the blocks that run before and after them, where the model is cut."""
         if self._outline is None:
@@ -208,7 +219,7 @@ class Shares:
     def all(self, known: Sequence[Share] = ()) -> list[Share]:
         """Every part that differs from the others, by pipeline stage and tensor coordinate.
 
-        Stages of blocks that are alike are built once. known: the same without traces.
+        Stages of blocks that are alike are built once. known: the same without traces, which are added.
         """
         found: list[Share] = []
         by_kind: dict[Hashable, list[Share]] = {}
@@ -221,7 +232,8 @@ class Shares:
                 if kind in by_kind and pipe not in self._traced:
                     found += [self._moved(share, pipe, stage) for share in by_kind[kind]]
                     continue
-                shares = list(self._of_stage(pipe, module, runs, stage))
+                same = {share.tensors[0]: share for share in known if share.pipe == pipe}
+                shares = list(self._of_stage(pipe, module, runs, stage, same))
                 by_kind |= {} if kind is None else {kind: shares}
                 found += shares
         return found
@@ -230,32 +242,37 @@ class Shares:
         """Equal for pipeline stages whose ranks hold and send alike; None: like no other one."""
         config = self._config
         inside = {id(p) for run in runs for _, block in run for p in block.parameters()}
-        by_name = (
-            config.zero_optimization.units
-            or config.float8.enabled
-            or config.data_types.keep_in_fp32_modules
-            or self._experts
-        )
-        if stage is None or stage.part.shared or by_name:
+        if stage is None or stage.part.shared or self.depends_on_names:
+            return None
+        if config.zero_optimization.units:
             return None
         if any(id(param) not in inside for param in module.parameters()):
             return None
         if self._mesh.size // self._mesh.pipe % self.ranks_per_host:
             return None
-        ways = {} if self.ways is None else self.ways
         return tuple(
-            (
-                kind_of(block),
-                tuple(
-                    (key.removeprefix(name), str(way))
-                    for key, way in ways.items()
-                    if key.startswith(f"{name}.")
-                ),
-                place,
-            )
+            (self.kind_of(name, block), place)
             for place, run in enumerate(runs)
             for name, block in run
         )
+
+    def kind_of(self, name: str, block: nn.Module) -> Hashable:
+        """Equal for whole blocks that keep and send the same, and whose layers are sliced alike."""
+        kind = self._kinds[name] if name in self._kinds else kind_of(block)
+        return kind, tuple(self._ways_inside.get(name, ()))
+
+    @cached_property
+    def _ways_inside(self) -> Mapping[str, list[tuple[str, str]]]:
+        """Name of a block -> how layers in it are sliced."""
+        names = {name for name, _ in self.blocks}
+        found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for key, way in ({} if self.ways is None else self.ways).items():
+            parts = key.split(".")
+            tops = (".".join(parts[:end]) for end in range(1, len(parts)))
+            top = next((name for name in tops if name in names), None)
+            if top is not None:
+                found[top].append((key.removeprefix(top), str(way)))
+        return found
 
     def _moved(self, share: Share, pipe: int, stage: StageModules | None) -> Share:
         """The share of an equal stage."""
@@ -275,8 +292,14 @@ class Shares:
         )
 
     def _of_stage(
-        self, pipe: int, module: nn.Module, runs: BlockRuns, found: StageModules | None
+        self,
+        pipe: int,
+        module: nn.Module,
+        runs: BlockRuns,
+        found: StageModules | None,
+        same: Mapping[int, Share],
     ) -> Iterator[Share]:
+        """The shares of a pipeline stage. same: first tensor coordinate -> the one without a trace."""
         names = _block_names(self.blocks, found)
         stages = found.plan.placement.stages_of(pipe) if found is not None else (0,)
         left = list(range(self._mesh.tensor))
@@ -286,7 +309,13 @@ class Shares:
                 cut.tokens.undo()  # stubs of blocks have no tokens to cut
                 equal = [rank for rank in left if _widths(cut, rank) == _widths(cut, left[0])]
                 experts = self.keep_experts(module, here)
-                built, trace = self._built(module, runs, Division(found, cut, experts), here)
+                known = same.get(left[0])
+                division = Division(found, cut, experts)
+                built, trace = self._built(module, runs, division, here, is_sent=known is None)
+                if known is not None:
+                    left = [rank for rank in left if rank not in equal]
+                    yield replace(known, trace=trace)
+                    continue
                 sharded = built.sharded
                 units = None
                 if found is not None:
@@ -368,7 +397,10 @@ class Shares:
         runs: BlockRuns,
         division: Division,
         groups: FakeGroups,
+        *,
+        is_sent: bool,
     ) -> tuple[RankObjects, Trace | None]:
+        """The objects of a rank, and the order of its step. is_sent: their messages are counted."""
         zero = self._config.zero_optimization
         hosts = [rank // self.ranks_per_host for rank in range(self._mesh.size)]
         messages = Messages(self._config, groups.world, hosts)
@@ -399,6 +431,8 @@ class Shares:
         trained = trained_groups(module, self._config)
         with ShapesOnly(copies_zeros=True):
             built = RankObjects(module, runs, flat_groups, groups, trained, messages, self._config)
+            if is_sent:
+                built.count()
             is_traced = groups.mesh.coordinates(groups.rank).pipe in self._traced
             trace = self._trace(built, module, division.stages, groups) if is_traced else None
             built.end()
@@ -473,7 +507,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     attributes = {
         module: (
             type(module),
-            {key: copy(x) if isinstance(x, dict) else x for key, x in module.__dict__.items()},
+            {key: x.copy() if isinstance(x, dict) else x for key, x in module.__dict__.items()},
         )
         for module in model.modules()
     }

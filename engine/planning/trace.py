@@ -122,19 +122,22 @@ class Tracer:
         last one do the same as the second, and do not run.
         """
         gathers = self._sharded.policy.shards_params
-        like = _repeated(row, gathers=gathers) if units.holds_all or not gathers else {}
+        like, extra = {}, set()
+        if units.holds_all or not gathers:
+            like, extra = _repeated(row, gathers=gathers)
         with self._noting() as journal, self._stubs(recomputes=recomputes):
             for is_noted in (False, True):
                 journal.events.clear()
                 if is_noted:
                     self._update()
                 seen: dict[Action, list[Event]] = {}
-                for place, action in enumerate(row):
+                acted = row if is_noted else [action for action in row if action not in extra]
+                for place, action in enumerate(acted):
                     if action in like:
                         journal.events += [action, *map(copy, seen[like[action]])]
                         continue
                     first = len(journal.events) + 1
-                    self._act(action, units, row[place + 1 :])
+                    self._act(action, units, acted[place + 1 :])
                     seen[action] = list(map(copy, journal.events[first:]))
                 units.release_all()
                 units.reduce_root()
@@ -298,13 +301,16 @@ class Tracer:
         return (torch.empty(1, device="meta", requires_grad=True),)
 
 
-def _repeated(row: Sequence[Action], *, gathers: bool) -> dict[Action, Action]:
+def _repeated(row: Sequence[Action], *, gathers: bool) -> tuple[dict[Action, Action], set[Action]]:
     """Action of a middle micro-batch -> the one that it is like; {}: none, or messages between them.
+
+    Also the actions that a step needs not before it is noted: of all micro-batches but the last.
 
     gathers: stages have parameters to gather.
     """
     sends = (Op.GATHER, Op.DROP, Op.REDUCE) if gathers else (Op.REDUCE,)
-    found: dict[Action, Action] = {}
+    like: dict[Action, Action] = {}
+    extra: set[Action] = set()
     by_stage: dict[int, dict[Op, list[Action]]] = defaultdict(lambda: defaultdict(list))
     for action in row:
         by_stage[action.stage][action.op].append(action)
@@ -315,8 +321,9 @@ def _repeated(row: Sequence[Action], *, gathers: bool) -> dict[Action, Action]:
         orders = {tuple(action.micro_batch for action in actions) for actions in computed}
         if len(orders) == 1:  # an action and its backward are both left out
             for actions in computed:
-                found |= dict.fromkeys(actions[2:-1], actions[1])
-    return found
+                like |= dict.fromkeys(actions[2:-1], actions[1])
+                extra.update(actions[:-1])
+    return like, extra
 
 
 @final

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, final
@@ -16,7 +17,7 @@ from ..mesh import Axis, Mesh
 from .backend import Backend, Bounds, Gather, Member, SharedFlat
 from .collectives import Collectives
 from .handles import DONE, Handle
-from .mesh_groups import AxisGroups, GroupsOf
+from .mesh_groups import AxisGroups, GroupsOf, Levels
 from .message_log import Traffic
 
 
@@ -183,10 +184,11 @@ def fake_collectives(
     Args:
         axes: The axes of the mesh along which the ranks differ.
         num_near: How many of the other ranks are on this rank's host. `sent_across_bytes` leaves them out.
-        device: Of values that are exchanged. Each peer then sends what this rank does. None: no values.
+        device: Of values that are exchanged. Each peer then sends what this rank does. None, meta: no values.
     """
+    has_values = device is not None and device.type != "meta"
     member = Member(None, device or torch.device("cpu"), rank, range(world_size))
-    collectives = Collectives(FakeBackend(member, axes, num_near, has_values=device is not None))
+    collectives = Collectives(FakeBackend(member, axes, num_near, has_values=has_values))
     collectives.traffic = Traffic(world_size, num_near)
     return collectives
 
@@ -228,6 +230,21 @@ class FakeGroups(AxisGroups):
     def is_everywhere(self) -> bool:
         return True
 
+    def along(self, axes: Axis | tuple[Axis, ...], use: str = "") -> Collectives:
+        names: tuple[Axis, ...] = (axes,) if isinstance(axes, str) else tuple(axes)
+        return self._of(self.mesh.ranks_along(names, self.rank), names, use)
+
+    def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
+        """See `AxisGroups.blocks`. Only the blocks of this rank are listed, and not those of all ranks."""
+        members = next((key[0] for key, known in self._found.items() if known is whole), None)
+        if members is None:
+            return super().blocks(axes, whole, length)
+        names: tuple[Axis, ...] = (axes,) if isinstance(axes, str) else tuple(axes)
+        place = members.index(self.rank)
+        start = place // length * length
+        ranks = members[start : start + length], members[place % length :: length]
+        return Levels(whole, *(whole if own == members else self._of(own, names) for own in ranks))
+
     def note(self, journal: Journal | None) -> None:
         """Note the operations of all groups in `journal`; None: no more."""
         self._journal = journal
@@ -241,10 +258,15 @@ class FakeGroups(AxisGroups):
         members = next((tuple(ranks) for ranks in groups if self.rank in ranks), None)
         if members is None:
             return None
+        return self._of(members, axes, use)
+
+    def _of(self, members: tuple[int, ...], axes: tuple[Axis, ...], use: str = "") -> Collectives:
+        """The group of `members`, which ascend; this rank is one of them."""
         if (members, axes, use) not in self._found:
-            near = sum(rank != self.rank and rank in self._on_host for rank in members)
+            ends = self._on_host.start, self._on_host.stop
+            first, last = (bisect_left(members, rank) for rank in ends)
             collectives = fake_collectives(
-                members.index(self.rank), len(members), axes, near, self._device
+                bisect_left(members, self.rank), len(members), axes, last - first - 1, self._device
             )
             backend_of(collectives).journal = self._journal
             self._found[members, axes, use] = collectives

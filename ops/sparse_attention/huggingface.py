@@ -36,8 +36,29 @@ def switch(model: nn.Module, section: SparseAttention) -> Callable[[], None]:
     Raises:
         UsageError: the attention of this model cannot be switched.
     """
+    found = check_switch(model)
+    name = _register(section)
+    former = [(config, config._attn_implementation) for config in found.values()]
+    for config, _ in former:
+        config._attn_implementation = name
+
+    def undo() -> None:
+        for config, own in former:
+            config._attn_implementation = own
+
+    return undo
+
+
+def check_switch(model: nn.Module) -> dict[int, Any]:
+    """id -> the configs of the models of transformers in `model` whose attention can be switched.
+
+    {}: it is built with `SparseSelfAttention`.
+
+    Raises:
+        UsageError: as `switch`.
+    """
     if any(isinstance(module, SparseSelfAttention) for module in model.modules()):
-        return lambda: None
+        return {}
     found: dict[int, Any] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -54,16 +75,7 @@ def switch(model: nn.Module, section: SparseAttention) -> Callable[[], None]:
             f"sparse_attention: {type(model).__name__} has no attention that transformers can replace; remove "
             "the section, or take another model"
         )
-    name = _register(section)
-    former = [(config, config._attn_implementation) for config in found.values()]
-    for config, _ in former:
-        config._attn_implementation = name
-
-    def undo() -> None:
-        for config, own in former:
-            config._attn_implementation = own
-
-    return undo
+    return found
 
 
 def _looks_up(kind: type) -> bool:

@@ -11,6 +11,7 @@ from searched_models import DATA, SOURCE, machine
 from torch import nn
 
 import xds
+from xds.engine.planning.cache import PlanCache
 from xds.engine.planning.models import ModelSource, ResizedBatches
 from xds.engine.planning.plan import make_plan
 from xds.engine.planning.search import Goal, Space, _Search, parsed, search
@@ -138,3 +139,17 @@ def test_values_of_a_trainer_stand_for_auto() -> None:
     data = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     data |= {"train_micro_batch_size_per_gpu": 1}
     assert parsed(data).resolve(2).optimizer is not None
+
+
+@pytest.mark.parametrize("pipe", [{}, {"stages": 2, "schedule": "1f1b"}])
+def test_a_plan_of_a_search_is_that_of_a_new_one(pipe: dict[str, Any]) -> None:
+    data = {**DATA, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    data |= {"zero_optimization": {"stage": 3}, "tensor_parallel": {"tp_size": 2}, "pipeline": pipe}
+    source, cache = ResizedBatches(Llama()), PlanCache(ResizedBatches(Llama()))
+    fresh = make_plan(source, parsed(data), 8, 2, traces=True)
+    for traces in (False, True):  # the second adds traces to parts of the first
+        plan = make_plan(source, parsed(data), 8, 2, cache, traces=traces)
+        assert [rank.states for rank in plan.ranks] == [rank.states for rank in fresh.ranks]
+        assert [rank.sent for rank in plan.ranks] == [rank.sent for rank in fresh.ranks]
+    assert all(rank.share.trace for rank in fresh.ranks)
+    assert [r.share.trace for r in plan.ranks] == [r.share.trace for r in fresh.ranks]
